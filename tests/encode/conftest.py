@@ -33,10 +33,10 @@ def _vocabularies_are_read_once() -> Iterator[None]:
 
     def read_once(files: ModelFiles) -> Tokenizer:
         # Template and configuration decide which tokens an encoder marks as special.
-        asked = (files.tokenizer_json, files.chat_template, json.dumps(files.config))
-        if asked not in known:
-            known[asked] = read(files)
-        return known[asked]
+        cache_key = (files.tokenizer_json, files.chat_template, json.dumps(files.config))
+        if cache_key not in known:
+            known[cache_key] = read(files)
+        return known[cache_key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder_module, "_tokenizer", read_once)

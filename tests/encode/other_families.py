@@ -169,12 +169,18 @@ def config_of(family: str, processor: Any) -> dict[str, Any]:
     name = (
         "image_token_index" if family in ("aya_vision", "gemma3", "llava", "pixtral", "vipllava") else "image_token_id"
     )
-    found = {"model_type": family, "text_config": _TEXT, "tie_word_embeddings": False, **_CONFIGS[family], name: number}
+    config_values = {
+        "model_type": family,
+        "text_config": _TEXT,
+        "tie_word_embeddings": False,
+        **_CONFIGS[family],
+        name: number,
+    }
     if family.startswith("glm"):
         marks = {"image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>"}
         marks |= {"video_token_id": "<|video|>"}
-        found |= {key: processor.tokenizer.convert_tokens_to_ids(mark) for key, mark in marks.items()}
-    return found
+        config_values |= {key: processor.tokenizer.convert_tokens_to_ids(mark) for key, mark in marks.items()}
+    return config_values
 
 
 @cache
@@ -227,6 +233,6 @@ def tokens_of(processor: Any, sample: Sample) -> dict[str, Any]:
             load_video(ref.path, ref.data, (), range(size.num_frames))
             for ref, size in zip(sample.videos, sizes, strict=True)
         ]
-        told = [(size.num_frames, size.fps, size.width, size.height, size.num_frames / size.fps) for size in sizes]
-        media["videos_kwargs"] = {"return_tensors": "pt", "video_metadata": [VideoMetadata(*each) for each in told]}
+        metadata = [(size.num_frames, size.fps, size.width, size.height, size.num_frames / size.fps) for size in sizes]
+        media["videos_kwargs"] = {"return_tensors": "pt", "video_metadata": [VideoMetadata(*each) for each in metadata]}
     return dict(processor(text=[rendered], text_kwargs=settings, **media))

@@ -33,9 +33,9 @@ def image_rows(data: Path, name: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 def encode_rows(encoder: Encoder, source: Path, rows: list[tuple[int, dict[str, Any]]]) -> list[EncodedSample]:
-    found = encoder.encode([to_sample(row, Source(str(source)), i) for i, row in rows])
-    assert not any(isinstance(item, Dropped) for item in found)
-    return [sample for pieces in found for sample in pieces]  # type: ignore[union-attr]
+    encoded_rows = encoder.encode([to_sample(row, Source(str(source)), i) for i, row in rows])
+    assert not any(isinstance(item, Dropped) for item in encoded_rows)
+    return [sample for pieces in encoded_rows for sample in pieces]  # type: ignore[union-attr]
 
 
 @cache
@@ -120,13 +120,13 @@ def test_tiny_and_thin_pictures(drawn_data: Path, family: str) -> None:
         Image.effect_noise(size, 50).convert("RGB").save(file := io.BytesIO(), "PNG")
         ref = MediaRef(None, file.getvalue())
         row = Sample((Turn("user", "<image>?"), Turn("assistant", "!")), (ref,), "rows.jsonl", 0)
-        (found,) = encoder.encode([row])
-        if isinstance(found, Dropped):
+        (result,) = encoder.encode([row])
+        if isinstance(result, Dropped):
             assert max(size) > 200 * min(size)
             continue
         expected = process(images=[load_image(None, ref.data)], return_tensors="pt")
-        assert found[0].images[0].grid == tuple(expected["image_grid_thw"][0].tolist())
-        assert torch.equal(load_media(found, spec)["pixel_values"], expected["pixel_values"])
+        assert result[0].images[0].grid == tuple(expected["image_grid_thw"][0].tolist())
+        assert torch.equal(load_media(result, spec)["pixel_values"], expected["pixel_values"])
 
 
 @pytest.mark.smoke

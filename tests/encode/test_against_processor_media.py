@@ -67,17 +67,20 @@ def frames_of(path: Path) -> tuple[torch.Tensor, Any]:
 
 def processed(processor: Any, row: dict[str, Any], root: Path, **settings: Any) -> Any:
     text = processor.apply_chat_template(in_parts(row), tokenize=False)
-    given: dict[str, Any] = dict(settings)
+    processor_inputs: dict[str, Any] = dict(settings)
     if row.get("images"):
-        given["images"] = [load_image(str(root / path)) for path in row["images"]]
+        processor_inputs["images"] = [load_image(str(root / path)) for path in row["images"]]
     if row.get("videos"):
         videos = [frames_of(root / path) for path in row["videos"]]
-        given |= {"videos": [frames for frames, _ in videos], "video_metadata": [about for _, about in videos]}
-        given |= {"do_sample_frames": True, "return_metadata": True}
-        given.setdefault("fps", 2)
+        processor_inputs |= {
+            "videos": [frames for frames, _ in videos],
+            "video_metadata": [about for _, about in videos],
+        }
+        processor_inputs |= {"do_sample_frames": True, "return_metadata": True}
+        processor_inputs.setdefault("fps", 2)
     if row.get("audios"):
-        given["audio"] = [load_audio(str(root / path), None, 16000) for path in row["audios"]]
-    return processor(text=[text], return_tensors="pt", **given)
+        processor_inputs["audio"] = [load_audio(str(root / path), None, 16000) for path in row["audios"]]
+    return processor(text=[text], return_tensors="pt", **processor_inputs)
 
 
 def check(sample: EncodedSample, made: Any) -> None:
@@ -96,9 +99,9 @@ def check(sample: EncodedSample, made: Any) -> None:
 
 
 def encoded(directory: Path, row: dict[str, Any], root: Path, **spec: Any) -> EncodedSample:
-    (found,) = cached_encoder(directory, **spec).encode([sample_of(row, root)])
-    assert isinstance(found, list), found
-    return found[0]
+    (result,) = cached_encoder(directory, **spec).encode([sample_of(row, root)])
+    assert isinstance(result, list), result
+    return result[0]
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl"])
@@ -110,22 +113,22 @@ def test_two_clips_of_a_video(drawn_data: Path, tmp_path: Path, family: str) -> 
     clips = [(1.0, 3.02), (8.5, None)]
     refs = tuple(MediaRef(str(path), clip=clip) for clip in clips)
     sample = dataclasses.replace(sample_of(row, tmp_path), videos=refs)
-    (found,) = cached_encoder(directory).encode([sample])
-    assert isinstance(found, list), found
-    taken = [np.linspace(25, 75, 4).round().astype(int), np.linspace(213, 299, 6).round().astype(int)]
-    assert [video.indices for video in found[0].videos] == [tuple(numbers.tolist()) for numbers in taken]
+    (result,) = cached_encoder(directory).encode([sample])
+    assert isinstance(result, list), result
+    frame_indices = [np.linspace(25, 75, 4).round().astype(int), np.linspace(213, 299, 6).round().astype(int)]
+    assert [video.indices for video in result[0].videos] == [tuple(numbers.tolist()) for numbers in frame_indices]
     frames, about = frames_of(path)
     num_frames = [51, 87]
-    told = [
+    metadata = [
         VideoMetadata(total_num_frames=count, fps=about.fps, frames_indices=numbers, height=64, width=96)
-        for count, numbers in zip(num_frames, taken, strict=True)
+        for count, numbers in zip(num_frames, frame_indices, strict=True)
     ]
-    processor, pixels = processor_of(directory), [frames[numbers] for numbers in taken]
+    processor, pixels = processor_of(directory), [frames[numbers] for numbers in frame_indices]
     text = processor.apply_chat_template(in_parts(row | {"videos": clips}), tokenize=False)
     settings = {"do_sample_frames": False, "return_metadata": True, "return_tensors": "pt"}
-    check(found[0], processor(text=[text], videos=pixels, video_metadata=told, **settings))
-    assert [video.num_frames for video in found[0].videos] == num_frames
-    for video, shown in zip(found[0].videos, pixels, strict=True):
+    check(result[0], processor(text=[text], videos=pixels, video_metadata=metadata, **settings))
+    assert [video.num_frames for video in result[0].videos] == num_frames
+    for video, shown in zip(result[0].videos, pixels, strict=True):
         loaded = torch.from_numpy(load_video(video.path, None, (), video.indices)).permute(0, 3, 1, 2)
         assert torch.equal(loaded, shown)
 
@@ -148,10 +151,10 @@ def test_a_clip_outside_the_video_costs_its_row(drawn_data: Path, tmp_path: Path
     path = write_clip(tmp_path / "a.mp4", num_frames=300)
     row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "!"}]}
     sample = dataclasses.replace(sample_of(row, tmp_path), videos=(MediaRef(str(path), clip=clip),))
-    (found,) = cached_encoder(drawn_data / "tokenizers" / "qwen3-vl").encode([sample])
-    assert isinstance(found, Dropped)
-    assert found.reason == "media_size"
-    assert f"a.mp4: the clip from {clip[0]:g}" in found.detail
+    (result,) = cached_encoder(drawn_data / "tokenizers" / "qwen3-vl").encode([sample])
+    assert isinstance(result, Dropped)
+    assert result.reason == "media_size"
+    assert f"a.mp4: the clip from {clip[0]:g}" in result.detail
 
 
 @pytest.mark.smoke
@@ -220,13 +223,13 @@ def test_users_limits_on_videos(data: Path) -> None:
     row = rows(data, "mm_llamafactory_mllm_video_demo")[0]
     for family, factor in (("qwen2.5-vl", 28), ("qwen3-vl", 32)):
         directory = data / "tokenizers" / family
-        whole = encoded(directory, row, data).videos[0]
+        unlimited = encoded(directory, row, data).videos[0]
         small = encoded(directory, row, data, video_max_pixels=20 * factor**2).videos[0]
-        assert small.grid[0] == whole.grid[0]
-        assert small.num_tokens // small.grid[0] <= 20 * (2 if family == "qwen3-vl" else 1) < whole.num_tokens
+        assert small.grid[0] == unlimited.grid[0]
+        assert small.num_tokens // small.grid[0] <= 20 * (2 if family == "qwen3-vl" else 1) < unlimited.num_tokens
         slow = encoded(directory, row, data, fps=1.0).videos[0]
-        assert slow.grid[0] < whole.grid[0]
+        assert slow.grid[0] < unlimited.grid[0]
         few = encoded(directory, row, data, fps_max_frames=6).videos[0]
         assert len(few.indices) == 6
         total = encoded(directory, row, data, video_total_pixels=60 * factor**2 * 4).videos[0]
-        assert total.num_tokens < whole.num_tokens
+        assert total.num_tokens < unlimited.num_tokens

@@ -63,21 +63,21 @@ def picture(width: int, height: int, orientation: int = 1) -> dict[str, str]:
     return {"bytes": base64.b64encode(data.getvalue()).decode()}
 
 
-def row(objects: Any, answer: str, *pictures: Any, asked: str = "q", **more: Any) -> dict[str, Any]:
-    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+def row(objects: Any, answer: str, *pictures: Any, question: str = "q", **more: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": turns, "images": list(pictures), "objects": objects, **more}
 
 
 def encoded(encoder: Encoder, row: dict[str, Any]) -> list[EncodedSample] | Dropped:
-    (found,) = encoder.encode([to_sample(row, Source("rows.json", form="messages"), 0)])
-    return found
+    (result,) = encoder.encode([to_sample(row, Source("rows.json", form="messages"), 0)])
+    return result
 
 
-def told(encoder: Encoder, row: dict[str, Any]) -> str:
+def target_text(encoder: Encoder, row: dict[str, Any]) -> str:
     """The trained text, without the token that ends it."""
-    found = encoded(encoder, row)
-    assert isinstance(found, list), found
-    return "".join(text_of(encoder, sample.labels[sample.labels >= 0].tolist()) for sample in found)
+    result = encoded(encoder, row)
+    assert isinstance(result, list), result
+    return "".join(text_of(encoder, sample.labels[sample.labels >= 0].tolist()) for sample in result)
 
 
 def text_of(encoder: Encoder, ids: list[int]) -> str:
@@ -85,9 +85,9 @@ def text_of(encoder: Encoder, ids: list[int]) -> str:
 
 
 def problem_of(encoder: Encoder, row: dict[str, Any]) -> Dropped:
-    found = encoded(encoder, row)
-    assert isinstance(found, Dropped)
-    return found
+    result = encoded(encoder, row)
+    assert isinstance(result, Dropped)
+    return result
 
 
 def swift(corners: list[float], true: tuple[int, int], written: tuple[int, int]) -> list[int]:
@@ -132,19 +132,19 @@ def test_numbers_are_those_of_the_picture_that_the_model_sees(
     units = {"real": seen, "norm1": (1, 1), "norm1000": (1000, 1000)}[unit]
     boxes = [[share * units[i % 2] for i, share in enumerate(corners)] for corners in shares]
     if is_json:
-        given = row({"bbox_type": unit}, json.dumps([{"bbox_2d": box, "label": "x"} for box in boxes]), medium)
+        boxes_row = row({"bbox_type": unit}, json.dumps([{"bbox_2d": box, "label": "x"} for box in boxes]), medium)
     else:
-        given = row({"bbox": boxes, "bbox_type": unit}, " ".join(["<bbox>"] * len(boxes)), medium)
+        boxes_row = row({"bbox": boxes, "bbox_type": unit}, " ".join(["<bbox>"] * len(boxes)), medium)
     written = resized(*seen) if model_type == "qwen2_5_vl" else (1000, 1000)
     expected = [swift(box, units, written) for box in boxes]
-    said = told(encoder_of(model_type), given)
+    text = target_text(encoder_of(model_type), boxes_row)
     if is_json:
-        assert said == json.dumps([{"bbox_2d": box, "label": "x"} for box in expected])
+        assert text == json.dumps([{"bbox_2d": box, "label": "x"} for box in expected])
     elif model_type == "qwen2_vl":
         pairs = [",".join(f"({x},{y})" for x, y in zip(box[::2], box[1::2], strict=True)) for box in expected]
-        assert said == " ".join(f"<|box_start|>{pair}<|box_end|>" for pair in pairs)
+        assert text == " ".join(f"<|box_start|>{pair}<|box_end|>" for pair in pairs)
     else:
-        assert said == " ".join(map(str, expected))
+        assert text == " ".join(map(str, expected))
 
 
 # ms-swift's documentation (Customization/Custom-dataset): what its grounding format becomes for Qwen2-VL, of a picture
@@ -177,13 +177,13 @@ DOCUMENTED = [
 def test_ms_swifts_documented_rows(
     objects: Any, turns: tuple[str, str], size: tuple[int, int], expected: str, encoder_of: Encoders
 ) -> None:
-    given = row(objects, turns[1], picture(*size), asked=turns[0])
+    boxes_row = row(objects, turns[1], picture(*size), question=turns[0])
     encoder = encoder_of("qwen2_vl")
-    assert told(encoder, given) == expected
+    assert target_text(encoder, boxes_row) == expected
     # Rows that spell the tokens themselves, as the same page has them, become the same tokens.
-    asked = turns[0].replace("<ref-object>", "sheep".join(REF_TOKENS))
-    spelled = encoded(encoder, row(None, expected, given["images"][0], asked=asked))
-    written = encoded(encoder, given)
+    question = turns[0].replace("<ref-object>", "sheep".join(REF_TOKENS))
+    spelled = encoded(encoder, row(None, expected, boxes_row["images"][0], question=question))
+    written = encoded(encoder, boxes_row)
     assert isinstance(spelled, list)
     assert isinstance(written, list)
     assert spelled[0].input_ids.tolist() == written[0].input_ids.tolist()
@@ -191,9 +191,9 @@ def test_ms_swifts_documented_rows(
     assert len(controls) == 2 * len(objects["bbox"])
     # Both spellings and both scales, on any family.
     legacy = encoder_of("qwen3_vl", bbox_format="legacy")
-    assert told(legacy, given) == expected
-    pixels = told(encoder_of("qwen2_vl", bbox_format="new", norm_bbox="none"), given)
-    assert pixels == told(encoder_of("qwen2_5_vl"), given)
+    assert target_text(legacy, boxes_row) == expected
+    pixels = target_text(encoder_of("qwen2_vl", bbox_format="new", norm_bbox="none"), boxes_row)
+    assert pixels == target_text(encoder_of("qwen2_5_vl"), boxes_row)
 
 
 def test_lists_are_json(encoder_of: Encoders) -> None:
@@ -202,9 +202,11 @@ def test_lists_are_json(encoder_of: Encoders) -> None:
     names = ["sheep", 'a "black" \\ sheep', "sheep\nand lamb"]
     boxes = [[90.9, 160.8, 135, 212.8], [[360.9, 480.8, 495, 532.8], [1, 2]]]
     encoder = encoder_of("qwen3_vl")
-    said = told(encoder, row({"ref": names, "bbox": boxes}, answer, picture(900, 800), asked="the <ref-object>?"))
-    found = json.loads(said)
-    assert found == [
+    text = target_text(
+        encoder, row({"ref": names, "bbox": boxes}, answer, picture(900, 800), question="the <ref-object>?")
+    )
+    labels = json.loads(text)
+    assert labels == [
         {"bbox_2d": [101, 201, 150, 266], "label": names[1]},
         {"bbox_2d": [[401, 601, 550, 666], [1, 2]], "label": names[2]},
     ]
@@ -212,33 +214,33 @@ def test_lists_are_json(encoder_of: Encoders) -> None:
 
 def test_numbers_that_nothing_is_said_of_stay(encoder_of: Encoders) -> None:
     medium = picture(640, 480)
-    said = '```json\n[{"bbox_2d": [30.5, 40,300, 200], "label": "[1, 2]"}, {"point_2d":[9,9]}]\n```'
+    answer = '```json\n[{"bbox_2d": [30.5, 40,300, 200], "label": "[1, 2]"}, {"point_2d":[9,9]}]\n```'
     for model_type in VISION:
-        assert told(encoder_of(model_type), row(None, said, medium)) == said
+        assert target_text(encoder_of(model_type), row(None, answer, medium)) == answer
     plain = encoder_of("qwen3_vl", bbox_type="real")
     expected = '```json\n[{"bbox_2d": [48, 83, 469, 417], "label": "[1, 2]"}, {"point_2d":[14, 19]}]\n```'
-    assert told(plain, row(None, said, medium)) == expected
-    thousandths = said.replace("30.5, 40,300", "30, 40, 300").replace("[9,9]", "[9, 9]")
-    assert told(plain, row(None, said, medium, bbox_type="norm1000")) == thousandths
+    assert target_text(plain, row(None, answer, medium)) == expected
+    thousandths = answer.replace("30.5, 40,300", "30, 40, 300").replace("[9,9]", "[9, 9]")
+    assert target_text(plain, row(None, answer, medium, bbox_type="norm1000")) == thousandths
     # Boxes of marks are of the row's unit whatever the option says, and are not rescaled twice.
     both = row({"bbox": [[320, 240]]}, '{"point_2d": <bbox>}', medium)
-    assert told(plain, both) == '{"point_2d": [500, 500]}'
+    assert target_text(plain, both) == '{"point_2d": [500, 500]}'
     # A form that a question shows is no box; one that it names is.
-    shown = row(None, "none", medium, asked='as {"bbox_2d": [x1, y1, x2, y2]}: {"bbox_2d": [320, 240, 640, 480]}')
-    found = encoded(plain, shown)
-    assert isinstance(found, list)
-    asked = text_of(plain, found[0].input_ids.tolist())
-    assert 'as {"bbox_2d": [x1, y1, x2, y2]}: {"bbox_2d": [500, 500, 1000, 1000]}' in asked
+    shown = row(None, "none", medium, question='as {"bbox_2d": [x1, y1, x2, y2]}: {"bbox_2d": [320, 240, 640, 480]}')
+    result = encoded(plain, shown)
+    assert isinstance(result, list)
+    prompt_text = text_of(plain, result[0].input_ids.tolist())
+    assert 'as {"bbox_2d": [x1, y1, x2, y2]}: {"bbox_2d": [500, 500, 1000, 1000]}' in prompt_text
 
 
 def test_boxes_on_several_pictures(encoder_of: Encoders) -> None:
     pictures = picture(200, 100), picture(100, 400)
     boxes, ids = [[100, 100], [100, 100], [100, 100]], [0, 1, 0]
-    given = row({"bbox": boxes, "image_id": ids}, "<bbox><bbox><bbox>", *pictures)
-    assert told(encoder_of("qwen3_vl"), given) == "[500, 1000][1000, 250][500, 1000]"
+    boxes_row = row({"bbox": boxes, "image_id": ids}, "<bbox><bbox><bbox>", *pictures)
+    assert target_text(encoder_of("qwen3_vl"), boxes_row) == "[500, 1000][1000, 250][500, 1000]"
     in_json = '{"point_2d": [[100, 100], [100, 100]]}'
     stated = row({"bbox_type": "real", "image_id": [1, 0]}, in_json, *pictures)
-    assert told(encoder_of("qwen3_vl"), stated) == '{"point_2d": [[1000, 250], [500, 1000]]}'
+    assert target_text(encoder_of("qwen3_vl"), stated) == '{"point_2d": [[1000, 250], [500, 1000]]}'
     for objects in ({"bbox_type": "real", "image_id": [0]}, {"bbox_type": "real", "image_id": [0, 0, 0]}):
         assert problem_of(encoder_of("qwen3_vl"), row(objects, in_json, *pictures)).reason == "object_marks"
     unknown = problem_of(encoder_of("qwen3_vl"), row({"bbox_type": "real"}, in_json, *pictures))
@@ -251,16 +253,16 @@ def test_responses_and_thoughts_have_boxes(encoder_of: Encoders) -> None:
         {"role": "assistant", "content": "<bbox>"},
         {"role": "user", "content": "and <bbox>?"},
     ]
-    given = {
+    boxes_row = {
         "messages": turns,
         "images": [picture(100, 100)],
         "responses": ["<bbox>", "none", "<bbox>"],
         "objects": {"bbox": [[number, number] for number in (1, 2, 3, 4)]},
     }
-    found = encoded(encoder_of("qwen3_vl"), given)
-    assert isinstance(found, list)
-    said = [text_of(encoder_of("qwen3_vl"), sample.input_ids.tolist()) for sample in found]
-    assert [re.findall(r"\[\d+, \d+\]", text) for text in said] == [
+    result = encoded(encoder_of("qwen3_vl"), boxes_row)
+    assert isinstance(result, list)
+    texts = [text_of(encoder_of("qwen3_vl"), sample.input_ids.tolist()) for sample in result]
+    assert [re.findall(r"\[\d+, \d+\]", text) for text in texts] == [
         ["[10, 10]", "[20, 20]", "[30, 30]"],
         ["[10, 10]", "[20, 20]"],
         ["[10, 10]", "[20, 20]", "[40, 40]"],
@@ -270,33 +272,33 @@ def test_responses_and_thoughts_have_boxes(encoder_of: Encoders) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_truncation_does_not_matter(side: str, encoder_of: Encoders) -> None:
     """What is left of a sample is what stood there in the whole one."""
-    given = row({"bbox": [[100, 50, 400, 300]] * 9, "ref": ["x"] * 9}, "<ref-object><bbox>" * 9, picture(640, 480))
+    boxes_row = row({"bbox": [[100, 50, 400, 300]] * 9, "ref": ["x"] * 9}, "<ref-object><bbox>" * 9, picture(640, 480))
     for model_type in VISION:
-        whole, cut = (
-            encoded(encoder_of(model_type, max_length=length, truncation_strategy=side), given)
+        full_samples, truncated_samples = (
+            encoded(encoder_of(model_type, max_length=length, truncation_strategy=side), boxes_row)
             for length in (10_000, 150)
         )
-        assert isinstance(whole, list)
-        assert isinstance(cut, list)
-        ids, left = whole[0].input_ids.tolist(), cut[0].input_ids.tolist()
-        assert len(left) == 150
-        rest = left[-60:] if side == "left" else left[-30:]
-        assert rest == (ids[-60:] if side == "left" else ids[120:150])
+        assert isinstance(full_samples, list)
+        assert isinstance(truncated_samples, list)
+        ids, remaining_ids = full_samples[0].input_ids.tolist(), truncated_samples[0].input_ids.tolist()
+        assert len(remaining_ids) == 150
+        end_ids = remaining_ids[-60:] if side == "left" else remaining_ids[-30:]
+        assert end_ids == (ids[-60:] if side == "left" else ids[120:150])
 
 
 def test_rows_that_are_dropped(encoder_of: Encoders, model: Path) -> None:
     medium = picture(640, 480, 6)  # a reader sees 480x640
     encoder = encoder_of("qwen2_vl")
-    assert told(encoder, row({"bbox": [[480, 640]]}, "<bbox>", medium)) == "<|box_start|>(1000,1000)<|box_end|>"
+    assert target_text(encoder, row({"bbox": [[480, 640]]}, "<bbox>", medium)) == "<|box_start|>(1000,1000)<|box_end|>"
     # What adding floats leaves is not outside.
     added = [0.1 + 0.2 - 0.3 - 1e-16, 0.0, 380.1 + 99.9, 640.0000000000001]
-    assert told(encoder, row({"bbox": [added]}, "<bbox>", medium)) == "<|box_start|>(0,0),(1000,1000)<|box_end|>"
+    assert target_text(encoder, row({"bbox": [added]}, "<bbox>", medium)) == "<|box_start|>(0,0),(1000,1000)<|box_end|>"
     outside = problem_of(encoder, row({"bbox": [[0, 0, 481, 640]]}, "<bbox>", medium))
     assert outside.reason == "box_outside"
     assert outside.detail == "[0, 0, 481, 640] is outside picture 0, which has 480x640 pixels"
-    asked = row(None, "yes", medium, asked='is {"bbox_2d": [0, 0, 481, 640]} a cat?', bbox_type="real")
-    assert problem_of(encoder, asked).reason == "box_outside"
-    assert told(encoder, row(None, '{"bbox_2d": null}', medium, bbox_type="real")) == '{"bbox_2d": null}'
+    boxes_row = row(None, "yes", medium, question='is {"bbox_2d": [0, 0, 481, 640]} a cat?', bbox_type="real")
+    assert problem_of(encoder, boxes_row).reason == "box_outside"
+    assert target_text(encoder, row(None, '{"bbox_2d": null}', medium, bbox_type="real")) == '{"bbox_2d": null}'
     for answer in (
         '{"bbox_2d": "1, 2"}',
         '{"bbox_2d": [1, 2, 3]}',
@@ -309,13 +311,13 @@ def test_rows_that_are_dropped(encoder_of: Encoders, model: Path) -> None:
     assert gone.reason == "media_missing"
     # Tokens of boxes that nothing closes are text, as all control tokens are that a row spells; not beside real ones.
     broken = row(None, "a <|box_end|>", medium)
-    assert told(encoder, broken) == "a <|box_end|>"
+    assert target_text(encoder, broken) == "a <|box_end|>"
     assert problem_of(encoder, row({"bbox": [[1, 2]]}, "<bbox><|box_end|>", medium)).reason == "invalid_objects"
     named = row({"ref": ["a <|box_end|>"]}, "<ref-object>", medium)
     assert problem_of(encoder, named).reason == "invalid_objects"
-    assert told(encoder_of("qwen3_vl"), named) == "a <|box_end|>"
+    assert target_text(encoder_of("qwen3_vl"), named) == "a <|box_end|>"
     # Names need no picture.
-    assert told(encoder, row({"ref": ["x"]}, "<ref-object>")) == "x".join(REF_TOKENS)
+    assert target_text(encoder, row({"ref": ["x"]}, "<ref-object>")) == "x".join(REF_TOKENS)
     missing = problem_of(encoder_of("qwen2_vl", has_tokens=False), row({"bbox": [[1, 2]]}, "<bbox>", medium))
     assert missing.detail == "the model's tokenizer lacks " + ", ".join((*REF_TOKENS, *BOX_TOKENS))
 
@@ -331,7 +333,7 @@ def test_families_without_a_form_are_told(encoder_of: Encoders, monkeypatch: pyt
         "packtool does not know how seer models write boxes; it supports qwen2_vl, qwen2_5_vl, qwen3_vl"
     )
     assert all(name in problem.detail for name in WITH_BOXES)
-    assert told(encoder, row(None, "no boxes", picture(9, 9))) == "no boxes"
+    assert target_text(encoder, row(None, "no boxes", picture(9, 9))) == "no boxes"
 
 
 def test_boxes_of_a_measured_picture(qwen3_vl: Encoder, data: Path) -> None:
@@ -344,7 +346,7 @@ def test_boxes_of_a_measured_picture(qwen3_vl: Encoder, data: Path) -> None:
         Source("rows.json", form="messages", media_root=str(data)),
         0,
     )
-    (found,) = qwen3_vl.encode([sample])
-    assert isinstance(found, list)
-    said = text_of(qwen3_vl, found[0].labels[found[0].labels >= 0].tolist())
-    assert json.loads(said) == [{"bbox_2d": [333, 143, 500, 1000], "label": "最高的柱子"}]
+    (result,) = qwen3_vl.encode([sample])
+    assert isinstance(result, list)
+    text = text_of(qwen3_vl, result[0].labels[result[0].labels >= 0].tolist())
+    assert json.loads(text) == [{"bbox_2d": [333, 143, 500, 1000], "label": "最高的柱子"}]

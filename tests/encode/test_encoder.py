@@ -29,20 +29,20 @@ QWEN_CONFIG = {"model_type": "qwen3_vl", "vision_config": {}}
 
 def encode(encoder: Encoder, *turns: str, images: list[str] | None = None) -> EncodedSample | Dropped:
     row = {"messages": conversation(*turns), **({"images": images} if images else {})}
-    (found,) = encoder.encode([to_sample(row, Source("rows.jsonl", media_access="any"), 0)])
-    if isinstance(found, list):
-        (found,) = found
-    return found
+    (result,) = encoder.encode([to_sample(row, Source("rows.jsonl", media_access="any"), 0)])
+    if isinstance(result, list):
+        (result,) = result
+    return result
 
 
 def conversation(*turns: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
 
 
-def kept(encoder: Encoder, *turns: str, images: list[str] | None = None) -> EncodedSample:
-    found = encode(encoder, *turns, images=images)
-    assert isinstance(found, EncodedSample), found
-    return found
+def encoded_sample(encoder: Encoder, *turns: str, images: list[str] | None = None) -> EncodedSample:
+    result = encode(encoder, *turns, images=images)
+    assert isinstance(result, EncodedSample), result
+    return result
 
 
 def texts_of_turns(encoder: Encoder, sample: EncodedSample) -> list[str]:
@@ -101,7 +101,7 @@ TEMPLATES = {
 def test_targets_are_the_answers_with_their_end(small_model: Any, name: str) -> None:
     template, end, control = TEMPLATES[name]
     encoder = encoder_for(small_model(template, control))
-    sample = kept(encoder, "Hello?", "Fine.", "assistant\n?", "Good bye")
+    sample = encoded_sample(encoder, "Hello?", "Fine.", "assistant\n?", "Good bye")
     assert texts_of_turns(encoder, sample) == [f"Fine.{end}", f"Good bye{end}"]
     is_target = np.zeros(sample.length, bool)
     for start, stop in sample.turns.reshape(-1, 2):
@@ -112,13 +112,15 @@ def test_targets_are_the_answers_with_their_end(small_model: Any, name: str) -> 
 def test_what_the_generation_prompt_gives_is_no_target(small_model: Any) -> None:
     thinking = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     encoder = encoder_for(small_model(thinking, CONTROL))
-    sample = kept(encoder, "a", "plain", "b", "<think>\nhm\n</think>\nso")
+    sample = encoded_sample(encoder, "a", "plain", "b", "<think>\nhm\n</think>\nso")
     assert texts_of_turns(encoder, sample) == ["plain<|im_end|>", "hm\n</think>\nso<|im_end|>"]
 
 
 def test_turns_of_a_template_that_drops_earlier_thoughts(text_model: Any) -> None:
     encoder = encoder_for(text_model("text-qwen3"))
-    sample = kept(encoder, "1+1?", "<think>\neasy\n</think>\n\n2", "2+2?", "<think>\nalso easy\n</think>\n\n4")
+    sample = encoded_sample(
+        encoder, "1+1?", "<think>\neasy\n</think>\n\n2", "2+2?", "<think>\nalso easy\n</think>\n\n4"
+    )
     assert texts_of_turns(encoder, sample) == [
         "2<|im_end|>",
         "<think>\nalso easy\n</think>\n\n4<|im_end|>",
@@ -156,10 +158,10 @@ NASTY = st.lists(
 @given(st.lists(NASTY, min_size=2, max_size=6))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 def test_text_of_rows_is_text_whatever_it_spells(chatml: Encoder, turns: list[str]) -> None:
-    sample = kept(chatml, *turns)
+    sample = encoded_sample(chatml, *turns)
     roles = ["user", "assistant"]
-    whole = "".join(f"<|im_start|>{roles[i % 2]}\n{text}<|im_end|>\n" for i, text in enumerate(turns))
-    assert decoded(chatml, sample) == whole
+    rendered = "".join(f"<|im_start|>{roles[i % 2]}\n{text}<|im_end|>\n" for i, text in enumerate(turns))
+    assert decoded(chatml, sample) == rendered
     ids = chatml._vocabulary.ids
     counts = {token: int((sample.input_ids == i).sum()) for token, i in ids.items()}
     assert counts == {**dict.fromkeys(CONTROL, 0), "<|im_start|>": len(turns), "<|im_end|>": len(turns)}
@@ -170,7 +172,7 @@ def test_text_of_rows_is_text_whatever_it_spells(chatml: Encoder, turns: list[st
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_text_never_shifts_pictures(vision: Encoder, picture: str, turns: list[str]) -> None:
     assume(not any("<image>" in text for text in turns))
-    sample = kept(vision, turns[0] + "<image>", *turns[1:], images=[picture])
+    sample = encoded_sample(vision, turns[0] + "<image>", *turns[1:], images=[picture])
     ids = vision._vocabulary.ids
     opening, pad, closing = ids["<|vision_start|>"], ids["<|image_pad|>"], ids["<|vision_end|>"]
     (at,) = np.flatnonzero(sample.input_ids == opening)
@@ -183,7 +185,7 @@ def test_text_never_shifts_pictures(vision: Encoder, picture: str, turns: list[s
 
 def test_answers_that_begin_with_blanks_keep_them_as_targets(qwen3_vl: Encoder) -> None:
     for answer in ("\n\nSo.", "\nSo.", "  So.", "", "So."):
-        sample = kept(qwen3_vl, "Why?", answer)
+        sample = encoded_sample(qwen3_vl, "Why?", answer)
         (text,) = texts_of_turns(qwen3_vl, sample)
         # A blank may have merged with the header's newline into one token; then that token is the answer's.
         assert text.lstrip("\n") == f"{answer}<|im_end|>".lstrip("\n")
@@ -194,9 +196,9 @@ def test_a_picture_has_the_limits_of_its_row(vision: Encoder, tmp_path: Path) ->
     """The same file in two sizes: what was measured is remembered for the limits that it was measured at."""
     Image.new("RGB", (600, 400)).save(tmp_path / "a.png")
     path = str(tmp_path / "a.png")
-    plain = kept(vision, "<image>?", "!", images=[path])
-    small = kept(vision, "<image>?", "!", images=[{"image": path, "max_pixels": 800}])  # type: ignore[list-item]
-    again = kept(vision, "<image>?", "!", images=[path])
+    plain = encoded_sample(vision, "<image>?", "!", images=[path])
+    small = encoded_sample(vision, "<image>?", "!", images=[{"image": path, "max_pixels": 800}])  # type: ignore[list-item]
+    again = encoded_sample(vision, "<image>?", "!", images=[path])
     assert small.num_media_tokens < plain.num_media_tokens == again.num_media_tokens
     dropped = encode(
         vision,
@@ -240,16 +242,16 @@ def test_over_long_rows(small_model: Any, strategy: str) -> None:
         with pytest.raises(RowError, match=r"rows\.jsonl, row 0: over_max_length"):
             encode(encoder, "q" * 40, "answer")
         return
-    found = encode(encoder, "q" * 40, "answer")
+    result = encode(encoder, "q" * 40, "answer")
     if strategy == "delete":
-        assert isinstance(found, Dropped)
-        assert found.reason == "over_max_length"
+        assert isinstance(result, Dropped)
+        assert result.reason == "over_max_length"
         return
-    whole = kept(encoder_for(Path(encoder.spec.model)), "q" * 40, "answer")
-    assert isinstance(found, EncodedSample)
-    np.testing.assert_array_equal(found.input_ids, whole.input_ids[-30:])
-    assert found.num_truncated == whole.length - 30
-    assert texts_of_turns(encoder, found) == ["answer<|im_end|>"]
+    untruncated = encoded_sample(encoder_for(Path(encoder.spec.model)), "q" * 40, "answer")
+    assert isinstance(result, EncodedSample)
+    np.testing.assert_array_equal(result.input_ids, untruncated.input_ids[-30:])
+    assert result.num_truncated == untruncated.length - 30
+    assert texts_of_turns(encoder, result) == ["answer<|im_end|>"]
 
 
 @given(
@@ -264,29 +266,29 @@ def test_left_truncation(
     directory = small_model(CHATML, CONTROL, QWEN_CONFIG)
     turns = [("<image>" if mark else "") + "x" * size for size, mark in zip(sizes, with_picture, strict=False)]
     images = [picture] * "".join(turns).count("<image>")
-    whole = kept(encoder_for(directory), *turns, images=images)
-    found = encode(encoder_for(directory, max_length=limit, truncation_strategy="left"), *turns, images=images)
+    untruncated = encoded_sample(encoder_for(directory), *turns, images=images)
+    result = encode(encoder_for(directory, max_length=limit, truncation_strategy="left"), *turns, images=images)
     num_protected = 8 * len(images)
-    if isinstance(found, Dropped):
-        assert whole.length > limit
-        assert found.reason == ("media_over_limit" if num_protected >= limit else "no_target_tokens")
+    if isinstance(result, Dropped):
+        assert untruncated.length > limit
+        assert result.reason == ("media_over_limit" if num_protected >= limit else "no_target_tokens")
         return
-    assert found.length == min(limit, whole.length)
-    assert found.images == whole.images
-    protected = np.zeros(whole.length, bool)
-    for at in np.flatnonzero(whole.input_ids == encoder_for(directory)._vocabulary.ids["<|vision_start|>"]):
+    assert result.length == min(limit, untruncated.length)
+    assert result.images == untruncated.images
+    protected = np.zeros(untruncated.length, bool)
+    for at in np.flatnonzero(untruncated.input_ids == encoder_for(directory)._vocabulary.ids["<|vision_start|>"]):
         protected[at : at + 8] = True
-    room = max(limit, whole.length) - num_protected if whole.length <= limit else limit - num_protected
+    room = max(limit, untruncated.length) - num_protected if untruncated.length <= limit else limit - num_protected
     keep = protected.copy()
     keep[np.flatnonzero(~protected)[max(0, int((~protected).sum()) - room) :]] = True
-    np.testing.assert_array_equal(found.input_ids, whole.input_ids[keep])
-    expected = whole.labels[keep]
+    np.testing.assert_array_equal(result.input_ids, untruncated.input_ids[keep])
+    expected = untruncated.labels[keep]
     expected[0] = -100
-    np.testing.assert_array_equal(found.labels, expected)
-    inside = np.zeros(found.length, bool)
-    for start, end in found.turns.reshape(-1, 2):
+    np.testing.assert_array_equal(result.labels, expected)
+    inside = np.zeros(result.length, bool)
+    for start, end in result.turns.reshape(-1, 2):
         inside[start:end] = True
-    np.testing.assert_array_equal(inside & ~protected[keep], found.labels != -100)
+    np.testing.assert_array_equal(inside & ~protected[keep], result.labels != -100)
 
 
 @given(
@@ -307,18 +309,18 @@ def test_tokens_of_a_medium_that_are_not_written_are_counted(
     row: dict[str, Any] = {"images": [{"image": picture, "min_pixels": number} for number in pixels]}
     row |= {"text": text} if is_text else {"messages": conversation(text, "b")}
     sample = to_sample(row, Source("rows.jsonl", media_access="any"), 0)
-    (found,) = encoder.encode([sample])
+    (result,) = encoder.encode([sample])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder_module, "expand_media", lambda *layout: expand_media(*layout[:3], 10_000))
-        (whole,) = encoder.encode([sample])
-    if isinstance(whole, Dropped):
-        assert found == whole
+        (expected,) = encoder.encode([sample])
+    if isinstance(expected, Dropped):
+        assert result == expected
     else:
-        assert isinstance(found, list)
-        assert found[0].num_truncated == whole[0].num_truncated
-        assert found[0].images == whole[0].images
-        np.testing.assert_array_equal(found[0].input_ids, whole[0].input_ids)
-        np.testing.assert_array_equal(found[0].labels, whole[0].labels)
+        assert isinstance(result, list)
+        assert result[0].num_truncated == expected[0].num_truncated
+        assert result[0].images == expected[0].images
+        np.testing.assert_array_equal(result[0].input_ids, expected[0].input_ids)
+        np.testing.assert_array_equal(result[0].labels, expected[0].labels)
 
 
 def test_a_picture_of_more_tokens_than_a_sample_is_counted_not_written(small_model: Any, picture: str) -> None:

@@ -86,8 +86,8 @@ def encoder(request: pytest.FixtureRequest, small_model: Any) -> Encoder:
 
 
 def encoded(encoder: Encoder, path: Path) -> list[list[EncodedSample] | Dropped]:
-    found = scan(SourceSpec(str(path)))
-    rows = list(samples_of(found.source, found.blocks, may_hold_secrets=False))
+    scanned = scan(SourceSpec(str(path)))
+    rows = list(samples_of(scanned.source, scanned.blocks, may_hold_secrets=False))
     return list(encode_samples(rows, encoder))
 
 
@@ -95,8 +95,8 @@ def check(encoder: Encoder, folder: Path, line: bytes, good: bytes = GOOD) -> No
     """The row is one result, between two others that are kept."""
     path = folder / "rows.jsonl"
     path.write_bytes(b"\n".join([good, line, good]))
-    first, *between, last = encoded(encoder, path)
-    assert isinstance(first, list)
+    first_item, *between, last = encoded(encoder, path)
+    assert isinstance(first_item, list)
     assert isinstance(last, list)
     assert len(between) == (1 if line.strip() else 0)
     for item in between:
@@ -165,16 +165,16 @@ def test_no_depth_ends_a_run(depth: int, encoder: Encoder, tmp_path: Path) -> No
 def test_numbers_that_are_none_are_not_trained(encoder: Encoder, tmp_path: Path) -> None:
     def calls(value: str) -> str:
         call = f'{{"function": {{"name": "f", "arguments": {{"x": {value}}}}}}}'
-        said = f'{{"role": "assistant", "content": "", "tool_calls": [{call}]}}'
-        return f'{{"messages": [{{"role": "user", "content": "q"}}, {said}]}}'
+        assistant_turn = f'{{"role": "assistant", "content": "", "tool_calls": [{call}]}}'
+        return f'{{"messages": [{{"role": "user", "content": "q"}}, {assistant_turn}]}}'
 
     for value in ("NaN", "Infinity", "-Infinity", "1e999"):
-        told = [f'{{"role": "user", "content": {value}}}', f'{{"role": "tool", "content": {{"a": {value}}}}}']
-        lines = [f'{{"messages": [{{"role": "user", "content": "q"}}, {told[i]}, {{}}]}}' for i in range(2)]
+        turns = [f'{{"role": "user", "content": {value}}}', f'{{"role": "tool", "content": {{"a": {value}}}}}']
+        lines = [f'{{"messages": [{{"role": "user", "content": "q"}}, {turns[i]}, {{}}]}}' for i in range(2)]
         lines = [line.replace("{}", '{"role": "assistant", "content": "a"}') for line in lines]
         (tmp_path / "rows.jsonl").write_text("\n".join([*lines, calls(value)]))
-        found = encoded(encoder, tmp_path / "rows.jsonl")
-        assert [item.reason if isinstance(item, Dropped) else item for item in found] == ["invalid_content"] * 3
+        items = encoded(encoder, tmp_path / "rows.jsonl")
+        assert [item.reason if isinstance(item, Dropped) else item for item in items] == ["invalid_content"] * 3
 
 
 NUMBERS = st.one_of(
@@ -205,10 +205,10 @@ def numeric_rows(kind: str) -> st.SearchStrategy[dict[str, Any]]:
     """Rows whose form is right, and any of whose numbers may be anything."""
     if kind == "tokens":
         return st.fixed_dictionaries(COLUMNS[kind], optional=dict.fromkeys(LISTS, st.tuples(*[SMALL] * 3)))
-    asked, answer = {"role": "user", "content": MARKS.get(kind, "q")}, {"role": "assistant", "content": "a"}
-    answered = st.just([asked, answer])
+    user_turn, answer = {"role": "user", "content": MARKS.get(kind, "q")}, {"role": "assistant", "content": "a"}
+    answered = st.just([user_turn, answer])
     if kind == "weights":
-        answered = SMALL.map(lambda weight: [asked, {**answer, "loss_scale": weight}]) | st.just([asked])
+        answered = SMALL.map(lambda weight: [user_turn, {**answer, "loss_scale": weight}]) | st.just([user_turn])
     return st.fixed_dictionaries({"messages": answered, **COLUMNS[kind]})
 
 
@@ -224,8 +224,8 @@ def check_numbers(encoders: list[Encoder], folder: Path) -> None:
     def check_one(kind: str, data: st.DataObject, encoder: Encoder) -> None:
         good = {"input_ids": [1, 2]} if kind == "tokens" else PLAIN["messages"]
         (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, [good, data.draw(numeric_rows(kind)), good])))
-        first, row, last = encoded(encoder, folder / "rows.jsonl")
-        assert isinstance(first, list)
+        first_item, row, last = encoded(encoder, folder / "rows.jsonl")
+        assert isinstance(first_item, list)
         assert isinstance(last, list)
         if isinstance(row, Dropped):
             assert row.reason != "unexpected", row
@@ -261,12 +261,12 @@ def test_what_breaks_the_tokenizer_costs_its_row(
 
     monkeypatch.setattr(encoder._piece_tokenizer, "encode", breaks)
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join([GOOD, GOOD.replace(b'"q"', b'"odd"'), GOOD]))
-    first, second, third = encoded(encoder, tmp_path / "rows.jsonl")
-    assert isinstance(first, list)
+    first_item, second_item, third = encoded(encoder, tmp_path / "rows.jsonl")
+    assert isinstance(first_item, list)
     assert isinstance(third, list)
-    assert isinstance(second, Dropped)
-    assert (second.row, second.reason) == (1, "unexpected")
-    assert second.detail.startswith("AssertionError at encode/")
+    assert isinstance(second_item, Dropped)
+    assert (second_item.row, second_item.reason) == (1, "unexpected")
+    assert second_item.detail.startswith("AssertionError at encode/")
 
 
 def test_a_pipe_is_no_file(encoder: Encoder, tmp_path: Path) -> None:
@@ -279,12 +279,12 @@ def test_a_pipe_is_no_file(encoder: Encoder, tmp_path: Path) -> None:
 
 
 def test_marks_of_media_that_the_model_reads(small_model: Any, tmp_path: Path) -> None:
-    asked = json.loads(GOOD.replace(b'"q"', b'"<image> or <audio>?"'))
-    (tmp_path / "rows.jsonl").write_text(json.dumps(asked))
+    message_row = json.loads(GOOD.replace(b'"q"', b'"<image> or <audio>?"'))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(message_row))
     model = small_model(CHATML, CONTROL, QWEN_CONFIG)
-    (kept,) = encoded(encoder_for(model), tmp_path / "rows.jsonl")
-    assert isinstance(kept, list)
-    (tmp_path / "rows.jsonl").write_text(json.dumps(asked) + "\n" + json.dumps({**asked, "file": None}))
+    (result,) = encoded(encoder_for(model), tmp_path / "rows.jsonl")
+    assert isinstance(result, list)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(message_row) + "\n" + json.dumps({**message_row, "file": None}))
     for seen in encoded(encoder_for(model), tmp_path / "rows.jsonl"):
         assert isinstance(seen, Dropped)
         assert seen.reason == "image_marks"

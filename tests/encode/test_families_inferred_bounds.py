@@ -53,19 +53,21 @@ def test_pictures_of_other_limits_have_their_size_again(sides: tuple[int, int], 
 @settings(max_examples=40)
 @given(
     sides=st.tuples(st.integers(40, 1200), st.integers(40, 1200)),
-    taken=st.integers(2, 9),
+    num_frames=st.integers(2, 9),
     most=st.integers(20_000, 10**6),
 )
-@example(sides=(195, 299), taken=3, most=200_348)  # shrunk as three frames, larger than as the four it is counted as
+@example(
+    sides=(195, 299), num_frames=3, most=200_348
+)  # shrunk as three frames, larger than as the four it is counted as
 def test_videos_of_other_limits_have_their_size_again(
-    over_all_frames: bool, sides: tuple[int, int], taken: int, most: int
+    over_all_frames: bool, sides: tuple[int, int], num_frames: int, most: int
 ) -> None:
     limits = videos(over_all_frames)
     try:
-        grid = video_grid(*sides, taken, replace(limits, max_pixels=most))
+        grid = video_grid(*sides, num_frames, replace(limits, max_pixels=most))
     except ValueError:
         return
-    assert video_grid(*sides, taken, limits, video_bounds(*sides, taken, grid, limits)) == grid
+    assert video_grid(*sides, num_frames, limits, video_bounds(*sides, num_frames, grid, limits)) == grid
 
 
 def test_limits_of_one_medium() -> None:
@@ -77,10 +79,10 @@ def test_limits_of_one_medium() -> None:
     assert image_limits_of(ref(min_pixels=10**6), OWN) == replace(OWN, min_pixels=10**6, max_pixels=10**6)
     with pytest.raises(ValueError, match="at least 9 and at most 5 pixels"):
         image_limits_of(ref(min_pixels=9, max_pixels=5), OWN)
-    whole, each = videos(over_all_frames=True), videos(over_all_frames=False)
-    assert video_limits_of(ref(fps=1, max_frames=2), whole) == replace(whole, fps=1.0, min_frames=2, max_frames=2)
-    assert video_limits_of(ref(max_pixels=900, total_pixels=5000), whole) == replace(
-        whole, frame_max_pixels=900, max_pixels=5000
+    limits, each = videos(over_all_frames=True), videos(over_all_frames=False)
+    assert video_limits_of(ref(fps=1, max_frames=2), limits) == replace(limits, fps=1.0, min_frames=2, max_frames=2)
+    assert video_limits_of(ref(max_pixels=900, total_pixels=5000), limits) == replace(
+        limits, frame_max_pixels=900, max_pixels=5000
     )
     assert video_limits_of(ref(max_pixels=900, total_pixels=5000), each) == replace(
         each, min_pixels=900, max_pixels=900, total_pixels=5000

@@ -45,8 +45,8 @@ def expected(processor: Any, turns: list[tuple[str, str]], images: list[str]) ->
 
 
 def encoded(directory: Path, turns: list[tuple[str, str]], images: list[str]) -> EncodedSample | Dropped:
-    (found,) = cached_encoder(directory).encode([row(turns, images)])
-    return found[0] if isinstance(found, list) else found
+    (result,) = cached_encoder(directory).encode([row(turns, images)])
+    return result[0] if isinstance(result, list) else result
 
 
 @cache

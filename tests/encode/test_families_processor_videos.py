@@ -42,7 +42,7 @@ def encoder_of(directory_of: Callable[[str], Path]) -> Callable[..., Encoder]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def asked(directory_of: Callable[[str], Path], drawn_data: Path) -> None:
+def processor_videos(directory_of: Callable[[str], Path], drawn_data: Path) -> None:
     for name in NAMES:
         processor = model_of(name, drawn_data, directory_of(name).parent)[1]
         ASKED[name] = ProcessorVideos(processor, processor.image_token), processor
@@ -68,9 +68,9 @@ def film(question: str, *videos: MediaRef, answer: str = "It is.") -> Sample:
 )
 def test_frames_and_text_are_the_processors(name: str, num_frames: int, fps: float, sides: tuple[int, int]) -> None:
     """It takes frames of a whole video there; here it is told of the size and rate alone."""
-    found, processor = ASKED[name]
+    encoding, processor = ASKED[name]
     size = VideoSize(*sides, num_frames, fps, has_sound=False)
-    told = VideoMetadata(num_frames, fps, sides[1], sides[0], num_frames / fps)
+    metadata = VideoMetadata(num_frames, fps, sides[1], sides[0], num_frames / fps)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("packtool.media.video.measure_video", lambda ref: size)
         refused = ""
@@ -80,18 +80,18 @@ def test_frames_and_text_are_the_processors(name: str, num_frames: int, fps: flo
                 videos=[np.zeros((num_frames, *sides, 3), np.uint8)],
                 return_text_replacement_offsets=True,
                 return_metadata=True,
-                video_metadata=[told],
+                video_metadata=[metadata],
             )
         except ValueError as error:
             refused = str(error)
         if refused:
             with pytest.raises(MediaProblem) as raised:
-                found.measure(MediaRef("a.mp4"))
+                encoding.measure(MediaRef("a.mp4"))
             assert refused in raised.value.detail
             return
-        video = found.measure(MediaRef("a.mp4"))
+        video = encoding.measure(MediaRef("a.mp4"))
     ((written,),) = made["text_replacement_offsets"]
-    parts = found.segments(video)
+    parts = encoding.segments(video)
     assert "".join(part if isinstance(part, str) else part[0] * part[1] for part in parts) == written["replacement"]
     assert video.num_tokens == written["replacement"].count(processor.image_token)
     if "video_metadata" in made:
@@ -103,14 +103,14 @@ def test_frames_and_text_are_the_processors(name: str, num_frames: int, fps: flo
 def test_tokens_of_videos(name: str, encoder_of: Callable[..., Encoder], data: Path) -> None:
     folder = data / "raw/llama-factory/data/mllm_demo_data"
     sample = film("<video>What <|image|> is <video>?", *(MediaRef(str(folder / file)) for file in ("4.mp4", "2.avi")))
-    ((found,),) = encoder_of(name, max_length=20_000).encode([sample])  # type: ignore[misc]
+    ((encoded,),) = encoder_of(name, max_length=20_000).encode([sample])  # type: ignore[misc]
     shown = replace(sample, turns=(Turn("user", "<video>What [] is <video>?"), sample.turns[1]))
     expected = tokens_of(ASKED[name][1], shown)["input_ids"][0]
     decode = ASKED[name][1].tokenizer.decode
-    assert decode(found.input_ids).replace("What <|image|> is", "What [] is") == decode(expected)
+    assert decode(encoded.input_ids).replace("What <|image|> is", "What [] is") == decode(expected)
     pad = encoder_of(name, max_length=20_000).media_tokens.pads["video"]
     # What a row says is text, also where it says what stands for a picture.
-    assert int((found.input_ids == pad).sum()) == sum(video.num_tokens for video in found.videos)
+    assert int((encoded.input_ids == pad).sum()) == sum(video.num_tokens for video in encoded.videos)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,20 +118,22 @@ def test_nothing_cuts_inside_a_video(
     name: str, encoder_of: Callable[..., Encoder], directory_of: Callable[[str], Path], clips: list[MediaRef]
 ) -> None:
     long = film("<video> and <video>" + "word " * 30, *clips)
-    ((whole,),) = encoder_of(name).encode([long])  # type: ignore[misc]
+    ((full_sample,),) = encoder_of(name).encode([long])  # type: ignore[misc]
     pad = encoder_of(name).media_tokens.pads["video"]
-    each, gone = [video.num_tokens for video in whole.videos], set()
-    step = whole.length // 12
-    for length in range(whole.length - 1, 12, -step):
-        cut = encoder_for(directory_of(name), truncation_strategy="left", media_overflow="trim", max_length=length)
-        (found,) = cut.encode([long])
-        if isinstance(found, Dropped):
-            assert found.reason == "no_target_tokens"
+    each, gone = [video.num_tokens for video in full_sample.videos], set()
+    step = full_sample.length // 12
+    for length in range(full_sample.length - 1, 12, -step):
+        limited_encoder = encoder_for(
+            directory_of(name), truncation_strategy="left", media_overflow="trim", max_length=length
+        )
+        (result,) = limited_encoder.encode([long])
+        if isinstance(result, Dropped):
+            assert result.reason == "no_target_tokens"
             continue
-        (sample,) = found
+        (sample,) = result
         num_gone = 2 - len(sample.videos)
-        assert sample.num_truncated == whole.length - sample.length
-        assert sample.videos == whole.videos[num_gone:]
+        assert sample.num_truncated == full_sample.length - sample.length
+        assert sample.videos == full_sample.videos[num_gone:]
         assert int((sample.input_ids == pad).sum()) == sum(each[num_gone:])
         gone.add(num_gone)
     assert gone >= {0, 1}
@@ -142,9 +144,9 @@ def test_rows_that_another_tool_tokenized(name: str, encoder_of: Callable[..., E
     row = film("<video>What? And <video>?", *clips)
     (expected,) = encoder_of(name).encode([row])
     assert isinstance(expected, list)
-    (found,) = encoder_of(name).encode([prepared(row, expected)])
-    assert isinstance(found, list), found
-    assert list(map(values, found)) == list(map(values, expected))
+    (result,) = encoder_of(name).encode([prepared(row, expected)])
+    assert isinstance(result, list), result
+    assert list(map(values, result)) == list(map(values, expected))
     (dropped,) = encoder_of(name).encode([replace(prepared(row, expected), videos=clips[:1])])
     assert isinstance(dropped, Dropped)
     assert dropped.reason == "media_tokens"
@@ -158,9 +160,9 @@ def test_what_is_left_out_says_why(encoder_of: Callable[..., Encoder], drawn_dat
         "its row has fps": film("<video>", replace(clips[0], limits=(("fps", 1.0),))),
     }
     for name in ("glm4v", "internvl"):
-        for told, dropped in zip(rows, encoder_of(name).encode([*rows.values()]), strict=True):
+        for expected_detail, dropped in zip(rows, encoder_of(name).encode([*rows.values()]), strict=True):
             assert isinstance(dropped, Dropped)
-            assert (dropped.reason, told in dropped.detail) == ("media_unsupported", True), dropped
+            assert (dropped.reason, expected_detail in dropped.detail) == ("media_unsupported", True), dropped
 
 
 def test_pictures_that_a_row_gives_as_a_video_are_all_frames(
@@ -183,11 +185,11 @@ def test_marks_that_the_tokenizer_does_not_call_special(
         token["special"] &= "_of_" not in token["content"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     named = json.loads((other / "tokenizer_config.json").read_text())
-    kept = {key: value for key, value in named.items() if "_of_" not in str(value)}
-    (other / "tokenizer_config.json").write_text(json.dumps(kept))
+    plain_values = {key: value for key, value in named.items() if "_of_" not in str(value)}
+    (other / "tokenizer_config.json").write_text(json.dumps(plain_values))
     row = film("<video> and <video>", *clips)
-    ((expected,),), ((found,),) = (encoder.encode([row]) for encoder in (encoder_of("glm4v"), encoder_for(other)))
-    np.testing.assert_array_equal(found.input_ids, expected.input_ids)
+    ((expected,),), ((encoded,),) = (encoder.encode([row]) for encoder in (encoder_of("glm4v"), encoder_for(other)))
+    np.testing.assert_array_equal(encoded.input_ids, expected.input_ids)
 
 
 def test_a_tokenizer_without_a_token_for_videos(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,12 +200,12 @@ def test_a_tokenizer_without_a_token_for_videos(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_processor_that_samples_none_gets_all_frames(drawn_data: Path, clips: list[MediaRef]) -> None:
-    found, processor = ASKED["internvl"]
+    encoding, processor = ASKED["internvl"]
     videos = processor.video_processor
-    assert found.warnings == ()
+    assert encoding.warnings == ()
     try:
         videos.do_sample_frames = False
-        assert "all frames of a video are taken" in found.warnings[0]
-        assert found.measure(clips[0]).indices == tuple(range(30))
+        assert "all frames of a video are taken" in encoding.warnings[0]
+        assert encoding.measure(clips[0]).indices == tuple(range(30))
     finally:
         videos.do_sample_frames = True

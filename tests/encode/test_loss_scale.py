@@ -36,9 +36,9 @@ def model(small_model: Any) -> str:
 
 def encoded(model: str, *turns: Turn, scale: str = "default", own: str | None = None) -> EncodedSample:
     encoder: Encoder = encoder_for(Path(model), loss_scale=scale)
-    (found,) = encoder.encode([Sample(turns, (), "rows.jsonl", 0, loss_scale=own)])
-    assert isinstance(found, list), found
-    return found[0]
+    (result,) = encoder.encode([Sample(turns, (), "rows.jsonl", 0, loss_scale=own)])
+    assert isinstance(result, list), result
+    return result[0]
 
 
 def trained(sample: EncodedSample) -> str:
@@ -139,10 +139,10 @@ def test_names_that_are_not_known(model: str) -> None:
 
 def test_texts_for_pretraining_are_trained_whole(model: str) -> None:
     encoder = encoder_for(Path(model))
-    (found,) = encoder.encode([Sample((Turn("assistant", "some <|im_end|> text"),), (), "t.txt", 0, is_text=True)])
-    assert isinstance(found, list)
-    np.testing.assert_array_equal(found[0].labels, found[0].input_ids)
-    assert (found[0].input_ids < 256).all()  # control tokens in a text are text
+    (result,) = encoder.encode([Sample((Turn("assistant", "some <|im_end|> text"),), (), "t.txt", 0, is_text=True)])
+    assert isinstance(result, list)
+    np.testing.assert_array_equal(result[0].labels, result[0].input_ids)
+    assert (result[0].input_ids < 256).all()  # control tokens in a text are text
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_empty_thoughts_of_hybrid_models_carry_no_loss(
     assert trained(sample) == expected
     assert sample.loss_scale is None
     assert trained(encoded(model, *turns, own="last_round")) == expected
-    kept = encoded(model, *turns, scale="default+keep_empty_think")
-    assert trained(kept) in (f"{answer}#", f"{answer}#".removeprefix("<think>\n"))
+    encoded_row = encoded(model, *turns, scale="default+keep_empty_think")
+    assert trained(encoded_row) in (f"{answer}#", f"{answer}#".removeprefix("<think>\n"))
     warnings = encoder_for(Path(model)).warnings
     assert any("default+keep_empty_think trains it" in line for line in warnings) == (template != CHATML)
 
@@ -188,8 +188,8 @@ def test_templates_and_the_rule_of_ms_swift(text_model: ModelMaker, data: Path) 
     for answer in ("Yes.", "<think>\nHm.\n</think>\n\nYes.", f"{EMPTY}Yes."):
         rendered = answer if answer.startswith("<think>") else EMPTY + answer
         sample = encoded(str(model), Turn("user", "?"), Turn("assistant", answer))
-        said = tokenizer.decode(sample.labels[sample.labels != -100].tolist(), skip_special_tokens=False)
-        assert said == re.sub(r"^<think>\s*</think>\s*", "", rendered) + "<|im_end|>"
+        target_text = tokenizer.decode(sample.labels[sample.labels != -100].tolist(), skip_special_tokens=False)
+        assert target_text == re.sub(r"^<think>\s*</think>\s*", "", rendered) + "<|im_end|>"
 
 
 def test_caches_are_told_apart_where_their_labels_differ(small_model: ModelMaker) -> None:

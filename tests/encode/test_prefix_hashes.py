@@ -38,11 +38,11 @@ def sample(ids: list[int], turns: tuple[int, ...] = (), **changes: Any) -> Encod
 
 
 def prefixes(made: EncodedSample, **options: Any) -> dict[int, int]:
-    counts, found = prefix_hashes([made], TOKENS, **options)
-    assert counts.tolist() == [len(found.lengths)]
-    assert found.lengths.dtype == np.int32
-    assert found.hashes.dtype == np.uint64
-    return dict(zip(found.lengths.tolist(), found.hashes.tolist(), strict=True))
+    counts, hashes = prefix_hashes([made], TOKENS, **options)
+    assert counts.tolist() == [len(hashes.lengths)]
+    assert hashes.lengths.dtype == np.int32
+    assert hashes.hashes.dtype == np.uint64
+    return dict(zip(hashes.lengths.tolist(), hashes.hashes.tolist(), strict=True))
 
 
 PICTURE = [1, SEES, 90, 90, 82]
@@ -63,16 +63,16 @@ def test_a_long_system_prompt_ends_a_prefix_and_the_question_behind_it_does_not(
 ) -> None:
     monkeypatch.setattr(module, "MIN_PROMPT", 4)
     end = 9
-    prompt, asked = [1, 2, 3, end], [5, 6, end, 7]
-    found = prefixes(sample([*prompt, *asked, 8, 8, end, 5, end, 7, 8, end], (8, 11, 14, 16)))
-    assert list(found) == [4, 8, 11, 14, 16]
-    assert prefixes(sample([*prompt, 5, 5, end, 7, 4, end], (8, 10)))[4] == found[4]
-    assert list(prefixes(sample([*prompt[1:], *asked, 8, end], (7, 9)))) == [7, 9], "too short"
-    assert list(prefixes(sample([1, 1, *asked, 8, end], (6, 8)))) == [6, 8], "none"
-    assert list(prefixes(sample([*prompt, *asked, end, 8, end], (8, 11)))) == [8, 11], "cut, and does not end"
-    pictured = [1, end, *PICTURE, end, *asked, 8, end]
+    prompt, question = [1, 2, 3, end], [5, 6, end, 7]
+    hashes = prefixes(sample([*prompt, *question, 8, 8, end, 5, end, 7, 8, end], (8, 11, 14, 16)))
+    assert list(hashes) == [4, 8, 11, 14, 16]
+    assert prefixes(sample([*prompt, 5, 5, end, 7, 4, end], (8, 10)))[4] == hashes[4]
+    assert list(prefixes(sample([*prompt[1:], *question, 8, end], (7, 9)))) == [7, 9], "too short"
+    assert list(prefixes(sample([1, 1, *question, 8, end], (6, 8)))) == [6, 8], "none"
+    assert list(prefixes(sample([*prompt, *question, end, 8, end], (8, 11)))) == [8, 11], "cut, and does not end"
+    pictured = [1, end, *PICTURE, end, *question, 8, end]
     assert list(prefixes(sample(pictured, (12, 14), images=(image(),)))) == [7, 8, 12, 14]
-    assert list(prefixes(sample([1, 2, SEES, 90, end, 90, 82, *asked, 8, end], (11, 13), images=(image(),)))) == [
+    assert list(prefixes(sample([1, 2, SEES, 90, end, 90, 82, *question, 8, end], (11, 13), images=(image(),)))) == [
         7,
         11,
         13,
@@ -80,9 +80,9 @@ def test_a_long_system_prompt_ends_a_prefix_and_the_question_behind_it_does_not(
 
 
 def test_what_comes_behind_does_not_matter_and_what_comes_before_does() -> None:
-    first = prefixes(sample([*PICTURE, 2, 3], (6, 7), images=(image(),)))
-    assert prefixes(sample([*PICTURE, 9, 3, 4], (6, 8), images=(image(),)))[5] == first[5]
-    assert prefixes(sample(PICTURE, images=(image(),), channel="other")) == {5: first[5]}
+    base_hashes = prefixes(sample([*PICTURE, 2, 3], (6, 7), images=(image(),)))
+    assert prefixes(sample([*PICTURE, 9, 3, 4], (6, 8), images=(image(),)))[5] == base_hashes[5]
+    assert prefixes(sample(PICTURE, images=(image(),), channel="other")) == {5: base_hashes[5]}
     for other in (
         sample([7, *PICTURE[1:], 2, 3], images=(image(),)),
         sample([*PICTURE[:-1], 83, 2, 3], images=(image(),)),
@@ -91,7 +91,7 @@ def test_what_comes_behind_does_not_matter_and_what_comes_before_does() -> None:
         sample(PICTURE, images=(image(grid=(1, 4, 2)),)),
         sample([1, SEES, 91, 91, 82], videos=(video(),)),
     ):
-        assert prefixes(other)[5] != first[5]
+        assert prefixes(other)[5] != base_hashes[5]
 
 
 def test_bytes_are_compared_and_not_where_they_lie() -> None:
@@ -121,22 +121,22 @@ def test_what_media_cost_is_told_of_each_prefix() -> None:
     track = EncodedAudio(None, None, 100, 8, 3)
     sound = EncodedAudio("a.wav", None, 50, 4, 1)
     ids = [*PICTURE, SEES, SOUNDS, 91, 91, 92, 92, 92, 83, 82, 5, SOUNDS, 92, 83, 6]
-    whole = sample(ids, (4, 15, 19), images=(image(),), videos=(video(audio=track),), audios=(sound,))
-    _, found = prefix_hashes([whole], TOKENS)
-    assert found.lengths.tolist() == [5, 13, 15, 18, 19]
-    assert found.media_tokens.tolist() == [2, 7, 7, 8, 8]
-    assert found.audio_tokens.tolist() == [0, 3, 3, 4, 4]
-    assert found.patch_squares.tolist() == [64, 64 + 32, 96, 96, 96]
-    assert found.target_tokens.tolist() == np.cumsum(whole.labels != IGNORE_INDEX)[found.lengths - 1].tolist()
-    last = (found.media_tokens[-1], found.audio_tokens[-1], found.patch_squares[-1])
-    assert last == (whole.num_media_tokens, whole.num_audio_tokens, whole.patch_squares)
+    full_sample = sample(ids, (4, 15, 19), images=(image(),), videos=(video(audio=track),), audios=(sound,))
+    _, hashes = prefix_hashes([full_sample], TOKENS)
+    assert hashes.lengths.tolist() == [5, 13, 15, 18, 19]
+    assert hashes.media_tokens.tolist() == [2, 7, 7, 8, 8]
+    assert hashes.audio_tokens.tolist() == [0, 3, 3, 4, 4]
+    assert hashes.patch_squares.tolist() == [64, 64 + 32, 96, 96, 96]
+    assert hashes.target_tokens.tolist() == np.cumsum(full_sample.labels != IGNORE_INDEX)[hashes.lengths - 1].tolist()
+    last = (hashes.media_tokens[-1], hashes.audio_tokens[-1], hashes.patch_squares[-1])
+    assert last == (full_sample.num_media_tokens, full_sample.num_audio_tokens, full_sample.patch_squares)
 
 
 def test_media_that_nobody_can_find_have_no_prefixes() -> None:
     made = sample(PICTURE, (4, 5), images=(image(),))
-    counts, found = prefix_hashes([made, sample([1, 2], (1, 2))], MediaTokens({}))
+    counts, hashes = prefix_hashes([made, sample([1, 2], (1, 2))], MediaTokens({}))
     assert counts.tolist() == [0, 2]
-    assert found.lengths.tolist() == [1, 2]
+    assert hashes.lengths.tolist() == [1, 2]
 
 
 rows = st.lists(st.integers(1, 2), min_size=1, max_size=6)
@@ -145,14 +145,14 @@ rows = st.lists(st.integers(1, 2), min_size=1, max_size=6)
 @settings(max_examples=200)
 @given(one=rows, other=rows, data=st.data())
 def test_hashes_are_equal_exactly_where_prefixes_are(one: list[int], other: list[int], data: st.DataObject) -> None:
-    found = []
+    all_hashes = []
     for ids in (one, other):
         ends = sorted(data.draw(st.sets(st.integers(1, len(ids)))))
-        found.append(prefixes(sample(ids, borders=np.array(ends, np.int32))))
-        assert list(found[-1]) == ends
-    for end, value in found[0].items():
-        if end in found[1]:
-            assert (found[1][end] == value) == (one[:end] == other[:end])
+        all_hashes.append(prefixes(sample(ids, borders=np.array(ends, np.int32))))
+        assert list(all_hashes[-1]) == ends
+    for end, value in all_hashes[0].items():
+        if end in all_hashes[1]:
+            assert (all_hashes[1][end] == value) == (one[:end] == other[:end])
 
 
 KINDS, ENDS = ("image", "video", "frames", "audio"), (4, 8, 12, 16)
@@ -189,11 +189,11 @@ def test_a_file_that_was_replaced_is_found(tmp_path_factory: pytest.TempPathFact
     file.unlink()
     assert str(file) not in changed_files(made, TOKENS, hashes), "which loading it tells"
     file.write_bytes(content)
-    found = changed_files(made, TOKENS, hashes)
-    assert not found or {str(each) for each in files[kind]} <= set(found)
-    assert bool(found) == any(end > dict(zip(KINDS, ENDS, strict=True))[kind] for end in hashes)
+    changed = changed_files(made, TOKENS, hashes)
+    assert not changed or {str(each) for each in files[kind]} <= set(changed)
+    assert bool(changed) == any(end > dict(zip(KINDS, ENDS, strict=True))[kind] for end in hashes)
     if least < ENDS[0]:
-        assert found == [str(each) for each in files[kind]]
+        assert changed == [str(each) for each in files[kind]]
 
 
 SEGMENTS: dict[str, tuple[list[int], str]] = {

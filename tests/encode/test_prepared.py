@@ -41,12 +41,12 @@ def row_of(media: dict[str, MediaRef], kinds: tuple[str, ...]) -> Sample:
     return Sample(**{"turns": turns, "images": (), "source": "rows.jsonl", "row": 0, **refs})
 
 
-def prepared(sample: Sample, found: list[EncodedSample]) -> Sample:
+def prepared(sample: Sample, encoded_samples: list[EncodedSample]) -> Sample:
     """The row as a tool would leave it that had made these samples of it, and packed them."""
-    ids = np.concatenate([each.input_ids for each in found]).astype(np.int64)
-    labels = np.concatenate([each.labels for each in found])
-    starts = np.cumsum([0, *(each.length for each in found[:-1])])
-    refs = {name: getattr(sample, name) * len(found) for name in ("images", "videos", "audios")}
+    ids = np.concatenate([each.input_ids for each in encoded_samples]).astype(np.int64)
+    labels = np.concatenate([each.labels for each in encoded_samples])
+    starts = np.cumsum([0, *(each.length for each in encoded_samples[:-1])])
+    refs = {name: getattr(sample, name) * len(encoded_samples) for name in ("images", "videos", "audios")}
     return replace(sample, turns=(), tokens=PreparedTokens(ids, labels != IGNORE_INDEX, None, starts), **refs)
 
 
@@ -68,34 +68,34 @@ def test_tokens_with_media_are_their_rows(
 ) -> None:
     directory = str(drawn_data / "tokenizers" / family)
     files = ModelFiles.load(directory)
-    given: dict[str, Any] = {"model": directory, "max_pixels": 20_000, "min_pixels": 3200}
-    given |= {"video_max_pixels": 6000, "video_min_pixels": 3200}
+    spec_options: dict[str, Any] = {"model": directory, "max_pixels": 20_000, "min_pixels": 3200}
+    spec_options |= {"video_max_pixels": 6000, "video_min_pixels": 3200}
     if "omni" in family:
-        given["use_audio_in_video"] = True
-    encoder = Encoder(EncodeSpec(max_length=100_000, **given), files)
+        spec_options["use_audio_in_video"] = True
+    encoder = Encoder(EncodeSpec(max_length=100_000, **spec_options), files)
     sample = row_of(media, kinds)
-    (whole,) = encoder.encode([sample])
-    assert isinstance(whole, list)
-    (again,) = encoder.encode([prepared(sample, whole)])
+    (encoded_samples,) = encoder.encode([sample])
+    assert isinstance(encoded_samples, list)
+    (again,) = encoder.encode([prepared(sample, encoded_samples)])
     assert isinstance(again, list)
-    assert [values(each) for each in again] == [values(each) for each in whole]
-    (packed,) = encoder.encode([prepared(sample, [*whole, *whole])])
+    assert [values(each) for each in again] == [values(each) for each in encoded_samples]
+    (packed,) = encoder.encode([prepared(sample, [*encoded_samples, *encoded_samples])])
     assert isinstance(packed, list)
-    assert [values(each) for each in packed] == [values(each) for each in whole] * 2
+    assert [values(each) for each in packed] == [values(each) for each in encoded_samples] * 2
 
-    length = whole[0].length
+    length = encoded_samples[0].length
     for strategy, limit in (("left", length - 5), ("right", length - 7), ("left", 3 * length // 5)):
-        spec = EncodeSpec(max_length=limit, truncation_strategy=strategy, media_overflow="trim", **given)  # type: ignore[arg-type]
+        spec = EncodeSpec(max_length=limit, truncation_strategy=strategy, media_overflow="trim", **spec_options)  # type: ignore[arg-type]
         short = Encoder(spec, files)
-        (cut,), (cut_tokens,) = short.encode([sample]), short.encode([prepared(sample, whole)])
-        assert isinstance(cut, list)
+        (truncated,), (cut_tokens,) = short.encode([sample]), short.encode([prepared(sample, encoded_samples)])
+        assert isinstance(truncated, list)
         assert isinstance(cut_tokens, list)
-        assert [values(each) for each in cut_tokens] == [values(each) for each in cut]
+        assert [values(each) for each in cut_tokens] == [values(each) for each in truncated]
 
-    other = {**given, "max_pixels": 3400, "video_max_pixels": 3400}
+    other = {**spec_options, "max_pixels": 3400, "video_max_pixels": 3400}
     if kinds == ("audio", "video"):
         other["fps"] = 1.0
-    (dropped,) = Encoder(EncodeSpec(max_length=100_000, **other), files).encode([prepared(sample, whole)])
+    (dropped,) = Encoder(EncodeSpec(max_length=100_000, **other), files).encode([prepared(sample, encoded_samples)])
     assert isinstance(dropped, Dropped)
     assert dropped.reason == "media_tokens"
     assert "give the limits on media that the rows were prepared with" in dropped.detail
@@ -105,12 +105,12 @@ def test_a_medium_across_two_samples_of_a_pack_is_dropped(drawn_data: Path, medi
     directory = str(drawn_data / "tokenizers" / "qwen3-vl")
     encoder = Encoder(EncodeSpec(model=directory, max_length=100_000), ModelFiles.load(directory))
     sample = row_of(media, ("image",))
-    (whole,) = encoder.encode([sample])
-    assert isinstance(whole, list)
-    cut = prepared(sample, whole)
-    assert cut.tokens is not None
-    inside = int(np.flatnonzero(whole[0].input_ids == encoder.media_tokens.pads["image"])[1])
-    tokens = replace(cut.tokens, starts=np.array([0, inside]))
-    (dropped,) = encoder.encode([replace(cut, tokens=tokens)])
+    (encoded_samples,) = encoder.encode([sample])
+    assert isinstance(encoded_samples, list)
+    prepared_sample = prepared(sample, encoded_samples)
+    assert prepared_sample.tokens is not None
+    inside = int(np.flatnonzero(encoded_samples[0].input_ids == encoder.media_tokens.pads["image"])[1])
+    tokens = replace(prepared_sample.tokens, starts=np.array([0, inside]))
+    (dropped,) = encoder.encode([replace(prepared_sample, tokens=tokens)])
     assert isinstance(dropped, Dropped)
     assert "begins in one of them" in dropped.detail

@@ -27,8 +27,8 @@ FILES = {
 
 def encode(model: Path, samples: list[Sample], loss_scale: str) -> list[EncodedSample | None]:
     spec = EncodeSpec(model=str(model), max_length=1 << 20, loss_scale=loss_scale, fps_max_frames=4)
-    found = Encoder(spec, ModelFiles.load(str(model))).encode(samples)
-    return [None if isinstance(item, Dropped) else item[0] for item in found]
+    results = Encoder(spec, ModelFiles.load(str(model))).encode(samples)
+    return [None if isinstance(item, Dropped) else item[0] for item in results]
 
 
 @pytest.mark.parametrize("family", FILES)
@@ -55,18 +55,18 @@ def test_the_same_labels_as_an_export(family: str, data: Path) -> None:
 
 def sample(**changes: Any) -> EncodedSample:
     ids = np.arange(10, 20, dtype=np.int32)
-    given: dict[str, Any] = {"turns": np.array([2, 4, 6, 8], np.int32), "images": (), "channel": None}
+    fields: dict[str, Any] = {"turns": np.array([2, 4, 6, 8], np.int32), "images": (), "channel": None}
     labels = np.where(np.isin(np.arange(10), [2, 3, 6, 7]), ids, -100).astype(np.int32)
-    return EncodedSample(**{"input_ids": ids, "labels": labels, "source": "s", "row": 0, **given, **changes})
+    return EncodedSample(**{"input_ids": ids, "labels": labels, "source": "s", "row": 0, **fields, **changes})
 
 
 def test_weights_of_old_targets_stay_and_new_ones_weigh_one() -> None:
     weights = np.zeros(10, np.float32)
     weights[[2, 3, 6, 7]] = (0.5, 2, 3, 1)
     choice = TargetChoice.of_config("all", {})
-    found = choice(sample(loss_scale=weights)).loss_scale
-    assert found is not None
-    assert found.tolist() == [1, 1, 0.5, 2, 1, 1, 3, 1, 1, 1]
+    result_weights = choice(sample(loss_scale=weights)).loss_scale
+    assert result_weights is not None
+    assert result_weights.tolist() == [1, 1, 0.5, 2, 1, 1, 3, 1, 1, 1]
     last = TargetChoice.of_config("last_round", {})(sample(loss_scale=weights))
     assert last.loss_scale is not None
     assert last.loss_scale.tolist() == [0, 0, 0, 0, 0, 0, 3, 1, 0, 0]

@@ -63,12 +63,13 @@ def trained(encoder: Encoder, messages: list[dict[str, object]]) -> tuple[str, l
 
 def test_an_answer_ends_with_what_opens_the_next_turn(glm: Path) -> None:
     encoder = encoder_for(glm, max_length=1000)
-    asked = {"role": "user", "content": "Why <|user|>?"}
-    whole, turns = trained(
-        encoder, [asked, {"role": "assistant", "content": "So."}, asked, {"role": "assistant", "content": "Thus."}]
+    question = {"role": "user", "content": "Why <|user|>?"}
+    text, turns = trained(
+        encoder,
+        [question, {"role": "assistant", "content": "So."}, question, {"role": "assistant", "content": "Thus."}],
     )
     assert turns == ["So.<|user|>", "Thus.<|user|>"]
-    assert whole.endswith("<|assistant|>\nThus.<|user|>")
+    assert text.endswith("<|assistant|>\nThus.<|user|>")
     assert any("generation stops at <|user|>" in warning for warning in encoder.warnings)
 
 
@@ -76,10 +77,10 @@ def test_a_call_ends_with_what_opens_the_tools_answer(glm: Path) -> None:
     encoder = encoder_for(glm, max_length=1000)
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
-    asked, seen = {"role": "user", "content": "Why?"}, {"role": "tool", "content": "42"}
-    _, turns = trained(encoder, [asked, called, seen, {"role": "assistant", "content": "So."}])
+    question, seen = {"role": "user", "content": "Why?"}, {"role": "tool", "content": "42"}
+    _, turns = trained(encoder, [question, called, seen, {"role": "assistant", "content": "So."}])
     assert turns == ["<tool_call>look</tool_call><|observation|>", "So.<|user|>"]
-    assert trained(encoder, [asked, called])[1] == turns[:1]
+    assert trained(encoder, [question, called])[1] == turns[:1]
 
 
 def test_only_what_generation_stops_at_ends_an_answer(glm: Path, model: Path, tmp_path: Path) -> None:

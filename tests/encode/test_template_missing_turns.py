@@ -24,8 +24,8 @@ FIRST_ONLY = (
 
 def result(encoder: Encoder, *turns: tuple[str, str], **more: Any) -> str:
     row = {"messages": [{"role": role, "content": text} for role, text in turns], **more}
-    (found,) = encoder.encode([to_sample(row, Source("rows.jsonl"), 0)])
-    return f"{found.reason}: {found.detail}" if isinstance(found, Dropped) else "kept"
+    (result,) = encoder.encode([to_sample(row, Source("rows.jsonl"), 0)])
+    return f"{result.reason}: {result.detail}" if isinstance(result, Dropped) else "kept"
 
 
 S, U, A = ("system", "s"), ("user", "q"), ("assistant", "a")
@@ -44,8 +44,8 @@ S, U, A = ("system", "s"), ("user", "q"), ("assistant", "a")
 def test_a_turn_that_would_vanish_drops_its_row(small_model: Any, turns: Any, number: int) -> None:
     encoder = encoder_for(small_model(FIRST_ONLY, CONTROL))
     for _ in range(2):
-        told = result(encoder, *turns)
-        assert told == f"turn_left_out: the chat template leaves out turn {number} (role {turns[number][0]})"
+        outcome = result(encoder, *turns)
+        assert outcome == f"turn_left_out: the chat template leaves out turn {number} (role {turns[number][0]})"
     assert result(encoder, S, U, A) == result(encoder, U, A, U, A) == "kept"
     assert result(encoder, U, A, ("system", " "), U, A) == "kept"
     assert result(encoder, U, A, ("tool", "r"), A, tools=[{"name": "f"}]) == "kept"

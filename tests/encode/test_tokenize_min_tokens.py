@@ -21,7 +21,7 @@ from tests.encode.test_encoder import CHATML, CONTROL, encode
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def byte_level(normalizer: Any = None, cut: bool = True) -> Tokenizer:
+def byte_level(normalizer: Any = None, split_words: bool = True) -> Tokenizer:
     """Bytes, and a few merges of spaces and letters."""
     vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = [("a", "b"), ("Ġ", "Ġ"), ("ĠĠ", "ĠĠ"), ("ab", "ab")]
@@ -29,7 +29,7 @@ def byte_level(normalizer: Any = None, cut: bool = True) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only]) if cut else bytes_only
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only]) if split_words else bytes_only
     tokenizer.decoder = decoders.ByteLevel()
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -39,7 +39,7 @@ def byte_level(normalizer: Any = None, cut: bool = True) -> Tokenizer:
 @cache
 def tokenizer_of(kind: str) -> Tokenizer:
     normalizer = normalizers.NFC() if kind.endswith("NFC") else None
-    return byte_level(normalizer, cut=kind.startswith("words"))
+    return byte_level(normalizer, split_words=kind.startswith("words"))
 
 
 def min_tokens(tokenizer: Tokenizer, text: str, enough: int) -> int:
@@ -84,12 +84,14 @@ def test_the_result_is_that_of_tokens(strategy: str, sizes: list[int], small_mod
             if not look_ahead:
                 encoder._drop_too_long = lambda item: None  # type: ignore[method-assign]
             try:
-                found = encode(encoder, *texts)
+                result = encode(encoder, *texts)
             except RowError as error:
                 outcomes.append(error.reason)
                 continue
-            told = found.reason if isinstance(found, Dropped) else (found.input_ids.tolist(), found.num_truncated)
-            outcomes.append(str(told))
+            outcome = (
+                result.reason if isinstance(result, Dropped) else (result.input_ids.tolist(), result.num_truncated)
+            )
+            outcomes.append(str(outcome))
     assert outcomes[::2] == outcomes[1::2]
 
 
@@ -111,15 +113,15 @@ def test_a_hopeless_text_is_not_tokenized(small_model: Any, monkeypatch: pytest.
 def test_the_ends_of_a_text_are_those_of_its_tokens(text: str, times: int, num: int) -> None:
     words = WordTokenizer.of(tokenizer_of("words"))
     assert words is not None
-    whole, found = words.encode(text * times), words.ends(text * times, num)
-    if whole is None:
-        assert found is None
+    all_ids, end_ids = words.encode(text * times), words.ends(text * times, num)
+    if all_ids is None:
+        assert end_ids is None
         return
-    assert found is not None
-    ids, between = found
-    assert len(ids) + between == len(whole)
-    assert ids[:num] == whole[:num]
-    assert ids[-num:] == whole[-num:]
+    assert end_ids is not None
+    ids, between = end_ids
+    assert len(ids) + between == len(all_ids)
+    assert ids[:num] == all_ids[:num]
+    assert ids[-num:] == all_ids[-num:]
 
 
 @pytest.mark.parametrize("strategy", ["left", "right"])
@@ -139,15 +141,17 @@ def test_what_truncation_cuts_is_not_held(
     join_tokens = encoder_module.join_tokens
     with monkeypatch.context() as patch:
         patch.setattr(
-            encoder_module, "join_tokens", lambda *given: longest.append(max(map(len, given[1]))) or join_tokens(*given)
+            encoder_module,
+            "join_tokens",
+            lambda *arguments: longest.append(max(map(len, arguments[1]))) or join_tokens(*arguments),
         )
         for _ in range(2):
-            found = encode(encoder, *texts)
-            told = (found.reason, found.detail) if isinstance(found, Dropped) else found
+            result = encode(encoder, *texts)
+            outcome = (result.reason, result.detail) if isinstance(result, Dropped) else result
             outcomes.append(
-                (told.input_ids.tolist(), told.labels.tolist(), told.turns.tolist(), told.num_truncated)
-                if not isinstance(told, tuple)
-                else told
+                (outcome.input_ids.tolist(), outcome.labels.tolist(), outcome.turns.tolist(), outcome.num_truncated)
+                if not isinstance(outcome, tuple)
+                else outcome
             )
             patch.setattr(encoder, "_tokenize_ends", lambda prepared: {})
     assert outcomes[0] == outcomes[1]

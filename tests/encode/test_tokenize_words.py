@@ -58,25 +58,27 @@ EDGES = "\u4e00\u9fa5\uac00\ud7a3"
 @given(st.sampled_from([QWEN, LLAMA3]), st.lists(PIECES | st.text(max_size=6), max_size=12))
 def test_any_text_has_the_librarys_tokens_or_goes_its_way(pattern: str, pieces: list[str]) -> None:
     text = "".join(pieces)
-    found = words_of(pattern).encode(text)
-    assert found is None or found == expected(trained(pattern), text)
+    token_ids = words_of(pattern).encode(text)
+    assert token_ids is None or token_ids == expected(trained(pattern), text)
 
 
 @pytest.mark.smoke
 @settings(max_examples=200)
 @given(st.text(alphabet=SAFE, max_size=30))
 def test_safe_texts_are_taken_and_are_right(text: str) -> None:
-    found = words_of(QWEN).encode(text)
-    assert found == expected(trained(QWEN), text)
+    token_ids = words_of(QWEN).encode(text)
+    assert token_ids == expected(trained(QWEN), text)
 
 
 def test_both_engines_class_every_safe_character_alike() -> None:
     """Behind a letter, a number and a blank each class of character makes other words."""
     tokenizer, words = trained(QWEN), words_of(QWEN)
     # Of the large blocks, whose characters are all alike, some.
-    some = [char for i, char in enumerate(SAFE) if not 0x3400 < ord(char) < 0xD7A3 or i % 41 == 0 or char in EDGES]
-    for start in range(0, len(some), 200):
-        chars = some[start : start + 200]
+    chars_to_test = [
+        char for i, char in enumerate(SAFE) if not 0x3400 < ord(char) < 0xD7A3 or i % 41 == 0 or char in EDGES
+    ]
+    for start in range(0, len(chars_to_test), 200):
+        chars = chars_to_test[start : start + 200]
         text = "".join(f"a{char}a1{char}1 {char} {char}b{char * 2}'{char}" for char in chars)
         assert words.encode(text) == expected(tokenizer, text), (hex(ord(chars[0])), hex(ord(chars[-1])))
     assert len(_SAFE_RANGES) > 10
@@ -104,7 +106,7 @@ def test_texts_of_rows_have_the_librarys_tokens(data: Path, name: str) -> None:
     assert words is not None
     lines = (data / f"{name}.jsonl").read_text().splitlines()[:300]
     texts = [message["content"] or "" for line in lines for message in json.loads(line)["messages"]]
-    found = [words.encode(text) for text in texts]
-    assert sum(ids is None for ids in found) < len(texts) / 50
-    for text, ids in zip(texts, found, strict=True):
+    token_ids = [words.encode(text) for text in texts]
+    assert sum(ids is None for ids in token_ids) < len(texts) / 50
+    for text, ids in zip(texts, token_ids, strict=True):
         assert ids is None or ids == expected(tokenizer, text)

@@ -73,13 +73,13 @@ def test_what_is_left_is_whole_and_in_order(
     parts: list[tuple[str, int]], limit: int, strategy: str, overflow: str, weights: bool
 ) -> None:
     item = tokenized(parts, weights=weights)
-    found = truncate(item, spec(limit, truncation_strategy=strategy, media_overflow=overflow))
+    result = truncate(item, spec(limit, truncation_strategy=strategy, media_overflow=overflow))
     num_media_tokens = int(item.in_media().sum())
-    if isinstance(found, Dropped):
-        assert found.reason in ("no_target_tokens", "media_over_limit")
-        assert found.reason != "media_over_limit" or (overflow == "drop" and num_media_tokens >= limit)
+    if isinstance(result, Dropped):
+        assert result.reason in ("no_target_tokens", "media_over_limit")
+        assert result.reason != "media_over_limit" or (overflow == "drop" and num_media_tokens >= limit)
         return
-    (sample,) = found
+    (sample,) = result
     assert sample.length == min(limit, len(item.ids)) or overflow == "trim"
     assert sample.length <= limit
     assert sample.num_truncated == len(item.ids) - sample.length
@@ -88,8 +88,8 @@ def test_what_is_left_is_whole_and_in_order(
     assert (np.diff(text) > 0).all()
     assert int((sample.input_ids == PAD).sum()) == sample.num_media_tokens
     assert int((sample.input_ids == 1).sum()) == len(sample.images) + len(sample.videos) + len(sample.audios)
-    for kept, before in zip((sample.images, sample.videos, sample.audios), item.media.values(), strict=True):
-        assert [*kept] == before[len(before) - len(kept) :]  # the oldest went
+    for remaining, before in zip((sample.images, sample.videos, sample.audios), item.media.values(), strict=True):
+        assert [*remaining] == before[len(before) - len(remaining) :]  # the oldest went
     if num_media_tokens < limit:
         assert len(sample.images) == len(item.media["image"])
     labelled = sample.labels != -100
@@ -119,25 +119,25 @@ def test_media_alone_over_the_limit() -> None:
     # What the media leave must still fit: delete leaves the row out, left cuts it.
     still_long = [("image", 30), ("user", 30), ("image", 30), ("assistant", 5)]
     assert isinstance(truncate(tokenized(still_long), spec(50, media_overflow="trim")), Dropped)
-    (cut,) = truncate(tokenized(still_long), spec(50, media_overflow="trim", truncation_strategy="left"))
-    assert isinstance(cut, EncodedSample)
-    assert (cut.length, cut.num_truncated) == (50, 45)
+    (truncated,) = truncate(tokenized(still_long), spec(50, media_overflow="trim", truncation_strategy="left"))
+    assert isinstance(truncated, EncodedSample)
+    assert (truncated.length, truncated.num_truncated) == (50, 45)
 
 
 @settings(max_examples=100)
 @given(st.integers(0, 100), st.integers(2, 20))
 def test_a_text_in_pieces_loses_nothing(length: int, limit: int) -> None:
     item = tokenized([("assistant", length)], is_text=True)
-    found = truncate(item, spec(limit, truncation_strategy="split"))
-    if isinstance(found, Dropped):
+    pieces = truncate(item, spec(limit, truncation_strategy="split"))
+    if isinstance(pieces, Dropped):
         assert length < 2
         return
-    joined = np.concatenate([piece.input_ids for piece in found])
+    joined = np.concatenate([piece.input_ids for piece in pieces])
     # A last piece of a single token would have nothing to learn.
     assert len(joined) in (length, length - 1)
     np.testing.assert_array_equal(joined, item.ids[: len(joined)])
-    assert all(piece.length <= limit for piece in found)
-    for piece in found:
+    assert all(piece.length <= limit for piece in pieces)
+    for piece in pieces:
         np.testing.assert_array_equal(piece.labels[1:], piece.input_ids[1:])
 
 

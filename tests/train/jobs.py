@@ -35,5 +35,5 @@ def _run(tiny: TinyWorld, kind: str, output_dir: Path, settings: dict[str, Any])
     else:
         report = verify(VerifyConfig(**model, packing_length=256, **settings))
         if os.environ["RANK"] == "0":
-            found = {check.name: [check.error, check.allowed] for check in report.checks}
-            (output_dir / "verify.json").write_text(json.dumps(found))
+            errors = {check.name: [check.error, check.allowed] for check in report.checks}
+            (output_dir / "verify.json").write_text(json.dumps(errors))

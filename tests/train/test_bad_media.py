@@ -38,9 +38,9 @@ def broken(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[T
             patched.setattr(task, "MIN_SHARED", 3)
             export_rows(world, world.cache)
         worlds.append(world)
-    first, second, third = (root / "rows" / rows[number]["images"][0] for number in BAD_ROWS)
-    os.remove(first)
-    second.write_bytes((root / "rows" / rows[2]["images"][0]).read_bytes())
+    first_path, second_path, third = (root / "rows" / rows[number]["images"][0] for number in BAD_ROWS)
+    os.remove(first_path)
+    second_path.write_bytes((root / "rows" / rows[2]["images"][0]).read_bytes())
     with Image.open(third) as picture:
         size = picture.size
     third.write_bytes(make_picture(*size, seed=99))
@@ -82,14 +82,14 @@ def test_skipped_samples_leave_no_trace_in_the_step(
 ) -> None:
     with_bad, without = broken
     settings = KINDS[kind]
-    whole = {
+    one_batch = {
         "packing": False,
         "per_device_train_batch_size": 37,
         "loss_reduction": settings.get("loss_reduction", "token"),
     }
-    train(without.config(tmp_path / "without", **DESCENT, **whole), SilentProgress())
-    given = DESCENT | settings | {"on_bad_media": "skip"}
-    result = train(with_bad.config(tmp_path / "skipped", **given), SilentProgress())
+    train(without.config(tmp_path / "without", **DESCENT, **one_batch), SilentProgress())
+    run_options = DESCENT | settings | {"on_bad_media": "skip"}
+    result = train(with_bad.config(tmp_path / "skipped", **run_options), SilentProgress())
     assert result.num_skipped == 3
     lines = [json.loads(line) for line in (tmp_path / "skipped" / "skipped.jsonl").read_text().splitlines()]
     assert sorted(line["row"] for line in lines) == list(BAD_ROWS)

@@ -82,10 +82,10 @@ def test_a_run_is_the_same_and_compiles_for_lengths(world: TinyWorld, tmp_path: 
     """With pictures, accumulation and evaluations; the padding is told, and counted nowhere."""
     torch._dynamo.reset()
     counters.clear()
-    told = Told()
+    progress = Told()
     train(world.config(tmp_path / "plain", **RUN), SilentProgress())
-    train(world.config(tmp_path / "compiled", **RUN | COMPILED), told)
-    assert "padded to multiples of 32 tokens, up to 288" in "\n".join(told.lines)
+    train(world.config(tmp_path / "compiled", **RUN | COMPILED), progress)
+    assert "padded to multiples of 32 tokens, up to 288" in "\n".join(progress.lines)
     lines, expected = read_metrics(tmp_path / "compiled"), read_metrics(tmp_path / "plain")
     assert any("eval_loss" in line for line in lines)
     paddings = []
@@ -116,6 +116,6 @@ def test_what_does_not_go_with_it(world: TinyWorld, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_tells_of_the_lengths(world: TinyWorld, tmp_path: Path) -> None:
-    told = Told()
-    train(world.config(tmp_path, **COMPILED, dry_run=True), told)
-    assert any(line.startswith("torch.compile (eager)") for line in told.lines)
+    progress = Told()
+    train(world.config(tmp_path, **COMPILED, dry_run=True), progress)
+    assert any(line.startswith("torch.compile (eager)") for line in progress.lines)

@@ -41,10 +41,10 @@ CHOICES: dict[str, list[Any]] = {
 }
 
 
-def outcome(tiny: TinyWorld, output_dir: Path, given: dict[str, Any]) -> str:
+def outcome(tiny: TinyWorld, output_dir: Path, options: dict[str, Any]) -> str:
     """What came of it: nothing, or the error."""
     try:
-        train(tiny.config(output_dir, max_steps=1, **given), SilentProgress())
+        train(tiny.config(output_dir, max_steps=1, **options), SilentProgress())
     except PacktoolError as error:
         return repr(error)
     return "accepted"
@@ -66,22 +66,22 @@ def settings_of_runs(draw: st.DrawFn) -> dict[str, Any]:
 @example({"use_liger_kernel": True})
 @example({"optim": "galore_adamw"})
 @example({"lr_scheduler_type": "greedy"})
-def test_both_say_the_same(tiny: TinyWorld, given: dict[str, Any]) -> None:
+def test_both_say_the_same(tiny: TinyWorld, options: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as output_dir:
-        planned = outcome(tiny, Path(output_dir), given | {"dry_run": True})
-        assert outcome(tiny, Path(output_dir), given) == planned
+        planned = outcome(tiny, Path(output_dir), options | {"dry_run": True})
+        assert outcome(tiny, Path(output_dir), options) == planned
         assert "unexpected" not in planned
 
 
 def test_a_laptop_plans_for_gpus_elsewhere(tiny: TinyWorld, tmp_path: Path) -> None:
-    def plan(**given: Any) -> str:
+    def plan(**options: Any) -> str:
         progress = Recording()
-        train(tiny.config(tmp_path, dry_run=True, **given), progress, World(0, 8))
+        train(tiny.config(tmp_path, dry_run=True, **options), progress, World(0, 8))
         return progress.notes[-1]
 
     for dtype in ("bfloat16", "float16"):
-        said = plan(hardware="h100", attn_impl="flash_attention_2", torch_dtype=dtype, fsdp=("full_shard",))
-        assert "planned for H100" in said
+        notes = plan(hardware="h100", attn_impl="flash_attention_2", torch_dtype=dtype, fsdp=("full_shard",))
+        assert "planned for H100" in notes
     assert "this will not fit" in plan(hardware="a100", dynamic_batch_tokens=10**9, packing=False)
     for wrong, message in (
         ({"hardware": "h100", "attn_impl": "varlen", "torch_dtype": "float32"}, "computes in bfloat16 or float16"),
@@ -96,48 +96,50 @@ def test_a_laptop_plans_for_gpus_elsewhere(tiny: TinyWorld, tmp_path: Path) -> N
 def test_a_run_on_a_gpu_tells_the_memory_that_was_planned(
     tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
+    memory_notes = []
     monkeypatch.setattr(execute, "_estimates_memory", lambda: True)
     monkeypatch.setattr(execute, "resolve_dtype", lambda *_, **__: torch.float32)
     for dry_run in (True, False):
         progress = Recording()
         train(tiny.config(tmp_path, max_steps=1, dry_run=dry_run, verify_packing=False), progress)
-        told.append([note for note in progress.notes if "memory of a rank" in note])
-    assert told[0] == told[1]
-    assert len(told[0]) == 1
+        memory_notes.append([note for note in progress.notes if "memory of a rank" in note])
+    assert memory_notes[0] == memory_notes[1]
+    assert len(memory_notes[0]) == 1
 
 
 @pytest.mark.parametrize("settings", [{"train_type": "lora", "bf16": True}, {"torch_dtype": "bfloat16"}])
 def test_it_tells_the_precision_that_the_run_tells(tiny: TinyWorld, tmp_path: Path, settings: dict[str, Any]) -> None:
-    told = []
+    precision_notes = []
     for dry_run in (True, False):
         progress = Recording()
         train(tiny.config(tmp_path, max_steps=1, dry_run=dry_run, verify_packing=False, **settings), progress)
-        told.append([note for note in progress.notes if note.startswith(("trained weights: ", "parameters: "))])
-    assert told[0] == told[1]
-    assert len(told[0]) == 2
+        precision_notes.append(
+            [note for note in progress.notes if note.startswith(("trained weights: ", "parameters: "))]
+        )
+    assert precision_notes[0] == precision_notes[1]
+    assert len(precision_notes[0]) == 2
 
 
 def test_the_log_says_what_packs_make_of_the_batch(tiny: TinyWorld, tmp_path: Path) -> None:
-    def plan(**given: Any) -> str:
+    def plan(**options: Any) -> str:
         progress = Recording()
-        train(tiny.config(tmp_path, dry_run=True, **given), progress, World(0, 2))
+        train(tiny.config(tmp_path, dry_run=True, **options), progress, World(0, 2))
         return "\n".join(progress.notes)
 
     # Two packs of five samples on each of two ranks; without packing, two rows on each.
-    said = plan(gradient_accumulation_steps=2)
-    assert "a step has 20.0 samples and 110 target tokens on average" in said
+    notes = plan(gradient_accumulation_steps=2)
+    assert "a step has 20.0 samples and 110 target tokens on average" in notes
     assert (
-        "(batch size x accumulation x ranks: 1 x 2 x 2) it has 4 and 22: --samples-per-step 4 keeps that batch" in said
+        "(batch size x accumulation x ranks: 1 x 2 x 2) it has 4 and 22: --samples-per-step 4 keeps that batch" in notes
     )
-    assert "5.0 times the batch: multiply a learning rate tuned without packing by up to 2.2 with Adam" in said
-    assert "warm-up: 1 of 2 steps, unpacked 1 of 10" in said
+    assert "5.0 times the batch: multiply a learning rate tuned without packing by up to 2.2 with Adam" in notes
+    assert "warm-up: 1 of 2 steps, unpacked 1 of 10" in notes
     assert "warm-up: 4 of 2 steps, unpacked 4 of 10" in plan(gradient_accumulation_steps=2, warmup_steps=4)
     assert "5.0 with SGD (linear: Goyal et al. 2017)" in plan(gradient_accumulation_steps=2, optim="sgd")
-    for kept in ({"samples_per_step": 4}, {"packing": False}):
-        said = plan(**kept)
-        assert "a step has" not in said
-        assert "tuned" not in said
+    for options in ({"samples_per_step": 4}, {"packing": False}):
+        notes = plan(**options)
+        assert "a step has" not in notes
+        assert "tuned" not in notes
     assert "optimizer steps: 10, as without packing; each has the 4 samples that it has without packing" in plan(
         samples_per_step=4
     )

@@ -55,10 +55,10 @@ def world(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorl
     template.write_text(TEMPLATE.replace(CONTENT, THOUGHT + CONTENT))
     rows = Path(tiny.rows).parent / "thinking.json"
     rows.write_text(json.dumps([conversation(number) for number in range(NUM_ROWS)]))
-    found = replace(tiny, rows=str(rows), cache=str(root / "cache"))
-    for expand, cache in (("auto", found.cache), ("true", f"{found.cache}-true")):
-        export_rows(found, cache, max_length=400, chat_template=str(template), expand_turns=expand)
-    return found
+    expanded_world = replace(tiny, rows=str(rows), cache=str(root / "cache"))
+    for expand, cache in (("auto", expanded_world.cache), ("true", f"{expanded_world.cache}-true")):
+        export_rows(expanded_world, cache, max_length=400, chat_template=str(template), expand_turns=expand)
+    return expanded_world
 
 
 def samples_of(cache: str) -> list[EncodedSample]:
@@ -99,10 +99,13 @@ def test_a_tree_of_turns_is_its_samples_alone(world: TinyWorld, number: int) -> 
 
 
 def test_a_step_of_shared_turns_is_that_of_padded_ones(world: TinyWorld, tmp_path: Path) -> None:
-    given = DESCENT | {"packing_length": 512}
-    given["cached_dataset"] = (f"{world.cache}-true",)
-    train(world.config(tmp_path / "padded", **given, packing=False, per_device_train_batch_size=18), SilentProgress())
-    config = world.config(tmp_path / "tree", **given, gradient_accumulation_steps=16, share_prefix="true")
+    run_options = DESCENT | {"packing_length": 512}
+    run_options["cached_dataset"] = (f"{world.cache}-true",)
+    train(
+        world.config(tmp_path / "padded", **run_options, packing=False, per_device_train_batch_size=18),
+        SilentProgress(),
+    )
+    config = world.config(tmp_path / "tree", **run_options, gradient_accumulation_steps=16, share_prefix="true")
     train(config, SilentProgress())
     check_same_step(tmp_path / "tree", tmp_path / "padded")
     (tree,), (padded,) = read_metrics(tmp_path / "tree"), read_metrics(tmp_path / "padded")
@@ -112,15 +115,15 @@ def test_a_step_of_shared_turns_is_that_of_padded_ones(world: TinyWorld, tmp_pat
 
 def test_an_evaluation_tells_the_turns_of_a_row_apart(world: TinyWorld, tmp_path: Path) -> None:
     run_jobs(world, [("eval", tmp_path, {})])
-    found = pq.read_table(tmp_path / "eval.parquet").to_pydict()
+    table = pq.read_table(tmp_path / "eval.parquet").to_pydict()
     samples = samples_of(world.cache)
-    assert found["row"] == [sample.row for sample in samples]
-    assert found["part"] == [vars(sample.part) if sample.part else None for sample in samples]
-    assert {part["turn"] for part in found["part"]} == {1, 2, 3}
+    assert table["row"] == [sample.row for sample in samples]
+    assert table["part"] == [vars(sample.part) if sample.part else None for sample in samples]
+    assert {part["turn"] for part in table["part"]} == {1, 2, 3}
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "message"),
     [
         ({"loss_scale": "last_round"}, "the tokens that --loss-scale last_round trains in each of them"),
         ({"loss_scale": "all"}, "the tokens that --loss-scale all trains in each of them"),
@@ -128,11 +131,11 @@ def test_an_evaluation_tells_the_turns_of_a_row_apart(world: TinyWorld, tmp_path
     ],
 )
 def test_what_only_the_rows_can_tell_is_refused(
-    world: TinyWorld, tmp_path: Path, asked: dict[str, Any], message: str
+    world: TinyWorld, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(MismatchError, match=message) as refused:
-        train(world.config(tmp_path, dry_run=True, **asked), SilentProgress())
-    if asked.get("loss_scale") == "all":  # which no export of turns has
+        train(world.config(tmp_path, dry_run=True, **options), SilentProgress())
+    if options.get("loss_scale") == "all":  # which no export of turns has
         assert "export into another directory" in str(refused.value)
         assert "--expand-turns" not in str(refused.value)
     train(world.config(tmp_path, dry_run=True, expand_turns="auto"), SilentProgress())
@@ -148,12 +151,12 @@ def test_streams_make_the_same_samples(world: TinyWorld) -> None:
     samples = samples_of(world.cache)
     config = world.config("unused", **world.streamed(), expand_turns="auto")
     exported = CacheReader.open([world.cache]).manifests[0].identity.spec
-    asked = config.export_config("", 200)
-    spec = replace(asked.encode_spec, chat_template=str(exported["chat_template"]))
-    found = scan(SourceSpec(world.rows, name=world.rows))
-    block = PlacedBlock(Place(0, 0, 0, [], {}), found.source, found.blocks[0])
+    export_config = config.export_config("", 200)
+    spec = replace(export_config.encode_spec, chat_template=str(exported["chat_template"]))
+    scanned = scan(SourceSpec(world.rows, name=world.rows))
+    block = PlacedBlock(Place(0, 0, 0, [], {}), scanned.source, scanned.blocks[0])
     _, made, dropped = reading._encoder(None, spec)(block)
-    kept = [sample for sample in samples if sample.length <= 200]
-    assert [(each.row, each.part) for each in made] == [(each.row, each.part) for each in kept]
+    short_samples = [sample for sample in samples if sample.length <= 200]
+    assert [(each.row, each.part) for each in made] == [(each.row, each.part) for each in short_samples]
     assert {str(item.part) for item in dropped} == {"turn 3 of 3"}
     assert len(made) + len(dropped) == len(samples)

@@ -130,9 +130,9 @@ def sampled(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output_dir
 
 
-def check_same_curve(found: Path, expected: Path, first: int = 0) -> None:
+def check_same_curve(run_dir: Path, expected: Path, first_line: int = 0) -> None:
     """Losses, learning rates and target tokens of all steps from ``first`` on, and the weights in the end."""
-    lines, others = read_metrics(found), read_metrics(expected)[first:]
+    lines, others = read_metrics(run_dir), read_metrics(expected)[first_line:]
     assert len(lines) == len(others) > 0
     for line, other in zip(lines, others, strict=True):
         assert [line[name] for name in ("step", "learning_rate", "target_tokens")] == [
@@ -140,7 +140,7 @@ def check_same_curve(found: Path, expected: Path, first: int = 0) -> None:
         ]
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-6)
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    weights, wanted = (load_file(run / "checkpoint-6" / "model.safetensors") for run in (found, expected))
+    weights, wanted = (load_file(run / "checkpoint-6" / "model.safetensors") for run in (run_dir, expected))
     for name, weight in wanted.items():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
 
@@ -150,12 +150,12 @@ def test_packed_steps_are_the_unpacked_ones(sampled: Path, unpacked: Path) -> No
     assert read_metrics(sampled)[0]["fill"] != read_metrics(unpacked)[0]["fill"]
 
 
-@pytest.mark.parametrize(("name", "first"), [("sampled", 0), ("sampled-from-one", 2)])
+@pytest.mark.parametrize(("name", "first_line"), [("sampled", 0), ("sampled-from-one", 2)])
 def test_packed_steps_are_the_unpacked_ones_on_two_processes(
-    name: str, first: int, two_processes: Path, unpacked: Path
+    name: str, first_line: int, two_processes: Path, unpacked: Path
 ) -> None:
     """Resumed, too, by two processes where one had begun."""
-    check_same_curve(two_processes / name, unpacked, first)
+    check_same_curve(two_processes / name, unpacked, first_line)
 
 
 def test_packed_steps_resume_exactly(two_processes: Path) -> None:
@@ -168,8 +168,8 @@ def two_processes(tiny: TinyWorld, alone: Path, sampled: Path, tmp_path_factory:
     root = tmp_path_factory.mktemp("two")
     jobs: list[Job] = [("train", root / name, DESCENT | settings) for name, settings in TWO_PROCESSES.items()]
     jobs.append(("train", root / "versions", DESCENT | {"add_version": True}))
-    whole = root / "whole"
-    jobs.append(("train", whole, RESUMED))
+    full_run = root / "whole"
+    jobs.append(("train", full_run, RESUMED))
     # All rows are in one block, so the second rank has none: its packs are empty, and the mean is over true targets.
     jobs.append(("train", root / "streamed", DESCENT | tiny.streamed() | {"gradient_accumulation_steps": 12}))
     rows = root / "rows.jsonl"
@@ -191,7 +191,7 @@ def two_processes(tiny: TinyWorld, alone: Path, sampled: Path, tmp_path_factory:
         jobs.append(("train", root / f"sampled-{name}", SAMPLED | {"resume_from_checkpoint": checkpoint}))
     for step in (1, 3):
         jobs.append(
-            ("train", root / f"resumed-{step}", RESUMED | {"resume_from_checkpoint": f"{whole}/checkpoint-{step}"})
+            ("train", root / f"resumed-{step}", RESUMED | {"resume_from_checkpoint": f"{full_run}/checkpoint-{step}"})
         )
     run_ranks(2, run_jobs, tiny, [check_before(job, CHECKED) for job in jobs], scratch=root)
     return root
@@ -231,16 +231,16 @@ def test_two_streams_resume_exactly_and_end_together(two_processes: Path) -> Non
 
 def test_what_is_left_is_assigned_to_other_processes(alone: Path, two_processes: Path) -> None:
     """With the same packs in a step, the same steps; the sums alone may be added in another order."""
-    whole, rest = read_metrics(alone), read_metrics(two_processes / "assigned-anew")
-    assert [line["step"] for line in rest] == list(range(2, len(whole) + 1))
-    for line, expected in zip(rest, whole[1:], strict=True):
+    expected_lines, resumed_lines = read_metrics(alone), read_metrics(two_processes / "assigned-anew")
+    assert [line["step"] for line in resumed_lines] == list(range(2, len(expected_lines) + 1))
+    for line, expected in zip(resumed_lines, expected_lines[1:], strict=True):
         assert line["target_tokens"] == expected["target_tokens"]
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4)
     state = json.loads((two_processes / "assigned-anew" / "checkpoint-8" / "packtool_state.json").read_text())
     assert state["dealings"] == [[0, 1, 2, 1], [1, 2, 1, 1]]
     larger = read_metrics(two_processes / "assigned-to-larger-steps")
     assert [line["step"] for line in larger] == [4, 5, 6]
-    assert sum(line["target_tokens"] for line in larger) == sum(line["target_tokens"] for line in whole[3:])
+    assert sum(line["target_tokens"] for line in larger) == sum(line["target_tokens"] for line in expected_lines[3:])
 
 
 def test_two_sharded_processes_resume_exactly(two_processes: Path) -> None:

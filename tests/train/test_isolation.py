@@ -150,17 +150,19 @@ def test_padded_rows_have_the_packs_loss_and_gradients(setting: Setting) -> None
 def test_without_targets_the_loss_is_zero_but_reaches_every_parameter(setting: Setting) -> None:
     model, spec, _ = setting
     loss = target_losses(model, collate_packs([], spec), label_logits_only=True).weighted_sum()
-    found = gradients(model, [loss])
+    parameter_gradients = gradients(model, [loss])
     assert loss.item() == 0.0
-    assert found.keys() == dict(model.named_parameters()).keys()
-    assert not any(gradient.any() for gradient in found.values())
+    assert parameter_gradients.keys() == dict(model.named_parameters()).keys()
+    assert not any(gradient.any() for gradient in parameter_gradients.values())
 
 
 def test_a_pack_of_text_alone_reaches_the_vision_tower_with_zero_gradients(setting: Setting) -> None:
     model, spec, samples = setting
     text = [sample for sample in samples if not sample.images]
-    found = gradients(model, [target_losses(model, collate_packs(text, spec), label_logits_only=True).weighted_sum()])
-    assert found.keys() == dict(model.named_parameters()).keys()
+    parameter_gradients = gradients(
+        model, [target_losses(model, collate_packs(text, spec), label_logits_only=True).weighted_sum()]
+    )
+    assert parameter_gradients.keys() == dict(model.named_parameters()).keys()
     if spec.sees:
-        assert not any(gradient.any() for name, gradient in found.items() if "visual" in name)
-        assert any(gradient.any() for name, gradient in found.items() if "visual" not in name)
+        assert not any(gradient.any() for name, gradient in parameter_gradients.items() if "visual" in name)
+        assert any(gradient.any() for name, gradient in parameter_gradients.items() if "visual" not in name)

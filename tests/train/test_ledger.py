@@ -90,7 +90,7 @@ class World:
 
     def seen(self, folder: str = ".") -> dict[int, list[Identity]]:
         """Of each step, the rows that the batches of its last run had, of which a process wrote into a folder."""
-        found: dict[int, list[Identity]] = {}
+        rows_by_step: dict[int, list[Identity]] = {}
         for line in (self.root / folder / "batches").read_text().splitlines():
             if line.startswith("run "):
                 readers = CacheReader.open(line.split()[1:])
@@ -99,10 +99,10 @@ class World:
                 continue
             step, held = re.search(r"step (\d+), .*?packs of samples ([][0-9 ]+)", line).groups()  # type: ignore[union-attr]
             if int(step) not in begun:
-                found[int(step)] = []
+                rows_by_step[int(step)] = []
                 begun.add(int(step))
-            found[int(step)] += [rows[int(number)] for number in re.findall(r"\d+", held)]
-        return found
+            rows_by_step[int(step)] += [rows[int(number)] for number in re.findall(r"\d+", held)]
+        return rows_by_step
 
 
 def logged(root: Path, config: Any, progress: SilentProgress) -> int:
@@ -134,8 +134,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def test_the_ledger_is_what_the_batches_say(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    first = world.seen()
-    assert set(first) == {1, 2, 3}
+    rows_by_step = world.seen()
+    assert set(rows_by_step) == {1, 2, 3}
     with pytest.raises(MismatchError, match="--data-change allow: the rest of the epoch is planned again") as refused:
         train(world.config("c a", resume_from_checkpoint="true"), SilentProgress())
     assert f"{world.root}/c: is new" in refused.value.message
@@ -143,7 +143,7 @@ def test_the_ledger_is_what_the_batches_say(world: World, capsys: pytest.Capture
     assert before is not None
     # The same rows with another limit, over the old cache: some are shorter now, and the cache is another.
     world.export("a", max_length=60, overwrite=True)
-    trained = Counter(row for step in (1, 2) for row in first[step])
+    trained = Counter(row for step in (1, 2) for row in rows_by_step[step])
     capsys.readouterr()
     assert run(["plan", "--resume", str(world.root / "out"), *(str(world.root / name) for name in "ca"), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -182,8 +182,8 @@ def test_two_processes_are_killed_and_go_on_with_other_sources(world: World) -> 
     world.export("d")
     out = world.root / "two"
     settings = {"num_train_epochs": 1.0, "data_change": "allow"}
-    first = world.config("a b c", out, **settings)
-    with started_ranks(2, logged_rank, world.root, first, Killing(3), scratch=world.root) as processes:
+    config = world.config("a b c", out, **settings)
+    with started_ranks(2, logged_rank, world.root, config, Killing(3), scratch=world.root) as processes:
         wait_for(lambda: processes[0].exitcode is not None)
         assert processes[0].exitcode == -signal.SIGKILL
     (checkpoint,) = finished_checkpoints(str(out))
@@ -197,9 +197,11 @@ def test_two_processes_are_killed_and_go_on_with_other_sources(world: World) -> 
     assert set(ranks[0]) == set(ranks[1]) == set(range(1, ledger.step + 1))
     counted = Counter(row for seen in ranks for held in seen.values() for row in held)
     assert set(counted.values()) == {1}
-    told = {Path(source.directory).name: source.trained.counts() for source in (*ledger.sources, *ledger.retired)}
-    assert list(told) == ["d", "a", "b", "c"]
-    for name, times in told.items():
+    counts_by_source = {
+        Path(source.directory).name: source.trained.counts() for source in (*ledger.sources, *ledger.retired)
+    }
+    assert list(counts_by_source) == ["d", "a", "b", "c"]
+    for name, times in counts_by_source.items():
         assert times.tolist() == [counted[name, row] for row in range(len(times))]
         assert times.all() == (name != "c")
     totals = {Path(each.directory).name: each.num_samples for each in (*ledger.sources, *ledger.retired)}
@@ -222,9 +224,9 @@ def check_what_is_shown(world: World, steps: dict[int, list[Identity]], capsys: 
         assert held == steps[step]
     assert "has changed since training" in shown(out, "--step", "1", code=4)
     assert "the run has steps 1 to" in shown(out, "--step", "999", code=2)
-    found = shown(str(world.root / "c"), "--row", "3", "--run", out)["trained_in"]
+    trained_in = shown(str(world.root / "c"), "--row", "3", "--run", out)["trained_in"]
     rows = [step for step, held in steps.items() if ("c", 3) in held]
-    assert [each["step"] for each in found["times"]] == rows
+    assert [each["step"] for each in trained_in["times"]] == rows
     assert "trained several caches" in shown(out, "--row", "3", code=2)
     trained = shown(out, "--trained")
     assert [Path(source["directory"]).name for source in trained["sources"][:2]] == ["c", "a"]
@@ -242,8 +244,8 @@ def test_a_checkpoint_of_an_older_packtool_has_a_ledger_by_its_plan(mixed: bool,
     mixture = {"cached_dataset": (f"{world.root}/b#1.5x", f"{world.root}/c#50%")} if mixed else {}
     config = world.config("b c", tmp_path, max_steps=3, save_steps=1, **mixture)
     train(config, SilentProgress())
-    kept = read_ledger(str(tmp_path / "checkpoint-3"))
-    assert kept is not None
+    ledger = read_ledger(str(tmp_path / "checkpoint-3"))
+    assert ledger is not None
     state = tmp_path / "checkpoint-2" / "packtool_state.json"
     values = json.loads(state.read_text())
     del values["files"][LEDGER_NAME], values["digest"], values["data_since"]
@@ -252,12 +254,12 @@ def test_a_checkpoint_of_an_older_packtool_has_a_ledger_by_its_plan(mixed: bool,
     on: dict[str, Any] = {"resume_from_checkpoint": str(tmp_path / "checkpoint-2"), "max_steps": 3}
     with pytest.raises(MismatchError, match="has no ledger, so it is unknown"):
         train(world.config("b", tmp_path, **on, data_change="allow"), SilentProgress())
-    told = Told()
-    train(world.config("b c", tmp_path, **on | mixture), told)
-    assert any("is from an older packtool and has no ledger" in note for note in told.notes)
+    progress = Told()
+    train(world.config("b c", tmp_path, **on | mixture), progress)
+    assert any("is from an older packtool and has no ledger" in note for note in progress.notes)
     again = read_ledger(str(tmp_path / "checkpoint-3"))
     assert again is not None
-    for one, other in zip(kept.sources, again.sources, strict=True):
+    for one, other in zip(ledger.sources, again.sources, strict=True):
         assert one.trained.counts().tolist() == other.trained.counts().tolist()
         assert (one.num_samples, one.tokens, one.target_tokens) == (
             other.num_samples,

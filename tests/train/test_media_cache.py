@@ -43,20 +43,25 @@ def _files_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "SETTLED_SECONDS", -1.0)
 
 
-def kept(directory: Path, size: int = 10**8) -> dict[str, Any]:
+def cache_options(directory: Path, size: int = 10**8) -> dict[str, Any]:
     return {"media_cache": str(directory / "kept"), "media_cache_size": size}
 
 
 def test_losses_are_the_same_and_the_second_epoch_decodes_nothing(tiny: TinyWorld, tmp_path: Path) -> None:
-    given = {"num_train_epochs": 2.0, "verify_packing": False, "save_strategy": "no", "gradient_accumulation_steps": 4}
-    train(tiny.config(tmp_path / "plain", **given), SilentProgress())
-    told = Told()
-    train(tiny.config(tmp_path / "with", **given, **kept(tmp_path), dataloader_num_workers=2), told)
+    run_options = {
+        "num_train_epochs": 2.0,
+        "verify_packing": False,
+        "save_strategy": "no",
+        "gradient_accumulation_steps": 4,
+    }
+    train(tiny.config(tmp_path / "plain", **run_options), SilentProgress())
+    progress = Told()
+    train(tiny.config(tmp_path / "with", **run_options, **cache_options(tmp_path), dataloader_num_workers=2), progress)
     lines, plain = read_metrics(tmp_path / "with"), read_metrics(tmp_path / "plain")
     assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
     assert [line["media_cache_hits"] for line in lines] == [0, 0, 1, 1]
-    assert [figures["kept"] for figures in told.figures] == ["0%", "0%", "100%", "100%"]
-    (line,) = [line for line in told.notes if line.startswith("media cache:")]
+    assert [figures["kept"] for figures in progress.figures] == ["0%", "0%", "100%", "100%"]
+    (line,) = [line for line in progress.notes if line.startswith("media cache:")]
     assert line.startswith("media cache: 50% of 60 pictures and videos were there; ")
     assert line.endswith(" MB of 100MB")
     assert not any("media_cache_hits" in line for line in plain)
@@ -67,7 +72,7 @@ def test_losses_are_the_same_and_the_second_epoch_decodes_nothing(tiny: TinyWorl
         cached_dataset=(tiny.cache,),
         output=str(tmp_path / "e.parquet"),
         limit=5,
-        **kept(tmp_path),
+        **cache_options(tmp_path),
         dataloader_num_workers=0,
     )
     evaluate_caches(config, evaluated, World())
@@ -76,25 +81,29 @@ def test_losses_are_the_same_and_the_second_epoch_decodes_nothing(tiny: TinyWorl
 
 def test_a_place_that_cannot_be_written_to_is_said_once_and_training_goes_on(tiny: TinyWorld, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    told = Told()
-    options = kept(tmp_path / "file")
-    given = {"max_steps": 2, "save_strategy": "no", "gradient_accumulation_steps": 2, **options}
-    assert train(tiny.config(tmp_path / "run", **given), told).steps == 2
-    said = [line for line in told.notes if line.startswith("--media-cache: ")]
+    progress = Told()
+    options = cache_options(tmp_path / "file")
+    run_options = {"max_steps": 2, "save_strategy": "no", "gradient_accumulation_steps": 2, **options}
+    assert train(tiny.config(tmp_path / "run", **run_options), progress).steps == 2
+    cache_notes = [line for line in progress.notes if line.startswith("--media-cache: ")]
     directory = options["media_cache"]
-    assert said == [f"--media-cache: training continues without adding to the cache: {directory}: Not a directory"]
-    assert told.notes[-1].endswith(f"; not all were kept: {options['media_cache']}: Not a directory")
+    assert cache_notes == [
+        f"--media-cache: training continues without adding to the cache: {directory}: Not a directory"
+    ]
+    assert progress.notes[-1].endswith(f"; not all were kept: {options['media_cache']}: Not a directory")
 
 
 def test_streams_and_batches_of_the_library_keep_theirs(tiny: TinyWorld, tmp_path: Path) -> None:
-    told = Told()
-    given = tiny.streamed() | {"max_steps": 1, "save_strategy": "no", "verify_packing": False}
+    progress = Told()
+    run_options = tiny.streamed() | {"max_steps": 1, "save_strategy": "no", "verify_packing": False}
     for _ in range(2):
-        train(tiny.config(tmp_path / "run", overwrite_output_dir=True, **given, **kept(tmp_path)), told)
-    shares = [line.split()[2] for line in told.notes if line.startswith("media cache:")]
+        train(
+            tiny.config(tmp_path / "run", overwrite_output_dir=True, **run_options, **cache_options(tmp_path)), progress
+        )
+    shares = [line.split()[2] for line in progress.notes if line.startswith("media cache:")]
     assert shares == ["0%", "100%"]
     plan = packtool.plan(tiny.cache, packing_length=256)
-    options = kept(tmp_path / "file")
+    options = cache_options(tmp_path / "file")
     (tmp_path / "file").write_text("")
     batches = packtool.Batches(plan, rank=0, model=tiny.model, dataloader_num_workers=0, **options)
     with pytest.warns(UserWarning, match="media_cache: nothing more is added to the cache: .*Not a directory"):
@@ -106,20 +115,20 @@ def test_what_a_mixture_leaves_out_of_the_next_epoch_is_known(
 ) -> None:
     other = str(tmp_path_factory.mktemp("other") / "cache")
     export_rows(tiny, other, image_max_token_num=6)
-    given = {"cached_dataset": (f"{tiny.cache}#20", other), "resample": "epoch", "num_train_epochs": 2.0}
-    run = Run.of(tiny.config(tmp_path, **given, **kept(tmp_path)), World())
+    run_options = {"cached_dataset": (f"{tiny.cache}#20", other), "resample": "epoch", "num_train_epochs": 2.0}
+    run = Run.of(tiny.config(tmp_path, **run_options, **cache_options(tmp_path)), World())
     assert run.source.inputs.mixture is not None
     wanted = run.source.inputs.epoch_counts(1) > 0
-    first = run.source.planned_epoch(run.timeline.plan_of(0), 0)
-    told = {
+    planned_epoch = run.source.planned_epoch(run.timeline.plan_of(0), 0)
+    read_again_by_sample = {
         sample: again
-        for step in first.steps(0)
+        for step in planned_epoch.steps(0)
         for micro_batch in step
         for sample, again in zip(micro_batch.samples, micro_batch.read_again or (), strict=True)
     }
-    assert len(told) == 60
-    assert 0 < sum(not again for again in told.values()) < 20
-    assert all(again == wanted[sample] for sample, again in told.items())
+    assert len(read_again_by_sample) == 60
+    assert 0 < sum(not again for again in read_again_by_sample.values()) < 20
+    assert all(again == wanted[sample] for sample, again in read_again_by_sample.items())
     last = run.source.planned_epoch(run.timeline.plan_of(1), 1)
     assert all(micro_batch.read_again is None for step in last.steps(0) for micro_batch in step)
     assert np.count_nonzero(wanted) == 60
@@ -133,15 +142,15 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("told", MISTAKES)
-def test_what_cannot_be_is_refused_at_once(told: str, tiny: TinyWorld, tmp_path: Path) -> None:
-    assert any(told in problem for problem in tiny.config(tmp_path, **MISTAKES[told]).problems())
+@pytest.mark.parametrize("message", MISTAKES)
+def test_what_cannot_be_is_refused_at_once(message: str, tiny: TinyWorld, tmp_path: Path) -> None:
+    assert any(message in problem for problem in tiny.config(tmp_path, **MISTAKES[message]).problems())
 
 
 def test_a_file_in_its_place_and_families_by_their_processor_are_refused(tiny: TinyWorld, tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("")
     with pytest.raises(ConfigError, match="is a file: give a directory"):
-        train(tiny.config(tmp_path / "run", dry_run=True, **kept(tmp_path)), SilentProgress())
-    config = tiny.config(tmp_path, **kept(tmp_path / "other"))
+        train(tiny.config(tmp_path / "run", dry_run=True, **cache_options(tmp_path)), SilentProgress())
+    config = tiny.config(tmp_path, **cache_options(tmp_path / "other"))
     with pytest.raises(ConfigError, match=r"LLaVA 1.5, Pixtral\) are made by their own processor"):
         dataclasses.replace(InputSpec("", LlavaConfig(), MediaLimits())).keeping_media(config, "rows")

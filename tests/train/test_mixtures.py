@@ -44,16 +44,19 @@ def caches(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[s
     return tiny.cache, other
 
 
-def recipe(folder: Path, caches: tuple[str, str], **second: Any) -> str:
+def recipe(folder: Path, caches: tuple[str, str], **second_source: Any) -> str:
     path = folder / "mix.yaml"
-    sources = [{"path": caches[0], "samples": 2, "channel": "large"}, {"path": caches[1], "samples": 1, **second}]
+    sources = [
+        {"path": caches[0], "samples": 2, "channel": "large"},
+        {"path": caches[1], "samples": 1, **second_source},
+    ]
     path.write_text(json.dumps({"sources": sources}))
     return str(path)
 
 
 def mixed(tiny: TinyWorld, output_dir: Path, **settings: Any) -> TrainConfig:
-    given = {"cached_dataset": (), "num_train_epochs": 2.0, "gradient_accumulation_steps": 4, "save_steps": 2}
-    return tiny.config(output_dir, **{**given, "verify_packing": False, **settings})
+    options = {"cached_dataset": (), "num_train_epochs": 2.0, "gradient_accumulation_steps": 4, "save_steps": 2}
+    return tiny.config(output_dir, **{**options, "verify_packing": False, **settings})
 
 
 def prepared(config: TrainConfig, size: int = 1) -> Run:
@@ -88,13 +91,15 @@ def test_trained_logged_and_resumed(tiny: TinyWorld, caches: tuple[str, str], tm
         other = mixed(tiny, tmp_path / f"other-{number}", mix=recipe(tmp_path, caches, **change), **resume)
         with pytest.raises(MismatchError, match="plan: "):
             prepared(other)
-    kept = mixed(tiny, tmp_path / "other", mix=recipe(tmp_path, caches, loss_weight=0.5), resample=False, **resume)
+    resumed_config = mixed(
+        tiny, tmp_path / "other", mix=recipe(tmp_path, caches, loss_weight=0.5), resample=False, **resume
+    )
     with pytest.raises(MismatchError, match="plan: "):
-        prepared(kept)
+        prepared(resumed_config)
     # The run's history keeps the recipe, for this file says something else by now.
-    whole = str(tmp_path / "whole")
-    assert step_figures(f"{whole}/checkpoint-{step}", step)["target_tokens"] == lines[step - 1]["target_tokens"]
-    only = resumed_figures(PlanConfig(resume=whole, cached_dataset=(caches[0],)))
+    full_run = str(tmp_path / "whole")
+    assert step_figures(f"{full_run}/checkpoint-{step}", step)["target_tokens"] == lines[step - 1]["target_tokens"]
+    only = resumed_figures(PlanConfig(resume=full_run, cached_dataset=(caches[0],)))
     assert [source["fate"] for source in only["sources"]] == ["as before", "gone"]
 
 
@@ -114,9 +119,9 @@ def test_sources_have_the_targets_of_caches_that_were_exported_so(tiny: TinyWorl
         "chosen": written("chosen.yaml", *({"path": tiny.cache, "loss_scale": scale} for scale in scales)),
         "exported": written("exported.yaml", *({"path": cache} for cache in exported)),
     }
-    given: dict[str, Any] = {"max_steps": 2, "save_strategy": "no"}
+    run_options: dict[str, Any] = {"max_steps": 2, "save_strategy": "no"}
     chosen, there = (
-        train(mixed(tiny, tmp_path / name, mix=mix, **given), SilentProgress()) for name, mix in mixes.items()
+        train(mixed(tiny, tmp_path / name, mix=mix, **run_options), SilentProgress()) for name, mix in mixes.items()
     )
     assert (chosen.target_tokens, chosen.sources) == (there.target_tokens, there.sources)
     names = ("loss", "grad_norm", "target_tokens", "loss_last_round", "loss_all", "share_of_target_tokens_all")
@@ -127,7 +132,7 @@ def test_sources_have_the_targets_of_caches_that_were_exported_so(tiny: TinyWorl
     assert sources[0] == sources[1]
     assert sources[0]["all"]["share_of_target_tokens"] == pytest.approx(0.6, abs=0.05)
     other = written("other.yaml", {"path": tiny.cache, "loss_scale": "last_round"}, {"path": tiny.cache})
-    one, two = (prepared(mixed(tiny, tmp_path / "other", mix=mix, **given)) for mix in (mixes["chosen"], other))
+    one, two = (prepared(mixed(tiny, tmp_path / "other", mix=mix, **run_options)) for mix in (mixes["chosen"], other))
     assert one.state.plan != two.state.plan
     with pytest.raises(ConfigError, match=r"loss scale 'lastround': .* did you mean 'last_round'"):
         prepared(mixed(tiny, tmp_path, mix=recipe(tmp_path, (tiny.cache, tiny.cache), loss_scale="lastround")))
@@ -146,7 +151,7 @@ class Told(SilentProgress):
 def test_stages_are_trained_shown_and_resumed(
     tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mix, whole, told = tmp_path / "stages.yaml", tmp_path / "whole", Told()
+    mix, full_run, progress = tmp_path / "stages.yaml", tmp_path / "whole", Told()
     ratios = ((2, 1), (1, 3))
     stages: list[dict[str, Any]] = [
         {"sources": [{"path": path, "samples": each} for path, each in zip(caches, pair, strict=True)]}
@@ -154,16 +159,16 @@ def test_stages_are_trained_shown_and_resumed(
     ]
     mix.write_text(json.dumps({"stages": [{"until": "50%", "packing_length": 128, **stages[0]}, stages[1]]}))
     settings: dict[str, Any] = {"mix": str(mix), "max_steps": 8, "gradient_accumulation_steps": 2}
-    result = train(mixed(tiny, whole, **settings), told)
+    result = train(mixed(tiny, full_run, **settings), progress)
     assert (len(result.stages), train_lines(result)[0][0]) == (2, "samples of the first stage")
-    assert [note for note in told.notes if " begins" in note] == [
+    assert [note for note in progress.notes if " begins" in note] == [
         "stage 1 of 2 begins: steps 1 to 4, packs of 128 tokens",
         "stage 2 of 2 begins: steps 5 to 8, packs of 256 tokens",
     ]
     # Resumed where a stage ends.
-    resume = {"resume_from_checkpoint": str(whole / "checkpoint-4")}
+    resume = {"resume_from_checkpoint": str(full_run / "checkpoint-4")}
     train(mixed(tiny, tmp_path / "rest", **settings, **resume), SilentProgress())
-    check_same_rest(whole, tmp_path / "rest", 4)
+    check_same_rest(full_run, tmp_path / "rest", 4)
     with pytest.raises(MismatchError, match="with stages, also on --max-steps"):
         prepared(mixed(tiny, tmp_path / "longer", **{**settings, "max_steps": 9}, **resume))
     # An independent count of what the batches held, by stage; and the ledger.
@@ -174,10 +179,10 @@ def test_stages_are_trained_shown_and_resumed(
         lengths = planned.source.reader.index.length
         for micro_batch in step.micro_batches:
             assert all(sum(lengths[list(pack)]) <= (128 if number < 4 else 256) for pack in micro_batch.packs)
-        found = step_figures(str(whole), number + 1)
-        assert found["num_samples"] == len(held)
-        assert found["target_tokens"] == read_metrics(whole)[number]["target_tokens"]
-    ledger = read_ledger(str(whole / "checkpoint-8"))
+        figures = step_figures(str(full_run), number + 1)
+        assert figures["num_samples"] == len(held)
+        assert figures["target_tokens"] == read_metrics(full_run)[number]["target_tokens"]
+    ledger = read_ledger(str(full_run / "checkpoint-8"))
     assert ledger is not None
     trained = np.concatenate([source.trained.counts() for source in ledger.sources])
     assert trained.tolist() == [counts[place] for place in range(len(trained))]
@@ -194,7 +199,7 @@ def test_stages_are_trained_shown_and_resumed(
     batches = packtool.Batches(packtool.plan(mix=str(mix), **options), model=tiny.model)
     assert (batches.num_steps, len(batches)) == (8, sum(len(step.micro_batches) for step in again(planned)))
     mix.write_text(json.dumps({"stages": [{"until": 3, **stages[1]}, stages[0]]}))
-    other = resumed_figures(PlanConfig(resume=str(whole / "checkpoint-2"), mix=str(mix)))
+    other = resumed_figures(PlanConfig(resume=str(full_run / "checkpoint-2"), mix=str(mix)))
     assert [(stage["first_step"], stage["last_step"]) for stage in other["stages"]] == [(3, 3), (4, 8)]
 
 
@@ -224,13 +229,13 @@ def test_recipes_of_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_samples_have_the_weight_and_the_name_of_their_source(
     tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path
 ) -> None:
-    found = prepared(mixed(tiny, tmp_path, mix=recipe(tmp_path, caches, loss_weight=0.5)))
-    of_first, of_second = found.source.read(0), found.source.read(len(found.source.reader) - 1)
+    run = prepared(mixed(tiny, tmp_path, mix=recipe(tmp_path, caches, loss_weight=0.5)))
+    of_first, of_second = run.source.read(0), run.source.read(len(run.source.reader) - 1)
     assert (of_first.channel, of_second.channel) == ("large", "small")
     assert of_first.loss_scale is None
     assert of_second.loss_scale is not None
     assert np.unique(of_second.loss_scale).tolist() == [0.5]
-    assert found.source.logs_channels
+    assert run.source.logs_channels
 
 
 def test_other_processes_go_on_with_the_same_epoch(tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
@@ -238,10 +243,10 @@ def test_other_processes_go_on_with_the_same_epoch(tiny: TinyWorld, caches: tupl
     one, two = (prepared(config, size) for size in (1, 2))
     assert one.state.plan == two.state.plan
     done = one.timeline.steps_per_epoch + 1  # in the second epoch, which is another draw
-    rest = Timeline.of(two.source.inputs, ((0, 1, 4, 1), (done, 2, 4, 1)))
-    left = np.sort(rest.plan_of(1).packs.samples)
-    assert len(left)
-    assert np.array_equal(left, np.sort(one.timeline.plan_of(1).packs_from(1).samples))
+    resumed_timeline = Timeline.of(two.source.inputs, ((0, 1, 4, 1), (done, 2, 4, 1)))
+    remaining_samples = np.sort(resumed_timeline.plan_of(1).packs.samples)
+    assert len(remaining_samples)
+    assert np.array_equal(remaining_samples, np.sort(one.timeline.plan_of(1).packs_from(1).samples))
 
 
 def test_what_is_refused(tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
@@ -278,17 +283,17 @@ def test_plan_prints_draws_and_saves_the_shares(
 @settings(max_examples=8, deadline=None)
 @given(
     weights=st.lists(st.integers(1, 5), min_size=2, max_size=2),
-    first=st.fixed_dictionaries(
+    first_source=st.fixed_dictionaries(
         {}, optional={"min_length": st.just(60), "max_length": st.just(110), "loss_weight": st.just(0.5)}
     ),
     stop=st.sampled_from(["first", "all"]),
     stages=st.booleans(),
 )
 def test_parts_of_the_samples_add_up_everywhere(
-    caches: tuple[str, str], weights: list[int], first: dict[str, Any], stop: str, stages: bool
+    caches: tuple[str, str], weights: list[int], first_source: dict[str, Any], stop: str, stages: bool
 ) -> None:
     sources = [{"path": path, "samples": weight} for path, weight in zip(caches, weights, strict=True)]
-    sources[0] |= first
+    sources[0] |= first_source
     recipe: dict[str, Any] = {"sources": sources}
     if stages:
         recipe = {"stages": [{"until": "50%", "sources": sources}, {"sources": sources[::-1]}]}
@@ -298,14 +303,14 @@ def test_parts_of_the_samples_add_up_everywhere(
         plan = packtool.plan(mix=str(path), packing_length=256, mix_stop=stop, **({"max_steps": 9} if stages else {}))
         plan.page(Path(folder, "plan.html"))
         page = re.sub(r"<[^>]*>", "|", Path(folder, "plan.html").read_text())
-    found, cached = plan.summary, len(plan.preview.inputs.lengths)
-    for figures in (found, *(found["stages"] or ())):
+    summary, cached = plan.summary, len(plan.preview.inputs.lengths)
+    for figures in (summary, *(summary["stages"] or ())):
         assert figures["num_samples_in_caches"] == cached
         assert figures["num_distinct_samples"] + figures["not_drawn"] + figures["filtered"] == cached
         assert min(figures["not_drawn"], figures["filtered"]) >= 0
-    told = {what.strip(): figure for what, figure in plan.lines}
+    figures_by_name = {what.strip(): figure for what, figure in plan.lines}
     names = ("samples", "repeated samples", "not drawn", "filtered by length", "samples in the caches")
-    samples, repeats, not_drawn, filtered, in_caches = (int(told[name].replace(",", "")) for name in names)
+    samples, repeats, not_drawn, filtered, in_caches = (int(figures_by_name[name].replace(",", "")) for name in names)
     assert samples - repeats + not_drawn + filtered == in_caches == cached
     section = page[page.index("Use of the samples") : page.index("Sources of the ")]
     assert f"{cached:,} samples in all" in section
@@ -317,9 +322,9 @@ def test_parts_of_the_samples_add_up_everywhere(
 def test_the_table_of_a_run_adds_up(stop: str, tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
     mix = recipe(tmp_path, caches, min_length=60)
     result = train(mixed(tiny, tmp_path / "run", mix=mix, mix_stop=stop, dry_run=True), SilentProgress())
-    told = {what.strip(): figure for what, figure in train_lines(result)}
+    figures_by_name = {what.strip(): figure for what, figure in train_lines(result)}
     names = ("samples", "repeated samples", "not drawn", "filtered by length")
-    samples, repeats, not_drawn, filtered = (int(told.get(name, "0").replace(",", "")) for name in names)
+    samples, repeats, not_drawn, filtered = (int(figures_by_name.get(name, "0").replace(",", "")) for name in names)
     assert (repeats if stop == "all" else not_drawn) > 0
     assert filtered > 0
     assert samples - repeats + not_drawn + filtered == 80, "what the two caches hold"

@@ -46,12 +46,12 @@ def learning(model: torch.nn.Module) -> set[str]:
 
 
 def test_the_optimizer_is_told_what_was_asked(tmp_path: Path) -> None:
-    asked = {"optim": "adamw_torch", "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
-    asked |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}
-    asked |= {"warmup_steps": 7, "save_only_model": True, "ddp_timeout": 99, "neftune_noise_alpha": 5.0}
-    run = TrainConfig(model="m", cached_dataset=("c",), output_dir=str(tmp_path), **asked)
+    options = {"optim": "adamw_torch", "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+    options |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}
+    options |= {"warmup_steps": 7, "save_only_model": True, "ddp_timeout": 99, "neftune_noise_alpha": 5.0}
+    run = TrainConfig(model="m", cached_dataset=("c",), output_dir=str(tmp_path), **options)
     args = training_arguments(run, num_steps=100, dtype=torch.float32, on_gpu=False)
-    assert {name: getattr(args, name) for name in asked} == asked
+    assert {name: getattr(args, name) for name in options} == options
 
 
 def test_steps_of_warmup_come_before_their_share() -> None:
@@ -69,11 +69,11 @@ def test_the_schedule_ends_at_its_least_rate(tiny: TinyWorld, tmp_path: Path) ->
 
 
 def test_an_adapter_is_what_the_options_say(tiny: TinyWorld, tmp_path: Path) -> None:
-    asked = {"lora_rank": 4, "use_rslora": True, "use_dora": True, "lora_bias": "all", "init_weights": "gaussian"}
-    trained(tiny, tmp_path, target_regex=r".*layers\.0\.self_attn\.[qv]_proj", **LORA, **asked)
+    options = {"lora_rank": 4, "use_rslora": True, "use_dora": True, "lora_bias": "all", "init_weights": "gaussian"}
+    trained(tiny, tmp_path, target_regex=r".*layers\.0\.self_attn\.[qv]_proj", **LORA, **options)
     saved = json.loads((tmp_path / "checkpoint-1" / "adapter_config.json").read_text())
-    found = [saved[name] for name in ("r", "use_rslora", "use_dora", "bias", "init_lora_weights")]
-    assert found == [4, True, True, "all", "gaussian"]
+    saved_values = [saved[name] for name in ("r", "use_rslora", "use_dora", "bias", "init_lora_weights")]
+    assert saved_values == [4, True, True, "all", "gaussian"]
     weights = load_file(tmp_path / "checkpoint-1" / "adapter_model.safetensors")
     adapted = {name.split(".lora_")[0] for name in weights if ".lora_A" in name}
     assert {name.rpartition(".")[2] for name in adapted} == {"q_proj", "v_proj"}
@@ -82,25 +82,25 @@ def test_an_adapter_is_what_the_options_say(tiny: TinyWorld, tmp_path: Path) -> 
 
 
 def test_training_goes_on_from_an_adapter(tiny: TinyWorld, tmp_path: Path) -> None:
-    first = trained(tiny, tmp_path / "first", lora_rank=4, **LORA)
+    first_run = trained(tiny, tmp_path / "first", lora_rank=4, **LORA)
     model: Any = load_model(tiny.model, reduced_config_of(tiny), dtype=torch.float32, packing=False)
-    going_on = tiny.config(tmp_path / "second", adapters=(str(first.checkpoint),), lora_rank=4, max_steps=1, **LORA)
+    going_on = tiny.config(tmp_path / "second", adapters=(str(first_run.checkpoint),), lora_rank=4, max_steps=1, **LORA)
     adapted = make_trainable(model, going_on)
-    saved = load_file(Path(first.checkpoint) / "adapter_model.safetensors")
+    saved = load_file(Path(first_run.checkpoint) / "adapter_model.safetensors")
     state = adapted.state_dict()
     for name, weight in saved.items():
         assert torch.equal(state[name.replace(".weight", ".default.weight")], weight)
     assert learning(adapted) == {name.replace(".weight", ".default.weight") for name in saved}
     result = train(going_on, SilentProgress())
-    assert result.num_trainable_parameters == first.num_trainable_parameters
+    assert result.num_trainable_parameters == first_run.num_trainable_parameters
     planned = tiny.config(tmp_path / "third", adapters=going_on.adapters, dry_run=True, **LORA)
-    assert train(planned, SilentProgress()).num_trainable_parameters == first.num_trainable_parameters
-    for settings, told in (
+    assert train(planned, SilentProgress()).num_trainable_parameters == first_run.num_trainable_parameters
+    for settings, message in (
         ({"lora_rank": 16}, "has 4"),
         ({"adapters": (str(tmp_path),)}, "this is not an adapter"),
         ({"adapters": (going_on.output_dir,)}, f"whose last adapter is {going_on.output_dir}"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             make_trainable(
                 load_model(tiny.model, reduced_config_of(tiny), dtype=torch.float32, packing=False),
                 tiny.config(tmp_path / "bad", **{"adapters": going_on.adapters, **LORA, **settings}),
@@ -164,14 +164,14 @@ def test_adapters_begin_without_effect(tiny: TinyWorld, tmp_path: Path, begin: s
 
 
 def test_names_that_match_nothing_are_told() -> None:
-    for settings, told in (
+    for settings, message in (
         ({"target_regex": "decoder.*"}, "--target-regex decoder"),
         ({"modules_to_save": ("wte",)}, "--modules-to-save wte"),
         ({"train_type": "full", "freeze_parameters": ("decoder",)}, "--freeze-parameters decoder"),
         ({"train_type": "full", "trainable_parameters_regex": "wq$"}, "--trainable-parameters-regex"),
         ({"train_type": "full", "freeze_parameters_ratio": 1.0}, "there is nothing to train"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             make_trainable(reduced_model("qwen3"), run_config(**settings))
 
 
@@ -187,13 +187,15 @@ def test_parameters_are_frozen_by_name_and_share() -> None:
     assert learning(model) == {name for name in names if "layers.1." in name and "q_proj" in name}
     make_trainable(model, run_config(train_type="full", freeze_parameters_ratio=0.5))
     sizes = [parameter.numel() for parameter in model.parameters()]
-    kept = sum(size for size, parameter in zip(sizes, model.parameters(), strict=True) if not parameter.requires_grad)
-    assert 0 < kept <= 0.5 * sum(sizes)
+    num_frozen = sum(
+        size for size, parameter in zip(sizes, model.parameters(), strict=True) if not parameter.requires_grad
+    )
+    assert 0 < num_frozen <= 0.5 * sum(sizes)
     assert next(iter(model.parameters())).requires_grad is False
 
 
 def test_contradictions_are_told() -> None:
-    for settings, told in (
+    for settings, message in (
         ({"freeze_parameters": ("a",)}, "--freeze-parameters requires --train-type full"),
         ({"train_type": "full", "use_dora": True}, "--use-dora requires --train-type lora"),
         ({"adapters": ("a",), "init_weights": "pissa"}, "--init-weights pissa initializes new adapters"),
@@ -208,19 +210,19 @@ def test_contradictions_are_told() -> None:
         ({"metric_for_best_model": "bleu"}, "use loss"),
         ({"padding_free": True, "packing": False}, "requires --packing true"),
     ):
-        found = run_config(**settings).problems()
-        assert any(told in problem for problem in found), (settings, found)
+        problems = run_config(**settings).problems()
+        assert any(message in problem for problem in problems), (settings, problems)
 
 
 def test_towers_of_media_may_keep_their_activations() -> None:
     def recomputing(**settings: Any) -> tuple[bool, bool]:
         model = make_trainable(reduced_model("qwen3_vl"), run_config(train_type="full", **settings))
-        found: dict[bool, set[bool]] = {True: set(), False: set()}
+        checkpointing: dict[bool, set[bool]] = {True: set(), False: set()}
         for name, module in model.named_modules():
             if type(module).__name__.endswith(("DecoderLayer", "VisionBlock")):
-                found["visual" in name].add(bool(module.gradient_checkpointing))
-        assert all(len(values) == 1 for values in found.values())
-        return found[False].pop(), found[True].pop()
+                checkpointing["visual" in name].add(bool(module.gradient_checkpointing))
+        assert all(len(values) == 1 for values in checkpointing.values())
+        return checkpointing[False].pop(), checkpointing[True].pop()
 
     assert recomputing() == (False, False)
     assert recomputing(gradient_checkpointing=True) == (True, True)
@@ -241,8 +243,8 @@ def test_the_precision_of_weights_and_of_computation() -> None:
         ({"torch_dtype": "float32"}, torch.float32, torch.float32),
     ):
         run = run_config(**settings)
-        found = resolve_dtype(config, run, on_gpu=True)
-        assert (found, loaded_dtype(found, config, run)) == (computation, weights), settings
+        dtype = resolve_dtype(config, run, on_gpu=True)
+        assert (dtype, loaded_dtype(dtype, config, run)) == (computation, weights), settings
 
 
 def test_bf16_with_weights_in_float32(tiny: TinyWorld, tmp_path: Path) -> None:
@@ -336,8 +338,8 @@ def test_every_log_line_is_shown(tiny: TinyWorld, tmp_path: Path) -> None:
     assert [line["loss"] for line in progress.lines] == [round(line["loss"], 4) for line in read_metrics(tmp_path)]
     assert [line.pop("num_done") for line in progress.lines] == [1, 1, 1], "one line a step"
     assert progress.num_silent == 0
-    told = [line.split("  ")[1] for line in progress.notes if line.startswith("  ")]
-    assert told == list(progress.lines[0]), "each is explained, once"
+    explained = [line.split("  ")[1] for line in progress.notes if line.startswith("  ")]
+    assert explained == list(progress.lines[0]), "each is explained, once"
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,9 @@ def check_same_run(output_dir: Path, alone: Path, name: str) -> None:
     lines, expected = read_metrics(output_dir), read_metrics(alone)
     assert len(lines) == len(expected) > 0, name
     for line, wanted in zip(lines, expected, strict=True):
-        told = f"{name}, step {line['step']}"
-        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5), told
-        assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4), told
+        place = f"{name}, step {line['step']}"
+        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5), place
+        assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4), place
     (weights, others) = (_weights(folder, len(expected)) for folder in (output_dir, alone))
     assert weights.keys() == others.keys()
     for key in others:
@@ -103,11 +103,14 @@ def compare(tiny: TinyWorld, rows: Sequence[Sequence[str]], jobs: dict[str, dict
     ranks: list[Job] = [("train", root / name, IN_ORDER | job) for name, job in jobs.items()]
     run_ranks(size, run_jobs, tiny, ranks, scratch=root)
     for name, job in jobs.items():
-        kept = {key: value for key, value in job.items() if key not in ("fsdp", "sequence_parallel_size")}
+        unsharded_job = {key: value for key, value in job.items() if key not in ("fsdp", "sequence_parallel_size")}
         alone = root / ("alone-" + name.split()[-1])
         if not alone.exists():
             together = size // job.get("sequence_parallel_size", 1)
-            train(tiny.config(alone, **IN_ORDER | kept | {"gradient_accumulation_steps": together}), SilentProgress())
+            train(
+                tiny.config(alone, **IN_ORDER | unsharded_job | {"gradient_accumulation_steps": together}),
+                SilentProgress(),
+            )
         check_same_run(root / name, alone, f"{name} on {rows}")
 
 
@@ -164,6 +167,10 @@ def test_the_plan_says_which_towers_run(hearing: TinyWorld, tmp_path: Path) -> N
         wanted = [batch for step in run.steps(RankExchange(run.world)).rank_steps() for batch in step.micro_batches]
         assert [batch.towers for batch in wanted] == [{"vision"}, frozenset(), {"vision", "sound"}]
         dataset = MicroBatches(run.source.read, spec, always=always_run(spec, frozen))
-        found = [dataset[batch] for batch in wanted]
-        assert [isinstance(batch, Batch) and "input_features" in batch.media for batch in found] == [False, False, True]
-        assert [isinstance(batch, Batch) and "input_ids" in batch.model_inputs() for batch in found] == [True] * 3
+        batches = [dataset[batch] for batch in wanted]
+        assert [isinstance(batch, Batch) and "input_features" in batch.media for batch in batches] == [
+            False,
+            False,
+            True,
+        ]
+        assert [isinstance(batch, Batch) and "input_ids" in batch.model_inputs() for batch in batches] == [True] * 3

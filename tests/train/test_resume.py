@@ -70,7 +70,7 @@ def lines_of(run: Run) -> list[str]:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def whole(
+def full_run(
     request: pytest.FixtureRequest, tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Any]:
     """An uninterrupted run, and its settings."""
@@ -84,10 +84,10 @@ def whole(
 @pytest.mark.smoke
 @pytest.mark.parametrize("step", [3, 5])
 def test_the_rest_is_the_same_to_the_last_bit(
-    step: int, whole: tuple[Path, Any], tiny: TinyWorld, tmp_path: Path
+    step: int, full_run: tuple[Path, Any], tiny: TinyWorld, tmp_path: Path
 ) -> None:
     """At the end of the first epoch, and within the second; within the first, "killed while" is resumed."""
-    output_dir, settings = whole
+    output_dir, settings = full_run
     config = tiny.config(tmp_path, **settings, resume_from_checkpoint=str(output_dir / f"checkpoint-{step}"))
     result = train(config, SilentProgress())
     check_same_rest(output_dir, tmp_path, step)
@@ -109,8 +109,8 @@ def test_broken_off_and_resumed_with_true(tiny: TinyWorld, tmp_path: Path) -> No
     assert read_metrics(tmp_path / "broken") == read_metrics(tmp_path / "whole")
 
 
-def test_a_checkpoint_of_another_plan_is_refused(whole: tuple[Path, Any], tiny: TinyWorld, tmp_path: Path) -> None:
-    output_dir, settings = whole
+def test_a_checkpoint_of_another_plan_is_refused(full_run: tuple[Path, Any], tiny: TinyWorld, tmp_path: Path) -> None:
+    output_dir, settings = full_run
     checkpoint = str(output_dir / "checkpoint-1")
     for change, message in (
         ({"seed": 1}, r"seed: 42 in the checkpoint, 1 now"),
@@ -132,8 +132,8 @@ def resume_line(tiny: TinyWorld, output_dir: Path, settings: dict[str, Any], **c
     return line
 
 
-def test_a_resumed_run_says_where_and_with_what(whole: tuple[Path, Any], tiny: TinyWorld) -> None:
-    output_dir, settings = whole
+def test_a_resumed_run_says_where_and_with_what(full_run: tuple[Path, Any], tiny: TinyWorld) -> None:
+    output_dir, settings = full_run
     line = resume_line(tiny, output_dir, settings)
     assert line.startswith(
         f"resuming from {output_dir / 'checkpoint-2'}: 2 of 6 steps done, 4 left; changed settings: "
@@ -153,9 +153,9 @@ def test_a_resumed_run_says_where_and_with_what(whole: tuple[Path, Any], tiny: T
 @hypothesis.settings(max_examples=25)
 @given(num_steps=st.integers(2, 40), epochs=st.sampled_from([None, 1.0, 3.0]))
 def test_a_schedule_is_never_shifted_silently(
-    whole: tuple[Path, Any], tiny: TinyWorld, num_steps: int, epochs: float | None
+    full_run: tuple[Path, Any], tiny: TinyWorld, num_steps: int, epochs: float | None
 ) -> None:
-    output_dir, settings = whole
+    output_dir, settings = full_run
     changes = {"max_steps": num_steps} if epochs is None else {"num_train_epochs": epochs}
     if epochs is None and num_steps == 6:
         assert "2 of 6 steps done" in resume_line(tiny, output_dir, settings, **changes)
@@ -176,9 +176,9 @@ REFUSED |= {"lora_alpha": 3, "neftune_noise_alpha": 3.0, "max_grad_norm": 3.0}
 
 @pytest.mark.parametrize("change", [{name: value} for name, value in REFUSED.items()])
 def test_settings_that_the_checkpoint_has_are_refused(
-    change: dict[str, Any], whole: tuple[Path, Any], tiny: TinyWorld
+    change: dict[str, Any], full_run: tuple[Path, Any], tiny: TinyWorld
 ) -> None:
-    output_dir, settings = whole
+    output_dir, settings = full_run
     ((name, value),) = change.items()
     shown = f"{flag(name)}: .* in the checkpoint, {str(value).lower()} now"
     with pytest.raises(MismatchError, match=f"cannot be resumed with other settings:\n  - {shown}"):
@@ -186,9 +186,9 @@ def test_settings_that_the_checkpoint_has_are_refused(
 
 
 def test_a_checkpoint_of_an_older_packtool_says_no_settings(
-    whole: tuple[Path, Any], tiny: TinyWorld, tmp_path: Path
+    full_run: tuple[Path, Any], tiny: TinyWorld, tmp_path: Path
 ) -> None:
-    output_dir, settings = whole
+    output_dir, settings = full_run
     state = Path(shutil.copytree(output_dir / "checkpoint-2", tmp_path / "checkpoint-2")) / "packtool_state.json"
     values = json.loads(state.read_text())
     del values["options"], values["digest"]
@@ -198,16 +198,16 @@ def test_a_checkpoint_of_an_older_packtool_says_no_settings(
         resume_line(tiny, tmp_path, settings, max_steps=9)
 
 
-def test_a_finished_run_has_nothing_left(whole: tuple[Path, Any], tiny: TinyWorld) -> None:
-    output_dir, settings = whole
+def test_a_finished_run_has_nothing_left(full_run: tuple[Path, Any], tiny: TinyWorld) -> None:
+    output_dir, settings = full_run
     before = (output_dir / "metrics.jsonl").read_bytes()
     result = train(tiny.config(output_dir, **settings, resume_from_checkpoint="true"), SilentProgress())
     assert result.checkpoint == str(output_dir / "checkpoint-6")
     assert (output_dir / "metrics.jsonl").read_bytes() == before
 
 
-def test_checkpoints_say_where_they_are(whole: tuple[Path, Any]) -> None:
-    state = read_run_state(str(whole[0] / "checkpoint-5"))
+def test_checkpoints_say_where_they_are(full_run: tuple[Path, Any]) -> None:
+    state = read_run_state(str(full_run[0] / "checkpoint-5"))
     assert (state.step, state.epoch, state.step_in_epoch) == (5, 1, 2)
 
 

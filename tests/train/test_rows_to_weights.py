@@ -36,9 +36,9 @@ def world(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     export = ["export", "--model", str(root / "model"), "--dataset", *(str(root / name) for name in SUBSET)]
     export += ["--media-root", str(data)]
     export += ["--max-length", str(MAX_LENGTH), "--image-max-token-num", "128", "--output-dir", str(root / "cache")]
-    with redirect_stdout(io.StringIO()) as told:
+    with redirect_stdout(io.StringIO()) as stdout:
         assert run([*export, "--json"]) == 0
-    exported = json.loads(told.getvalue())
+    exported = json.loads(stdout.getvalue())
     assert exported["num_rows"] == sum(SUBSET.values())
     assert exported["num_samples"] >= 0.95 * exported["num_rows"]
     return root

@@ -89,8 +89,8 @@ def test_the_progress_sees_every_step_and_the_plan_first(trained: tuple[Path, An
     assert progress.total == progress.num_done == 9
     assert {"epoch", "loss", "grad norm", "lr", "targets/s", "fill", "waiting", "memory"} == progress.fields.keys()
     notes = "\n".join(progress.notes)
-    for said in ("samples in the caches: 40", "packing length: 256", "packs: 8", "5.00 samples a pack", "1 process"):
-        assert said in notes
+    for text in ("samples in the caches: 40", "packing length: 256", "packs: 8", "5.00 samples a pack", "1 process"):
+        assert text in notes
     assert "9 with packing, 42 with one sample per row" in notes
     assert "packs per step: 3; in the last step of an epoch: 2" in notes
 
@@ -164,10 +164,10 @@ def test_a_plan_of_some_samples_says_so(tiny: TinyWorld, tmp_path: Path) -> None
     packtool.plan(tiny.cache, packing_length=256).save(path)
     saved = read_plan(path)
     end = int(saved.offsets[3])
-    some = dataclasses.replace(
+    partial_plan = dataclasses.replace(
         saved, samples=saved.samples[:end], offsets=saved.offsets[:4], lengths=saved.lengths[:end], locations=None
     )
-    write_plan(path, dataclasses.replace(some, plan=packs_of(some).fingerprint))
+    write_plan(path, dataclasses.replace(partial_plan, plan=packs_of(partial_plan).fingerprint))
     progress = Recording()
     result = train(tiny.config(tmp_path / "out", plan=path, dry_run=True), progress)
     assert result.filtered == 40 - end > 0
@@ -273,8 +273,8 @@ def test_settings_of_transformers_pass_through(tiny: TinyWorld, tmp_path: Path) 
 def test_parts_have_learning_rates_of_their_own(tiny: TinyWorld, tmp_path: Path) -> None:
     """With a rate of nothing a part stays as it was; with adapters, too."""
     before = load_file(Path(tiny.model) / "model.safetensors")
-    given: dict[str, Any] = {"vit_lr": 0.0, "aligner_lr": 1e-2, "learning_rate": 1e-3, "warmup_ratio": 0.0}
-    train(tiny.config(tmp_path / "full", max_steps=1, weight_decay=0.0, **given), SilentProgress())
+    run_options: dict[str, Any] = {"vit_lr": 0.0, "aligner_lr": 1e-2, "learning_rate": 1e-3, "warmup_ratio": 0.0}
+    train(tiny.config(tmp_path / "full", max_steps=1, weight_decay=0.0, **run_options), SilentProgress())
     after = load_file(tmp_path / "full" / "checkpoint-1" / "model.safetensors")
     moved = {name: float((weight - before[name]).abs().max()) for name, weight in after.items()}
     aligner = [name for name in moved if "merger" in name]
@@ -286,7 +286,7 @@ def test_parts_have_learning_rates_of_their_own(tiny: TinyWorld, tmp_path: Path)
     assert max(moved[name] for name in aligner) == pytest.approx(1e-2, rel=0.01)
     others = max(moved[name] for name in moved if name not in vision + aligner)
     assert others == pytest.approx(1e-3, rel=0.01)
-    config = tiny.config(tmp_path / "lora", max_steps=2, train_type="lora", **given)
+    config = tiny.config(tmp_path / "lora", max_steps=2, train_type="lora", **run_options)
     train(config, SilentProgress())
     adapters = load_file(tmp_path / "lora" / "checkpoint-2" / "adapter_model.safetensors")
     halves = {name: weight.abs().max() for name, weight in adapters.items() if "lora_B" in name}
@@ -311,14 +311,14 @@ def test_log_lines_tell_what_the_steps_held(tiny: TinyWorld, tmp_path: Path) -> 
 
 def test_the_reduction_by_samples_gives_each_sample_one_voice(tiny: TinyWorld, tmp_path: Path) -> None:
     """The same step packed, padded and accumulated, and another one than the mean over tokens."""
-    given: dict[str, Any] = {"loss_reduction": "sample", "max_steps": 1, "learning_rate": 1e-3}
+    run_options: dict[str, Any] = {"loss_reduction": "sample", "max_steps": 1, "learning_rate": 1e-3}
     kinds: dict[str, dict[str, Any]] = {
         "padded": {"packing": False, "per_device_train_batch_size": 40},
         "packed": {"gradient_accumulation_steps": 8},
         "tokens": {"gradient_accumulation_steps": 8, "loss_reduction": "token"},
     }
     for name, settings in kinds.items():
-        train(tiny.config(tmp_path / name, **given | settings), SilentProgress())
+        train(tiny.config(tmp_path / name, **run_options | settings), SilentProgress())
     (padded,), (packed,), (tokens,) = (read_metrics(tmp_path / name) for name in kinds)
     assert packed["loss"] == pytest.approx(padded["loss"], rel=1e-5)
     assert packed["grad_norm"] == pytest.approx(padded["grad_norm"], rel=1e-4)
@@ -347,15 +347,15 @@ def test_targets_are_chosen_without_another_export(tiny: TinyWorld, tmp_path: Pa
 
 def test_evaluations_between_steps_change_nothing(tiny: TinyWorld, tmp_path: Path) -> None:
     export_rows(tiny, tmp_path / "cache", split_dataset_ratio=0.2)
-    given: dict[str, Any] = {
+    run_options: dict[str, Any] = {
         "cached_dataset": (str(tmp_path / "cache"),),
         "num_train_epochs": 2.0,
         "train_type": "lora",
     }
-    train(tiny.config(tmp_path / "plain", **given, eval_strategy="no"), SilentProgress())
+    train(tiny.config(tmp_path / "plain", **run_options, eval_strategy="no"), SilentProgress())
     for strategy, every in (("steps", 2), ("epoch", 0)):
         output_dir = tmp_path / strategy
-        train(tiny.config(output_dir, **given, eval_strategy=strategy, eval_steps=every or 1), SilentProgress())
+        train(tiny.config(output_dir, **run_options, eval_strategy=strategy, eval_steps=every or 1), SilentProgress())
         lines = read_metrics(output_dir)
         assert [line for line in lines if "loss" in line] == read_metrics(tmp_path / "plain")
         evaluated = [line for line in lines if "eval_loss" in line]

@@ -132,9 +132,9 @@ def test_one_step_is_that_of_one_process(name: str, shared: Path, alone: Path) -
 
 
 def test_a_stage_may_share_its_sequences_and_the_one_before_not(shared: Path, alone: Path) -> None:
-    expected, found = (read_metrics(folder / "stages") for folder in (alone, shared))
-    assert len(found) == 4
-    for line, other in zip(found, expected, strict=True):
+    expected, shared_lines = (read_metrics(folder / "stages") for folder in (alone, shared))
+    assert len(shared_lines) == 4
+    for line, other in zip(shared_lines, expected, strict=True):
         assert line["target_tokens"] == other["target_tokens"]
         assert line["loss"] == pytest.approx(other["loss"], abs=1e-4)
 
@@ -142,7 +142,7 @@ def test_a_stage_may_share_its_sequences_and_the_one_before_not(shared: Path, al
 def check_same_curve(output_dir: Path, expected_dir: Path, num_steps: int = NUM_STEPS) -> None:
     """Steps with the same losses, of the same samples."""
     lines, expected = read_metrics(output_dir), read_metrics(expected_dir)
-    lines, expected = ([line for line in some if "loss" in line] for some in (lines, expected))
+    lines, expected = ([line for line in run_lines if "loss" in line] for run_lines in (lines, expected))
     assert len(lines) == len(expected) == num_steps
     for line, other in zip(lines, expected, strict=True):
         assert line["target_tokens"] == other["target_tokens"]
@@ -181,33 +181,33 @@ def test_streamed_rows_are_shared_too(shared: Path, alone: Path) -> None:
 
 
 def test_evaluation_between_steps(shared: Path, alone: Path) -> None:
-    found, expected = (
+    shared_lines, expected = (
         [line for line in read_metrics(folder) if "eval_loss" in line]
         for folder in (shared / "evaluated", alone / "evaluated")
     )
-    assert len(found) == len(expected) == 2
-    for line, other in zip(found, expected, strict=True):
+    assert len(shared_lines) == len(expected) == 2
+    for line, other in zip(shared_lines, expected, strict=True):
         assert line["eval_target_tokens"] == other["eval_target_tokens"]
         assert line["eval_loss"] == pytest.approx(other["eval_loss"], abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", EVALUATED)
 def test_evaluation_tells_every_sample_the_same(kind: str, shared: Path, alone: Path) -> None:
-    found, expected = (
+    shared_columns, expected = (
         pq.read_table(folder / "eval.parquet").to_pydict() for folder in (shared / f"eval-{kind}", alone / "eval")
     )
-    losses, others = found.pop("loss"), expected.pop("loss")
+    losses, others = shared_columns.pop("loss"), expected.pop("loss")
     assert losses == pytest.approx(others, abs=2e-6)
     for column in ("sample", "source", "row", "tokens", "target_tokens", "first_wrong", "token_accuracy"):
-        assert found[column] == expected[column], column
+        assert shared_columns[column] == expected[column], column
 
 
 @pytest.mark.parametrize("kind", TYPES[1:])
 def test_verify_finds_nothing(kind: str, shared: Path) -> None:
-    found = json.loads((shared / f"verify-{kind}" / "verify.json").read_text())
-    assert set(found) == {"isolation", "logits", "loss", "gradients"}
-    assert found["isolation"][0] == 0
-    for name, (error, allowed) in found.items():
+    errors = json.loads((shared / f"verify-{kind}" / "verify.json").read_text())
+    assert set(errors) == {"isolation", "logits", "loss", "gradients"}
+    assert errors["isolation"][0] == 0
+    for name, (error, allowed) in errors.items():
         assert error <= allowed, name
         assert error < 2e-5, name
 
@@ -265,8 +265,8 @@ def train_with_a_leak(world: TinyWorld, root: Path) -> None:
 
         def leaky(shard: SequenceShard, device: torch.device, part: str = part) -> ShardLayout:
             layout = shard_layout(shard, device)
-            whole = Varlen.of_lengths([sum(getattr(layout, part).host_lengths())], device)
-            return dataclasses.replace(layout, **{part: whole})
+            joined = Varlen.of_lengths([sum(getattr(layout, part).host_lengths())], device)
+            return dataclasses.replace(layout, **{part: joined})
 
         attend.shard_layout = leaky  # type: ignore[assignment]
         with pytest.raises(MismatchError, match=r"samples leak|differs from its samples alone"):

@@ -90,9 +90,9 @@ def gradients(model: PreTrainedModel, losses: list[Tensor]) -> dict[str, Tensor]
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert found.keys() == wanted.keys()
-    for name, gradient in found.items():
+def same(gradients_found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert gradients_found.keys() == wanted.keys()
+    for name, gradient in gradients_found.items():
         unit = max(1.0, float(wanted[name].abs().max()))
         torch.testing.assert_close(
             gradient, wanted[name], rtol=0, atol=tolerance * unit, msg=lambda text, n=name: n + text
@@ -108,13 +108,13 @@ def test_loss_and_gradients_are_the_sums_over_the_samples_alone(setting: Setting
         dataclasses.replace(sample, loss_scale=scales.uniform(0.1, 2, sample.length).astype(np.float32))
         for sample in samples
     ]
-    for given in (setting[2], samples):
+    for tree_samples in (setting[2], samples):
         plain = unpacked(model)
         own = [
             target_losses(plain, alone(collate_packs([sample], spec)), label_logits_only=False).weighted_sum()
-            for sample in given
+            for sample in tree_samples
         ]
-        batch = tree_of(given, spec)
+        batch = tree_of(tree_samples, spec)
         wanted, total = gradients(plain, own), sum(float(loss.detach()) for loss in own)
         assert wanted.keys() == dict(model.named_parameters()).keys()
         with LossFunction.temporary(model) as loss_function:
@@ -133,12 +133,12 @@ def test_in_float64_nothing_differs_but_the_last_digits(setting: Setting) -> Non
     if spec.sees:
         samples = [sample for sample in samples if sample.images]
     loss = target_losses(model, tree_of(samples, spec), label_logits_only=True).weighted_sum()
-    found = gradients(model, [loss])
+    tree_gradients = gradients(model, [loss])
     own = [
         target_losses(model, collate_packs([sample], spec), label_logits_only=True).weighted_sum() for sample in samples
     ]
     assert float(loss.detach()) == pytest.approx(sum(float(one.detach()) for one in own), rel=1e-6)
-    same(found, gradients(model, own), tolerance=2e-6)  # losses and rotary angles are made in float32
+    same(tree_gradients, gradients(model, own), tolerance=2e-6)  # losses and rotary angles are made in float32
 
 
 def test_with_gradient_checkpointing(setting: Setting) -> None:
@@ -190,8 +190,8 @@ def test_a_changed_prefix_moves_all_that_begin_with_it_as_alone(setting: Setting
             dataclasses.replace(one, images=(other, *one.images[1:])) if number in node.samples else one
             for number, one in enumerate(altered)
         ]
-    for number, (after, first) in enumerate(zip(tree_logits(model, spec, altered), before, strict=True)):
-        moved = float((after - first).abs().max())
+    for number, (after, expected) in enumerate(zip(tree_logits(model, spec, altered), before, strict=True)):
+        moved = float((after - expected).abs().max())
         assert moved > 1e-2 if number in node.samples else moved == 0.0
         with torch.no_grad():
             own = plain(**alone(collate_packs([altered[number]], spec)).model_inputs()).logits[0, : len(after)]

@@ -40,19 +40,19 @@ def rows(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: TinyWorld, rows: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResult]:
+def full_run(tiny: TinyWorld, rows: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResult]:
     """Both passes of a stream, with a checkpoint of every step; adapters draw dropout masks."""
     output_dir = tmp_path_factory.mktemp("whole")
     return output_dir, train(tiny.config(output_dir, **settings(tiny, rows)), SilentProgress())
 
 
 def settings(tiny: TinyWorld, rows: str, **changes: Any) -> dict[str, Any]:
-    given = {"num_train_epochs": 2.0, "save_steps": 1, "train_type": "lora", "lora_dropout": 0.3}
-    return tiny.streamed(rows) | given | {"gradient_accumulation_steps": 3, "dataloader_num_workers": 1} | changes
+    options = {"num_train_epochs": 2.0, "save_steps": 1, "train_type": "lora", "lora_dropout": 0.3}
+    return tiny.streamed(rows) | options | {"gradient_accumulation_steps": 3, "dataloader_num_workers": 1} | changes
 
 
-def test_the_rows_are_trained_and_the_run_ends_with_them(whole: tuple[Path, TrainResult]) -> None:
-    output_dir, result = whole
+def test_the_rows_are_trained_and_the_run_ends_with_them(full_run: tuple[Path, TrainResult]) -> None:
+    output_dir, result = full_run
     assert (result.streaming, result.num_samples) == (True, 160)
     assert result.dropped == {"invalid_json": 2, "over_max_length": 2}
     assert result.steps < 1000
@@ -65,27 +65,27 @@ def test_the_rows_are_trained_and_the_run_ends_with_them(whole: tuple[Path, Trai
 
 @pytest.mark.parametrize("step", [1, 5])
 def test_a_resumed_stream_goes_on_to_the_last_bit(
-    step: int, whole: tuple[Path, TrainResult], tiny: TinyWorld, rows: str, tmp_path: Path
+    step: int, full_run: tuple[Path, TrainResult], tiny: TinyWorld, rows: str, tmp_path: Path
 ) -> None:
-    output_dir, result = whole
+    output_dir, result = full_run
     changes = {"resume_from_checkpoint": str(output_dir / f"checkpoint-{step}"), "dataset_num_proc": 2}
-    rest = train(tiny.config(tmp_path, **settings(tiny, rows, **changes)), SilentProgress())
+    resumed = train(tiny.config(tmp_path, **settings(tiny, rows, **changes)), SilentProgress())
     check_same_rest(output_dir, tmp_path, step)
-    assert (rest.steps, rest.dropped) == (result.steps, result.dropped)
+    assert (resumed.steps, resumed.dropped) == (result.steps, result.dropped)
 
 
 def test_what_decides_the_packs_must_stay_when_resumed(
-    whole: tuple[Path, TrainResult], tiny: TinyWorld, rows: str, tmp_path: Path
+    full_run: tuple[Path, TrainResult], tiny: TinyWorld, rows: str, tmp_path: Path
 ) -> None:
-    checkpoint = str(whole[0] / "checkpoint-1")
-    for change, told in (
+    checkpoint = str(full_run[0] / "checkpoint-1")
+    for change, message in (
         ({"packing_interval": 26}, "packing_interval 26"),
         ({"seed": 1}, "seed: 42 in the checkpoint, 1 now"),
         ({"dataset": (tiny.rows,)}, "cache:"),
         ({"max_length": 100}, "max_length: 128 in the checkpoint, 100 now"),
     ):
         config = tiny.config(tmp_path, **settings(tiny, rows, resume_from_checkpoint=checkpoint, **change))
-        with pytest.raises(MismatchError, match=told):
+        with pytest.raises(MismatchError, match=message):
             train(config, SilentProgress())
     with pytest.raises(MismatchError, match="world_size: 1 in the checkpoint, 2 now"):
         Run.of(tiny.config(tmp_path, **settings(tiny, rows, resume_from_checkpoint=checkpoint)), World(0, 2))
@@ -120,20 +120,20 @@ def test_a_dead_encoder_ends_the_command(tiny: TinyWorld, rows: str, tmp_path: P
         workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
         workers[0].send_signal(signal.SIGKILL)
         process.join(PATIENCE_S)
-    told = (tmp_path / "told.txt").read_text()
-    assert process.exitcode == 1, told
-    assert "a worker process that encodes rows died" in told
-    assert "--resume-from-checkpoint" in told
-    assert "Traceback" not in told
+    output = (tmp_path / "told.txt").read_text()
+    assert process.exitcode == 1, output
+    assert "a worker process that encodes rows died" in output
+    assert "--resume-from-checkpoint" in output
+    assert "Traceback" not in output
 
 
 def test_mistakes_in_the_settings_are_told_together(tiny: TinyWorld) -> None:
     config = TrainConfig(
         model="m", output_dir="o", dataset=("r.jsonl",), streaming=True, num_train_epochs=1.5, packing=False
     )
-    told = "\n".join(config.problems())
+    message = "\n".join(config.problems())
     for name in ("--max-steps is missing", "remove --packing false", "--num-train-epochs 1.5"):
-        assert name in told
+        assert name in message
     both = TrainConfig(model="m", output_dir="o", dataset=("r",), cached_dataset=("c",)).problems()
     neither = TrainConfig(model="m", output_dir="o").problems()
     assert "either --cached-dataset" in both[0]
@@ -162,8 +162,8 @@ def test_what_needs_no_row_is_refused_together_before_rows_are_read(
     """By the run itself, or by the launcher of several processes."""
     monkeypatch.setattr("packtool.train.prepare.from_rows.export", lambda *_: pytest.fail("rows were read"))
     wrong = {"attn_impl": "flash_attention_3", "report_to": ("nowhere",), "resume_from_checkpoint": "nothing/there"}
-    given = {"cached_dataset": (), "dataset": (rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
-    config = tiny.config(tmp_path / "out", **given | wrong)
+    options = {"cached_dataset": (), "dataset": (rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
+    config = tiny.config(tmp_path / "out", **options | wrong)
     with pytest.raises(ConfigError) as caught:
         train(config, SilentProgress()) if processes == 1 else _prepare_train(config, World(0, processes))
     for named in ("flash_attention_3", "--report-to nowhere", "nothing/there"):
@@ -176,37 +176,37 @@ def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp
     lines: list[str] = []
 
     def cached(**changes: Any) -> tuple[str, str]:
-        given = {
+        options = {
             "cached_dataset": (),
             "dataset": (str(rows),),
             "media_root": str(Path(tiny.rows).parent),
             "max_length": 128,
             "cache_dir": str(tmp_path / "copies"),
         }
-        told = Told()
-        found = with_cache(tiny.config(tmp_path / "out", **given | changes), told, unchecked)
-        assert not found.dataset
-        lines.append(told.notes[-1])
-        return found.cached_dataset[0], told.notes[-1].partition(":")[0]
+        progress = Told()
+        config = with_cache(tiny.config(tmp_path / "out", **options | changes), progress, unchecked)
+        assert not config.dataset
+        lines.append(progress.notes[-1])
+        return config.cached_dataset[0], progress.notes[-1].partition(":")[0]
 
-    first, said = cached()
-    assert said == "cache made"
-    assert cached() == (first, "cache found")
-    assert cached(dataset_num_proc=2) == (first, "cache found")
-    longer, said = cached(max_length=600)
-    assert (longer != first, said) == (True, "cache made")
+    first_cache, status = cached()
+    assert status == "cache made"
+    assert cached() == (first_cache, "cache found")
+    assert cached(dataset_num_proc=2) == (first_cache, "cache found")
+    longer, status = cached(max_length=600)
+    assert (longer != first_cache, status) == (True, "cache made")
     with open(rows, "a") as file:
         file.write("{broken\n")
-    changed, said = cached()
-    assert (changed not in (first, longer), said) == (True, "cache made")
+    changed, status = cached()
+    assert (changed not in (first_cache, longer), status) == (True, "cache made")
     assert lines[-1].endswith(" 3 dropped: 2 invalid_json, 1 over_max_length)")
 
 
 def test_the_cache_of_rows_keeps_what_media_may_be(tiny: TinyWorld, tmp_path: Path) -> None:
-    given = {"cached_dataset": (), "dataset": (tiny.rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
+    options = {"cached_dataset": (), "dataset": (tiny.rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
     allowed = {"media_access": "any", "max_media_bytes": 10_000_000, "media_root": "https://named/folder"}
-    found = with_cache(tiny.config(tmp_path / "out", **given | allowed), SilentProgress(), unchecked)
-    assert {name: getattr(found, name) for name in allowed} == allowed
+    config = with_cache(tiny.config(tmp_path / "out", **options | allowed), SilentProgress(), unchecked)
+    assert {name: getattr(config, name) for name in allowed} == allowed
     plain = InputSpec.load(tiny.model, MediaLimits(), tiny.config(tmp_path, media_root="https://named/folder"))
     assert plain.media_policy.refusal("https://named/a.png") is None
     assert "--media-access any" in str(plain.media_policy.refusal("https://other/a.png"))
@@ -215,15 +215,15 @@ def test_the_cache_of_rows_keeps_what_media_may_be(tiny: TinyWorld, tmp_path: Pa
 def test_a_stream_says_at_once_that_its_rows_reach_too_far(tiny: TinyWorld, tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "<image>a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "images": ["../../elsewhere.png"]}) + "\n")
-    told = Told()
+    progress = Told()
     with pytest.raises(DataError, match=r"no sample is left to train on"):
-        train(tiny.config(tmp_path / "out", **tiny.streamed(str(tmp_path / "rows.jsonl"))), told)
-    assert any("media_not_allowed" in line and "--media-root DIR" in line for line in told.notes)
+        train(tiny.config(tmp_path / "out", **tiny.streamed(str(tmp_path / "rows.jsonl"))), progress)
+    assert any("media_not_allowed" in line and "--media-root DIR" in line for line in progress.notes)
 
 
 def test_rows_without_streaming_are_planned_like_a_cache(tiny: TinyWorld, tmp_path: Path) -> None:
-    given = {"cached_dataset": (), "dataset": (tiny.rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
-    ours = train(tiny.config(tmp_path / "rows", max_steps=2, **given), SilentProgress())
+    options = {"cached_dataset": (), "dataset": (tiny.rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
+    ours = train(tiny.config(tmp_path / "rows", max_steps=2, **options), SilentProgress())
     train(tiny.config(tmp_path / "cache", max_steps=2), SilentProgress())
     assert read_metrics(tmp_path / "rows") == read_metrics(tmp_path / "cache")
     assert ours.num_samples == 40

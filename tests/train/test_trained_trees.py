@@ -82,8 +82,8 @@ def streamed(world: TinyWorld, **settings: Any) -> dict[str, Any]:
 
 
 def test_a_stream_shares_within_an_interval(alike: TinyWorld, reference: Path, tmp_path: Path) -> None:
-    given = streamed(alike, **DESCENT, gradient_accumulation_steps=16)
-    result = train(alike.config(tmp_path, **given), SilentProgress())
+    options = streamed(alike, **DESCENT, gradient_accumulation_steps=16)
+    result = train(alike.config(tmp_path, **options), SilentProgress())
     assert (result.steps, result.num_samples) == (1, 36)
     check_step(tmp_path, reference)
     (line,), (padded,) = read_metrics(tmp_path), read_metrics(reference)
@@ -93,24 +93,24 @@ def test_a_stream_shares_within_an_interval(alike: TinyWorld, reference: Path, t
 
 def test_a_stream_resumes_exactly(alike: TinyWorld, tmp_path: Path) -> None:
     """With prefixes shared in each interval of eleven rows, in the middle of one."""
-    given = streamed(alike, **RESUMED | {"packing_interval": 11, "shuffle_buffer_size": 3})
-    result = train(alike.config(tmp_path / "whole", **given), SilentProgress())
+    options = streamed(alike, **RESUMED | {"packing_interval": 11, "shuffle_buffer_size": 3})
+    result = train(alike.config(tmp_path / "whole", **options), SilentProgress())
     assert result.num_shared_tokens > 0
     checkpoint = str(tmp_path / "whole" / "checkpoint-4")
-    train(alike.config(tmp_path / "resumed", **given, resume_from_checkpoint=checkpoint), SilentProgress())
+    train(alike.config(tmp_path / "resumed", **options, resume_from_checkpoint=checkpoint), SilentProgress())
     check_same_rest(tmp_path / "whole", tmp_path / "resumed", 4)
     with pytest.raises(MismatchError, match="shares_prefixes: True in the checkpoint, False now"):
         train(
-            alike.config(tmp_path / "other", **given, resume_from_checkpoint=checkpoint, share_prefix="false"),
+            alike.config(tmp_path / "other", **options, resume_from_checkpoint=checkpoint, share_prefix="false"),
             SilentProgress(),
         )
 
 
 def test_every_sample_counts_once(alike: TinyWorld, tmp_path: Path) -> None:
     """With ``--loss-reduction sample`` a target in a prefix has the weights of all samples that have it."""
-    given = DESCENT | {"loss_reduction": "sample"}
-    train(alike.config(tmp_path / "whole", **given, **PADDED), SilentProgress())
-    train(alike.config(tmp_path / "tree", **given, gradient_accumulation_steps=16), SilentProgress())
+    options = DESCENT | {"loss_reduction": "sample"}
+    train(alike.config(tmp_path / "whole", **options, **PADDED), SilentProgress())
+    train(alike.config(tmp_path / "tree", **options, gradient_accumulation_steps=16), SilentProgress())
     check_step(tmp_path / "tree", tmp_path / "whole")
 
 
@@ -120,9 +120,9 @@ def test_every_sample_counts_once(alike: TinyWorld, tmp_path: Path) -> None:
     ids=["lora", "bfloat16"],
 )
 def test_adapters_and_half_precision(settings: dict[str, Any], within: float, alike: TinyWorld, tmp_path: Path) -> None:
-    given = DESCENT | settings
-    train(alike.config(tmp_path / "whole", **given, **WHOLE), SilentProgress())
-    train(alike.config(tmp_path / "tree", **given, gradient_accumulation_steps=16), SilentProgress())
+    options = DESCENT | settings
+    train(alike.config(tmp_path / "whole", **options, **WHOLE), SilentProgress())
+    train(alike.config(tmp_path / "tree", **options, gradient_accumulation_steps=16), SilentProgress())
     (line,), (expected,) = read_metrics(tmp_path / "tree"), read_metrics(tmp_path / "whole")
     assert line["target_tokens"] == expected["target_tokens"]
     assert line["tokens"] < expected["tokens"]
@@ -135,9 +135,9 @@ def two_processes(alike: TinyWorld, tmp_path_factory: pytest.TempPathFactory) ->
     """All jobs of two processes, in one process group."""
     root = tmp_path_factory.mktemp("two")
     jobs: list[Job] = [("train", root / name, DESCENT | settings) for name, settings in TWO_PROCESSES.items()]
-    whole = root / "whole"
-    jobs.append(("train", whole, RESUMED))
-    jobs.append(("train", root / "resumed", RESUMED | {"resume_from_checkpoint": f"{whole}/checkpoint-2"}))
+    full_run = root / "whole"
+    jobs.append(("train", full_run, RESUMED))
+    jobs.append(("train", root / "resumed", RESUMED | {"resume_from_checkpoint": f"{full_run}/checkpoint-2"}))
     jobs.append(("train", root / "stream", streamed(alike, **DESCENT, gradient_accumulation_steps=8)))
     jobs = [check_before(job, ("ddp",)) for job in jobs]
     jobs.append(("eval", root / "evaluated", {"max_tokens_per_micro_batch": 300}))
@@ -167,12 +167,12 @@ def test_two_processes_resume_exactly(two_processes: Path) -> None:
 
 def test_a_run_resumes_exactly_with_other_processes(alike: TinyWorld, two_processes: Path, tmp_path: Path) -> None:
     """The rest of an epoch keeps its trees when one process goes on where two were."""
-    given = RESUMED | {"gradient_accumulation_steps": 2}
+    options = RESUMED | {"gradient_accumulation_steps": 2}
     checkpoint = str(two_processes / "whole" / "checkpoint-1")
-    train(alike.config(tmp_path, **given, resume_from_checkpoint=checkpoint), SilentProgress())
-    rest, whole = read_metrics(tmp_path), read_metrics(two_processes / "whole")
-    assert [line["step"] for line in rest] == list(range(2, len(whole) + 1))
-    for line, expected in zip(rest, whole[1:], strict=True):
+    train(alike.config(tmp_path, **options, resume_from_checkpoint=checkpoint), SilentProgress())
+    resumed_lines, full_lines = read_metrics(tmp_path), read_metrics(two_processes / "whole")
+    assert [line["step"] for line in resumed_lines] == list(range(2, len(full_lines) + 1))
+    for line, expected in zip(resumed_lines, full_lines[1:], strict=True):
         assert line["target_tokens"] == expected["target_tokens"]
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4)
 
@@ -182,10 +182,10 @@ def test_a_run_resumes_exactly_and_evaluates(
 ) -> None:
     world = dataclasses.replace(alike, cache=str(tmp_path / "cache"))
     export_rows(world, world.cache, max_length=160, val_dataset=(world.rows,))
-    given = RESUMED | {"gradient_accumulation_steps": 2, "eval_strategy": "epoch"}
-    train(world.config(tmp_path / "whole", **given), SilentProgress())
+    options = RESUMED | {"gradient_accumulation_steps": 2, "eval_strategy": "epoch"}
+    train(world.config(tmp_path / "whole", **options), SilentProgress())
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")
-    train(world.config(tmp_path / "resumed", **given, resume_from_checkpoint=checkpoint), SilentProgress())
+    train(world.config(tmp_path / "resumed", **options, resume_from_checkpoint=checkpoint), SilentProgress())
     check_same_rest_of_steps(tmp_path / "whole", tmp_path / "resumed", 2)
     evaluations = [line for line in read_metrics(tmp_path / "whole") if "eval_loss" in line]
     assert len(evaluations) == 2
@@ -198,13 +198,13 @@ def test_a_run_resumes_exactly_and_evaluates(
     for further in ("", "--share-prefix false", "--share-prefix true", "--max-samples-per-micro-batch 1"):
         assert run([*words, *further.split()]) == 0
         tables.append((pq.read_table(tmp_path / "found.parquet").to_pydict(), capsys.readouterr().err))
-    (tree, said), (whole, nothing), (asked, _), (alone, why) = tables
-    assert "shared prefixes: computed once" in said
+    (tree, tree_text), (unshared_table, nothing), (requested_table, _), (alone, why) = tables
+    assert "shared prefixes: computed once" in tree_text
     assert "shared prefixes" not in nothing
     no_sharing = "could be saved, but each sample is computed in full: that cannot be combined with"
     assert f"{no_sharing} --max-samples-per-micro-batch" in " ".join(why.split())
-    assert tree == asked
-    for other in (whole, alone):
+    assert tree == requested_table
+    for other in (unshared_table, alone):
         assert {name: tree[name] for name in COUNTED} == {name: other[name] for name in COUNTED}
         assert tree["loss"] == pytest.approx(other["loss"], abs=1e-5)
     targets = np.array(alone["target_tokens"])
@@ -213,8 +213,8 @@ def test_a_run_resumes_exactly_and_evaluates(
     assert "--share-prefix true cannot be combined with --max-samples-per-micro-batch" in capsys.readouterr().err
 
 
-def check_same_rest_of_steps(whole: Path, resumed: Path, step: int) -> None:
-    expected = [line for line in read_metrics(whole) if line["step"] > step]
+def check_same_rest_of_steps(full_run: Path, resumed: Path, step: int) -> None:
+    expected = [line for line in read_metrics(full_run) if line["step"] > step]
     assert read_metrics(resumed) == expected
 
 
@@ -222,8 +222,8 @@ def test_a_saved_plan_trains_as_planned(alike: TinyWorld, tmp_path: Path) -> Non
     path = str(tmp_path / "plan.arrow")
     config = PlanConfig(cached_dataset=(alike.cache,), packing_length=256, save=path)
     preview(config).save(config.save)
-    for name, given in {"direct": {}, "saved": {"plan": path}}.items():
-        train(alike.config(tmp_path / name, **given, num_train_epochs=1.0), SilentProgress())
+    for name, options in {"direct": {}, "saved": {"plan": path}}.items():
+        train(alike.config(tmp_path / name, **options, num_train_epochs=1.0), SilentProgress())
     assert read_metrics(tmp_path / "saved") == read_metrics(tmp_path / "direct")
 
 
@@ -244,14 +244,14 @@ def test_a_missing_picture_leaves_out_all_its_samples(tiny: TinyWorld, tmp_path:
         worlds[name] = TinyWorld(tiny.model, str(folder / "cache"), str(folder / "rows.json"))
         export_rows(worlds[name], worlds[name].cache, max_length=160)
     os.remove(tmp_path / "bad" / "pictures" / "0002.png")
-    given = DESCENT | {"gradient_accumulation_steps": 16}
-    result = train(worlds["bad"].config(tmp_path / "skipped", **given, on_bad_media="skip"), SilentProgress())
+    options = DESCENT | {"gradient_accumulation_steps": 16}
+    result = train(worlds["bad"].config(tmp_path / "skipped", **options, on_bad_media="skip"), SilentProgress())
     assert result.num_skipped == 5
-    train(worlds["rest"].config(tmp_path / "without", **given, share_prefix="false"), SilentProgress())
+    train(worlds["rest"].config(tmp_path / "without", **options, share_prefix="false"), SilentProgress())
     check_step(tmp_path / "skipped", tmp_path / "without")
     # A step that has nothing but the tree has no loss.
-    given = {"packing_length": 160, "shuffle": False, "packing_algorithm": "sequential", "on_bad_media": "skip"}
-    result = train(worlds["bad"].config(tmp_path / "each", **given, max_steps=6), SilentProgress())
+    options = {"packing_length": 160, "shuffle": False, "packing_algorithm": "sequential", "on_bad_media": "skip"}
+    result = train(worlds["bad"].config(tmp_path / "each", **options, max_steps=6), SilentProgress())
     *others, empty = read_metrics(tmp_path / "each")
     assert (empty["loss"], empty["target_tokens"], empty["grad_norm"]) == (None, 0, 0.0)
     assert "token_accuracy" not in empty

@@ -70,7 +70,7 @@ def samples_for(family: str, media: Path) -> list[Sample]:
 
     picture = MediaRef(str(media / "a.png"))
     clip, loud = MediaRef(str(media / "plain.mp4")), MediaRef(str(media / "loud.mp4"))
-    found = [
+    samples = [
         sample(0, "<video>What?", videos=(clip,)),
         sample(1, "text alone"),
         sample(2, "<image> and <video>", images=(picture,), videos=(clip,)),
@@ -78,12 +78,12 @@ def samples_for(family: str, media: Path) -> list[Sample]:
     ]
     if "omni" in family:
         sound = MediaRef(str(media / "a.wav"))
-        found += [
+        samples += [
             sample(4, "<audio>Who?", audios=(sound,)),
             sample(5, "<video> or <audio>?", videos=(loud,), audios=(sound,)),
         ]
         # Videos without a track lie beside videos with one only in other rows.
-    return found
+    return samples
 
 
 def encoded(model: Path, samples: list[Sample], **spec: Any) -> tuple[list[EncodedSample], InputSpec]:
@@ -99,13 +99,15 @@ def encoded(model: Path, samples: list[Sample], **spec: Any) -> tuple[list[Encod
 
 def test_what_planning_measures_of_them(model_of: Make, media: Path) -> None:
     samples, spec = encoded(model_of("qwen3-omni"), samples_for("qwen3-omni", media))
-    drawn = [samples[5], *(sample for sample in samples if sample.videos or sample.audios)]
+    media_samples = [samples[5], *(sample for sample in samples if sample.videos or sample.audios)]
     sizes = {name: (media / name).stat().st_size for name in ("a.wav", "plain.mp4", "loud.mp4")}
     # The first is not counted. Sound tracks are read from their videos.
-    count, seconds, size, num_samples = _measured("videos", drawn[:-2], spec, SilentProgress())
+    count, seconds, size, num_samples = _measured("videos", media_samples[:-2], spec, SilentProgress())
     assert (count, num_samples, size) == (2, 2, 2 * sizes["plain.mp4"])
     assert seconds > 0
-    count, seconds, size, num_samples = _measured("sounds", [drawn[0], *drawn[-2:]], spec, SilentProgress())
+    count, seconds, size, num_samples = _measured(
+        "sounds", [media_samples[0], *media_samples[-2:]], spec, SilentProgress()
+    )
     assert (count, num_samples, size) == (3, 2, 2 * sizes["a.wav"] + sizes["loud.mp4"])
     assert seconds > 0
 
@@ -158,7 +160,7 @@ def test_packed_equals_alone_and_nothing_leaks(model_of: Make, media: Path, fami
 def questions_about(family: str, media: Path) -> list[Sample]:
     """Rows that share videos, pictures and sounds, all of them or the first."""
     picture, clip = MediaRef(str(media / "a.png")), MediaRef(str(media / "plain.mp4"))
-    asked: list[tuple[str, dict[str, tuple[MediaRef, ...]]]] = [
+    questions: list[tuple[str, dict[str, tuple[MediaRef, ...]]]] = [
         ("<video>What?", {"videos": (clip,)}),
         ("<image> and <video>", {"images": (picture,), "videos": (clip,)}),
         ("<video>Who, and where?", {"videos": (clip,)}),
@@ -168,19 +170,19 @@ def questions_about(family: str, media: Path) -> list[Sample]:
     ]
     if "omni" in family:
         loud, sound = MediaRef(str(media / "loud.mp4")), MediaRef(str(media / "a.wav"))
-        asked = [
-            *asked[1:4],
+        questions = [
+            *questions[1:4],
             ("<video> or <audio>?", {"videos": (loud,), "audios": (sound,)}),
             ("<audio>Who?", {"audios": (sound,)}),
             ("<video> or <audio>: which?", {"videos": (loud,), "audios": (sound,)}),
             ("<audio><video>", {"videos": (loud,), "audios": (sound,)}),
             ("<video> or nothing", {"videos": (loud,)}),
         ]
-    found = []
-    for number, (question, refs) in enumerate(asked):
+    samples = []
+    for number, (question, refs) in enumerate(questions):
         turns = (Turn("user", question), Turn("assistant", f"answer {number}"))
-        found.append(Sample(turns, refs.pop("images", ()), "rows.jsonl", number, **refs))  # type: ignore[arg-type]
-    return found
+        samples.append(Sample(turns, refs.pop("images", ()), "rows.jsonl", number, **refs))  # type: ignore[arg-type]
+    return samples
 
 
 def loss_of(model: Any, batch: PackedBatch) -> torch.Tensor:
@@ -198,11 +200,11 @@ def test_media_of_a_shared_prefix_are_looked_at_once(model_of: Make, media: Path
     assert isinstance(batch, TreeBatch)
     assert batch.input_ids.shape[1] < 0.8 * sum(sample.length for sample in samples)
     names = {name for name in batch.media if "grid" in name}
-    whole = collate_packs(samples, spec)
-    assert all(len(batch.media[name]) < len(whole.media[name]) for name in names)
+    unshared_batch = collate_packs(samples, spec)
+    assert all(len(batch.media[name]) < len(unshared_batch.media[name]) for name in names)
     loss = loss_of(model, batch)
     loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients_by_name = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     alone = 0.0
     for sample in samples:
@@ -211,10 +213,10 @@ def test_media_of_a_shared_prefix_are_looked_at_once(model_of: Make, media: Path
         alone += float(own.detach())
     assert float(loss.detach()) == pytest.approx(alone, rel=1e-5)
     for name, parameter in model.named_parameters():
-        assert (parameter.grad is None) == (name not in found)
+        assert (parameter.grad is None) == (name not in gradients_by_name)
         if parameter.grad is not None:
             unit = max(1.0, float(parameter.grad.abs().max()))
-            assert float((found[name] - parameter.grad).abs().max()) < 1e-5 * unit, name
+            assert float((gradients_by_name[name] - parameter.grad).abs().max()) < 1e-5 * unit, name
 
 
 # A ring, whose chunks cut sounds and woven tracks anywhere, and Ulysses.
@@ -235,9 +237,9 @@ def test_sequences_with_sounds_that_two_ranks_share(model_of: Make, media: Path,
         setting = spec, model, small
         worlds[family] = setting, alone(setting)
     run_ranks(2, check_shared, worlds, tmp_path, scratch=tmp_path)
-    found = json.loads((tmp_path / "errors.json").read_text())
+    errors = json.loads((tmp_path / "errors.json").read_text())
     for family in SHARED:
-        logits, loss, gradients, moved = found[family]
+        logits, loss, gradients, moved = errors[family]
         assert max(logits, loss, gradients) < 2e-6, family
         assert moved == 0, family
 
@@ -245,17 +247,17 @@ def test_sequences_with_sounds_that_two_ranks_share(model_of: Make, media: Path,
 def check_shared(worlds: dict[str, Any], folder: Path) -> None:
     """On each rank."""
     dist.init_process_group("gloo")
-    found = {}
+    results = {}
     for family, (setting, expected) in worlds.items():
         spec, _, samples = setting
         parallel = SequenceParallel.on_mesh(SHARED[family], "cpu")
-        found[family] = check_setting(setting, expected, parallel)
+        results[family] = check_setting(setting, expected, parallel)
         # Text alone: both listen to silence, and nothing comes of it.
         silent = collate_shard(samples[1:2], spec, parallel.split)
         assert silent.media["feature_attention_mask"].sum() == spec.family.mel_frames
         assert not sum(silent.shard.routes["audio"].send_counts)
     if dist.get_rank() == 0:
-        (folder / "errors.json").write_text(json.dumps(found))
+        (folder / "errors.json").write_text(json.dumps(results))
 
 
 @pytest.mark.parametrize("places", [[SHARDED] * 6, [SHARDED, 1, 0, SHARDED, SHARDED, 1]], ids=["sharded", "some local"])
@@ -296,18 +298,18 @@ def test_a_changed_file_is_named(model_of: Make, media: Path, family: str, tmp_p
     path = write_clip(tmp_path / "a.mp4", num_frames=40, seconds_of_sound=1.6)
     turns = (Turn("user", "<video>?"), Turn("assistant", "!"))
     sample = Sample(turns, (), "rows.jsonl", 7, videos=(MediaRef(str(path)),))
-    found, spec = encoded(directory, [sample])
-    collate_packs(found, spec)
+    encoded_samples, spec = encoded(directory, [sample])
+    collate_packs(encoded_samples, spec)
     write_clip(path, num_frames=40, size=(96, 64), seconds_of_sound=1.6)
     with pytest.raises(DataError, match=r"a\.mp4 \(row 7 of rows\.jsonl\) has changed since the export"):
-        collate_packs(found, spec)
+        collate_packs(encoded_samples, spec)
     write_clip(path, num_frames=10, seconds_of_sound=1.6)
     with pytest.raises(DataError, match=r"a\.mp4 is damaged, or has changed since .*: the export counted a frame \d+"):
-        collate_packs(found, spec)
+        collate_packs(encoded_samples, spec)
     if "omni" in family:
         write_clip(path, num_frames=40, seconds_of_sound=0.5)
         with pytest.raises(DataError, match=r"a\.mp4 is damaged, or has changed since .* counted 1\.\d+ s of sound"):
-            collate_packs(found, spec)
+            collate_packs(encoded_samples, spec)
 
 
 def test_the_commands_train(model_of: Make, drawn_data: Path, tmp_path: Path) -> None:
@@ -352,7 +354,7 @@ def test_limits_given_again_must_agree(model_of: Make, media: Path, tmp_path: Pa
     train = ["train", "--model", str(directory), "--cached-dataset", cache, "--output-dir", str(tmp_path / "out")]
     assert run([*train, "--dry-run", "--fps", "4", "--fps-max-frames", "768"]) == 0
     assert run([*train, "--dry-run", "--fps", "2"]) == 4
-    told = capsys.readouterr().err
-    assert "FPS 4.0 in the cache, 2.0 in this run" in told
-    assert "packtool export --dataset" in told
-    assert "--fps 2.0" in told
+    stderr = capsys.readouterr().err
+    assert "FPS 4.0 in the cache, 2.0 in this run" in stderr
+    assert "packtool export --dataset" in stderr
+    assert "--fps 2.0" in stderr

@@ -45,7 +45,7 @@ class TinyWorld:
 
     def config(self, output_dir: Path | str, **settings: Any) -> TrainConfig:
         """Full training of every part, packed, deterministic, in this process."""
-        given: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "model": self.model,
             "cached_dataset": (self.cache,),
             "output_dir": str(output_dir),
@@ -59,13 +59,13 @@ class TinyWorld:
             "dataloader_num_workers": 0,
             "verify_packing": False,  # which tests of its own prove, and takes as long as a step or two
         }
-        return TrainConfig(**given | settings)
+        return TrainConfig(**defaults | settings)
 
     def streamed(self, *rows: str) -> dict[str, Any]:
         """Settings of a run that streams rows, by default those of the cache."""
-        given: dict[str, Any] = {"cached_dataset": (), "dataset": rows or (self.rows,), "max_length": MAX_LENGTH}
-        given["media_root"] = str(Path(self.rows).parent)
-        return given | {"streaming": True, "max_steps": 1000, "packing_interval": 25, "shuffle_buffer_size": 10}
+        options: dict[str, Any] = {"cached_dataset": (), "dataset": rows or (self.rows,), "max_length": MAX_LENGTH}
+        options["media_root"] = str(Path(self.rows).parent)
+        return options | {"streaming": True, "max_steps": 1000, "packing_interval": 25, "shuffle_buffer_size": 10}
 
 
 def make_tiny_world(root: Path) -> TinyWorld:
@@ -83,10 +83,17 @@ def make_tiny_text_world(root: Path) -> TinyWorld:
     make_tiny_model(root / "model")
     (root / "model" / "preprocessor_config.json").unlink()
     text = Qwen3VLConfig.from_pretrained(root / "model").text_config.to_dict()
-    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    Qwen3ForCausalLM(Qwen3Config(**{name: text[name] for name in kept}, num_key_value_heads=2)).save_pretrained(
-        root / "model"
+    copied_fields = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "head_dim",
     )
+    Qwen3ForCausalLM(
+        Qwen3Config(**{name: text[name] for name in copied_fields}, num_key_value_heads=2)
+    ).save_pretrained(root / "model")
     make_tiny_rows(root / "rows")
     rows = [row for row in json.loads(Path(tiny.rows).read_text()) if not row["images"]]
     Path(tiny.rows).write_text(json.dumps(rows))
@@ -96,8 +103,8 @@ def make_tiny_text_world(root: Path) -> TinyWorld:
 
 def export_rows(tiny: TinyWorld, output_dir: Path | str, **settings: Any) -> None:
     """Export the rows of a tiny world."""
-    given: dict[str, Any] = {"model": tiny.model, "dataset": (tiny.rows,), "output_dir": str(output_dir)}
-    export(ExportConfig(**given | {"max_length": MAX_LENGTH} | settings), SilentProgress())
+    defaults: dict[str, Any] = {"model": tiny.model, "dataset": (tiny.rows,), "output_dir": str(output_dir)}
+    export(ExportConfig(**defaults | {"max_length": MAX_LENGTH} | settings), SilentProgress())
 
 
 def make_tiny_rows(directory: Path) -> None:
@@ -179,14 +186,14 @@ def read_metrics(output_dir: Path | str) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in clock} for line in lines]
 
 
-def check_same_rest(whole: Path, resumed: Path, step: int) -> None:
+def check_same_rest(full_run: Path, resumed: Path, step: int) -> None:
     """From ``step`` on the resumed run did what the whole one did."""
-    expected = read_metrics(whole)
+    expected = read_metrics(full_run)
     assert [line["step"] for line in expected] == list(range(1, len(expected) + 1))
     assert read_metrics(resumed) == expected[step:]
     last = f"checkpoint-{len(expected)}"
-    names = [path.name for path in (whole / last).glob("*.safetensors")]
+    names = [path.name for path in (full_run / last).glob("*.safetensors")]
     assert names
     for name in names:
-        weights, others = load_file(whole / last / name), load_file(resumed / last / name)
+        weights, others = load_file(full_run / last / name), load_file(resumed / last / name)
         assert all(torch.equal(weight, others[key]) for key, weight in weights.items())

@@ -55,6 +55,11 @@ def export_kinds(tiny: TinyWorld, cache: str, rows: Sequence[Sequence[str]]) -> 
         limits |= {"fps_max_frames": 4}  # which has its own
     else:
         limits |= {"video_max_pixels": 56 * 56, "video_min_pixels": 28 * 28}
-    given: dict[str, Any] = {"model": tiny.model, "dataset": (tiny.rows,), "output_dir": cache, "max_length": 512}
-    export(ExportConfig(**given | limits), SilentProgress())
+    export_options: dict[str, Any] = {
+        "model": tiny.model,
+        "dataset": (tiny.rows,),
+        "output_dir": cache,
+        "max_length": 512,
+    }
+    export(ExportConfig(**export_options | limits), SilentProgress())
     return TinyWorld(tiny.model, cache, tiny.rows)

@@ -56,8 +56,8 @@ def main(job: dict[str, Any]) -> None:
     for layer in sharded.model.language_model.layers:
         fully_shard(layer, mesh=mesh)
     # Forward passes of sharded weights wait for one another: a rank without samples must have as many.
-    found = evaluate(fully_shard(sharded, mesh=mesh), reader, spec, one, world=world)
-    results["sharded"] = found.metrics("")
+    evaluation = evaluate(fully_shard(sharded, mesh=mesh), reader, spec, one, world=world)
+    results["sharded"] = evaluation.metrics("")
     try:
         evaluate(wrapped, reader, spec, plan_of_samples(reader, world, limit=2 + world.rank), world=world)
     except MismatchError as error:

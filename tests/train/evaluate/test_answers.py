@@ -53,7 +53,7 @@ def one_by_one(checkpoint: str, tiny: TinyWorld) -> list[tuple[int, int, bool]]:
     model.eval()
     reader = CacheReader.open([tiny.cache])
     spec = InputSpec.load(tiny.model, reader.manifests[0].identity.media_limits)
-    found = []
+    answers = []
     for position in range(len(reader)):
         sample = reader.sample(position)
         ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
@@ -65,8 +65,8 @@ def one_by_one(checkpoint: str, tiny: TinyWorld) -> list[tuple[int, int, bool]]:
         for turn, (start, end) in enumerate(sample.turns.reshape(-1, 2).tolist()):
             assert (sample.labels[start:end] != -100).all()
             exact = predicted[start - 1 : end - 1].tolist() == sample.labels[start:end].tolist()
-            found.append((position, turn, exact))
-    return found
+            answers.append((position, turn, exact))
+    return answers
 
 
 def test_packed_answers_equal_those_of_single_samples(trained: str, tiny: TinyWorld) -> None:

@@ -90,7 +90,7 @@ def alone(case: Case) -> list[dict[str, float]]:
     """Compute each sample with transformers alone: its attention, mask, positions and loss."""
     model: Any = case.load()
     assert model.config.get_text_config()._attn_implementation == "sdpa"
-    found = []
+    scores_alone = []
     for sample in map(case.reader.sample, range(len(case.reader))):
         ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
         inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == case.spec.pad_ids["image"]).int()}
@@ -102,7 +102,7 @@ def alone(case: Case) -> list[dict[str, float]]:
         places = (labels != -100).nonzero().squeeze(1)
         correct = logits.argmax(-1)[places] == labels[places]
         wrong = places[~correct]
-        found.append(
+        scores_alone.append(
             {
                 "loss": F.cross_entropy(logits, labels).item(),
                 "target_tokens": len(places),
@@ -110,7 +110,7 @@ def alone(case: Case) -> list[dict[str, float]]:
                 "first_wrong": int(wrong[0]) + 1 if len(wrong) else -1,
             }
         )
-    return found
+    return scores_alone
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +130,9 @@ def largest_error(evaluation: Evaluation, reference: list[dict[str, float]]) -> 
 
 
 def test_the_reference_has_correct_and_wrong_answers(reference: list[dict[str, float]]) -> None:
-    first = [sample["first_wrong"] for sample in reference]
-    assert 3 < first.count(-1) < 37
-    assert len(set(first)) > 8
+    first_wrong = [sample["first_wrong"] for sample in reference]
+    assert 3 < first_wrong.count(-1) < 37
+    assert len(set(first_wrong)) > 8
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,9 @@ def test_a_model_that_cannot_be_packed_is_evaluated_one_by_one(
     monkeypatch.setattr(module, "can_be_packed", lambda config: False)
     model: Any = case.load()
     seen = []
-    model.register_forward_pre_hook(lambda *given: seen.append(given[-1]["input_ids"].shape[0]), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda *arguments: seen.append(arguments[-1]["input_ids"].shape[0]), with_kwargs=True
+    )
     assert largest_error(case.evaluate(model), reference) <= 1e-5
     assert len(seen) == 40
 
@@ -201,7 +203,9 @@ def test_samples_with_shared_prefixes_have_the_same_scores_as_alone(
     assert shared is not None
     model = case.load()
     rows: list[int] = []
-    model.register_forward_pre_hook(lambda *given: rows.append(given[-1]["input_ids"].shape[1]), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda *arguments: rows.append(arguments[-1]["input_ids"].shape[1]), with_kwargs=True
+    )
     tree = evaluate(model, reader, alike.spec, dataclasses.replace(plan, trees=shared.trees), samples=samples)
     assert sum(rows) <= dataclasses.replace(plan, trees=shared.trees).num_tokens < 0.75 * plan.num_tokens
     alone = evaluate(model, reader, alike.spec, plan.one_sample_each(), samples=samples)
@@ -223,36 +227,42 @@ def test_a_model_of_text_alone(tmp_path: Path) -> None:
 
 
 def test_order_origins_and_totals(case: Case, reference: list[dict[str, float]]) -> None:
-    found, reader = case.evaluate(max_tokens=256), case.reader
+    evaluation, reader = case.evaluate(max_tokens=256), case.reader
     for position in range(len(reader)):
         sample = reader.sample(position)
-        assert (found.sources[found.source[position]], found.row[position]) == (sample.source, sample.row)
-        assert found.tokens[position] == sample.length
-        assert (*found.channels, None)[found.channel[position]] == sample.channel
+        assert (evaluation.sources[evaluation.source[position]], evaluation.row[position]) == (
+            sample.source,
+            sample.row,
+        )
+        assert evaluation.tokens[position] == sample.length
+        assert (*evaluation.channels, None)[evaluation.channel[position]] == sample.channel
     targets = np.array([sample["target_tokens"] for sample in reference])
     losses = np.array([sample["loss"] for sample in reference])
     rights = np.array([sample["token_accuracy"] for sample in reference]) * targets
-    assert set(found.channel_totals) == set(CHANNELS)
+    assert set(evaluation.channel_totals) == set(CHANNELS)
     chosen = {name: np.array([reader.sample(i).channel == name for i in range(40)]) for name in CHANNELS}
-    for total, some in [(found.total, targets > 0), *((found.channel_totals[name], chosen[name]) for name in CHANNELS)]:
-        assert (total.samples, total.target_tokens) == (some.sum(), targets[some].sum())
-        assert total.loss == pytest.approx((losses * targets)[some].sum() / targets[some].sum(), abs=1e-5)
+    for total, selected in [
+        (evaluation.total, targets > 0),
+        *((evaluation.channel_totals[name], chosen[name]) for name in CHANNELS),
+    ]:
+        assert (total.samples, total.target_tokens) == (selected.sum(), targets[selected].sum())
+        assert total.loss == pytest.approx((losses * targets)[selected].sum() / targets[selected].sum(), abs=1e-5)
         assert total.perplexity == pytest.approx(math.exp(total.loss))
-        assert total.token_accuracy == pytest.approx(rights[some].sum() / targets[some].sum())
-        assert total.exact_samples == sum(reference[i]["first_wrong"] == -1 for i in np.flatnonzero(some))
-    metrics = found.metrics()
-    assert metrics["eval_loss"] == found.total.loss
-    assert metrics["eval_loss/text"] == found.channel_totals["text"].loss
+        assert total.token_accuracy == pytest.approx(rights[selected].sum() / targets[selected].sum())
+        assert total.exact_samples == sum(reference[i]["first_wrong"] == -1 for i in np.flatnonzero(selected))
+    metrics = evaluation.metrics()
+    assert metrics["eval_loss"] == evaluation.total.loss
+    assert metrics["eval_loss/text"] == evaluation.channel_totals["text"].loss
     assert not [name for name in metrics if "None" in name]
 
 
 def test_some_samples_of_several_caches(case: Case, tiny: TinyWorld) -> None:
-    whole = case.evaluate()
+    all_samples = case.evaluate()
     reader = CacheReader.open([tiny.cache, case.cache])
     plan = plan_of_samples(reader, World(), limit=55)
     both = evaluate(case.load(), reader, case.spec, plan)
     assert len(both) == 55
-    assert both.loss == pytest.approx(np.concatenate([whole.loss, whole.loss[:15]]), abs=1e-5)
+    assert both.loss == pytest.approx(np.concatenate([all_samples.loss, all_samples.loss[:15]]), abs=1e-5)
     assert both.channel[:40].tolist() == [-1] * 40
     assert len(both.sources) == 2
 
@@ -271,12 +281,12 @@ def test_samples_without_targets_have_no_loss(case: Case) -> None:
     reader = case.reader
     silent: Any = Silent(reader)
     for limit in (1, 4):
-        found = evaluate(case.load(), silent, case.spec, plan_of_samples(reader, World(), limit=limit))
-        assert found.target_tokens[0] == found.loss_sum[0] == 0
-        assert found.first_wrong[0] == -1
-        assert np.isnan([found.loss[0], found.perplexity[0], found.token_accuracy[0]]).all()
-        assert math.isnan(found.total.loss) == (limit == 1)
-        assert found.total.exact_samples == int((found.first_wrong[1:] == -1).sum())
+        result = evaluate(case.load(), silent, case.spec, plan_of_samples(reader, World(), limit=limit))
+        assert result.target_tokens[0] == result.loss_sum[0] == 0
+        assert result.first_wrong[0] == -1
+        assert np.isnan([result.loss[0], result.perplexity[0], result.token_accuracy[0]]).all()
+        assert math.isnan(result.total.loss) == (limit == 1)
+        assert result.total.exact_samples == int((result.first_wrong[1:] == -1).sum())
 
 
 @pytest.fixture
@@ -300,7 +310,7 @@ def test_evaluation_does_not_change_training(in_training: nn.Module, case: Case)
     plan = plan_of_samples(reader, World(), max_tokens=200)
     modes = {name: part.training for name, part in model.named_modules()}
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
-    first, second = (
+    metrics, metrics_with_worker = (
         evaluate(model, reader, case.spec, plan, world=World(), num_workers=workers).metrics() for workers in (0, 1)
     )
     assert torch.equal(states[0], torch.get_rng_state())
@@ -309,18 +319,18 @@ def test_evaluation_does_not_change_training(in_training: nn.Module, case: Case)
     assert modes == {name: part.training for name, part in model.named_modules()}
     assert len(set(modes.values())) == 2
     assert model.config.get_text_config()._attn_implementation == "sdpa"
-    assert first == second
+    assert metrics == metrics_with_worker
     assert torch.is_grad_enabled()
     head: Any = head_of(model)
     assert "forward" not in vars(head)
     # With the Trainer's own losses in the head, which stay there.
     theirs = HeadLoss(model)
-    assert evaluate(model, reader, case.spec, plan, world=World()).metrics() == first
+    assert evaluate(model, reader, case.spec, plan, world=World()).metrics() == metrics
     assert head.forward.__self__ is theirs
     del head.forward
     packed = load_model(case.checkpoint, case.spec.config, dtype=torch.float32, packing=True)
     without_adapter = evaluate(packed, reader, case.spec, plan).total.loss
-    assert abs(first["eval_loss"] - without_adapter) > 1e-3
+    assert abs(metrics["eval_loss"] - without_adapter) > 1e-3
     assert packed.training == packed.lm_head.training
     assert packed.config.get_text_config()._attn_implementation == ATTENTION_NAME
 
@@ -342,19 +352,19 @@ def test_two_processes_get_the_results_of_all_samples(case: Case, tmp_path: Path
     """In one launch: samples divided over ranks, a wrapped model, a rank without samples, differing plans."""
     job = {"model": case.checkpoint, "cache": case.cache, "output": str(tmp_path / "two.parquet")}
     run_two_processes(job | {"results": str(tmp_path / "rank-{}.json")}, tmp_path)
-    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
-    assert first == second
-    assert first["differing"] == "MismatchError"
-    assert first["single"]["samples"] == 1
-    assert first["sharded"] == pytest.approx(first["single"])
-    whole = case.evaluate()
-    expected = whole.metrics()
-    assert first["wrapped"].keys() == expected.keys()
+    first_rank, second_rank = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    assert first_rank == second_rank
+    assert first_rank["differing"] == "MismatchError"
+    assert first_rank["single"]["samples"] == 1
+    assert first_rank["sharded"] == pytest.approx(first_rank["single"])
+    evaluation = case.evaluate()
+    expected = evaluation.metrics()
+    assert first_rank["wrapped"].keys() == expected.keys()
     for name, value in expected.items():
-        assert first["wrapped"][name] == pytest.approx(value, abs=1e-5, rel=1e-5)
+        assert first_rank["wrapped"][name] == pytest.approx(value, abs=1e-5, rel=1e-5)
     table = pq.read_table(tmp_path / "two.parquet")
     columns, info = table.to_pydict(), json.loads(table.schema.metadata[b"packtool"])
     assert columns["sample"] == list(range(40))
-    assert columns["loss"] == pytest.approx(whole.loss, abs=1e-5)
-    assert columns["first_wrong"] == whole.first_wrong.tolist()
-    assert info["total"]["loss"] == pytest.approx(whole.total.loss, abs=1e-5)
+    assert columns["loss"] == pytest.approx(evaluation.loss, abs=1e-5)
+    assert columns["first_wrong"] == evaluation.first_wrong.tolist()
+    assert info["total"]["loss"] == pytest.approx(evaluation.total.loss, abs=1e-5)

@@ -98,7 +98,7 @@ def test_first_wrong_and_sums_by_hand() -> None:
         labels[[3, 4, 7, 8]] = [best[place - 1] if place not in wrong_at else 50 + place for place in (3, 4, 7, 8)]
         sample = align_sample(EncodedSample(samples[0].input_ids, labels, np.zeros(0, np.int32), (), None, "", 0), 1)
         with evaluating(model, packed=True) as scorer:
-            found = scores(scorer, spec, [samples[2], sample])[1]
+            score = scores(scorer, spec, [samples[2], sample])[1]
         wanted = torch.from_numpy(labels[1:].astype(np.int64))
-        assert found[0] == pytest.approx(F.cross_entropy(predicted[:-1], wanted, reduction="sum").item(), abs=1e-4)
-        assert found[1:].tolist() == [4, 4 - len(wrong_at), wrong_at[0] if wrong_at else -1]
+        assert score[0] == pytest.approx(F.cross_entropy(predicted[:-1], wanted, reduction="sum").item(), abs=1e-4)
+        assert score[1:].tolist() == [4, 4 - len(wrong_at), wrong_at[0] if wrong_at else -1]

@@ -33,7 +33,7 @@ def test_docs_list_every_default_that_differs_from_transformers() -> None:
     differing = {name for name, value in mine.items() if value != theirs[name]} - NOT_SAID
     assert differing - table().keys() == set()
     for name in differing & table().keys():
-        told, _, other, _ = table()[name]
-        for value, cell in ((mine[name], told), (theirs[name], other)):
+        default_text, _, other, _ = table()[name]
+        for value, cell in ((mine[name], default_text), (theirs[name], other)):
             if isinstance(value, int | float) and not isinstance(value, bool) and re.fullmatch(r"[\d.e-]+", cell):
                 assert float(cell) == pytest.approx(value), name

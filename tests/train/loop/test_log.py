@@ -97,7 +97,7 @@ def test_target_in_a_shared_prefix_counts_for_each_sample(by_channel: bool) -> N
         wanted = collate_packs(samples, spec)
         model.lm_head.weight[int(wanted.labels[0, wanted.target_positions[0]])] += 1.0
 
-    def told(batch: Batch) -> dict[str, float]:
+    def logged_figures(batch: Batch) -> dict[str, float]:
         measured = Meter(by_channel=by_channel)
         with LossFunction.temporary(model) as loss_function:
             assert loss_function.head_loss is not None
@@ -109,9 +109,9 @@ def test_target_in_a_shared_prefix_counts_for_each_sample(by_channel: bool) -> N
     assert isinstance(tree, TreeBatch)
     assert tree.target_counts.max() > 1
     assert (tree.target_counts > 0).sum(dim=0).max() > 1, "a target of samples of several channels"
-    found = told(tree)
-    assert found == pytest.approx(told(wanted), rel=1e-4)
-    assert len(found) == (7 if by_channel else 1)
+    figures = logged_figures(tree)
+    assert figures == pytest.approx(logged_figures(wanted), rel=1e-4)
+    assert len(figures) == (7 if by_channel else 1)
 
 
 @pytest.mark.smoke

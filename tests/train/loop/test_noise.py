@@ -41,9 +41,9 @@ def test_noise_is_bounded_by_sample_length() -> None:
     noise = EmbeddingNoise(model, ALPHA)
     noise.batch = packed(4, 400)
     torch.manual_seed(0)
-    found = (embeddings(noise.batch.input_ids) - plain).abs()[0]
+    noise_size = (embeddings(noise.batch.input_ids) - plain).abs()[0]
     width = plain.shape[-1]
-    for part, length in ((found[:4], 4), (found[4:], 400)):
+    for part, length in ((noise_size[:4], 4), (noise_size[4:], 400)):
         most = ALPHA / (length * width) ** 0.5
         assert part.max() <= most * 1.001
         assert part.max() > 0.9 * most

@@ -47,10 +47,10 @@ def test_jump_is_an_outlier_and_a_new_level_only_briefly(at: int) -> None:
     norms[at] *= 40
     losses[1000:] += 6.0
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
-        if found := outliers.of({"loss": loss, "grad_norm": norm}):
-            marked.append((step, sorted(found)))
+        if outlier_names := outliers.of({"loss": loss, "grad_norm": norm}):
+            marked.append((step, sorted(outlier_names)))
     assert (at, ["grad_norm", "loss"]) in marked
-    assert 1 <= sum(1000 <= step < 1200 for step, found in marked if "loss" in found) <= 4
+    assert 1 <= sum(1000 <= step < 1200 for step, names in marked if "loss" in names) <= 4
 
 
 def test_nan_and_evaluations_are_no_outliers() -> None:

@@ -70,7 +70,7 @@ class Sending(SilentProgress):
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full_run(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output_dir = tmp_path_factory.mktemp("whole")
     assert train(tiny.config(output_dir, **GIVEN), SilentProgress()).steps == FOUR_STEPS
     return output_dir
@@ -80,7 +80,7 @@ def whole(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("number", "code", "workers"), [(signal.SIGTERM, 143, 1), (signal.SIGUSR1, 138, 0), (signal.SIGINT, 130, 0)]
 )
 def test_signal_stops_a_run_after_saving_a_checkpoint(
-    number: signal.Signals, code: int, workers: int, whole: Path, tiny: TinyWorld, tmp_path: Path
+    number: signal.Signals, code: int, workers: int, full_run: Path, tiny: TinyWorld, tmp_path: Path
 ) -> None:
     before = signal.getsignal(number)
     settings = GIVEN | {"dataloader_num_workers": workers}
@@ -89,8 +89,8 @@ def test_signal_stops_a_run_after_saving_a_checkpoint(
     assert caught.value.exit_code == code
     assert signal.getsignal(number) is before
     train(tiny.config(tmp_path, **settings, resume_from_checkpoint="true"), SilentProgress())
-    assert read_metrics(tmp_path) == read_metrics(whole)
-    check_same_rest(whole, tmp_path, 0)
+    assert read_metrics(tmp_path) == read_metrics(full_run)
+    check_same_rest(full_run, tmp_path, 0)
 
 
 def test_without_a_log_line_a_signal_stops_one_step_later(tiny: TinyWorld, tmp_path: Path) -> None:
@@ -178,11 +178,11 @@ def test_all_ranks_stop_if_one_receives_a_signal(
         os.kill(ranks[1].pid or 0, signal.SIGUSR1)
         for rank in ranks:
             rank.join(PATIENCE_S)
-    told = capfd.readouterr().err
-    assert [rank.exitcode for rank in ranks] == [138, 138], told
+    stderr = capfd.readouterr().err
+    assert [rank.exitcode for rank in ranks] == [138, 138], stderr
     (checkpoint,) = finished_checkpoints(str(tmp_path / "out"))
-    assert f"{checkpoint} is complete" in told
-    assert told.count("stopped by SIGUSR1") == 1
+    assert f"{checkpoint} is complete" in stderr
+    assert stderr.count("stopped by SIGUSR1") == 1
     assert len(list(Path(checkpoint).glob("rng_state_*.pth"))) == 2
 
 
@@ -284,7 +284,7 @@ def test_on_nan_go_on_keeps_the_last_good_checkpoint(tiny: TinyWorld, tmp_path: 
 def test_bad_step_of_a_stream_names_its_rows(tiny: TinyWorld, tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match="gradient of step 3 is") as caught:
         train(tiny.config(tmp_path, **GIVEN | tiny.streamed()), SilentProgress())
-    (told,) = re.findall(r"rank 0, micro-batch 1: (.*)", str(caught.value))
-    rows = re.findall(r"row (\d+) of \S*train.json", told)
+    (rows_text,) = re.findall(r"rank 0, micro-batch 1: (.*)", str(caught.value))
+    rows = re.findall(r"row (\d+) of \S*train.json", rows_text)
     assert rows
     assert len(set(rows)) == len(rows)

@@ -89,7 +89,7 @@ def test_working_fields_can_be_combined(tiny: TinyWorld, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({"adam_epsilon": "tiny"}, "'tiny' is not a number"),
         ({"ddp_timeout": 1.5}, "1.5 is not a whole number"),
@@ -98,11 +98,11 @@ def test_working_fields_can_be_combined(tiny: TinyWorld, tmp_path: Path) -> None
         ({"save_strategy": "best"}, "--save-s"),
     ],
 )
-def test_unknown_names_and_wrong_types_are_reported(given: dict[str, Any], message: str) -> None:
+def test_unknown_names_and_wrong_types_are_reported(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        checked_fields(given)
+        checked_fields(fields)
 
 
 def test_parsed_values_are_converted_to_the_declared_type() -> None:
-    given = {"run_name": 2024, "optim": "sgd", "save_only_model": "yes", "learning_rate": 1, "ddp_timeout": 60.0}
-    assert checked_fields(given) == given | {"run_name": "2024", "save_only_model": True}
+    fields = {"run_name": 2024, "optim": "sgd", "save_only_model": "yes", "learning_rate": 1, "ddp_timeout": 60.0}
+    assert checked_fields(fields) == fields | {"run_name": "2024", "save_only_model": True}

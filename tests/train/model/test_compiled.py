@@ -70,16 +70,16 @@ def check_compiled(model: Any, spec: InputSpec, backend: str, packs: Sequence[Se
     num_layers = compile_layers(model, backend)
     compilations = []
     for lengths, (loss, gradients) in zip(packs, expected, strict=True):
-        found, others = step_of(model, spec, lengths, STEP)
-        torch.testing.assert_close(found, loss, rtol=1e-5, atol=1e-5)
+        compiled_loss, others = step_of(model, spec, lengths, STEP)
+        torch.testing.assert_close(compiled_loss, loss, rtol=1e-5, atol=1e-5)
         assert len(gradients) == len(others) > num_layers
         largest = max(float(gradient.abs().max()) for gradient in gradients)
         for gradient, other in zip(gradients, others, strict=True):
             torch.testing.assert_close(other, gradient, rtol=0, atol=1e-5 * largest)
         compilations.append(counters["stats"]["unique_graphs"])
-    first, *later = compilations
-    in_all = first * len({-(-sum(lengths) // STEP) for lengths in packs})
-    assert 0 < first <= max(later) <= in_all
+    first_count, *later = compilations
+    in_all = first_count * len({-(-sum(lengths) // STEP) for lengths in packs})
+    assert 0 < first_count <= max(later) <= in_all
     assert later == [max(later)] * len(later)
 
 
@@ -124,8 +124,8 @@ def test_kernels_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(spec)
     loss, _ = step_of(model, spec, PACKS[0])
     compile_layers(model, "inductor")
-    found, _ = step_of(model, spec, PACKS[0], STEP)
-    torch.testing.assert_close(found, loss, rtol=1e-5, atol=1e-5)
+    compiled_loss, _ = step_of(model, spec, PACKS[0], STEP)
+    torch.testing.assert_close(compiled_loss, loss, rtol=1e-5, atol=1e-5)
 
 
 def test_evaluation_is_not_compiled() -> None:
@@ -161,9 +161,11 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "compile", broken)
-        with pytest.raises(ConfigError, match=r"does not work on this machine: RuntimeError: No working C\+\+") as told:
+        with pytest.raises(
+            ConfigError, match=r"does not work on this machine: RuntimeError: No working C\+\+"
+        ) as raised:
             check_backend("inductor", torch.device("cpu"))
-        assert "and more" not in str(told.value)
+        assert "and more" not in str(raised.value)
     model: Any = Qwen3ForCausalLM(Qwen3Config(**reduced_config("qwen3").to_dict()))
     del model.model.layers
     with pytest.raises(UnsupportedModelError, match="cannot find the layers of a"):

@@ -62,9 +62,9 @@ def check_learns_the_same(stage: Path, ddp: Path) -> None:
 def test_shared_prefixes_train_like_ddp(tiny: TinyWorld, tmp_path: Path) -> None:
     """Samples that begin alike, with what they begin with once; with DDP, it is what whole samples learn."""
     alike = make_alike_world(tiny, tmp_path)
-    given = STEPS | {"share_prefix": "true", "num_train_epochs": 3.0}
-    jobs: list[Job] = [("train", tmp_path / "ddp", given)]
-    jobs += [("train", tmp_path / stage, given | {"deepspeed": stage}) for stage in TREE_STAGES]
+    job_settings = STEPS | {"share_prefix": "true", "num_train_epochs": 3.0}
+    jobs: list[Job] = [("train", tmp_path / "ddp", job_settings)]
+    jobs += [("train", tmp_path / stage, job_settings | {"deepspeed": stage}) for stage in TREE_STAGES]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
         run_ranks(2, run_jobs, alike, jobs, scratch=tmp_path)
@@ -74,9 +74,9 @@ def test_shared_prefixes_train_like_ddp(tiny: TinyWorld, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_sharded_parameters_are_counted_completely(stage: str, runs: Path) -> None:
-    found, expected = (json.loads((runs / name / "packtool_train.json").read_text()) for name in (stage, "ddp"))
-    assert found["num_parameters"] == expected["num_parameters"] > 0
-    assert found["num_trainable_parameters"] == expected["num_trainable_parameters"]
+    summary, expected = (json.loads((runs / name / "packtool_train.json").read_text()) for name in (stage, "ddp"))
+    assert summary["num_parameters"] == expected["num_parameters"] > 0
+    assert summary["num_trainable_parameters"] == expected["num_trainable_parameters"]
 
 
 def test_zero3_resumes_exactly(runs: Path) -> None:

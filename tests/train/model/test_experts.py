@@ -62,9 +62,9 @@ def mixture(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWo
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.06)
     model.save_pretrained(root / "model")
-    found = TinyWorld(str(root / "model"), str(root / "cache"), tiny.rows)
-    export_rows(found, found.cache)
-    return found
+    mixture_world = TinyWorld(str(root / "model"), str(root / "cache"), tiny.rows)
+    export_rows(mixture_world, mixture_world.cache)
+    return mixture_world
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +105,8 @@ def test_expert_parallel_run_resumes_exactly(two_ranks: Path) -> None:
 
 
 def config(**settings: Any) -> TrainConfig:
-    given: dict[str, Any] = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "train_type": "full"}
-    return TrainConfig(**given | {"expert_parallel_size": 2} | settings)
+    defaults: dict[str, Any] = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "train_type": "full"}
+    return TrainConfig(**defaults | {"expert_parallel_size": 2} | settings)
 
 
 @spreads
@@ -157,10 +157,10 @@ def test_models_without_divisible_experts_are_refused() -> None:
 
 @spreads
 def test_layers_are_sharded_individually() -> None:
-    found = expert_sharding(text_mixture(), config(), World(0, 4), torch.bfloat16)
-    assert (found.fsdp_size, found.ep_size, found.efsdp_size) == (4, 2, 2)
-    assert found.fsdp_mixed_precision
-    assert found.fsdp_plan == {"model.layers.*": "free_full_weight"}
+    sharding = expert_sharding(text_mixture(), config(), World(0, 4), torch.bfloat16)
+    assert (sharding.fsdp_size, sharding.ep_size, sharding.efsdp_size) == (4, 2, 2)
+    assert sharding.fsdp_mixed_precision
+    assert sharding.fsdp_plan == {"model.layers.*": "free_full_weight"}
 
 
 def test_experts_are_transposed_only_if_stored_transposed() -> None:

@@ -29,9 +29,9 @@ GIB = 2**30
 WORLD_SIZE = 4
 
 
-def plan_config(tiny: TinyWorld, fit: int, **given: Any) -> PlanConfig:
+def plan_config(tiny: TinyWorld, fit: int, **options: Any) -> PlanConfig:
     settings: dict[str, Any] = {"cached_dataset": (tiny.cache,), "world_size": WORLD_SIZE, "train_type": "full"}
-    return PlanConfig(fit=fit, hardware="h100", **settings | given)
+    return PlanConfig(fit=fit, hardware="h100", **settings | options)
 
 
 def reported_bytes(config: Any, _model: Any, _dtype: Any, tokens: RankTokens, axes: Axes) -> int:
@@ -45,12 +45,12 @@ def without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "traced_pass_bytes", reported_bytes)
 
 
-def check(found: Fit, budget: float) -> None:
-    assert 0 < len(found.proposals) <= MAX_PROPOSALS
-    assert found.num_tried <= found.num_settings
-    assert all(each.memory is not None and each.memory.total * GIB <= budget for each in found.proposals)
-    least = min(each.seconds_per_token for each in found.proposals)
-    assert found.proposals[0].seconds_per_token <= 1.01 * least
+def check(fit: Fit, budget: float) -> None:
+    assert 0 < len(fit.proposals) <= MAX_PROPOSALS
+    assert fit.num_tried <= fit.num_settings
+    assert all(each.memory is not None and each.memory.total * GIB <= budget for each in fit.proposals)
+    least = min(each.seconds_per_token for each in fit.proposals)
+    assert fit.proposals[0].seconds_per_token <= 1.01 * least
 
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
@@ -58,7 +58,7 @@ def check(found: Fit, budget: float) -> None:
 def test_proposals_fit_and_more_memory_is_never_slower(
     tiny: TinyWorld, without_traces: None, fit: float, more: float, data: st.DataObject
 ) -> None:
-    given: dict[str, Any] = {
+    plan_options: dict[str, Any] = {
         "train_type": data.draw(st.sampled_from(["full", "lora"])),
         "gradient_accumulation_steps": data.draw(st.sampled_from([1, 2])),
         "world_size": data.draw(st.sampled_from([1, 2, 4])),
@@ -66,12 +66,12 @@ def test_proposals_fit_and_more_memory_is_never_slower(
     least = []
     for size in (int(fit), int(fit * more)):
         try:
-            found = find_fit(plan_config(tiny, size, **given), SilentProgress())
+            fit_result = find_fit(plan_config(tiny, size, **plan_options), SilentProgress())
         except ConfigError:
             assert not least, "what fits into little fits into more"
             continue
-        check(found, size * Constants().usable_memory)
-        least.append(found.proposals[0].seconds_per_token)
+        check(fit_result, size * Constants().usable_memory)
+        least.append(fit_result.proposals[0].seconds_per_token)
     assert least == sorted(least, reverse=True) or least[1] <= 1.01 * least[0]
 
 
@@ -79,20 +79,20 @@ def test_proposal_equals_the_dry_run_of_its_command(
     tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traced through the model, and told to the last bit."""
-    given: dict[str, Any] = {"gradient_accumulation_steps": 2, "freeze_vit": False, "num_train_epochs": 3.0}
-    found = find_fit(plan_config(tiny, 8_000_000, **given), SilentProgress())
-    check(found, 8_000_000 * Constants().usable_memory)
-    told: list[MemoryEstimate] = []
+    plan_options: dict[str, Any] = {"gradient_accumulation_steps": 2, "freeze_vit": False, "num_train_epochs": 3.0}
+    fit = find_fit(plan_config(tiny, 8_000_000, **plan_options), SilentProgress())
+    check(fit, 8_000_000 * Constants().usable_memory)
+    estimates: list[MemoryEstimate] = []
     preview = checks.estimate_training
 
     def noted(*args: Any) -> Any:
         estimate, precision = preview(*args)
-        told.append(estimate)
+        estimates.append(estimate)
         return estimate, precision
 
     monkeypatch.setattr(checks, "estimate_training", noted)
     monkeypatch.chdir(tmp_path)
-    ways = {(each.sharding, each.run.sequence_parallel_ranks): each for each in found.proposals}
+    ways = {(each.sharding, each.run.sequence_parallel_ranks): each for each in fit.proposals}
     assert len(ways) > 2
     for each in list(ways.values())[:4]:
         processes, *words = shlex.split(each.command(WORLD_SIZE, 8))
@@ -100,7 +100,7 @@ def test_proposal_equals_the_dry_run_of_its_command(
         assert words.pop(0) == "packtool"
         monkeypatch.setenv(*processes.split("="))
         assert run([*words, "--dry-run", "--hardware", "h100"]) == 0
-        assert told.pop() == each.memory
+        assert estimates.pop() == each.memory
 
 
 def test_settings_of_the_user_are_kept(tiny: TinyWorld, without_traces: None) -> None:
@@ -110,11 +110,11 @@ def test_settings_of_the_user_are_kept(tiny: TinyWorld, without_traces: None) ->
         "fsdp": ("full_shard",),
         "sequence_parallel_size": 2,
     }
-    found = find_fit(plan_config(tiny, GIB, **fixed, lora_rank=4, train_type="lora"), SilentProgress())
-    (only,) = found.proposals
+    fit = find_fit(plan_config(tiny, GIB, **fixed, lora_rank=4, train_type="lora"), SilentProgress())
+    (only,) = fit.proposals
     assert {name: getattr(only.run, name) for name in fixed} == fixed
     assert (only.run.lora_rank, only.run.train_type) == (4, "lora")
-    assert found.num_settings == 1
+    assert fit.num_settings == 1
     for name in fixed:
         searched = find_fit(plan_config(tiny, GIB, **{name: fixed[name]}), SilentProgress())
         assert all(getattr(each.run, name) == fixed[name] for each in searched.proposals)
@@ -131,9 +131,9 @@ def test_settings_of_the_user_are_kept(tiny: TinyWorld, without_traces: None) ->
 
 
 def test_no_sharding_with_one_process(tiny: TinyWorld, without_traces: None) -> None:
-    found = find_fit(plan_config(tiny, GIB, world_size=1), SilentProgress())
-    assert {each.sharding for each in found.proposals} == {"none"}
-    assert found.proposals[0].command(1, 8).startswith("packtool train ")
+    fit = find_fit(plan_config(tiny, GIB, world_size=1), SilentProgress())
+    assert {each.sharding for each in fit.proposals} == {"none"}
+    assert fit.proposals[0].command(1, 8).startswith("packtool train ")
 
 
 def test_commands_of_several_machines(tiny: TinyWorld, without_traces: None) -> None:
@@ -145,26 +145,26 @@ def test_commands_of_several_machines(tiny: TinyWorld, without_traces: None) -> 
 def test_error_names_the_nearest_settings_if_none_fits(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", tiny.cache, "--fit", "1MB", "--world-size", "2", "--train-type", "full"]
     assert run(words) == 2
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     for part in (
         "no settings fit into 0.0 GiB",
         "The nearest settings, --packing-length 128",
         "sharding fsdp full_shard",
         "Try ",
     ):
-        assert part in told
+        assert part in stderr
 
 
 def test_as_json_and_as_a_table(tiny: TinyWorld, without_traces: None, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", tiny.cache, "--fit", "1GB", "--world-size", "2", "--hardware", "a100"]
     assert run([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["num_tried"] == told["num_too_large"] + len(told["proposals"])
-    best = told["proposals"][0]
-    assert best["memory_gib"] < told["budget_gib"] < told["fit"] / GIB
+    output = json.loads(capsys.readouterr().out)
+    assert output["num_tried"] == output["num_too_large"] + len(output["proposals"])
+    best = output["proposals"][0]
+    assert best["memory_gib"] < output["budget_gib"] < output["fit"] / GIB
     assert run(words) == 0
     shown = capsys.readouterr().out
-    for part in (best["command"], f"{told['num_settings']:,} settings for A100", "packing length", "--hardware a100"):
+    for part in (best["command"], f"{output['num_settings']:,} settings for A100", "packing length", "--hardware a100"):
         assert part in shown
 
 
@@ -213,8 +213,8 @@ def test_each_pass_is_traced_once(tiny: TinyWorld, monkeypatch: pytest.MonkeyPat
         assert trace(sharded, none, none, tokens, Axes(reason="so it is")) == known
     assert [called for called, _ in calls] == [tokens] * 2, "with sharding and without"
 
-    def at_least(axes: Axes = alone, **given: int) -> int:
-        return trace.at_least(config, none, none, RankTokens(**given), axes)
+    def at_least(axes: Axes = alone, **token_counts: int) -> int:
+        return trace.at_least(config, none, none, RankTokens(**token_counts), axes)
 
     assert at_least(computed=200, vision=10) == at_least(computed=1 << 20, vision=1 << 19) == known
     assert at_least(Axes(1, 2), computed=200, vision=10) == known, "sharing a sequence needs no less"

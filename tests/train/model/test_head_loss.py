@@ -34,17 +34,19 @@ def test_head_losses_and_gradients_equal_those_from_logits(setting: Any, chunk_l
     batch = collate_packs(samples, spec)
     expected = gradients(model, [target_losses(model, batch, label_logits_only=False).weighted_sum()])
     head = HeadLoss(model, chunk_logits)
-    found = head.losses(model, batch)
-    assert len(found.losses) == batch.num_target_tokens
-    ours = gradients(model, [found.weighted_sum()])
+    head_losses = head.losses(model, batch)
+    assert len(head_losses.losses) == batch.num_target_tokens
+    ours = gradients(model, [head_losses.weighted_sum()])
     assert ours.keys() == expected.keys()
     for name, gradient in ours.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=5e-6)
     logits = model(**batch.model_inputs()).logits  # the head is itself again
     labels = batch.labels.flatten()
     assert logits.shape[-1] == spec.config.get_text_config().vocab_size
-    assert torch.equal(found.positions, (labels >= 0).nonzero().squeeze(1))
-    assert torch.equal(found.correct, logits.flatten(0, 1).argmax(-1)[found.positions] == labels[found.positions])
+    assert torch.equal(head_losses.positions, (labels >= 0).nonzero().squeeze(1))
+    assert torch.equal(
+        head_losses.correct, logits.flatten(0, 1).argmax(-1)[head_losses.positions] == labels[head_losses.positions]
+    )
 
 
 def test_recomputed_logits_count_as_hardware_flops() -> None:
@@ -57,8 +59,8 @@ def test_recomputed_logits_count_as_hardware_flops() -> None:
             HeadLoss(model, chunk_logits).losses(model, batch).weighted_sum().backward()  # type: ignore[no-untyped-call]
         counted.append(counter.get_total_flops())
     config = spec.config.to_dict()
-    kept, again = (CostModel.of_config(config, recomputes_head=does).per_target_token for does in (False, True))
-    assert counted[1] - counted[0] == batch.num_target_tokens * (again - kept) > 0
+    plain_flops, again = (CostModel.of_config(config, recomputes_head=does).per_target_token for does in (False, True))
+    assert counted[1] - counted[0] == batch.num_target_tokens * (again - plain_flops) > 0
 
 
 def test_weights_and_padding() -> None:
@@ -82,8 +84,8 @@ def test_documents_of_targets(setting: Any) -> None:
 
 def test_without_targets_every_gradient_is_zero(setting: Any) -> None:
     model, spec, _ = setting
-    found = HeadLoss(model).losses(model, collate_packs([], spec))
-    loss = found.weighted_sum()
+    head_losses = HeadLoss(model).losses(model, collate_packs([], spec))
+    loss = head_losses.weighted_sum()
     assert loss.item() == 0.0
     reached = gradients(model, [loss])
     assert reached.keys() == dict(model.named_parameters()).keys()
@@ -102,8 +104,8 @@ def saved_logits(model: Any, batch: Batch, chunk_logits: int) -> int:
 
     head = HeadLoss(model, chunk_logits)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        found = head.losses(model, batch).weighted_sum()
-    found.backward()
+        loss = head.losses(model, batch).weighted_sum()
+    loss.backward()
     return saved
 
 
@@ -131,9 +133,9 @@ def test_correct_predictions_are_counted_once(monkeypatch: pytest.MonkeyPatch) -
     head = HeadLoss(model, 10 * reduced_spec("qwen3").config.vocab_size)
     calls: list[int] = []
     argmax = torch.Tensor.argmax
-    monkeypatch.setattr(torch.Tensor, "argmax", lambda *given: calls.append(1) or argmax(*given))
+    monkeypatch.setattr(torch.Tensor, "argmax", lambda *arguments: calls.append(1) or argmax(*arguments))
     loss = head.losses(model, batch).weighted_sum()
-    asked = len(calls)
-    assert asked == -(-batch.num_target_tokens // 10)
+    num_calls = len(calls)
+    assert num_calls == -(-batch.num_target_tokens // 10)
     loss.backward()
-    assert len(calls) == asked
+    assert len(calls) == num_calls

@@ -66,12 +66,12 @@ def test_peft_adapts_exactly_the_chosen_modules() -> None:
         run = run_config(train_type="lora", **settings)
         wanted = set(adapted_modules(model, towers_of(model, "qwen2_5_vl"), run))
         adapted = make_trainable(model, run)
-        found = {
+        adapted_names = {
             name.removeprefix("base_model.model.").removesuffix(".lora_A")
             for name, module in adapted.named_modules()
             if name.endswith(".lora_A") and len(list(module.parameters()))
         }
-        assert found == wanted
+        assert adapted_names == wanted
 
 
 def test_target_modules_by_name() -> None:
@@ -111,15 +111,15 @@ def test_loading_routes_the_attention_of_packed_runs(name: str, tmp_path: Path) 
     assert model.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("left", [0, 100, None])
-def test_weights_that_cannot_be_read_are_named(left: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_bytes_left", [0, 100, None])
+def test_weights_that_cannot_be_read_are_named(num_bytes_left: int | None, tmp_path: Path) -> None:
     """A pointer of git lfs, a download that was cut off, nothing."""
     reduced_model("qwen3").save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
-    if left is None:
+    if num_bytes_left is None:
         weights.unlink()
     else:
-        weights.write_bytes(weights.read_bytes()[:left] or b"version https://git-lfs.github.com/spec/v1\n")
+        weights.write_bytes(weights.read_bytes()[:num_bytes_left] or b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(MismatchError, match=f"the weights of {tmp_path} cannot be read"):
         load_model(str(tmp_path), AutoConfig.from_pretrained(tmp_path), dtype=torch.float32, packing=True)
 
@@ -163,12 +163,12 @@ def test_freeze_ratio_freezes_whole_parameters() -> None:
     for parameter in sharded.parameters():
         parameter.ds_numel = parameter.numel()
         parameter.data = torch.empty(0)
-    found = []
+    trainable_flags = []
     for each in (model, sharded):
         make_trainable(each, run_config(train_type="full", freeze_parameters_ratio=0.5))
-        found.append([parameter.requires_grad for parameter in each.parameters()])
-    assert found[0] == found[1]
-    assert set(found[0]) == {True, False}
+        trainable_flags.append([parameter.requires_grad for parameter in each.parameters()])
+    assert trainable_flags[0] == trainable_flags[1]
+    assert set(trainable_flags[0]) == {True, False}
 
 
 def _is_shared(config: dict[str, Any]) -> bool:

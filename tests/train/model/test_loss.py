@@ -19,9 +19,9 @@ def gradient(mean: StepMean, weight: torch.nn.Parameter, losses: list[float]) ->
 def test_contributions_add_up_to_the_mean_of_the_step() -> None:
     weight = torch.nn.Parameter(torch.tensor(1.0))
     ranks = [[3.0, 5.0], [1.0, 7.0]]
-    found = [gradient(StepMean(8, 2), weight, losses) for losses in ranks]
-    assert torch.stack(found).mean() == 2.0
-    total = torch.stack([StepMean(8, 2).sum_over_ranks(rank) for rank in found]).mean()
+    gradients = [gradient(StepMean(8, 2), weight, losses) for losses in ranks]
+    assert torch.stack(gradients).mean() == 2.0
+    total = torch.stack([StepMean(8, 2).sum_over_ranks(rank) for rank in gradients]).mean()
     assert float(total) / 8 == 2.0
 
 

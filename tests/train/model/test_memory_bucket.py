@@ -28,17 +28,17 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sized(config: TrainConfig) -> int:
-    found = module.with_bucket(config, World(), SilentProgress()).bucket_tokens
-    assert found is not None
-    return found
+    bucket_tokens = module.with_bucket(config, World(), SilentProgress()).bucket_tokens
+    assert bucket_tokens is not None
+    return bucket_tokens
 
 
 def test_recomputed_activations_need_less_memory(tiny: TinyWorld) -> None:
     model = model_config(tiny.model)
-    whole, recomputed = (
+    without_recomputing, recomputed = (
         module.bytes_per_token(tiny.config("", gradient_checkpointing=on), model, torch.float32) for on in (False, True)
     )
-    assert recomputed < whole
+    assert recomputed < without_recomputing
 
 
 def test_half_precision_needs_half_the_memory(tiny: TinyWorld) -> None:
@@ -104,6 +104,6 @@ def test_trained_vision_tower_is_refused(tiny: TinyWorld) -> None:
 
 def test_memory_of_a_machine_is_divided_among_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    whole = module.device_bytes(on_gpu=False)
+    memory_bytes = module.device_bytes(on_gpu=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert module.device_bytes(on_gpu=False) == whole // 4
+    assert module.device_bytes(on_gpu=False) == memory_bytes // 4

@@ -41,15 +41,15 @@ def test_merged_model_gives_the_logits_of_the_adapter(
 ) -> None:
     output = tmp_path / "merged"
     assert run(["merge", str(adapter), "--output", str(output), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["output"], told["dtype"]) == (str(output), "float32")
-    assert told["num_merged"] > 10
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["output"], summary["dtype"]) == (str(output), "float32")
+    assert summary["num_merged"] > 10
     base = AutoModelForImageTextToText.from_pretrained(tiny.model)
     before = logits(base)
     expected = logits(PeftModel.from_pretrained(base, adapter))
-    found = logits(AutoModelForImageTextToText.from_pretrained(output))
+    merged_logits = logits(AutoModelForImageTextToText.from_pretrained(output))
     assert (expected - before).abs().max() > 0.1
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(merged_logits, expected, rtol=1e-4, atol=1e-4)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json"):
         assert (output / name).read_bytes() == (Path(tiny.model) / name).read_bytes()
     assert (output / "generation_config.json").exists()
@@ -70,8 +70,11 @@ def test_bfloat16_sum_is_rounded_once(adapter: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_merged(adapter: Path, tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {str(tmp_path / "none"): "there is no such directory", str(adapter.parent): "whose last adapter is .*last"}
-    for directory, why in told.items():
+    messages = {
+        str(tmp_path / "none"): "there is no such directory",
+        str(adapter.parent): "whose last adapter is .*last",
+    }
+    for directory, why in messages.items():
         with pytest.raises(ConfigError, match=f"is not an adapter: .*{why}"):
             merge_adapter(MergeConfig(adapter=directory, output=str(tmp_path / "new")), SilentProgress())
     with pytest.raises(ConfigError, match=r"--base-model \./none: there is no such directory"):
@@ -116,7 +119,7 @@ def test_adapters_that_do_not_fit_are_refused(way: str, adapter: Path, tiny: Tin
         save_file(dict(list(load_file(weights).items())[1:]), weights)
     else:
         truncated(weights)
-    found = MergeConfig(adapter=str(copy), base_model=base, output=str(tmp_path / "new"))
+    merge_config = MergeConfig(adapter=str(copy), base_model=base, output=str(tmp_path / "new"))
     with pytest.raises(MismatchError, match=r"the adapter in .* belongs to another|cannot be attached to"):
-        merge_adapter(found, SilentProgress())
+        merge_adapter(merge_config, SilentProgress())
     assert not (tmp_path / "new").exists()

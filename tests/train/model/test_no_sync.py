@@ -183,10 +183,10 @@ def test_nan_is_found_on_a_gpu() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        good, found = end_of_step(one, one, "go-on"), end_of_step(one, bad, "go-on")
+        good, bad_step = end_of_step(one, one, "go-on"), end_of_step(one, bad, "go-on")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert (good.settle(), found.settle()) == (False, True)
+    assert (good.settle(), bad_step.settle()) == (False, True)
 
 
 def step_on(device: str, kernel: str, spec: InputSpec) -> Callable[[], Tensor]:

@@ -16,10 +16,10 @@ WORDS = ["--packing-length", "256", "--train-type", "full", "--freeze-vit", "fal
 SENTENCE = "estimated memory of a rank"
 
 
-def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def memory_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert run(words) == 0
-    said = capsys.readouterr()
-    (line,) = [line for line in (said.out + said.err).splitlines() if SENTENCE in line]
+    captured = capsys.readouterr()
+    (line,) = [line for line in (captured.out + captured.err).splitlines() if SENTENCE in line]
     return line[line.index(SENTENCE) :]
 
 
@@ -29,10 +29,18 @@ def test_plan_shows_the_memory_of_the_dry_run(
 ) -> None:
     shared = ["--sequence-parallel-size", "2", "--fsdp", "full_shard"] * (way == "shared sequences")
     cache = make_alike_world(tiny, tmp_path / "alike").cache if way == "shared prefixes" else tiny.cache
-    planned = told(["plan", cache, "--model", tiny.model, "--world-size", "2", *WORDS, *shared], capsys)
+    planned = memory_line(["plan", cache, "--model", tiny.model, "--world-size", "2", *WORDS, *shared], capsys)
     monkeypatch.setenv("NPROC_PER_NODE", "2")
-    given = ["--model", tiny.model, "--cached-dataset", cache, "--output-dir", str(tmp_path / "out"), "--dry-run"]
-    assert planned == told(["train", *given, *WORDS, *shared], capsys)
+    train_options = [
+        "--model",
+        tiny.model,
+        "--cached-dataset",
+        cache,
+        "--output-dir",
+        str(tmp_path / "out"),
+        "--dry-run",
+    ]
+    assert planned == memory_line(["train", *train_options, *WORDS, *shared], capsys)
 
 
 def test_plan_of_lengths_and_unknown_models(

@@ -75,10 +75,15 @@ def test_ten_small_bfloat16_steps_equal_those_in_float32(short: TinyWorld, tmp_p
 
 @pytest.mark.parametrize("settings", [{}, {"master_weights": "kahan"}, {"freeze_vit": True, "freeze_aligner": True}])
 def test_resumed_run_has_all_digits(settings: dict[str, Any], short: TinyWorld, tmp_path: Path) -> None:
-    given = {"torch_dtype": "bfloat16", "save_steps": 2, "max_steps": 4, "gradient_accumulation_steps": 2} | settings
-    train(short.config(tmp_path / "whole", **given), SilentProgress())
+    run_options = {
+        "torch_dtype": "bfloat16",
+        "save_steps": 2,
+        "max_steps": 4,
+        "gradient_accumulation_steps": 2,
+    } | settings
+    train(short.config(tmp_path / "whole", **run_options), SilentProgress())
     resumed = {"resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2")}
-    train(short.config(tmp_path / "resumed", **given, **resumed), SilentProgress())
+    train(short.config(tmp_path / "resumed", **run_options, **resumed), SilentProgress())
     check_same_rest(tmp_path / "whole", tmp_path / "resumed", 2)
     masters = sorted((tmp_path / "whole").glob("*/" + MASTER_NAME))
     assert bool(masters) == ("master_weights" not in settings)
@@ -100,8 +105,8 @@ def test_compensated_steps_equal_those_in_float32() -> None:
             parameter.grad = gradient.to(parameter.dtype)
             optimizer.step()
     change = exact.detach() - start.float()
-    found = kahan.detach().float() + optimizers[1].state[kahan]["lost"].float() - start.float()
-    assert (found - change).norm() < 0.02 * change.norm()
+    change_in_weights = kahan.detach().float() + optimizers[1].state[kahan]["lost"].float() - start.float()
+    assert (change_in_weights - change).norm() < 0.02 * change.norm()
     assert (none.detach().float() - start.float() - change).norm() > 0.5 * change.norm()
 
 
@@ -130,8 +135,8 @@ def test_frozen_and_trained_parts_may_differ_in_precision(name: str, tmp_path: P
 
 def test_options_without_effect_are_refused() -> None:
     def problems(**settings: Any) -> list[str]:
-        given = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "master_weights": "kahan"}
-        return TrainConfig(**given | settings).problems()
+        options = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "master_weights": "kahan"}
+        return TrainConfig(**options | settings).problems()
 
     assert any("adapters are always float32" in line for line in problems())
     assert any("FSDP and DeepSpeed" in line for line in problems(train_type="full", fsdp=("full_shard",)))
@@ -144,19 +149,19 @@ def test_experts_saved_one_by_one_are_resumed(tmp_path: Path, caplog: pytest.Log
     (tmp_path / "world").mkdir()
     tiny = make_tiny_text_world(tmp_path / "world")
     text = AutoConfig.from_pretrained(tiny.model)
-    kept = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    sizes = {name: getattr(text, name) for name in kept} | {"num_hidden_layers": 1, "moe_intermediate_size": 32}
+    kept_names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = {name: getattr(text, name) for name in kept_names} | {"num_hidden_layers": 1, "moe_intermediate_size": 32}
     mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
     mixture.save_pretrained(tiny.model)
     tiny = dataclasses.replace(tiny, cache=str(tmp_path / "cache"))
     export_rows(tiny, tiny.cache)
-    given: dict[str, Any] = {"gradient_accumulation_steps": 1, "save_steps": 1, "max_steps": 2}
-    given |= {"freeze_vit": True, "freeze_aligner": True, "num_train_epochs": 2.0}
-    train(tiny.config(tmp_path / "whole", **given), SilentProgress())
+    run_options: dict[str, Any] = {"gradient_accumulation_steps": 1, "save_steps": 1, "max_steps": 2}
+    run_options |= {"freeze_vit": True, "freeze_aligner": True, "num_train_epochs": 2.0}
+    train(tiny.config(tmp_path / "whole", **run_options), SilentProgress())
     resumed = {"resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1")}
     logger = logging.getLogger("transformers.trainer")
     logger.addHandler(caplog.handler)
-    train(tiny.config(tmp_path / "resumed", **given, **resumed), SilentProgress())
+    train(tiny.config(tmp_path / "resumed", **run_options, **resumed), SilentProgress())
     logger.removeHandler(caplog.handler)
     assert not [record for record in caplog.records if "keys in the checkpoint" in record.getMessage()]
     check_same_rest(tmp_path / "whole", tmp_path / "resumed", 1)
@@ -164,8 +169,8 @@ def test_experts_saved_one_by_one_are_resumed(tmp_path: Path, caplog: pytest.Log
 
 def test_weights_trained_beside_adapters_are_float32(short: TinyWorld, tmp_path: Path) -> None:
     """Biases and whole modules that a LoRA run trains; the weights that stay keep the checkpoint's 16 bits."""
-    given: dict[str, Any] = {"train_type": "lora", "lora_bias": "all", "modules_to_save": ("lm_head",)}
-    config = short.config(tmp_path, **given | {"max_steps": 2, "bf16": True})
+    run_options: dict[str, Any] = {"train_type": "lora", "lora_bias": "all", "modules_to_save": ("lm_head",)}
+    config = short.config(tmp_path, **run_options | {"max_steps": 2, "bf16": True})
     model = AutoModelForImageTextToText.from_pretrained(short.model, dtype=torch.bfloat16)
     trained = make_trainable(model, config)
     assert {weight.dtype for weight in trained.parameters() if weight.requires_grad} == {torch.float32}

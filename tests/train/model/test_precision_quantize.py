@@ -26,7 +26,7 @@ def config(**settings: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected_text"),
     [
         ({"quant_bits": 5}, "--quant-bits 5: use 4 or 8"),
         ({"quant_method": "bnb"}, "--quant-method bnb requires --quant-bits 4 or 8"),
@@ -37,9 +37,9 @@ def config(**settings: Any) -> TrainConfig:
         ({"deepspeed": "zero3"}, "cannot be combined with --deepspeed zero3"),
     ],
 )
-def test_unsupported_options_of_quantization_are_refused(settings: dict[str, Any], told: str) -> None:
-    asked = {} if "quant_method" in settings else {"quant_bits": 4}
-    assert any(told in problem for problem in config(**asked | settings).problems())
+def test_unsupported_options_of_quantization_are_refused(settings: dict[str, Any], expected_text: str) -> None:
+    quantization = {} if "quant_method" in settings else {"quant_bits": 4}
+    assert any(expected_text in problem for problem in config(**quantization | settings).problems())
     assert not config(quant_bits=4, quant_method="bnb").problems()
 
 
@@ -83,11 +83,11 @@ def test_gradients_equal_those_of_dequantized_weights(tmp_path: Path, bits: int)
         load_model(str(tmp_path), settings, dtype=torch.float32, packing=False, quantization=quantization)
         for quantization in (options, None)
     ]
-    for few, whole in zip(*(quantized_layers(model, "qwen3", options) for model in models), strict=True):
+    for few, full_layer in zip(*(quantized_layers(model, "qwen3", options) for model in models), strict=True):
         restored = few(torch.eye(few.in_features)).T.detach() if bits == 4 else _restored(few)
-        whole.weight.data.copy_(restored)
+        full_layer.weight.data.copy_(restored)
     inputs = torch.arange(24).reshape(1, -1)
-    found = []
+    gradients_by_model = []
     for model in models:
         torch.manual_seed(0)
         adapted = make_trainable(model, options)
@@ -95,11 +95,11 @@ def test_gradients_equal_those_of_dequantized_weights(tmp_path: Path, bits: int)
         adapted(input_ids=inputs)
         adapted.train()
         adapted(input_ids=inputs, labels=inputs).loss.backward()
-        found.append([weight.grad for weight in adapted.parameters() if weight.requires_grad])
-    for ours, theirs in zip(*found, strict=True):
+        gradients_by_model.append([weight.grad for weight in adapted.parameters() if weight.requires_grad])
+    for ours, theirs in zip(*gradients_by_model, strict=True):
         # Eight bits round what comes in, too.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if bits == 4 else 0.05 * float(theirs.abs().max()))
-    assert any(float(gradient.abs().max()) > 0 for gradient in found[0])
+    assert any(float(gradient.abs().max()) > 0 for gradient in gradients_by_model[0])
 
 
 def _restored(layer: Any) -> torch.Tensor:

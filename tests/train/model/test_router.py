@@ -40,8 +40,8 @@ def gradients(batches: list[Batch], step_tokens: int, *, recomputed: bool = Fals
     for batch in batches:
         with balance.of(batch, step_tokens, world_size=1):
             (model(**batch.model_inputs()).logits.sum() * 0.0).backward()
-    found = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    return [*found, balance.take()]
+    weight_gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    return [*weight_gradients, balance.take()]
 
 
 def test_loss_of_one_layer_equals_that_of_transformers() -> None:
@@ -54,15 +54,19 @@ def test_loss_of_one_layer_equals_that_of_transformers() -> None:
 def test_padding_fillers_and_recomputation_change_nothing() -> None:
     """A step of two micro-batches: packed, packed with padding, padded, with a filler beside, recomputed."""
     spec = reduced_spec("qwen3")
-    first, second = [make_sample(7, seed=1), make_sample(5, seed=2)], [make_sample(9, seed=3)]
-    alone = gradients([collate_packs(first, spec), collate_packs(second, spec)], 21)
+    first_pack, second_pack = [make_sample(7, seed=1), make_sample(5, seed=2)], [make_sample(9, seed=3)]
+    alone = gradients([collate_packs(first_pack, spec), collate_packs(second_pack, spec)], 21)
     assert 0.9 < float(alone[-1]) < 4
     assert any(float(weight.abs().max()) > 1e-5 for weight in alone[:-1])
-    fuller = [collate_packs(first, spec, multiple_of=16), collate_packs(second, spec), collate_packs([], spec)]
+    fuller = [
+        collate_packs(first_pack, spec, multiple_of=16),
+        collate_packs(second_pack, spec),
+        collate_packs([], spec),
+    ]
     others = [
         gradients(fuller, 21),
-        gradients([collate_padded(first, spec), collate_padded(second, spec)], 21, packed=False),
-        gradients([collate_packs(first, spec), collate_packs(second, spec)], 21, recomputed=True),
+        gradients([collate_padded(first_pack, spec), collate_padded(second_pack, spec)], 21, packed=False),
+        gradients([collate_packs(first_pack, spec), collate_packs(second_pack, spec)], 21, recomputed=True),
     ]
     for other in others:
         for ours, theirs in zip(alone, other, strict=True):
@@ -72,5 +76,5 @@ def test_padding_fillers_and_recomputation_change_nothing() -> None:
 def test_model_without_routers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--router-aux-loss-coef 0.1: \w+ has no routers"):
         RouterBalance(reduced_model("qwen3"), 0.1)
-    told = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", router_aux_loss_coef=0.1, deepspeed="zero2")
-    assert "--router-aux-loss-coef 0.1 cannot be combined with --deepspeed" in told.problems()
+    config = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", router_aux_loss_coef=0.1, deepspeed="zero2")
+    assert "--router-aux-loss-coef 0.1 cannot be combined with --deepspeed" in config.problems()

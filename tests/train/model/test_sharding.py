@@ -82,10 +82,10 @@ def losses_of_shards(keeps: bool) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=plugin.mixed_precision_policy)
     sharded: Any = fully_shard(model, mesh=mesh, mp_policy=plugin.mixed_precision_policy)
-    found = head.losses(sharded, collate_packs(mixed_samples("qwen3"), reduced_spec("qwen3")))
-    found.weighted_sum().backward()
-    assert (found.losses.dtype == torch.float32) is keeps
-    assert torch.equal(found.losses.bfloat16().to(found.losses.dtype), found.losses) is not keeps
+    head_losses = head.losses(sharded, collate_packs(mixed_samples("qwen3"), reduced_spec("qwen3")))
+    head_losses.weighted_sum().backward()
+    assert (head_losses.losses.dtype == torch.float32) is keeps
+    assert torch.equal(head_losses.losses.bfloat16().to(head_losses.losses.dtype), head_losses.losses) is not keeps
     assert all(parameter.grad is not None for parameter in sharded.parameters())
     dist.destroy_process_group()
 

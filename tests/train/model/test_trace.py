@@ -51,9 +51,9 @@ def config_of(name: str, drawn_data: Path, folder: Path) -> PreTrainedConfig:
 def test_traced_bytes_equal_those_of_the_pass(name: str, drawn_data: Path, tmp_path: Path) -> None:
     """And what is kept is what autograd saves, counted otherwise: by the hooks of saved tensors."""
     config = config_of(name, drawn_data, tmp_path)
-    told = traced_bytes(config)
-    check_same(told, computed_bytes(config))
-    assert told.kept == pytest.approx(saved_bytes(config), rel=0.05)
+    traced = traced_bytes(config)
+    check_same(traced, computed_bytes(config))
+    assert traced.kept == pytest.approx(saved_bytes(config), rel=0.05)
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
@@ -63,9 +63,9 @@ def test_with_adapters_or_recomputed(name: str, how: dict[str, bool], drawn_data
     check_same(traced_bytes(config, **how), computed_bytes(config, **how))
 
 
-def check_same(told: PassBytes, found: PassBytes) -> None:
-    assert told.kept == pytest.approx(found.kept, rel=0.05)
-    assert told.peak == pytest.approx(found.peak, rel=0.05)
+def check_same(traced: PassBytes, measured: PassBytes) -> None:
+    assert traced.kept == pytest.approx(measured.kept, rel=0.05)
+    assert traced.peak == pytest.approx(measured.peak, rel=0.05)
 
 
 @pytest.mark.parametrize("name", THAT_HEAR)
@@ -82,11 +82,11 @@ def test_sounds_are_traced(name: str, drawn_data: Path, tmp_path: Path) -> None:
     ids[0, : heard.audio] = spec.pad_ids["audio"]
     batch = dataclasses.replace(text, input_ids=ids, media=media, towers=tower_inputs(spec, media, ids))
     alone = traced_bytes(config, tokens=RankTokens(computed=160))
-    told, found = traced_bytes(config, tokens=heard), computed_bytes(config, batch=batch)
-    assert told.kept - alone.kept == pytest.approx(found.kept - alone.kept, rel=0.05)
-    assert told.peak - alone.peak == pytest.approx(found.peak - alone.peak, rel=0.05)
+    traced, measured = traced_bytes(config, tokens=heard), computed_bytes(config, batch=batch)
+    assert traced.kept - alone.kept == pytest.approx(measured.kept - alone.kept, rel=0.05)
+    assert traced.peak - alone.peak == pytest.approx(measured.peak - alone.peak, rel=0.05)
     picture = traced_bytes(config, tokens=RankTokens(computed=160, vision=heard.audio))
-    assert abs(picture.kept - alone.kept) > 1.2 * (told.kept - alone.kept), "a sound is no picture"
+    assert abs(picture.kept - alone.kept) > 1.2 * (traced.kept - alone.kept), "a sound is no picture"
 
 
 def test_shared_sequences_are_traced(tmp_path: Path) -> None:
@@ -97,25 +97,25 @@ def test_shared_sequences_are_traced(tmp_path: Path) -> None:
     peaks = {}
     for key in ranks[0]:
         way, recomputes = key.split()
-        heaviest = max((rank[key] for rank in ranks), key=lambda found: int(found["peak"]))
+        heaviest = max((rank[key] for rank in ranks), key=lambda figures: int(figures["peak"]))
         tokens = RankTokens(**{name: heaviest[name] for name in ("computed", "vision", "num_local_vision_tokens")})
         config = reduced_config("qwen3_vl")
-        told = traced_bytes(config, recomputes=recomputes == "True", tokens=tokens, axes=SHARED[way])
-        assert told.kept == pytest.approx(heaviest["kept"], rel=0.01), key
-        assert told.peak == pytest.approx(heaviest["peak"], rel=0.01), key
+        traced = traced_bytes(config, recomputes=recomputes == "True", tokens=tokens, axes=SHARED[way])
+        assert traced.kept == pytest.approx(heaviest["kept"], rel=0.01), key
+        assert traced.peak == pytest.approx(heaviest["peak"], rel=0.01), key
         if recomputes == "False":
-            assert told.kept == pytest.approx(heaviest["saved"], rel=0.01), key
-        peaks[key] = told.peak
+            assert traced.kept == pytest.approx(heaviest["saved"], rel=0.01), key
+        peaks[key] = traced.peak
     assert len(set(peaks.values())) == len(peaks), "no way is another one's"
     # Gated delta nets, of which each rank has some heads and all tokens. Where these lie is told by integers that come
     # from numpy, which only the trace counts.
     integers = 4 * 8 * 192
     hybrid, tokens = json.loads((tmp_path / "hybrid.json").read_text()), RankTokens(computed=96)
     for recomputes in (False, True):
-        kept, peak = hybrid[str(recomputes)]
-        told = traced_bytes(hybrid_config("qwen3_5"), recomputes=recomputes, tokens=tokens, axes=SHARED["ulysses"])
-        assert told.kept == pytest.approx(kept, abs=integers)
-        assert told.peak == pytest.approx(peak, abs=integers)
+        kept_bytes, peak = hybrid[str(recomputes)]
+        traced = traced_bytes(hybrid_config("qwen3_5"), recomputes=recomputes, tokens=tokens, axes=SHARED["ulysses"])
+        assert traced.kept == pytest.approx(kept_bytes, abs=integers)
+        assert traced.peak == pytest.approx(peak, abs=integers)
 
 
 def test_sounds_of_shared_sequences_are_traced(drawn_data: Path, tmp_path: Path) -> None:
@@ -138,14 +138,14 @@ def _measure_shared(folder: Path) -> None:
     spec = reduced_spec("qwen3_vl", str(folder))
     sides = {0: (64, 64), 1: (16, 16), 2: (16, 32)}
     samples = [make_sample(96, (side,), seed=number, limits=spec.limits.image) for number, side in sides.items()]
-    found = {}
+    measurements = {}
     for way, axes in SHARED.items():
         parallel = SequenceParallel.on_mesh(axes, "cpu")
         batch = collate_shard(samples, spec, parallel.split)
         batch, count = _with_targets(batch), batch.input_ids.shape[1]
         for recomputes in (False, True):
             held = computed_bytes(spec.config, recomputes=recomputes, batch=batch, parallel=parallel)
-            found[f"{way} {recomputes}"] = {
+            measurements[f"{way} {recomputes}"] = {
                 "kept": held.kept,
                 "peak": held.peak,
                 "saved": saved_bytes(spec.config, batch, parallel),
@@ -153,7 +153,7 @@ def _measure_shared(folder: Path) -> None:
                 "vision": int((batch.input_ids == spec.pad_ids["image"]).sum()),
                 "num_local_vision_tokens": len(batch.media["pixel_values"]) // 4,
             }
-    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(measurements))
     parallel = SequenceParallel.on_mesh(SHARED["ulysses"], "cpu")
     config = hybrid_config("qwen3_5")
     spec = InputSpec("", config, MediaLimits())
@@ -201,14 +201,14 @@ def test_keys_of_shared_prefixes_are_traced(recomputes: bool, tmp_path: Path) ->
     batch, count = _with_targets(batch), batch.input_ids.shape[1]
     tokens = RankTokens(computed=count, vision=16, keys=len(batch.key_index))
     assert tokens.keys > 4 * count
-    told = traced_bytes(spec.config, recomputes=recomputes, tokens=tokens)
-    found = computed_bytes(spec.config, recomputes=recomputes, batch=batch)
-    whole = traced_bytes(spec.config, recomputes=recomputes, tokens=dataclasses.replace(tokens, keys=0))
-    assert told.kept == pytest.approx(found.kept, rel=0.01)
-    assert told.peak == pytest.approx(found.peak, rel=0.01)
-    assert told.peak > 1.1 * whole.peak, "gathered keys are seen"
+    traced = traced_bytes(spec.config, recomputes=recomputes, tokens=tokens)
+    measured = computed_bytes(spec.config, recomputes=recomputes, batch=batch)
+    without_gathered = traced_bytes(spec.config, recomputes=recomputes, tokens=dataclasses.replace(tokens, keys=0))
+    assert traced.kept == pytest.approx(measured.kept, rel=0.01)
+    assert traced.peak == pytest.approx(measured.peak, rel=0.01)
+    assert traced.peak > 1.1 * without_gathered.peak, "gathered keys are seen"
     if not recomputes:
-        assert told.kept == pytest.approx(saved_bytes(spec.config, batch), rel=0.01)
+        assert traced.kept == pytest.approx(saved_bytes(spec.config, batch), rel=0.01)
 
 
 def _with_targets(batch: B) -> B:

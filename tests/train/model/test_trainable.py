@@ -20,8 +20,8 @@ from tests.batch.reduced import reduced_model
 
 def adapted(**settings: Any) -> PeftModel:
     """A small model with an adapter that has an effect."""
-    given = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-    return get_peft_model(reduced_model("qwen3"), LoraConfig(**given | settings))
+    options = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    return get_peft_model(reduced_model("qwen3"), LoraConfig(**options | settings))
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +56,11 @@ def test_modules_that_peft_confuses_with_experts_are_named() -> None:
     assert {"gate_proj", "up_proj", "down_proj"} <= names
     with pytest.raises(
         ConfigError, match="LoRA on down_proj, gate_proj, up_proj: peft would adapt the model's routed"
-    ) as told:
+    ) as raised:
         add_adapters(model, towers, run)
-    _, _, others = str(told.value).partition("--target-modules ")
-    found = add_adapters(model, towers, replace(run, target_modules=tuple(others.split())))
-    adapted_names = {name for name, module in found.named_modules() if hasattr(module, "lora_A")}
+    _, _, others = str(raised.value).partition("--target-modules ")
+    model_with_adapters = add_adapters(model, towers, replace(run, target_modules=tuple(others.split())))
+    adapted_names = {name for name, module in model_with_adapters.named_modules() if hasattr(module, "lora_A")}
     assert adapted_names
     assert not any("experts" in name or "shared_expert." in name for name in adapted_names)
 

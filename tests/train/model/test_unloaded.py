@@ -105,9 +105,11 @@ def as_bytes(tensor: Tensor) -> bytes:
 def unloaded_names(patterns: set[str]) -> st.SearchStrategy[list[str]]:
     """Names that a class would skip while loading: some for each of its patterns, and of rotary embeddings."""
     alphabet = st.sampled_from(string.ascii_letters + string.digits + "._")
-    drawn = [st.lists(st.from_regex(pattern, alphabet=alphabet), min_size=1, max_size=3) for pattern in patterns]
+    name_lists = [st.lists(st.from_regex(pattern, alphabet=alphabet), min_size=1, max_size=3) for pattern in patterns]
     always = ["model.layers.0.self_attn.rotary_emb.inv_freq"]
-    return st.tuples(*drawn).map(lambda names: sorted({name for some in (*names, always) for name in some if name}))
+    return st.tuples(*name_lists).map(
+        lambda names: sorted({name for name_list in (*names, always) for name in name_list if name})
+    )
 
 
 @pytest.mark.parametrize("name", ignoring_classes())
@@ -173,8 +175,8 @@ def test_checkpoints_and_merged_models_keep_unloaded_tensors(
     base = read_tensors(tiny_with_mtp)
     for train_type in ("full", "lora"):
         recording = Recording()
-        given: dict[str, Any] = {"model": str(tiny_with_mtp), "train_type": train_type, "max_steps": 2}
-        train(tiny.config(tmp_path / train_type, save_steps=1, **given), recording)
+        run_options: dict[str, Any] = {"model": str(tiny_with_mtp), "train_type": train_type, "max_steps": 2}
+        train(tiny.config(tmp_path / train_type, save_steps=1, **run_options), recording)
         lines = [note for note in recording.notes if "mtp.fc.weight" in note]
         assert len(lines) == (train_type == "full")
     merged = Recording()
@@ -191,8 +193,8 @@ def test_checkpoints_and_merged_models_keep_unloaded_tensors(
     last = read_tensors(tmp_path / "full" / "last")
     assert not all(torch.equal(last[name], base[name]) for name in base)
     checkpoint = str(tmp_path / "full" / "checkpoint-1")
-    given = {"model": str(tiny_with_mtp), "max_steps": 2, "resume_from_checkpoint": checkpoint}
-    train(tiny.config(tmp_path / "resumed", **given), SilentProgress())
+    run_options = {"model": str(tiny_with_mtp), "max_steps": 2, "resume_from_checkpoint": checkpoint}
+    train(tiny.config(tmp_path / "resumed", **run_options), SilentProgress())
     resumed = read_tensors(tmp_path / "resumed" / "last")
     assert all(torch.equal(resumed[name], last[name]) for name in base)
 
@@ -206,8 +208,13 @@ def test_merging_changes_only_adapted_modules(tiny: TinyWorld, tiny_with_mtp: Pa
         for name, tensor in read_tensors(tiny_with_mtp).items()
     }
     save_file(base, tiny_with_mtp / "model.safetensors", {"format": "pt"})
-    given: dict[str, Any] = {"model": str(tiny_with_mtp), "train_type": "lora", "max_steps": 2, "learning_rate": 0.1}
-    train(tiny.config(tmp_path / "lora", **given), SilentProgress())
+    run_options: dict[str, Any] = {
+        "model": str(tiny_with_mtp),
+        "train_type": "lora",
+        "max_steps": 2,
+        "learning_rate": 0.1,
+    }
+    train(tiny.config(tmp_path / "lora", **run_options), SilentProgress())
     adapter = str(tmp_path / "lora" / "last")
     merge_adapter(MergeConfig(adapter=adapter, output=str(tmp_path / "merged")), SilentProgress())
     merged, weights = read_tensors(tmp_path / "merged"), tmp_path / "lora" / "last" / "adapter_model.safetensors"

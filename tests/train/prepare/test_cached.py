@@ -17,12 +17,14 @@ from tests.train.tiny import TinyWorld, export_rows
 
 def test_epochs_have_different_plans_and_ranks_the_same_plan(tiny: TinyWorld, tmp_path: Path) -> None:
     config = tiny.config(tmp_path, num_train_epochs=3.0)
-    first, second = (Run.of(config, World(rank, 2)) for rank in (0, 1))
-    plans = [first.timeline.plan_of(epoch) for epoch in range(3)]
+    first_run, second_run = (Run.of(config, World(rank, 2)) for rank in (0, 1))
+    plans = [first_run.timeline.plan_of(epoch) for epoch in range(3)]
     assert len({plan.fingerprint for plan in plans}) == 3
-    assert [second.timeline.plan_of(epoch).fingerprint for epoch in range(3)] == [plan.fingerprint for plan in plans]
+    assert [second_run.timeline.plan_of(epoch).fingerprint for epoch in range(3)] == [
+        plan.fingerprint for plan in plans
+    ]
     for plan in plans:
-        assert sorted(plan.packs.samples) == list(range(len(first.source.reader)))
+        assert sorted(plan.packs.samples) == list(range(len(first_run.source.reader)))
     assert not np.array_equal(plans[0].packs.samples, plans[1].packs.samples)
 
 
@@ -35,10 +37,10 @@ def test_the_seed_decides_the_plan(tiny: TinyWorld, tmp_path: Path) -> None:
 
 def test_caches_with_web_addresses_give_a_warning(tiny: TinyWorld, tmp_path: Path) -> None:
     export_rows(tiny, tmp_path / "any", media_access="any")
-    given = {"cached_dataset": (tiny.cache, str(tmp_path / "any"))}
-    (note,) = Run.of(tiny.config(tmp_path, **given), World()).notes
+    run_options = {"cached_dataset": (tiny.cache, str(tmp_path / "any"))}
+    (note,) = Run.of(tiny.config(tmp_path, **run_options), World()).notes
     assert "--media-access any" in note
-    assert not Run.of(tiny.config(tmp_path, **given, media_access="any"), World()).notes
+    assert not Run.of(tiny.config(tmp_path, **run_options, media_access="any"), World()).notes
     assert not Run.of(tiny.config(tmp_path), World()).notes
 
 
@@ -62,21 +64,21 @@ def test_plans_are_cached_in_one_place(tiny: TinyWorld, tmp_path: Path) -> None:
     """The epoch that is trained and the one that is read ahead are planned once, whoever asks."""
     schedule = Run.of(tiny.config(tmp_path, num_train_epochs=4.0), World()).timeline
     assert schedule.first is schedule.plan_of(0)
-    second, third = schedule.plan_of(1), schedule.plan_of(2)
-    assert (schedule.plan_of(1), schedule.plan_of(2)) == (second, third)
+    second_plan, third = schedule.plan_of(1), schedule.plan_of(2)
+    assert (schedule.plan_of(1), schedule.plan_of(2)) == (second_plan, third)
 
 
 def test_the_log_says_whether_samples_are_packed(tiny: TinyWorld, tmp_path: Path) -> None:
     assert TrainConfig(model="m", cached_dataset=("c",), output_dir="o").packing, "unless something else is said"
 
-    def told(**settings: Any) -> str:
+    def packing_line(**settings: Any) -> str:
         run = Run.of(tiny.config(tmp_path, **settings), World())
         (line,) = [line for line in run.source.lines(run.config) if line.startswith("packing: ")]
         return line
 
-    assert told().startswith("packing: yes (--packing false pads); packing length: 256, ")
-    assert "padded rows of one sample each (--packing false)" in told(packing=False)
-    assert "up to 500 tokens without padding" in told(packing=False, dynamic_batch_tokens=500)
+    assert packing_line().startswith("packing: yes (--packing false pads); packing length: 256, ")
+    assert "padded rows of one sample each (--packing false)" in packing_line(packing=False)
+    assert "up to 500 tokens without padding" in packing_line(packing=False, dynamic_batch_tokens=500)
 
 
 def test_a_val_split_is_evaluated_when_checkpoints_are_saved(tiny: TinyWorld, tmp_path: Path) -> None:
@@ -85,8 +87,8 @@ def test_a_val_split_is_evaluated_when_checkpoints_are_saved(tiny: TinyWorld, tm
 
     def decided(**settings: Any) -> tuple[str | None, int | None, bool, bool]:
         run = Run.of(tiny.config(tmp_path, **settings), World())
-        told = any("--eval-strategy no turns this off" in note for note in run.notes)
-        return run.config.eval_strategy, run.config.eval_steps, run.validation is not None, told
+        has_note = any("--eval-strategy no turns this off" in note for note in run.notes)
+        return run.config.eval_strategy, run.config.eval_steps, run.validation is not None, has_note
 
     assert decided(**split) == ("steps", 7, True, True)
     assert decided(**split, save_strategy="best") == ("steps", 7, True, True)

@@ -38,8 +38,8 @@ def test_another_tokenizer_is_refused(tiny: TinyWorld, tmp_path: Path) -> None:
     model = shutil.copytree(tiny.model, tmp_path / "model")
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
-    first, second = list(vocab)[-2:]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
+    token, other_token = list(vocab)[-2:]
+    vocab[token], vocab[other_token] = vocab[other_token], vocab[token]
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(MismatchError, match=r"tokenizer: [0-9a-f]+ in the cache, [0-9a-f]+ in the model") as caught:
         open_for(tiny, model=str(model))

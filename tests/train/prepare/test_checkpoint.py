@@ -34,16 +34,16 @@ class Noted(SilentProgress):
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full_run(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps, each with a checkpoint."""
     output_dir = tmp_path_factory.mktemp("whole")
     assert train(tiny.config(output_dir, **GIVEN), SilentProgress()).steps == 4
     return output_dir
 
 
-def linked(whole: Path, target: Path) -> Path:
+def linked(full_run: Path, target: Path) -> Path:
     """A copy without the last checkpoint, as of a run that was broken off; its files are links, to be replaced."""
-    shutil.copytree(whole, target, copy_function=lambda source, to: Path(to).hardlink_to(source))
+    shutil.copytree(full_run, target, copy_function=lambda source, to: Path(to).hardlink_to(source))
     shutil.rmtree(target / "checkpoint-4")
     return target
 
@@ -62,21 +62,21 @@ def damage(file: Path, way: str, at: int) -> None:
 @settings(max_examples=40)
 @given(data=st.data())
 def test_the_newest_intact_checkpoint_is_found_and_damaged_ones_are_named(
-    data: Any, whole: Path, tmp_path_factory: pytest.TempPathFactory
+    data: Any, full_run: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    output_dir = linked(whole, tmp_path_factory.mktemp("damaged") / "out")
+    output_dir = linked(full_run, tmp_path_factory.mktemp("damaged") / "out")
     step = data.draw(st.sampled_from([1, 2, 3]))
     checkpoint = output_dir / f"checkpoint-{step}"
     read = [*checksums_of(str(checkpoint)), STATE_NAME]
     name = data.draw(st.sampled_from(sorted(path.name for path in checkpoint.iterdir())))
     way = data.draw(st.sampled_from(["truncate", "delete", "garbage"]))
     damage(checkpoint / name, way, data.draw(st.integers(0, 2**20)))
-    found, messages = find_checkpoint("true", str(output_dir))
+    newest, messages = find_checkpoint("true", str(output_dir))
     if name not in read or (step < 3 and name != STATE_NAME):
-        assert found == str(output_dir / "checkpoint-3")
+        assert newest == str(output_dir / "checkpoint-3")
         assert messages == []
     else:
-        assert found == str(output_dir / ("checkpoint-2" if step == 3 else "checkpoint-3"))
+        assert newest == str(output_dir / ("checkpoint-2" if step == 3 else "checkpoint-3"))
         assert len(messages) == 2
         assert f"checkpoint-{step}" in messages[0]
         assert name in messages[0]
@@ -86,9 +86,9 @@ def test_the_newest_intact_checkpoint_is_found_and_damaged_ones_are_named(
     shutil.rmtree(output_dir)
 
 
-def test_a_run_resumes_from_the_newest_intact_checkpoint(whole: Path, tiny: TinyWorld, tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_newest_intact_checkpoint(full_run: Path, tiny: TinyWorld, tmp_path: Path) -> None:
     """Weights of the last checkpoint, the optimizer of the one before; what no run reads, in the first."""
-    output_dir = linked(whole, tmp_path / "out")
+    output_dir = linked(full_run, tmp_path / "out")
     damage(output_dir / "checkpoint-3" / "model.safetensors", "truncate", 1000)
     damage(output_dir / "checkpoint-2" / "optimizer.pt", "garbage", 30_000)
     read = checksums_of(str(output_dir / "checkpoint-1"))
@@ -98,20 +98,22 @@ def test_a_run_resumes_from_the_newest_intact_checkpoint(whole: Path, tiny: Tiny
     progress = Noted()
     result = train(tiny.config(output_dir, **GIVEN, resume_from_checkpoint="true"), progress)
     assert result.resumed_from == str(output_dir / "checkpoint-1")
-    told = "\n".join(progress.lines)
-    assert "checkpoint-3 is damaged: model.safetensors has 1,000 bytes" in told
-    assert "checkpoint-2 is damaged: optimizer.pt has changed" in told
-    assert read_metrics(output_dir) == read_metrics(whole)
-    check_same_rest(whole, output_dir, 0)
+    output = "\n".join(progress.lines)
+    assert "checkpoint-3 is damaged: model.safetensors has 1,000 bytes" in output
+    assert "checkpoint-2 is damaged: optimizer.pt has changed" in output
+    assert read_metrics(output_dir) == read_metrics(full_run)
+    check_same_rest(full_run, output_dir, 0)
 
 
-def test_checkpoints_of_older_versions_have_no_checksums(whole: Path, tiny: TinyWorld, tmp_path: Path) -> None:
-    output_dir = linked(whole, tmp_path / "out")
+def test_checkpoints_of_older_versions_have_no_checksums(full_run: Path, tiny: TinyWorld, tmp_path: Path) -> None:
+    output_dir = linked(full_run, tmp_path / "out")
     for checkpoint in finished_checkpoints(str(output_dir)):
         state = json.loads((Path(checkpoint) / STATE_NAME).read_text())
         (Path(checkpoint) / STATE_NAME).unlink()
-        kept = {name: value for name, value in state.items() if name not in ("files", "digest", "master_weights")}
-        (Path(checkpoint) / STATE_NAME).write_text(json.dumps(kept))
+        remaining_state = {
+            name: value for name, value in state.items() if name not in ("files", "digest", "master_weights")
+        }
+        (Path(checkpoint) / STATE_NAME).write_text(json.dumps(remaining_state))
     assert find_checkpoint("true", str(output_dir))[0] == str(output_dir / "checkpoint-3")
     config = tiny.config(output_dir, **GIVEN, resume_from_checkpoint="true")
     for name, what in (("model.safetensors", "the weights"), ("optimizer.pt", "the optimizer's states")):
@@ -121,26 +123,30 @@ def test_checkpoints_of_older_versions_have_no_checksums(whole: Path, tiny: Tiny
             train(config, SilentProgress())
         (output_dir / "checkpoint-3" / name).write_bytes(kept_bytes)
     train(config, SilentProgress())
-    assert read_metrics(output_dir) == read_metrics(whole)
+    assert read_metrics(output_dir) == read_metrics(full_run)
 
 
 @pytest.mark.parametrize("train_type", ["full", "lora"])
 def test_checkpoints_with_weights_only_cannot_be_resumed(train_type: str, tiny: TinyWorld, tmp_path: Path) -> None:
-    given: dict[str, Any] = GIVEN | {"train_type": train_type, "training": {"save_only_model": True}, "max_steps": 2}
-    train(tiny.config(tmp_path, **given), SilentProgress())
+    run_options: dict[str, Any] = GIVEN | {
+        "train_type": train_type,
+        "training": {"save_only_model": True},
+        "max_steps": 2,
+    }
+    train(tiny.config(tmp_path, **run_options), SilentProgress())
     on = {"max_steps": 4, "output_dir": str(tmp_path), "resume_from_checkpoint": "true", "training": {}}
-    config = tiny.config(**given | on)
+    config = tiny.config(**run_options | on)
     with pytest.raises(MismatchError, match="the optimizer's states, the schedule, the random states") as caught:
         train(config, SilentProgress())
     assert "--resume-only-model true" in str(caught.value)
     progress = Noted()
     begun = {"resume_only_model": True, "output_dir": str(tmp_path / "new")}
     begun["resume_from_checkpoint"] = str(tmp_path / "checkpoint-2")
-    train(tiny.config(**given | on | begun), progress)
+    train(tiny.config(**run_options | on | begun), progress)
     assert any("optimizer, schedule and data start from the beginning" in line for line in progress.lines)
-    first, again = read_metrics(tmp_path), read_metrics(tmp_path / "new")
+    original, again = read_metrics(tmp_path), read_metrics(tmp_path / "new")
     assert [line["step"] for line in again] == [1, 2, 3, 4]
-    assert again[0]["loss"] < first[0]["loss"]
+    assert again[0]["loss"] < original[0]["loss"]
 
 
 def test_a_full_disk_keeps_older_checkpoints(tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,11 +167,11 @@ def test_a_full_disk_keeps_older_checkpoints(tiny: TinyWorld, tmp_path: Path, mo
 
 
 def test_a_limit_on_file_size_ends_the_run_and_is_named(
-    whole: Path, tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    full_run: Path, tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch alone would say ``enforce fail at inline_container.cc``."""
     save, before = Trainer._save_optimizer_and_scheduler, resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = (whole / "checkpoint-1" / "optimizer.pt").stat().st_size // 2
+    limit = (full_run / "checkpoint-1" / "optimizer.pt").stat().st_size // 2
 
     def limited(self: Trainer, output_dir: str) -> None:
         if output_dir.endswith("checkpoint-2"):
@@ -201,8 +207,8 @@ def test_a_full_disk_is_reported_with_the_needed_space(num_bytes: int | None, tm
     assert not directory.exists()
 
 
-def test_damaged_checkpoints_are_all_named_if_none_is_intact(whole: Path, tmp_path: Path) -> None:
-    output_dir = linked(whole, tmp_path / "out")
+def test_damaged_checkpoints_are_all_named_if_none_is_intact(full_run: Path, tmp_path: Path) -> None:
+    output_dir = linked(full_run, tmp_path / "out")
     for step in (1, 2, 3):
         damage(output_dir / f"checkpoint-{step}" / "scheduler.pt", "delete", 0)
     with pytest.raises(ConfigError) as caught:

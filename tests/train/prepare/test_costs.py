@@ -31,22 +31,22 @@ def test_costs_depend_on_the_trained_weights() -> None:
     assert run_config().training_summary == "language model lora, towers frozen, aligner frozen"
     full = run_config(train_type="full", freeze_llm=True, freeze_vit=False, freeze_aligner=False)
     assert full.training_summary == "language model frozen, towers full, aligner full"
-    some: dict[str, Any] = {"target_modules": ("q_proj", "v_proj"), "modules_to_save": ("lm_head",)}
-    told = (
+    lora_options: dict[str, Any] = {"target_modules": ("q_proj", "v_proj"), "modules_to_save": ("lm_head",)}
+    summary = (
         "language model lora, towers frozen, aligner frozen, --target-modules q_proj v_proj, --modules-to-save lm_head"
     )
-    assert run_config(**some).training_summary == told
+    assert run_config(**lora_options).training_summary == summary
     # A plan is made for the run that is trained with the same options.
-    for given in ({}, some):
-        plan = PlanConfig(cached_dataset=("c",), **given)
-        assert part_of(LearningOptions, plan) == part_of(LearningOptions, run_config(**given))
+    for options in ({}, lora_options):
+        plan = PlanConfig(cached_dataset=("c",), **options)
+        assert part_of(LearningOptions, plan) == part_of(LearningOptions, run_config(**options))
         assert not plan.problems()
 
 
 def test_costs_of_a_resumed_adapter_are_those_of_its_modules(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"r": 4, "target_modules": ["q_proj", "self_attn.v_proj"]}')
-    asked = cost_of(MODEL, run_config(target_modules=("q_proj", "v_proj"), lora_rank=4))
-    assert cost_of(MODEL, run_config(adapters=(str(tmp_path),))) == asked != cost_of(MODEL, run_config())
+    expected_cost = cost_of(MODEL, run_config(target_modules=("q_proj", "v_proj"), lora_rank=4))
+    assert cost_of(MODEL, run_config(adapters=(str(tmp_path),))) == expected_cost != cost_of(MODEL, run_config())
     assert cost_of(MODEL, run_config(adapters=(str(tmp_path / "none"),))) == cost_of(MODEL, run_config())
 
 
@@ -80,8 +80,10 @@ def test_a_model_of_unknown_form_has_the_costs_of_8b() -> None:
 
 def test_skrull_gets_the_speed_of_the_devices() -> None:
     options = PlanOptions(max_length=8, packing_length=8, skrull=SkrullOptions(bucket_size=8, sequence_parallel_size=4))
-    found = {name: with_costs(options, MODEL, run_config(), HARDWARE[name]).skrull for name in ("h100", "a100")}
-    for name, skrull in found.items():
+    skrull_options = {
+        name: with_costs(options, MODEL, run_config(), HARDWARE[name]).skrull for name in ("h100", "a100")
+    }
+    for name, skrull in skrull_options.items():
         assert skrull is not None
         machine = Machine(sizes=ModelSizes.of_config(MODEL), hardware=HARDWARE[name], world_size=4)
         assert skrull.times == machine.step_time(4)
@@ -91,9 +93,9 @@ def test_skrull_gets_the_speed_of_the_devices() -> None:
 
 
 def test_other_trained_parts_are_refused_if_packs_were_assigned_by_them() -> None:
-    given: dict[str, Any] = {"plan": "p", "cache": "c", "seed": 0, "train_type": "lora", "packing": True}
-    given |= {"max_length": 8, "packing_length": 8, "world_size": 1, "gradient_accumulation_steps": 1}
-    state = RunState(**given, per_device_train_batch_size=1, steps="s", learning="towers frozen")
+    state_fields: dict[str, Any] = {"plan": "p", "cache": "c", "seed": 0, "train_type": "lora", "packing": True}
+    state_fields |= {"max_length": 8, "packing_length": 8, "world_size": 1, "gradient_accumulation_steps": 1}
+    state = RunState(**state_fields, per_device_train_batch_size=1, steps="s", learning="towers frozen")
     state.check_continues("checkpoint", dataclasses.replace(state, learning="towers lora"))
     other = dataclasses.replace(state, learning="towers lora", steps="t")
     with pytest.raises(MismatchError, match="learning: towers lora in the checkpoint, towers frozen now"):

@@ -29,11 +29,11 @@ def test_recomputation_depends_on_the_size_of_the_model(tiny: TinyWorld, tmp_pat
     config: dict[str, Any] = json.loads((tmp_path / "config.json").read_text())
     config["text_config"] |= {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for given, decided in ((None, True), (False, False), (True, True)):
-        asked = tiny.config("out", model=str(tmp_path), gradient_checkpointing=given)
-        found = with_recomputing(asked)
-        assert found.gradient_checkpointing is decided
-        assert bool(recomputing_lines(asked, found)) == (given is None)
+    for requested, decided in ((None, True), (False, False), (True, True)):
+        train_config = tiny.config("out", model=str(tmp_path), gradient_checkpointing=requested)
+        resolved_config = with_recomputing(train_config)
+        assert resolved_config.gradient_checkpointing is decided
+        assert bool(recomputing_lines(train_config, resolved_config)) == (requested is None)
 
 
 @pytest.mark.parametrize("form", [{"n_embd": 1600, "n_layer": 48}, {"hidden_size": 64, "intermediate_size": [64, 128]}])

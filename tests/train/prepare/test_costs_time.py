@@ -32,8 +32,8 @@ TIME = ExpectedTime(
 
 
 def run_config(**settings: Any) -> TrainConfig:
-    given: dict[str, Any] = {"packing_length": 256, "train_type": "full", "gradient_checkpointing": False}
-    return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **given | settings)
+    options: dict[str, Any] = {"packing_length": 256, "train_type": "full", "gradient_checkpointing": False}
+    return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **options | settings)
 
 
 def planned(tiny: TinyWorld, config: TrainConfig) -> tuple[EpochPlan, SplitIndex, MediaShares]:
@@ -65,13 +65,13 @@ def test_a_slow_device_takes_the_time_of_its_slowest_rank(tiny: TinyWorld) -> No
     config = run_config(train_type="lora")
     time = dataclasses.replace(TIME, hardware=slow, gradient_bytes=0, model=MODEL_PRESETS["qwen2.5-0.5b"])
     plan, index, shares = planned(tiny, config)
-    found = time.steps(config, plan, index, shares)
+    seconds = time.steps(config, plan, index, shares)
     cost = RunCosts.of(config, time.model).hardware
     packs = np.add.reduceat(sample_costs(cost, index, index.target_tokens)[plan.packs.samples], plan.packs.offsets[:-1])
     slowest = plan.steps.rank_costs(packs).max(axis=1) / slow.peak
     # Few tokens at a time are slower than that: 300 of each micro-batch, and 512 queries of each sample.
-    assert np.all(found > slowest)
-    assert np.all(found < slowest + 300 * cost.per_token / slow.peak + 512 * 256 * cost.per_square / slow.peak + 1e-3)
+    assert np.all(seconds > slowest)
+    assert np.all(seconds < slowest + 300 * cost.per_token / slow.peak + 512 * 256 * cost.per_square / slow.peak + 1e-3)
 
 
 def test_recomputation_adds_time_and_sequence_parallelism_saves_it(tiny: TinyWorld) -> None:
@@ -106,7 +106,7 @@ def test_an_image_is_encoded_by_one_rank(tiny: TinyWorld) -> None:
     model = ModelFiles.load(tiny.model).config
     time = dataclasses.replace(TIME, model=model, hardware=peak, weight_bytes=0, gradient_bytes=0, trained_bytes=0)
     config = run_config(sequence_parallel_size=4)
-    cost, found, towers = RunCosts.of(config, model).hardware, [], []
+    cost, seconds_by_shares, towers = RunCosts.of(config, model).hardware, [], []
     for number in (1, 4):
         column = {name: np.zeros(1, np.int32) for name in ("num_videos", "num_audios", "audio_tokens", "channel")}
         column |= {"length": np.array([200]), "target_tokens": np.array([10]), "media_tokens": np.array([160])}
@@ -115,8 +115,8 @@ def test_an_image_is_encoded_by_one_rank(tiny: TinyWorld) -> None:
         options = dataclasses.replace(plan_options(config, max_length=256, world_size=1), balance="none")
         plan = plan_epoch(index.length, index.target_tokens, options, seed=0)
         shares = assign_media(media_of_caches(index, model), model, plan, 4)
-        found.append(float(time.steps(config, plan, index, shares).sum()))
+        seconds_by_shares.append(float(time.steps(config, plan, index, shares).sum()))
         towers.append(float(cost.towers(index.vision_tokens, squares)[0]))
-    one, four = found
+    one, four = seconds_by_shares
     assert one - four == pytest.approx((towers[0] - towers[1] / 4) / peak.peak, rel=1e-6)
     assert one > 1.5 * four

@@ -22,19 +22,19 @@ from tests.train.tiny import TinyWorld
 
 def samples_of_micro_batches(run: Run) -> list[tuple[list[Any], list[int]]]:
     """Samples of each micro-batch of each data-parallel rank of the first epoch, and their places."""
-    plan, found = run.timeline.first, []
+    plan, micro_batch_samples = run.timeline.first, []
     for step in range(plan.steps.num_steps):
         for rank in range(plan.steps.world_size):
             for number in range(plan.steps.num_micro_batches(step)):
                 positions = [int(p) for pack in plan.samples(step, rank, number) for p in pack]
                 places = plan.placement_of(step, rank, number)
-                found.append(
+                micro_batch_samples.append(
                     (
                         [run.source.reader.sample(position) for position in positions],
                         [SHARDED] * len(positions) if places is None else places.tolist(),
                     )
                 )
-    return found
+    return micro_batch_samples
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def samples_of_micro_batches(run: Run) -> list[tuple[list[Any], list[int]]]:
 def test_a_rank_encodes_whole_images(size: int, settings: dict[str, Any], tiny: TinyWorld) -> None:
     config = tiny.config("unused", sequence_parallel_size=size, **settings)
     run = Run.of(config, World(0, size, size))
-    (told,) = run.peak_memory_batches()
+    (peak_batch,) = run.peak_memory_batches()
     spec = InputSpec.load(run.source.files.directory, run.source.media_limits, config)
     most = largest = held = 0
     for samples, places in samples_of_micro_batches(run):
@@ -55,13 +55,13 @@ def test_a_rank_encodes_whole_images(size: int, settings: dict[str, Any], tiny: 
             most = max(most, sum(sample.num_media_tokens for sample in own if sample.images))
         pictures = [image.num_tokens for sample in samples for image in sample.images]
         largest, held = max([largest, *pictures]), max(held, sum(pictures))
-    assert told.num_local_vision_tokens is not None
+    assert peak_batch.num_local_vision_tokens is not None
     assert max(largest, held // size) <= most
-    assert most <= told.num_local_vision_tokens <= 1.15 * most
-    assert told.computed == (128 if "schedule" in settings else 256 * config.per_device_train_batch_size // size)
-    assert told.vision == min(held, told.computed - 1)
+    assert most <= peak_batch.num_local_vision_tokens <= 1.15 * most
+    assert peak_batch.computed == (128 if "schedule" in settings else 256 * config.per_device_train_batch_size // size)
+    assert peak_batch.vision == min(held, peak_batch.computed - 1)
     if not settings:
-        assert told.num_local_vision_tokens > held / size + 1, "an even part would be too little"
+        assert peak_batch.num_local_vision_tokens > held / size + 1, "an even part would be too little"
 
 
 def test_keys_of_packs_with_trees(tiny: TinyWorld, tmp_path: Path) -> None:
@@ -71,15 +71,15 @@ def test_keys_of_packs_with_trees(tiny: TinyWorld, tmp_path: Path) -> None:
     packs = run.timeline.first.packs
     assert packs.shared is not None
     spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
-    told, found = max_keys_per_pack(packs), []
+    max_keys, num_keys = max_keys_per_pack(packs), []
     for number in range(packs.num_packs):
         samples = [run.source.reader.sample(int(position)) for position in packs.pack(number)]
         batch = collate_tree(samples, spec, frozenset())
-        found.append(len(getattr(batch, "key_index", batch.input_ids[0])))
-    assert (told >= found).all()
-    assert (told <= 1.5 * np.array(found)).all()
+        num_keys.append(len(getattr(batch, "key_index", batch.input_ids[0])))
+    assert (max_keys >= num_keys).all()
+    assert (max_keys <= 1.5 * np.array(num_keys)).all()
     (heaviest,) = run.peak_memory_batches()
-    assert heaviest.keys == told.max() > heaviest.computed
+    assert heaviest.keys == max_keys.max() > heaviest.computed
 
 
 def test_compiled_lengths_are_padded(tiny: TinyWorld) -> None:

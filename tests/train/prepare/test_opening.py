@@ -18,23 +18,30 @@ from tests.train.tiny import TinyWorld, export_rows
 
 
 def recipe(tiny: TinyWorld, *sources: dict[str, Any]) -> Recipe:
-    found = tuple(SourceRecipe(path=tiny.cache, **each) for each in sources)
-    return Recipe(sources=found, place="--mix mix.yaml")
+    source_recipes = tuple(SourceRecipe(path=tiny.cache, **each) for each in sources)
+    return Recipe(sources=source_recipes, place="--mix mix.yaml")
 
 
 def test_planned_targets_follow_the_loss_scale_of_each_source(tiny: TinyWorld, tmp_path: Path) -> None:
     export_rows(tiny, tmp_path / "cache", loss_scale="last_round")
     export_rows(tiny, tmp_path / "shards", rows_per_shard=7)
     reader = CacheReader.open([str(tmp_path / "shards"), str(tmp_path / "cache"), tiny.cache])
-    whole, last = (reader.index.target_tokens[: reader.offsets[1]], CacheReader.open([str(tmp_path / "cache")]).index)
-    asked = recipe(tiny, {"loss_scale": "last_round"}, {"loss_scale": "last_round"}, {})
+    all_rounds, last = (
+        reader.index.target_tokens[: reader.offsets[1]],
+        CacheReader.open([str(tmp_path / "cache")]).index,
+    )
+    source_recipe = recipe(tiny, {"loss_scale": "last_round"}, {"loss_scale": "last_round"}, {})
     files = ModelFiles.load(tiny.model)
     # The second has them already; of the third nothing is said, but perhaps by the run.
-    assert [choice is None for choice in choices_of_targets(reader, files, None, asked)] == [False, True, True]
-    assert [choice is None for choice in choices_of_targets(reader, files, "all", asked)] == [False, True, False]
-    found = planned_targets(reader, asked, None)
-    assert (last.target_tokens != whole).any()
-    assert found.tolist() == [*last.target_tokens, *last.target_tokens, *whole]
+    assert [choice is None for choice in choices_of_targets(reader, files, None, source_recipe)] == [False, True, True]
+    assert [choice is None for choice in choices_of_targets(reader, files, "all", source_recipe)] == [
+        False,
+        True,
+        False,
+    ]
+    num_targets = planned_targets(reader, source_recipe, None)
+    assert (last.target_tokens != all_rounds).any()
+    assert num_targets.tolist() == [*last.target_tokens, *last.target_tokens, *all_rounds]
     assert planned_targets(reader, recipe(tiny, {}, {}, {}), None) is reader.index.target_tokens
 
 
@@ -43,10 +50,10 @@ def test_a_plan_needs_the_model_for_targets(tiny: TinyWorld) -> None:
     (manifest,) = reader.manifests
     identity = dataclasses.replace(manifest.identity, spec={**manifest.identity.spec, "model": "gone"})
     reader.manifests = (dataclasses.replace(manifest, identity=identity),)
-    asked = recipe(tiny, {"loss_scale": "last_round"})
+    source_recipe = recipe(tiny, {"loss_scale": "last_round"})
     with pytest.raises(ConfigError, match=r"gone does not exist\nGive the directory of the model with --model"):
-        planned_targets(reader, asked, None)
-    assert planned_targets(reader, asked, tiny.model).sum() < reader.index.target_tokens.sum()
+        planned_targets(reader, source_recipe, None)
+    assert planned_targets(reader, source_recipe, tiny.model).sum() < reader.index.target_tokens.sum()
 
 
 @pytest.mark.parametrize(
@@ -70,6 +77,6 @@ def test_targets_and_limits_that_need_the_rows_are_refused(
 
 def test_limits_of_the_cache_may_be_repeated(tiny: TinyWorld) -> None:
     limits = {"max_pixels": 112 * 112, "image_min_token_num": 4, "fps": 2.0}  # the processor's own
-    reader, asked = CacheReader.open([tiny.cache]), recipe(tiny, {"media_limits": limits})
-    check_sources(reader, asked, ModelFiles.load(tiny.model))
-    assert planned_targets(reader, asked, None).tolist() == reader.index.target_tokens.tolist()
+    reader, source_recipe = CacheReader.open([tiny.cache]), recipe(tiny, {"media_limits": limits})
+    check_sources(reader, source_recipe, ModelFiles.load(tiny.model))
+    assert planned_targets(reader, source_recipe, None).tolist() == reader.index.target_tokens.tolist()

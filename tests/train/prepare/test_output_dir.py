@@ -29,12 +29,12 @@ from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("is_dry", [True, False])
-@pytest.mark.parametrize("given", ["", "FILE", "FILE/a/b", "/dev/null"])
+@pytest.mark.parametrize("output_dir_option", ["", "FILE", "FILE/a/b", "/dev/null"])
 def test_unusable_output_directories_are_refused_before_planning(
-    given: str, is_dry: bool, tiny: TinyWorld, tmp_path: Path
+    output_dir_option: str, is_dry: bool, tiny: TinyWorld, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    output_dir = given.replace("FILE", str(tmp_path / "file"))
+    output_dir = output_dir_option.replace("FILE", str(tmp_path / "file"))
     with pytest.raises(PacktoolError, match="--output-dir"):
         train(tiny.config(output_dir, dry_run=is_dry), SilentProgress())
 
@@ -107,9 +107,9 @@ def test_a_run_that_lost_its_lock_writes_no_checkpoint(
 ) -> None:
     """As after a suspension of minutes, with another run on another machine."""
 
-    def take_over(self: RunCallback, *given: Any, **more: Any) -> Any:
+    def take_over(self: RunCallback, *args: Any, **more: Any) -> Any:
         storage.publish_new(str(tmp_path / ".lock-000002.json"), b"{}")
-        return real(self, *given, **more)
+        return real(self, *args, **more)
 
     real = RunCallback.on_step_end
     monkeypatch.setattr(RunCallback, "on_step_end", take_over)
@@ -133,8 +133,8 @@ def steps_of(output_dir: Path) -> list[int]:
 
 def test_a_used_directory_is_refused_replaced_or_resumed(tiny: TinyWorld, tmp_path: Path) -> None:
     def run(**settings: Any) -> Any:
-        given = {"train_type": "lora", "max_steps": 2, "save_steps": 1} | settings
-        return train(tiny.config(tmp_path, **given), SilentProgress())
+        run_options = {"train_type": "lora", "max_steps": 2, "save_steps": 1} | settings
+        return train(tiny.config(tmp_path, **run_options), SilentProgress())
 
     run()
     before = (tmp_path / METRICS_NAME).read_text()
@@ -165,18 +165,18 @@ def test_metrics_of_a_run_without_checkpoints_are_protected(tiny: TinyWorld, tmp
 
 def test_every_version_has_a_folder_and_is_resumed_there(tiny: TinyWorld, tmp_path: Path) -> None:
     config = tiny.config(tmp_path, add_version=True, train_type="lora", max_steps=2, save_steps=1)
-    first, second = (train(config, SilentProgress()) for _ in range(2))
-    names = [Path(result.output_dir).name for result in (first, second)]
+    first_result, second_result = (train(config, SilentProgress()) for _ in range(2))
+    names = [Path(result.output_dir).name for result in (first_result, second_result)]
     assert [name.split("-")[0] for name in names] == ["v0", "v1"]
     assert {path.name for path in tmp_path.iterdir()} == set(names)
-    assert Path(str(second.checkpoint)).parent == Path(second.output_dir)
-    assert second.checkpoint is not None
-    assert second.checkpoint == newest_checkpoint(config)
-    resumed = dataclasses.replace(config, resume_from_checkpoint=f"{first.output_dir}/checkpoint-1")
-    assert train(resumed, SilentProgress()).output_dir == first.output_dir
-    check_same_rest(Path(second.output_dir), Path(first.output_dir), 0)
+    assert Path(str(second_result.checkpoint)).parent == Path(second_result.output_dir)
+    assert second_result.checkpoint is not None
+    assert second_result.checkpoint == newest_checkpoint(config)
+    resumed = dataclasses.replace(config, resume_from_checkpoint=f"{first_result.output_dir}/checkpoint-1")
+    assert train(resumed, SilentProgress()).output_dir == first_result.output_dir
+    check_same_rest(Path(second_result.output_dir), Path(first_result.output_dir), 0)
     newest = train(dataclasses.replace(config, resume_from_checkpoint="true", dry_run=True), SilentProgress())
-    assert newest.output_dir == second.output_dir
+    assert newest.output_dir == second_result.output_dir
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -184,11 +184,14 @@ def test_the_next_number_follows_the_largest(tiny: TinyWorld, tmp_path: Path) ->
     for name in ("v2-20260101-000000", "v10-20260101-000000", "v11", "x"):
         (tmp_path / name).mkdir()
     config = tiny.config(tmp_path, add_version=True)
-    with locked_output_dir(config, World()) as (first, _), locked_output_dir(config, World()) as (second, _):
-        for placed, number in ((first, 11), (second, 12)):
+    with (
+        locked_output_dir(config, World()) as (first_placement, _),
+        locked_output_dir(config, World()) as (second_placement, _),
+    ):
+        for placed, number in ((first_placement, 11), (second_placement, 12)):
             assert Path(placed.output_dir).name.startswith(f"v{number}-")
             assert Path(placed.output_dir).is_dir()
-    assert not Path(second.output_dir).exists(), "nothing was written there"
+    assert not Path(second_placement.output_dir).exists(), "nothing was written there"
 
 
 def test_messages_after_ctrl_c_are_correct(

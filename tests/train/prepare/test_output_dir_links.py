@@ -18,10 +18,16 @@ from tests.train.tiny import TinyWorld, export_rows
 
 def test_last_and_best_can_be_loaded(tiny: TinyWorld, tmp_path: Path) -> None:
     export_rows(tiny, tmp_path / "cache", split_dataset_ratio=0.2)
-    given: dict[str, Any] = {"cached_dataset": (str(tmp_path / "cache"),), "verify_packing": False}
+    run_options: dict[str, Any] = {"cached_dataset": (str(tmp_path / "cache"),), "verify_packing": False}
     # A rate that makes every step worse than the one before: the best is the first, and outlives its limit.
-    given |= {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_total_limit": 1, "learning_rate": 0.3}
-    train(tiny.config(tmp_path / "out", **given, max_steps=3, warmup_ratio=0.0), SilentProgress())
+    run_options |= {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "learning_rate": 0.3,
+    }
+    train(tiny.config(tmp_path / "out", **run_options, max_steps=3, warmup_ratio=0.0), SilentProgress())
     assert os.readlink(tmp_path / "out" / "last") == "checkpoint-3"
     best = os.readlink(tmp_path / "out" / "best")
     assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == sorted({"checkpoint-3", best})

@@ -72,18 +72,20 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(caches: Caches, timeline: Timeline, steps: range) -> Counter[tuple[int, int]]:
     """What the ranks see, counted one by one."""
-    found: Counter[tuple[int, int]] = Counter()
+    sample_counts: Counter[tuple[int, int]] = Counter()
     for step in steps:
         stretch = timeline.stretch(step)
         plan, number = stretch.plan, step - stretch.first
         for rank in range(plan.steps.world_size):
             for micro_batch in range(plan.steps.num_micro_batches(number)):
-                found.update(caches.samples[at] for pack in plan.samples(number, rank, micro_batch) for at in pack)
-    return found
+                sample_counts.update(
+                    caches.samples[at] for pack in plan.samples(number, rank, micro_batch) for at in pack
+                )
+    return sample_counts
 
 
 EXPORT = st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True).map(tuple)
-SOURCES = st.dictionaries(st.integers(0, 3), EXPORT, min_size=1).map(lambda found: list(found.items()))
+SOURCES = st.dictionaries(st.integers(0, 3), EXPORT, min_size=1).map(lambda sources: list(sources.items()))
 
 
 @settings(max_examples=60)
@@ -100,9 +102,9 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
             ledger = begin_ledger(reader)
         else:
             wanted = partial(inputs.epoch_counts, 0)
-            ledger, changes = with_changed_data(ledger, reader, lambda _, found, wanted=wanted: wanted(found), "", 10)
-            left = sum(source.left for source in changes)
-            assert left == sum(1 for sample in caches.samples if not seen[sample])
+            ledger, changes = with_changed_data(ledger, reader, lambda _, reader, wanted=wanted: wanted(reader), "", 10)
+            num_left = sum(source.left for source in changes)
+            assert num_left == sum(1 for sample in caches.samples if not seen[sample])
         timeline = Timeline.of(inputs, ((step, world_size, 1, 1),), ledger.change)
         ends = next(at for at in range(step, step + 99) if timeline.locate(at)[0] == 1)
         stop = min(step + num_steps, ends - 1)  # within the epoch
@@ -115,8 +117,8 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
     assert all(seen[sample] == 1 for sample in caches.samples)
     assert max(seen.values()) == 1
     # The epoch after it has every sample again, and it is the last.
-    whole = trained(caches, timeline, range(ends, timeline.num_steps))
-    assert whole == Counter(caches.samples)
+    remaining_counts = trained(caches, timeline, range(ends, timeline.num_steps))
+    assert remaining_counts == Counter(caches.samples)
 
 
 def test_the_change_of_each_cache_is_described() -> None:
@@ -133,16 +135,16 @@ def test_the_change_of_each_cache_is_described() -> None:
         if count
     }
     changed, changes = with_changed_data(ledger, after, lambda *_: np.ones(7, np.int64), "", 10)
-    first, again, new, replaced, gone = changes
+    first_change, again, new, replaced, gone = changes
     fates = [source.fate for source in changes]
     assert fates == ["as before", "exported again", "new", "replaced", "gone"]
-    assert (first.trained + first.left, new.new, new.left) == (3, 1, 1)
+    assert (first_change.trained + first_change.left, new.new, new.left) == (3, 1, 1)
     assert (again.new, again.trained, again.left) == (2, int((1, 1) in seen), 3 - ((1, 1) in seen))
     assert (replaced.samples, replaced.gone, gone.gone) == (2, 1, 1)
-    told = list(change_lines(changed.change, changes, 3, "and that is all"))
-    assert told[0] == f"the data changed after step {ledger.step}, in epoch 1:"
-    assert told[2].startswith("  /1: exported again, 2 samples new; ")
-    assert told[-1].endswith("in 3 steps, is planned again; samples trained in it are not repeated; and that is all")
+    lines = list(change_lines(changed.change, changes, 3, "and that is all"))
+    assert lines[0] == f"the data changed after step {ledger.step}, in epoch 1:"
+    assert lines[2].startswith("  /1: exported again, 2 samples new; ")
+    assert lines[-1].endswith("in 3 steps, is planned again; samples trained in it are not repeated; and that is all")
     _, back = with_changed_data(changed, reader, lambda *_: np.ones(6, np.int64), "", 10)
     assert [source.fate for source in back][:3] == ["as before", "back", "back"]
     assert [source.new for source in back[1:3]] == [0, 0]
@@ -174,12 +176,12 @@ def test_a_ledger_survives_writing_and_is_small(tmp_path: Path) -> None:
     # A bit a sample for the epoch that is being trained, next to nothing for those before.
     assert (tmp_path / "packtool_ledger.npz").stat().st_size < num / 8 * 1.05 + 4096
     write_ledger(str(tmp_path), Ledger(step=7, epoch=3, sources=(large,), retired=(small,), change=change))
-    found = read_ledger(str(tmp_path))
-    assert found is not None
-    assert found.change is not None
-    assert (found.step, found.epoch, found.change.step, found.change.epoch) == (7, 3, 2, 3)
-    assert np.array_equal(found.change.samples(), now.counts())
-    for one, other in zip((*found.sources, *found.retired), (large, small), strict=True):
+    read_back = read_ledger(str(tmp_path))
+    assert read_back is not None
+    assert read_back.change is not None
+    assert (read_back.step, read_back.epoch, read_back.change.step, read_back.change.epoch) == (7, 3, 2, 3)
+    assert np.array_equal(read_back.change.samples(), now.counts())
+    for one, other in zip((*read_back.sources, *read_back.retired), (large, small), strict=True):
         assert (one.directory, one.fingerprint, one.tokens) == (other.directory, other.fingerprint, other.tokens)
         assert np.array_equal(one.trained.counts(), other.trained.counts())
         assert np.array_equal(one.epoch.counts(), other.epoch.counts())

@@ -50,31 +50,31 @@ def prepared(world: TinyWorld, folder: Path, **settings: Any) -> Run:
 
 
 def test_auto_shares_where_it_saves(alike: TinyWorld, tiny: TinyWorld, tmp_path: Path) -> None:
-    run, whole = prepared(alike, tmp_path), prepared(alike, tmp_path, share_prefix="false")
+    run, unshared = prepared(alike, tmp_path), prepared(alike, tmp_path, share_prefix="false")
     assert run.source.min_shared == MIN_SHARED
     assert run.state.shares_prefixes
-    assert whole.source.min_shared is None
-    assert whole.timeline.first.packs.shared is None
-    assert run.timeline.first.summary.num_samples == whole.timeline.first.summary.num_samples
-    assert run.timeline.first.summary.num_target_tokens == whole.timeline.first.summary.num_target_tokens
-    assert run.timeline.first.summary.longest == whole.timeline.first.summary.longest
-    assert run.timeline.num_steps < whole.timeline.num_steps
+    assert unshared.source.min_shared is None
+    assert unshared.timeline.first.packs.shared is None
+    assert run.timeline.first.summary.num_samples == unshared.timeline.first.summary.num_samples
+    assert run.timeline.first.summary.num_target_tokens == unshared.timeline.first.summary.num_target_tokens
+    assert run.timeline.first.summary.longest == unshared.timeline.first.summary.longest
+    assert run.timeline.num_steps < unshared.timeline.num_steps
     (line,) = [line for line in run.source.lines(run.config) if line.startswith("shared prefixes: computed once")]
     saved, of = re.search(r"saves ([\d,]+) of ([\d,]+) tokens", line).groups()  # type: ignore[union-attr]
-    assert int(of.replace(",", "")) == whole.timeline.first.summary.num_tokens
-    saved_tokens = whole.timeline.first.summary.num_tokens - run.timeline.first.summary.num_tokens
+    assert int(of.replace(",", "")) == unshared.timeline.first.summary.num_tokens
+    saved_tokens = unshared.timeline.first.summary.num_tokens - run.timeline.first.summary.num_tokens
     assert int(saved.replace(",", "")) == saved_tokens
     assert "80% of the towers' work" in line
-    steps = whole.timeline.first.summary.num_steps
+    steps = unshared.timeline.first.summary.num_steps
     assert f" {steps - run.timeline.first.summary.num_steps} of {steps} optimizer steps of an epoch" in line
     assert preview(planned(alike)).shared_line == line
     # What shares nothing is planned as it always was.
     other = prepared(tiny, tmp_path)
     assert other.source.min_shared is None
     assert not other.notes
-    told = prepared(tiny, tmp_path, share_prefix="true")
-    assert told.state == other.state
-    assert any("no two samples share" in note for note in told.notes)
+    shared_run = prepared(tiny, tmp_path, share_prefix="true")
+    assert shared_run.state == other.state
+    assert any("no two samples share" in note for note in shared_run.notes)
 
 
 def test_copies_of_an_image_are_shared(alike: TinyWorld, tmp_path: Path) -> None:
@@ -105,14 +105,14 @@ def test_copies_of_an_image_are_shared(alike: TinyWorld, tmp_path: Path) -> None
 
 def test_added_tokens_and_costs_are_counted(alike: TinyWorld, tmp_path: Path) -> None:
     """Each picture once, and FLOPs that add up to less than those of whole samples."""
-    run, whole = prepared(alike, tmp_path), prepared(alike, tmp_path, share_prefix="false")
+    run, unshared = prepared(alike, tmp_path), prepared(alike, tmp_path, share_prefix="false")
     pictures = run.source.reader.index.media_tokens[:: QUESTIONS + 2]
     assert len(pictures) == NUM_TREES
     assert run.source.figures.media_tokens.sum() == pictures.sum()
     assert (run.source.figures.media_tokens >= 0).all()
     assert run.source.figures.flops is not None
-    assert whole.source.figures.flops is not None
-    assert (run.source.figures.flops <= whole.source.figures.flops).all()
+    assert unshared.source.figures.flops is not None
+    assert (run.source.figures.flops <= unshared.source.figures.flops).all()
     costs = run.timeline.first.summary.balance
     assert costs is not None
     assert run.source.figures.flops.sum() == pytest.approx(costs.flops)
@@ -120,11 +120,15 @@ def test_added_tokens_and_costs_are_counted(alike: TinyWorld, tmp_path: Path) ->
 
 def test_costs_of_a_tree_equal_the_flops_counted_by_torch(alike: TinyWorld, tmp_path: Path) -> None:
     """Tower, layers whose keys are gathered, and head of a micro-batch that is a tree with answers in its prefixes."""
-    asked = f"{'context ' * 8}<image>"
-    first = [{"role": "user", "content": f"{asked}who?"}, {"role": "assistant", "content": "a man and his dog"}]
-    further = [*first, {"role": "user", "content": "where is he? " * 9}, {"role": "assistant", "content": "here " * 9}]
+    prompt = f"{'context ' * 8}<image>"
+    first_turns = [{"role": "user", "content": f"{prompt}who?"}, {"role": "assistant", "content": "a man and his dog"}]
+    further = [
+        *first_turns,
+        {"role": "user", "content": "where is he? " * 9},
+        {"role": "assistant", "content": "here " * 9},
+    ]
     third = [*further[:2], {"role": "user", "content": "old? " * 9}, {"role": "assistant", "content": "ten " * 9}]
-    other = [{"role": "user", "content": f"{asked}{'how many? ' * 9}"}, {"role": "assistant", "content": "two " * 9}]
+    other = [{"role": "user", "content": f"{prompt}{'how many? ' * 9}"}, {"role": "assistant", "content": "two " * 9}]
     rows = [{"messages": turns, "images": ["pictures/0000.png"]} for turns in (further, third, other)]
     file = Path(alike.rows).parent / "tree.json"
     file.write_text(json.dumps(rows))
@@ -210,9 +214,9 @@ def test_a_model_with_recurrent_layers(alike: TinyWorld, tmp_path: Path) -> None
     assert shared is None
     assert note is not None
     assert "recurrent layers" in note
-    asked = alike.config(tmp_path, share_prefix="true")
+    shared_config = alike.config(tmp_path, share_prefix="true")
     with pytest.raises(UnsupportedModelError, match="recurrent layers"):
-        find_shared(asked, model, run.source.reader, capacity=256)
+        find_shared(shared_config, model, run.source.reader, capacity=256)
 
 
 def test_a_cache_of_an_older_packtool(alike: TinyWorld, tmp_path: Path) -> None:
@@ -241,25 +245,25 @@ def planned(world: TinyWorld, **settings: Any) -> PlanConfig:
 
 
 def test_a_preview_reports_savings(alike: TinyWorld, tiny: TinyWorld) -> None:
-    found = preview(planned(alike))
-    figures, whole = found.figures(), preview(planned(alike, share_prefix="false")).figures()
+    schedule = preview(planned(alike))
+    figures, unshared_figures = schedule.figures(), preview(planned(alike, share_prefix="false")).figures()
     shared = figures["shared_prefixes"]
-    assert whole["shared_prefixes"] is None
+    assert unshared_figures["shared_prefixes"] is None
     assert preview(planned(tiny)).figures()["shared_prefixes"] is None
-    assert shared["tokens_without"] == whole["tokens"]
-    assert shared["tokens_saved"] == whole["tokens"] - figures["tokens"]
-    assert shared["steps_without"] == whole["steps_per_epoch"] > figures["steps_per_epoch"]
-    assert shared["packs_without"] == whole["num_packs"]
+    assert shared["tokens_without"] == unshared_figures["tokens"]
+    assert shared["tokens_saved"] == unshared_figures["tokens"] - figures["tokens"]
+    assert shared["steps_without"] == unshared_figures["steps_per_epoch"] > figures["steps_per_epoch"]
+    assert shared["packs_without"] == unshared_figures["num_packs"]
     assert shared["tower_work_share_saved"] == pytest.approx(0.8)
     assert (shared["num_trees"], shared["samples_per_tree"]) == (NUM_TREES, QUESTIONS + 1)
     assert shared["largest_tree"] == QUESTIONS + 1
-    content = page_content(found, figures, "packtool plan", "alike")
+    content = page_content(schedule, figures, "packtool plan", "alike")
     assert len(content["shared"]["headline"]) == 4
     for _, note, tree in content["shared"]["trees"]:
         assert note.startswith(f"{QUESTIONS + 1} samples, {sum(branch.num_tokens for branch in tree):,} tokens instead")
     assert sum(branch.num_tokens for pack in content["packs"] for branch in pack) == figures["tokens"]
-    assert figures["tokens_of_plain_batches"] == whole["tokens_of_plain_batches"]
-    assert figures["flops_per_epoch"] < whole["flops_per_epoch"]
+    assert figures["tokens_of_plain_batches"] == unshared_figures["tokens_of_plain_batches"]
+    assert figures["flops_per_epoch"] < unshared_figures["flops_per_epoch"]
 
 
 def test_a_saved_plan_decides_whether_prefixes_are_shared(alike: TinyWorld, tmp_path: Path) -> None:
@@ -286,54 +290,54 @@ def test_trees_split_over_packs_are_placed_and_reported(alike: TinyWorld, tmp_pa
     """In one step where they fit, apart with --max-rows-per-tree, and as they come with --shuffle false."""
     path = str(tmp_path / "plan.arrow")
     ways: list[tuple[dict[str, Any], str]] = [({}, "together"), ({"max_rows_per_tree": 2}, "apart")]
-    for given, wanted in [*ways, ({"shuffle": False}, "")]:
-        cut = {"packing_length": 150, "gradient_accumulation_steps": 4, **given}
-        found = preview(PlanConfig(cached_dataset=(alike.cache,), save=path, **cut))
-        told = found.figures()["shared_prefixes"]
-        found.save(path)
+    for options, wanted in [*ways, ({"shuffle": False}, "")]:
+        plan_options = {"packing_length": 150, "gradient_accumulation_steps": 4, **options}
+        schedule = preview(PlanConfig(cached_dataset=(alike.cache,), save=path, **plan_options))
+        figures = schedule.figures()["shared_prefixes"]
+        schedule.save(path)
         assert read_plan(path).parts == wanted
         if wanted:
-            in_one, meeting = told["of_them_in_one_step"], told["of_them_meeting_in_a_step"]
-            assert told["trees_in_several_packs"] == NUM_TREES
+            in_one, meeting = figures["of_them_in_one_step"], figures["of_them_meeting_in_a_step"]
+            assert figures["trees_in_several_packs"] == NUM_TREES
             assert (in_one, meeting) == ((NUM_TREES, NUM_TREES) if wanted == "together" else (0, 0))
             shown = f"{NUM_TREES}; {in_one} within one step, {meeting} with several packs in the same step"
-            assert ("    trees split over packs", shown) in plan_lines(found.figures())
+            assert ("    trees split over packs", shown) in plan_lines(schedule.figures())
         else:
-            assert "trees_in_several_packs" not in told
-        direct = prepared(alike, tmp_path, **cut)
+            assert "trees_in_several_packs" not in figures
+        direct = prepared(alike, tmp_path, **plan_options)
         # What a plan was made with is not asked for again.
         run = prepared(alike, tmp_path, plan=path, gradient_accumulation_steps=4, packing_length=None)
-        assert run.timeline.first.fingerprint == direct.timeline.first.fingerprint == found.plan.fingerprint
+        assert run.timeline.first.fingerprint == direct.timeline.first.fingerprint == schedule.plan.fingerprint
 
 
 def test_a_plan_without_split_trees_reports_none(alike: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
     config = planned(alike, save=path)
-    found = preview(config)
-    found.save(config.save)
-    assert "trees_in_several_packs" not in found.figures()["shared_prefixes"]
+    schedule = preview(config)
+    schedule.save(config.save)
+    assert "trees_in_several_packs" not in schedule.figures()["shared_prefixes"]
     assert b'"parts"' not in Path(path).read_bytes()
 
 
 def test_inspect_draws_the_trees_of_a_pack(alike: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
     config = planned(alike, save=path)
-    found = preview(config)
-    found.save(config.save)
+    schedule = preview(config)
+    schedule.save(config.save)
     reader = CacheReader.open([alike.cache])
     num_pictures = 0
-    for number in range(found.plan.packs.num_packs):
+    for number in range(schedule.plan.packs.num_packs):
         pack = pack_figures(alike.cache, path, number)
-        assert pack["tokens"] == found.plan.packs.tokens_per_pack()[number] <= pack["packing_length"]
-        assert pack["tokens_without"] == reader.index.length[found.plan.packs.pack(number)].sum()
+        assert pack["tokens"] == schedule.plan.packs.tokens_per_pack()[number] <= pack["packing_length"]
+        assert pack["tokens_without"] == reader.index.length[schedule.plan.packs.pack(number)].sum()
         parts = sorted([*pack["prefixes"], *pack["samples"]], key=lambda part: part["start"])
         assert [part["start"] for part in parts] == [0, *(part["end"] for part in parts[:-1])]
         for part in parts:
-            first, last = part["positions"]
-            assert last - first + 1 == part["end"] - part["start"]
+            first_position, last = part["positions"]
+            assert last - first_position + 1 == part["end"] - part["start"]
             assert all(part["start"] <= a < b <= part["end"] for a, b in part["trained"])
             above = None if part["prefix"] is None else pack["prefixes"][part["prefix"]]
-            assert first == (0 if above is None else above["positions"][1] + 1)
+            assert first_position == (0 if above is None else above["positions"][1] + 1)
             # The picture stands once, in what all who ask about it have.
             is_prefix = above is None and "samples" in part
             assert len(part["media"]) == is_prefix
@@ -369,21 +373,21 @@ def test_a_saved_plan_without_shared_prefixes_is_trained_without(alike: TinyWorl
 def test_the_first_samples_share_a_prefix(alike: TinyWorld, tmp_path: Path) -> None:
     """Packing is verified on a tree."""
     run = prepared(alike, tmp_path)
-    first, second = run.source.first_samples(4)
-    assert (first.input_ids[:MIN_SHARED] == second.input_ids[:MIN_SHARED]).all()
+    first_sample, second_sample = run.source.first_samples(4)
+    assert (first_sample.input_ids[:MIN_SHARED] == second_sample.input_ids[:MIN_SHARED]).all()
 
 
 def test_a_run_with_shared_prefixes_is_not_resumed_without(alike: TinyWorld, tmp_path: Path) -> None:
     state = prepared(alike, tmp_path).state
-    whole = prepared(alike, tmp_path, share_prefix="false").state
+    unshared_state = prepared(alike, tmp_path, share_prefix="false").state
     with pytest.raises(MismatchError, match="shares_prefixes: True in the checkpoint, False now"):
-        whole.check_continues("checkpoint-1", state)
+        unshared_state.check_continues("checkpoint-1", state)
 
 
 def test_values_of_share_prefix(alike: TinyWorld) -> None:
     for raw, meant in ((True, "true"), ("yes", "true"), (False, "false"), ("off", "false"), ("auto", "auto")):
-        given = {"model": alike.model, "cached_dataset": alike.cache, "output_dir": "out", "share_prefix": raw}
-        assert resolve(TrainConfig, {}, file=given).share_prefix == meant
+        options = {"model": alike.model, "cached_dataset": alike.cache, "output_dir": "out", "share_prefix": raw}
+        assert resolve(TrainConfig, {}, file=options).share_prefix == meant
     with pytest.raises(ConfigError):
         resolve(TrainConfig, {}, file={"model": "m", "cached_dataset": "c", "output_dir": "o", "share_prefix": "maybe"})
 

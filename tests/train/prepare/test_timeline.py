@@ -98,15 +98,15 @@ def test_steps_after_resuming_are_the_same(world_size: int) -> None:
     timeline = make_timeline(world_size=world_size)
     for rank in range(world_size):
         world = World(rank, world_size)
-        whole = load(timeline, 0, world)
-        assert len(whole) == timeline.num_steps
+        all_steps = load(timeline, 0, world)
+        assert len(all_steps) == timeline.num_steps
         for start in range(timeline.num_steps + 1):
-            assert load(timeline, start, world) == whole[start:]
+            assert load(timeline, start, world) == all_steps[start:]
 
 
 def test_epochs_may_end_in_the_middle() -> None:
-    whole = load(make_timeline(), 0)
-    assert load(make_timeline(max_steps=7), 0) == whole[:7]
+    all_steps = load(make_timeline(), 0)
+    assert load(make_timeline(max_steps=7), 0) == all_steps[:7]
     per_epoch = make_timeline().steps_per_epoch
     assert make_timeline(num_epochs=0.5).num_steps == -(-per_epoch // 2)
     assert make_timeline(num_epochs=1.0, max_steps=100).num_steps == 100
@@ -133,16 +133,16 @@ def test_locate_finds_epoch_and_step() -> None:
     assert timeline.locate(2 * per_epoch + 1) == (2, 1)
 
 
-def packs_trained(timeline: Timeline, first: int, last: int) -> list[tuple[int, tuple[int, ...]]]:
+def packs_trained(timeline: Timeline, first_step: int, last: int) -> list[tuple[int, tuple[int, ...]]]:
     """(epoch, samples of a pack) of steps [first, last)."""
-    found = []
-    for step in range(first, last):
+    packs = []
+    for step in range(first_step, last):
         stretch = timeline.stretch(step)
         epoch, at, plan = stretch.epoch, step - stretch.first, stretch.plan
         for rank in range(plan.steps.world_size):
             for micro in range(plan.steps.num_micro_batches(at)):
-                found += [(epoch, tuple(pack.tolist())) for pack in plan.samples(at, rank, micro)]
-    return found
+                packs += [(epoch, tuple(pack.tolist())) for pack in plan.samples(at, rank, micro)]
+    return packs
 
 
 @pytest.mark.parametrize("step", range(0, 16, 3))
@@ -150,11 +150,11 @@ def packs_trained(timeline: Timeline, first: int, last: int) -> list[tuple[int, 
 def test_every_pack_is_trained_once_on_any_number_of_processes(step: int, world_sizes: tuple[int, int]) -> None:
     """In each of three epochs, also when the number of processes changes a second time."""
     before, after = world_sizes
-    whole = make_timeline(world_size=before)
-    step = min(step, whole.num_steps - 1)
+    uninterrupted = make_timeline(world_size=before)
+    step = min(step, uninterrupted.num_steps - 1)
     resumed = make_timeline(world_size=before, later=[(step, after)])
-    expected = sorted(packs_trained(whole, 0, whole.num_steps))
-    done = packs_trained(whole, 0, step)
+    expected = sorted(packs_trained(uninterrupted, 0, uninterrupted.num_steps))
+    done = packs_trained(uninterrupted, 0, step)
     assert sorted(done + packs_trained(resumed, step, resumed.num_steps)) == expected
     targets = sum(int(TARGETS[list(pack)].sum()) for _, pack in packs_trained(resumed, step, resumed.num_steps))
     assert resumed.target_tokens_from(step) == targets
@@ -164,7 +164,7 @@ def test_every_pack_is_trained_once_on_any_number_of_processes(step: int, world_
     assert sorted(done + middle + packs_trained(third, again, third.num_steps)) == expected
     # Steps that were trained before are where they were.
     assert sorted(packs_trained(third, 0, third.num_steps)) == expected
-    assert third.target_tokens_from(0) == whole.target_tokens_from(0)
+    assert third.target_tokens_from(0) == uninterrupted.target_tokens_from(0)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -180,12 +180,12 @@ def test_skrull_is_assigned_again_in_whole_packs(step: int, packing: bool) -> No
         cost=CostModel.of_8b(),
         skrull=SkrullOptions(bucket_size=24, sequence_parallel_size=2, alignment=4),
     )
-    whole = make_timeline(2.0, options=options)
-    expected = sorted(packs_trained(whole, 0, whole.num_steps))
+    uninterrupted = make_timeline(2.0, options=options)
+    expected = sorted(packs_trained(uninterrupted, 0, uninterrupted.num_steps))
     assert len(expected) == 2 * len(LENGTHS)
-    done = packs_trained(whole, 0, step)
+    done = packs_trained(uninterrupted, 0, step)
     resumed = make_timeline(2.0, later=[(step, 3)], options=options)
-    num_left = whole.plan_of(0).full_packs.num_packs - step
+    num_left = uninterrupted.plan_of(0).full_packs.num_packs - step
     assert resumed.stretch(step).stop - step == -(-num_left // 3)
     assert sorted(done + packs_trained(resumed, step, resumed.num_steps)) == expected
     third = make_timeline(2.0, later=[(step, 3), (step + 1, 2)], options=options)
@@ -215,12 +215,12 @@ def test_figures_count_the_padding_of_sharded_sequences() -> None:
 
 def test_epochs_end_at_the_same_step_after_a_partial_epoch() -> None:
     """Evaluation and checkpoints by epochs follow it: after a rest of other size the ends are no multiples."""
-    whole = make_timeline()
-    assert [step for step in range(1, whole.num_steps + 1) if whole.locate(step)[1] == 0] == [
-        number * whole.steps_per_epoch for number in (1, 2, 3)
+    uninterrupted = make_timeline()
+    assert [step for step in range(1, uninterrupted.num_steps + 1) if uninterrupted.locate(step)[1] == 0] == [
+        number * uninterrupted.steps_per_epoch for number in (1, 2, 3)
     ]
     resumed = make_timeline(later=[(3, 2)])
-    first = resumed.stretch(3).stop
-    assert first % resumed.steps_per_epoch
+    first_stop = resumed.stretch(3).stop
+    assert first_stop % resumed.steps_per_epoch
     ends = [step for step in range(4, resumed.num_steps + 1) if resumed.locate(step)[1] == 0]
-    assert ends == [first + number * resumed.steps_per_epoch for number in range(3)]
+    assert ends == [first_stop + number * resumed.steps_per_epoch for number in range(3)]

@@ -29,8 +29,8 @@ SHORT, LONG = 256, 1024
 
 
 def recipe(*stages: dict[str, Any], **common: Any) -> Recipe:
-    found = parse_recipe(json.dumps({**common, "stages": stages}), "mix.yaml", MixOptions())
-    return unify_sources(found)
+    parsed_recipe = parse_recipe(json.dumps({**common, "stages": stages}), "mix.yaml", MixOptions())
+    return unify_sources(parsed_recipe)
 
 
 def reader(*sizes: int, seed: int = 0) -> Any:
@@ -43,8 +43,8 @@ def reader(*sizes: int, seed: int = 0) -> Any:
     return SimpleNamespace(index=index, offsets=np.cumsum([0, *sizes]), directories=names, manifests=manifests)
 
 
-def inputs(of: Any, recipe: Recipe, **given: Any) -> Inputs:
-    config = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **given)
+def inputs(of: Any, recipe: Recipe, **overrides: Any) -> Inputs:
+    config = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **overrides)
     options = PlanOptions(max_length=LONG, packing_length=LONG, balance="none")
     targets = np.maximum(of.index.length // 2, 1)
     plain = Inputs(config=config, options=options, lengths=of.index.length, targets=targets, reader=of)
@@ -57,11 +57,11 @@ def weights(**each: float) -> list[dict[str, Any]]:
 
 def samples_of(timeline: Timeline, start: int, stop: int) -> np.ndarray[Any, Any]:
     """What the steps train, one by one."""
-    found = []
+    sample_ids = []
     for step in range(start, stop):
         stretch = timeline.stretch(step)
-        found.append(stretch.plan.samples_of(step - stretch.first, step - stretch.first + 1))
-    return np.concatenate([np.zeros(0, np.int64), *found])
+        sample_ids.append(stretch.plan.samples_of(step - stretch.first, step - stretch.first + 1))
+    return np.concatenate([np.zeros(0, np.int64), *sample_ids])
 
 
 TWO = (
@@ -72,26 +72,26 @@ TWO = (
 
 def test_every_stage_has_its_shares_lengths_and_steps() -> None:
     of = reader(9000, 6000, 6000)
-    found = Timeline.of(inputs(of, recipe(*TWO), max_steps=700), ((0, 1, 1, 4),))
-    assert found.num_steps == 700
-    assert [(part.first, part.stop) for part in found.stages] == [(0, 420), (420, 700)]
-    for part, shares in zip(found.stages, ([0.75, 0.25, 0], [0.25, 0.25, 0.5]), strict=True):
+    timeline = Timeline.of(inputs(of, recipe(*TWO), max_steps=700), ((0, 1, 1, 4),))
+    assert timeline.num_steps == 700
+    assert [(part.first, part.stop) for part in timeline.stages] == [(0, 420), (420, 700)]
+    for part, shares in zip(timeline.stages, ([0.75, 0.25, 0], [0.25, 0.25, 0.5]), strict=True):
         room = part.inputs.options.packing_length
-        for first in range(part.first, part.stop - 99, 40):
-            drawn = samples_of(found, first, first + 100)
-            counts = counts_of_samples(drawn, part.mixture)[:, 0]
+        for first_step in range(part.first, part.stop - 99, 40):
+            sample_ids = samples_of(timeline, first_step, first_step + 100)
+            counts = counts_of_samples(sample_ids, part.mixture)[:, 0]
             assert counts / counts.sum() == pytest.approx(shares, rel=0.1)
-            assert of.index.length[drawn].max() <= room
-    assert [found.plan_of(found.locate(step)[0]).packs.capacity for step in (0, 419, 420, 699)] == [
+            assert of.index.length[sample_ids].max() <= room
+    assert [timeline.plan_of(timeline.locate(step)[0]).packs.capacity for step in (0, 419, 420, 699)] == [
         SHORT, SHORT, LONG, LONG,
     ]  # fmt: skip
-    assert found.stage_of(419)[0] == 0
-    assert found.stage_of(420) == (1, found.locate(420)[0])
-    assert found.locate(420)[1] == 0
+    assert timeline.stage_of(419)[0] == 0
+    assert timeline.stage_of(420) == (1, timeline.locate(420)[0])
+    assert timeline.locate(420)[1] == 0
 
 
 @pytest.mark.parametrize(
-    ("change", "given", "message"),
+    ("change", "options", "message"),
     [
         ({"until": 9}, {}, r"stages\[0\].until: 9 steps need --max-steps"),
         ({"until": 9}, {"max_steps": 9}, r"stages\[1\]: the run ends after step 9"),
@@ -101,10 +101,10 @@ def test_every_stage_has_its_shares_lengths_and_steps() -> None:
     ],
 )
 def test_stages_that_conflict_with_the_run_are_refused(
-    change: dict[str, Any], given: dict[str, Any], message: str
+    change: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        inputs(reader(9, 9, 9), recipe({**TWO[0], **change}, TWO[1]), **given)
+        inputs(reader(9, 9, 9), recipe({**TWO[0], **change}, TWO[1]), **options)
 
 
 @st.composite
@@ -116,12 +116,12 @@ def runs(draw: st.DrawFn) -> tuple[Any, Recipe, dict[str, Any]]:
     ends = sorted(draw(st.lists(st.integers(1, 19), min_size=num - 1, max_size=num - 1, unique=True)))
     stages = []
     for number in range(num):
-        taken = draw(st.lists(st.sampled_from("abc"[: len(sizes)]), min_size=1, max_size=3, unique=True))
+        names = draw(st.lists(st.sampled_from("abc"[: len(sizes)]), min_size=1, max_size=3, unique=True))
         amounts = draw(st.booleans())
         sources = [
             {"path": f"{name}#{draw(st.sampled_from(['7', '40%', '1.5x']))}"} if amounts
             else {"path": name, "samples": draw(st.integers(1, 3))}
-            for name in sorted(taken)
+            for name in sorted(names)
         ]  # fmt: skip
         stage: dict[str, Any] = {"sources": sources, "packing_length": draw(st.sampled_from([512, LONG]))}
         if mode != "epochs" and number < num - 1:
@@ -134,12 +134,12 @@ def runs(draw: st.DrawFn) -> tuple[Any, Recipe, dict[str, Any]]:
 
 def named(stages: list[dict[str, Any]]) -> Recipe:
     """A recipe with the sources of all stages, also of caches that were never written."""
-    found = parse_recipe(json.dumps({"stages": stages}), "mix.yaml", MixOptions())
+    parsed_recipe = parse_recipe(json.dumps({"stages": stages}), "mix.yaml", MixOptions())
     problems: list[str] = []
-    parts = [_with_amounts(stage, problems) for stage in found.stages]
+    parts = [_with_amounts(stage, problems) for stage in parsed_recipe.stages]
     assert not problems
     # All caches have a place, whether a stage takes them or not.
-    return unify_sources(replace(found, stages=tuple(parts)))
+    return unify_sources(replace(parsed_recipe, stages=tuple(parts)))
 
 
 def mixture_of(stage: TrainedStage, epoch: int) -> np.ndarray[Any, Any]:
@@ -153,29 +153,33 @@ def test_stages_begin_with_the_least_trained_samples(
     run: tuple[Any, Recipe, dict[str, Any]],
 ) -> None:
     of, recipe, length = run
-    found = Timeline.of(inputs(of, recipe, **length), ((0, 2, 1, 1),))
+    timeline = Timeline.of(inputs(of, recipe, **length), ((0, 2, 1, 1),))
     again = Timeline.of(inputs(of, recipe, **length), ((0, 2, 1, 1),))
-    assert found.num_steps == again.num_steps == length.get("max_steps", found.num_steps)
+    assert timeline.num_steps == again.num_steps == length.get("max_steps", timeline.num_steps)
     trained = np.zeros(len(of.index.length), np.int64)
     step = 0
-    for number, part in enumerate(found.stages):
+    for number, part in enumerate(timeline.stages):
         assert (part.number, part.first) == (number, step)
         assert part.stop > step
-        epoch, done = found.locate(step)
+        epoch, done = timeline.locate(step)
         assert (epoch, done) == (part.epoch, 0)
-        drawn = mixture_of(part, epoch)
+        num_trained = mixture_of(part, epoch)
         for own in part.mixture.candidates:
             # What comes more often than another sample of its source was trained no more often than that.
-            order = np.argsort(drawn[own], kind="stable")
-            for less, more in pairwise(np.unique(drawn[own])):
-                assert trained[own][drawn[own] == more].max() <= trained[own][drawn[own] == less].min(), order
-        assert np.array_equal(np.sort(samples_of(found, step, part.stop)), np.sort(samples_of(again, step, part.stop)))
-        counts = np.bincount(samples_of(found, step, part.stop), minlength=len(trained))
+            order = np.argsort(num_trained[own], kind="stable")
+            for less, more in pairwise(np.unique(num_trained[own])):
+                assert trained[own][num_trained[own] == more].max() <= trained[own][num_trained[own] == less].min(), (
+                    order
+                )
+        assert np.array_equal(
+            np.sort(samples_of(timeline, step, part.stop)), np.sort(samples_of(again, step, part.stop))
+        )
+        counts = np.bincount(samples_of(timeline, step, part.stop), minlength=len(trained))
         assert np.array_equal(counts, part.training_counts())
-        assert found.target_tokens_from(step) >= int((counts * np.maximum(of.index.length // 2, 1)).sum())
+        assert timeline.target_tokens_from(step) >= int((counts * np.maximum(of.index.length // 2, 1)).sum())
         trained += counts
         step = part.stop
-    assert step == found.num_steps
+    assert step == timeline.num_steps
 
 
 @settings(max_examples=12)
@@ -211,14 +215,14 @@ def test_a_run_with_stages_resumes_at_any_step(
         assert epoch == before.locate(stop)[0]
     total = concatenate_counts([source.trained for source in ledger.sources])
     assert np.array_equal(total, counted)
-    rest = samples_of(timeline, ledger.step, timeline.num_steps)
-    counted += np.bincount(rest, minlength=len(lengths))
+    remaining = samples_of(timeline, ledger.step, timeline.num_steps)
+    counted += np.bincount(remaining, minlength=len(lengths))
     if "max_steps" in length:
         assert timeline.num_steps == 20
         return
     # Other processes pack nothing anew: what a stage has to train, it trains.
-    whole = Timeline.of(made, ((0, 1, 1, 1),))
-    assert np.array_equal(counted, sum(part.training_counts() for part in whole.stages))
+    uninterrupted = Timeline.of(made, ((0, 1, 1, 1),))
+    assert np.array_equal(counted, sum(part.training_counts() for part in uninterrupted.stages))
 
 
 @settings(max_examples=12)
@@ -250,14 +254,14 @@ def test_data_may_change_in_any_stage(
     epoch = after.locate(step)[0]
     if epoch == ledger.epoch:
         trained = concatenate_counts([each.epoch for each in ledger.sources])
-        drawn = np.bincount(after.plan_of(epoch).packs.samples, minlength=len(trained))
+        planned_counts = np.bincount(after.plan_of(epoch).packs.samples, minlength=len(trained))
         wanted = epoch_counts(concatenate_counts([source.before for source in ledger.sources]), trained)
-        assert np.array_equal(drawn, np.maximum(wanted - trained, 0))
+        assert np.array_equal(planned_counts, np.maximum(wanted - trained, 0))
     # Written down, and read, it goes on as it was planned; and once more from a later step.
-    whole = samples_of(after, step, after.num_steps)
+    remaining = samples_of(after, step, after.num_steps)
     later = ledger_after(changed, after, min(step + 3, after.num_steps))
     again = Timeline.of(inputs(of, more, **length), ((step, *mine),), later.change)
-    assert np.array_equal(samples_of(again, step, again.num_steps), whole)
+    assert np.array_equal(samples_of(again, step, again.num_steps), remaining)
     assert [part.stop for part in again.stages] == [part.stop for part in after.stages]
     if "max_steps" in length:
         assert after.num_steps == 20

@@ -42,11 +42,11 @@ def test_workers_of_a_run_depend_on_its_media(tiny: TinyWorld, monkeypatch: pyte
 
 def test_workers_of_a_stage_without_sequence_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packtool.train.prepare.workers.cores_of_a_rank", lambda: 16)
-    first, config = SimpleNamespace(sequence_parallel_ranks=1), SimpleNamespace(dataloader_num_workers=None)
+    stage_config, config = SimpleNamespace(sequence_parallel_ranks=1), SimpleNamespace(dataloader_num_workers=None)
     source = SimpleNamespace(media_tokens=lambda: 4 * 2048)
-    run: Any = SimpleNamespace(config=config, step_configs=[(first, None)], source=source)
+    run: Any = SimpleNamespace(config=config, step_configs=[(stage_config, None)], source=source)
     assert workers_of(run) == 4
-    first.sequence_parallel_ranks = 4
+    stage_config.sequence_parallel_ranks = 4
     assert workers_of(run) == 1
 
 
@@ -54,9 +54,9 @@ def test_waiting_is_reported_once_with_a_remedy() -> None:
     note = WaitingNote(num_workers=1, cores=8)
     assert note.after(0.9, 100.0) is None, "the first steps start the processes"
     assert note.after(0.5, 10.0) is None, "too short to tell"
-    told = note.after(0.5, 20.0)
-    assert told is not None
-    assert told.startswith("steps wait 50% of their time for data: try --dataloader-num-workers 2 ")
+    message = note.after(0.5, 20.0)
+    assert message is not None
+    assert message.startswith("steps wait 50% of their time for data: try --dataloader-num-workers 2 ")
     assert note.after(0.5, 100.0) is None
 
 
@@ -68,6 +68,6 @@ def test_short_waits_are_not_reported() -> None:
 def test_the_remedy_without_free_cores() -> None:
     note = WaitingNote(num_workers=4, cores=4)
     note.after(0.0, 1.0)
-    told = note.after(0.2, 100.0)
-    assert told is not None
-    assert "4 processes per rank load it, and no more cores are free (4 per rank)" in told
+    message = note.after(0.2, 100.0)
+    assert message is not None
+    assert "4 processes per rank load it, and no more cores are free (4 per rank)" in message

@@ -62,8 +62,8 @@ torch.set_num_threads(1)
 
 
 def config(tiny: TinyWorld, **settings: Any) -> VerifyConfig:
-    given: dict[str, Any] = {"model": tiny.model, "cached_dataset": (tiny.cache,), "packing_length": 256}
-    return VerifyConfig(**given | settings)
+    defaults: dict[str, Any] = {"model": tiny.model, "cached_dataset": (tiny.cache,), "packing_length": 256}
+    return VerifyConfig(**defaults | settings)
 
 
 @pytest.fixture
@@ -243,15 +243,15 @@ def test_identical_samples_pass() -> None:
 
 def test_packs_that_share_prefixes_are_verified(tiny: TinyWorld, tmp_path: Path, monkeypatch: Any) -> None:
     alike = make_alike_world(tiny, tmp_path)
-    found = verify(config(alike, num_packs=1))
-    assert [check.name for check in found.checks] == ["isolation", "prefixes", "logits", "loss", "gradients"]
-    assert found.passed
-    assert found.checks[0].error == 0
-    assert found.checks[1].error < 1e-5
-    assert 0 < found.num_shared_tokens < found.num_tokens
-    whole = verify(config(alike, num_packs=1, share_prefix="false"))
-    assert whole.num_shared_tokens == 0
-    assert [check.name for check in whole.checks] == ["isolation", "logits", "loss", "gradients"]
+    report = verify(config(alike, num_packs=1))
+    assert [check.name for check in report.checks] == ["isolation", "prefixes", "logits", "loss", "gradients"]
+    assert report.passed
+    assert report.checks[0].error == 0
+    assert report.checks[1].error < 1e-5
+    assert 0 < report.num_shared_tokens < report.num_tokens
+    unshared_report = verify(config(alike, num_packs=1, share_prefix="false"))
+    assert unshared_report.num_shared_tokens == 0
+    assert [check.name for check in unshared_report.checks] == ["isolation", "logits", "loss", "gradients"]
     monkeypatch.setattr("packtool.batch.collate.key_index", _with_the_node_before)
     monkeypatch.setattr("packtool.train.verify.run.refuse_leaky_inputs", lambda inputs: None)
     with pytest.raises(MismatchError, match="packed samples leak") as error:

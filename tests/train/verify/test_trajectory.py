@@ -78,8 +78,8 @@ def test_a_leak_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def config(tiny: TinyWorld, **settings: Any) -> VerifyConfig:
-    given = {"model": tiny.model, "cached_dataset": (tiny.cache,), "packing_length": 128, "trajectory": 2}
-    return VerifyConfig(**given | settings)
+    defaults = {"model": tiny.model, "cached_dataset": (tiny.cache,), "packing_length": 128, "trajectory": 2}
+    return VerifyConfig(**defaults | settings)
 
 
 def test_steps_equal_those_of_training(tiny: TinyWorld) -> None:
@@ -96,7 +96,7 @@ def test_steps_equal_those_of_training(tiny: TinyWorld) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"trajectory": None, "samples_per_step": 3}, "--samples-per-step requires --trajectory"),
         ({"torch_dtype": "bfloat16"}, "--trajectory computes in float32"),
@@ -105,9 +105,9 @@ def test_steps_equal_those_of_training(tiny: TinyWorld) -> None:
         ({"share_prefix": "true"}, "--share-prefix true cannot be combined with --trajectory"),
     ],
 )
-def test_conflicting_options(tiny: TinyWorld, settings: dict[str, Any], told: str) -> None:
+def test_conflicting_options(tiny: TinyWorld, settings: dict[str, Any], message: str) -> None:
     problems = config(tiny, **settings).problems()
-    assert any(told in problem for problem in problems), problems
+    assert any(message in problem for problem in problems), problems
 
 
 def test_steps_of_single_samples_are_refused(tiny: TinyWorld) -> None:
