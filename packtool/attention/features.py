@@ -78,7 +78,10 @@ class _TowerHooks:
         self.parallel: SequenceParallel | None = None
         self.is_on = True
         family = family_of({"model_type": module.config.model_type})
-        self._visual_names, self._processor_names = family.visual_inputs, family.processor_inputs
+        # Of images and videos: names of the forward's arguments for the patches and for the grids.
+        self._visual_names = family.visual_inputs
+        self._processor_names = family.processor_inputs
+        # For the text tower: the flat positions of media tokens, and their features for each of its first layers.
         self._deepstack: tuple[Tensor, list[Tensor]] | None = None
         module.register_forward_pre_hook(self._embed, with_kwargs=True)
         if self._processor_names:
@@ -89,15 +92,18 @@ class _TowerHooks:
             module.language_model._deepstack_process = types.MethodType(_deepstack_process, module.language_model)
 
     def _embed(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Replace the token ids and media of a forward call by embeddings with the media features written in."""
+        """Replace the token ids and media of a forward call by embeddings with the media features written in.
+
+        The call's ``towers`` has the inputs of the "vision" tower, for images and videos, and of the "sound" tower.
+        """
         towers: Mapping[Any, TowerInputs] = kwargs.pop("towers", None) or {}
         self._deepstack = None
         if not towers or not self.is_on:
             return args, kwargs
         if args:  # LLaVA-NeXT passes its tokens on by position
             (kwargs["input_ids"],) = args
-        shard: SequenceShard | None = kwargs.get("sequence_shard")
         embeddings = module.get_input_embeddings()(kwargs["input_ids"])
+        # Run each tower once.
         features: Features = {}
         if "vision" in towers and self._processor_names:
             media = {name: kwargs[name] for name in self._processor_names if kwargs.get(name) is not None}
@@ -106,35 +112,42 @@ class _TowerHooks:
             features |= self._visual_features(module, towers["vision"], kwargs)
         if "sound" in towers:
             features["audio"] = [_audio_features(module, towers["sound"], kwargs["input_features"])]
+        shard: SequenceShard | None = kwargs.get("sequence_shard")
         if shard is not None:
             assert self.parallel is not None, "packed_attention refuses it"
             # After all towers: a rank whose pictures are done early may have the longer sounds.
             ranks = self.parallel.of(shard.split)
             features = {kind: exchange_features(levels, shard.routes[kind], ranks) for kind, levels in features.items()}
+        # Write the features to the embeddings of their tokens; keep further levels for the text tower (DeepStack).
         positions = {kind: index for inputs in towers.values() for kind, index in inputs.positions.items()}
         flat = embeddings.flatten(0, 1)
         for kind, levels in features.items():
             flat = flat.index_copy(0, positions[kind], levels[0].to(flat.dtype))
-        deeper = {kind: levels[1:] for kind, levels in features.items() if levels[1:]}
-        if deeper:
-            levels = [torch.cat(level) for level in zip(*deeper.values(), strict=True)]
-            self._deepstack = torch.cat([positions[kind] for kind in deeper]), levels
-        names = {"input_features", "feature_attention_mask", *self._processor_names}
-        names.update(chain(*self._visual_names.values()))
-        rest = {name: value for name, value in kwargs.items() if name not in names}
-        return (), rest | {"input_ids": None, "inputs_embeds": flat.view_as(embeddings)}
+        deepstack = {kind: levels[1:] for kind, levels in features.items() if len(levels) > 1}
+        if deepstack:
+            levels_of_layers = [torch.cat(levels) for levels in zip(*deepstack.values(), strict=True)]
+            self._deepstack = torch.cat([positions[kind] for kind in deepstack]), levels_of_layers
+        media_names = {"input_features", "feature_attention_mask", *self._processor_names}
+        media_names.update(chain(*self._visual_names.values()))
+        kwargs = {name: value for name, value in kwargs.items() if name not in media_names}
+        return (), kwargs | {"input_ids": None, "inputs_embeds": flat.view_as(embeddings)}
 
     def _visual_features(self, module: Any, inputs: TowerInputs, media: Mapping[str, Any]) -> Features:
         """Compute the features of images and videos in one call of the vision tower."""
-        names = {kind: pair for kind, pair in self._visual_names.items() if media.get(pair[0]) is not None}
-        pixels, grids = (torch.cat([media[pair[i]] for pair in names.values()]) for i in (0, 1))
+        patches: dict[MediaKind, Tensor] = {}
+        grids = []
+        for kind, (patches_name, grid_name) in self._visual_names.items():
+            if media.get(patches_name) is not None:
+                patches[kind] = media[patches_name]
+                grids.append(media[grid_name])
         tower = module.visual
-        output = tower(pixels.type(tower.dtype), grid_thw=grids, return_dict=True, **inputs.arguments)
+        pixels = torch.cat([*patches.values()]).type(tower.dtype)
+        output = tower(pixels, grid_thw=torch.cat(grids), return_dict=True, **inputs.arguments)
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         # Patches are counted on the host: a grid may be on the device.
-        counts = [len(media[pixels_name]) // tower.spatial_merge_size**2 for pixels_name, _ in names.values()]
-        parts = [torch.split(level, counts) for level in levels]
-        return {kind: [level[number] for level in parts] for number, kind in enumerate(names)}
+        num_features = [len(of_kind) // tower.spatial_merge_size**2 for of_kind in patches.values()]
+        levels_by_kind = zip(*(torch.split(level, num_features) for level in levels), strict=True)
+        return {kind: [*of_kind] for kind, of_kind in zip(patches, levels_by_kind, strict=True)}
 
     def _add_deepstack(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Give the text tower the DeepStack features that its first layers add, with their positions."""
@@ -148,30 +161,32 @@ class _TowerHooks:
 def _processor_features(module: Any, media: Mapping[str, Tensor]) -> Tensor:
     """Compute features (N, D) of images by the model's own ``get_image_features``."""
     output = module.get_image_features(**media, return_dict=True).pooler_output
-    return torch.cat([part.flatten(0, -2) for part in ([output] if isinstance(output, Tensor) else output)])
+    outputs = [output] if isinstance(output, Tensor) else output
+    return torch.cat([image_features.flatten(0, -2) for image_features in outputs])
 
 
 def _audio_features(module: Any, inputs: TowerInputs, features: Tensor) -> Tensor:
     """Compute features (N, D) of sounds from mel frames (sounds, bins, frames)."""
     arguments = dict(inputs.arguments)
+    frame_index = arguments.pop("frames")  # of each chunk; one past the last frame is silence
     frames = features.transpose(1, 2).flatten(0, 1)
-    silent = frames.new_zeros(1, frames.shape[1])
-    chunks = torch.cat([frames, silent])[arguments.pop("frames")].transpose(1, 2)
+    silence = frames.new_zeros(1, frames.shape[1])
+    chunks = torch.cat([frames, silence])[frame_index].transpose(1, 2)
     output: Tensor = module.audio_tower(
         features, padded_feature=chunks, return_dict=True, **arguments
     ).last_hidden_state
     return output
 
 
-def _deepstack_process(module: nn.Module, hidden_states: Tensor, where: Tensor, features: Tensor) -> Tensor:
-    """A text tower's ``_deepstack_process``, also for positions (N,) of the flat batch instead of a mask (B, T)."""
-    if where.dtype == torch.bool:
-        own: Any = type(module)
-        result: Tensor = own._deepstack_process(module, hidden_states, where, features)
+def _deepstack_process(module: nn.Module, hidden_states: Tensor, positions: Tensor, features: Tensor) -> Tensor:
+    """Add features (N, D) to hidden states (B, T, D) at flat positions (N,), or where a bool mask (B, T) is set."""
+    if positions.dtype == torch.bool:
+        own_class: Any = type(module)
+        result: Tensor = own_class._deepstack_process(module, hidden_states, positions, features)
         return result
     flat = hidden_states.flatten(0, 1)
-    added = flat.index_select(0, where) + features.to(flat.dtype)
-    return flat.index_copy(0, where, added).view_as(hidden_states)
+    added = flat.index_select(0, positions) + features.to(flat.dtype)
+    return flat.index_copy(0, positions, added).view_as(hidden_states)
 
 
 def towers_of_media(model: nn.Module) -> Iterator[Any]:

@@ -79,17 +79,17 @@ class FlashKernel(Kernel):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float, window: int | None, dropout: float
     ) -> Tensor:
-        keys = varlen.of_keys
+        # Number of keys before and after a query that it sees; -1 is all of them.
+        window_size = (-1, -1) if window is None else (window - 1, 0)
         result = _flash_function(self.version)(
             *pad_heads(q, k, v),
             cu_seqlens_q=varlen.cu_seqlens,
-            cu_seqlens_k=keys.cu_seqlens,
+            cu_seqlens_k=varlen.of_keys.cu_seqlens,
             max_seqlen_q=varlen.max_seqlen,
-            max_seqlen_k=keys.max_seqlen,
+            max_seqlen_k=varlen.of_keys.max_seqlen,
             softmax_scale=scale,
             causal=varlen.causal,
-            # The kernel counts the keys before a query; -1 is all of them.
-            window_size=(-1 if window is None else window - 1, 0 if window is not None else -1),
+            window_size=window_size,
             **({"dropout_p": dropout} if dropout else {}),
         )
         # The hub's kernels and early builds of version 3 also return the lse.
@@ -135,12 +135,13 @@ class TorchVarlenKernel(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float, window: int | None, dropout: float
     ) -> Tensor:
         """``attend``; raises ConfigError for a window if this torch's function has none."""
-        function = _varlen_module().varlen_attn
-        parameters, keys, head_dim = _parameters(function), varlen.of_keys, v.shape[-1]
+        varlen_attn = _varlen_module().varlen_attn
+        parameters, keys, head_dim = _parameters(varlen_attn), varlen.of_keys, v.shape[-1]
         q, k, v = pad_heads(q, k, v)
+        # Pass what this torch's function has a parameter for; emulate the rest.
         options: dict[str, Any] = {}
         if "window_size" in parameters:
-            # The kernel counts the keys before and after a query; -1 is all of them.
+            # Number of keys before and after a query that it sees, instead of is_causal; -1 is all of them.
             options["window_size"] = (-1 if window is None else window - 1, 0 if varlen.causal else -1)
         elif window is not None and window < keys.max_seqlen:
             raise ConfigError(
@@ -157,9 +158,9 @@ class TorchVarlenKernel(Kernel):
             options["enable_gqa"] = q.shape[1] != k.shape[1]
         else:
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-        # Where both bounds are one tensor, torch may take cuDNN, which aligns causal masks at the beginning.
-        bounds, longest = (varlen.cu_seqlens, keys.cu_seqlens), (varlen.max_seqlen, keys.max_seqlen)
-        out: Tensor = function(q, k, v, *bounds, *longest, **options)
+        # Where both cu_seqlens are one tensor, torch may take cuDNN, which aligns causal masks at the beginning.
+        boundaries = varlen.cu_seqlens, keys.cu_seqlens, varlen.max_seqlen, keys.max_seqlen
+        out: Tensor = varlen_attn(q, k, v, *boundaries, **options)
         return out[..., :head_dim]
 
 
@@ -216,20 +217,25 @@ def _flex_function(device_type: str) -> Callable[..., Any]:
 def _block_mask(
     lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int | None, causal: bool, device: torch.device
 ) -> Any:
-    """Mask of the non-empty blocks of scores; the same for all layers of a batch with one window."""
-    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
-    key_documents, shift = documents, None
+    """Return FlexAttention's block mask of documents; cached for all layers of a batch with one window.
+
+    Args:
+        lengths, key_lengths: number of queries and of keys of each document; the last query is the last key's token.
+    """
+    document_of_query = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+    document_of_key, shift = document_of_query, None
     if key_lengths != lengths:
-        key_documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(key_lengths)).to(device)
-        # From a query's position to that of the key of the same token.
-        shift = (torch.tensor(key_lengths).cumsum(0) - torch.tensor(lengths).cumsum(0)).to(device)[documents]
+        document_of_key = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(key_lengths)).to(device)
+        # From a query's position to the position of the key of the same token.
+        shift_of_document = torch.tensor(key_lengths).cumsum(0) - torch.tensor(lengths).cumsum(0)
+        shift = shift_of_document.to(device)[document_of_query]
 
-    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = documents[query] == key_documents[key]
+    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = document_of_query[query] == document_of_key[key]
         query_at = query if shift is None else query + shift[query]
-        same = same & (query_at >= key) if causal else same
-        return same if window is None else same & (key > query_at - window)
+        visible = visible & (query_at >= key) if causal else visible
+        return visible if window is None else visible & (key > query_at - window)
 
-    # Uncompiled it would build the complete T x T' mask first.
+    # Uncompiled it would build the complete mask of all queries and keys first.
     make = torch.compile(flex.create_block_mask) if device.type == "cuda" else flex.create_block_mask
-    return make(visible, None, None, sum(lengths), sum(key_lengths), device=device)
+    return make(is_visible, None, None, sum(lengths), sum(key_lengths), device=device)

@@ -46,7 +46,7 @@ _ISOLATED_CLASSES = frozenset(name for family in FAMILIES for name in family.rec
 ISOLATED_MODEL_TYPES = frozenset(name for family in FAMILIES for name in family.recurrent_types)
 """Text towers whose recurrent layers are all of these classes."""
 
-_RANKS = "_packtool_ranks"
+_PARALLEL_ATTRIBUTE = "_packtool_ranks"
 _TRIAL_LENGTHS = (70, 9)
 """Longer than a chunk of the recurrence (64), and long enough for the convolution to reach back."""
 
@@ -75,7 +75,7 @@ def isolate_recurrent_layers(model: nn.Module) -> int:
 def share_recurrent_layers(model: nn.Module, parallel: SequenceParallel | None) -> None:
     """Set the ranks that share the sequences of the isolated layers; None for none."""
     for layer in recurrent_layers(model):
-        setattr(layer, _RANKS, parallel)
+        setattr(layer, _PARALLEL_ATTRIBUTE, parallel)
 
 
 def release_recurrent_layers(model: nn.Module) -> None:
@@ -113,7 +113,7 @@ def _forward(
         UnsupportedModelError: for documents that share prefixes: the state at the end of a prefix is not handed on.
     """
     name = type(layer).__name__
-    parallel: Any = getattr(layer, _RANKS, None)
+    parallel: Any = getattr(layer, _PARALLEL_ATTRIBUTE, None)
     kwargs = reveal_boundaries(kwargs)
     if kwargs.get("key_index") is not None:
         raise UnsupportedModelError(
@@ -123,11 +123,12 @@ def _forward(
     refuse_leaks(layer, hidden_states, attention_mask, kwargs, parallel)
     if cache_params is not None:
         raise LeakError(f"{name} was given a cache, whose state would go from one document into the next")
-    run: Recurrence = _at_once if keeps_documents_apart(layer, hidden_states) else _one_by_one
+    run: Recurrence = _run_all_at_once if keeps_documents_apart(layer, hidden_states) else _run_one_by_one
     shard: SequenceShard | None = kwargs.get("sequence_shard")
     if shard is None:
         varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
         return run(_own_forward(layer), hidden_states, varlen)
+    # Documents of this rank alone come first in its sequence, then its tokens of documents that all ranks share.
     local, sharded = hidden_states[:, : shard.num_local], hidden_states[:, shard.num_local :]
     outs = []
     if shard.local_lengths:
@@ -159,31 +160,35 @@ def keeps_documents_apart(layer: nn.Module, like: Tensor) -> bool:
 
 
 def _try_boundaries(forward: Callable[..., Tensor], like: Tensor) -> bool:
+    """Run two documents: changing the first must change its output only, which must equal that of separate calls."""
     # Drawn on the CPU by a generator of its own, so that the run's random numbers do not change.
     generator = torch.Generator().manual_seed(0)
-    first, last = _TRIAL_LENGTHS
-    sequence, other = (torch.randn(1, first + last, like.shape[-1], generator=generator).to(like) for _ in range(2))
-    changed = torch.cat([other[:, :first], sequence[:, first:]], dim=1)
+    first_length, _ = _TRIAL_LENGTHS
+    shape = 1, sum(_TRIAL_LENGTHS), like.shape[-1]
+    hidden_states, random_states = (torch.randn(shape, generator=generator).to(like) for _ in range(2))
+    changed = torch.cat([random_states[:, :first_length], hidden_states[:, first_length:]], dim=1)
     varlen = Varlen.of_lengths(_TRIAL_LENGTHS, like.device)
     try:
-        before, after = (_at_once(forward, hidden, varlen) for hidden in (sequence, changed))
+        out, changed_out = (_run_all_at_once(forward, states, varlen) for states in (hidden_states, changed))
     except Exception:  # a layer that raises on unknown boundaries does not respect them
         return False
-    if torch.equal(before[:, :first], after[:, :first]) or not torch.equal(before[:, first:], after[:, first:]):
+    if torch.equal(out[:, :first_length], changed_out[:, :first_length]):
         return False
-    alone = _one_by_one(forward, sequence, varlen)
-    return bool((before - alone).abs().max() <= _TRIAL_TOLERANCES[before.dtype] * alone.abs().max())
+    if not torch.equal(out[:, first_length:], changed_out[:, first_length:]):
+        return False
+    expected = _run_one_by_one(forward, hidden_states, varlen)
+    return bool((out - expected).abs().max() <= _TRIAL_TOLERANCES[out.dtype] * expected.abs().max())
 
 
-def _at_once(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
+def _run_all_at_once(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
     """Run the complete sequence in one call, with boundaries for the recurrence and the convolution."""
     device, lengths = hidden_states.device, varlen.host_lengths()
-    bounds = Varlen.of_lengths(lengths, device).cu_seqlens
-    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    seq_idx = numbers.to(device, torch.int32).unsqueeze(0)
-    return forward(hidden_states, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, seq_idx=seq_idx)
+    cu_seqlens = Varlen.of_lengths(lengths, device).cu_seqlens
+    document_of_token = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    seq_idx = document_of_token.to(device, torch.int32).unsqueeze(0)
+    return forward(hidden_states, cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, seq_idx=seq_idx)
 
 
-def _one_by_one(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
+def _run_one_by_one(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
     """Run every document in a call of its own."""
     return torch.cat([forward(hidden_states[:, document]) for document in varlen.documents(hidden_states.shape[1])], 1)

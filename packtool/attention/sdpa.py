@@ -33,10 +33,8 @@ class SdpaKernel(Kernel):
         """The result is contiguous."""
         assert len(k) == len(v), "the documents do not add up to the packed sequence"
         outs = []
-        for own, of_keys in zip(varlen.documents(len(q)), varlen.of_keys.documents(len(k)), strict=True):
-            query, key, value = (
-                tensor[tokens].transpose(0, 1).unsqueeze(0) for tensor, tokens in ((q, own), (k, of_keys), (v, of_keys))
-            )
+        for q_rows, kv_rows in zip(varlen.documents(len(q)), varlen.of_keys.documents(len(k)), strict=True):
+            query, key, value = map(_as_sdpa_takes, (q[q_rows], k[kv_rows], v[kv_rows]))
             for queries, keys, mask in _blocks(query.shape[2], key.shape[2], window, q.device):
                 out = F.scaled_dot_product_attention(
                     query[:, :, queries],
@@ -52,11 +50,17 @@ class SdpaKernel(Kernel):
         return torch.cat(outs) if outs else q.new_zeros((0, q.shape[1], v.shape[-1]))
 
 
+def _as_sdpa_takes(tensor: Tensor) -> Tensor:
+    """(T, H, D) as (1, H, T, D)."""
+    return tensor.transpose(0, 1).unsqueeze(0)
+
+
 def _blocks(
     num_queries: int, num_keys: int, window: int | None, device: torch.device
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Queries and keys of one document that are computed together, and their mask; None: none beyond the causal one.
+    """Yield slices of queries and keys of one document that are computed in one call, and their mask.
 
+    The last query is the last key's token. The mask is None if causality is the only one.
     A document longer than its window is split into blocks of ``window`` queries against at most ``2 * window - 1``
     keys, one with a shared prefix into blocks of ``_PREFIX_BLOCK_QUERIES``. The mask of a block is the largest tensor
     that is built: memory grows with L * window, not with L^2.
@@ -66,14 +70,15 @@ def _blocks(
     if window is None and num_queries == num_keys:
         yield slice(0, num_queries), slice(0, num_keys), None
         return
-    num_before = num_keys - num_queries
-    size = window or _PREFIX_BLOCK_QUERIES
-    for start in range(0, num_queries, size):
-        stop = min(start + size, num_queries)
-        first_key = max(0, num_before + start - window + 1) if window is not None else 0
-        query_at = torch.arange(num_before + start, num_before + stop, device=device).unsqueeze(1)
-        key_at = torch.arange(first_key, num_before + stop, device=device).unsqueeze(0)
+    prefix_length = num_keys - num_queries  # tokens that have keys and no queries
+    block_size = window or _PREFIX_BLOCK_QUERIES
+    for start in range(0, num_queries, block_size):
+        stop = min(start + block_size, num_queries)
+        first_key = max(0, prefix_length + start - window + 1) if window is not None else 0
+        # Positions in the document.
+        query_at = torch.arange(prefix_length + start, prefix_length + stop, device=device).unsqueeze(1)
+        key_at = torch.arange(first_key, prefix_length + stop, device=device).unsqueeze(0)
         mask = key_at <= query_at
         if window is not None:
             mask &= key_at > query_at - window
-        yield slice(start, stop), slice(first_key, num_before + stop), mask
+        yield slice(start, stop), slice(first_key, prefix_length + stop), mask

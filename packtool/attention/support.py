@@ -184,46 +184,59 @@ def refuse_leaky_inputs(inputs: Mapping[str, Any]) -> None:
 
 
 def _boundary_problems(inputs: Mapping[str, Any]) -> list[str]:
+    """Describe what is wrong with the document boundaries of a forward call's arguments.
+
+    With ``key_index``, documents share prefixes: it has the rows of all documents' keys, one document after the other,
+    with boundaries ``cu_seq_lens_k``. The last keys of a document are its own tokens, those before are its prefix.
+    """
     if inputs.get("cu_seq_lens_q") is None:
         return ["cu_seq_lens_q is missing: nothing else says where a sample ends"]
     num_rows, num_tokens = inputs["input_ids"].shape
-    starts: list[int] = inputs["cu_seq_lens_q"].tolist()
-    lengths = [stop - start for start, stop in pairwise(starts)]
+    cu_seqlens: list[int] = inputs["cu_seq_lens_q"].tolist()
+    lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
     if num_rows != 1:
         return [f"{num_rows} sequences; packed samples lie in one"]
-    if starts[0] != 0 or starts[-1] != num_tokens or min(lengths, default=0) < 0:
-        return [f"cu_seq_lens_q runs from {starts[0]} to {starts[-1]} for {num_tokens} tokens"]
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != num_tokens or min(lengths, default=0) < 0:
+        return [f"cu_seq_lens_q runs from {cu_seqlens[0]} to {cu_seqlens[-1]} for {num_tokens} tokens"]
     problems = _length_problems(inputs, lengths, "q", "document_lengths")
     if inputs.get("key_index") is None:
         return problems
-    # Documents that share prefixes: the keys of each must end with its own tokens.
-    keys: list[int] = inputs["key_index"].tolist()
-    bounds: list[int] = inputs["cu_seq_lens_k"].tolist()
-    if len(bounds) != len(starts) or bounds[0] != 0 or bounds[-1] != len(keys):
+    key_rows: list[int] = inputs["key_index"].tolist()
+    key_cu_seqlens: list[int] = inputs["cu_seq_lens_k"].tolist()
+    first, last = key_cu_seqlens[0], key_cu_seqlens[-1]
+    if len(key_cu_seqlens) != len(cu_seqlens) or first != 0 or last != len(key_rows):
         problem = (
-            f"cu_seq_lens_k runs from {bounds[0]} to {bounds[-1]} in {len(bounds) - 1} documents for the {len(keys)} "
-            f"tokens of key_index and {len(starts) - 1} documents"
+            f"cu_seq_lens_k runs from {first} to {last} in {len(key_cu_seqlens) - 1} documents for the {len(key_rows)} "
+            f"tokens of key_index and {len(cu_seqlens) - 1} documents"
         )
         return [*problems, problem]
-    problems += _length_problems(inputs, [stop - start for start, stop in pairwise(bounds)], "k", "key_lengths")
-    for number, ((start, stop), (first, end)) in enumerate(zip(pairwise(starts), pairwise(bounds), strict=True)):
-        if keys[max(end - (stop - start), first) : end] != list(range(start, stop)):
+    key_lengths = [stop - start for start, stop in pairwise(key_cu_seqlens)]
+    problems += _length_problems(inputs, key_lengths, "k", "key_lengths")
+    bounds = zip(pairwise(cu_seqlens), pairwise(key_cu_seqlens), strict=True)
+    for number, ((start, stop), (key_start, key_stop)) in enumerate(bounds):
+        own_start = max(key_stop - (stop - start), key_start)
+        if key_rows[own_start:key_stop] != list(range(start, stop)):
             return [*problems, f"the keys of document {number} do not end with its own tokens"]
     return problems
 
 
-def _length_problems(inputs: Mapping[str, Any], lengths: Sequence[int], side: str, name: str) -> list[str]:
-    """Contradictions between the boundaries of ``side`` (q or k) and the other inputs about lengths."""
+def _length_problems(inputs: Mapping[str, Any], lengths: Sequence[int], q_or_k: str, name: str) -> list[str]:
+    """Describe where other inputs contradict the lengths that follow from ``cu_seq_lens_q`` or ``cu_seq_lens_k``.
+
+    Args:
+        name: of the input that repeats the lengths.
+    """
     problems = []
-    max_length, longest = inputs.get(f"max_length_{side}"), max(lengths, default=0)
+    max_length, longest = inputs.get(f"max_length_{q_or_k}"), max(lengths, default=0)
     if max_length != longest:
-        problems.append(f"max_length_{side} is {max_length}, the longest sample has {longest}")
+        problems.append(f"max_length_{q_or_k} is {max_length}, the longest sample has {longest}")
     if inputs.get(name) is not None and list(inputs[name]) != list(lengths):
-        problems.append(f"{name} are not those of cu_seq_lens_{side}")
+        problems.append(f"{name} are not those of cu_seq_lens_{q_or_k}")
     return problems
 
 
 def _position_problems(inputs: Mapping[str, Any]) -> list[str]:
+    """Describe why ``position_ids``, (1, T) or (4, 1, T) for text, time, height and width, do not separate samples."""
     positions = inputs.get("position_ids")
     if positions is None:
         return ["position_ids are missing: positions would run on from one sample into the next"]
@@ -232,13 +245,13 @@ def _position_problems(inputs: Mapping[str, Any]) -> list[str]:
             f"position_ids have {positions.shape[0]} rows; with four, [text, t, h, w], samples are told apart, with "
             "three they leak"
         ]
-    text = positions[0, 0] if positions.ndim == 3 else positions[0]
+    text_positions = positions[0, 0] if positions.ndim == 3 else positions[0]
     if (key_index := inputs.get("key_index")) is not None:
-        bounds = inputs["cu_seq_lens_k"].long()
-        expected = torch.arange(len(key_index)) - torch.repeat_interleave(bounds[:-1], bounds.diff())
-        if not torch.equal(text[key_index], expected):
+        cu_seqlens = inputs["cu_seq_lens_k"].long()
+        start_of_key = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
+        if not torch.equal(text_positions[key_index], torch.arange(len(key_index)) - start_of_key):
             return ["position_ids do not count from 0 through every sample and its prefix"]
         return []
-    starts = inputs["cu_seq_lens_q"].long()
-    starts = starts[:-1][starts.diff() > 0]
-    return ["position_ids do not begin at 0 in every sample"] if text[starts].any() else []
+    cu_seqlens = inputs["cu_seq_lens_q"].long()
+    starts = cu_seqlens[:-1][cu_seqlens.diff() > 0]  # without empty samples, which have no first token
+    return ["position_ids do not begin at 0 in every sample"] if text_positions[starts].any() else []
