@@ -8,6 +8,7 @@ known, and a few samples, mostly short ones, that are trained later than their n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -51,76 +52,84 @@ class IntervalSharing:
     max_media_tokens: int | None = None
     parts: PartPlacement = "any"
 
-    def find_trees(self, samples: Sequence[EncodedSample], capacity: int) -> tuple[PrefixTrees, PrefixHashes] | None:
-        """Find the prefix trees of an interval's samples.
+    def find_trees(self, samples: Sequence[EncodedSample], capacity: int) -> PrefixSharing | None:
+        """Find the prefix trees of an interval's samples; None if at most ``min_saving`` would be saved.
 
         Args:
             capacity: maximum tokens of a pack, which no sample exceeds.
-
-        Returns:
-            the trees, and the prefixes of all samples; None if less than ``min_saving`` would be saved.
         """
         lengths = np.array([sample.length for sample in samples], np.int32)
         assert lengths.max(initial=0) <= capacity, "longer samples were dropped"
-        counts, prefixes = prefix_hashes(samples, self.media, longer_than=MIN_SHARED)
+        num_prefixes, prefixes = prefix_hashes(samples, self.media, longer_than=MIN_SHARED)
         trees = plan_trees(
             lengths,
-            Prefixes(to_offsets(counts), prefixes.lengths, prefixes.hashes),
+            Prefixes(to_offsets(num_prefixes), prefixes.lengths, prefixes.hashes),
             capacity=capacity,
             min_shared=MIN_SHARED,
             max_samples=self.max_rows,
-            media_tokens=(Added.of(samples).media_tokens, prefixes.media_tokens),
+            media_tokens=(SampleAmounts.of(samples).media_tokens, prefixes.media_tokens),
             max_media_tokens=self.max_media_tokens,
         )
-        return (replace(trees, parts=self.parts), prefixes) if trees.saved(lengths) > self.min_saving else None
+        if trees.saved(lengths) <= self.min_saving:
+            return None
+        return PrefixSharing(replace(trees, parts=self.parts), prefixes)
 
 
-class Added(NamedTuple):
+class PrefixSharing(NamedTuple):
+    """Prefix trees of an interval's samples, and the prefixes of all its samples, to which the trees refer."""
+
+    trees: PrefixTrees
+    prefixes: PrefixHashes
+
+
+class SampleAmounts(NamedTuple):
     """Amounts that each of N samples adds to the computation of its pack; int64 (N,) each.
 
     Args:
-        shared: tokens shared with the sample before it, which are computed only once.
+        shared_tokens: tokens shared with the sample before it, which are computed only once.
         targets: labels for which logits are computed.
         media_tokens: placeholder tokens of all media.
         audio_tokens: placeholder tokens of audio.
         patch_squares: sum over frames of the squared number of patches, the cost of the vision tower's attention.
     """
 
-    shared: Int64Array
+    shared_tokens: Int64Array
     targets: Int64Array
     media_tokens: Int64Array
     audio_tokens: Int64Array
     patch_squares: Int64Array
 
     @classmethod
-    def of(cls, samples: Sequence[EncodedSample], sharing: tuple[PrefixTrees, PrefixHashes] | None = None) -> Added:
+    def of(cls, samples: Sequence[EncodedSample], sharing: PrefixSharing | None = None) -> SampleAmounts:
         """Compute the amounts of samples; with ``sharing``, a shared prefix counts for one of its samples only."""
-        rows = [
-            (0, num_targets(sample), sample.num_media_tokens, sample.num_audio_tokens, sample.patch_squares)
-            for sample in samples
-        ]
-        full = cls(*np.array(rows, np.int64).reshape(-1, 5).T)
+        unshared = cls(
+            shared_tokens=np.zeros(len(samples), np.int64),
+            targets=np.array([num_targets(sample) for sample in samples], np.int64),
+            media_tokens=np.array([sample.num_media_tokens for sample in samples], np.int64),
+            audio_tokens=np.array([sample.num_audio_tokens for sample in samples], np.int64),
+            patch_squares=np.array([sample.patch_squares for sample in samples], np.int64),
+        )
         if sharing is None:
-            return full
+            return unshared
         trees, prefixes = sharing
-        shared = np.zeros(len(samples), np.int64)
-        shared[trees.samples] = trees.shared
+        shared_tokens = np.zeros(len(samples), np.int64)
+        shared_tokens[trees.samples] = trees.shared
+        targets = trees.added(unshared.targets, prefixes.target_tokens)
         return cls(
-            shared,
-            # The samples of a prefix may differ in its targets, so the difference may be negative.
-            np.maximum(trees.added(full.targets, prefixes.target_tokens), 0),
-            trees.added(full.media_tokens, prefixes.media_tokens),
-            trees.added(full.audio_tokens, prefixes.audio_tokens),
-            trees.added(full.patch_squares, prefixes.patch_squares),
+            shared_tokens,
+            np.maximum(targets, 0),  # negative where the samples of a prefix differ in its targets
+            trees.added(unshared.media_tokens, prefixes.media_tokens),
+            trees.added(unshared.audio_tokens, prefixes.audio_tokens),
+            trees.added(unshared.patch_squares, prefixes.patch_squares),
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[Added]) -> Added:
+    def joined(cls, packs: Sequence[SampleAmounts]) -> SampleAmounts:
         """Concatenate the amounts of several packs."""
-        return cls(*(np.concatenate(column) for column in zip(*parts, strict=True))) if parts else cls.of([])
+        return cls(*(np.concatenate(column) for column in zip(*packs, strict=True))) if packs else cls.of([])
 
 
-_MIN_FILL = 0.98  # of a pack that is trained at once
+_MIN_FILL = 0.98  # of a pack that is not held back
 _MAX_HELD_BACK_PACKS = 2
 _MAX_HELD_BACK_FRACTION = 0.25  # of the samples of an interval
 
@@ -150,17 +159,17 @@ class StreamedPack:
 
     Args:
         state: state of the stream after this pack; a stream resumed from it continues with the next pack.
-        added: amounts that each sample adds.
+        amounts: what each sample adds to the computation.
     """
 
     samples: list[EncodedSample]
     state: StreamState
-    added: Added
+    amounts: SampleAmounts
 
     @property
     def num_tokens(self) -> int:
         """Tokens that are computed, with each shared prefix once."""
-        return self.num_whole_tokens - int(self.added.shared.sum())
+        return self.num_whole_tokens - int(self.amounts.shared_tokens.sum())
 
     @property
     def num_whole_tokens(self) -> int:
@@ -208,57 +217,62 @@ class PackStream:
         self._rank, self._world_size = rank, world_size
         self._sharing, self._log = sharing, log
         start = start or StreamState()
-        self._packs_done, self._interval, self.counts = start.packs_done, start.interval, start.counts
+        self.counts = start.counts
+        self._interval, self._num_packs_done = start.interval, start.packs_done
+        # Samples in memory: those held back from the previous interval, and the shuffle buffer.
         self._carried, self._buffer = list(start.carried), list(start.shuffled)
         self._random = np.random.default_rng((options.seed, rank, RandomStream.SHUFFLE_BUFFER))
         if start.random is not None:
             self._random.bit_generator.state = start.random
         # Origin of the next sample: position of its block, and number of the block's samples that were read before.
-        self._place, self._num_taken, self._ended = start.place, start.num_taken, start.ended
+        self._position, self._num_read, self._ended = start.position, start.num_taken, start.ended
 
     def __iter__(self) -> Iterator[StreamedPack]:
-        """Yield the packs of one interval after the other; from a resumed state, those after the packs done before."""
+        """Yield the packs of one interval after the other; a resumed stream begins after the packs done before."""
         samples = self._shuffled(self._samples())
-        packs_done = self._packs_done
+        num_packs_done = self._num_packs_done
         while True:
             state_before = self._state()
-            new = list(islice(samples, self._options.packing_interval - len(self._carried)))
-            samples_of_interval = [*self._carried, *new]
-            is_last = len(samples_of_interval) < self._options.packing_interval
-            if not samples_of_interval:
+            new_samples = islice(samples, self._options.packing_interval - len(self._carried))
+            interval = [*self._carried, *new_samples]
+            if not interval:
                 return
-            plan, added = self._pack(samples_of_interval)
+            plan, amounts = self._pack(interval)
+            is_last = len(interval) < self._options.packing_interval
             held_back = [] if is_last else _held_back_packs(plan, self._options)
-            self._carried = [samples_of_interval[i] for number in held_back for i in plan.pack(number)]
+            self._carried = [interval[i] for pack_number in held_back for i in plan.pack(pack_number)]
             self._interval += 1
-            numbers = [number for number in range(plan.num_packs) if number not in held_back]
-            for num_done, number in enumerate(numbers[packs_done:], packs_done + 1):
-                state = replace(state_before, packs_done=num_done) if num_done < len(numbers) else self._state()
-                members = plan.pack(number)
-                samples_of_pack = [samples_of_interval[i] for i in members]
-                yield StreamedPack(samples_of_pack, state, Added(*(column[members] for column in added)))
-            packs_done = 0  # only the first interval may have been trained in part
+            pack_numbers = [number for number in range(plan.num_packs) if number not in held_back]
+            for pack_number in pack_numbers[num_packs_done:]:
+                # A stream resumed within an interval packs it again; after its last pack, the next interval begins.
+                num_packs_done += 1
+                is_within = num_packs_done < len(pack_numbers)
+                state = replace(state_before, packs_done=num_packs_done) if is_within else self._state()
+                members = plan.pack(pack_number)
+                amounts_of_pack = SampleAmounts(*(column[members] for column in amounts))
+                yield StreamedPack([interval[i] for i in members], state, amounts_of_pack)
+            num_packs_done = 0  # only the first interval may have been trained in part
 
-    def _pack(self, samples: Sequence[EncodedSample]) -> tuple[PackPlan, Added]:
+    def _pack(self, samples: Sequence[EncodedSample]) -> tuple[PackPlan, SampleAmounts]:
         """Pack the samples of an interval; return the packs and the amounts that each sample adds."""
         options, capacity = self._options, self._options.packing_length
         lengths = np.array([sample.length for sample in samples], np.int32)
         sharing = None if self._sharing is None else self._sharing.find_trees(samples, capacity)
-        added = Added.of(samples, sharing)
-        kwargs: Any = {"seed": options.seed, "epoch": self._interval, "media_tokens": added.media_tokens}
+        amounts = SampleAmounts.of(samples, sharing)
+        kwargs: Any = {"seed": options.seed, "epoch": self._interval, "media_tokens": amounts.media_tokens}
         if sharing is None:
-            return pack(lengths, capacity, options, **kwargs), added
-        plan = pack_trees(sharing[0], lengths, capacity, options, **kwargs)
-        parts = TreeParts.of(plan, sharing[0])
+            return pack(lengths, capacity, options, **kwargs), amounts
+        plan = pack_trees(sharing.trees, lengths, capacity, options, **kwargs)
+        parts = TreeParts.of(plan, sharing.trees)
         if parts is not None and parts.placement == "together":
             plan = select_packs(plan, parts.move_together(plan.num_packs))
-        return plan, added
+        return plan, amounts
 
     def _state(self) -> StreamState:
         """Return the state at the beginning of an interval."""
         return StreamState(
-            place=self._place,
-            num_taken=self._num_taken,
+            position=self._position,
+            num_taken=self._num_read,
             ended=self._ended,
             interval=self._interval,
             random=dict(self._random.bit_generator.state),
@@ -283,15 +297,15 @@ class PackStream:
             return buffer.pop()
         if self._options.shuffle_buffer_size == 1:
             return buffer.pop(0)
-        at = int(self._random.integers(len(buffer)))
-        buffer[at], buffer[-1] = buffer[-1], buffer[at]
+        drawn = int(self._random.integers(len(buffer)))
+        buffer[drawn], buffer[-1] = buffer[-1], buffer[drawn]
         return buffer.pop()
 
     def _samples(self) -> Iterator[EncodedSample]:
         """Yield the samples of this rank in the order of their rows, from the start or the resumed position on."""
         if self._ended:
             return
-        options, num_skipped = self._options, self._num_taken
+        options = self._options
         max_media_tokens = options.max_media_tokens_per_pack
         blocks = blocks_of_rank(
             self._specs,
@@ -300,16 +314,20 @@ class PackStream:
             num_epochs=options.num_epochs,
             seed=options.seed,
             shuffle=options.shuffle,
-            start=self._place,
+            start=self._position,
         )
         # While the packs of an interval are trained, the samples of the next interval are encoded.
-        num_ahead = 2 * options.dataset_num_proc + -(-options.packing_interval // BLOCK_ROWS)
-        encoded = encoded_blocks(blocks, self._spec, num_proc=options.dataset_num_proc, num_ahead=num_ahead)
-        for self._place, samples, dropped in encoded:
+        blocks_per_interval = math.ceil(options.packing_interval / BLOCK_ROWS)
+        num_ahead = 2 * options.dataset_num_proc + blocks_per_interval
+        num_skipped = self._num_read  # samples of the first block that were read before the stream was interrupted
+        for position, samples, dropped in encoded_blocks(
+            blocks, self._spec, num_proc=options.dataset_num_proc, num_ahead=num_ahead
+        ):
+            self._position = position
             if not num_skipped:
                 self._drop(dropped)
-            for number, sample in enumerate(samples[num_skipped:], num_skipped + 1):
-                self._num_taken = number
+            for num_read, sample in enumerate(samples[num_skipped:], num_skipped + 1):
+                self._num_read = num_read
                 if max_media_tokens is not None and sample.num_media_tokens > max_media_tokens:
                     detail = (
                         f"the sample has {sample.num_media_tokens} media tokens; --max-media-tokens-per-pack is "
@@ -339,10 +357,11 @@ def _held_back_packs(plan: PackPlan, options: StreamOptions) -> list[int]:
     tokens = plan.tokens_per_pack()
     keeps_order = options.packing_algorithm == "sequential" or not options.shuffle
     emptiest = np.argsort(tokens, kind="stable")[:_MAX_HELD_BACK_PACKS].tolist()
-    num_samples_left = int(_MAX_HELD_BACK_FRACTION * options.packing_interval)
+    max_samples = int(_MAX_HELD_BACK_FRACTION * options.packing_interval)
+    num_samples = 0
     held_back = []
-    for number in [plan.num_packs - 1] if keeps_order else emptiest:
-        num_samples_left -= len(plan.pack(number))
-        if tokens[number] < _MIN_FILL * plan.capacity and num_samples_left >= 0:
-            held_back.append(number)
+    for pack_number in [plan.num_packs - 1] if keeps_order else emptiest:
+        num_samples += len(plan.pack(pack_number))
+        if tokens[pack_number] < _MIN_FILL * plan.capacity and num_samples <= max_samples:
+            held_back.append(pack_number)
     return held_back

@@ -38,14 +38,14 @@ MAX_OPEN_SOURCES = 8
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPosition:
     """A position between two blocks of the stream of all ranks; all values can be written as JSON.
 
     Args:
         epoch: 0-based number of the epoch.
         num_blocks: number of blocks before the position, of all ranks and epochs.
         opened: number of files of this epoch that were opened, in the epoch's order.
-        taken: [position in the epoch's order, number of blocks read] of each open file.
+        taken: [number of the file in the epoch's order, number of blocks read] of each open file.
         random: state of the generator that draws the next file; None without shuffling.
     """
 
@@ -57,15 +57,15 @@ class Place:
 
 
 @dataclass(frozen=True)
-class PlacedBlock:
+class StreamBlock:
     """A block of a rank, and the position right before it."""
 
-    place: Place
+    position: StreamPosition
     source: Source
     block: RowBlock
 
 
-EncodedBlock = tuple[Place, list[EncodedSample], list[Dropped]]
+EncodedBlock = tuple[StreamPosition, list[EncodedSample], list[Dropped]]
 """Position before a block, the block's samples, and its dropped rows and samples."""
 
 
@@ -77,8 +77,8 @@ def blocks_of_rank(
     num_epochs: int,
     seed: int,
     shuffle: bool,
-    start: Place | None = None,
-) -> Iterator[PlacedBlock]:
+    start: StreamPosition | None = None,
+) -> Iterator[StreamBlock]:
     """Yield the blocks (up to 64 rows) of one rank: every ``world_size``-th of all files, ``num_epochs`` times.
 
     With shuffling, each epoch reads the files in a different order, up to eight at the same time. Blocks are drawn from
@@ -93,23 +93,24 @@ def blocks_of_rank(
     Raises:
         ConfigError, DataError, StorageError: as ``rows.read.follow``.
     """
-    place = start or Place(0, 0, 0, [], None)
-    for epoch in range(place.epoch, num_epochs):
+    position = start or StreamPosition(0, 0, 0, [], None)
+    for epoch in range(position.epoch, num_epochs):
         random = np.random.default_rng((seed, epoch, RandomStream.FILE_ORDER))
         order = random.permutation(len(specs)).tolist() if shuffle else list(range(len(specs)))
-        if place.random is not None:
-            random.bit_generator.state = place.random
-        files = _OpenFiles([specs[number] for number in order], MAX_OPEN_SOURCES if shuffle else 1, place)
-        num_blocks = place.num_blocks
+        if position.random is not None:  # the state after the permutation and the draws up to the position
+            random.bit_generator.state = position.random
+        files = _OpenFiles([specs[number] for number in order], MAX_OPEN_SOURCES if shuffle else 1, position)
+        num_blocks = position.num_blocks
         while files.open_next():
-            state = dict(random.bit_generator.state) if shuffle else None
-            place = Place(epoch, num_blocks, files.opened, files.taken(), state)
-            if (block := files.take(random)) is None:
+            random_state = dict(random.bit_generator.state) if shuffle else None
+            position = StreamPosition(epoch, num_blocks, files.num_opened, files.blocks_read(), random_state)
+            source_and_block = files.read_block(random)
+            if source_and_block is None:  # a file has ended; the next one may be opened
                 continue
             if num_blocks % world_size == rank:
-                yield PlacedBlock(place, *block)
+                yield StreamBlock(position, *source_and_block)
             num_blocks += 1
-        place = Place(epoch + 1, num_blocks, 0, [], None)
+        position = StreamPosition(epoch + 1, num_blocks, 0, [], None)
 
 
 class _OpenFiles:
@@ -121,55 +122,56 @@ class _OpenFiles:
         start: position to start from; its files are opened, and their blocks before it skipped.
 
     Attributes:
-        opened: number of files opened so far.
+        num_opened: number of files opened so far.
     """
 
-    def __init__(self, specs: Sequence[SourceSpec], max_open: int, start: Place) -> None:
-        self._specs, self._max_open, self.opened = specs, max_open, start.opened
+    def __init__(self, specs: Sequence[SourceSpec], max_open: int, start: StreamPosition) -> None:
+        self._specs, self._max_open, self.num_opened = specs, max_open, start.opened
+        # By the file's number in the order of the epoch.
         self._files: dict[int, tuple[Source, Iterator[RowBlock]]] = {}
-        self._taken: dict[int, int] = {}
-        self._weights: dict[int, int] = {}
-        for number, num_taken in start.taken:
+        self._num_blocks_read: dict[int, int] = {}
+        self._file_bytes: dict[int, int] = {}
+        for number, num_blocks in start.taken:
             self._open(number)
-            for _ in range(num_taken):
+            for _ in range(num_blocks):
                 next(self._files[number][1])
-            self._taken[number] = num_taken
+            self._num_blocks_read[number] = num_blocks
 
     def open_next(self) -> bool:
         """Open the next files up to the maximum; return False if no file is open."""
-        while len(self._files) < self._max_open and self.opened < len(self._specs):
-            self._open(self.opened)
-            self.opened += 1
+        while len(self._files) < self._max_open and self.num_opened < len(self._specs):
+            self._open(self.num_opened)
+            self.num_opened += 1
         return bool(self._files)
 
-    def taken(self) -> list[list[int]]:
-        """Return the number of blocks read from each open file, as in ``Place.taken``."""
-        return [[number, self._taken[number]] for number in sorted(self._files)]
+    def blocks_read(self) -> list[list[int]]:
+        """Return the number of blocks read from each open file, as in ``StreamPosition.taken``."""
+        return [[number, self._num_blocks_read[number]] for number in sorted(self._files)]
 
-    def take(self, random: np.random.Generator) -> tuple[Source, RowBlock] | None:
-        """Return the next block of a random open file; None if this file has ended."""
+    def read_block(self, random: np.random.Generator) -> tuple[Source, RowBlock] | None:
+        """Return the next block of a random open file, drawn by file size; None if this file has ended."""
         numbers = sorted(self._files)
         number = numbers[0]
         if len(numbers) > 1:
-            ends = np.cumsum([self._weights[number] for number in numbers])
+            ends = np.cumsum([self._file_bytes[number] for number in numbers])
             number = numbers[int(np.searchsorted(ends, random.random() * ends[-1], side="right"))]
         source, blocks = self._files[number]
         block = next(blocks, None)
         if block is None:
             del self._files[number]
             return None
-        self._taken[number] += 1
+        self._num_blocks_read[number] += 1
         return source, block
 
     def _open(self, number: int) -> None:
         spec = self._specs[number]
         self._files[number] = follow(spec)
-        self._taken[number] = 0
-        self._weights[number] = max(storage.stat(spec.path).size, 1)
+        self._num_blocks_read[number] = 0
+        self._file_bytes[number] = max(storage.stat(spec.path).size, 1)
 
 
 def encoded_blocks(
-    blocks: Iterator[PlacedBlock], spec: EncodeSpec, *, num_proc: int, num_ahead: int
+    blocks: Iterator[StreamBlock], spec: EncodeSpec, *, num_proc: int, num_ahead: int
 ) -> Iterator[EncodedBlock]:
     """Encode blocks in worker processes and yield the results in the order of the blocks.
 
@@ -178,7 +180,7 @@ def encoded_blocks(
         num_ahead: maximum blocks that are encoded before the caller asks for them.
     """
     advice = "To resume from the latest checkpoint, if there is one, pass --resume-from-checkpoint true"
-    with WorkerPool[PlacedBlock, EncodedBlock](num_proc, _encoder, spec) as pool:
+    with WorkerPool[StreamBlock, EncodedBlock](num_proc, _make_encode, spec) as pool:
         try:
             yield from pool.map(blocks, num_ahead=num_ahead)
         except WorkerDied:
@@ -190,27 +192,24 @@ def encoded_blocks(
             raise error.with_resume_advice(f"{advice}.") from error
 
 
-def _encoder(report: object, spec: EncodeSpec) -> Callable[[PlacedBlock], EncodedBlock]:
+def _make_encode(report: object, spec: EncodeSpec) -> Callable[[StreamBlock], EncodedBlock]:
     """Load tokenizer and template in a worker process, and return the function that encodes a block."""
     tokenize_in_one_thread()
     encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
 
-    def encode(block: PlacedBlock) -> EncodedBlock:
+    def encode(block: StreamBlock) -> EncodedBlock:
         samples: list[EncodedSample] = []
         dropped: list[Dropped] = []
-        for item in encode_samples(list(samples_of(block.source, [block.block], may_hold_secrets=False)), encoder):
-            if isinstance(item, Dropped):
-                dropped.append(item)
+        rows = list(samples_of(block.source, [block.block], may_hold_secrets=False))
+        for result in encode_samples(rows, encoder):  # the samples of a row, or why it was dropped
+            if isinstance(result, Dropped):
+                dropped.append(result)
             else:
-                samples.extend(item)
-                dropped.extend(left_out_of(item))
-        return block.place, samples, dropped
+                samples.extend(result)
+                dropped.extend(left_out_of(result))
+        return block.position, samples, dropped
 
     return encode
-
-
-_SAMPLE_FIELDS = ("carried", "shuffled")
-_COUNT_FIELDS = ("dropped", "parts_left_out")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -218,7 +217,7 @@ class StreamState:
     """State of a stream at the beginning of an interval, and the number of packs of this interval trained since.
 
     Args:
-        place: position before the block of the next sample; None for the first block.
+        position: position before the block of the next sample; None for the first block.
         num_taken: number of samples of this block that were read.
         ended: whether all samples were read.
         interval: number of earlier intervals.
@@ -229,7 +228,7 @@ class StreamState:
         counts: counts of dropped rows; its ``rows`` is not counted.
     """
 
-    place: Place | None = None
+    position: StreamPosition | None = None
     num_taken: int = 0
     ended: bool = False
     interval: int = 0
@@ -241,7 +240,7 @@ class StreamState:
 
 
 def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
-    """Write a rank's state to a directory.
+    """Write a rank's state to a directory: samples in memory to an Arrow file, then all other fields as JSON.
 
     Raises:
         StorageError: the state cannot be written.
@@ -255,11 +254,18 @@ def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
     except BaseException:
         writer.discard()
         raise
-    values = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in _SAMPLE_FIELDS}
-    del values["counts"]
-    values |= {name: getattr(state.counts, name) for name in _COUNT_FIELDS}
-    values |= {f"num_{name}": len(getattr(state, name)) for name in _SAMPLE_FIELDS}
-    values["place"] = dataclasses.asdict(state.place) if state.place is not None else None
+    values = {
+        "place": dataclasses.asdict(state.position) if state.position is not None else None,
+        "num_taken": state.num_taken,
+        "ended": state.ended,
+        "interval": state.interval,
+        "packs_done": state.packs_done,
+        "random": state.random,
+        "dropped": state.counts.dropped,
+        "parts_left_out": state.counts.parts_left_out,
+        "num_carried": len(state.carried),
+        "num_shuffled": len(state.shuffled),
+    }
     storage.publish(json_path, json.dumps(values).encode())
 
 
@@ -273,19 +279,19 @@ def read_stream_state(directory: str, rank: int) -> StreamState:
     try:
         with open(json_path, encoding="utf-8") as file:
             values = load_json(file.read())
-        num_carried, num_shuffled = (values.pop(f"num_{name}") for name in _SAMPLE_FIELDS)
-        counts = InputCounts(rows=0, marks_added=0, **{name: values.pop(name) for name in _COUNT_FIELDS})
-        place = values.pop("place")
+        num_carried, num_shuffled = values.pop("num_carried"), values.pop("num_shuffled")
+        dropped, parts_left_out = values.pop("dropped"), values.pop("parts_left_out")
+        position = values.pop("place")
         shard = ShardFile(samples_path)
         if len(shard) != num_carried + num_shuffled:
             raise ValueError(f"it has {len(shard)} samples, not {num_carried + num_shuffled}")
         samples = [shard.sample(i) for i in range(len(shard))]
         return StreamState(
             **values,
-            place=None if place is None else Place(**place),
+            position=None if position is None else StreamPosition(**position),
             carried=samples[:num_carried],
             shuffled=samples[num_carried:],
-            counts=counts,
+            counts=InputCounts(rows=0, marks_added=0, dropped=dropped, parts_left_out=parts_left_out),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MismatchError(

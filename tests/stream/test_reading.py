@@ -15,7 +15,7 @@ import pytest
 from packtool.errors import ConfigError
 from packtool.rows.read import read_block
 from packtool.rows.source import SourceSpec
-from packtool.stream.reading import Place, PlacedBlock, blocks_of_rank
+from packtool.stream.reading import StreamBlock, StreamPosition, blocks_of_rank
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +46,12 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[SourceSpec]:
     return [SourceSpec(str(path)) for path in sorted(folder.iterdir())]
 
 
-def take(specs: list[SourceSpec], **settings: Any) -> list[PlacedBlock]:
+def take(specs: list[SourceSpec], **settings: Any) -> list[StreamBlock]:
     given: dict[str, Any] = {"rank": 0, "world_size": 1, "num_epochs": 1, "seed": 1, "shuffle": True}
     return list(blocks_of_rank(specs, **given | settings))
 
 
-def numbers(blocks: list[PlacedBlock]) -> list[int]:
+def numbers(blocks: list[StreamBlock]) -> list[int]:
     rows = [row for found in blocks for _, row in read_block(found.source, found.block)]
     return [int(row["query"]) for row in rows if isinstance(row, dict)]
 
@@ -64,7 +64,7 @@ def test_every_row_is_read_once_by_one_rank_in_every_epoch(
 ) -> None:
     ranks = [take(specs, rank=rank, world_size=world_size, num_epochs=2, shuffle=shuffle) for rank in range(world_size)]
     for epoch in (0, 1):
-        found = [numbers([block for block in blocks if block.place.epoch == epoch]) for blocks in ranks]
+        found = [numbers([block for block in blocks if block.position.epoch == epoch]) for blocks in ranks]
         assert sorted(chain.from_iterable(found)) == list(range(1300))
         assert all(found), "every rank has rows"
     assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
@@ -94,7 +94,7 @@ def test_every_place_is_found_again(specs: list[SourceSpec], shuffle: bool) -> N
     blocks = take(specs, **settings)
     whole = numbers(blocks)
     for i in range(0, len(blocks), 3):
-        kept = Place(**json.loads(json.dumps(vars(blocks[i].place))))
+        kept = StreamPosition(**json.loads(json.dumps(vars(blocks[i].position))))
         rest = numbers(take(specs, **settings, start=kept))
         assert rest == whole[len(whole) - len(rest) :]
         assert rest == numbers(blocks[i:])

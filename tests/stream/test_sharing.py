@@ -14,7 +14,7 @@ from packtool.constants import MIN_SHARED
 from packtool.encode.media_spans import MediaTokens
 from packtool.encode.model_files import ModelFiles
 from packtool.rows.source import SourceSpec
-from packtool.stream.packs import Added, IntervalSharing, StreamedPack
+from packtool.stream.packs import IntervalSharing, SampleAmounts, StreamedPack
 from packtool.stream.reading import read_stream_state, write_stream_state
 from tests.cache.conftest import model as model
 from tests.stream.test_packs import CAPACITY, contents, options, stream
@@ -64,11 +64,11 @@ def test_prefixes_are_once_in_a_pack(specs: Any, model: Path) -> None:
     assert sum(pack.num_tokens for pack in packs) < 0.6 * sum(pack.num_tokens for pack in whole)
     assert len(packs) < 0.7 * len(whole)
     for pack in packs:
-        assert sum(pack.added.targets) < pack.num_targets or not pack.added.shared.any()
+        assert sum(pack.amounts.targets) < pack.num_targets or not pack.amounts.shared_tokens.any()
         assert tokens_once(pack) <= pack.num_tokens <= CAPACITY
     for pack in whole:
         assert pack.num_tokens == pack.num_whole_tokens
-        assert pack.added.targets.sum() == pack.num_targets
+        assert pack.amounts.targets.sum() == pack.num_targets
 
 
 def test_intervals_that_save_little_are_packed_whole(specs: Any, model: Path) -> None:
@@ -90,7 +90,7 @@ def test_the_rest_is_the_same_from_any_pack_on(share: float, specs: Any, model: 
     rest = list(stream(specs, model, chosen, sharing=sharing(model), start=state))
     assert contents(rest) == contents(packs[at + 1 :])
     for one, other in zip(rest, packs[at + 1 :], strict=True):
-        assert all(np.array_equal(*columns) for columns in zip(one.added, other.added, strict=True))
+        assert all(np.array_equal(*columns) for columns in zip(one.amounts, other.amounts, strict=True))
 
 
 def test_packs_of_a_tree_that_is_cut_follow_one_another(specs: Any, model: Path) -> None:
@@ -118,4 +118,4 @@ def test_a_tree_has_no_more_rows_than_asked(specs: Any, model: Path) -> None:
         assert found is not None
         assert np.diff(found[0].offsets).max() == (most or QUESTIONS)
         assert found[0].shared[found[0].shared > 0].min() >= MIN_SHARED
-        assert Added.of(samples, found).media_tokens.sum() == 0
+        assert SampleAmounts.of(samples, found).media_tokens.sum() == 0

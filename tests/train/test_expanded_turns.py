@@ -23,7 +23,7 @@ from packtool.progress import SilentProgress
 from packtool.rows.read import scan
 from packtool.rows.source import SourceSpec
 from packtool.stream import reading
-from packtool.stream.reading import Place, PlacedBlock
+from packtool.stream.reading import StreamBlock, StreamPosition
 from packtool.train.model.loss import target_losses
 from packtool.train.run import train
 from tests.train.jobs import run_jobs
@@ -154,8 +154,8 @@ def test_streams_make_the_same_samples(world: TinyWorld) -> None:
     export_config = config.export_config("", 200)
     spec = replace(export_config.encode_spec, chat_template=str(exported["chat_template"]))
     scanned = scan(SourceSpec(world.rows, name=world.rows))
-    block = PlacedBlock(Place(0, 0, 0, [], {}), scanned.source, scanned.blocks[0])
-    _, made, dropped = reading._encoder(None, spec)(block)
+    block = StreamBlock(StreamPosition(0, 0, 0, [], {}), scanned.source, scanned.blocks[0])
+    _, made, dropped = reading._make_encode(None, spec)(block)
     short_samples = [sample for sample in samples if sample.length <= 200]
     assert [(each.row, each.part) for each in made] == [(each.row, each.part) for each in short_samples]
     assert {str(item.part) for item in dropped} == {"turn 3 of 3"}

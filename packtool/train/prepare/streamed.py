@@ -34,7 +34,7 @@ from packtool.rows.read import follow
 from packtool.rows.sample import Dropped, all_dropped
 from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
-from packtool.stream.packs import Added, IntervalSharing, PackStream, StreamedPack, StreamOptions
+from packtool.stream.packs import IntervalSharing, PackStream, SampleAmounts, StreamedPack, StreamOptions
 from packtool.stream.reading import MAX_OPEN_SOURCES, StreamState, write_stream_state
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import RunCosts
@@ -288,15 +288,16 @@ class StreamedSteps(Steps):
     def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> list[int]:
         """The figures of this rank's packs of a step, in the order of ``_SUMS``."""
         lengths = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
-        added = Added.joined([pack.added for pack in packs])
-        num_tokens = lengths.sum() - added.shared.sum()
+        amounts = SampleAmounts.joined([pack.amounts for pack in packs])
+        num_tokens = lengths.sum() - amounts.shared_tokens.sum()
         counts = [
-            *(sum(pack.num_targets for pack in packs), added.targets.sum(), lengths.sum(), num_tokens),
+            *(sum(pack.num_targets for pack in packs), amounts.targets.sum(), lengths.sum(), num_tokens),
             *(len(packs), len(lengths)),
-            np.square(lengths).sum() - np.square(added.shared).sum(),
-            self._costs.model.window_squares(lengths, added.shared).sum(),
+            np.square(lengths).sum() - np.square(amounts.shared_tokens).sum(),
+            self._costs.model.window_squares(lengths, amounts.shared_tokens).sum(),
             sum(pack.num_tokens**2 for pack in packs),
-            *((added.media_tokens - added.audio_tokens).sum(), added.patch_squares.sum(), added.audio_tokens.sum()),
+            (amounts.media_tokens - amounts.audio_tokens).sum(),
+            *(amounts.patch_squares.sum(), amounts.audio_tokens.sum()),
             not is_last,
         ]
         return [int(count) for count in counts]
