@@ -67,7 +67,7 @@ def furthest(source_of_sample: Numbers, step_of_sample: Numbers, shares: Shares)
 def of_plan(plan: EpochPlan, mixture: Mixture) -> Shares:
     """``furthest`` of a plan's steps, the smaller last one left out."""
     packs, offsets = plan.steps.order, plan.packs.offsets
-    num_packs_until = plan.steps.cell_offsets[plan.steps.step_offsets]
+    num_packs_until = plan.steps.micro_batch_offsets[plan.steps.step_offsets]
     sizes = np.diff(offsets)[packs]
     of_samples = np.arange(plan.steps.num_steps).repeat(np.diff(num_packs_until)).repeat(sizes)
     places = np.repeat(offsets[packs] - (sizes.cumsum() - sizes), sizes) + np.arange(sizes.sum())

@@ -188,7 +188,7 @@ def place_best_fit(
 ) -> Placements:
     """Place one length after the other where its samples fit most tightly, or in new packs.
 
-    ``lengths`` are distinct, from 1 to ``capacity``; falling order is best-fit decreasing. ``counts`` are their
+    ``lengths`` are distinct, from 1 to ``capacity``; descending order is best-fit decreasing. ``counts`` are their
     samples, 1 or more.
     """
     shortest, max_samples = min(lengths, default=1), max_samples or capacity
@@ -293,7 +293,7 @@ def place_exact_fit(
 def _fill_pack(
     stock: _UnplacedSamples, capacity: int, max_samples: int, evenness: float, noise_values: Iterator[float]
 ) -> list[int]:
-    """Take the samples of one pack; return their lengths, falling."""
+    """Take the samples of one pack; return their lengths, descending."""
     head = stock.longest()
     if noise := next(noise_values):
         head = stock.at_least(head - int(head * HEAD_SPREAD * noise))
@@ -424,7 +424,7 @@ def pack_histogram(
     sizes = placements.pack_sizes
     if shuffle:
         by_length = seeded_order(
-            len(lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.WITHIN_LENGTH, falling=lengths
+            len(lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.WITHIN_LENGTH, descending_by=lengths
         )
         if order is not None:
             by_length = by_length[gather_groups(to_offsets(counts), order)[0]]
@@ -441,7 +441,7 @@ def pack_histogram(
 
 
 def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None = None) -> int:
-    """Compute a lower bound of the number of packs, from distinct lengths, falling, and samples of each, (D,).
+    """Compute a lower bound of the number of packs, from distinct lengths, descending, and samples of each, (D,).
 
     Martello and Toth 1990, "Lower bounds and reduction procedures for the bin packing problem" (their L2): samples
     longer than half a pack need one each; samples from ``k`` tokens to half a pack cannot use the space beside samples
@@ -476,7 +476,8 @@ def _place(
 ) -> tuple[Placements, Int64Array | None, int]:
     """Place by best fit or, where that needs fewer packs, by exact fit.
 
-    Returns placements, the order (D,) in which they placed ``distinct``, None if falling, and the packs of every epoch.
+    Returns placements, the order (D,) in which they placed ``distinct`` (None: the longest first), and the number of
+    packs of every epoch.
     """
     lengths, nums = distinct.tolist(), counts.tolist()
     best = best_fit = place_best_fit(lengths, nums, capacity, max_samples)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from packtool.config.model import LearningOptions
 from packtool.encode.families import text_config_of, thinker_of
-from packtool.planning.layers import ModelLayers, Step, Trainable, attention_widths, expert_widths, trainable
+from packtool.planning.layers import ModelLayers, ModuleCost, Trainable, attention_widths, expert_widths, trainable
 from packtool.planning.pack_plan import Costs, Int64Array, IntArray
 
 _ATTENTION_BACKWARD = 2.5
@@ -142,63 +142,84 @@ class CostModel:
         ``learning`` selects the trained weights. Where a part ``recomputes``, backward runs its forward pass again.
         """
         layers = ModelLayers.of_config(config)
-        flops = partial(_flops, trainable(layers, learning), learning.lora_rank)
-        vision, vision_square, _, vision_learns = flops(layers.vision, recomputes=recomputes_towers)
-        audio, _, _, audio_learns = flops(layers.audio, recomputes=recomputes_towers)
-        mergers = [flops(merger, has_gradient=vision_learns) for merger in layers.mergers]
-        aligner, _, _, aligner_learns = flops(layers.audio_aligner, has_gradient=audio_learns)
-        has_gradient = audio_learns or aligner_learns or any(learns for *_, learns in mergers)
-        language = flops(layers.language, has_gradient=has_gradient, recomputes=recomputes_language)
-        head = dataclasses.replace(layers.head, layer=0)  # recomputed like a layer
+        flops = partial(_part_flops, trainable(layers, learning), learning.lora_rank)
+        # Each part reads the outputs of an earlier one, and computes their gradient if anything there is trained.
+        vision = flops(layers.vision, recomputes=recomputes_towers)
+        mergers = [flops(merger, has_gradient=vision.has_gradient) for merger in layers.mergers]
+        audio = flops(layers.audio, recomputes=recomputes_towers)
+        audio_aligner = flops(layers.audio_aligner, has_gradient=audio.has_gradient)
+        media_has_gradient = any(part.has_gradient for part in (audio, audio_aligner, *mergers))
+        language = flops(layers.language, has_gradient=media_has_gradient, recomputes=recomputes_language)
+        head_module = dataclasses.replace(layers.head, layer=0)  # only modules of a layer are recomputed
+        head = flops([head_module], has_gradient=language.has_gradient, recomputes=recomputes_head)
         return cls(
-            per_token=language[0],
-            per_square=language[1],
-            per_target_token=flops([head], has_gradient=language[3], recomputes=recomputes_head)[0],
-            per_vision_token=vision + sum(merger for merger, *_ in mergers),
-            per_patch_square=vision_square,
-            per_audio_token=audio + aligner,
-            per_window=language[2],
+            per_token=language.per_unit,
+            per_square=language.per_square,
+            per_target_token=head.per_unit,
+            per_vision_token=vision.per_unit + sum(merger.per_unit for merger in mergers),
+            per_patch_square=vision.per_square,
+            per_audio_token=audio.per_unit + audio_aligner.per_unit,
+            per_window=language.per_window,
             window=layers.window,
             in_chunks=layers.in_chunks,
         )
 
 
-def _flops(
+class _PartFlops(NamedTuple):
+    """FLOPs of a part of a model for each unit, such as a token.
+
+    Args:
+        per_square: additional FLOPs per unit of the sum of squared lengths; ``per_window`` of ``window_squares``.
+        has_gradient: gradients flow back to the part's output.
+    """
+
+    per_unit: float
+    per_square: float
+    per_window: float
+    has_gradient: bool
+
+
+def _part_flops(
     training: Mapping[str, Trainable],
-    rank: int,
-    steps: Sequence[Step],
+    lora_rank: int,
+    modules: Sequence[ModuleCost],
     *,
     has_gradient: bool = False,
     recomputes: bool = False,
-) -> tuple[float, float, float, bool]:
-    """Sum the FLOPs of consecutive steps of a part: for each unit, each unit's square, and each of ``window_squares``.
+) -> _PartFlops:
+    """Sum the FLOPs of consecutive modules; ``has_gradient``: gradients flow back to the input of the first.
 
-    ``rank`` is that of LoRA adapters, ``has_gradient`` whether gradients flow back to the part's input; the last value
-    returned is whether they flow back to its output.
+    ``training`` is by name of the module.
     """
-    gradients = [has_gradient]  # whether gradients flow back to the input of each step, and to the last one's output
-    for step in steps:
-        gradients.append(gradients[-1] or training.get(step.name, Trainable()).any)
-    layer_has_gradient = {step.layer: after for step, after in zip(steps, gradients[1:], strict=True)}
+    # Gradients flow back to the input of module i if ``flows[i]``, to its output if ``flows[i + 1]``.
+    flows = [has_gradient]
+    for module in modules:
+        flows.append(flows[-1] or training.get(module.name, Trainable()).any)
+    layer_has_gradient = {module.layer: flow for module, flow in zip(modules, flows[1:], strict=True)}
     flops = per_square = per_window = 0.0
     has_input_gradient = has_gradient
-    for step, gradient in zip(steps, gradients, strict=False):
-        # Steps with one input, such as Q, K and V, need its gradient if anything before the first of them is trained.
-        has_input_gradient = has_input_gradient if step.shares_input else gradient
-        recomputed = float(recomputes and step.layer is not None and layer_has_gradient[step.layer])
-        if step.kind == "attention":
-            passes = 1 + recomputed + _ATTENTION_BACKWARD * gradient
-            flops += passes * step.per_unit
-            per_square += passes * step.per_square
-            per_window += passes * step.per_window
+    for module, flow in zip(modules, flows[:-1], strict=True):
+        # Modules with one input, such as Q, K and V, need its gradient if anything before the first of them is trained.
+        if not module.shares_input:
+            has_input_gradient = flow
+        # Passes: forward, forward again with recomputation, gradients of the inputs, gradients of the weights.
+        recomputed = float(recomputes and module.layer is not None and layer_has_gradient[module.layer])
+        if module.kind == "attention":
+            passes = 1 + recomputed + _ATTENTION_BACKWARD * flow
+            flops += passes * module.per_unit
+            per_square += passes * module.per_square
+            per_window += passes * module.per_window
             continue
-        weights = training[step.name].weights
-        flops += 2 * step.num_products * (1 + recomputed + has_input_gradient + (weights == "full"))
+        weights = training[module.name].weights
+        flops += 2 * module.num_products * (1 + recomputed + has_input_gradient + (weights == "full"))
         if weights == "lora":
-            # An adapter is two products, from the inputs to the rank and from the rank to the outputs.
-            to_rank = step.inputs * (2 + recomputed + has_input_gradient) * (step.kind != "lookup")
-            flops += 2 * step.times * rank * (to_rank + step.outputs * (3 + recomputed))
-    return flops, per_square, per_window, gradients[-1]
+            # An adapter is two products, from the inputs to the rank (a lookup of embeddings) and to the outputs.
+            to_rank = 0.0
+            if module.kind != "no_product":
+                to_rank = module.inputs * (1 + recomputed + has_input_gradient + 1)
+            to_outputs = module.outputs * (1 + recomputed + 1 + 1)
+            flops += 2 * module.times * lora_rank * (to_rank + to_outputs)
+    return _PartFlops(flops, per_square, per_window, has_gradient=flows[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,21 +256,25 @@ class ModelSizes:
         """
         config, text = thinker_of(config), text_config_of(config)
         hidden, num_layers = int(text["hidden_size"]), int(text["num_hidden_layers"])
-        heads, key_heads, queries, keys = attention_widths(text)
-        experts, width, visited, shared = expert_widths(text)
-        layer = hidden * (2 * queries + 2 * keys) + 3 * hidden * (width * max(experts, 1) + shared)
-        embeddings = hidden * int(text.get("vocab_size") or 0)
-        tied = bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings"))
+        attention, mlp = attention_widths(text), expert_widths(text)
+        q, kv = attention.queries, attention.keys
+        attention_weights = hidden * (2 * q + 2 * kv)
+        mlp_weights = 3 * hidden * (mlp.expert * max(mlp.num_experts, 1) + mlp.shared_expert)
+        token_mlp_width = mlp.expert * mlp.experts_per_token + mlp.shared_expert
+        num_embeddings = 2
+        if text.get("tie_word_embeddings") or config.get("tie_word_embeddings"):
+            num_embeddings = 1
+        embedding_weights = num_embeddings * hidden * int(text.get("vocab_size") or 0)
         return cls(
             cost=CostModel.of_config(config),
-            num_parameters=num_layers * layer + embeddings * (1 if tied else 2),
+            num_parameters=num_layers * (attention_weights + mlp_weights) + embedding_weights,
             num_layers=num_layers,
-            kept_bytes=_BYTES * (5 * hidden + 3 * queries + 3 * keys + 4 * (width * visited + shared)),
+            kept_bytes=_BYTES * (5 * hidden + 3 * q + 3 * kv + 4 * token_mlp_width),
             input_bytes=_BYTES * hidden,
-            query_bytes=_BYTES * queries,
-            kv_bytes=_BYTES * 2 * keys,
-            num_heads=heads,
-            num_key_heads=key_heads,
+            query_bytes=_BYTES * q,
+            kv_bytes=_BYTES * 2 * kv,
+            num_heads=attention.num_heads,
+            num_key_heads=attention.num_key_heads,
         )
 
     @classmethod
@@ -368,9 +393,9 @@ class StepTime:
         return flops + slower, self.attention_flops * sizes**2 + slower
 
     def loads(self, lengths: IntArray, flops: Costs, num_ranks: int = 1) -> list[Load]:
-        """Return ``work`` as a list, from lengths and FLOPs (n,)."""
+        """Return ``work`` of each sequence as a list."""
         work, attention = self.work(lengths, flops, num_ranks)
-        return [Load(*one) for one in zip(work.tolist(), attention.tolist(), strict=True)]
+        return list(map(Load, work.tolist(), attention.tolist()))
 
     def micro_batch(self, local: Sequence[Load], sharded: Load, sharded_tokens: int, num_ranks: int) -> float:
         """Estimate the seconds of a micro-batch on ``num_ranks`` ranks.
@@ -378,19 +403,24 @@ class StepTime:
         ``local`` is the work of the sequences local to each rank (of equal ones, one is enough), ``sharded`` that of
         all sharded sequences, summed over the ranks, and ``sharded_tokens`` their tokens, with padding.
         """
-        busiest, speed = max(local)[0], self.flops_per_second
+        # Communication counts as FLOPs, too: those that the device could compute in its time.
+        speed = self.flops_per_second
+        busiest = max(local).flops
         if num_ranks > 1 and sharded_tokens:
-            attention, exposed = sharded.attention / num_ranks, 0.0
-            hidden = []
+            sharded_attention = sharded.attention / num_ranks
+            exposed, overlapping = 0.0, []
             for exchange in self.exchanges:
-                flops = speed * exchange.seconds(sharded_tokens) - exchange.overlap_sharded * attention
+                flops = speed * exchange.seconds(sharded_tokens) - exchange.overlap_sharded * sharded_attention
                 if flops > 0 and exchange.overlap_local:
-                    hidden.append((flops, exchange.overlap_local))
+                    overlapping.append((flops, exchange.overlap_local))
                 elif flops > 0:
                     exposed += flops
-            busiest = exposed + max(
-                load[0] + sum([max(0.0, flops - share * load[1]) for flops, share in hidden]) for load in local
-            )
+            rank_flops = []
+            for load in local:
+                # The part of each exchange that the rank's attention to its local sequences does not hide.
+                waiting = sum([max(0.0, flops - overlap * load.attention) for flops, overlap in overlapping])
+                rank_flops.append(load.flops + waiting)
+            busiest = exposed + max(rank_flops)
         return max(self.launch_seconds, (busiest + sharded.flops / num_ranks + self.batch_flops) / speed)
 
     def exposed_seconds(self, sharded_tokens: Costs, local_attention: Costs, sharded_attention: Costs) -> Costs:

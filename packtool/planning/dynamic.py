@@ -117,8 +117,8 @@ def _divide(
         step_bins = first[:-1][num_bins == bins, None] + np.arange(bins)  # of all steps with so many bins
         by_rank = step_bins.reshape(-1, num_ranks, per_rank)
         if not is_assigned:
-            falling = np.take_along_axis(step_bins, np.argsort(-loads[step_bins], axis=1, kind="stable"), axis=1)
-            by_rank = falling.reshape(-1, per_rank, num_ranks).transpose(0, 2, 1)
+            descending = np.take_along_axis(step_bins, np.argsort(-loads[step_bins], axis=1, kind="stable"), axis=1)
+            by_rank = descending.reshape(-1, per_rank, num_ranks).transpose(0, 2, 1)
         by_rank = np.take_along_axis(by_rank, np.argsort(-loads[by_rank], axis=2, kind="stable"), axis=2)
         cell_of_bin[by_rank.reshape(-1, bins)] = step_bins
     cells = cell_of_bin[bin_of]
@@ -129,7 +129,7 @@ def _bins_of_steps(
     work: npt.NDArray[Any], limits: Sequence[Limit], num_ranks: int, num_groups: int
 ) -> tuple[Int64Array, Int64Array]:
     """Return the bin of each sample within its step, (S, n), and the number of bins of each step, (S,)."""
-    falling = np.argsort(-work, axis=1, kind="stable")
+    descending = np.argsort(-work, axis=1, kind="stable")
     num_bins = -(-np.max([_min_bins(*limit) for limit in limits], axis=0) // num_ranks) * num_ranks
     bin_of, open_steps = np.zeros(work.shape, np.int64), np.arange(len(work))
     while len(open_steps):
@@ -141,7 +141,7 @@ def _bins_of_steps(
             for start in range(0, len(same_bins), chunk_size):
                 steps = same_bins[start : start + chunk_size]
                 step_limits = [(sizes[steps], limit) for sizes, limit in limits]
-                bin_of[steps], fits[steps] = _place(work[steps], falling[steps], step_limits, num_groups, bins)
+                bin_of[steps], fits[steps] = _place(work[steps], descending[steps], step_limits, num_groups, bins)
         open_steps = open_steps[~fits[open_steps]]
         num_bins[open_steps] += num_ranks
     return bin_of, num_bins
@@ -158,7 +158,7 @@ def _min_bins(sizes: IntArray, limit: int) -> Int64Array:
 
 
 def _place(
-    work: npt.NDArray[Any], falling: Int64Array, limits: Sequence[Limit], num_groups: int, num_bins: int
+    work: npt.NDArray[Any], descending: Int64Array, limits: Sequence[Limit], num_groups: int, num_bins: int
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
     """Place samples in the lightest group and bin with space; return bins, (S, n), and whether all fit, (S,)."""
     num_steps, num_samples = work.shape
@@ -167,7 +167,7 @@ def _place(
     group_loads = np.zeros(shape[:2])
     bin_of, fits = np.empty((num_steps, num_samples), np.int64), np.ones(num_steps, np.bool_)
     for i in range(num_samples):
-        sample = falling[:, i]
+        sample = descending[:, i]
         added, sizes = work[rows, sample], [sizes[rows, sample] for sizes, _ in limits]
         has_space = np.ones(shape, np.bool_)
         for (_, limit), taken, size in zip(limits, used, sizes, strict=True):
@@ -234,9 +234,9 @@ class EvaluationPlan:
         if trees is None:
             return batches
         group_tokens = tokens[batches.order].astype(np.int32)
-        groups = PackPlan(batches.order, to_offsets(batches.cell_sizes), group_tokens, self.max_tokens)
+        groups = PackPlan(batches.order, to_offsets(batches.micro_batch_sizes), group_tokens, self.max_tokens)
         cells = trees.expand(groups, self.lengths)
-        return StepAssignment(cells.samples, np.diff(cells.offsets), batches.cells_per_step)
+        return StepAssignment(cells.samples, np.diff(cells.offsets), batches.micro_batches_per_step)
 
     @property
     def num_tokens(self) -> int:
@@ -247,28 +247,31 @@ class EvaluationPlan:
     def fingerprint(self) -> str:
         """Hash of the plan, to verify that all ranks have the same one."""
         digest = hashlib.sha256(f"{self.max_tokens} {self.num_ranks} {self.alignment}".encode())
-        for part in (self.batches.order, self.batches.cell_sizes):
+        for part in (self.batches.order, self.batches.micro_batch_sizes):
             digest.update(part.tobytes())
         return digest.hexdigest()[:16]
 
     def micro_batches(self, rank: int) -> list[Int64Array]:
         """Return the samples (n,) of each micro-batch of a rank; one may be empty."""
         batches = self.batches
-        offsets = to_offsets(batches.cell_sizes)
-        return [batches.order[offsets[cell] : offsets[cell + 1]] for cell in np.flatnonzero(self._rank_of_cell == rank)]
+        offsets = to_offsets(batches.micro_batch_sizes)
+        return [
+            batches.order[offsets[cell] : offsets[cell + 1]]
+            for cell in np.flatnonzero(self._rank_of_micro_batch == rank)
+        ]
 
     def order_positions(self, rank: int) -> Int64Array:
         """Return the positions (n,) in ``batches.order`` of a rank's samples, micro-batch by micro-batch."""
-        return np.flatnonzero(np.repeat(self._rank_of_cell, self.batches.cell_sizes) == rank)
+        return np.flatnonzero(np.repeat(self._rank_of_micro_batch, self.batches.micro_batch_sizes) == rank)
 
     def one_sample_each(self) -> EvaluationPlan:
         """Return a plan with each sample in a micro-batch of its own."""
         return replace(self, max_samples=1, trees=None)
 
     @cached_property
-    def _rank_of_cell(self) -> Int64Array:
+    def _rank_of_micro_batch(self) -> Int64Array:
         """int64 (C,): within a window the cells of rank 0 come first, then those of rank 1."""
-        cells = self.batches.cells_per_step
+        cells = self.batches.micro_batches_per_step
         first = np.cumsum(cells) - cells
         return (np.arange(cells.sum()) - np.repeat(first, cells)) // np.repeat(cells // self.num_ranks, cells)
 

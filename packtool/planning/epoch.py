@@ -72,12 +72,12 @@ class EpochPlan:
 
     def placement_of(self, step: int, rank: int, micro_batch: int) -> Int64Array | None:
         """Return the placement (n,) of a micro-batch's samples, in the order of ``samples``; None without Skrull."""
-        return None if self.placement is None else self.placement[self.steps.cell(step, rank, micro_batch)]
+        return None if self.placement is None else self.placement[self.steps.micro_batch_slice(step, rank, micro_batch)]
 
     def packs_from(self, step: int) -> PackPlan:
         """Return the ``full_packs`` trained from a step on."""
         steps = self.steps
-        left = np.sort(steps.order[steps.cell_offsets[steps.step_offsets[step]] :])
+        left = np.sort(steps.order[steps.micro_batch_offsets[steps.step_offsets[step]] :])
         if self.placement is not None:
             # A step has whole packs, so the packs of the samples left are left whole.
             left = np.unique(np.searchsorted(self.lasting.offsets, left, side="right") - 1)
@@ -86,7 +86,7 @@ class EpochPlan:
     def samples_of(self, first: int, stop: int) -> Int64Array:
         """Return the cache positions (n,) of all samples of the steps from ``first`` to ``stop`` - 1."""
         steps = self.steps
-        start, end = steps.cell_offsets[steps.step_offsets[[first, stop]]]
+        start, end = steps.micro_batch_offsets[steps.step_offsets[[first, stop]]]
         return select_packs(self.packs, steps.order[start:end]).samples
 
     def samples(self, step: int, rank: int, micro_batch: int) -> tuple[Int64Array, ...]:
@@ -236,12 +236,12 @@ def _assign(
     """Assign units (packs, or their samples one by one); return the packs that are trained, and their assignment."""
     if options.samples_per_step is not None:
         by_sample = assign_samples(units, costs, options, media_tokens)
-        is_used = by_sample.cell_sizes > 0
+        is_used = by_sample.micro_batch_sizes > 0
         # The samples of a micro-batch become one pack.
-        joined = build_plan(by_sample.order, by_sample.cell_sizes[is_used], units.lengths, units.capacity)
+        joined = build_plan(by_sample.order, by_sample.micro_batch_sizes[is_used], units.lengths, units.capacity)
         joined = replace(joined, samples=units.samples[by_sample.order])
         order = np.arange(joined.num_packs, dtype=np.int64)
-        return joined, StepAssignment(order, is_used.astype(np.int64), by_sample.cells_per_step)
+        return joined, StepAssignment(order, is_used.astype(np.int64), by_sample.micro_batches_per_step)
     if options.skrull is not None:
         assert costs is not None, "Skrull needs the costs of samples"
         return units, assign_skrull(packs, costs, options)
@@ -292,10 +292,10 @@ def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:
     order = np.arange(rows.num_samples)
     for start in range(0, len(order), _WINDOW_STEPS * rows_per_step):
         window = order[start : start + _WINDOW_STEPS * rows_per_step]
-        falling = window[np.argsort(-rows.lengths[window], kind="stable")]
-        num_full = len(falling) // rows_per_step
-        full = falling[: num_full * rows_per_step].reshape(num_full, rows_per_step)
+        descending = window[np.argsort(-rows.lengths[window], kind="stable")]
+        num_full = len(descending) // rows_per_step
+        full = descending[: num_full * rows_per_step].reshape(num_full, rows_per_step)
         if num_full:
             full = full[np.argsort(full.min(axis=1), kind="stable")]
-        order[start : start + len(window)] = np.concatenate((full.reshape(-1), falling[full.size :]))
+        order[start : start + len(window)] = np.concatenate((full.reshape(-1), descending[full.size :]))
     return replace(rows, samples=rows.samples[order], lengths=rows.lengths[order])

@@ -168,7 +168,7 @@ class Mixture:
             return fixed
         num, stream = len(pool), RandomStream.MIX_NEIGHBOURS + source
         chunks = np.arange(num) // _num_neighbors(num)
-        within_chunks = seeded_order(num, seed=self.seed, epoch=epoch, stream=stream, falling=chunks[-1] - chunks)
+        within_chunks = seeded_order(num, seed=self.seed, epoch=epoch, stream=stream, descending_by=chunks[-1] - chunks)
         shuffled = self._by_length(pool)[within_chunks]
         begin = int(seeded_uniform(1, seed=self.seed, epoch=epoch, stream=RandomStream.MIX_START + source)[0] * num)
         # Steps of num / num_drawn, which is 1 or more: no sample twice.
@@ -337,7 +337,9 @@ def counts_of_steps(packs: PackPlan, steps: StepPlan, mixture: Mixture) -> Int64
     """Count samples, tokens and target tokens of each source in each step of a plan; int64 (T, S, 3)."""
     num_sources = len(mixture.names)
     step_of_pack = np.empty(packs.num_packs, np.int64)
-    step_of_pack[steps.order] = np.repeat(np.arange(steps.num_steps), np.diff(steps.cell_offsets[steps.step_offsets]))
+    step_of_pack[steps.order] = np.repeat(
+        np.arange(steps.num_steps), np.diff(steps.micro_batch_offsets[steps.step_offsets])
+    )
     cells = np.repeat(step_of_pack, np.diff(packs.offsets)) * num_sources + mixture.source_of(packs.samples)
     columns = None, packs.full_lengths, mixture.target_tokens[packs.samples]
     return _count(cells, columns, steps.num_steps * num_sources).reshape(steps.num_steps, num_sources, 3)

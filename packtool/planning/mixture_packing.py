@@ -102,7 +102,7 @@ def _exchange_samples(items: PackPlan, slots: Slots, options: PlanOptions, seed:
         is_joined &= slots.media_tokens[items.samples] == 0
     own = items.samples[is_joined]
     keys = slots.sources[own].astype(np.int64) * (options.packing_length + 1) + slots.lengths[own]
-    order = seeded_order(len(own), seed=seed, epoch=epoch, stream=RandomStream.MIX_COMPANIONS, falling=keys)
+    order = seeded_order(len(own), seed=seed, epoch=epoch, stream=RandomStream.MIX_COMPANIONS, descending_by=keys)
     # The next one in this order; after the last of equal ones comes the first of them.
     following = np.arange(1, len(own) + 1)
     last = np.flatnonzero(np.diff(keys[order], append=-1))
@@ -143,7 +143,7 @@ def order_mixture_packs(
     main_source = vectors.argmax(axis=1)
     share = vectors[np.arange(num), main_source] / np.maximum(vectors.max(axis=0), 1e-9)[main_source]
     kinds = main_source * _AMOUNTS + np.clip(share * (_AMOUNTS - 1), 0, _AMOUNTS - 1).astype(np.int64)
-    order = seeded_order(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, falling=kinds)
+    order = seeded_order(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, descending_by=kinds)
     vectors *= _STEPS_PER_MEAN * np.minimum(1, _MAX_STEPS / np.maximum(vectors.max(axis=0), 1))
     np.rint(vectors, out=vectors)
     num_windows = -(-num // _WINDOW_PACKS)
@@ -243,7 +243,9 @@ def _divide(order: Int64Array, num_windows: int, vectors: Vectors, seed: int, ep
         return rounds.T.copy()
     num_pairs, numbers = num_windows // 2, np.repeat(np.arange(len(rounds))[::-1], num_windows)
     stream = RandomStream.MIX_TURNS
-    turns = seeded_order(rounds.size, seed=seed, epoch=epoch, stream=stream, falling=numbers).reshape(rounds.shape)
+    turns = seeded_order(rounds.size, seed=seed, epoch=epoch, stream=stream, descending_by=numbers).reshape(
+        rounds.shape
+    )
     coins = seeded_uniform(len(rounds), seed=seed, epoch=epoch, stream=RandomStream.MIX_COINS) < 0.5
     sums = np.zeros((num_windows, vectors.shape[1]))
     windows = np.empty((num_windows, len(rounds)), np.int64)

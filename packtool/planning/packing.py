@@ -183,7 +183,9 @@ def _pack_in_batches(lengths: Int32Array, capacity: int, options: PackOptions, s
     if options.shuffle:
         by_length = np.argsort(-plan.lengths, kind="stable")
         stream = RandomStream.WITHIN_LENGTH_OF_BATCHES
-        plan.samples[by_length] = seeded_order(len(lengths), seed=seed, epoch=epoch, stream=stream, falling=lengths)
+        plan.samples[by_length] = seeded_order(
+            len(lengths), seed=seed, epoch=epoch, stream=stream, descending_by=lengths
+        )
     return _order_packs(plan, options, seed, epoch)
 
 

@@ -62,34 +62,34 @@ def seeded_order(
     seed: int,
     epoch: int,
     stream: int,
-    falling: npt.NDArray[np.integer[Any]] | None = None,
+    descending_by: npt.NDArray[np.integer[Any]] | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Order the numbers 0 to ``num`` - 1 at random; with ``falling``, by falling value, and at random among equals.
+    """Order the numbers 0 to ``num`` - 1 at random; given ``descending_by``, by that value, and at random among equals.
 
-    Each number gets a 64-bit key of (rank of its ``falling`` value, random bits, the number itself), and the keys are
-    sorted. Numbers with equal random bits stay ascending: 24 bits are random for 40 million lengths of up to 10240.
-    Only ``SeedSequence`` and ``random_raw`` are used, whose output numpy guarantees, so a resumed run has the same
-    order; numpy's ``permutation`` may change. Cost: 8 bytes a number, and about half the time of ``permutation``.
+    Each number gets a 64-bit key of (rank of its value, random bits, the number itself), and the keys are sorted.
+    Numbers with equal random bits stay ascending: 24 bits are random for 40 million lengths of up to 10240. Only
+    ``SeedSequence`` and ``random_raw`` are used, whose output numpy guarantees, so a resumed run has the same order;
+    numpy's ``permutation`` may change. Cost: 8 bytes a number, and about half the time of ``permutation``.
 
-    ``falling`` and the result, int64, are (num,); values are 0 or more. ``stream`` may have the offset of a window.
+    ``descending_by``, (num,), are values of 0 or more; the result is int64 (num,). ``stream`` may have the offset of a
+    window.
     """
-    largest = int(falling.max()) if falling is not None and num else 0
+    largest = int(descending_by.max()) if descending_by is not None and num else 0
     number_bits = np.uint64(max(num - 1, 0).bit_length())
-    sort_bits = np.uint64(largest.bit_length())
-    random_bits = np.uint64(64) - number_bits - sort_bits
-    assert number_bits + sort_bits < 64
+    value_bits = np.uint64(largest.bit_length())
+    random_bits = np.uint64(64) - number_bits - value_bits
+    assert number_bits + value_bits < 64
     source = _random_source(seed, epoch, stream)
     keys = np.empty(num, dtype=np.uint64)
     for start in range(0, num, CHUNK):
-        part = keys[start : start + CHUNK]
-        part[:] = source.random_raw(len(part))
-        part >>= number_bits + sort_bits
-        if falling is not None and sort_bits:
-            places = (largest - falling[start : start + CHUNK]).astype(np.uint64)
-            places <<= random_bits
-            part |= places
-        part <<= number_bits
-        part |= np.arange(start, start + len(part), dtype=np.uint64)
+        chunk = keys[start : start + CHUNK]  # a view: the chunk is computed in place
+        chunk[:] = source.random_raw(len(chunk))
+        chunk >>= number_bits + value_bits
+        if descending_by is not None and value_bits:
+            ascending = (largest - descending_by[start : start + CHUNK]).astype(np.uint64)
+            chunk |= ascending << random_bits
+        chunk <<= number_bits
+        chunk |= np.arange(start, start + len(chunk), dtype=np.uint64)
     keys.sort()
     keys &= (np.uint64(1) << number_bits) - np.uint64(1)
     return keys.view(np.int64)

@@ -59,22 +59,29 @@ def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAs
     """
     assert options.skrull is not None
     options.skrull.check(packs.lengths)
-    per_step, num_ranks = options.packs_per_step, options.world_size
-    bounds = packs.offsets[np.minimum(np.arange(0, packs.num_packs + per_step, per_step), packs.num_packs)]
+    num_ranks = options.world_size
     order: list[int] = []
     placement: list[int] = []
-    cell_sizes: list[int] = []
-    cells_per_step: list[int] = []
-    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        ranks = schedule_step(packs.lengths[first:last], flops[first:last], options.skrull, num_ranks=num_ranks)
-        num_cells = max(map(len, ranks))
+    micro_batch_sizes: list[int] = []
+    micro_batches_per_step: list[int] = []
+    for first_pack in range(0, packs.num_packs, options.packs_per_step):
+        last_pack = min(first_pack + options.packs_per_step, packs.num_packs)
+        start, stop = packs.offsets[[first_pack, last_pack]].tolist()
+        ranks = schedule_step(packs.lengths[start:stop], flops[start:stop], options.skrull, num_ranks=num_ranks)
+        max_per_rank = max(map(len, ranks))
         for micro_batches in ranks:
             for batch in micro_batches:
-                order += [sample + first for sample in batch.samples]
+                order += [start + sample for sample in batch.samples]
                 placement += batch.placement
-            cell_sizes += [len(batch.samples) for batch in micro_batches] + [0] * (num_cells - len(micro_batches))
-        cells_per_step.append(num_cells * num_ranks)
-    return StepAssignment(*(np.array(each, np.int64) for each in (order, cell_sizes, cells_per_step, placement)))
+                micro_batch_sizes.append(len(batch.samples))
+            micro_batch_sizes += [0] * (max_per_rank - len(micro_batches))
+        micro_batches_per_step.append(max_per_rank * num_ranks)
+    return StepAssignment(
+        np.array(order, np.int64),
+        np.array(micro_batch_sizes, np.int64),
+        np.array(micro_batches_per_step, np.int64),
+        np.array(placement, np.int64),
+    )
 
 
 def schedule_step(
@@ -89,20 +96,20 @@ def schedule_step(
     if problems := [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]:
         raise ConfigError.from_problems(problems)
     options.check(lengths)
-    padded = -(-np.asarray(lengths) // alignment) * alignment
-    costs = np.asarray(flops, dtype=np.float64)
+    lengths, costs = np.asarray(lengths), np.asarray(flops, dtype=np.float64)
+    padded = -(-lengths // alignment) * alignment
     step = _Step(
-        np.asarray(lengths).tolist(),
-        padded.tolist(),
-        times.loads(lengths, costs),
-        times.loads(padded, costs, size),
-        size,
-        options.bucket_size * size,
-        times,
+        sizes=lengths.tolist(),
+        padded=padded.tolist(),
+        local=times.loads(lengths, costs),
+        sharded=times.loads(padded, costs, size),
+        num_ranks=size,
+        capacity=options.bucket_size * size,
+        times=times,
     )
     work = [load.flops for load in step.local]
-    falling = sorted(range(len(work)), key=lambda i: -work[i])
-    return [step.schedule_rank(sequences) for sequences in assign_to_lightest(falling, work, num_ranks)]
+    most_work_first = sorted(range(len(work)), key=lambda i: -work[i])
+    return [step.schedule_rank(sequences) for sequences in assign_to_lightest(most_work_first, work, num_ranks)]
 
 
 @dataclass(frozen=True)
@@ -118,28 +125,33 @@ class _Step:
     times: StepTime
 
     def schedule_rank(self, sequences: list[int]) -> list[PlacedMicroBatch]:
+        """Divide the sequences of a data-parallel rank into micro-batches; return the fastest of several divisions."""
         if not sequences:
             return []
         ascending = sorted(sequences, key=lambda i: (self.sizes[i], i))
-        best = self._micro_batches(ascending, self._place)
-        assert best is not None, "each sequence fits alone"
+        fewest = self._micro_batches(ascending, self._place)
+        assert fewest is not None, "each sequence fits alone"
+        candidates = [fewest]
         if self.num_ranks > 1:
-            sharded = self._micro_batches(ascending, self._shard_all)
+            if all_sharded := self._micro_batches(ascending, self._shard_all):
+                candidates.append(all_sharded)
             # The fewest micro-batches, of at most twice as many, in which all that fits on a rank can be local.
-            in_more = (self._all_short_local(ascending, num) for num in range(len(best), 2 * len(best) + 1))
-            candidates = filter(None, (best, sharded, next(filter(None, in_more), None)))
-            best = min(candidates, key=lambda placed: sum(each.seconds for each in placed))
-        return sorted(best, key=lambda placed: -math.fsum(self.local[i].flops for i in placed.samples))
+            for num in range(len(fewest), 2 * len(fewest) + 1):
+                if short_local := self._all_short_local(ascending, num):
+                    candidates.append(short_local)
+                    break
+        best = min(candidates, key=lambda placed: sum(batch.seconds for batch in placed))
+        return sorted(best, key=lambda batch: -math.fsum(self.local[i].flops for i in batch.samples))
 
     def _micro_batches(
         self, ascending: list[int], place: Callable[[list[int]], PlacedMicroBatch | None]
     ) -> list[PlacedMicroBatch] | None:
         """Divide into the fewest micro-batches that ``place`` can place; None if even single sequences do not fit."""
-        fewest = -(-sum(self.sizes[i] for i in ascending) // self.capacity)
-        for num in range(fewest, len(ascending) + 1):
-            for parts in self._divisions(ascending, num):
+        min_batches = -(-sum(self.sizes[i] for i in ascending) // self.capacity)
+        for num in range(min_batches, len(ascending) + 1):
+            for division in self._divisions(ascending, num):
                 # Mostly the first fails, which is the fullest; the others need not be placed then.
-                placed = [each for each in takewhile(bool, map(place, parts)) if each]
+                placed = [batch for batch in takewhile(bool, map(place, division)) if batch]
                 if len(placed) == num:
                     return placed
         return None
@@ -147,23 +159,28 @@ class _Step:
     def _divisions(self, ascending: list[int], num: int) -> Iterator[list[list[int]]]:
         """Divide into ``num`` micro-batches: as in the paper, each of short and long ones; then evenly by tokens."""
         yield [ascending[first::num] for first in range(num)]
-        yield [part[::-1] for part in assign_to_lightest(reversed(ascending), self.padded, num)]
+        yield [batch[::-1] for batch in assign_to_lightest(reversed(ascending), self.padded, num)]
 
-    def _all_short_local(self, ascending: list[int], num: int) -> list[PlacedMicroBatch] | None:
-        """Fill N buckets of even work per micro-batch, and shard longer sequences; None if they do not fit."""
-        bucket = self.capacity // self.num_ranks
-        short = [i for i in ascending if self.sizes[i] <= bucket]
+    def _all_short_local(self, ascending: list[int], num_batches: int) -> list[PlacedMicroBatch] | None:
+        """Make sequences that fit into a rank's bucket local, and shard the others; None if they do not fit.
+
+        The buckets of all ranks of all micro-batches get about equal work.
+        """
+        bucket_size = self.capacity // self.num_ranks
+        short = [i for i in ascending if self.sizes[i] <= bucket_size]
+        long = [i for i in ascending if self.sizes[i] > bucket_size]
         sizes, work = [self.sizes[i] for i in short], [self.local[i].flops for i in short]
-        buckets = divide_evenly(sizes, work, num * self.num_ranks, bucket)
+        buckets = divide_evenly(sizes, work, num_batches * self.num_ranks, bucket_size)
         if buckets is None:
             return None
-        batches = [_Ranks(self) for _ in range(num)]
-        for number, members in enumerate(buckets):
-            for member in members:
-                batches[number // self.num_ranks].place_locally(short[member], number % self.num_ranks)
-        for sequence in reversed(ascending):
-            if self.sizes[sequence] > bucket:
-                max(batches, key=lambda batch: sum(batch.free)).shard(sequence)
+        batches = [_Ranks(self) for _ in range(num_batches)]
+        for number, bucket in enumerate(buckets):
+            batch, rank = divmod(number, self.num_ranks)
+            for index in bucket:
+                batches[batch].place_locally(short[index], rank)
+        for sequence in reversed(long):
+            emptiest = max(batches, key=lambda batch: sum(batch.free))
+            emptiest.shard(sequence)
         if min(min(batch.free) for batch in batches) < 0:
             return None
         return [batch.best_placement() for batch in batches if batch.placement]
@@ -177,57 +194,62 @@ class _Step:
         return PlacedMicroBatch(ascending, [SHARDED] * len(ascending), seconds)
 
     def _place(self, ascending: list[int]) -> PlacedMicroBatch | None:
-        """Make each sequence local or sharded, or return None if they do not fit."""
+        """Make each sequence local or sharded; None if they do not fit into one micro-batch."""
         batch = _Ranks(self)
         placed = batch.best_placement() if all(map(batch.add, ascending)) else None
         if self.num_ranks == 1:
             return placed
-        return self.shard_longest(ascending, placed.seconds if placed is not None else math.inf) or placed
+        max_seconds = math.inf if placed is None else placed.seconds
+        return self.shard_longest(ascending, max_seconds) or placed
 
-    def shard_longest(self, ascending: list[int], limit: float) -> PlacedMicroBatch | None:
-        """Find the fastest placement that shards the longest sequences, if it takes less than ``limit`` seconds.
+    def shard_longest(self, ascending: list[int], max_seconds: float) -> PlacedMicroBatch | None:
+        """Find the fastest placement that shards the longest sequences, if it takes less than ``max_seconds``.
 
-        The others go to the ranks by falling work, each to the rank with the least so far (LPT: Graham 1969, "Bounds on
-        multiprocessing timing anomalies"). Ties go to fewer sharded sequences, and the lower rank. Cost: O(n log N) for
-        each number of sharded sequences whose lower bound is below the best time so far.
+        The others go to the ranks, longest first, each to the rank with the least work so far (LPT: Graham 1969,
+        "Bounds on multiprocessing timing anomalies"). Ties go to fewer sharded sequences, and the lower rank. Cost:
+        O(n log N) for each number of sharded sequences whose lower bound is below the best time so far.
         """
-        best, falling, num_ranks = None, ascending[::-1], self.num_ranks
-        free, sharded_load, tokens, local_load = self.capacity, NO_LOAD, 0, Load.sum(self.local[i] for i in falling)
-        for num in range(len(falling) + 1):
-            if num:
-                sequence = falling[num - 1]
+        best, longest_first, num_ranks = None, ascending[::-1], self.num_ranks
+        # Free space of every rank, work and tokens of the sharded sequences, and work of the others.
+        free, sharded, sharded_tokens = self.capacity, NO_LOAD, 0
+        local = Load.sum(self.local[i] for i in longest_first)
+        for num_sharded in range(len(longest_first) + 1):
+            if num_sharded:
+                # Shard one more sequence.
+                sequence = longest_first[num_sharded - 1]
                 free -= self.padded[sequence]
-                sharded_load = sharded_load.plus(self.sharded[sequence])
-                tokens += self.padded[sequence]
-                sharded_now = self.local[sequence]
-                local_load = Load(
-                    max(local_load.flops - sharded_now.flops, 0.0),
-                    max(local_load.attention - sharded_now.attention, 0.0),
+                sharded = sharded.plus(self.sharded[sequence])
+                sharded_tokens += self.padded[sequence]
+                no_longer_local = self.local[sequence]
+                local = Load(
+                    max(local.flops - no_longer_local.flops, 0.0),
+                    max(local.attention - no_longer_local.attention, 0.0),
                 )
             if free < 0:
                 break
             # Lower bound: some rank has the longest, and by convexity uneven loads take no less than even ones.
-            longest = self.local[falling[num]] if num < len(falling) else NO_LOAD
-            even = Load(local_load.flops / num_ranks, local_load.attention / num_ranks)
-            if (even.flops + sharded_load.flops / num_ranks) / self.times.flops_per_second >= limit:
+            longest = self.local[longest_first[num_sharded]] if num_sharded < len(longest_first) else NO_LOAD
+            even = Load(local.flops / num_ranks, local.attention / num_ranks)
+            if (even.flops + sharded.flops / num_ranks) / self.times.flops_per_second >= max_seconds:
                 break  # and more sharding makes more work
-            if self.times.micro_batch([longest, even], sharded_load, tokens, num_ranks) >= limit:
+            if self.times.micro_batch([longest, even], sharded, sharded_tokens, num_ranks) >= max_seconds:
                 continue
-            placed = self.to_lightest(falling[num:], free)
+            placed = self.to_lightest(longest_first[num_sharded:], free)
             if placed is None:
                 continue
             ranks, loads = placed
-            seconds = self.times.micro_batch(loads, sharded_load, tokens, num_ranks)
-            if seconds < limit:
-                best, limit = PlacedMicroBatch(ascending, [*ranks[::-1], *[SHARDED] * num], seconds), seconds
+            seconds = self.times.micro_batch(loads, sharded, sharded_tokens, num_ranks)
+            if seconds < max_seconds:
+                max_seconds = seconds
+                best = PlacedMicroBatch(ascending, ranks[::-1] + [SHARDED] * num_sharded, seconds)
         return best
 
-    def to_lightest(self, falling: list[int], free: int) -> tuple[list[int], list[Load]] | None:
+    def to_lightest(self, descending: list[int], free: int) -> tuple[list[int], list[Load]] | None:
         """Assign local sequences to ranks; return them and the work of each rank, or None if they do not fit."""
         free_of_rank, loads = [free] * self.num_ranks, [NO_LOAD] * self.num_ranks
         lightest = [(0.0, rank) for rank in range(self.num_ranks)]
         ranks = []
-        for sequence in falling:
+        for sequence in descending:
             rank = lightest[0][1]
             free_of_rank[rank] -= self.sizes[sequence] * self.num_ranks
             if free_of_rank[rank] < 0:
@@ -253,16 +275,19 @@ class _Ranks:
         return self.step.times.micro_batch(self.load, self.sharded, self.sharded_tokens, self.step.num_ranks)
 
     def add(self, sequence: int) -> bool:
-        """Place a sequence, no shorter than those before it; return False if it fits nowhere."""
-        size = self.step.sizes[sequence] * self.step.num_ranks
+        """Place a sequence, no shorter than those before it; return False if it fits nowhere.
+
+        It is local to the rank with the least work, or else the most space, or sharded. If it does not fit, a local
+        sequence is sharded instead, until it does.
+        """
+        needed = self.step.sizes[sequence] * self.step.num_ranks
         while True:
             if min(self.free) >= 0:
-                rank = self.load.index(min(self.load))
-                if self.free[rank] < size:
-                    rank = self.free.index(max(self.free))
-                if self.free[rank] >= size:
-                    self.place_locally(sequence, rank)
-                    return True
+                lightest, emptiest = self.load.index(min(self.load)), self.free.index(max(self.free))
+                for rank in (lightest, emptiest):
+                    if self.free[rank] >= needed:
+                        self.place_locally(sequence, rank)
+                        return True
                 if self.step.num_ranks > 1 and min(self.free) >= self.step.padded[sequence]:
                     self.shard(sequence)
                     return True

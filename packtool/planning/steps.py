@@ -38,15 +38,15 @@ class StepAssignment:
 
     Args:
         order: int64 (K,), the packs, micro-batch by micro-batch, laid out as in ``StepPlan``.
-        cell_sizes: int64 (C,), packs in each micro-batch of each rank.
-        cells_per_step: int64 (S,), a multiple of the ranks.
+        micro_batch_sizes: int64 (C,), packs in each micro-batch of each rank.
+        micro_batches_per_step: int64 (S,), a multiple of the ranks.
         placement: with Skrull, int64 (K,), in the order of ``order``: ``skrull.SHARDED``, or the sequence parallel rank
             that the sample is local to.
     """
 
     order: Int64Array
-    cell_sizes: Int64Array
-    cells_per_step: Int64Array
+    micro_batch_sizes: Int64Array
+    micro_batches_per_step: Int64Array
     placement: Int64Array | None = None
 
     @property
@@ -59,23 +59,23 @@ class StepAssignment:
 class StepPlan:
     """K packs assigned to S optimizer steps, W data-parallel ranks and micro-batches.
 
-    A *cell* is one micro-batch of one rank. The cells of a step follow one another, those of rank 0 first::
+    C counts the micro-batches of all ranks in all steps. Those of a step are consecutive, those of rank 0 first::
 
         step 0: rank 0 [micro 0, micro 1, ...], rank 1 [micro 0, micro 1, ...], ...; step 1: ...
 
-    A cell may be empty: the rank then runs a micro-batch with zero loss, so that all ranks do the same collectives.
+    A micro-batch may have no packs: the rank then runs one with zero loss, so that all ranks do the same collectives.
 
     Args:
         world_size: W.
-        order: int64 (K,), the packs, cell by cell.
-        cell_offsets: int64 (C + 1,), cell ``c`` holds ``order[cell_offsets[c]:cell_offsets[c + 1]]``.
-        step_offsets: int64 (S + 1,), step ``s`` has the cells from ``step_offsets[s]`` to ``step_offsets[s + 1]`` - 1.
+        order: int64 (K,), the packs, micro-batch by micro-batch.
+        micro_batch_offsets: int64 (C + 1,), first position in ``order`` of each micro-batch, and K.
+        step_offsets: int64 (S + 1,), first micro-batch of each step, and C.
         target_tokens_per_step: int64 (S,), labels that carry loss, over all ranks and micro-batches.
     """
 
     world_size: int
     order: Int64Array
-    cell_offsets: Int64Array
+    micro_batch_offsets: Int64Array
     step_offsets: Int64Array
     target_tokens_per_step: Int64Array
 
@@ -85,10 +85,11 @@ class StepPlan:
 
         ``target_tokens``, (N,), are the labels that carry loss, by sample number as in ``packs.samples``.
         """
-        cell_offsets, step_offsets = to_offsets(assignment.cell_sizes), to_offsets(assignment.cells_per_step)
-        before = to_offsets(packs.sums_per_pack(target_tokens[packs.samples])[assignment.order])
-        targets_per_step = np.diff(before[cell_offsets[step_offsets]])
-        return cls(world_size, assignment.order, cell_offsets, step_offsets, targets_per_step)
+        micro_batch_offsets = to_offsets(assignment.micro_batch_sizes)
+        step_offsets = to_offsets(assignment.micro_batches_per_step)
+        targets_per_pack = packs.sums_per_pack(target_tokens[packs.samples])
+        targets_per_step = _sums_between(targets_per_pack[assignment.order], micro_batch_offsets[step_offsets])
+        return cls(world_size, assignment.order, micro_batch_offsets, step_offsets, targets_per_step)
 
     @property
     def num_steps(self) -> int:
@@ -102,12 +103,12 @@ class StepPlan:
 
     @property
     def num_empty_micro_batches(self) -> int:
-        """Cells without a pack: in the last step, or, where micro-batches are made by tokens, in any step."""
-        return int(np.count_nonzero(self.cell_sizes() == 0))
+        """Micro-batches without packs: in the last step or, where micro-batches are made by tokens, in any step."""
+        return int(np.count_nonzero(self.micro_batch_sizes() == 0))
 
-    def cell_sizes(self) -> Int64Array:
-        """Count the packs in each cell; int64 (C,)."""
-        return self.cell_offsets[1:] - self.cell_offsets[:-1]
+    def micro_batch_sizes(self) -> Int64Array:
+        """Count the packs in each micro-batch; int64 (C,)."""
+        return self.micro_batch_offsets[1:] - self.micro_batch_offsets[:-1]
 
     def num_micro_batches(self, step: int) -> int:
         """Return the number of micro-batches of a step, the same on every rank."""
@@ -116,29 +117,29 @@ class StepPlan:
 
     def packs(self, step: int, rank: int, micro_batch: int) -> Int64Array:
         """Return the packs (n,) of one micro-batch of one rank, often one, possibly none; a view, not a copy."""
-        return self.order[self.cell(step, rank, micro_batch)]
+        return self.order[self.micro_batch_slice(step, rank, micro_batch)]
 
-    def cell(self, step: int, rank: int, micro_batch: int) -> slice:
+    def micro_batch_slice(self, step: int, rank: int, micro_batch: int) -> slice:
         """Return the slice of ``order`` with the packs of one micro-batch of one rank."""
         num_micro_batches = self.num_micro_batches(step)
         _check_index("rank", rank, self.world_size)
         _check_index("micro-batch", micro_batch, num_micro_batches)
-        cell = self.step_offsets[step] + rank * num_micro_batches + micro_batch
-        return slice(int(self.cell_offsets[cell]), int(self.cell_offsets[cell + 1]))
+        index = self.step_offsets[step] + rank * num_micro_batches + micro_batch
+        return slice(int(self.micro_batch_offsets[index]), int(self.micro_batch_offsets[index + 1]))
 
-    def _cell_table(self) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return the step, rank and micro-batch of each cell; (C,) each."""
-        sizes = np.diff(self.step_offsets)
-        steps = np.repeat(np.arange(self.num_steps), sizes)
-        ranks, micro_batches = np.divmod(
-            np.arange(len(steps)) - self.step_offsets[steps], np.maximum(sizes // self.world_size, 1)[steps]
-        )
-        return steps, ranks, micro_batches
+    def _locate_micro_batches(self) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return each micro-batch's step, its rank, and its index on that rank in that step; (C,) each."""
+        per_step = np.diff(self.step_offsets)
+        steps = np.repeat(np.arange(self.num_steps), per_step)
+        index_in_step = np.arange(len(steps)) - self.step_offsets[steps]
+        per_rank = np.maximum(per_step // self.world_size, 1)[steps]
+        return steps, index_in_step // per_rank, index_in_step % per_rank
 
     def locations(self) -> npt.NDArray[np.int32]:
         """Return the step, rank and micro-batch of each pack; int32 (K, 3)."""
+        micro_batch_locations = np.stack(self._locate_micro_batches(), axis=1)
         locations = np.empty((self.num_packs, 3), np.int32)
-        locations[self.order] = np.repeat(np.stack(self._cell_table(), axis=1), self.cell_sizes(), axis=0)
+        locations[self.order] = np.repeat(micro_batch_locations, self.micro_batch_sizes(), axis=0)
         return locations
 
     def target_tokens(self, step: int) -> int:
@@ -147,42 +148,51 @@ class StepPlan:
         return int(self.target_tokens_per_step[step])
 
     def sums_per_step(self, per_pack: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Sum numbers (K,) of packs over each step; (S,)."""
-        before = np.concatenate((np.zeros(1, per_pack.dtype), np.cumsum(per_pack[self.order])))
-        return np.diff(before[self.cell_offsets[self.step_offsets]])
+        """Sum values of packs, (K,), over each step; (S,)."""
+        return _sums_between(per_pack[self.order], self.micro_batch_offsets[self.step_offsets])
 
-    def on_any_rank(self, is_in: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Flag each micro-batch of the epoch, bool (M,), in which any rank has a pack of ``is_in``, bool (K,)."""
-        counts = np.diff(np.concatenate(([0], np.cumsum(is_in[self.order])))[self.cell_offsets])
+    def on_any_rank(self, is_selected: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Flag the micro-batches in which any rank has a selected pack; ``is_selected`` is bool (K,).
+
+        Returns bool (C / W,): micro-batches that all ranks run at the same time count as one.
+        """
+        num_selected = _sums_between(is_selected[self.order], self.micro_batch_offsets)
         first = self.step_offsets // self.world_size
-        steps, _, micro_batches = self._cell_table()
-        return np.bincount(first[steps] + micro_batches, weights=counts, minlength=int(first[-1])) > 0
+        steps, _, micro_batches = self._locate_micro_batches()
+        return np.bincount(first[steps] + micro_batches, weights=num_selected, minlength=int(first[-1])) > 0
 
     @property
     def rank_bounds(self) -> Int64Array:
-        """int64 (S, W + 1): the first cell of each rank in each step, and the one after the last rank's."""
-        cells = (self.step_offsets[1:] - self.step_offsets[:-1]) // self.world_size
-        bounds = self.step_offsets[:-1, None] + cells[:, None] * np.arange(self.world_size + 1)
+        """int64 (S, W + 1): the first micro-batch of each rank in each step, and the one after the last rank's."""
+        per_rank = np.diff(self.step_offsets) // self.world_size
+        bounds = self.step_offsets[:-1, None] + per_rank[:, None] * np.arange(self.world_size + 1)
         return bounds.astype(np.int64, copy=False)
 
     def rank_costs(self, costs: Costs) -> Costs:
         """Sum the costs (K,) of packs by step and rank; (S, W)."""
-        sums = np.concatenate(([0.0], np.cumsum(costs[self.order])))
-        return np.diff(sums[self.cell_offsets[self.rank_bounds]], axis=1)
+        return _sums_between(costs[self.order], self.micro_batch_offsets[self.rank_bounds])
 
-    def cell_sums(self, per_pack: npt.NDArray[Any]) -> Costs:
-        """Sum numbers (K,) of packs over each cell; (C,)."""
-        return np.diff(np.concatenate(([0.0], np.cumsum(per_pack[self.order])))[self.cell_offsets])
+    def micro_batch_sums(self, per_pack: npt.NDArray[Any]) -> Costs:
+        """Sum values of packs, (K,), over each micro-batch; (C,)."""
+        return _sums_between(per_pack[self.order], self.micro_batch_offsets).astype(np.float64)
 
-    def rank_sums(self, per_cell: npt.NDArray[Any]) -> Costs:
-        """Sum numbers (C,) of cells by step and rank; (S, W)."""
-        return np.diff(np.concatenate(([0.0], np.cumsum(per_cell)))[self.rank_bounds], axis=1)
+    def rank_sums(self, per_micro_batch: npt.NDArray[Any]) -> Costs:
+        """Sum values of micro-batches, (C,), by step and rank; (S, W)."""
+        return _sums_between(per_micro_batch, self.rank_bounds).astype(np.float64)
 
     @cached_property
     def fingerprint(self) -> str:
         """sha256 in hex over all fields."""
         digest = hashlib.sha256(f"packtool step plan 1, world size {self.world_size}\n".encode())
-        return digest_arrays(digest, self.order, self.cell_offsets, self.step_offsets, self.target_tokens_per_step)
+        return digest_arrays(
+            digest, self.order, self.micro_batch_offsets, self.step_offsets, self.target_tokens_per_step
+        )
+
+
+def _sums_between(values: npt.NDArray[Any], bounds: Int64Array) -> npt.NDArray[Any]:
+    """Sum ``values`` (n,) from each bound to the next along the last axis of ``bounds`` (..., k + 1); (..., k)."""
+    before = np.concatenate((np.zeros(1, values.dtype), np.cumsum(values)))
+    return np.diff(before[bounds], axis=-1)
 
 
 def _check_index(name: str, index: int, num: int) -> None:
@@ -192,7 +202,7 @@ def _check_index(name: str, index: int, num: int) -> None:
 
 
 def assign_balanced(
-    packs: PackPlan, costs: Costs | None, options: PlanOptions, parts: TreeParts | None = None
+    packs: PackPlan, costs: Costs | None, options: PlanOptions, tree_parts: TreeParts | None = None
 ) -> StepAssignment:
     """Assign the packs of an epoch to optimizer steps, ranks and micro-batches.
 
@@ -202,60 +212,73 @@ def assign_balanced(
     few micro-batches as its ranks need, the packs of a rank spread evenly over them. A rank without packs has empty
     micro-batches. Cost: O(K), and O(K log K) with balancing.
 
-    ``costs``, (K,), is the work of each pack, needed for balancing; ``parts`` are trees in several packs, for which
-    packs are reordered.
+    ``costs``, (K,), is the work of each pack, needed for balancing; ``tree_parts`` are prefix trees in several packs,
+    for which packs are reordered.
     """
-    world_size, num_per_cell = options.world_size, options.per_device_train_batch_size
+    world_size, packs_per_micro_batch = options.world_size, options.per_device_train_batch_size
     counts = {
         "world_size": world_size,
         "gradient_accumulation_steps": options.gradient_accumulation_steps,
-        "packs_per_micro_batch": num_per_cell,
+        "packs_per_micro_batch": packs_per_micro_batch,
     }
     if problems := [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]:
         raise ConfigError.from_problems(problems)
     is_balanced = options.balance != "none"
     assert costs is not None or not is_balanced, "balancing needs the costs of packs"
-    num_cells, per_step = world_size * options.gradient_accumulation_steps, options.packs_per_step
-    num_full_steps = packs.num_packs // per_step
+
+    # Full steps first, (steps, packs per step), then the remaining packs.
+    packs_per_step = options.packs_per_step
+    full_shape = packs.num_packs // packs_per_step, packs_per_step
+    num_in_full_steps = full_shape[0] * packs_per_step
     order = np.arange(packs.num_packs, dtype=np.int64)
-    num_full = num_full_steps * per_step
     if costs is not None and options.balance == "window":
-        grouped = group_alike(order[:num_full].reshape(num_full_steps, per_step), costs, world_size)
-        order[:num_full] = grouped.reshape(-1)
-    if parts is not None:
-        order = parts.reorder(order, per_step)
-    full, rest = order[:num_full].reshape(num_full_steps, per_step), order[num_full:]
+        grouped = group_alike(order[:num_in_full_steps].reshape(full_shape), costs, world_size)
+        order[:num_in_full_steps] = grouped.reshape(-1)
+    if tree_parts is not None:
+        order = tree_parts.reorder(order, packs_per_step)
+    full_steps, remaining = order[:num_in_full_steps].reshape(full_shape), order[num_in_full_steps:]
+
+    # Within each step, the packs of rank 0 first.
     if costs is None or not is_balanced:
-        # Each rank's packs are a column of the step's table of (n / W, W).
-        columns = full.reshape(num_full_steps, per_step // world_size, world_size)
-        full = columns.transpose(0, 2, 1).reshape(full.shape)
+        by_turn = full_steps.reshape(full_shape[0], packs_per_step // world_size, world_size)
+        full_steps = by_turn.transpose(0, 2, 1).reshape(full_shape)
     else:
-        rank_packs = assign_evenly(costs[full], world_size)
-        full = np.take_along_axis(full, rank_packs.reshape(full.shape), axis=1)
-    rest, rest_sizes = _assign_rest(rest, world_size, num_per_cell, costs if is_balanced else None)
+        rank_packs = assign_evenly(costs[full_steps], world_size)
+        full_steps = np.take_along_axis(full_steps, rank_packs.reshape(full_shape), axis=1)
+    last_order, last_sizes = _assign_last_step(
+        remaining, world_size, packs_per_micro_batch, costs if is_balanced else None
+    )
+    micro_batches_per_step = world_size * options.gradient_accumulation_steps
+    sizes = np.full(full_shape[0] * micro_batches_per_step, packs_per_micro_batch, dtype=np.int64)
+    per_step = [micro_batches_per_step] * full_shape[0]
+    if len(remaining):
+        per_step.append(len(last_sizes))
     return StepAssignment(
-        np.concatenate((full.reshape(-1), rest)),
-        np.append(np.full(num_full_steps * num_cells, num_per_cell, dtype=np.int64), rest_sizes),
-        np.append(np.full(num_full_steps, num_cells, dtype=np.int64), [len(rest_sizes)] * bool(len(rest))),
+        order=np.concatenate((full_steps.reshape(-1), last_order)),
+        micro_batch_sizes=np.append(sizes, last_sizes),
+        micro_batches_per_step=np.array(per_step, dtype=np.int64),
     )
 
 
-def _assign_rest(
+def _assign_last_step(
     packs: Int64Array, world_size: int, packs_per_micro_batch: int, costs: Costs | None
 ) -> tuple[Int64Array, Int64Array]:
-    """Assign the packs of the last, smaller step; return them in the order of its cells, and the cells' sizes."""
+    """Assign the packs of the last, smaller step; return them micro-batch by micro-batch, and the micro-batches' sizes.
+
+    ``costs``, (K,), are of all packs of the epoch; None assigns packs to ranks in turn.
+    """
+    if not len(packs):
+        return packs, np.zeros(0, np.int64)
     max_per_rank = -(-len(packs) // world_size)
     num_micro_batches = -(-max_per_rank // packs_per_micro_batch)
     rank_packs = [packs[rank::world_size] for rank in range(world_size)]
-    if costs is not None and len(packs):
-        # Empty slots count as packs without work.
-        filled = np.append(costs[packs], np.zeros(max_per_rank * world_size - len(packs)))
-        rank_packs = [packs[slots[slots < len(packs)]] for slots in assign_evenly(filled[None], world_size)[0]]
-    sizes = [
-        len(own) // num_micro_batches + (micro < len(own) % num_micro_batches)
-        for own in rank_packs
-        for micro in range(num_micro_batches)
-    ]
+    if costs is not None:
+        # Packs without work fill up the ranks, and are removed again.
+        padded_costs = np.zeros(max_per_rank * world_size)
+        padded_costs[: len(packs)] = costs[packs]
+        rank_indices = assign_evenly(padded_costs[None], world_size)[0]
+        rank_packs = [packs[indices[indices < len(packs)]] for indices in rank_indices]
+    sizes = [len(batch) for own_packs in rank_packs for batch in np.array_split(own_packs, num_micro_batches)]
     return np.concatenate(rank_packs), np.array(sizes, dtype=np.int64)
 
 
@@ -273,52 +296,60 @@ def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
     Returns int64 (S, W, n / W): the columns of ``costs`` of each step and rank, the heaviest first.
     """
     num_steps, num_packs = costs.shape
-    per_rank, rest = divmod(num_packs, num_ranks)
-    assert rest == 0, "every rank of a step has equally many packs"
-    assigned = np.empty((num_steps, num_ranks, per_rank), dtype=np.int64)
+    assert num_packs % num_ranks == 0, "every rank of a step has equally many packs"
+    assigned = np.empty((num_steps, num_ranks, num_packs // num_ranks), dtype=np.int64)
     steps_at_once = max(1, _PACKS_AT_ONCE // max(num_packs, 1))
     for start in range(0, num_steps, steps_at_once):
         step_costs = costs[start : start + steps_at_once]
-        falling, loads = np.argsort(-step_costs, axis=1, kind="stable"), np.zeros((len(step_costs), num_ranks))
-        rank_packs = np.empty((len(step_costs), num_ranks, per_rank), dtype=np.int64)
-        for number in range(per_rank):
-            packs = falling[:, number * num_ranks : (number + 1) * num_ranks]
-            lightest = np.argsort(loads, axis=1, kind="stable")
-            np.put_along_axis(rank_packs[:, :, number], lightest, packs, axis=1)
-            gained = np.take_along_axis(step_costs, packs, axis=1)
-            np.put_along_axis(loads, lightest, np.take_along_axis(loads, lightest, axis=1) + gained, axis=1)
-        if per_rank > 1 and num_ranks > 1:
-            pack_costs = np.take_along_axis(step_costs, rank_packs.reshape(step_costs.shape), axis=1).reshape(
-                rank_packs.shape
-            )
-            _swap(pack_costs, rank_packs)
-            # By falling cost: micro-batches that run at the same time are then alike, too.
-            rank_packs = np.take_along_axis(rank_packs, np.argsort(-pack_costs, axis=2, kind="stable"), axis=2)
-        assigned[start : start + steps_at_once] = rank_packs
+        assigned[start : start + steps_at_once] = _assign_steps_evenly(step_costs, num_ranks)
     return assigned
 
 
+def _assign_steps_evenly(costs: Costs, num_ranks: int) -> Int64Array:
+    """Assign packs as ``assign_evenly`` does, all steps at once."""
+    num_steps, num_packs = costs.shape
+    shape = num_steps, num_ranks, num_packs // num_ranks
+    heaviest_first = np.argsort(-costs, axis=1, kind="stable")
+    rank_packs, loads = np.empty(shape, dtype=np.int64), np.zeros((num_steps, num_ranks))
+    # In each round every rank gets one pack: the lightest rank gets the heaviest.
+    for number in range(shape[2]):
+        packs = heaviest_first[:, number * num_ranks : (number + 1) * num_ranks]
+        lightest_first = np.argsort(loads, axis=1, kind="stable")
+        np.put_along_axis(rank_packs[:, :, number], lightest_first, packs, axis=1)
+        new_loads = np.take_along_axis(loads, lightest_first, axis=1) + np.take_along_axis(costs, packs, axis=1)
+        np.put_along_axis(loads, lightest_first, new_loads, axis=1)
+    if shape[2] <= 1 or num_ranks == 1:
+        return rank_packs
+    rank_costs = np.take_along_axis(costs, rank_packs.reshape(costs.shape), axis=1).reshape(shape)
+    _swap(rank_costs, rank_packs)
+    # The heaviest pack first: micro-batches that run at the same time are then alike, too.
+    return np.take_along_axis(rank_packs, np.argsort(-rank_costs, axis=2, kind="stable"), axis=2)
+
+
 def _swap(costs: Costs, rank_packs: Int64Array) -> None:
-    """Let the heaviest and the lightest rank of each step swap the best pair of packs; changes both (S, W, n / W)."""
-    active = np.arange(len(rank_packs))
+    """Swap pairs of packs between the heaviest and the lightest rank of each step, at most ``_MAX_SWAPS`` times.
+
+    Changes ``costs`` and ``rank_packs``, (S, W, n / W), in place. A step is done when no swap makes it more even.
+    """
+    steps = np.arange(len(rank_packs))  # those not done yet
     for _ in range(_MAX_SWAPS):
-        loads = costs[active].sum(axis=2)
+        loads = costs[steps].sum(axis=2)
         heavy, light = loads.argmax(axis=1), loads.argmin(axis=1)
-        rows = np.arange(len(active))
+        rows = np.arange(len(steps))
         gap = loads[rows, heavy] - loads[rows, light]
         # Moving d from the heavy to the light rank leaves a gap of |gap - 2 d|: the best d is half of it.
-        moved_cost = costs[active, heavy][:, :, None] - costs[active, light][:, None, :]
-        gap_after = np.abs(gap[:, None, None] - 2 * moved_cost).reshape(len(active), -1)
-        best = gap_after.argmin(axis=1)
-        helps = gap_after[rows, best] < gap * (1 - 1e-9)
-        active, best, heavy, light = active[helps], best[helps], heavy[helps], light[helps]
-        if not len(active):
+        moved_cost = costs[steps, heavy][:, :, None] - costs[steps, light][:, None, :]
+        gap_after = np.abs(gap[:, None, None] - 2 * moved_cost).reshape(len(steps), -1)
+        best_pair = gap_after.argmin(axis=1)
+        is_better = gap_after[rows, best_pair] < gap * (1 - 1e-9)
+        steps, best_pair, heavy, light = steps[is_better], best_pair[is_better], heavy[is_better], light[is_better]
+        if not len(steps):
             return
-        give, take = np.divmod(best, rank_packs.shape[2])
+        heavy_pack, light_pack = np.divmod(best_pair, rank_packs.shape[2])
         for array in (rank_packs, costs):
-            swapped = array[active, heavy, give].copy()
-            array[active, heavy, give] = array[active, light, take]
-            array[active, light, take] = swapped
+            from_heavy = array[steps, heavy, heavy_pack].copy()
+            array[steps, heavy, heavy_pack] = array[steps, light, light_pack]
+            array[steps, light, light_pack] = from_heavy
 
 
 def group_alike(packs: Int64Array, costs: Costs, num_ranks: int) -> Int64Array:
@@ -329,14 +360,14 @@ def group_alike(packs: Int64Array, costs: Costs, num_ranks: int) -> Int64Array:
     random.
     """
     grouped = packs.copy()
-    num_steps, num_packs = packs.shape
+    num_steps, packs_per_step = packs.shape
     for start in range(0, num_steps, _WINDOW_STEPS):
         window = packs[start : start + _WINDOW_STEPS].reshape(-1)
-        num_here = len(window) // num_packs
-        falling = window[np.argsort(-costs[window], kind="stable")]
-        rounds = falling.reshape(num_packs // num_ranks, num_here, num_ranks)
-        steps = rounds.transpose(1, 0, 2).reshape(num_here, num_packs)
-        grouped[start : start + num_here] = steps[np.argsort(steps.min(axis=1), kind="stable")]
+        num_window_steps = len(window) // packs_per_step
+        heaviest_first = window[np.argsort(-costs[window], kind="stable")]
+        rounds = heaviest_first.reshape(packs_per_step // num_ranks, num_window_steps, num_ranks)
+        steps = rounds.transpose(1, 0, 2).reshape(num_window_steps, packs_per_step)
+        grouped[start : start + num_window_steps] = steps[np.argsort(steps.min(axis=1), kind="stable")]
     return grouped
 
 
@@ -360,24 +391,27 @@ def divide_evenly(
     """Divide items into groups of at most ``capacity`` and about equal work; None where an item fits in no group.
 
     The heaviest item first, each to the group with the least work that has enough space. Ties go to the later item and
-    the lower group. Groups, some possibly empty, are in the order of falling work, their items of ascending work.
+    the lower group. Groups, some possibly empty, are in the order of descending work, their items of ascending work.
     ``sizes`` and ``work`` are of the items, (n,).
     """
     groups: list[list[int]] = [[] for _ in range(num_groups)]
-    free, lightest = [capacity] * num_groups, [(0.0, number) for number in range(num_groups)]
+    free = [capacity] * num_groups
+    lightest_first = [(0.0, group) for group in range(num_groups)]  # a heap of work and group
     for item in sorted(range(len(work)), key=lambda i: (-work[i], -i)):
+        # Take groups without enough space off the heap, and put them back afterwards.
         full = []
-        while lightest and free[lightest[0][1]] < sizes[item]:
-            full.append(heapq.heappop(lightest))
-        if not lightest:
+        while lightest_first and free[lightest_first[0][1]] < sizes[item]:
+            full.append(heapq.heappop(lightest_first))
+        if not lightest_first:
             return None
-        load, number = lightest[0]
-        groups[number].append(item)
-        free[number] -= sizes[item]
-        heapq.heapreplace(lightest, (load + work[item], number))
-        for other in full:
-            heapq.heappush(lightest, other)
-    return [groups[number][::-1] for _, number in sorted(lightest, key=lambda entry: (-entry[0], entry[1]))]
+        load, group = lightest_first[0]
+        groups[group].append(item)
+        free[group] -= sizes[item]
+        heapq.heapreplace(lightest_first, (load + work[item], group))
+        for entry in full:
+            heapq.heappush(lightest_first, entry)
+    heaviest_first = sorted(lightest_first, key=lambda entry: (-entry[0], entry[1]))
+    return [groups[group][::-1] for _, group in heaviest_first]
 
 
 def imbalance(rank_costs: Costs) -> Costs:

@@ -79,7 +79,7 @@ class SkrullFigures:
         local = steps.order[placement != SHARDED]
         return cls(
             options=options,
-            num_micro_batches=int(np.count_nonzero(steps.cell_sizes())),
+            num_micro_batches=int(np.count_nonzero(steps.micro_batch_sizes())),
             num_tokens=int(computed_tokens(singles, steps, placement, options.alignment).sum()),
             num_local_tokens=int(singles.lengths[local].sum(dtype=np.int64)),
             mean=float(uneven.mean()),
@@ -197,7 +197,7 @@ def device_costs(
     """
     num_groups = steps.num_steps * steps.world_size
     # The samples of a step are ordered by rank, so each group of devices has a slice of ``order``.
-    bounds = np.append(steps.cell_offsets[steps.rank_bounds[:, :-1].reshape(-1)], len(steps.order))
+    bounds = np.append(steps.micro_batch_offsets[steps.rank_bounds[:, :-1].reshape(-1)], len(steps.order))
     group = np.repeat(np.arange(num_groups), np.diff(bounds))
     work = flops[steps.order]
     is_local = placement != SHARDED
@@ -214,9 +214,9 @@ def device_costs(
 
 def padded_fill(packs: PackPlan, steps: StepPlan) -> float:
     """Divide the true tokens by all tokens if each row is padded to the longest of its micro-batch."""
-    sizes = steps.cell_sizes()
+    sizes = steps.micro_batch_sizes()
     used = sizes > 0
-    longest = np.maximum.reduceat(packs.tokens_per_pack()[steps.order], steps.cell_offsets[:-1][used])
+    longest = np.maximum.reduceat(packs.tokens_per_pack()[steps.order], steps.micro_batch_offsets[:-1][used])
     return packs.num_tokens / int((longest * sizes[used]).sum())
 
 

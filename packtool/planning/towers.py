@@ -77,10 +77,10 @@ def shared_tower_costs(steps: StepPlan, placement: Int64Array, work: TowerWork, 
     single samples, and ``work`` is by their numbers in ``steps.order``; N ranks share a micro-batch.
     """
     flops, counts = work.flops[steps.order], np.maximum(work.num_media[steps.order], 1)
-    num_cells = len(steps.cell_offsets) - 1
+    num_cells = len(steps.micro_batch_offsets) - 1
     counts[(placement != SHARDED) | (flops == 0)] = 1
     media_flops, media_placement = np.repeat(flops / counts, counts), np.repeat(placement, counts)
-    media_cells = np.repeat(np.repeat(np.arange(num_cells), steps.cell_sizes()), counts)
+    media_cells = np.repeat(np.repeat(np.arange(num_cells), steps.micro_batch_sizes()), counts)
     shape = num_cells, sequence_parallel_size
     owners = _assign_media(media_flops, media_cells, media_placement, shape)
     media_flops[media_placement != SHARDED] = 0
@@ -187,9 +187,9 @@ class MediaShares:
 
         ``packs``, ``steps`` and ``placement`` are of an ``EpochPlan``; ``size`` ranks share a micro-batch.
         """
-        num_cells = len(steps.cell_offsets) - 1
+        num_cells = len(steps.micro_batch_offsets) - 1
         cell_of_pack = np.empty(packs.num_packs, np.int64)
-        cell_of_pack[steps.order] = np.repeat(np.arange(num_cells), steps.cell_sizes())
+        cell_of_pack[steps.order] = np.repeat(np.arange(num_cells), steps.micro_batch_sizes())
         placement_of_pack = np.full(packs.num_packs, SHARDED, np.int64)
         if placement is not None:
             placement_of_pack[steps.order] = placement

@@ -207,7 +207,7 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
             rectangles.setdefault(kind, []).append(rectangle)
     shapes = [Boxes(boxes, _TIME_KINDS[kind][0]) for kind, boxes in rectangles.items()]
     height = max(len(gpus), 1) * (_LINE + _GAP) - _GAP
-    num_sequences = int((timing.schedule.cell_steps[timing.schedule.cells] == step).sum())
+    num_sequences = int((timing.schedule.micro_batch_steps[timing.schedule.micro_batch_of] == step).sum())
     note = f"Step {step + 1}: {num_sequences:,} sequences in {duration(seconds)}. Each line is a GPU."
     if len(gpus) < num_gpus:
         note += f" {len(gpus)} of {num_gpus:,} are drawn: the first ones, the slowest and the fastest."
@@ -235,7 +235,7 @@ def _activities(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, floa
     now = 0.0
     for row in np.flatnonzero(schedule.row_keys == step * schedule.num_devices + gpu).tolist():
         # A micro-batch starts when all GPUs that compute it are ready.
-        start = float(timing.cell_starts[schedule.row_cells[row]])
+        start = float(timing.micro_batch_starts[schedule.row_micro_batches[row]])
         durations = (
             ("waiting", start - now),
             ("local", timing.local[row]),

@@ -76,9 +76,10 @@ class SimulatedSchedule:
         samples: int64 (K,), numbers of the sequences.
         tokens: int64 (K,), of each sequence, with padding.
         placement: int64 (K,), the rank of its micro-batch that each sequence is local to, or ``SHARDED``.
-        cells: int64 (K,), its micro-batch, ascending.
-        cell_steps, cell_ranks: int64 (C,), step of each micro-batch, ascending, and N, devices that share it.
-        cell_devices: int64 (C,), the first of these; the others follow it.
+        micro_batch_of: int64 (K,), the micro-batch of each sequence, ascending.
+        micro_batch_steps: int64 (C,), step of each micro-batch, ascending.
+        micro_batch_num_ranks: int64 (C,), devices that share each micro-batch, N.
+        micro_batch_first_device: int64 (C,), the first of these; the others follow it.
     """
 
     num_devices: int
@@ -86,32 +87,33 @@ class SimulatedSchedule:
     samples: Int64Array
     tokens: Int64Array
     placement: Int64Array
-    cells: Int64Array
-    cell_steps: Int64Array
-    cell_ranks: Int64Array
-    cell_devices: Int64Array
+    micro_batch_of: Int64Array
+    micro_batch_steps: Int64Array
+    micro_batch_num_ranks: Int64Array
+    micro_batch_first_device: Int64Array
 
     @property
-    def num_cells(self) -> int:
+    def num_micro_batches(self) -> int:
         """The number C of micro-batches, over all steps and devices."""
-        return len(self.cell_steps)
+        return len(self.micro_batch_steps)
 
     @cached_property
     def row_starts(self) -> Int64Array:
         """int64 (C,): the first row of each micro-batch."""
-        return np.cumsum(self.cell_ranks) - self.cell_ranks
+        return np.cumsum(self.micro_batch_num_ranks) - self.micro_batch_num_ranks
 
     @cached_property
-    def row_cells(self) -> Int64Array:
+    def row_micro_batches(self) -> Int64Array:
         """int64 (R,): the micro-batch of each row."""
-        return np.repeat(np.arange(self.num_cells), self.cell_ranks)
+        return np.repeat(np.arange(self.num_micro_batches), self.micro_batch_num_ranks)
 
     @cached_property
     def row_keys(self) -> Int64Array:
         """int64 (R,): step * W + device of each row."""
-        cells = self.row_cells
-        devices = np.arange(len(cells)) - self.row_starts[cells] + self.cell_devices[cells]
-        return self.cell_steps[cells] * self.num_devices + devices
+        batches = self.row_micro_batches
+        rank_in_batch = np.arange(len(batches)) - self.row_starts[batches]
+        devices = self.micro_batch_first_device[batches] + rank_in_batch
+        return self.micro_batch_steps[batches] * self.num_devices + devices
 
     @cached_property
     def rounds(self) -> Int64Array:
@@ -176,12 +178,12 @@ class Timing:
         return self.sums(self.local + self.sharded)
 
     @cached_property
-    def cell_seconds(self) -> Seconds:
+    def micro_batch_seconds(self) -> Seconds:
         """(C,): until the last rank of each micro-batch is done."""
         return np.maximum.reduceat(self.ranks, self.schedule.row_starts)
 
     @cached_property
-    def cell_starts(self) -> Seconds:
+    def micro_batch_starts(self) -> Seconds:
         """(C,): seconds from the step's beginning at which all devices of each micro-batch are free."""
         return self._starts_and_ends[0]
 
@@ -195,14 +197,14 @@ class Timing:
         """(C,) start of each micro-batch in its step, and (S, W) end of each device's last micro-batch."""
         plan = self.schedule
         free = np.zeros((plan.num_steps, plan.num_devices))
-        starts = np.zeros(plan.num_cells)
-        row_rounds = plan.rounds[plan.row_cells]
+        starts = np.zeros(plan.num_micro_batches)
+        row_rounds = plan.rounds[plan.row_micro_batches]
         for number in range(int(plan.rounds.max(initial=-1)) + 1):
             if self.is_lock_step:
                 free[:] = free.max(axis=1, keepdims=True)
             rows = np.flatnonzero(row_rounds == number)
-            np.maximum.at(starts, plan.row_cells[rows], free.reshape(-1)[plan.row_keys[rows]])
-            free.reshape(-1)[plan.row_keys[rows]] = (starts + self.cell_seconds)[plan.row_cells[rows]]
+            np.maximum.at(starts, plan.row_micro_batches[rows], free.reshape(-1)[plan.row_keys[rows]])
+            free.reshape(-1)[plan.row_keys[rows]] = (starts + self.micro_batch_seconds)[plan.row_micro_batches[rows]]
         return starts, free
 
     @cached_property
@@ -215,8 +217,8 @@ class Timing:
         """(S,): seconds of exposed exchanges on the ranks that the slowest device waits for."""
         plan = self.schedule
         # The last row of each micro-batch in this order is that of its slowest rank.
-        slowest = np.lexsort((self.ranks, plan.row_cells))[plan.row_starts + plan.cell_ranks - 1]
-        exposed = self.sums(self.exposed[slowest][plan.row_cells])
+        slowest = np.lexsort((self.ranks, plan.row_micro_batches))[plan.row_starts + plan.micro_batch_num_ranks - 1]
+        exposed = self.sums(self.exposed[slowest][plan.row_micro_batches])
         last = self.device_seconds.argmax(axis=1)
         return np.asarray(exposed[np.arange(plan.num_steps), last] + self.synchronisation)
 
@@ -246,15 +248,17 @@ class Machine:
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
         """Compute times and memory of each rank's micro-batches; ``targets``, (K,), are labels of each sequence."""
         is_local = schedule.placement != SHARDED
-        num_ranks = schedule.cell_ranks[schedule.row_cells].astype(np.float64)
-        row_of_sequence = schedule.row_starts[schedule.cells] + np.where(is_local, schedule.placement, 0)
-        sequence_parallel_sizes = schedule.cell_ranks[schedule.cells]
+        num_ranks = schedule.micro_batch_num_ranks[schedule.row_micro_batches].astype(np.float64)
+        row_of_sequence = schedule.row_starts[schedule.micro_batch_of] + np.where(is_local, schedule.placement, 0)
+        sequence_parallel_sizes = schedule.micro_batch_num_ranks[schedule.micro_batch_of]
 
         def sum_local(values: npt.NDArray[Any]) -> Seconds:
             return _sums(row_of_sequence[is_local], values[is_local], len(num_ranks))
 
         def sum_sharded(values: npt.NDArray[Any]) -> Seconds:
-            return _sums(schedule.cells[~is_local], values[~is_local], schedule.num_cells)[schedule.row_cells]
+            return _sums(schedule.micro_batch_of[~is_local], values[~is_local], schedule.num_micro_batches)[
+                schedule.row_micro_batches
+            ]
 
         local_tokens, sharded_tokens = sum_local(schedule.tokens), sum_sharded(schedule.tokens)
         tokens = local_tokens + sharded_tokens / num_ranks
@@ -270,7 +274,7 @@ class Machine:
         local_seconds = linear * local_tokens + local_attention + sum_local(windows)
         sharded_seconds = linear * sharded_tokens / num_ranks + sharded_attention + sum_sharded(windows) / num_ranks
         exposed = np.zeros(len(tokens))
-        for size in np.unique(schedule.cell_ranks).tolist():
+        for size in np.unique(schedule.micro_batch_num_ranks).tolist():
             rows = num_ranks == size
             times = self.step_time(size)
             exposed[rows] = times.exposed_seconds(sharded_tokens[rows], local_attention[rows], sharded_attention[rows])

@@ -196,7 +196,7 @@ def outcome(name: StrategyName, plan: SimulatedSchedule, sequences: Sequences, o
     timing = machine.time(plan, targets)
     full = (timing.tokens > options.bucket_size) | (timing.memory > machine.usable_bytes)
     out_of_memory = np.zeros(plan.num_steps, dtype=np.bool_)
-    out_of_memory[plan.cell_steps[plan.row_cells[full]]] = True
+    out_of_memory[plan.micro_batch_steps[plan.row_micro_batches[full]]] = True
     return Outcome(
         name=name,
         timing=timing,

@@ -249,7 +249,7 @@ def _equal_tokens(sequences: Sequences, options: SimulateOptions, num_groups: in
     # Sequences longer than a pack get one of their own, and are out of memory.
     lengths = np.minimum(_aligned(sequences.lengths, alignment_of(size)), capacity)
     assignment = assign_by_tokens(lengths, samples_per_step=len(sequences), num_ranks=num_groups, max_tokens=capacity)
-    packs = np.split(assignment.order, np.cumsum(assignment.cell_sizes)[:-1])
+    packs = np.split(assignment.order, np.cumsum(assignment.micro_batch_sizes)[:-1])
     for number, samples in enumerate(packs):
         yield PlacedBatch(number // (len(packs) // num_groups) * size, size, samples)
 
@@ -318,10 +318,10 @@ def schedule_of(
         samples=samples,
         tokens=np.where(placement == SHARDED, _aligned(tokens, 2 * np.repeat(ranks, sizes)), tokens),
         placement=placement,
-        cells=np.repeat(np.arange(len(cells)), sizes),
-        cell_steps=np.array([batch.step for batch in cells], dtype=np.int64),
-        cell_ranks=ranks,
-        cell_devices=np.array([batch.first_device for batch in cells], dtype=np.int64),
+        micro_batch_of=np.repeat(np.arange(len(cells)), sizes),
+        micro_batch_steps=np.array([batch.step for batch in cells], dtype=np.int64),
+        micro_batch_num_ranks=ranks,
+        micro_batch_first_device=np.array([batch.first_device for batch in cells], dtype=np.int64),
     )
 
 

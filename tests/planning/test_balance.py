@@ -76,7 +76,7 @@ def test_exchanging_packs_between_steps_loses_none(
     plain = plan_steps(plan, targets, **counts)
     assert sorted(steps.order.tolist()) == list(range(plan.num_packs))
     assert steps.target_tokens_per_step.sum() == targets.sum()
-    np.testing.assert_array_equal(np.sort(steps.cell_sizes()), np.sort(plain.cell_sizes()))
+    np.testing.assert_array_equal(np.sort(steps.micro_batch_sizes()), np.sort(plain.micro_batch_sizes()))
     per_pack = plan.sums_per_pack(targets[plan.samples])
     for step in range(steps.num_steps):
         packs = [

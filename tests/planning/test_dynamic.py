@@ -28,16 +28,16 @@ def test_every_sample_once_within_both_limits(
     )
     assert sorted(result.order.tolist()) == list(range(len(lengths)))
     np.testing.assert_array_equal(result.order[result.inverse], np.arange(len(lengths)))
-    assert result.cell_sizes.sum() == len(lengths)
-    assert len(result.cell_sizes) == result.cells_per_step.sum()
-    assert (result.cells_per_step % num_ranks == 0).all()
-    starts = np.concatenate(([0], np.cumsum(result.cell_sizes)))
+    assert result.micro_batch_sizes.sum() == len(lengths)
+    assert len(result.micro_batch_sizes) == result.micro_batches_per_step.sum()
+    assert (result.micro_batches_per_step % num_ranks == 0).all()
+    starts = np.concatenate(([0], np.cumsum(result.micro_batch_sizes)))
     for start, stop in pairwise(starts):
         cell = result.order[start:stop]
         assert array[cell].sum() <= max_tokens
         assert max_samples is None or len(cell) <= max_samples
     # The samples of a step stay in it.
-    ends = np.concatenate(([0], np.cumsum(result.cells_per_step)))
+    ends = np.concatenate(([0], np.cumsum(result.micro_batches_per_step)))
     for step, (first, last) in enumerate(pairwise(ends)):
         inside = result.order[starts[first] : starts[last]]
         assert set(inside.tolist()) == set(
@@ -48,8 +48,8 @@ def test_every_sample_once_within_both_limits(
 def test_the_example_in_the_docstring() -> None:
     lengths = np.array([7, 1, 1, 5, 2, 3, 4, 4])
     result = assign_by_tokens(lengths, samples_per_step=8, num_ranks=2, max_tokens=8)
-    assert result.cells_per_step.tolist() == [4]
-    starts = np.concatenate(([0], np.cumsum(result.cell_sizes)))
+    assert result.micro_batches_per_step.tolist() == [4]
+    starts = np.concatenate(([0], np.cumsum(result.micro_batch_sizes)))
     cells = [lengths[result.order[a:b]].tolist() for a, b in pairwise(starts)]
     assert cells == [[7], [3, 4], [1, 1, 5], [2, 4]]
 
@@ -58,7 +58,7 @@ def test_fewer_micro_batches_than_by_count() -> None:
     lengths = np.random.default_rng(0).lognormal(6, 1, 4096).clip(16, 8192).astype(np.int32)
     result = assign_by_tokens(lengths, samples_per_step=128, num_ranks=8, max_tokens=8192)
     fewest = [-(-int(step.sum()) // 8192) for step in lengths.reshape(-1, 128)]
-    assert result.cells_per_step.sum() <= sum(-(-bins // 8) * 8 for bins in fewest) * 1.1
+    assert result.micro_batches_per_step.sum() <= sum(-(-bins // 8) * 8 for bins in fewest) * 1.1
 
 
 def test_a_sample_longer_than_a_micro_batch_is_an_error() -> None:

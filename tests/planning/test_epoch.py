@@ -244,7 +244,7 @@ SKRULL = dataclasses.replace(
 def per_step(plan: EpochPlan) -> list[list[int]]:
     """Samples of each step."""
     steps = plan.steps
-    bounds = steps.cell_offsets[steps.step_offsets]
+    bounds = steps.micro_batch_offsets[steps.step_offsets]
     return [
         sorted(i for pack in steps.order[first:last] for i in plan.packs.pack(int(pack)).tolist())
         for first, last in itertools.pairwise(bounds)
@@ -277,7 +277,7 @@ def test_skrull_keeps_each_steps_samples(packing: bool) -> None:
     figures = plan.summary.skrull
     assert figures is not None
     assert figures.num_local_tokens == local
-    assert figures.num_micro_batches + plan.steps.num_empty_micro_batches == len(plan.steps.cell_sizes())
+    assert figures.num_micro_batches + plan.steps.num_empty_micro_batches == len(plan.steps.micro_batch_sizes())
     assert 0 < figures.bucket_fill <= 1
     assert plan.summary.fill == pytest.approx(lengths.sum() / figures.num_tokens)
     assert plan.summary.fill < 1

@@ -74,9 +74,9 @@ def test_a_tree_is_in_one_micro_batch(sizes: list[list[int]], num_ranks: int) ->
 def test_windows_follow_one_another_and_fill_well() -> None:
     lengths = np.random.default_rng(0).integers(20, 400, 10_000)
     plan = plan_evaluation(lengths, num_ranks=2, max_tokens=4096)
-    assert lengths.sum() / (len(plan.batches.cell_sizes) * 4096) > 0.95
-    assert 5 < len(plan.batches.cells_per_step) < 12
-    first = int(plan.batches.cell_sizes[: plan.batches.cells_per_step[0]].sum())
+    assert lengths.sum() / (len(plan.batches.micro_batch_sizes) * 4096) > 0.95
+    assert 5 < len(plan.batches.micro_batches_per_step) < 12
+    first = int(plan.batches.micro_batch_sizes[: plan.batches.micro_batches_per_step[0]].sum())
     assert sorted(plan.batches.order[:first].tolist()) == list(range(first))
 
 

@@ -255,7 +255,7 @@ def test_a_layer_with_a_state_costs_its_products_and_two_triangular_systems() ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_have_the_names_and_sizes_of_the_modules(family: str) -> None:
     model = _model(family)
-    steps = {step.name: step for step in ModelLayers.of_config(_config(family)).steps if step.kind != "attention"}
+    steps = {step.name: step for step in ModelLayers.of_config(_config(family)).modules if step.kind != "attention"}
     towers = towers_of(model, family)
     # What no layer of the reduced tower feeds has no work.
     unused = re.compile(r".*(merger_list\.2\..*|dt_bias|A_log|(pre|post)_feedforward_layernorm\.weight)")

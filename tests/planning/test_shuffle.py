@@ -27,7 +27,7 @@ def test_every_number_once(num: int, seed: int, epoch: int) -> None:
 @given(values=st.lists(st.integers(0, 2**31 - 1), max_size=60), seed=st.integers(0, 5))
 def test_falling_comes_first(values: list[int], seed: int) -> None:
     falling = np.array(values, dtype=np.int32)
-    order = seeded_order(len(values), seed=seed, epoch=0, stream=0, falling=falling)
+    order = seeded_order(len(values), seed=seed, epoch=0, stream=0, descending_by=falling)
     assert sorted(order.tolist()) == list(range(len(values)))
     assert falling[order].tolist() == sorted(values, reverse=True)
 
@@ -36,14 +36,14 @@ def test_the_order_is_pinned() -> None:
     # A resumed run must find these orders again, whatever numpy it has.
     assert seeded_order(8, seed=42, epoch=3, stream=1).tolist() == [2, 4, 1, 5, 3, 6, 7, 0]
     falling = np.array([5, 1, 5, 1, 5, 1, 5, 1])
-    assert seeded_order(8, seed=42, epoch=3, stream=1, falling=falling).tolist() == [2, 4, 6, 0, 1, 5, 3, 7]
+    assert seeded_order(8, seed=42, epoch=3, stream=1, descending_by=falling).tolist() == [2, 4, 6, 0, 1, 5, 3, 7]
 
 
 def test_order_does_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     falling = np.arange(1000) % 7
-    expected = seeded_order(1000, seed=1, epoch=2, stream=3, falling=falling)
+    expected = seeded_order(1000, seed=1, epoch=2, stream=3, descending_by=falling)
     monkeypatch.setattr(shuffle, "CHUNK", 64)
-    assert np.array_equal(seeded_order(1000, seed=1, epoch=2, stream=3, falling=falling), expected)
+    assert np.array_equal(seeded_order(1000, seed=1, epoch=2, stream=3, descending_by=falling), expected)
 
 
 def test_seed_epoch_and_stream_are_independent() -> None:

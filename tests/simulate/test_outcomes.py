@@ -122,9 +122,9 @@ def test_the_planner_and_the_simulation_time_a_schedule_alike(data: str, way: An
     timing = chosen.machine.time(result, sequences.targets[result.samples])
     times = chosen.machine.step_time(8)
     true = sequences.lengths[result.samples].astype(np.int64)
-    for cell in range(result.num_cells):
+    for cell in range(result.num_micro_batches):
         local, sharded, tokens = [NO_LOAD] * 8, NO_LOAD, 0
-        for one in np.flatnonzero(result.cells == cell):
+        for one in np.flatnonzero(result.micro_batch_of == cell):
             cost, place = result.tokens[one : one + 1], result.placement[one]
             flops = SIZES.cost(cost, SIZES.cost.attention(cost), target_tokens=true[one : one + 1])
             (load,) = times.loads(cost, flops, 8 if place == SHARDED else 1)
@@ -132,7 +132,7 @@ def test_the_planner_and_the_simulation_time_a_schedule_alike(data: str, way: An
                 sharded, tokens = sharded.plus(load), tokens + int(cost[0])
             else:
                 local[place] = local[place].plus(load)
-        assert timing.cell_seconds[cell] == pytest.approx(times.micro_batch(local, sharded, tokens, 8))
+        assert timing.micro_batch_seconds[cell] == pytest.approx(times.micro_batch(local, sharded, tokens, 8))
 
 
 def test_a_gpu_is_never_faster_than_its_launches() -> None:
@@ -167,16 +167,16 @@ def test_every_sequence_once_at_equal_global_batches(name: StrategyName, data: s
     result = schedule(name, sequences, chosen)
     assert sorted(result.samples.tolist()) == list(range(3 * 256))
     assert (result.tokens >= sequences.lengths[result.samples]).all()
-    assert (np.diff(result.cells) >= 0).all()
-    assert result.cells.max() < result.num_cells == len(result.cell_ranks)
-    assert np.bincount(result.cell_steps[result.cells]).tolist() == [256, 256, 256]
+    assert (np.diff(result.micro_batch_of) >= 0).all()
+    assert result.micro_batch_of.max() < result.num_micro_batches == len(result.micro_batch_num_ranks)
+    assert np.bincount(result.micro_batch_steps[result.micro_batch_of]).tolist() == [256, 256, 256]
     if name != "sorted":
         # The order of the optimizer's steps is nobody's to change.
-        assert (result.samples // 256 == result.cell_steps[result.cells]).all()
+        assert (result.samples // 256 == result.micro_batch_steps[result.micro_batch_of]).all()
     # Local sequences lie on a rank of their micro-batch, and this on devices that there are.
-    ranks = result.cell_ranks[result.cells]
+    ranks = result.micro_batch_num_ranks[result.micro_batch_of]
     assert ((result.placement >= SHARDED) & (result.placement < ranks)).all()
-    assert (result.cell_devices + result.cell_ranks <= result.num_devices).all()
+    assert (result.micro_batch_first_device + result.micro_batch_num_ranks <= result.num_devices).all()
 
 
 @settings(max_examples=40)
@@ -213,9 +213,9 @@ def test_no_strategy_beats_perfect_balance_or_loses_work(
     # Nobody is on two micro-batches at a time.
     for step in range(plan.num_steps):
         for device in range(plan.num_devices):
-            cells = plan.row_cells[plan.row_keys == step * plan.num_devices + device]
-            ends = timing.cell_starts[cells] + timing.cell_seconds[cells]
-            assert (timing.cell_starts[cells][1:] >= ends[:-1] - 1e-12).all()
+            micro_batches = plan.row_micro_batches[plan.row_keys == step * plan.num_devices + device]
+            ends = timing.micro_batch_starts[micro_batches] + timing.micro_batch_seconds[micro_batches]
+            assert (timing.micro_batch_starts[micro_batches][1:] >= ends[:-1] - 1e-12).all()
 
 
 @settings(max_examples=60)
@@ -273,7 +273,7 @@ def test_sharded_weights_save_memory_and_run_in_lock_step() -> None:
     plan = six.schedule
     for number in range(int(plan.rounds.max()) + 1):
         for step in range(plan.num_steps):
-            starts = six.cell_starts[(plan.rounds == number) & (plan.cell_steps == step)]
+            starts = six.micro_batch_starts[(plan.rounds == number) & (plan.micro_batch_steps == step)]
             assert len(starts) == 0 or np.ptp(starts) == 0
 
 
@@ -338,6 +338,6 @@ def test_alone_and_together() -> None:
     chosen = options(sequence_parallel_size=1, sequences_per_rank=8)
     for result in simulate(sequences_for(chosen), STRATEGIES, chosen):
         if result.name != "dynamic-cp":
-            assert (result.timing.schedule.cell_ranks == 1).all()
+            assert (result.timing.schedule.micro_batch_num_ranks == 1).all()
             assert result.timing.exposed.sum() == 0
         assert result.title == TITLES[result.name]

@@ -56,7 +56,7 @@ def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None 
     progress = progress if world.is_first else SilentProgress()
     prepared = prepare_evaluation(config, world)
     plan, reader = prepared.plan, prepared.reader
-    num_micro_batches = len(plan.batches.cell_sizes)
+    num_micro_batches = len(plan.batches.micro_batch_sizes)
     num_tokens = int(plan.lengths.sum())
     processes = f"{world.size} process{'es' if world.size > 1 else ''}"
     progress.note(f"{reader.split} split: {len(plan.lengths):,} of {len(reader):,} samples, {num_tokens:,} tokens")

@@ -118,7 +118,7 @@ class CachedSource(Steps):
     def media_tokens(self) -> float:
         """Mean media tokens of a micro-batch in the epoch that is trained next."""
         plan = self.timeline.stretch(self.start).plan
-        return float(self.figures.media_tokens[plan.packs.samples].sum()) / max(len(plan.steps.cell_sizes()), 1)
+        return float(self.figures.media_tokens[plan.packs.samples].sum()) / max(len(plan.steps.micro_batch_sizes()), 1)
 
     @property
     def _stages(self) -> list[TrainedStage]:

@@ -200,7 +200,7 @@ class ExpectedTime:
 
         def per_batch(per_sample: Seconds) -> Seconds:
             """Sums over the samples of each micro-batch of each rank, (C,)."""
-            return steps.cell_sums(np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1]))
+            return steps.micro_batch_sums(np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1]))
 
         flops = per_batch(work)
         tower_flops = slowest_tower = per_batch(tower_work(cost, index).flops.astype(np.float64))

@@ -140,9 +140,9 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
         computed = steps.sums_per_step(tokens)
     else:
         # Each row is padded to the longest of its micro-batch.
-        sizes = steps.cell_sizes()
+        sizes = steps.micro_batch_sizes()
         longest = np.zeros(len(sizes), np.int64)
-        longest[sizes > 0] = np.maximum.reduceat(tokens[steps.order], steps.cell_offsets[:-1][sizes > 0])
+        longest[sizes > 0] = np.maximum.reduceat(tokens[steps.order], steps.micro_batch_offsets[:-1][sizes > 0])
         before = np.concatenate(([0], np.cumsum(longest * sizes)))
         computed = np.diff(before[steps.step_offsets])
     columns: tuple[npt.NDArray[Any], ...] = (
@@ -298,7 +298,7 @@ def peak_memory_batches(
         num_local = vision, audio
 
     def max_per_batch(values: npt.NDArray[Any]) -> int:
-        return int(steps.cell_sums(packs.sums_per_pack(values[packs.samples])).max(initial=0))
+        return int(steps.micro_batch_sums(packs.sums_per_pack(values[packs.samples])).max(initial=0))
 
     tokens = RankTokens(
         computed=1,
@@ -306,7 +306,7 @@ def peak_memory_batches(
         audio=max_per_batch(audio_tokens),
         num_local_vision_tokens=num_local[0],
         num_local_audio_tokens=num_local[1],
-        keys=int(steps.cell_sums(max_keys_per_pack(packs)).max(initial=0)) if packs.shared is not None else 0,
+        keys=int(steps.micro_batch_sums(max_keys_per_pack(packs)).max(initial=0)) if packs.shared is not None else 0,
     )
     return longest_micro_batches(config, inputs.model, tokens)
 

@@ -221,7 +221,7 @@ def _batch_lines(config: TrainConfig, timeline: Timeline) -> Iterator[str]:
 def last_step_line(timeline: Timeline) -> str | None:
     """A line on an epoch's last step if it is smaller than the others."""
     steps = timeline.first.steps
-    packs_before = steps.cell_offsets[steps.step_offsets]
+    packs_before = steps.micro_batch_offsets[steps.step_offsets]
     full, last = int(packs_before[1]), int(packs_before[-1] - packs_before[-2])
     if last == full and not steps.num_empty_micro_batches:
         return None
