@@ -86,7 +86,7 @@ def _compare(path: Path, numbers: list[int], group: int, repeat: int) -> None:
 
 def _timed(ref: MediaRef, numbers: list[int], way: Callable[..., Any]) -> tuple[float, Any]:
     begin = time.process_time()
-    found, _ = video._decoded(ref, numbers, way, None)
+    found, _ = video._decode_frames(ref, numbers, way, None)
     return time.process_time() - begin, found
 
 

@@ -15,8 +15,8 @@ decoding. Timestamps are not used for numbers, so frames may be unevenly spaced.
 On the way to a needed frame, H.264 frames that no other frame depends on (most B-frames) are not decoded.
 
 The numbers are exact if each packet is one frame, and each marked keyframe is one. This is checked at the beginning and
-wherever decoding begins: the frames must match the packets one by one. Otherwise, and for other formats, ``Unnumbered``
-is raised, and the video must be decoded from the beginning.
+wherever decoding begins: the frames must match the packets one by one. Otherwise, and for other formats,
+``FrameNumbersUnknown`` is raised, and the video must be decoded from the beginning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -42,7 +42,7 @@ from packtool.rows.sample import MediaRef
 FRAMES_A_SECOND = 2.0
 """Default frame rate of a video that is given as pictures (as in Qwen's tools)."""
 
-_FALLBACK_RATE = 24.0
+_DEFAULT_FPS = 24.0
 # Since PyAV 17 colours are by default converted by as many threads as there are cores; before, always by one.
 _ONE_THREAD = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
 
@@ -77,19 +77,21 @@ def measure_video(ref: MediaRef) -> VideoSize:
         height, width = sizes.pop()
         return VideoSize(height, width, len(ref.frames), ref.fps or FRAMES_A_SECOND, has_sound=False)
     with open_container(ref, check_length=True) as container:
-        stream = _stream(container, ref)
-        rate = float(stream.average_rate or 0)
-        first, others, is_numbered = decode_all(container, stream)
-        if first is None:
+        stream = _video_stream(container, ref)
+        fps = float(stream.average_rate or 0)
+        first_frame, later_frames, can_trust_packets = decode_from_start(container, stream)
+        if first_frame is None:
             raise MediaProblem("media_unreadable", f"{label(ref)}: no frame can be decoded")
-        num_frames = _declared_frames(container, stream) if is_numbered else None
+        num_frames = _declared_frames(container, stream) if can_trust_packets else None
         if num_frames is not None:
             check_end(container, stream, ref)
         else:
-            num_frames = _counted_frames(ref) or 1 + sum(1 for _ in others)
-        seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
-        rate = rate or (num_frames / seconds if seconds else _FALLBACK_RATE)
-        return VideoSize(*_shown_size(first), num_frames, rate, has_sound=bool(container.streams.audio))
+            num_frames = _count_by_packets(ref) or 1 + sum(1 for _ in later_frames)
+        if not fps:
+            seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
+            fps = num_frames / seconds if seconds else _DEFAULT_FPS
+        height, width = _upright_size(first_frame)
+        return VideoSize(height, width, num_frames, fps, has_sound=bool(container.streams.audio))
 
 
 def load_video(
@@ -122,54 +124,63 @@ def load_video(
         return np.stack(pictures)
     ref, numbers = MediaRef(path, data, policy=policy), sorted(set(indices))
     pixels, missing = None, numbers
-    for read_frames in (needed_frames, all_frames):
+    for frame_reader in (needed_frames, all_frames):
         try:
-            pixels, missing = _decoded(ref, numbers, read_frames, shape)
+            pixels, missing = _decode_frames(ref, numbers, frame_reader, shape)
         except MediaProblem as problem:
-            if read_frames is all_frames or problem.reason != "media_unreadable":
+            if frame_reader is all_frames or problem.reason != "media_unreadable":
                 raise media_error(problem) from problem
         if pixels is not None and not missing:
-            return pixels if len(numbers) == len(indices) else pixels[np.searchsorted(numbers, indices)]
+            has_repeats = len(numbers) < len(indices)  # a frame that is requested twice is decoded once
+            return pixels[np.searchsorted(numbers, indices)] if has_repeats else pixels
     raise changed_since_export(ref, f"a frame {numbers[-1]}", f"no frame {missing[-1]}")
 
 
-def _decoded(
+def _decode_frames(
     ref: MediaRef,
     numbers: Sequence[int],
-    read_frames: Callable[..., Iterator[tuple[int, Any]]],
+    frame_reader: Callable[..., Iterator[tuple[int, Any]]],
     shape: tuple[int, int, int] | None,
 ) -> tuple[npt.NDArray[np.uint8] | None, list[int]]:
-    """Decode frames of a video by ``needed_frames`` or ``all_frames``; ``numbers`` ascend.
+    """Decode the frames with these ``numbers``, which ascend.
+
+    Args:
+        frame_reader: ``needed_frames`` or ``all_frames``.
+        shape: measured (number of frames, H, W), as in ``load_video``.
 
     Returns:
         the frames, uint8 (T, H, W, 3), and the numbers of those that are missing. The frames are None if the file has
-        none of them, or ``read_frames`` cannot number them.
+        none of them, or the reader cannot number them.
     """
     pixels: npt.NDArray[np.uint8] | None = None
-    missing, rows = set(numbers), {number: row for row, number in enumerate(numbers)}
-    # The measured number of frames may be that of a clip, which mostly begins later than the file.
-    num_frames, size = (None, None) if shape is None else (None if numbers[0] else shape[0], shape[1:])
+    missing = set(numbers)
+    row_by_number = {number: row for row, number in enumerate(numbers)}
+    # Frames of a clip mostly begin after frame 0; then the measured number of frames may be the clip's, not the file's.
+    num_frames = shape[0] if shape is not None and numbers[0] == 0 else None
     # One converter for all frames: creating it takes longer than converting a frame.
     converter = VideoReformatter()
     with open_container(ref) as container:
-        stream = _stream(container, ref)
+        stream = _video_stream(container, ref)
         try:
-            for number, frame in read_frames(container, stream, numbers, num_frames):
+            for number, frame in frame_reader(container, stream, numbers, num_frames):
                 if pixels is None:
-                    size = _shown_size(frame) if size in (None, _shown_size(frame)) else _first_size(ref)
+                    size = _upright_size(frame)
+                    if shape is not None and size != shape[1:]:
+                        size = _first_frame_size(ref)
                     pixels = np.empty((len(numbers), *size, 3), np.uint8)
-                pixels[rows[number]] = _converted(frame, pixels.shape[1:3], converter)
+                pixels[row_by_number[number]] = _to_rgb(frame, pixels.shape[1:3], converter)
                 missing.remove(number)
-        except Unnumbered:
+        except FrameNumbersUnknown:
             return None, list(numbers)
     return pixels, sorted(missing)
 
 
-def _converted(frame: Any, size: tuple[int, ...], converter: VideoReformatter) -> npt.NDArray[np.uint8]:
-    """Return a frame as RGB, uint8 (H, W, 3), scaled to ``size`` (H, W) and upright."""
-    turns = _quarter_turns(frame)
-    height, width = size[::-1] if turns % 2 else size
-    return np.rot90(converter.reformat(frame, width, height, "rgb24", **_ONE_THREAD).to_ndarray(), turns)
+def _to_rgb(frame: Any, size: tuple[int, ...], converter: VideoReformatter) -> npt.NDArray[np.uint8]:
+    """Return a frame as RGB, uint8 (H, W, 3), scaled and rotated so that it is upright with ``size`` (H, W)."""
+    num_turns = _quarter_turns(frame)
+    stored_height, stored_width = size[::-1] if num_turns % 2 else size
+    rgb = converter.reformat(frame, stored_width, stored_height, "rgb24", **_ONE_THREAD).to_ndarray()
+    return np.rot90(rgb, num_turns)
 
 
 def _quarter_turns(frame: Any) -> int:
@@ -177,28 +188,28 @@ def _quarter_turns(frame: Any) -> int:
     return round(frame.rotation / 90) % 4
 
 
-def _shown_size(frame: Any) -> tuple[int, int]:
+def _upright_size(frame: Any) -> tuple[int, int]:
     """Return (H, W) of a frame after rotation."""
     return (frame.width, frame.height) if _quarter_turns(frame) % 2 else (frame.height, frame.width)
 
 
-def _first_size(ref: MediaRef) -> tuple[int, int]:
+def _first_frame_size(ref: MediaRef) -> tuple[int, int]:
     """Return (H, W) of the first frame of a file, after rotation."""
     with open_container(ref) as container:
-        return _shown_size(next(container.decode(_stream(container, ref))))
+        return _upright_size(next(container.decode(_video_stream(container, ref))))
 
 
-def _counted_frames(ref: MediaRef) -> int | None:
+def _count_by_packets(ref: MediaRef) -> int | None:
     """Return the number of frames of a file without decoding all of them; None if that is not possible."""
     with open_container(ref) as container:
-        stream = _stream(container, ref)
+        stream = _video_stream(container, ref)
         try:
             return count_frames(container, stream)
-        except Unnumbered:
+        except FrameNumbersUnknown:
             return None
 
 
-def _stream(container: Any, ref: MediaRef) -> Any:
+def _video_stream(container: Any, ref: MediaRef) -> Any:
     """Return the first video stream, decoded by a single thread."""
     stream = first_stream(container, "video", ref)
     # Several processes load videos at the same time. More threads in each would decode frames ahead that seeking
@@ -209,33 +220,42 @@ def _stream(container: Any, ref: MediaRef) -> Any:
 
 def _declared_frames(container: Any, stream: Any) -> int | None:
     """Return the number of shown frames by the table of contents; None without one, or if the header contradicts."""
-    count, rate = int(stream.frames or 0), float(stream.average_rate or 0)
-    if not is_indexed(container) or not count or len(index_of(stream)) not in (0, count):
+    num_packets, fps = int(stream.frames or 0), float(stream.average_rate or 0)
+    if not is_indexed(container) or not num_packets or len(index_of(stream)) not in (0, num_packets):
         return None
-    if not stream.duration or not rate:
+    if not stream.duration or not fps:
         return None
-    expected = float(stream.duration * stream.time_base) * rate
-    is_plausible = abs(count - expected) <= max(2.0, 0.05 * expected)
-    return count - num_hidden(container, stream) if is_plausible else None
+    expected = float(stream.duration * stream.time_base) * fps
+    is_plausible = abs(num_packets - expected) <= max(2.0, 0.05 * expected)
+    return num_packets - num_hidden(container, stream) if is_plausible else None
 
 
 MIN_SKIPPED = 4
 """Minimum number of frames that seeking must skip; about as many packets as a decoder reads before its first frame."""
 
 # Packets after a keyframe among which its leading pictures are: H.264 and HEVC reorder at most 16 frames.
-_MAX_REORDERED = 32
-_ALL = 2**62
+_MAX_REORDERED_PACKETS = 32
+_ALL_PACKETS = 2**62  # as the last needed frame: count the packets of the entire file
 _MIN_KEYFRAMES = 3
 # Codecs whose decoder returns a frame even for a damaged packet. Videos of others are decoded completely by export,
 # which finds the damage.
-_CONCEALED = ("h264",)
-_READ_ONCE = ("matroska", "webm")
+_CODECS_HIDING_DAMAGE = ("h264",)
+_FORMATS_TO_SCAN = frozenset(("matroska", "webm"))  # without a table of contents; all packets are read to count them
 # Codecs with one frame per packet. VP8 is not among them, because some of its packets show nothing.
-_CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg")
+_NUMBERED_CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg")
 
 
-class Unnumbered(Exception):
+class FrameNumbersUnknown(Exception):
     """Frames of a file cannot be numbered without decoding it from the beginning."""
+
+
+class _Packet(NamedTuple):
+    """One encoded frame: byte offset in the file, decoding (or display) time in units of the stream, flags."""
+
+    position: int | None
+    time: int | None
+    is_keyframe: bool
+    is_hidden: bool
 
 
 class _KeyframeDecoder:
@@ -243,116 +263,131 @@ class _KeyframeDecoder:
 
     Args:
         container: an opened file at its beginning.
-        last: number of the last needed frame; packets long after it need not be counted.
+        last_needed: number of the last needed frame; packets long after it need not be counted.
 
     Attributes:
         keyframes: for each keyframe in decoding order, the number of shown packets before it, ascending: the minimum
             number that its frame can have.
-        first: number of the first frame of ``frames``.
+        num_packets: number of counted packets that are shown.
+        first_number: number of the first frame of ``frames``.
         frames: iterator over (number, frame), ascending, from the keyframe where decoding began.
-        needed: number of the next needed frame, set by the caller. Long before it, frames that no other frame depends
-            on are not decoded.
+        next_needed: number of the next needed frame, set by the caller. Long before it, frames that no other frame
+            depends on are not decoded.
 
     Raises:
-        Unnumbered: by all methods, if frames cannot be numbered.
+        FrameNumbersUnknown: by all methods, if frames cannot be numbered.
     """
 
-    def __init__(self, container: Any, stream: Any, last: int) -> None:
+    def __init__(self, container: Any, stream: Any, last_needed: int) -> None:
         self._container, self._stream = container, stream
         self.keyframes: list[int] = []
-        self._times: list[int] = []  # where to seek for each keyframe: just before the next one
-        self._number_at: dict[int, int] = {}  # of a keyframe, by its position in the file
-        self.num_packets = self.first = self.needed = 0
+        self._seek_times: list[int] = []  # of each keyframe: just before the next one
+        self._number_by_position: dict[int, int] = {}  # values of ``keyframes`` by position in the file
+        self.num_packets = self.first_number = self.next_needed = 0
         self.frames: Iterator[tuple[int, Any]] = iter(())
-        if stream.codec_context.codec.canonical_name not in _CODECS:
-            raise Unnumbered
+        if stream.codec_context.codec.canonical_name not in _NUMBERED_CODECS:
+            raise FrameNumbersUnknown
         has_index = is_indexed(container)
-        if has_index and 0 < len(index := index_of(stream)) == stream.frames:
-            packets = ((entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard) for entry in index)
-            self._find_keyframes(packets, last)
+        index = index_of(stream) if has_index else ()
+        if 0 < len(index) == stream.frames:
+            packets = (_Packet(entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard) for entry in index)
+            self._find_keyframes(packets, last_needed)
             return
-        if not has_index and not any(name in container.format.name.split(",") for name in _READ_ONCE):
-            raise Unnumbered
+        if not has_index and _FORMATS_TO_SCAN.isdisjoint(container.format.name.split(",")):
+            raise FrameNumbersUnknown
+        # Read the packets without decoding them, then go back to the first keyframe. The last packet is empty.
+        demuxed = (packet for packet in container.demux(stream) if packet.size)
         # Tables of contents and seeking in them use decoding time.
-        read = (packet for packet in container.demux(stream) if packet.size)  # the last one is empty
-        packets = ((p.pos, p.dts if has_index else p.pts, p.is_keyframe, p.is_discard) for p in read)
-        self._find_keyframes(packets, last)
-        self._seek(self._times[0])
+        packets = (_Packet(p.pos, p.dts if has_index else p.pts, p.is_keyframe, p.is_discard) for p in demuxed)
+        self._find_keyframes(packets, last_needed)
+        self._seek(self._seek_times[0])
 
-    def _find_keyframes(self, packets: Iterable[tuple[int | None, int | None, bool, bool]], last: int) -> None:
-        """Find keyframes and count shown packets; each is (position in the file, time, is keyframe, is hidden)."""
-        num_shown, latest = 0, -(2**62)
-        for position, time, is_key, is_hidden in packets:
+    def _find_keyframes(self, packets: Iterable[_Packet], last_needed: int) -> None:
+        """Find the keyframes, and count the shown packets up to the keyframe after the last needed frame."""
+        num_shown, latest_time = 0, -(2**62)
+        for position, time, is_keyframe, is_hidden in packets:
             if time is None:
-                raise Unnumbered
-            if is_key:
-                if position is None or position < 0 or position in self._number_at:
-                    raise Unnumbered  # it could not be recognized after seeking
+                raise FrameNumbersUnknown
+            if is_keyframe:
+                if position is None or position < 0 or position in self._number_by_position:
+                    raise FrameNumbersUnknown  # it could not be recognized after seeking
                 if self.keyframes:
-                    self._times.append(time - 1)
+                    self._seek_times.append(time - 1)
                 self.keyframes.append(num_shown)
-                self._number_at[position] = num_shown
+                self._number_by_position[position] = num_shown
             elif not self.keyframes:  # decoders show nothing before the first keyframe
-                raise Unnumbered
-            num_shown, latest = num_shown + (not is_hidden), max(latest, time)
-            if num_shown > last + _MAX_REORDERED and is_key:
+                raise FrameNumbersUnknown
+            num_shown += not is_hidden
+            latest_time = max(latest_time, time)
+            if num_shown > last_needed + _MAX_REORDERED_PACKETS and is_keyframe:
                 break
-        self._times.append(latest)
+        self._seek_times.append(latest_time)
         self.num_packets = num_shown
         if not self.keyframes:
-            raise Unnumbered
+            raise FrameNumbersUnknown
 
     def _seek(self, time: int) -> None:
         """Move to the last keyframe at or before a time, in units of the stream."""
         try:
             self._container.seek(time, stream=self._stream)
         except OSError as error:  # FFmpeg's errors are OSErrors: the file is not seekable
-            raise Unnumbered from error
+            raise FrameNumbersUnknown from error
 
     def start(self) -> None:
-        """Decode from the current position, which must be a known keyframe; sets ``first`` and ``frames``."""
+        """Decode from the current position, a known keyframe; sets ``first_number``, ``next_needed`` and ``frames``."""
         packets = self._container.demux(self._stream)
-        ahead = list(islice(packets, _MAX_REORDERED))
-        key = ahead[0]
-        if key.pts is None or key.pos not in self._number_at:
-            raise Unnumbered
-        num_leading = sum(1 for packet in ahead if _is_shown(packet) and packet.pts < key.pts)
-        self.first = self.needed = self._number_at[key.pos] + num_leading
-        self.frames = self._decoded(chain(ahead, packets), key.pts, self.first)
+        first_packets = list(islice(packets, _MAX_REORDERED_PACKETS))
+        keyframe = first_packets[0]
+        if keyframe.pts is None or keyframe.pos not in self._number_by_position:
+            raise FrameNumbersUnknown
+        num_leading = sum(1 for packet in first_packets if _is_shown(packet) and packet.pts < keyframe.pts)
+        self.first_number = self.next_needed = self._number_by_position[keyframe.pos] + num_leading
+        self.frames = self._decode(chain(first_packets, packets), keyframe.pts, self.first_number)
 
-    def start_before(self, keyframe: int, number: int) -> None:
-        """Decode from a keyframe at or before an index in ``keyframes``, so that frame ``number`` will be decoded."""
-        for index in range(keyframe, -1, -1):
-            self._seek(self._times[index])
+    def start_before(self, keyframe_index: int, number: int) -> None:
+        """Decode from the keyframe at this index, or an earlier one if frame ``number`` is shown before it."""
+        for index in range(keyframe_index, -1, -1):
+            self._seek(self._seek_times[index])
             self.start()
-            if self.first <= number:
+            if self.first_number <= number:
                 return
-        raise Unnumbered
+        raise FrameNumbersUnknown
 
-    def _decoded(self, packets: Iterable[Any], first_time: int, first: int) -> Iterator[tuple[int, Any]]:
-        """Yield (number, frame) of packets that begin with a keyframe, from its frame (``first``) on."""
-        codec, extra = self._stream.codec_context.codec.canonical_name, self._stream.codec_context.extradata or b""
-        has_prefix = codec == "h264" and len(extra) > 4 and extra[0] == 1
-        # Bytes of the length before each unit in a packet of H.264 (ISO/IEC 14496-15, avcC); 0 if there is none.
-        number, prefix = first, (extra[4] & 3) + 1 if has_prefix else 0
-        awaited: list[tuple[int, bool]] = []  # (time, is skipped)
-        for position, packet in enumerate(packets):
+    def _decode(self, packets: Iterable[Any], first_time: int, first_number: int) -> Iterator[tuple[int, Any]]:
+        """Decode packets from a keyframe on, and yield (number, frame), ascending.
+
+        Frames must match the shown packets one by one, in order of time; otherwise they cannot be numbered.
+
+        Args:
+            first_time, first_number: time and number of the keyframe's frame. Frames shown before it are left out.
+        """
+        number, unit_prefix_bytes = first_number, self._unit_prefix_bytes()
+        pending: list[tuple[int, bool]] = []  # heap of (time, is skipped) of the packets without a number so far
+        for packet_index, packet in enumerate(packets):
             # Reordering moves a frame by a few packets only, so the needed one is not among those skipped.
-            is_skipped = position < self.needed - first - _MAX_REORDERED and _is_leaf(packet, prefix)
+            is_far = packet_index < self.next_needed - first_number - _MAX_REORDERED_PACKETS
+            is_skipped = is_far and _is_leaf(packet, unit_prefix_bytes)
             if _is_shown(packet) and packet.pts >= first_time:
-                heappush(awaited, (packet.pts, is_skipped))
+                heappush(pending, (packet.pts, is_skipped))
             for frame in () if is_skipped else packet.decode():
                 if frame.pts is not None and frame.pts < first_time:
                     continue
-                while awaited and awaited[0][1]:
-                    heappop(awaited)
+                while pending and pending[0][1]:
+                    heappop(pending)
                     number += 1
-                if not awaited or frame.pts != heappop(awaited)[0] or frame.is_corrupt:
-                    raise Unnumbered
+                if not pending or frame.pts != heappop(pending)[0] or frame.is_corrupt:
+                    raise FrameNumbersUnknown
                 if frame.pts == first_time and not frame.key_frame:
-                    raise Unnumbered
+                    raise FrameNumbersUnknown
                 yield number, frame
                 number += 1
+
+    def _unit_prefix_bytes(self) -> int:
+        """Return the bytes of the length before each unit in a packet of H.264 (ISO/IEC 14496-15, avcC); 0 if none."""
+        if self._stream.codec_context.codec.canonical_name != "h264":
+            return 0
+        avcc = self._stream.codec_context.extradata or b""
+        return (avcc[4] & 3) + 1 if len(avcc) > 4 and avcc[0] == 1 else 0
 
 
 def needed_frames(
@@ -366,53 +401,56 @@ def needed_frames(
         num_frames: number of frames at export, which must equal the number of packets; None if it is unknown.
 
     Raises:
-        Unnumbered: if frames cannot be numbered this way; the container cannot be used afterwards.
+        FrameNumbersUnknown: if frames cannot be numbered this way; the container cannot be used afterwards.
     """
-    if not any(after - before > MIN_SKIPPED for before, after in zip((0, *numbers), numbers, strict=False)):
+    gaps = np.diff(numbers, prepend=0)
+    if gaps.max() <= MIN_SKIPPED:  # seeking would skip nothing
         yield from all_frames(container, stream, numbers)
         return
-    decoder = _KeyframeDecoder(container, stream, numbers[-1] if num_frames is None else _ALL)
+    decoder = _KeyframeDecoder(container, stream, numbers[-1] if num_frames is None else _ALL_PACKETS)
     if num_frames not in (None, decoder.num_packets):
-        raise Unnumbered
+        raise FrameNumbersUnknown
     decoder.start()
-    if decoder.first != 0:  # decoders leave out the leading pictures of the first keyframe
-        raise Unnumbered
-    if (frame := next(decoder.frames, None)) is None:
-        raise Unnumbered
-    decoder.frames = chain([frame], decoder.frames)
-    position = 0
+    if decoder.first_number != 0:  # decoders leave out the leading pictures of the first keyframe
+        raise FrameNumbersUnknown
+    # Decode one frame even if it is not needed: this checks that frames match packets at the beginning.
+    first_frame = next(decoder.frames, None)
+    if first_frame is None:
+        raise FrameNumbersUnknown
+    decoder.frames = chain([first_frame], decoder.frames)
+    next_number = 0  # of the frame that the decoder would return next
     for needed in numbers:
-        keyframe = bisect_right(decoder.keyframes, needed) - 1
-        if decoder.keyframes[keyframe] - position >= MIN_SKIPPED:
-            decoder.start_before(keyframe, needed)
-        decoder.needed = needed
+        keyframe_index = bisect_right(decoder.keyframes, needed) - 1
+        if decoder.keyframes[keyframe_index] - next_number >= MIN_SKIPPED:
+            decoder.start_before(keyframe_index, needed)
+        decoder.next_needed = needed
         for number, frame in decoder.frames:
-            position = number + 1
+            next_number = number + 1
             if number == needed:
                 yield number, frame
                 break
 
 
-def decode_all(container: Any, stream: Any) -> tuple[Any, Iterator[Any], bool]:
+def decode_from_start(container: Any, stream: Any) -> tuple[Any, Iterator[Any], bool]:
     """Decode a container from its beginning.
 
     Returns:
-        the first frame (None if there is none), an iterator over the others, and whether the packets of the header can
-        be used to count frames. They cannot if the file begins in the middle of a group: then the first frame does not
-        belong to the first shown packet, or is no keyframe although no hidden packets come before it.
+        the first frame (None if there is none), an iterator over the others, and whether each packet of the header is
+        one frame. This is not so if the file begins in the middle of a group: then the first frame does not belong to
+        the first shown packet, or is no keyframe although no hidden packets come before it.
     """
     packets = container.demux(stream)
-    ahead = list(islice(packets, _MAX_REORDERED))
-    times = [packet.pts for packet in ahead if packet.size and not packet.is_discard]
-    frames = (frame for packet in chain(ahead, packets) for frame in packet.decode())
-    first = next(frames, None)
-    if first is None or not times or None in times or first.pts != min(times):
-        return first, frames, False
-    return first, frames, bool(first.key_frame or ahead[0].is_discard)
+    first_packets = list(islice(packets, _MAX_REORDERED_PACKETS))
+    times = [packet.pts for packet in first_packets if packet.size and not packet.is_discard]
+    frames = (frame for packet in chain(first_packets, packets) for frame in packet.decode())
+    first_frame = next(frames, None)
+    if first_frame is None or not times or None in times or first_frame.pts != min(times):
+        return first_frame, frames, False
+    return first_frame, frames, bool(first_frame.key_frame or first_packets[0].is_discard)
 
 
 def count_frames(container: Any, stream: Any) -> int:
-    """Count the frames of a video by its packets; only the first and the last frames are decoded.
+    """Count the frames of a video by its packets; only the first 32 frames and the last group are decoded.
 
     There the frames must match the packets one by one. Of a truncated file, the frames that can be decoded are counted.
 
@@ -420,21 +458,22 @@ def count_frames(container: Any, stream: Any) -> int:
         container: an opened file at its beginning.
 
     Raises:
-        Unnumbered: if all frames must be decoded to count them; the container cannot be used afterwards.
+        FrameNumbersUnknown: if all frames must be decoded to count them; the container cannot be used afterwards.
     """
-    if stream.codec_context.codec.canonical_name not in _CONCEALED:
-        raise Unnumbered
-    decoder = _KeyframeDecoder(container, stream, _ALL)
+    if stream.codec_context.codec.canonical_name not in _CODECS_HIDING_DAMAGE:
+        raise FrameNumbersUnknown
+    decoder = _KeyframeDecoder(container, stream, _ALL_PACKETS)
     if len(decoder.keyframes) < _MIN_KEYFRAMES:
-        raise Unnumbered  # with so few keyframes, counting would not be faster than decoding
+        raise FrameNumbersUnknown  # with so few keyframes, counting would not be faster than decoding
     decoder.start()
-    if decoder.first != 0 or len(list(islice(decoder.frames, _MAX_REORDERED))) < _MAX_REORDERED:
-        raise Unnumbered
-    last = decoder.keyframes[-1]
-    decoder.start_before(len(decoder.keyframes) - 1, last)
-    num_frames = decoder.first + sum(1 for _ in decoder.frames)
-    if num_frames <= last:
-        raise Unnumbered
+    num_checked = sum(1 for _ in islice(decoder.frames, _MAX_REORDERED_PACKETS))
+    if decoder.first_number != 0 or num_checked < _MAX_REORDERED_PACKETS:
+        raise FrameNumbersUnknown
+    last_keyframe = decoder.keyframes[-1]
+    decoder.start_before(len(decoder.keyframes) - 1, last_keyframe)
+    num_frames = decoder.first_number + sum(1 for _ in decoder.frames)
+    if num_frames <= last_keyframe:
+        raise FrameNumbersUnknown
     return num_frames
 
 
@@ -448,28 +487,29 @@ def all_frames(container: Any, stream: Any, numbers: Sequence[int], _: int | Non
             return
 
 
-def _is_leaf(packet: Any, prefix: int) -> bool:
+def _is_leaf(packet: Any, prefix_bytes: int) -> bool:
     """Return whether no other frame depends on a packet of H.264: nal_ref_idc is 0 in all its units.
 
     In parameter sets it is never 0 (ISO/IEC 14496-10, 7.4.1), so packets with these are never left out.
 
     Args:
-        prefix: bytes of the length before each unit; 0 if unknown, for which the result is False.
+        prefix_bytes: bytes of the length before each unit; 0 if unknown, for which the result is False.
     """
-    data, at, has_slice = bytes(packet), 0, False
-    while 0 < prefix < len(data) - at:
-        unit = data[at + prefix]
-        if unit >> 5 & 3:
+    data, offset, has_slice = bytes(packet), 0, False
+    while 0 < prefix_bytes < len(data) - offset:
+        unit_header = data[offset + prefix_bytes]
+        nal_ref_idc, nal_unit_type = unit_header >> 5 & 3, unit_header & 31
+        if nal_ref_idc:
             return False
-        has_slice |= 1 <= unit & 31 <= 5
-        at += prefix + int.from_bytes(data[at : at + prefix], "big")
+        has_slice |= 1 <= nal_unit_type <= 5
+        offset += prefix_bytes + int.from_bytes(data[offset : offset + prefix_bytes], "big")
     return has_slice
 
 
 def _is_shown(packet: Any) -> bool:
-    """Return whether a packet's frame is shown; raise Unnumbered if its time is unknown."""
+    """Return whether a packet's frame is shown; raise FrameNumbersUnknown if its time is unknown."""
     if not packet.size:
         return False
     if packet.pts is None:
-        raise Unnumbered
+        raise FrameNumbersUnknown
     return not packet.is_discard

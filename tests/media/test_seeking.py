@@ -73,14 +73,14 @@ def decoded(data: bytes) -> list[npt.NDArray[np.uint8]]:
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Return the number of frames that came out of decoders that began at keyframes."""
-    num_frames, decode = [0], videos._KeyframeDecoder._decoded
+    num_frames, decode = [0], videos._KeyframeDecoder._decode
 
     def counting(*arguments: Any) -> Iterator[tuple[int, Any]]:
         for item in decode(*arguments):
             num_frames[0] += 1
             yield item
 
-    monkeypatch.setattr(videos._KeyframeDecoder, "_decoded", counting)
+    monkeypatch.setattr(videos._KeyframeDecoder, "_decode", counting)
     return lambda: num_frames[0]
 
 
@@ -126,7 +126,7 @@ def test_a_packet_with_parameters_for_later_frames_is_not_left_out() -> None:
 
 @pytest.mark.parametrize("name", ALL_DECODED)
 def test_what_cannot_be_numbered_is_said(name: str) -> None:
-    with open_container(MediaRef(None, video(name))) as container, pytest.raises(videos.Unnumbered):
+    with open_container(MediaRef(None, video(name))) as container, pytest.raises(videos.FrameNumbersUnknown):
         list(videos.needed_frames(container, container.streams.video[0], [2, 95]))
 
 
