@@ -29,7 +29,7 @@ from packtool.encode.media_spans import (
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.prepared import PreparedRows
 from packtool.encode.row_parts import RowSplitter, expansion_of, join_results
-from packtool.encode.targets import TurnFinder, TurnPieces, turn_finder
+from packtool.encode.targets import TurnFinder, TurnPieces, infer_turn_finder
 from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
 from packtool.encode.tokenize import ControlEscaper, ControlVocabulary, Piece, PieceTokenizer
 from packtool.encode.truncation import Tokenized, drop_too_long, truncate, truncate_all
@@ -100,7 +100,7 @@ class Encoder:
         self._finder: TurnFinder | None = None
         if files.chat_template:
             self._template = ChatTemplate(files.chat_template, files.template_variables, content_as_list=as_list)
-            self._vocabulary, self._finder = turn_finder(self._template, tokenizer, media_tokens)
+            self._vocabulary, self._finder = infer_turn_finder(self._template, tokenizer, media_tokens)
         else:
             self._vocabulary = ControlVocabulary(tokenizer, media_tokens)
         if missing := [token for token in media_tokens if token not in self._vocabulary.ids]:
@@ -181,14 +181,14 @@ class Encoder:
         return ends
 
     @cached_property
-    def _prepared(self) -> PreparedRows:
+    def _prepared_rows(self) -> PreparedRows:
         num_ids = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         return PreparedRows(self.spec, self._media, self.media_tokens, self._vocabulary.ids, num_ids)
 
     def _encode_prepared(self, sample: Sample) -> list[EncodedSample] | Dropped:
         """Check and truncate a row that another tool has tokenized."""
         try:
-            parts = self._prepared.tokenized(sample, self._media_of(sample))
+            parts = self._prepared_rows.split(sample, self._media_of(sample))
         except Problem as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
         return truncate_all(parts, self.spec)

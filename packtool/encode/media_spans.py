@@ -29,23 +29,37 @@ class Span(NamedTuple):
     end: int
 
 
-_Border = tuple[int, int | None]
-"""Border of a medium: index of a unit, and how many characters of its text come before; None if the medium
-begins before the unit's control token."""
+class _Border(NamedTuple):
+    """Where a medium begins or ends: after ``num_chars`` characters of a unit's text.
+
+    ``num_chars`` is None if the medium begins before the unit's control token.
+    """
+
+    unit_index: int
+    num_chars: int | None
+
+
+class _MediumBorders(NamedTuple):
+    """The borders of one medium; ``number``: its index among the media of its kind."""
+
+    kind: str
+    number: int
+    begin: _Border
+    end: _Border
 
 
 class ExpandedPieces(NamedTuple):
     """The pieces of a conversation after each medium was replaced by its tokens.
 
     Args:
+        units: the resulting pieces; a medium becomes several of them, or text of the unit before.
         first_units: for each original piece, the index of its first unit.
-        media_borders: (kind, index among the media of that kind, begin, end) of each medium.
         num_omitted: control tokens left out of media that no sample can hold.
     """
 
     units: list[Piece]
     first_units: list[int]
-    media_borders: list[tuple[str, int, _Border, _Border]]
+    media_borders: list[_MediumBorders]
     num_omitted: int
 
 
@@ -59,43 +73,51 @@ def expand_media(
 
     Args:
         media: by kind, in the order of their pieces.
+        segments_of: returns the segments of a medium, given the medium and its index among those of its kind.
         max_length: maximum tokens of a sample. Of a medium with more control tokens, only ``max_length + 1`` are
             inserted, so that memory does not depend on limits that a row sets.
     """
-    expanded = ExpandedPieces([], [], [], 0)
-    units, num_omitted = expanded.units, 0
+    units: list[Piece] = []
+    first_units: list[int] = []
+    borders: list[_MediumBorders] = []
+    num_omitted = 0
     counts = dict.fromkeys(media, 0)
     for piece in pieces:
-        expanded.first_units.append(len(units))
-        if not piece.media:
+        first_units.append(len(units))
+        kind = piece.media
+        if not kind:
             units.append(piece)
             continue
-        index = counts[piece.media]
-        counts[piece.media] += 1
+        number = counts[kind]
+        counts[kind] += 1
         begin: _Border | None = None
         num_allowed = max_length + 1
-        for segment in segments_of(media[piece.media][index], index):
-            if isinstance(segment, str):  # text continues that of the unit before
-                last = units[-1]
-                begin = begin or (len(units) - 1, len(last.text))
-                units[-1] = last._replace(text=last.text + segment)
-            elif segment[1]:
-                times = min(segment[1], num_allowed)
+        for segment in segments_of(media[kind][number], number):
+            if isinstance(segment, str):
+                begin = begin or _Border(len(units) - 1, len(units[-1].text))
+                _append_text(units, segment)
+            elif segment.times:
+                times = min(segment.times, num_allowed)
                 num_allowed -= times
-                num_omitted += segment[1] - times
-                begin = begin or (len(units), None)
-                units.append(Piece(segment[0], "", "", times))
-        last = units[-1]
-        end = len(units) - 1, len(last.text)
-        expanded.media_borders.append((piece.media, index, begin or (len(units), None), end))
-        units[-1] = last._replace(text=last.text + piece.text)
-    return expanded._replace(num_omitted=num_omitted)
+                num_omitted += segment.times - times
+                begin = begin or _Border(len(units), None)
+                units.append(Piece(segment.token, "", "", times))
+        end = _Border(len(units) - 1, len(units[-1].text))
+        borders.append(_MediumBorders(kind, number, begin or _Border(len(units), None), end))
+        _append_text(units, piece.text)
+    return ExpandedPieces(units, first_units, borders, num_omitted)
+
+
+def _append_text(units: list[Piece], text: str) -> None:
+    """Append a text to that of the last unit: the two are tokenized together."""
+    units[-1] = units[-1]._replace(text=units[-1].text + text)
 
 
 class JoinedTokens(NamedTuple):
     """The tokens of a conversation.
 
     Args:
+        ids: of all control tokens and texts, in order.
         text_starts: for each unit, the index in ``ids`` where its text begins, after its control tokens.
     """
 
@@ -110,7 +132,12 @@ def join_tokens(
     control_ids: Mapping[str, int],
     encode: Callable[[Piece], Sequence[int]],
 ) -> JoinedTokens:
-    """Concatenate the control tokens and the text ids of all units, and locate the media among them."""
+    """Concatenate the control tokens and the text ids of all units, and locate the media among them.
+
+    Args:
+        unit_ids: ids of each unit's text, without its control token.
+        encode: returns the ids of a unit's text, for texts up to or after a medium's border.
+    """
     units = expanded.units
     ids: list[int] = []
     text_starts: list[int] = []
@@ -120,20 +147,26 @@ def join_tokens(
         text_starts.append(len(ids))
         ids += text_ids
 
-    # A border within a text: the tokens that the text before (or after) it has by itself, too, are outside the medium.
-    def start_of(i: int, char: int | None) -> int:
-        if char is None:
-            return text_starts[i] - units[i].times
-        before = encode(units[i]._replace(text=units[i].text[:char])) if char else []
-        return text_starts[i] + num_common(before, unit_ids[i])
+    # At a border within a text, outside the medium are the tokens that the text outside also has by itself. A token
+    # with characters of both sides belongs to the medium.
+    def start_of(border: _Border) -> int:
+        i, unit = border.unit_index, units[border.unit_index]
+        if border.num_chars is None:
+            return text_starts[i] - unit.times
+        text_before = unit.text[: border.num_chars]
+        ids_before = encode(unit._replace(text=text_before)) if text_before else []
+        return text_starts[i] + num_common(ids_before, unit_ids[i])
 
-    def end_of(i: int, char: int | None) -> int:
-        if not char:
+    def end_of(border: _Border) -> int:
+        i, unit = border.unit_index, units[border.unit_index]
+        if not border.num_chars:
             return text_starts[i]
-        after = encode(units[i]._replace(text=units[i].text[char:])) if char < len(units[i].text) else []
-        return text_starts[i] + len(unit_ids[i]) - num_common(after[::-1], unit_ids[i][::-1])
+        text_after = unit.text[border.num_chars :]
+        ids_after = encode(unit._replace(text=text_after)) if text_after else []
+        num_after = num_common(ids_after[::-1], unit_ids[i][::-1])
+        return text_starts[i] + len(unit_ids[i]) - num_after
 
-    spans = [Span(kind, index, start_of(*begin), end_of(*end)) for kind, index, begin, end in expanded.media_borders]
+    spans = [Span(kind, number, start_of(begin), end_of(end)) for kind, number, begin, end in expanded.media_borders]
     return JoinedTokens(ids, text_starts, spans)
 
 
@@ -196,20 +229,22 @@ def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
         return []
     sounds = [sound for sound, _, _ in sounds_in_order(sample, tokens)]
     media: dict[MediaKind, list[Any]] = {"image": [*sample.images], "video": [*sample.videos], "audio": sounds}
-    spans = {
+    pad_spans = {
         kind: _pad_spans(sample.input_ids == pad, [medium.num_tokens for medium in media[kind]])
         for kind, pad in tokens.pads.items()
     }
-    tracks = [span for sound, span in zip(sounds, spans.get("audio", []), strict=False) if _is_track(sound)]
-    result = []
-    for kind, kind_spans in spans.items():
-        for medium, (start, stop) in zip(media[kind], kind_spans, strict=True):
+    # Without a placeholder token for sounds, the list of their spans is empty.
+    track_spans = [span for sound, span in zip(sounds, pad_spans.get("audio", ()), strict=False) if _is_track(sound)]
+    spans = []
+    for kind, spans_of_kind in pad_spans.items():
+        for medium, (start, stop) in zip(media[kind], spans_of_kind, strict=True):
+            if isinstance(medium, EncodedAudio) and _is_track(medium):
+                continue
             if isinstance(medium, EncodedVideo) and medium.audio is not None:
-                first, last = tracks.pop(0)
-                start, stop = min(start, first), max(stop, last)
-            if not (isinstance(medium, EncodedAudio) and _is_track(medium)):
-                result.append(MediumSpan(medium, start, stop))
-    return sorted(result, key=lambda span: span.start)
+                track_start, track_stop = track_spans.pop(0)
+                start, stop = min(start, track_start), max(stop, track_stop)
+            spans.append(MediumSpan(medium, start, stop))
+    return sorted(spans, key=lambda span: span.start)
 
 
 def _is_track(sound: EncodedAudio) -> bool:
@@ -218,8 +253,12 @@ def _is_track(sound: EncodedAudio) -> bool:
 
 
 def _pad_spans(is_pad: npt.NDArray[np.bool_], counts: list[int]) -> list[tuple[int, int]]:
-    """Return [start, stop) of each medium's placeholder tokens, by ``is_pad`` (L,) and the number of each."""
+    """Return [start, stop) of each medium's placeholder tokens, given ``is_pad`` (L,) and each medium's number of them.
+
+    ``stop`` is after the last token; text and marks may be between a medium's first and last one.
+    """
     if not counts:
         return []
     positions, ends = np.flatnonzero(is_pad), np.cumsum(counts)
-    return list(zip(positions[ends - counts].tolist(), (positions[ends - 1] + 1).tolist(), strict=True))
+    starts, stops = positions[ends - counts], positions[ends - 1] + 1
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from packtool.encode.families.record import Medium
 from packtool.encode.media_spans import MediaTokens, MediumSpan, media_spans
 from packtool.media.files import content_name
 
-_BYTES = 8
+_HASH_BYTES = 8
 # Older caches began a hash with the channel. Rows without a channel still share prefixes with new ones this way.
 _BEGINNING = b"None"
 
@@ -74,31 +74,37 @@ def prefix_hashes(
     Returns:
         int64 (S,), the number of prefixes of each sample; and the prefixes of all samples.
     """
-    counts, rows = [], list[tuple[int, bytes, int, int, int, int]]()
+    counts = []
+    rows: list[tuple[int, bytes, int, int, int, int]] = []  # the fields of each prefix, with the hash as bytes
     for sample in samples:
         num_before = len(rows)
         media = media_spans(sample, tokens)
         if len(media) < len(sample.media):
+            # Some media cannot be located. Without turns and media, the sample has no prefix.
             media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0], borders=None)
         num_targets = np.cumsum(sample.labels != IGNORE_INDEX)
-        pads = sound_pads = squares = 0
+        media_tokens = audio_tokens = squares = 0
         ends = _prefix_ends(sample, media, _prompt_ends(sample))
         for end, new_media, digest in _digests(sample, media, ends, medium_key, _BEGINNING):
             for medium in new_media:
-                own_pads, own_sound_pads, own_squares = _work_of(medium)
-                pads, sound_pads, squares = pads + own_pads, sound_pads + own_sound_pads, squares + own_squares
+                num_audio = _num_audio_tokens(medium)
+                audio_tokens += num_audio
+                media_tokens += num_audio
+                if not isinstance(medium, EncodedAudio):
+                    media_tokens += medium.num_tokens
+                    squares += patch_squares(medium.grid)
             if end > longer_than:
-                rows.append((end, digest, pads, sound_pads, squares, int(num_targets[end - 1])))
+                rows.append((end, digest, media_tokens, audio_tokens, squares, int(num_targets[end - 1])))
         counts.append(len(rows) - num_before)
     lengths, digests, *sums = zip(*rows, strict=True) if rows else ((),) * len(PrefixHashes._fields)
-    media_tokens, audio_tokens, target_tokens = (np.array(sums[i], np.int32) for i in (0, 1, 3))
+    all_media_tokens, all_audio_tokens, all_squares, all_target_tokens = sums
     return np.array(counts, np.int64), PrefixHashes(
         lengths=np.array(lengths, np.int32),
         hashes=np.frombuffer(b"".join(digests), "<u8").astype(np.uint64),
-        media_tokens=media_tokens,
-        audio_tokens=audio_tokens,
-        patch_squares=np.array(sums[2], np.int64),
-        target_tokens=target_tokens,
+        media_tokens=np.array(all_media_tokens, np.int32),
+        audio_tokens=np.array(all_audio_tokens, np.int32),
+        patch_squares=np.array(all_squares, np.int64),
+        target_tokens=np.array(all_target_tokens, np.int32),
     )
 
 
@@ -114,31 +120,44 @@ def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[in
     media = media_spans(sample, tokens)
     if len(media) < len(sample.media):
         return []
-    changed: list[Medium] | None = None
     # Older caches began hashes with the channel, identified media by address, or had no prefixes of system prompts.
-    beginnings, prompt_ends = (_BEGINNING, repr(sample.channel).encode()), (_prompt_ends(sample), set[int]())
-    for medium_key, beginning, ends_before in product((by_content, by_address), beginnings, prompt_ends):
-        unconfirmed: list[Medium] = []  # media since the last prefix whose hash is equal
-        ends = sorted({*hashes, *_prefix_ends(sample, media, ends_before)})
-        for end, new_media, digest in _digests(sample, media, ends, medium_key, beginning):
-            unconfirmed += new_media
-            if end in hashes:
-                if int.from_bytes(digest, "little") != hashes[end]:
-                    break
-                unconfirmed = []
-        else:
+    # The sample is unchanged if its hashes are equal in any of these forms. The first form is today's.
+    medium_keys, beginnings = (by_content, by_address), (_BEGINNING, repr(sample.channel).encode())
+    changed_by_form: list[list[Medium]] = []
+    for medium_key, beginning, prompt_ends in product(medium_keys, beginnings, (_prompt_ends(sample), set[int]())):
+        ends = sorted({*hashes, *_prefix_ends(sample, media, prompt_ends)})
+        changed = _changed_media(_digests(sample, media, ends, medium_key, beginning), hashes)
+        if changed is None:
             return []
-        changed = unconfirmed if changed is None else changed
-    paths = dict.fromkeys(path for medium in changed or () for path, data in files_of(medium) if path and data is None)
+        changed_by_form.append(changed)
+    files = [file for medium in changed_by_form[0] for file in files_of(medium)]
+    paths = dict.fromkeys(path for path, data in files if path and data is None)
+    # Files that cannot be read are named by their address.
     return [path for path in paths if content_name(path, None) != f"at {path}"]
+
+
+def _changed_media(
+    digests: Iterable[tuple[int, list[Medium], bytes]], hashes: Mapping[int, int]
+) -> list[Medium] | None:
+    """Return the media between the last prefix whose hash is equal and the first whose hash is not; None if all are."""
+    unconfirmed: list[Medium] = []
+    for end, new_media, digest in digests:
+        unconfirmed += new_media
+        if end in hashes:
+            if int.from_bytes(digest, "little") != hashes[end]:
+                return unconfirmed
+            unconfirmed = []
+    return None
 
 
 def _prefix_ends(sample: EncodedSample, media: Sequence[MediumSpan], prompt_ends: set[int]) -> list[int]:
     """Return the lengths of a sample's prefixes, ascending."""
-    inside = {end for span in media for end in range(span.start + 1, span.stop + 1)}
-    turns = {*sample.turns.tolist(), *(() if sample.borders is None else sample.borders.tolist())}
-    ends = {span.stop + 1 for span in media} | ((turns | prompt_ends) - inside)
-    return sorted(end for end in ends if 0 < end <= sample.length)
+    text_ends = {*sample.turns.tolist(), *prompt_ends}
+    if sample.borders is not None:
+        text_ends.update(sample.borders.tolist())
+    inside_media = {end for span in media for end in range(span.start + 1, span.stop + 1)}
+    media_ends = {span.stop + 1 for span in media}  # after the closing token
+    return sorted(end for end in media_ends | (text_ends - inside_media) if 0 < end <= sample.length)
 
 
 def _prompt_ends(sample: EncodedSample) -> set[int]:
@@ -160,8 +179,12 @@ def _prompt_ends(sample: EncodedSample) -> set[int]:
 def _digests(
     sample: EncodedSample, media: Sequence[MediumSpan], ends: Sequence[int], medium_key: MediumKey, beginning: bytes
 ) -> Iterator[tuple[int, list[Medium], bytes]]:
-    """Yield (length, media since the previous prefix, digest) of each prefix; ``beginning`` is hashed first."""
-    state, start, remaining = hashlib.blake2b(beginning, digest_size=_BYTES), 0, deque(media)
+    """Yield (length, media since the previous prefix, digest) of the prefixes that end at ``ends``, ascending.
+
+    Hashed are ``beginning``, then the ids, with each medium before the ids of the first prefix that contains it.
+    """
+    state = hashlib.blake2b(beginning, digest_size=_HASH_BYTES)
+    start, remaining = 0, deque(media)
     ids = np.ascontiguousarray(sample.input_ids, "<i4")
     for end in ends:
         new_media = []
@@ -174,12 +197,10 @@ def _digests(
         yield end, new_media, state.digest()
 
 
-def _work_of(medium: Medium) -> tuple[int, int, int]:
-    """Return a medium's number of placeholder tokens, those of sound among them, and its ``patch_squares``."""
-    if isinstance(medium, EncodedAudio):
-        return medium.num_tokens, medium.num_tokens, 0
-    track = medium.audio.num_tokens if isinstance(medium, EncodedVideo) and medium.audio is not None else 0
-    return medium.num_tokens + track, track, patch_squares(medium.grid)
+def _num_audio_tokens(medium: Medium) -> int:
+    """Return the number of placeholder tokens of a sound, or of a video's sound track."""
+    sound = medium.audio if isinstance(medium, EncodedVideo) else medium
+    return sound.num_tokens if isinstance(sound, EncodedAudio) else 0
 
 
 def _identity(span: MediumSpan, medium_key: MediumKey) -> bytes:
@@ -190,4 +211,4 @@ def _identity(span: MediumSpan, medium_key: MediumKey) -> bytes:
     if isinstance(medium, EncodedVideo):
         changes["frames"] = tuple(medium_key(*frame) for frame in medium.frames)
     identity = repr((span.start, span.stop, dataclasses.replace(medium, **changes))).encode()
-    return len(identity).to_bytes(_BYTES, "little") + identity
+    return len(identity).to_bytes(_HASH_BYTES, "little") + identity

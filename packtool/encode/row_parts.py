@@ -68,50 +68,51 @@ class RowSplitter:
         conversations = self._split_responses(sample) if sample.responses else [sample]
         if self._spec.expand_turns == "false":
             return conversations
-        return [part for conversation in conversations for part in self._split_turns(conversation)]
+        return [split for conversation in conversations for split in self._split_turns(conversation)]
 
     def _split_responses(self, sample: Sample) -> list[Sample]:
         """Return one sample for each response; only the first trains the turns before it."""
-        count, samples = len(sample.responses), []
+        num_responses, samples = len(sample.responses), []
         for number, response in enumerate(sample.responses, 1):
             turns, loss_scale = sample.turns, sample.loss_scale
             if number > 1:
-                turns = _trained_only(turns, set())
+                turns = _train_only(turns, set())
                 scale = parse_loss_scale(loss_scale or self._spec.loss_scale)
-                if scale.base == "all":
+                if scale.base == "all":  # it would train the turns before the response again
                     loss_scale = "+".join(("default", *scale.rules))
-            answer = tuple(_weighted(turn, response.weight) for turn in response.turns)
-            part = RowPart(response=number, num_responses=count) if count > 1 else None
+            answer = tuple(_multiply_loss_scale(turn, response.weight) for turn in response.turns)
+            part = RowPart(response=number, num_responses=num_responses) if num_responses > 1 else None
             samples.append(replace(sample, turns=(*turns, *answer), responses=(), part=part, loss_scale=loss_scale))
         return samples
 
     def _split_turns(self, sample: Sample) -> list[Sample]:
         """Return one sample for each trained turn that needs its own; the conversation itself if one is enough."""
-        answers = [number for number, turn in enumerate(sample.turns) if turn.role == "assistant"]
+        last_turn = len(sample.turns) - 1
+        answers = [index for index, turn in enumerate(sample.turns) if turn.role == "assistant"]
         scale = parse_loss_scale(sample.loss_scale or self._spec.loss_scale)
         trained_by_scale = answers[-1:] if scale.base == "last_round" else answers
-        trained = [number for number in answers if _is_trained(sample.turns[number], number in trained_by_scale)]
-        if scale.base == "all" or not trained or answers == [len(sample.turns) - 1]:
+        trained = [index for index in answers if _is_trained(sample.turns[index], index in trained_by_scale)]
+        if scale.base == "all" or not trained or answers == [last_turn]:
             return [sample]
-        parts = {number: {number} for number in trained}  # by the last turn of a sample: the turns that it trains
+        # The indexes of the turns that a sample trains, by the index of the turn at its end.
+        groups = {index: {index} for index in trained}
         if self._spec.expand_turns == "auto":
-            if not any(self._may_lose_text(sample.turns[number]) for number in answers):
+            if not any(self._may_lose_text(sample.turns[index]) for index in answers):
                 return [sample]
             if len(trained) > 1:
-                parts = self._group_turns(sample, answers, trained, ignores_empty=KEEP_EMPTY_THINK not in scale.rules)
-        if not parts or [*parts] == [len(sample.turns) - 1]:
+                groups = self._group_turns(sample, answers, trained, ignores_empty=KEEP_EMPTY_THINK not in scale.rules)
+        if not groups or list(groups) == [last_turn]:
             return [sample]
-        if len(parts) == 1:
-            return [_ending_at(sample, *parts)]
-        response_part = sample.part or RowPart()
-        return [
-            replace(
-                part := _ending_at(sample, last),
-                turns=_trained_only(part.turns, trained_turns),
-                part=replace(response_part, turn=answers.index(last) + 1, num_turns=len(answers)),
-            )
-            for last, trained_turns in parts.items()
-        ]
+        if len(groups) == 1:
+            (end,) = groups
+            return [_cut_after(sample, end)]
+        samples, response_part = [], sample.part or RowPart()
+        for end, trained_by_sample in groups.items():
+            conversation = _cut_after(sample, end)
+            turns = _train_only(conversation.turns, trained_by_sample)
+            part = replace(response_part, turn=answers.index(end) + 1, num_turns=len(answers))
+            samples.append(replace(conversation, turns=turns, part=part))
+        return samples
 
     def _may_lose_text(self, turn: Turn) -> bool:
         """Return whether the template may remove text of a turn once another question follows.
@@ -132,12 +133,13 @@ class RowSplitter:
     def _group_turns(
         self, sample: Sample, answers: Sequence[int], trained: Sequence[int], *, ignores_empty: bool
     ) -> dict[int, set[int]]:
-        """Group trained turns into the fewest samples in which each is rendered as if it came last.
+        """Group trained turns into the fewest samples in which each is rendered as at the end of a conversation.
 
         From the last turn backwards: a turn joins the sample after it if the conversation up to the turn is rendered as
         a prefix of that sample.
 
         Args:
+            answers, trained: indexes of the assistant's turns, and of those that are trained; ascending.
             ignores_empty: renderings that differ only by empty thinking blocks are equal.
 
         Returns:
@@ -145,41 +147,47 @@ class RowSplitter:
             Empty if the turns cannot be found in the rendered text.
         """
         assert self._finder is not None, "turns are expanded only by a template"
-        parts: dict[int, set[int]] = {}
-        longer: list[Piece] | None = None  # pieces of the sample made last, which is longer
-        for number in reversed(trained):
+        groups: dict[int, set[int]] = {}
+        end, longer = -1, list[Piece]()  # the end of the sample made last, and its pieces; it is longer than the next
+        for index in reversed(trained):
             try:
-                pieces = self._render(_ending_at(sample, number))
+                pieces = self._render(_cut_after(sample, index))
             except RowProblem:
                 return {}
             turns = self._finder.find(pieces)
-            if len(turns) != answers.index(number) + 1:
+            if len(turns) != answers.index(index) + 1:
                 return {}
             rendered = list(pieces[: turns[-1].last])
-            for turn in turns if ignores_empty else ():
-                header, text = self._finder.header[-1][1], rendered[turn.first].text
-                without_empty = header + _EMPTY_THINKING.sub("", text[len(header) :])
-                rendered[turn.first] = rendered[turn.first]._replace(text=without_empty)
-            if longer is None or rendered != longer[: len(rendered)]:
-                last, longer = number, rendered
-                parts[last] = set()
-            parts[last].add(number)
-        return dict(reversed(parts.items()))
+            if ignores_empty:
+                header = self._finder.header[-1][1]
+                for turn in turns:
+                    piece = rendered[turn.first]
+                    answer = _EMPTY_THINKING.sub("", piece.text[len(header) :])
+                    rendered[turn.first] = piece._replace(text=header + answer)
+            if not groups or rendered != longer[: len(rendered)]:
+                end, longer = index, rendered
+                groups[end] = set()
+            groups[end].add(index)
+        return dict(reversed(groups.items()))
 
 
 def join_results(
-    parts: Sequence[Sample], results: Sequence[list[EncodedSample] | Dropped]
+    samples: Sequence[Sample], results: Sequence[list[EncodedSample] | Dropped]
 ) -> list[EncodedSample] | Dropped:
     """Join the results of the samples of a row; the row is dropped if all of them are."""
-    if len(parts) == 1:
+    if len(samples) == 1:
         return results[0]
-    dropped = [(part, item) for part, item in zip(parts, results, strict=True) if isinstance(item, Dropped)]
-    row = EncodedRow(sample for item in results if not isinstance(item, Dropped) for sample in item)
-    if not row:
-        first = dropped[0][1]
-        detail = f"{parts[0].part}: {first.detail}; all other samples of the row are dropped, too"
+    row, left_out = EncodedRow(), list[Dropped]()
+    for sample, result in zip(samples, results, strict=True):
+        if isinstance(result, Dropped):
+            left_out.append(replace(result, part=sample.part))
+        else:
+            row += result
+    first = results[0]
+    if isinstance(first, Dropped) and not row:
+        detail = f"{samples[0].part}: {first.detail}; all other samples of the row are dropped, too"
         return replace(first, detail=detail)
-    row.left_out = tuple(replace(item, part=part.part) for part, item in dropped)
+    row.left_out = tuple(left_out)
     return row
 
 
@@ -188,26 +196,27 @@ def _is_trained(turn: Turn, by_scale: bool) -> bool:
     return (by_scale if turn.loss is None else turn.loss) and turn.loss_scale != 0
 
 
-def _weighted(turn: Turn, weight: float) -> Turn:
+def _multiply_loss_scale(turn: Turn, weight: float) -> Turn:
     """Multiply the loss scale of an assistant's turn."""
     if weight == 1 or turn.role != "assistant":
         return turn
     return replace(turn, loss_scale=weight * (1.0 if turn.loss_scale is None else turn.loss_scale))
 
 
-def _trained_only(turns: Sequence[Turn], trained: set[int]) -> tuple[Turn, ...]:
+def _train_only(turns: Sequence[Turn], trained: set[int]) -> tuple[Turn, ...]:
     """Return the turns, without loss for the assistant's turns whose index is not in ``trained``."""
     return tuple(
-        turn if turn.role != "assistant" or number in trained else replace(turn, loss=False)
-        for number, turn in enumerate(turns)
+        turn if turn.role != "assistant" or index in trained else replace(turn, loss=False)
+        for index, turn in enumerate(turns)
     )
 
 
-def _ending_at(sample: Sample, last: int) -> Sample:
-    """Return the sample up to and including the turn with index ``last``, with the media of these turns."""
-    turns = sample.turns[: last + 1]
+def _cut_after(sample: Sample, end: int) -> Sample:
+    """Return the sample up to and including the turn with index ``end``, with the media of these turns."""
+    turns = sample.turns[: end + 1]
     media: dict[str, Any] = {}
     for kind, mark in MEDIA_MARKS.items():
         if refs := getattr(sample, f"{kind}s"):
-            media[f"{kind}s"] = refs[: sum(turn.content.count(mark) for turn in turns)]
+            num_marks = sum(turn.content.count(mark) for turn in turns)
+            media[f"{kind}s"] = refs[:num_marks]
     return replace(sample, turns=turns, **media)

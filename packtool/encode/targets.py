@@ -37,6 +37,15 @@ _PROBE = [
 ]
 
 _Header = tuple[tuple[str, str], ...]
+"""(control token, text) of each piece."""
+
+
+class _ProbeAnswer(NamedTuple):
+    """A rendered probe conversation, one answer in it, and the index of the piece that contains the answer."""
+
+    pieces: list[Piece]
+    answer: str
+    piece_index: int
 
 
 class TurnPieces(NamedTuple):
@@ -59,7 +68,8 @@ class TurnFinder:
     """Finds the assistant's turns in conversations rendered by one template.
 
     Args:
-        header: (control token, text) of each piece that opens an assistant turn; the last text may continue.
+        header: (control token, text) of each piece that opens an assistant turn, such as ``<|im_start|>`` with
+            ``assistant\\n``; the last text may continue.
         prompt_rest: text of the generation prompt after the header (``<think>\\n`` for thinking models).
         ends: control tokens that end a turn; the last turn of a conversation may have another than earlier ones.
         tail: control tokens that always directly follow an end, and belong to the turn.
@@ -71,136 +81,158 @@ class TurnFinder:
     tail: tuple[str, ...]
 
     @classmethod
-    def of(cls, template: ChatTemplate, vocabulary: ControlVocabulary) -> TurnFinder:
-        """Infer from small conversations how the template opens and ends an assistant turn, or raise ConfigError."""
+    def infer(cls, template: ChatTemplate, vocabulary: ControlVocabulary) -> TurnFinder:
+        """Infer from rendered probe conversations how the template opens and ends an assistant turn.
+
+        Raises:
+            ConfigError: if control tokens do not open and end it.
+        """
         escaper = ControlEscaper(vocabulary, ())
         try:
             question = escaper.split(template.render(_PROBE[:1]))
             prompted = escaper.split(template.render(_PROBE[:1], add_generation_prompt=True))
-            short = escaper.split(template.render(_PROBE[:2]))
-            long = escaper.split(template.render(_PROBE))
+            one_turn = escaper.split(template.render(_PROBE[:2]))
+            two_turns = escaper.split(template.render(_PROBE))
         except TemplateFailure as error:
             raise ConfigError(f"the chat template does not render a question and its answer: {error}") from error
-        answers = [(short, _ANSWERS[0]), (long, _ANSWERS[0]), (long, _ANSWERS[1])]
-        answer_pieces = [_piece_with(pieces, answer) for pieces, answer in answers]
-        header, prompt_rest = _header(question, prompted, answers, answer_pieces)
-        ends = frozenset(pieces[at + 1].control for (pieces, _), at in zip(answers, answer_pieces, strict=True))
+        only = _find_answer(one_turn, _ANSWERS[0])
+        first, last = (_find_answer(two_turns, answer) for answer in _ANSWERS)
+        header, prompt_rest = _infer_header(question, prompted, (only, first, last))
+        ends = frozenset(_token_after(answer) for answer in (only, first, last))
         ends |= _ends_before_tools(template, escaper, ends, question)
-        tails = [_controls_after(pieces, at + 1) for (pieces, _), at in zip(answers[:2], answer_pieces, strict=False)]
-        finder = cls(header, prompt_rest, ends, tuple(tails[0][: num_common(*tails)]) if len(ends) == 1 else ())
-        for pieces, expected in ((short, _ANSWERS[:1]), (long, _ANSWERS)):
-            texts = ["".join(piece.text for piece in pieces[t.first : t.last]) for t in finder.find(pieces)]
-            if len(texts) != len(expected) or any(
-                answer not in text or _QUESTION in text for answer, text in zip(expected, texts, strict=True)
-            ):
-                raise _no_control_tokens()
+        # The tail follows an end whether or not another turn comes next.
+        tail: list[str] = []
+        if len(ends) == 1:
+            tail, tail_before_turn = (_controls_after(pieces, index + 1) for pieces, _, index in (only, first))
+            tail = tail[: num_common(tail, tail_before_turn)]
+        finder = cls(header, prompt_rest, ends, tuple(tail))
+        finder._check(one_turn, _ANSWERS[:1])
+        finder._check(two_turns, _ANSWERS)
         return finder
+
+    def _check(self, pieces: Sequence[Piece], answers: Sequence[str]) -> None:
+        """Raise ConfigError unless the turns found in a probe conversation are its answers, without a question."""
+        texts = ["".join(piece.text for piece in pieces[turn.first : turn.last]) for turn in self.find(pieces)]
+        if len(texts) != len(answers) or any(_QUESTION in text for text in texts):
+            raise _no_control_tokens()
+        if any(answer not in text for answer, text in zip(answers, texts, strict=True)):
+            raise _no_control_tokens()
 
     def find(self, pieces: Sequence[Piece]) -> list[TurnPieces]:
         """Return the assistant's turns of a conversation, in order; turns that the next one interrupts are left out."""
         turns = []
-        i, span, opening = 0, len(self.header), self.header[0][0]
-        while i + span <= len(pieces):
-            if pieces[i].control != opening or not self._opens(pieces[i : i + span]):
+        i, header_length = 0, len(self.header)
+        opening_token, header_text = self.header[0][0], self.header[-1][1]
+        while i + header_length <= len(pieces):
+            if pieces[i].control != opening_token or not self._is_header(pieces[i : i + header_length]):
                 i += 1
                 continue
-            first = i + span - 1
-            header = self.header[-1][1]
-            if self.prompt_rest and pieces[first].text.startswith(header + self.prompt_rest):
-                header += self.prompt_rest
-            last = self._end(pieces, first)
+            first = i + header_length - 1  # the header's last piece contains the beginning of the answer
+            prompt_text = header_text + self.prompt_rest
+            header = prompt_text if pieces[first].text.startswith(prompt_text) else header_text
+            last = self._find_end(pieces, first)
             if last is not None:
                 turns.append(TurnPieces(first, header, last))
             i = first + 1 if last is None else last
         return turns
 
-    def _end(self, pieces: Sequence[Piece], first: int) -> int | None:
+    def _find_end(self, pieces: Sequence[Piece], first: int) -> int | None:
         """Return ``last`` of the turn whose answer begins in piece ``first``; None if the next turn interrupts it."""
+        opening_token = self.header[0][0]
         for i in range(first + 1, len(pieces)):
             if pieces[i].control in self.ends:
-                following = _controls_after(pieces, i)
-                return i + len(self.tail) if tuple(following[: len(self.tail)]) == self.tail else i
-            if pieces[i].control == self.header[0][0]:
+                next_controls = _controls_after(pieces, i)[: len(self.tail)]
+                return i + len(self.tail) if tuple(next_controls) == self.tail else i
+            if pieces[i].control == opening_token:
                 # The next turn begins: this one ended with another token (a tool call's <|eom_id|>), or with none.
                 return i - 1 if i - 1 > first and not pieces[i - 1].text.strip() else None
         return len(pieces)
 
-    def _opens(self, window: Sequence[Piece]) -> bool:
-        """Return whether the pieces, as many as those of the header, open an assistant turn."""
-        *exact, (control, prefix) = self.header
-        return (
-            all(piece.control == c and piece.text == t for piece, (c, t) in zip(window, exact, strict=False))
-            and window[-1].control == control
-            and window[-1].text.startswith(prefix)
-        )
+    def _is_header(self, pieces: Sequence[Piece]) -> bool:
+        """Return whether the pieces are the header's; the text of the last one may continue."""
+        *exact_pairs, (last_control, last_text) = self.header
+        *exact_pieces, last_piece = pieces
+        if last_piece.control != last_control or not last_piece.text.startswith(last_text):
+            return False
+        return [(piece.control, piece.text) for piece in exact_pieces] == exact_pairs
 
 
-def turn_finder(
+def infer_turn_finder(
     template: ChatTemplate, tokenizer: Tokenizer, media_tokens: Sequence[str]
 ) -> tuple[ControlVocabulary, TurnFinder]:
     """Return a model's control tokens, and the turn finder that uses them.
 
     If special tokens do not open turns, other added tokens are tried: DeepSeek's are not marked as special.
+
+    Raises:
+        ConfigError: if none of these tokens open and end the assistant's turns.
     """
     vocabulary = ControlVocabulary(tokenizer, media_tokens)
     try:
-        return vocabulary, TurnFinder.of(template, vocabulary)
+        return vocabulary, TurnFinder.infer(template, vocabulary)
     except ConfigError as error:
         try:
             question = template.render(_PROBE[:1])
             prompt = template.render(_PROBE[:1], add_generation_prompt=True).removeprefix(question).lstrip()
         except TemplateFailure:
             raise error from error.__cause__
-        before = question.partition(_QUESTION)[0].rstrip()
+        # Try the added tokens that open the user's turn or the generation prompt; fail if they were tried already.
+        question_header = question.partition(_QUESTION)[0].rstrip()
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-        roles = [token for token in added if before.endswith(token) or prompt.startswith(token)]
-        if set(roles) <= vocabulary.ids.keys():
+        role_tokens = [token for token in added if question_header.endswith(token) or prompt.startswith(token)]
+        if set(role_tokens) <= vocabulary.ids.keys():
             raise
-    vocabulary = ControlVocabulary(tokenizer, [*media_tokens, *roles])
-    return vocabulary, TurnFinder.of(template, vocabulary)
+    vocabulary = ControlVocabulary(tokenizer, [*media_tokens, *role_tokens])
+    return vocabulary, TurnFinder.infer(template, vocabulary)
 
 
-def _header(
-    question: list[Piece],
-    prompted: list[Piece],
-    answers: Sequence[tuple[list[Piece], str]],
-    answer_pieces: Sequence[int],
-) -> tuple[_Header, str]:
+def _infer_header(question: list[Piece], prompted: list[Piece], answers: Sequence[_ProbeAnswer]) -> tuple[_Header, str]:
     """Return the header that opens every assistant turn, and the text of the generation prompt after it.
+
+    The header is what the generation prompt and the pieces before each answer have in common.
 
     Args:
         question, prompted: pieces of a conversation without an answer, without and with the generation prompt.
-        answers, answer_pieces: (pieces, answer) of conversations with an answer, and the index of the answer's piece.
     """
     has_prompt = question != prompted
     if has_prompt:
-        same = num_common(question, prompted)
+        start = num_common(question, prompted)
         # A piece whose control token is shared has only new text; it is the prompt only if no piece follows.
-        if same + 1 < len(prompted) and same < len(question) and question[same].control == prompted[same].control:
-            same += 1
-        prompt = prompted[same:]
+        has_next = start + 1 < len(prompted)
+        if has_next and start < len(question) and question[start].control == prompted[start].control:
+            start += 1
+        prompt = prompted[start:]
     else:
         # The piece of the answer opens it, by a header as in other templates, or by the question's closing "[/INST]".
-        prompt = [answers[0][0][answer_pieces[0]]]
+        prompt = [answers[0].pieces[answers[0].piece_index]]
     if not prompt or not all(piece.control for piece in prompt):
         raise _no_control_tokens()
     header = [(piece.control, piece.text) for piece in prompt]
-    for (pieces, answer), at in zip(answers, answer_pieces, strict=True):
-        begin = max((i for i in range(at + 1) if pieces[i].control == prompt[0].control), default=at)
-        opening = [(piece.control, piece.text) for piece in pieces[begin:at]]
-        header = _common_pairs(header, [*opening, (pieces[at].control, pieces[at].text.partition(answer)[0])])
+    for pieces, answer, index in answers:
+        # The answer's turn begins at the last opening token before the answer; without one, in the answer's piece.
+        start = max((i for i in range(index + 1) if pieces[i].control == prompt[0].control), default=index)
+        opening = [(piece.control, piece.text) for piece in pieces[start:index]]
+        text_before_answer = pieces[index].text.partition(answer)[0]
+        header = _common_pairs(header, [*opening, (pieces[index].control, text_before_answer)])
     if not header or any(_QUESTION in text for _, text in header):
         raise _no_control_tokens()
-    rest = prompt[-1].text[len(header[-1][1]) :] if has_prompt and len(header) == len(prompt) else ""
-    return tuple(header), rest
+    prompt_rest = ""
+    if has_prompt and len(header) == len(prompt):
+        prompt_rest = prompt[-1].text.removeprefix(header[-1][1])
+    return tuple(header), prompt_rest
 
 
-def _piece_with(pieces: Sequence[Piece], answer: str) -> int:
-    """Return the index of the piece with an answer; raise ConfigError unless control tokens are around the answer."""
-    at = next((i for i, piece in enumerate(pieces) if answer in piece.text), None)
-    if at is None or at + 1 >= len(pieces) or not pieces[at].control:
+def _find_answer(pieces: list[Piece], answer: str) -> _ProbeAnswer:
+    """Find the piece with an answer; raise ConfigError unless control tokens are around the answer."""
+    index = next((i for i, piece in enumerate(pieces) if answer in piece.text), None)
+    if index is None or index + 1 >= len(pieces) or not pieces[index].control:
         raise _no_control_tokens()
-    return at
+    return _ProbeAnswer(pieces, answer, index)
+
+
+def _token_after(answer: _ProbeAnswer) -> str:
+    """Return the control token that follows an answer."""
+    return answer.pieces[answer.piece_index + 1].control
 
 
 def _ends_before_tools(
@@ -211,28 +243,28 @@ def _ends_before_tools(
         return frozenset()
     try:
         pieces = escaper.split(template.render([*_PROBE[:2], {"role": "tool", "content": _QUESTION}]))
-        return frozenset({pieces[_piece_with(pieces, _ANSWERS[0]) + 1].control})
+        return frozenset({_token_after(_find_answer(pieces, _ANSWERS[0]))})
     except (TemplateFailure, ConfigError):
         return frozenset()
 
 
-def _controls_after(pieces: Sequence[Piece], at: int) -> list[str]:
-    """Return the control tokens that directly follow piece ``at``."""
+def _controls_after(pieces: Sequence[Piece], index: int) -> list[str]:
+    """Return the control tokens that follow the piece at ``index`` without text between them."""
     controls = []
-    while at + 1 < len(pieces) and not pieces[at].text:
-        at += 1
-        controls.append(pieces[at].control)
+    while index + 1 < len(pieces) and not pieces[index].text:
+        index += 1
+        controls.append(pieces[index].control)
     return controls
 
 
 def _common_pairs(a: Sequence[tuple[str, str]], b: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the common prefix of two lists of pairs, and of the texts in its last pair."""
     common = []
-    for (control, text), (other, other_text) in zip(a, b, strict=False):
-        if control != other:
+    for (a_control, a_text), (b_control, b_text) in zip(a, b, strict=False):
+        if a_control != b_control:
             break
-        common.append((control, text[: num_common(text, other_text)]))
-        if text != other_text:
+        common.append((a_control, a_text[: num_common(a_text, b_text)]))
+        if a_text != b_text:
             break
     return common
 
@@ -266,9 +298,9 @@ class TargetChoice:
     @classmethod
     def of_config(cls, base: Base, config: Mapping[str, Any], among_targets: bool = False) -> TargetChoice:
         """Take the ids of media tokens from a ``config.json``."""
-        inner, family = thinker_of(config), family_of(config)
+        settings, family = thinker_of(config), family_of(config)
         opening, closing = (
-            frozenset(int(inner[name]) for name in names if inner.get(name) is not None)
+            frozenset(int(settings[name]) for name in names if settings.get(name) is not None)
             for names in zip(family.image_marks, family.sound_marks, strict=True)
         )
         return cls(base, opening, closing, frozenset(pad_ids_of(config).values()), among_targets)
@@ -280,11 +312,12 @@ class TargetChoice:
         for start, end in turns[-1:] if self.base == "last_round" else turns:
             trained[start:end] = True
         if self.pads:
-            # Excluded are placeholder tokens, and everything between a medium's marks, such as timestamps.
+            # Exclude placeholder tokens, and everything between a medium's marks, such as timestamps.
             ids = sample.input_ids
-            opens, closes = _is_any(ids, self.opening), _is_any(ids, self.closing)
-            depth = np.cumsum(opens.astype(np.int32) - np.concatenate(([0], closes[:-1].astype(np.int32))))
-            trained &= ~((depth > 0) | _is_any(ids, self.pads))
+            num_opened = np.cumsum(_is_in(ids, self.opening))
+            is_closing = _is_in(ids, self.closing)
+            num_closed_before: npt.NDArray[Any] = np.cumsum(is_closing) - is_closing
+            trained &= ~((num_opened > num_closed_before) | _is_in(ids, self.pads))
         if self.among_targets:
             trained &= sample.labels != IGNORE_INDEX
         if sample.num_truncated:
@@ -301,9 +334,9 @@ class TargetChoice:
         return dataclasses.replace(sample, labels=labels, loss_scale=scale)
 
 
-def _is_any(ids: npt.NDArray[np.int32], wanted: frozenset[int]) -> npt.NDArray[np.bool_]:
+def _is_in(ids: npt.NDArray[np.int32], token_ids: frozenset[int]) -> npt.NDArray[np.bool_]:
     """Return bool (L,), true for ids in a small set; ten times as fast as ``np.isin``, which sorts."""
     mask = np.zeros(len(ids), bool)
-    for each in wanted:
-        mask |= ids == each
+    for token_id in token_ids:
+        mask |= ids == token_id
     return mask

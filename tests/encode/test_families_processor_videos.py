@@ -91,8 +91,9 @@ def test_frames_and_text_are_the_processors(name: str, num_frames: int, fps: flo
             return
         video = encoding.measure(MediaRef("a.mp4"))
     ((written,),) = made["text_replacement_offsets"]
-    parts = encoding.segments(video)
-    assert "".join(part if isinstance(part, str) else part[0] * part[1] for part in parts) == written["replacement"]
+    segments = encoding.segments(video)
+    texts = [segment if isinstance(segment, str) else segment.token * segment.times for segment in segments]
+    assert "".join(texts) == written["replacement"]
     assert video.num_tokens == written["replacement"].count(processor.image_token)
     if "video_metadata" in made:
         assert list(video.indices) == list(made["video_metadata"][0].frames_indices)

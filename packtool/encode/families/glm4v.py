@@ -19,7 +19,7 @@ from packtool.encode.families.processor import (
     refuse_own_limits,
 )
 from packtool.encode.families.qwen_vl import QwenVL, image_limits, resize_together
-from packtool.encode.families.record import BoxForm, Family, MediaLimits, MediaSegment, Medium, Towers
+from packtool.encode.families.record import BoxForm, Family, MediaLimits, MediaSegment, Medium, TokenRun, Towers
 from packtool.encode.model_files import ModelFiles
 from packtool.rows.sample import MediaRef
 
@@ -53,7 +53,7 @@ class Glm4v(QwenVL):
         if not isinstance(medium, EncodedVideo):
             return super().segments(medium, number)
         opening, closing = _VIDEO_MARKS
-        return [(opening, 1), *self._processor_videos.segments(medium), (closing, 1)]
+        return [TokenRun(opening), *self._processor_videos.segments(medium), TokenRun(closing)]
 
     def _grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
         refuse_own_limits(ref)

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from packtool.config.data import MediaOptions
 from packtool.encode.encoded import EncodedImage, EncodedVideo
@@ -34,6 +34,7 @@ from packtool.encode.families.record import (
     MediaEncoding,
     MediaSegment,
     Medium,
+    TokenRun,
     Towers,
     pad_ids_of,
 )
@@ -59,11 +60,11 @@ def split_processor_text(processor_text: str, special: re.Pattern[str]) -> list[
     for match in special.finditer(processor_text):
         if match.start() > end:
             segments.append(processor_text[end : match.start()])
-        last = segments[-1] if segments else ""
-        if isinstance(last, tuple) and last[0] == match.group():
-            segments[-1] = (last[0], last[1] + 1)
+        token, previous = match.group(), segments[-1] if segments else ""
+        if isinstance(previous, TokenRun) and previous.token == token:
+            segments[-1] = TokenRun(token, previous.times + 1)
         else:
-            segments.append((match.group(), 1))
+            segments.append(TokenRun(token))
         end = match.end()
     return [*segments, processor_text[end:]] if end < len(processor_text) else segments
 
@@ -79,8 +80,16 @@ SLOWER = "each worker loads transformers' processor, which determines the tokens
 """Warning about the cost of ``ProcessorVideos``."""
 
 _MAX_REMEMBERED = 16  # the segments of a video are needed soon after it is measured
-_Video = tuple[int, int, int, float, tuple[int, ...]]
-"""Height, width, number of frames in the file, their rate, and the indexes of the sampled frames."""
+
+
+class _SampledVideo(NamedTuple):
+    """What determines the tokens of a video; ``indices`` are those of the sampled frames in the file."""
+
+    height: int
+    width: int
+    num_frames: int
+    fps: float
+    indices: tuple[int, ...]
 
 
 class ProcessorVideos:
@@ -114,8 +123,10 @@ class ProcessorVideos:
         size = measure_video(ref)
         try:
             # transformers does not sample the frames of a video that is given as pictures.
-            indices = tuple(range(size.num_frames)) if ref.frames else self._sampled(size.num_frames, size.fps)
-            segments, grid = self._segments_and_grid((size.height, size.width, size.num_frames, size.fps, indices))
+            takes_all = bool(ref.frames) or not self._processor.video_processor.do_sample_frames
+            indices = tuple(range(size.num_frames)) if takes_all else self._sample_frames(size.num_frames, size.fps)
+            sampled = _SampledVideo(size.height, size.width, size.num_frames, size.fps, indices)
+            segments, grid = self._segments_and_grid(sampled)
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
             raise MediaProblem(
                 "media_size", f"{label(ref)}: the model's processor cannot process it: {error}"
@@ -136,26 +147,25 @@ class ProcessorVideos:
 
     def segments(self, video: EncodedVideo) -> list[MediaSegment]:
         """Return the tokens of a measured video."""
-        return self._segments_and_grid((video.height, video.width, video.num_frames, video.fps, video.indices))[0]
+        sampled = _SampledVideo(video.height, video.width, video.num_frames, video.fps, video.indices)
+        return self._segments_and_grid(sampled)[0]
 
-    def _sampled(self, num_frames: int, fps: float) -> tuple[int, ...]:
+    def _sample_frames(self, num_frames: int, fps: float) -> tuple[int, ...]:
         """Return the indexes of the frames that the processor samples."""
-        videos = self._processor.video_processor
-        if not videos.do_sample_frames:
-            return tuple(range(num_frames))
-        settings = {name: getattr(videos, name, None) for name in videos.valid_kwargs.__annotations__}
-        indices = videos.sample_frames(metadata=_metadata(num_frames, fps, None), **settings)
+        video_processor = self._processor.video_processor
+        settings = {name: getattr(video_processor, name, None) for name in video_processor.valid_kwargs.__annotations__}
+        indices = video_processor.sample_frames(metadata=_metadata(num_frames, fps, None), **settings)
         return tuple(int(index) for index in indices)
 
-    def _process(self, video: _Video) -> tuple[list[MediaSegment], tuple[int, ...]]:
+    def _process(self, video: _SampledVideo) -> tuple[list[MediaSegment], tuple[int, ...]]:
         """Return the tokens of a video, and its grid in patches; an empty grid if the model has none."""
         import torch
 
-        height, width, num_frames, fps, indices = video
-        frames = torch.empty(len(indices), 3, height, width, dtype=torch.uint8, device="meta")
-        text, outputs = process_video(self._processor, frames, num_frames, fps, indices)
+        frames = torch.empty(len(video.indices), 3, video.height, video.width, dtype=torch.uint8, device="meta")
+        text, outputs = process_video(self._processor, frames, video.num_frames, video.fps, video.indices)
         grids = outputs.get("video_grid_thw")
-        return split_processor_text(text, self._special), () if grids is None else tuple(grids[0].tolist())
+        grid = () if grids is None else tuple(grids[0].tolist())
+        return split_processor_text(text, self._special), grid
 
 
 def has_videos(processor: Any) -> bool:
@@ -185,7 +195,7 @@ def process_video(
         videos_kwargs={"return_tensors": "pt", "do_sample_frames": False, "video_metadata": [metadata]},
         text_kwargs={"return_tensors": None},
     )
-    ((text,),) = _media_texts(processor, outputs, [1], "video")
+    ((text,),) = _media_texts(processor, outputs, [1], "video")  # one row with one video
     return text, outputs
 
 
@@ -241,52 +251,54 @@ class ProcessorFamily(MediaEncoding):
 
     def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         refuse_options(files, options)
-        self._processor = load_processor(files.directory)
-        image_token = str(self._processor.image_token)
-        self._special = special_tokens(self._processor)
-        pad = pad_ids_of(files.config).get("image")
-        # If config.json names none, the most frequent control token of a picture is its placeholder.
-        self._pad = None if pad is None else str(self._processor.tokenizer.convert_ids_to_tokens(pad))
-        self._segments: dict[tuple[int, int], list[MediaSegment]] = {}
-        probe = self._segments_of(*_PROBE_SIZE)
-        # Several pictures of a row may be written like single ones, or with numbers. Otherwise a row may have only one.
-        is_alike = self._process([_PROBE_SIZE] * 2) == [probe] * 2
-        numbered = [_numbered(probe, number) for number in range(_NUM_PROBES)]
+        processor = self._processor = load_processor(files.directory)
+        self._special = special_tokens(processor)
+        pad_id = pad_ids_of(files.config).get("image")
+        self._pad = None if pad_id is None else str(processor.tokenizer.convert_ids_to_tokens(pad_id))
+        self._segments_by_size: dict[tuple[int, int], list[MediaSegment]] = {}
+
+        # Find out how the processor writes several pictures of a row: each like a single one, numbered, or otherwise.
+        single = self._segments_of(*_PROBE_SIZE)
+        is_alike = self._process([_PROBE_SIZE] * 2) == [single] * 2
+        numbered = [_numbered(single, number) for number in range(_NUM_PROBES)]
         self._is_numbered = not is_alike and self._process([_PROBE_SIZE] * _NUM_PROBES) == numbered
         self.one_picture_only = not is_alike and not self._is_numbered
-        self.content_as_list = _takes_lists(files)
-        tokens = [image_token, *(segment[0] for segment in probe if not isinstance(segment, str))]
-        placeholders: dict[str, MediaKind] = {image_token: "image"}
+
+        tokens = [str(processor.image_token), *(run.token for run in single if not isinstance(run, str))]
+        placeholders: dict[str, MediaKind] = {str(processor.image_token): "image"}
         self.warnings = (
             f"{files.model_type} models are encoded by transformers' processor, which is slower than by headers: it "
             "processes a blank picture for each new size",
         )
         self._videos: ProcessorVideos | None = None
-        self._no_videos = family.no_videos or "the processor or the tokenizer does not support videos"
-        if not family.no_videos and self._pad is not None and has_videos(self._processor):
-            self._videos = ProcessorVideos(self._processor, self._pad)
-            tokens.append(str(self._processor.video_token))
-            placeholders[tokens[-1]] = "video"
+        self._no_videos_reason = family.no_videos or "the processor or the tokenizer does not support videos"
+        if not family.no_videos and self._pad is not None and has_videos(processor):
+            self._videos = ProcessorVideos(processor, self._pad)
+            video_token = str(processor.video_token)
+            tokens.append(video_token)
+            placeholders[video_token] = "video"
             self.warnings += self._videos.warnings
         self.control_tokens = tuple(dict.fromkeys(tokens))
+        self.content_as_list = _takes_lists(files)
         self.placeholders = placeholders if self.content_as_list else {}
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
+        """Measure a picture by its header, and count the tokens that the processor gives a blank one of its size."""
         if kind == "video" and self._videos is not None:
             return self._videos.measure(ref)
         if kind != "image":
-            reason = self._no_videos if kind == "video" else "the model does not support sound"
+            reason = self._no_videos_reason if kind == "video" else "the model does not support sound"
             raise MediaProblem("media_unsupported", f"{label(ref)}: {reason}")
         refuse_own_limits(ref)
         from packtool.media.measure import measure_image  # here, because other families need no PIL
 
         height, width = measure_image(ref)
         try:
-            segments = self._segments_of(height, width)
+            counts = _token_counts(self._segments_of(height, width))
         except (ValueError, IndexError, ZeroDivisionError, MemoryError) as error:  # Pillow's, for wide pictures
             detail = f"{label(ref)}: the processor refuses {width}x{height}: {str(error) or type(error).__name__}"
             raise MediaProblem("media_size", detail) from error
-        counts = _token_counts(segments)
+        # If config.json names no placeholder token, it is the most frequent control token.
         num_tokens = max(counts.values(), default=0) if self._pad is None else counts[self._pad]
         return EncodedImage(ref.path, ref.data, height, width, (), num_tokens)
 
@@ -299,16 +311,18 @@ class ProcessorFamily(MediaEncoding):
         return _numbered(segments, number) if self._is_numbered else segments
 
     def _segments_of(self, height: int, width: int) -> list[MediaSegment]:
-        if (height, width) not in self._segments:
-            (self._segments[height, width],) = self._process([(height, width)])
-        return self._segments[height, width]
+        size = height, width
+        if size not in self._segments_by_size:
+            (self._segments_by_size[size],) = self._process([size])
+        return self._segments_by_size[size]
 
     def _process(self, sizes: list[tuple[int, int]]) -> list[list[MediaSegment]]:
         """Return the tokens of each picture of a row, given their sizes (height, width)."""
         from packtool.media.measure import blank_image  # here, because other families need no PIL
 
-        blank = [blank_image(height, width) for height, width in sizes]
-        return [split_processor_text(text, self._special) for text in process_images(self._processor, [blank])[0][0]]
+        pictures = [blank_image(height, width) for height, width in sizes]
+        (texts,), _ = process_images(self._processor, [pictures])
+        return [split_processor_text(text, self._special) for text in texts]
 
 
 def refuse_options(files: ModelFiles, options: MediaOptions) -> None:
@@ -348,8 +362,10 @@ def load_processor(directory: str) -> Any:
 
 def _numbered(segments: list[MediaSegment], number: int) -> list[MediaSegment]:
     """Return the tokens of picture ``number`` of a row, given those of picture 0; MiniCPM-V writes the number."""
-    i = next((i for i, segment in enumerate(segments) if isinstance(segment, str) and "0" in segment), None)
-    return segments if i is None else [*segments[:i], str(segments[i]).replace("0", str(number), 1), *segments[i + 1 :]]
+    for i, segment in enumerate(segments):
+        if isinstance(segment, str) and "0" in segment:
+            return [*segments[:i], segment.replace("0", str(number), 1), *segments[i + 1 :]]
+    return segments
 
 
 def _token_counts(segments: list[MediaSegment]) -> Counter[str]:
@@ -357,7 +373,7 @@ def _token_counts(segments: list[MediaSegment]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for segment in segments:
         if not isinstance(segment, str):
-            counts[segment[0]] += segment[1]
+            counts[segment.token] += segment.times
     return counts
 
 

@@ -22,6 +22,7 @@ from packtool.encode.families.record import (
     MediaLimits,
     MediaSegment,
     Medium,
+    TokenRun,
     Towers,
     VideoLimits,
     thinker_of,
@@ -87,8 +88,9 @@ class QwenOmni(QwenVL):
         return EncodedAudio(None, None, sound.num_samples, sound.num_features, sound.num_tokens)
 
     def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
+        audio_opening, audio_closing = TokenRun(self._audio_opening), TokenRun(self._audio_closing)
         if isinstance(medium, EncodedAudio):
-            return [(self._audio_opening, 1), (self._pads["audio"], medium.num_tokens), (self._audio_closing, 1)]
+            return [audio_opening, TokenRun(self._pads["audio"], medium.num_tokens), audio_closing]
         if not isinstance(medium, EncodedVideo) or medium.audio is None:
             return super().segments(medium, number)
         per_step = medium.num_tokens // medium.grid[0]
@@ -98,8 +100,8 @@ class QwenOmni(QwenVL):
         else:
             chunk = int(self._audios.tokens_per_second * self._audios.seconds_per_chunk)
             interleaved = _interleave_in_chunks(times, per_step, medium.audio.num_tokens, chunk)
-        inside: list[MediaSegment] = [(self._pads[kind], count) for kind, count in interleaved if count]
-        return [(self._opening, 1), (self._audio_opening, 1), *inside, (self._audio_closing, 1), (self._closing, 1)]
+        pads = [TokenRun(self._pads[kind], count) for kind, count in interleaved if count]
+        return [TokenRun(self._opening), audio_opening, *pads, audio_closing, TokenRun(self._closing)]
 
 
 def _audio_limits(files: ModelFiles, options: MediaOptions, is_qwen3: bool) -> AudioLimits:

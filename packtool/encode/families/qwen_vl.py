@@ -30,6 +30,7 @@ from packtool.encode.families.record import (
     MediaLimits,
     MediaSegment,
     Medium,
+    TokenRun,
     Towers,
     VideoLimits,
     image_limits_of,
@@ -380,14 +381,15 @@ class QwenVL(MediaEncoding):
     def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
         assert not isinstance(medium, EncodedAudio), "measure refuses sounds"
         pad = self._pads["image" if isinstance(medium, EncodedImage) else "video"]
+        opening, closing = TokenRun(self._opening), TokenRun(self._closing)
         if isinstance(medium, EncodedImage) or not self._videos.even_ends:
-            return [(self._opening, 1), (pad, medium.num_tokens), (self._closing, 1)]
+            return [opening, TokenRun(pad, medium.num_tokens), closing]
         # As in its processor, Qwen3-VL has a timestamp and marks for each temporal step, and marks around the video.
-        segments: list[MediaSegment] = [(self._opening, 1)]
+        pads_of_step = TokenRun(pad, medium.num_tokens // medium.grid[0])
+        segments: list[MediaSegment] = [opening]
         for seconds in timestamps(medium.indices, medium.fps, self._videos.temporal_patch_size):
-            step = [(self._opening, 1), (pad, medium.num_tokens // medium.grid[0]), (self._closing, 1)]
-            segments += [f"<{seconds:.1f} seconds>", *step]
-        return [*segments, (self._closing, 1)]
+            segments += [f"<{seconds:.1f} seconds>", opening, pads_of_step, closing]
+        return [*segments, closing]
 
 
 Grid = tuple[int, ...]

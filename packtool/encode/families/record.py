@@ -20,8 +20,17 @@ from packtool.media.files import MediaProblem
 from packtool.rows.sample import MediaKind, MediaRef
 
 Medium = EncodedImage | EncodedVideo | EncodedAudio
-MediaSegment = str | tuple[str, int]
-"""A segment of a medium's tokens: plain text, or a control token and how often it is repeated."""
+
+
+class TokenRun(NamedTuple):
+    """A control token that is repeated ``times`` times."""
+
+    token: str
+    times: int = 1
+
+
+MediaSegment = str | TokenRun
+"""A segment of a medium's tokens: plain text, or a control token with its repetitions."""
 
 
 @dataclass(frozen=True)
