@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 class _Border(NamedTuple):
-    """Where a medium begins or ends: after ``num_chars`` characters of a unit's text.
+    """The begin or end of a medium: after ``num_chars`` characters of a unit's text.
 
     ``num_chars`` is None if the medium begins before the unit's control token.
     """

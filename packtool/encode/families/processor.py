@@ -83,7 +83,7 @@ _MAX_REMEMBERED = 16  # the segments of a video are needed soon after it is meas
 
 
 class _SampledVideo(NamedTuple):
-    """What determines the tokens of a video; ``indices`` are those of the sampled frames in the file."""
+    """The inputs that determine the tokens of a video; ``indices``: of the sampled frames in the file."""
 
     height: int
     width: int
