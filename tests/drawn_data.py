@@ -241,8 +241,8 @@ def _tower(**more: Any) -> dict[str, Any]:
 
 
 def _seeing_ids(ids: dict[str, int], suffix: str = "id") -> dict[str, int]:
-    found = {f"{kind}_token_{suffix}": ids[f"<|{kind}_pad|>"] for kind in ("image", "video")}
-    return found | {f"vision_{end}_token_id": ids[f"<|vision_{end}|>"] for end in ("start", "end")}
+    token_ids = {f"{kind}_token_{suffix}": ids[f"<|{kind}_pad|>"] for kind in ("image", "video")}
+    return token_ids | {f"vision_{end}_token_id": ids[f"<|vision_{end}|>"] for end in ("start", "end")}
 
 
 def _qwen2_5_vl(ids: dict[str, int]) -> dict[str, Any]:
@@ -341,7 +341,7 @@ def _figure_sizes() -> list[tuple[int, int]]:
     return [(880, 80), (60, 57), (1400, 900), *((draw.randrange(60, 700), draw.randrange(60, 700)) for _ in range(25))]
 
 
-_SYLLABLES = [first + vowel + last for first in "bdfklmnprstvz" for vowel in "aeiou" for last in ("", "n", "r", "st")]
+_SYLLABLES = [onset + vowel + last for onset in "bdfklmnprstvz" for vowel in "aeiou" for last in ("", "n", "r", "st")]
 _PHRASES = (
     "the quick brown fox, isn't it? 1234 + 5 = 1239.",
     "图片中的狗是什么颜色？棕色的。",
@@ -375,8 +375,8 @@ def _rows() -> dict[str, list[dict[str, Any]]]:
         return messages
 
     def media(question: str, **files: list[str]) -> dict[str, Any]:
-        kept = {kind: [f"{MEDIA}/{name}" for name in names] for kind, names in files.items()}
-        return {"messages": talk(1 + draw.randrange(3), question), **kept}
+        media_paths = {kind: [f"{MEDIA}/{name}" for name in names] for kind, names in files.items()}
+        return {"messages": talk(1 + draw.randrange(3), question), **media_paths}
 
     figures = [
         {"messages": talk(1, draw.choice(("<image>", "<image>\n", "See <image> "))), "images": [f"{FIGURES}/{n}.jpg"]}

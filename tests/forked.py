@@ -25,14 +25,14 @@ _FORK = multiprocessing.get_context("fork")
 
 
 @contextmanager
-def started(function: Callable[..., Any], *args: Any, told: Path | None = None) -> Iterator[BaseProcess]:
+def started(function: Callable[..., Any], *args: Any, output_path: Path | None = None) -> Iterator[BaseProcess]:
     """A function that runs in a fork of this process, with a process group of its own, and is killed in the end.
 
     Args:
         function: a number that it returns is the exit code.
-        told: file for what it writes to stdout and stderr.
+        output_path: file for its stdout and stderr.
     """
-    process = _FORK.Process(target=_call, args=(told, function, *args))
+    process = _FORK.Process(target=_call, args=(output_path, function, *args))
     process.start()
     try:
         yield process
@@ -43,15 +43,15 @@ def started(function: Callable[..., Any], *args: Any, told: Path | None = None) 
         process.join()
 
 
-def _call(told: Path | None, function: Callable[..., Any], *args: Any) -> None:
+def _call(output_path: Path | None, function: Callable[..., Any], *args: Any) -> None:
     import torch
 
     gc.freeze()  # what a fork has of its parent is nothing to collect, and lies in pages that are shared until touched
     os.setsid()
     torch.set_num_threads(1)  # the parent's threads are not there after a fork
-    if told is not None:
+    if output_path is not None:
         # Pytest has put files of its own in the place of Python's streams.
-        sys.stdout = sys.stderr = told.open("w", buffering=1)
+        sys.stdout = sys.stderr = output_path.open("w", buffering=1)
         for number in (1, 2):
             os.dup2(sys.stderr.fileno(), number)
     sys.exit(function(*args))
@@ -72,8 +72,8 @@ def run_ranks(size: int, function: Callable[..., None], *args: Any, scratch: Pat
             for sentinel in ended:
                 running.pop(sentinel).join()
         codes = _codes(processes)
-    said = "\n".join(path.read_text() for path in sorted(scratch.glob("failed-*.txt")))
-    assert codes == [0] * size, said or f"exit codes {codes}"
+    failures = "\n".join(path.read_text() for path in sorted(scratch.glob("failed-*.txt")))
+    assert codes == [0] * size, failures or f"exit codes {codes}"
 
 
 def _codes(processes: Sequence[BaseProcess]) -> list[int | None]:
@@ -94,8 +94,8 @@ def started_ranks(
         # Bound until the end: else whoever connects to something would be given the port before the first rank has it.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
-        given = size, held.getsockname()[1], scratch, function, *args
-        processes = [_FORK.Process(target=_main, args=(rank, *given)) for rank in range(size)]
+        rank_args = size, held.getsockname()[1], scratch, function, *args
+        processes = [_FORK.Process(target=_main, args=(rank, *rank_args)) for rank in range(size)]
         for process in processes:
             process.start()
         try:

@@ -36,14 +36,14 @@ class S3Server:
         command = [sys.executable, "-c", _PROGRAM]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
-        said = ""
+        output = ""
         for line in self._process.stderr:
-            said += line
-            if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
-                self.port = int(found[1])
+            output += line
+            if match := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+                self.port = int(match[1])
                 break
         else:
-            raise RuntimeError(f"the S3 server did not start: {said}")
+            raise RuntimeError(f"the S3 server did not start: {output}")
         # A full pipe would stop the server.
         threading.Thread(target=self._process.stderr.read, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -196,5 +196,5 @@ def _path_style(head: bytes) -> bytes:
 
 
 def _header(head: bytes, name: str) -> str | None:
-    found = re.search(rf"(?i)\r\n{name}: *([^\r]*)", head.decode())
-    return found[1] if found else None
+    match = re.search(rf"(?i)\r\n{name}: *([^\r]*)", head.decode())
+    return match[1] if match else None

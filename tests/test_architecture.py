@@ -195,17 +195,17 @@ def test_what_every_run_imports_is_required() -> None:
 
 @pytest.mark.parametrize("path", sorted((PACKAGE.parent / "scripts").glob("bench_*.py")), ids=lambda path: path.stem)
 def test_benchmarks_need_no_package_of_the_tests(path: Path) -> None:
-    root, wrong, left, seen = PACKAGE.parent, [], [path], {path}
+    root, wrong, unread, seen = PACKAGE.parent, [], [path], {path}
     only_tests = {canonicalize_name(Requirement(line).name) for line in EXTRAS["test"]} - REQUIRED
-    while left:
-        file = left.pop()
+    while unread:
+        file = unread.pop()
         for name, line in _imports(file, ast.parse(file.read_text())):
             if {canonicalize_name(owner) for owner in DISTRIBUTIONS.get(name.split(".")[0], ())} & only_tests:
                 wrong.append(f"{file.relative_to(root)}:{line}: {name}")
             own = root.joinpath(*name.split(".")).with_suffix(".py")
             if name.startswith(("scripts.", "tests.")) and own.is_file() and own not in seen:
                 seen.add(own)
-                left.append(own)
+                unread.append(own)
     assert not wrong
 
 
@@ -232,8 +232,8 @@ def test_json_is_read_in_one_place() -> None:
         "demo/run.py",
         "train/model/load.py",
     }
-    found = {path.relative_to(PACKAGE).as_posix() for path in FILES if re.search(r"json\.loads?\(", path.read_text())}
-    assert found == allowed
+    paths = {path.relative_to(PACKAGE).as_posix() for path in FILES if re.search(r"json\.loads?\(", path.read_text())}
+    assert paths == allowed
 
 
 # Limits of the whole package, and what to do at each: raising one needs a line in CHANGELOG.md with the reason.
@@ -290,7 +290,7 @@ def test_the_wheel_has_every_file() -> None:
         if path.is_file() and path.suffix not in (".py", ".pyc"):
             owners = [PACKAGE.parent.joinpath(*name.split(".")) for name in patterns]
             held = zip(owners, patterns.values(), strict=True)
-            assert any(path.match(f"{owner}/{pattern}") for owner, some in held for pattern in some), path
+            assert any(path.match(f"{owner}/{pattern}") for owner, patterns in held for pattern in patterns), path
 
 
 def test_every_public_thing_has_a_docstring() -> None:
@@ -320,7 +320,7 @@ def _public_arrays(nodes: list[ast.stmt], holder: str = "") -> Iterator[tuple[st
         elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
             annotations = [*(argument.annotation for argument in arguments), node.returns]
-            if any(found is not None and ARRAYS.search(ast.unparse(found)) for found in annotations):
+            if any(annotation is not None and ARRAYS.search(ast.unparse(annotation)) for annotation in annotations):
                 yield f"{node.lineno} {node.name}", f"{ast.get_docstring(node) or ''}\n{holder}"
 
 
@@ -403,7 +403,7 @@ def test_a_name_means_one_thing() -> None:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     wrong = {
-        name: found for name, found in places.items() if len(found) > 1 and name not in ONCE_PER_CLIENT | ONCE_MORE
+        name: paths for name, paths in places.items() if len(paths) > 1 and name not in ONCE_PER_CLIENT | ONCE_MORE
     }
     assert not wrong
 

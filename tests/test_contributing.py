@@ -19,16 +19,16 @@ NAMES = [
 @cache
 def names_in_the_code() -> frozenset[str]:
     """Modules, what they define and take, and strings, such as variables of the environment."""
-    found: set[str] = set()
+    code_names: set[str] = set()
     for path in chain((ROOT / "packtool").rglob("*.py"), (ROOT / "tests").rglob("*.py")):
-        found.add(path.stem)
+        code_names.add(path.stem)
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name) | ast.arg(arg=name):
-                    found.add(name)
+                    code_names.add(name)
                 case ast.Attribute(attr=name) | ast.Constant(value=str(name)):
-                    found.add(name)
-    return frozenset(found)
+                    code_names.add(name)
+    return frozenset(code_names)
 
 
 def test_every_path_leads_to_a_file() -> None:
@@ -44,13 +44,13 @@ def leads_to_a_file(text: str) -> bool:
     pattern = path.rstrip("/").replace("NAME", "*")
     starts = (ROOT, ROOT / "packtool", ROOT / "tests")
     depths, suffixes = ("", "**/"), ("", ".py")
-    found = [
+    files = [
         file
         for start, depth, suffix in product(starts, depths, suffixes)
         if start != ROOT or not depth  # never through all that lies beside the package
         for file in start.glob(f"{depth}{pattern}{suffix}")
     ]
-    return bool(found) and (not function or f"def {function}(" in found[0].read_text())
+    return bool(files) and (not function or f"def {function}(" in files[0].read_text())
 
 
 def test_every_name_is_one_of_the_code() -> None:

@@ -29,12 +29,12 @@ def blocks(page: Path) -> list[str]:
 
 def commands() -> list[str]:
     """Every packtool command of every page that can run here, in the order of the site, each once."""
-    found = []
+    commands_in_docs = []
     for page in ["getting-started.md", *(page.name for page in PAGES)]:
         for block in blocks(DOCS / page):
             if not block.startswith(_ELSEWHERE):
-                found += re.findall(r"^(?:[A-Z_]+=\S+ )*packtool (?:.*\\\n)*.+", block, re.MULTILINE)
-    return list(dict.fromkeys(found))
+                commands_in_docs += re.findall(r"^(?:[A-Z_]+=\S+ )*packtool (?:.*\\\n)*.+", block, re.MULTILINE)
+    return list(dict.fromkeys(commands_in_docs))
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def test_every_recipe_is_accepted(
     """The recipes for GPUs, planned with a small model: whatever a run would refuse is refused."""
     monkeypatch.chdir(world)
     run_here("packtool export --model model --dataset rows.json --output-dir recipes --max-length 1024")
-    asked = "\n".join(block for block in blocks(DOCS / "training.md") if block.startswith(_ELSEWHERE))
-    recipes = re.findall(r"^(?:[A-Z_]+=\S+ )*packtool train (?:.*\\\n)*.+", asked, re.MULTILINE)
+    sections = "\n".join(block for block in blocks(DOCS / "training.md") if block.startswith(_ELSEWHERE))
+    recipes = re.findall(r"^(?:[A-Z_]+=\S+ )*packtool train (?:.*\\\n)*.+", sections, re.MULTILINE)
     assert len(recipes) >= 10
     for number, recipe in enumerate(recipes):
         small = re.sub(r"--model \S+", "--model model", recipe)
@@ -84,8 +84,10 @@ def test_no_command_hides_in_a_block_of_text() -> None:
 def test_blocks_that_do_not_run_say_what_they_need() -> None:
     for page in PAGES:
         for block in blocks(page):
-            first = block.splitlines()[0]
-            assert first.startswith((_ELSEWHERE, "packtool ", "scripts/")) or "=" in first.split()[0], first
+            first_line = block.splitlines()[0]
+            assert first_line.startswith((_ELSEWHERE, "packtool ", "scripts/")) or "=" in first_line.split()[0], (
+                first_line
+            )
 
 
 def _anchors(page: Path) -> set[str]:

@@ -20,8 +20,8 @@ def test_docstring_draws_the_real_tree_with_the_real_codes() -> None:
         for value in vars(errors).values()
         if inspect.isclass(value) and issubclass(value, errors.PacktoolError) and value.__module__ == errors.__name__
     ]
-    drawn = dict(re.findall(r"(\w+Error)\s+(\d)", errors.__doc__ or ""))
-    assert drawn == {cls.__name__: str(cls.exit_code) for cls in classes}
+    codes = dict(re.findall(r"(\w+Error)\s+(\d)", errors.__doc__ or ""))
+    assert codes == {cls.__name__: str(cls.exit_code) for cls in classes}
 
 
 @pytest.mark.smoke
@@ -49,9 +49,9 @@ def _messages() -> Iterator[tuple[str, str]]:
 
 
 def test_no_message_suggests_what_deletes_without_saying_so() -> None:
-    found = [(place, text) for place, text in _messages() if "--overwrite" in text]
-    assert len(found) > 3
-    assert [place for place, text in found if not re.search("delete|remove|replace", text)] == []
+    suggestions = [(place, text) for place, text in _messages() if "--overwrite" in text]
+    assert len(suggestions) > 3
+    assert [place for place, text in suggestions if not re.search("delete|remove|replace", text)] == []
 
 
 def test_several_problems_become_one_error() -> None:

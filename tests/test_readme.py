@@ -21,15 +21,15 @@ def test_the_two_commands(repository: Path, tmp_path: Path) -> None:
     quickstart, test = (line.partition("#")[0].strip() for line in blocks(repository)[0].strip().splitlines())
     if not (repository / ".venv").exists():
         pytest.skip("the scripts would install an environment of their own")
-    told = run_in_shell(f"{quickstart} --output-dir {tmp_path / 'demo'}", repository).stdout
+    output = run_in_shell(f"{quickstart} --output-dir {tmp_path / 'demo'}", repository).stdout
     page = (repository / "docs" / "getting-started.md").read_text()
     shown = re.search(r"```text\n(.*?)```", page, re.DOTALL)
     assert shown
-    for line in told[told.index("rows ") :].strip().splitlines():
+    for line in output[output.index("rows ") :].strip().splitlines():
         name = re.split(r"\s{2,}", line.strip())[0]
         assert name in shown.group(1), f"docs/getting-started.md does not show {name!r}"
     figures = {
-        what.strip(): float(share) for what, share in re.findall(r"^ *(.*?) {2,}([\d.]+)% *$", told, re.MULTILINE)
+        what.strip(): float(share) for what, share in re.findall(r"^ *(.*?) {2,}([\d.]+)% *$", output, re.MULTILINE)
     }
     (accuracy,) = (share for what, share in figures.items() if what.startswith("accuracy on"))
     assert accuracy >= 90

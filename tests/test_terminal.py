@@ -18,15 +18,15 @@ TEXT = st.text(st.one_of(st.sampled_from(HOSTILE + "\n\t[/]ab é"), st.character
 BIDI = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
-def acting(text: str, kept: str = "\n\t") -> list[str]:
+def acting(text: str, allowed: str = "\n\t") -> list[str]:
     """Characters that a terminal obeys, or that turn or hide text."""
-    return [c for c in text if c not in kept and (unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in BIDI)]
+    return [c for c in text if c not in allowed and (unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in BIDI)]
 
 
 @given(TEXT)
 def test_nothing_that_acts_is_left(text: str) -> None:
     assert acting(escape_text(text)) == []
-    assert acting(escape_line(text), kept="") == []
+    assert acting(escape_line(text), allowed="") == []
     assert escape_text(escape_text(text)) == escape_text(text)
     escape_line(text).encode()  # no half of a surrogate pair is left
 
@@ -40,8 +40,8 @@ def test_what_is_plain_stays() -> None:
 
 @given(text=TEXT)
 def test_no_printer_lets_controls_through(text: str) -> None:
-    told = io.StringIO()
-    console = Console(file=told, width=200)
+    output = io.StringIO()
+    console = Console(file=output, width=200)
     progress = TerminalProgress(console)
     progress.start(text, 3)
     progress._last -= 100  # as if the last line was long ago
@@ -49,15 +49,15 @@ def test_no_printer_lets_controls_through(text: str) -> None:
     progress.note(text)
     progress.finish()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.stdout", told)
-        patch.setattr("sys.stderr", told)
+        patch.setattr("sys.stdout", output)
+        patch.setattr("sys.stderr", output)
         show(text)
         show(text, error=True)
         print_table(text, [(text, text), ("[/b]", "[red]")])
         show_styled([(text, ""), (text, "")])
-        before = told.tell()
+        before = output.tell()
         show_json({"text": text, text: [text]})
-    out = told.getvalue()
+    out = output.getvalue()
     assert acting(out) == []
     assert "[/b]" in out, "what rows hold is no markup"
     assert json.loads(out[before:])["text"] == text
@@ -65,14 +65,14 @@ def test_no_printer_lets_controls_through(text: str) -> None:
 
 
 def test_a_bar_shows_no_controls_of_others() -> None:
-    told = io.StringIO()
-    console = Console(file=told, width=120, force_terminal=True)
+    output = io.StringIO()
+    console = Console(file=output, width=120, force_terminal=True)
     with TerminalProgress(console) as progress:
         progress.start("\x1b]0;title\x07[/x]", 2)
         progress.advance(1, name="\x1b[8mhidden[/x]")
-    assert "\x1b]" not in told.getvalue()
-    assert "\x1b[8m" not in told.getvalue()
-    assert r"\x1b]0;title\x07[/x]" in told.getvalue()
+    assert "\x1b]" not in output.getvalue()
+    assert "\x1b[8m" not in output.getvalue()
+    assert r"\x1b]0;title\x07[/x]" in output.getvalue()
 
 
 def test_styles_are_around_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,9 +85,9 @@ def check_kernel(
         weight = weight.to(heads[0].device)
         gradients = torch.autograd.grad((out.double() * weight).sum(), heads)
         expected_gradients = torch.autograd.grad((expected * weight).sum(), wide)
-        pairs += [(found.double(), other) for found, other in zip(gradients, expected_gradients, strict=True)]
-    for found, other in pairs:
-        assert found.shape == other.shape
+        pairs += [(actual.double(), other) for actual, other in zip(gradients, expected_gradients, strict=True)]
+    for actual, other in pairs:
+        assert actual.shape == other.shape
         # Gradients are sums over many tokens: their size sets what a rounding is.
         unit = max([1.0, *other.detach().abs().flatten().tolist()])
-        torch.testing.assert_close(found, other, rtol=0, atol=tolerance * unit)
+        torch.testing.assert_close(actual, other, rtol=0, atol=tolerance * unit)

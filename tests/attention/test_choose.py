@@ -46,7 +46,7 @@ def test_auto_is_varlen_on_cuda_in_16_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "dtype", "told"),
+    ("name", "device", "dtype", "message"),
     [
         ("varlen", CPU, torch.bfloat16, r"runs on CUDA only.*\n.*sdpa"),
         ("varlen", GPU, torch.float32, r"bfloat16 or float16.*float32\n.*--torch-dtype bfloat16"),
@@ -58,12 +58,12 @@ def test_auto_is_varlen_on_cuda_in_16_bits() -> None:
 )
 @pytest.mark.usefixtures("hopper")
 def test_what_is_not_there_is_named_with_the_remedy(
-    name: str, device: torch.device, dtype: torch.dtype, told: str
+    name: str, device: torch.device, dtype: torch.dtype, message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         choose(name, device, dtype)
     assert f"--attn-impl {name}" in str(error.value)
-    assert re.search(told, str(error.value))
+    assert re.search(message, str(error.value))
 
 
 def test_an_old_gpu_gets_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,15 +24,15 @@ def inputs_for(model: PreTrainedModel, name: str, kinds: set[str]) -> dict[str, 
     vision = model.config.vision_config
     patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     random = torch.Generator().manual_seed(1)
-    given: dict[str, Any] = {"input_ids": torch.tensor([TOKENS]), "use_cache": False}
-    given["position_ids"] = torch.arange(len(TOKENS)).view(1, 1, -1).expand(4, 1, -1)
+    model_inputs: dict[str, Any] = {"input_ids": torch.tensor([TOKENS]), "use_cache": False}
+    model_inputs["position_ids"] = torch.arange(len(TOKENS)).view(1, 1, -1).expand(4, 1, -1)
     if "image" in kinds:
-        given["pixel_values"] = torch.randn(8, patch_dim, generator=random)
-        given["image_grid_thw"] = torch.tensor([[1, 2, 2], [1, 2, 2]])
+        model_inputs["pixel_values"] = torch.randn(8, patch_dim, generator=random)
+        model_inputs["image_grid_thw"] = torch.tensor([[1, 2, 2], [1, 2, 2]])
     if "video" in kinds:
-        given["pixel_values_videos"] = torch.randn(16, patch_dim, generator=random)
-        given["video_grid_thw"] = torch.tensor([[2, 2, 4]])
-    return given | {"towers": tower_inputs(reduced_spec(name), given, given["input_ids"])}
+        model_inputs["pixel_values_videos"] = torch.randn(16, patch_dim, generator=random)
+        model_inputs["video_grid_thw"] = torch.tensor([[2, 2, 4]])
+    return model_inputs | {"towers": tower_inputs(reduced_spec(name), model_inputs, model_inputs["input_ids"])}
 
 
 def looks_and_gradients(model: PreTrainedModel, name: str, kinds: set[str]) -> tuple[int, Tensor, dict[str, Tensor]]:
@@ -83,20 +83,20 @@ def test_a_copy_looks_with_its_own_tower(name: str) -> None:
     with torch.no_grad():
         for parameter in changed.model.visual.parameters():  # type: ignore[union-attr]
             parameter.mul_(1.5)
-    given = inputs_for(model, name, {"image", "video"})
+    model_inputs = inputs_for(model, name, {"image", "video"})
     with torch.no_grad():
-        before, other = model(**given).logits, changed(**given).logits
+        before, other = model(**model_inputs).logits, changed(**model_inputs).logits
         assert not torch.allclose(before, other)
-        assert torch.equal(model(**given).logits, before)
+        assert torch.equal(model(**model_inputs).logits, before)
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_a_pass_that_broke_off_leaves_nothing_behind(name: str) -> None:
     model: Any = reduced_model(name, packed=False)
     run_towers_once(model)
-    given = inputs_for(model, name, {"image", "video"})
+    model_inputs = inputs_for(model, name, {"image", "video"})
     with torch.no_grad():
         expected = model(**inputs_for(model, name, set())).logits
         with pytest.raises(AttributeError):
-            model(**given | {"position_ids": "none"})
+            model(**model_inputs | {"position_ids": "none"})
         assert torch.equal(model(**inputs_for(model, name, set())).logits, expected)

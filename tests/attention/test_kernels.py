@@ -164,10 +164,10 @@ def trees(draw: st.DrawFn) -> Tree:
 
 def _paths(parents: list[int]) -> list[list[int]]:
     """Of each node the nodes from the root down to it."""
-    found: list[list[int]] = []
+    paths: list[list[int]] = []
     for number, parent in enumerate(parents):
-        found.append([*(found[parent] if parent >= 0 else []), number])
-    return found
+        paths.append([*(paths[parent] if parent >= 0 else []), number])
+    return paths
 
 
 @settings(max_examples=40)
@@ -181,18 +181,18 @@ def test_a_tree_computes_what_its_rows_compute_alone(tree: Tree, window: int | N
     alone = []
     for path in _paths(parents):
         row = torch.cat([torch.arange(parts[node].start, parts[node].stop) for node in path])
-        whole = KERNELS["reference"].attend(
+        row_output = KERNELS["reference"].attend(
             *(tensor[row] for tensor in heads), Varlen.of_lengths([len(row)]), window=window
         )
-        alone.append(whole[-lengths[path[-1]] :])
+        alone.append(row_output[-lengths[path[-1]] :])
     expected = torch.cat(alone)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = torch.autograd.grad((expected * weight).sum(), heads)
     for kernel in (KERNELS["reference"], HERE["sdpa"]):
         out = kernel.attend(heads[0], heads[1][index], heads[2][index], varlen, window=window)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-        found = torch.autograd.grad((out * weight).sum(), heads)
-        for gradient, other in zip(found, wanted, strict=True):
+        gradients = torch.autograd.grad((out * weight).sum(), heads)
+        for gradient, other in zip(gradients, wanted, strict=True):
             torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-11)
 
 

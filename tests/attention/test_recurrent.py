@@ -147,12 +147,12 @@ def test_gradient_checkpointing_reaches_the_same(setting: Setting) -> None:
     ],
 )
 def test_refuses_calls_that_could_leak(setting: Setting, changes: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"hidden_states": torch.zeros(1, 6, 32), "max_length_q": 4}
-    given["cu_seq_lens_q"] = torch.tensor([0, 4, 6], dtype=torch.int32)
+    layer_inputs: dict[str, Any] = {"hidden_states": torch.zeros(1, 6, 32), "max_length_q": 4}
+    layer_inputs["cu_seq_lens_q"] = torch.tensor([0, 4, 6], dtype=torch.int32)
     layer = recurrent_layers(setting[0])[0]
-    assert layer(**given).shape == (1, 6, 32)
+    assert layer(**layer_inputs).shape == (1, 6, 32)
     with pytest.raises(LeakError, match=message):
-        layer(**given | changes)
+        layer(**layer_inputs | changes)
 
 
 class Recurrence(nn.Module):

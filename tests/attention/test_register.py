@@ -153,9 +153,9 @@ def test_a_shared_prefix_is_computed_once(impl: str) -> None:
     }
     together = model(input_ids=ids, **tree, use_cache=False).logits[0]
     model.set_attn_implementation("sdpa")
-    first = model(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits[0]
-    second = model(input_ids=torch.tensor([[5, 6, 7, 10]])).logits[0]
-    torch.testing.assert_close(together, torch.cat([first, second[3:]]), rtol=0, atol=1e-6)
+    first_logits = model(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits[0]
+    second_logits = model(input_ids=torch.tensor([[5, 6, 7, 10]])).logits[0]
+    torch.testing.assert_close(together, torch.cat([first_logits, second_logits[3:]]), rtol=0, atol=1e-6)
 
 
 def test_names_are_not_taken_for_transformers_own() -> None:
@@ -178,8 +178,8 @@ def test_dropout_is_left_to_a_kernel_that_has_it() -> None:
     model = tiny_model(attention_dropout=0.5).train()
     set_attention(model)
     inputs = {"input_ids": torch.arange(6)[None], "cu_seq_lens_q": torch.tensor([0, 6]), "max_length_q": 6}
-    first, second = (model(**inputs, use_cache=False).logits for _ in range(2))
-    assert not torch.equal(first, second)
+    first_logits, second_logits = (model(**inputs, use_cache=False).logits for _ in range(2))
+    assert not torch.equal(first_logits, second_logits)
     set_attention(model, "reference")
     with pytest.raises(ConfigError, match="attention_dropout"):
         model(**inputs, use_cache=False)

@@ -48,13 +48,13 @@ def versions(*packages: str) -> list[tuple[str, str]]:
     return [(package, version) for package in packages for version in next(iter(SIGNATURES[package].values()))]
 
 
-def by_reference(found: dict[str, Any], *, scale: float, left: int, causal: bool) -> Tensor:
+def by_reference(arguments: dict[str, Any], *, scale: float, num_left: int, causal: bool) -> Tensor:
     """What these kernels compute: their window counts the keys before the query only.
 
     Args:
         found: all arguments by the names of their order.
     """
-    q, k, v, bounds, other_bounds, longest, other_longest = list(found.values())[:7]
+    q, k, v, bounds, other_bounds, longest, other_longest = list(arguments.values())[:7]
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0
     assert bounds.dtype == other_bounds.dtype == torch.int32
@@ -62,7 +62,7 @@ def by_reference(found: dict[str, Any], *, scale: float, left: int, causal: bool
     # For bounds that are one tensor torch may take cuDNN, which aligns causal masks at the beginning.
     assert (bounds is other_bounds) == torch.equal(bounds, other_bounds)
     varlen = Varlen(bounds, longest, causal=causal, keys=Varlen(other_bounds, other_longest))
-    return KERNELS["reference"].attend(q, k, v, varlen, scale=scale, window=None if left < 0 else left + 1)
+    return KERNELS["reference"].attend(q, k, v, varlen, scale=scale, window=None if num_left < 0 else num_left + 1)
 
 
 def flash_of(package: str, version: str) -> Callable[..., Any]:
@@ -72,13 +72,13 @@ def flash_of(package: str, version: str) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        found = bound.arguments
+        arguments = bound.arguments
         order = ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
-        found = {name: found[name] for name in order} | found
-        left, right = found["window_size"]
-        assert right == (-1 if left < 0 else 0)
-        out = by_reference(found, scale=found["softmax_scale"], left=left, causal=found["causal"])
-        return out if "return_attn_probs" in found or (package, version) in WITHOUT_LSE else (out, "lse")
+        arguments = {name: arguments[name] for name in order} | arguments
+        num_left, right = arguments["window_size"]
+        assert right == (-1 if num_left < 0 else 0)
+        out = by_reference(arguments, scale=arguments["softmax_scale"], num_left=num_left, causal=arguments["causal"])
+        return out if "return_attn_probs" in arguments or (package, version) in WITHOUT_LSE else (out, "lse")
 
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
@@ -91,13 +91,13 @@ def varlen_of(version: str) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        found = bound.arguments
+        arguments = bound.arguments
         # Fewer heads of K and V than of Q are an error where they are not asked for.
-        assert found.get("enable_gqa", False) == (found["query"].shape[1] != found["key"].shape[1])
-        left, right = found.get("window_size", (-1, -1))
-        causal = found.get("is_causal", right == 0)
-        scale = found.get("scale") or found["query"].shape[-1] ** -0.5
-        return by_reference(found, scale=scale, left=left, causal=causal)
+        assert arguments.get("enable_gqa", False) == (arguments["query"].shape[1] != arguments["key"].shape[1])
+        num_left, right = arguments.get("window_size", (-1, -1))
+        causal = arguments.get("is_causal", right == 0)
+        scale = arguments.get("scale") or arguments["query"].shape[-1] ** -0.5
+        return by_reference(arguments, scale=scale, num_left=num_left, causal=causal)
 
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
@@ -110,10 +110,10 @@ def check_calls(kernel: Kernel, *, head_dim: int, has_windows: bool) -> None:
             for causal in (True, False):
                 varlen = replace(Varlen.of_lengths(LENGTHS), causal=causal)
                 check_kernel(kernel, random_heads(sum(LENGTHS), *heads, head_dim), varlen, scale=scale)
-    given = random_heads(sum(LENGTHS), 4, 2, head_dim), Varlen.of_lengths(LENGTHS)
-    check_kernel(kernel, *given, window=max(LENGTHS))
+    inputs = random_heads(sum(LENGTHS), 4, 2, head_dim), Varlen.of_lengths(LENGTHS)
+    check_kernel(kernel, *inputs, window=max(LENGTHS))
     if has_windows:
-        check_kernel(kernel, *given, window=3)
+        check_kernel(kernel, *inputs, window=3)
     for tree in TREES.values():
         heads = random_heads(sum(tree[1]), 4, 2, head_dim)
         for window in (None, 5) if has_windows else (None, sum(tree[1])):
@@ -173,11 +173,13 @@ def test_blocks_of_shared_rows_fit_torchs_operators(
     out, lse = CudaFlashBlockKernel().fwd(*heads, block=block)
     gradients = CudaFlashBlockKernel().bwd(out, *heads, out=out, lse=lse, block=block)
     assert [tensor.shape for tensor in gradients] == [tensor.shape for tensor in heads]
-    for found in called.values():
-        assert found["cum_seq_q"] is found["cum_seq_k"] is varlen.cu_seqlens
-        assert (found["max_q"], found["max_k"], found["dropout_p"]) == (max(LENGTHS), max(LENGTHS), 0.0)
-        assert (found["is_causal"], found["scale"]) == (True, 0.3)
-        assert (found.get("window_size_left"), found.get("window_size_right")) == ((2, 0) if window else (None, None))
+    for arguments in called.values():
+        assert arguments["cum_seq_q"] is arguments["cum_seq_k"] is varlen.cu_seqlens
+        assert (arguments["max_q"], arguments["max_k"], arguments["dropout_p"]) == (max(LENGTHS), max(LENGTHS), 0.0)
+        assert (arguments["is_causal"], arguments["scale"]) == (True, 0.3)
+        assert (arguments.get("window_size_left"), arguments.get("window_size_right")) == (
+            (2, 0) if window else (None, None)
+        )
 
 
 def test_the_installed_torch_agrees_with_its_entry() -> None:

@@ -135,7 +135,7 @@ def test_a_model_that_takes_no_boundaries_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def inputs(**changes: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {
+    model_inputs: dict[str, Any] = {
         "input_ids": torch.zeros(1, 6, dtype=torch.int64),
         "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]]).expand(4, 1, 6),
         "use_cache": False,
@@ -143,7 +143,7 @@ def inputs(**changes: Any) -> dict[str, Any]:
         "max_length_q": 4,
         "document_lengths": (4, 2),
     }
-    return given | changes
+    return model_inputs | changes
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 
 def tree_inputs(**changes: Any) -> dict[str, Any]:
     """A prefix of two tokens, and two continuations of two."""
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "position_ids": torch.tensor([[0, 1, 2, 3, 2, 3]]).expand(4, 1, 6),
         "cu_seq_lens_q": torch.tensor([0, 2, 4, 6], dtype=torch.int32),
         "max_length_q": 2,
@@ -188,7 +188,7 @@ def tree_inputs(**changes: Any) -> dict[str, Any]:
         "max_length_k": 4,
         "key_lengths": (2, 4, 4),
     }
-    return inputs(**(given | changes))
+    return inputs(**(defaults | changes))
 
 
 @pytest.mark.parametrize(

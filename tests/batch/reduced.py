@@ -193,24 +193,24 @@ def samples_alike(name: str) -> list[EncodedSample]:
     Their order is not that of the tree, one of them ends where others go on, and two have two answers to one prompt.
     """
     limits = reduced_limits(reduced_config(name))
-    first, second = (((40, 32),), ((16, 16),)) if limits is not None else ((), ())
-    trunk = make_sample(9, first, seed=1, limits=limits)
-    branch = going_on(trunk, make_sample(6, second, seed=2, limits=limits))
+    first_pictures, second_pictures = (((40, 32),), ((16, 16),)) if limits is not None else ((), ())
+    trunk = make_sample(9, first_pictures, seed=1, limits=limits)
+    branch = going_on(trunk, make_sample(6, second_pictures, seed=2, limits=limits))
     prompt = going_on(branch, untrained(make_sample(5, seed=3)))
     answers = [all_trained(make_sample(length, seed=40 + length)) for length in (3, 5, 1)]
-    other = make_sample(8, first, seed=5, limits=limits)
-    found = [
+    other = make_sample(8, first_pictures, seed=5, limits=limits)
+    samples = [
         going_on(prompt, answers[0]),
         other,
         going_on(trunk, make_sample(7, seed=6)),
         going_on(prompt, answers[1]),
     ]
-    found += [
-        going_on(trunk, make_sample(6, second, seed=7, limits=limits)),
+    samples += [
+        going_on(trunk, make_sample(6, second_pictures, seed=7, limits=limits)),
         going_on(other, answers[2]),
         prompt,
     ]
-    return [dataclasses.replace(sample, row=number) for number, sample in enumerate(found)]
+    return [dataclasses.replace(sample, row=number) for number, sample in enumerate(samples)]
 
 
 def untrained(sample: EncodedSample) -> EncodedSample:

@@ -188,11 +188,11 @@ def test_a_missing_picture_is_named(vision: InputSpec, tmp_path: Path) -> None:
 @pytest.mark.parametrize("collate", [collate_packs, collate_padded])
 def test_pads_that_do_not_fit_their_own_samples_pictures_are_refused(collate: object, vision: InputSpec) -> None:
     """Totals would fit: transformers would give each sample a piece of the other's picture."""
-    first = make_sample(4, ((32, 32),), seed=0, limits=vision.limits.image)
-    second = make_sample(4, ((16, 16),), seed=1, limits=vision.limits.image)
+    first_sample = make_sample(4, ((32, 32),), seed=0, limits=vision.limits.image)
+    second_sample = make_sample(4, ((16, 16),), seed=1, limits=vision.limits.image)
     swapped = [
-        dataclasses.replace(first, images=second.images),
-        dataclasses.replace(second, images=first.images),
+        dataclasses.replace(first_sample, images=second_sample.images),
+        dataclasses.replace(second_sample, images=first_sample.images),
     ]
     with pytest.raises(DataError, match=r"row 0 of reduced\.jsonl"):
         collate(swapped, vision)  # type: ignore[operator]

@@ -58,6 +58,6 @@ def test_every_ranks_part_is_padded_by_itself(data: st.DataObject) -> None:
 def _media_of(samples: list[EncodedSample], places: list[int], spec: InputSpec, split: SequenceSplit) -> list[bool]:
     """Which samples' pictures a rank is given, found by their pixels."""
     batch = collate_shard(samples, spec, split, places)
-    whole = [collate_packs([sample], spec).media["pixel_values"] for sample in samples]
+    pixels_by_sample = [collate_packs([sample], spec).media["pixel_values"] for sample in samples]
     rows = {tuple(row.tolist()) for row in batch.media["pixel_values"]}
-    return [tuple(pixels[0].tolist()) in rows for pixels in whole]
+    return [tuple(pixels[0].tolist()) in rows for pixels in pixels_by_sample]

@@ -105,11 +105,11 @@ def test_a_picture_of_a_prefix_is_looked_at_once(name: str, tmp_path_factory: py
     directory = str(tmp_path_factory.mktemp(name))
     save_image_processor(name, directory)
     spec, samples = reduced_spec(name, directory), samples_alike(name)
-    whole, tree = collate_packs(samples, spec), collate_tree(samples, spec, min_shared=1)
-    assert whole.image_grid_thw is not None
+    flat, tree = collate_packs(samples, spec), collate_tree(samples, spec, min_shared=1)
+    assert flat.image_grid_thw is not None
     assert tree.image_grid_thw is not None
     distinct = {image.data for one in samples for image in one.images}
-    assert len(whole.image_grid_thw) == sum(len(one.images) for one in samples)
+    assert len(flat.image_grid_thw) == sum(len(one.images) for one in samples)
     assert len(tree.image_grid_thw) == len(distinct)
     assert tree.pixel_values is not None
     assert len(tree.pixel_values) == int(tree.image_grid_thw.prod(1).sum())
@@ -150,7 +150,7 @@ def test_labels_weigh_what_they_weigh_in_all_samples(rows: list[list[tuple[int, 
                 wanted[tuple(one.input_ids[: place + 1].tolist())] += float(one.loss_scale[place])  # type: ignore[index]
     batch = collate_tree(samples, TEXT, min_shared=1)
     assert batch.num_target_tokens == sum(int((one.labels[1:] != -100).sum()) for one in samples)
-    found: Counter[tuple[int, ...]] = Counter()
+    weights: Counter[tuple[int, ...]] = Counter()
     keys = batch.key_index if isinstance(batch, TreeBatch) else torch.arange(batch.input_ids.shape[1])
     bounds = batch.cu_seqlens_k if isinstance(batch, TreeBatch) else batch.cu_seqlens
     assert batch.loss_weights is not None
@@ -160,8 +160,8 @@ def test_labels_weigh_what_they_weigh_in_all_samples(rows: list[list[tuple[int, 
             at = int(path[place])
             if (label := int(batch.labels[0, at])) != -100:
                 tokens = batch.input_ids[0, path[: place + 1]].tolist()
-                found[(*tokens, label)] += float(batch.loss_weights[0, at])
-    assert found == pytest.approx(wanted)
+                weights[(*tokens, label)] += float(batch.loss_weights[0, at])
+    assert weights == pytest.approx(wanted)
 
 
 def test_padding_behind_a_tree_is_nobodys() -> None:

@@ -100,12 +100,12 @@ def test_later_steps_are_what_they_are_without_those_before() -> None:
     reader = Samples.of_lengths([60, 40, 30, 20, 50, 61])
     plan = reader.plan(world_size=2, gradient_accumulation_steps=2)
     sees = np.array([True, False, False, False, False, True])
-    whole = list(PlannedEpoch(plan, {"vision": sees}).steps(1))
-    assert {batch.towers for step in whole for batch in step} == {frozenset(), frozenset({"vision"})}
-    for first in range(plan.steps.num_steps + 1):
-        rest = list(PlannedEpoch(plan, {"vision": sees}).steps(1, first))
-        assert [[vars(batch) for batch in step] for step in rest] == [
-            [vars(batch) for batch in step] for step in whole[first:]
+    all_steps = list(PlannedEpoch(plan, {"vision": sees}).steps(1))
+    assert {batch.towers for step in all_steps for batch in step} == {frozenset(), frozenset({"vision"})}
+    for first_step in range(plan.steps.num_steps + 1):
+        remaining = list(PlannedEpoch(plan, {"vision": sees}).steps(1, first_step))
+        assert [[vars(batch) for batch in step] for step in remaining] == [
+            [vars(batch) for batch in step] for step in all_steps[first_step:]
         ]
 
 
@@ -125,9 +125,9 @@ def test_workers_change_nothing(num_workers: int, start: int, tmp_path: Path) ->
     reader = Samples([make_sample(30, ((40, 32),) * (n % 3), seed=n, limits=spec.limits.image) for n in range(8)])
     dataset, wanted = MicroBatches(reader.sample, spec), planned(reader.plan())[start:]
     expected = [dataset[micro_batch] for micro_batch in wanted]
-    found = list(load_micro_batches(dataset, wanted, num_workers=num_workers))
-    assert len(found) == len(expected)
-    for batch, other in zip(found, expected, strict=True):
+    batches = list(load_micro_batches(dataset, wanted, num_workers=num_workers))
+    assert len(batches) == len(expected)
+    for batch, other in zip(batches, expected, strict=True):
         for name, wanted in contents(other).items():
             value = contents(batch)[name]
             assert torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted
@@ -137,10 +137,10 @@ def test_it_can_be_sent_to_other_processes() -> None:
     reader = Samples.of_lengths([3, 4, 40, 50])
     dataset, wanted = MicroBatches(reader.sample, reduced_spec("qwen3")), planned(reader.plan())
     copy, same = pickle.loads(pickle.dumps((dataset, wanted)))
-    first, second = dataset[wanted[1]], copy[same[1]]
-    assert isinstance(first, PackedBatch)
-    assert isinstance(second, PackedBatch)
-    assert torch.equal(first.input_ids, second.input_ids)
+    batch, copied_batch = dataset[wanted[1]], copy[same[1]]
+    assert isinstance(batch, PackedBatch)
+    assert isinstance(copied_batch, PackedBatch)
+    assert torch.equal(batch.input_ids, copied_batch.input_ids)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -172,11 +172,11 @@ def test_loading_draws_no_random_numbers_of_torch() -> None:
 
 def test_samples_that_begin_alike_have_their_prefix_once_where_asked() -> None:
     reader, wanted = Samples(samples_alike("qwen3")), MicroBatch([[0, 2, 3], [6, 5, 1, 4]])
-    whole, tree = (MicroBatches(reader.sample, reduced_spec("qwen3"), min_shared=least)[wanted] for least in (None, 5))
-    assert type(whole) is PackedBatch
+    flat, tree = (MicroBatches(reader.sample, reduced_spec("qwen3"), min_shared=least)[wanted] for least in (None, 5))
+    assert type(flat) is PackedBatch
     assert type(tree) is TreeBatch
-    assert tree.input_ids.shape[1] < whole.input_ids.shape[1]
-    assert (tree.num_samples, tree.num_target_tokens) == (whole.num_samples, whole.num_target_tokens)
+    assert tree.input_ids.shape[1] < flat.input_ids.shape[1]
+    assert (tree.num_samples, tree.num_target_tokens) == (flat.num_samples, flat.num_target_tokens)
 
 
 def test_a_picture_that_is_gone_leaves_out_all_that_begin_with_it(tmp_path: Path) -> None:
@@ -197,5 +197,5 @@ def test_a_picture_that_is_gone_leaves_out_all_that_begin_with_it(tmp_path: Path
     assert batch.num_samples == len(samples) - len(with_it)
     lost = sum(int((samples[number].labels[1:] != -100).sum()) for number in with_it)
     assert sum(skipped.num_target_tokens for skipped in batch.skipped) == lost
-    whole = collate_packs([sample for number, sample in enumerate(samples) if number not in with_it], spec)
-    assert batch.num_target_tokens == whole.num_target_tokens
+    remaining_batch = collate_packs([sample for number, sample in enumerate(samples) if number not in with_it], spec)
+    assert batch.num_target_tokens == remaining_batch.num_target_tokens

@@ -36,11 +36,11 @@ def size_of(directory: Path) -> int:
 
 def load(cache: MediaCache, number: int, *, blocks: int = 1, again: bool = True) -> bool:
     """Whether a medium was there; it is right, and kept if it was not."""
-    found = cache.read(key_of(number), is_read_again=again)
-    if found is None:
+    cached_frames = cache.read(key_of(number), is_read_again=again)
+    if cached_frames is None:
         cache.keep(key_of(number), frames(number, blocks), is_read_again=again)
         return False
-    np.testing.assert_array_equal(found, frames(number, blocks))
+    np.testing.assert_array_equal(cached_frames, frames(number, blocks))
     return True
 
 
@@ -52,15 +52,15 @@ def end(cache: MediaCache) -> None:
 
 def belady(order: Sequence[int], room: int) -> list[bool]:
     """Which reads the best order of eviction finds, which knows all that is read."""
-    kept: dict[int, int] = {}
-    found = []
+    next_uses: dict[int, int] = {}
+    hits = []
     for place, medium in enumerate(order):
-        found.append(kept.pop(medium, None) is not None)
+        hits.append(next_uses.pop(medium, None) is not None)
         later = next((i for i in range(place + 1, len(order)) if order[i] == medium), len(order) + place)
-        kept[medium] = later
-        if len(kept) > room:
-            kept.pop(max(kept, key=lambda each: kept[each]))
-    return found
+        next_uses[medium] = later
+        if len(next_uses) > room:
+            next_uses.pop(max(next_uses, key=lambda each: next_uses[each]))
+    return hits
 
 
 def test_with_half_the_room_half_of_the_media_are_found_as_belady_would_find_them(tmp_path: Path) -> None:
@@ -68,11 +68,11 @@ def test_with_half_the_room_half_of_the_media_are_found_as_belady_would_find_the
     random = np.random.default_rng(0)
     order = [int(medium) for _ in range(epochs) for medium in random.permutation(num)]
     cache = MediaCache(str(tmp_path), room * BLOCK, "rows")
-    found = [load(cache, medium) for medium in order]
+    cache_hits = [load(cache, medium) for medium in order]
     best = belady(order, room)
-    assert sum(found) == sum(best) == (epochs - 1) * room
+    assert sum(cache_hits) == sum(best) == (epochs - 1) * room
     # Spread over the epoch, where the best order by step has all of them in its first half.
-    last, best_last = found[-num:], best[-num:]
+    last, best_last = cache_hits[-num:], best[-num:]
     assert 5 <= sum(last[: num // 2]) <= 15
     assert sum(best_last[: num // 2]) == num // 2
     # What was not used for longest, for comparison.
@@ -81,32 +81,32 @@ def test_with_half_the_room_half_of_the_media_are_found_as_belady_would_find_the
     for medium in order:
         hits += medium in recent
         recent = [*[each for each in recent if each != medium], medium][-room:]
-    assert hits < sum(found) / 2
+    assert hits < sum(cache_hits) / 2
     end(cache)
 
 
 def test_a_resumed_run_and_another_on_the_same_rows_find_what_was_kept(tmp_path: Path) -> None:
-    first = MediaCache(str(tmp_path), 20 * BLOCK, "rows")
+    first_cache = MediaCache(str(tmp_path), 20 * BLOCK, "rows")
     for medium in range(40):
-        load(first, medium)
-    end(first)
-    second = MediaCache(str(tmp_path), 20 * BLOCK, "rows")
-    assert sum(load(second, int(medium)) for medium in np.random.default_rng(1).permutation(40)) == 20
-    assert second.take_reads() == MediaReads(20, 20)
-    assert second.take_reads() == MediaReads()
-    end(second)
+        load(first_cache, medium)
+    end(first_cache)
+    second_cache = MediaCache(str(tmp_path), 20 * BLOCK, "rows")
+    assert sum(load(second_cache, int(medium)) for medium in np.random.default_rng(1).permutation(40)) == 20
+    assert second_cache.take_reads() == MediaReads(20, 20)
+    assert second_cache.take_reads() == MediaReads()
+    end(second_cache)
 
 
 def test_what_living_runs_read_is_not_evicted_for_others(tmp_path: Path) -> None:
-    first = MediaCache(str(tmp_path), 10 * BLOCK, "rows")
+    first_cache = MediaCache(str(tmp_path), 10 * BLOCK, "rows")
     for medium in range(10):
-        load(first, medium)
-    second = MediaCache(str(tmp_path), 10 * BLOCK, "other rows")
-    assert not any(load(second, medium) for medium in range(100, 110))
-    assert not any(load(second, medium) for medium in range(100, 110))
-    assert all(load(first, medium) for medium in range(10))
-    end(first)
-    end(second)
+        load(first_cache, medium)
+    second_cache = MediaCache(str(tmp_path), 10 * BLOCK, "other rows")
+    assert not any(load(second_cache, medium) for medium in range(100, 110))
+    assert not any(load(second_cache, medium) for medium in range(100, 110))
+    assert all(load(first_cache, medium) for medium in range(10))
+    end(first_cache)
+    end(second_cache)
     third = MediaCache(str(tmp_path), 10 * BLOCK, "other rows")
     assert not any(load(third, medium) for medium in range(100, 110))
     assert all(load(third, medium) for medium in range(100, 110))
@@ -170,11 +170,11 @@ def _read_many(directory: Path, seed: int, name: str) -> int:
 
 def test_several_processes_and_runs_share_it(tmp_path: Path) -> None:
     with (
-        started(_read_many, tmp_path, 0, "rows") as first,
-        started(_read_many, tmp_path, 1, "rows") as second,
+        started(_read_many, tmp_path, 0, "rows") as first_process,
+        started(_read_many, tmp_path, 1, "rows") as second_process,
         started(_read_many, tmp_path, 2, "other rows") as third,
     ):
-        for process in (first, second, third):
+        for process in (first_process, second_process, third):
             process.join()
             assert process.exitcode == 0
     cache = MediaCache(str(tmp_path), 30 * BLOCK, "rows")
@@ -213,15 +213,15 @@ def test_the_bound_always_holds_and_pixels_are_always_right(
 
 
 def test_a_run_with_a_smaller_bound_begins_within_it(tmp_path: Path) -> None:
-    first = MediaCache(str(tmp_path), 10 * BLOCK, "rows")
+    first_cache = MediaCache(str(tmp_path), 10 * BLOCK, "rows")
     for medium in range(10):
-        load(first, medium)
-    end(first)
-    second = MediaCache(str(tmp_path), 4 * BLOCK, "rows")
-    second.read(None)
-    load(second, 9)
+        load(first_cache, medium)
+    end(first_cache)
+    second_cache = MediaCache(str(tmp_path), 4 * BLOCK, "rows")
+    second_cache.read(None)
+    load(second_cache, 9)
     assert size_of(tmp_path) <= 4 * BLOCK
-    end(second)
+    end(second_cache)
 
 
 def test_a_full_disk_and_a_place_that_cannot_be_written_to_are_told_and_harmless(
@@ -233,9 +233,9 @@ def test_a_full_disk_and_a_place_that_cannot_be_written_to_are_told_and_harmless
     assert not load(cache, 1)
     assert not load(cache, 1)
     assert load(cache, 0)
-    told = cache.take_reads()
-    assert (told.hits, told.misses) == (1, 3)
-    assert "the disk has less than 1.1 GB left" in str(told.problem)
+    reads = cache.take_reads()
+    assert (reads.hits, reads.misses) == (1, 3)
+    assert "the disk has less than 1.1 GB left" in str(reads.problem)
     end(cache)
     (tmp_path / "file").write_text("")
     cache = MediaCache(str(tmp_path / "file" / "cache"), MUCH, "rows")

@@ -105,10 +105,10 @@ def noise(height: int, width: int) -> bytes:
 
 
 def rows_for(name: str) -> list[Sample]:
-    found = [row(0, "<image>What?", 0), row(1, "text"), row(2, "<image>", 1), row(3, "Is <image> it?", 2)]
+    rows = [row(0, "<image>What?", 0), row(1, "text"), row(2, "<image>", 1), row(3, "Is <image> it?", 2)]
     # Its processor makes one picture of a row larger than each of two, which export refuses.
-    found += [] if name == "llava_onevision" else [row(4, "<image> or <image>?", 2, 0)]
-    return [*found, film(5, "<video>What?", 0), film(6, "Is <video> <video>?", 1, 0)] if name in WITH_VIDEOS else found
+    rows += [] if name == "llava_onevision" else [row(4, "<image> or <image>?", 2, 0)]
+    return [*rows, film(5, "<video>What?", 0), film(6, "Is <video> <video>?", 1, 0)] if name in WITH_VIDEOS else rows
 
 
 def film(number: int, question: str, *videos: int) -> Sample:
@@ -152,8 +152,8 @@ def world_of(drawn_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 @pytest.mark.parametrize("name", TRAINED)
 def test_tokens_and_pixels_are_the_processors(world_of: Callable[[str], World], name: str) -> None:
     world = world_of(name)
-    for sample, given in zip(world.samples, rows_for(name), strict=True):
-        expected = tokens_of(world.processor, given)
+    for sample, row in zip(world.samples, rows_for(name), strict=True):
+        expected = tokens_of(world.processor, row)
         np.testing.assert_array_equal(sample.input_ids, expected.pop("input_ids")[0])
         made = load_media([sample], world.spec)
         if "video_grid_thw" in expected:  # the same patches, and each step in time is a picture
@@ -220,28 +220,28 @@ def test_videos_as_pictures_are_what_the_model_makes_of_videos(world_of: Callabl
     model = world.model()
     own = tokens_of(world.processor, rows_for(name)[-1])
     kinds = torch.tensor(own.pop("mm_token_type_ids"))
-    given = {key: torch.as_tensor(value) for key, value in own.items()}
-    del given["attention_mask"]
-    assert len(given["video_grid_thw"]) == 2
+    inputs = {key: torch.as_tensor(value) for key, value in own.items()}
+    del inputs["attention_mask"]
+    assert len(inputs["video_grid_thw"]) == 2
     with torch.no_grad():
-        expected = model(**given, mm_token_type_ids=kinds).logits[0]
+        expected = model(**inputs, mm_token_type_ids=kinds).logits[0]
         set_attention(model)
         batch = collate_packs(world.samples[-1:], world.spec)
         torch.testing.assert_close(model(**batch.model_inputs()).logits[0], expected, rtol=0, atol=1e-5)
-    positions, _ = model.model.get_rope_index(given["input_ids"], kinds, video_grid_thw=given["video_grid_thw"])
+    positions, _ = model.model.get_rope_index(inputs["input_ids"], kinds, video_grid_thw=inputs["video_grid_thw"])
     assert torch.equal(batch.position_ids[1:, 0], positions[:, 0])
 
 
 def test_frames_are_kept_resized(world_of: Callable[[str], World], tmp_path: Path) -> None:
     world = world_of("glm4v")
-    kept = world.spec.keeping_media(MediaCacheOptions(media_cache=str(tmp_path), media_cache_size=10**8), "rows")
+    cached_spec = world.spec.keeping_media(MediaCacheOptions(media_cache=str(tmp_path), media_cache_size=10**8), "rows")
     expected = load_media(world.samples, world.spec)
     for hits in (3, 8):  # some of the eight are the same
-        found = load_media(world.samples, kept)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-        assert kept.media_cache is not None
-        assert kept.media_cache.take_reads() == MediaReads(hits, 8 - hits)
+        pixels = load_media(world.samples, cached_spec)
+        assert pixels.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in pixels.items())
+        assert cached_spec.media_cache is not None
+        assert cached_spec.media_cache.take_reads() == MediaReads(hits, 8 - hits)
 
 
 @pytest.mark.parametrize("name", ["glm4v", "internvl"])
@@ -333,9 +333,9 @@ def test_two_ranks_that_share_a_sequence(world_of: Callable[[str], World], tmp_p
     run_ranks(
         2, check_shared, {name: (each, alone(each)) for name, each in settings.items()}, tmp_path, scratch=tmp_path
     )
-    found = json.loads((tmp_path / "errors.json").read_text())
-    assert len(found) == len(worlds) > 5
-    for name, (logits, loss, gradients, moved) in found.items():
+    errors = json.loads((tmp_path / "errors.json").read_text())
+    assert len(errors) == len(worlds) > 5
+    for name, (logits, loss, gradients, moved) in errors.items():
         assert max(logits, loss, gradients) < 4e-6, name  # sums in another order
         assert moved == 0, name
 
@@ -344,12 +344,12 @@ def check_shared(settings: dict[str, tuple[Setting, Found]], folder: Path) -> No
     """On each rank, one way after the other."""
     dist.init_process_group("gloo")
     ways = [SequenceParallel.on_mesh(axes, "cpu") for axes in (Axes(2, 1, "ring"), Axes(1, 2))]
-    found = {}
+    errors = {}
     for number, (name, (setting, expected)) in enumerate(settings.items()):
         spec, model, samples = setting
         # Rings do not share layers with windows.
         parallel = ways[1 if getattr(model.config.text_config, "sliding_window", None) else number % 2]
-        found[name] = check_setting(setting, expected, parallel)
+        errors[name] = check_setting(setting, expected, parallel)
         # Text alone: each looks at a blank picture, of which nothing goes anywhere.
         bare = collate_shard(samples[1:2], spec, parallel.split)
         assert bare.media["pixel_values"].numel()
@@ -359,7 +359,7 @@ def check_shared(settings: dict[str, tuple[Setting, Found]], folder: Path) -> No
         model(**bare.model_inputs()).logits.sum().backward()
         assert all(parameter.grad is not None for parameter in aligner.parameters())
     if dist.get_rank() == 0:
-        (folder / "errors.json").write_text(json.dumps(found))
+        (folder / "errors.json").write_text(json.dumps(errors))
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -391,12 +391,12 @@ def test_a_picture_of_many_runs_of_placeholders_is_one_medium(world_of: Callable
     """Idefics3 has marks between a picture's tiles: nothing cuts there, neither truncation nor a shared prefix."""
     world = world_of("idefics3")
     long = row(0, "<image>" + "word " * 30, 1)
-    whole = world.samples[2].images[0].num_tokens
+    num_tokens = world.samples[2].images[0].num_tokens
     for length in (90, 70):
         ((sample,),) = encode(world.directory, [long], max_length=length, truncation_strategy="left")
         assert sample.num_truncated
         pads = int((sample.input_ids == world.spec.pad_ids["image"]).sum())
-        assert pads == whole * len(sample.images)
+        assert pads == num_tokens * len(sample.images)
 
 
 @pytest.mark.parametrize(
@@ -410,11 +410,11 @@ def test_boxes_are_written_as_the_family_has_them(world_of: Callable[[str], Worl
     marked = Sample((turns[0], Turn("assistant", NAME_MARK + BOX_MARK)), media, "rows.jsonl", 0, objects=dog)
     spelled = Sample((turns[0], Turn("assistant", expected)), media, "rows.jsonl", 1)
     ((written,), (same,)) = encode(world.directory, [marked, spelled])
-    said = written.input_ids[written.turns[0] : written.turns[1]]
+    answer_ids = written.input_ids[written.turns[0] : written.turns[1]]
     decode = world.processor.tokenizer.decode
-    assert decode(said).removesuffix("<|im_end|>") == expected
+    assert decode(answer_ids).removesuffix("<|im_end|>") == expected
     np.testing.assert_array_equal(written.input_ids, same.input_ids)
-    assert [decode([token]) for token in said[:2]] == (["<ref>", "a"] if name == "internvl" else ["a", " do"])
+    assert [decode([token]) for token in answer_ids[:2]] == (["<ref>", "a"] if name == "internvl" else ["a", " do"])
     spec = EncodeSpec(model=str(world.directory), max_length=10_000, norm_bbox="none")
     if name == "internvl":
         with pytest.raises(ConfigError, match="does not know how the processor of internvl models"):

@@ -50,17 +50,17 @@ def kept_in(directory: Path, spec: InputSpec) -> InputSpec:
     return spec.keeping_media(options, "rows")
 
 
-def taken(spec: InputSpec) -> MediaReads:
+def take_reads(spec: InputSpec) -> MediaReads:
     assert spec.media_cache is not None
     return spec.media_cache.take_reads()
 
 
-def check_same(samples: list[EncodedSample], plain: InputSpec, kept: InputSpec) -> None:
-    expected, found = load_pixels(samples, plain), load_pixels(samples, kept)
-    assert expected.keys() == found.keys()
+def check_same(samples: list[EncodedSample], plain: InputSpec, cached: InputSpec) -> None:
+    expected, pixels = load_pixels(samples, plain), load_pixels(samples, cached)
+    assert expected.keys() == pixels.keys()
     for name, tensor in expected.items():
-        assert tensor.dtype == found[name].dtype
-        assert torch.equal(tensor, found[name]), name
+        assert tensor.dtype == pixels[name].dtype
+        assert torch.equal(tensor, pixels[name]), name
 
 
 @pytest.mark.parametrize("name", [*VISION_MODELS, *LIKE_VISION_MODELS])
@@ -71,16 +71,16 @@ def test_pictures_of_every_family(name: str, tmp_path: Path) -> None:
     if spec.family.keeps_bounds:  # of both frames of a patch
         both = dataclasses.replace(limits, min_pixels=2 * limits.min_pixels, max_pixels=2 * limits.max_pixels)
         spec = dataclasses.replace(spec, limits=MediaLimits(both))
-    kept = kept_in(tmp_path, spec)
+    cached_spec = kept_in(tmp_path, spec)
     samples = [
         make_sample(4, ((40, 64), (33, 90)), seed=1, limits=limits),
         make_sample(4, ((64, 40),), seed=2, limits=limits),
     ]
-    check_same(samples, spec, kept)
-    assert taken(kept) == MediaReads(hits=0, misses=3)
-    check_same(samples, spec, kept)
-    check_same(samples[:1], spec, kept)
-    assert taken(kept) == MediaReads(hits=5, misses=0)
+    check_same(samples, spec, cached_spec)
+    assert take_reads(cached_spec) == MediaReads(hits=0, misses=3)
+    check_same(samples, spec, cached_spec)
+    check_same(samples[:1], spec, cached_spec)
+    assert take_reads(cached_spec) == MediaReads(hits=5, misses=0)
 
 
 @pytest.mark.parametrize("hears", [False, True])
@@ -88,7 +88,7 @@ def test_videos_and_clips_of_them(hears: bool, tmp_path: Path) -> None:
     tiny = make_media_world(tmp_path, hears=hears)
     reader = CacheReader.open([export_kinds(tiny, tiny.cache, [("picture", "video"), ("video",)]).cache])
     spec = InputSpec.load(tiny.model, reader.manifests[0].identity.media_limits)
-    kept = kept_in(tmp_path, spec)
+    cached_spec = kept_in(tmp_path, spec)
     sample = reader.sample(0)
     (video,) = sample.videos
     assert len(video.indices) == 4
@@ -96,10 +96,10 @@ def test_videos_and_clips_of_them(hears: bool, tmp_path: Path) -> None:
     pictures = [(None, make_picture(video.width, video.height, seed)) for seed in range(4)]
     of_pictures = dataclasses.replace(video, path=None, frames=tuple(pictures), indices=(0, 1, 2, 3))
     samples = [dataclasses.replace(sample, videos=(video, clip, of_pictures, video)), reader.sample(1)]
-    check_same(samples, spec, kept)
-    assert taken(kept) == MediaReads(hits=2, misses=4)
-    check_same(samples, spec, kept)
-    assert taken(kept) == MediaReads(hits=6, misses=0)
+    check_same(samples, spec, cached_spec)
+    assert take_reads(cached_spec) == MediaReads(hits=2, misses=4)
+    check_same(samples, spec, cached_spec)
+    assert take_reads(cached_spec) == MediaReads(hits=6, misses=0)
 
 
 def picture_on_disk(tmp_path: Path, spec: InputSpec) -> tuple[Path, EncodedSample]:
@@ -120,9 +120,9 @@ def world(tmp_path: Path) -> tuple[InputSpec, InputSpec]:
 def test_a_changed_file_never_gives_the_old_pixels(
     how: str, world: tuple[InputSpec, InputSpec], tmp_path: Path
 ) -> None:
-    spec, kept = world
+    spec, cached_spec = world
     path, sample = picture_on_disk(tmp_path, spec)
-    check_same([sample], spec, kept)
+    check_same([sample], spec, cached_spec)
     before, other = path.stat(), make_picture(40, 64, seed=5)
     other += bytes(max(before.st_size - len(other), 0))
     if how == "replaced":
@@ -133,30 +133,30 @@ def test_a_changed_file_never_gives_the_old_pixels(
         path.write_bytes(other)
         if how == "times kept":
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    check_same([sample], spec, kept)
-    assert taken(kept) == MediaReads(hits=0, misses=2)
+    check_same([sample], spec, cached_spec)
+    assert take_reads(cached_spec) == MediaReads(hits=0, misses=2)
     path.write_bytes(make_picture(400, 64, seed=5))
     with pytest.raises(MediaError, match="has changed since the export"):
-        load_pixels([sample], kept)
+        load_pixels([sample], cached_spec)
     path.unlink()
     with pytest.raises(MediaError, match="there is no such file"):
-        load_pixels([sample], kept)
+        load_pixels([sample], cached_spec)
 
 
 def test_a_file_of_just_now_is_not_kept_and_large_ones_are_refused_also_where_they_are(
     world: tuple[InputSpec, InputSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, kept = world
+    spec, cached_spec = world
     _, sample = picture_on_disk(tmp_path, spec)
     with monkeypatch.context() as patched:
         patched.setattr(files, "SETTLED_SECONDS", 1000.0)
-        check_same([sample], spec, kept)
-        check_same([sample], spec, kept)
-        assert taken(kept) == MediaReads(hits=0, misses=2)
-    check_same([sample], spec, kept)
-    check_same([sample], spec, kept)
-    assert taken(kept) == MediaReads(hits=1, misses=1)
-    forbidden = dataclasses.replace(kept, media_policy=MediaPolicy(max_bytes=10))
+        check_same([sample], spec, cached_spec)
+        check_same([sample], spec, cached_spec)
+        assert take_reads(cached_spec) == MediaReads(hits=0, misses=2)
+    check_same([sample], spec, cached_spec)
+    check_same([sample], spec, cached_spec)
+    assert take_reads(cached_spec) == MediaReads(hits=1, misses=1)
+    forbidden = dataclasses.replace(cached_spec, media_policy=MediaPolicy(max_bytes=10))
     with pytest.raises(MediaError, match="--max-media-bytes"):
         load_pixels([sample], forbidden)
 
@@ -164,11 +164,11 @@ def test_a_file_of_just_now_is_not_kept_and_large_ones_are_refused_also_where_th
 def test_what_changes_while_it_is_decoded_is_not_kept(
     world: tuple[InputSpec, InputSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, kept = world
+    spec, cached_spec = world
     _, sample = picture_on_disk(tmp_path, spec)
     answers = iter(["one", "another"])
     monkeypatch.setattr("packtool.batch.media.content_state", lambda *_, **__: next(answers))
-    load_pixels([sample], kept)
+    load_pixels([sample], cached_spec)
     assert not list((tmp_path / "kept" / "entries").iterdir())
 
 

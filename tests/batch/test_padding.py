@@ -104,8 +104,8 @@ def test_behind_a_prompt_rows_hold_what_is_said_of_the_answer(
     rows = restore_padding(values, packed.seqlens, packed.cu_seqlens, width, torch.tensor(prompts), fill=-1.0)
     assert rows.shape == (len(lengths), width, 2)
     for row, length, prompt, start in zip(rows, lengths, prompts, packed.cu_seqlens.tolist(), strict=False):
-        said = values[0, start + prompt - 1 : start + length - 1]
-        assert torch.equal(row[: length - prompt], said)
+        answer_values = values[0, start + prompt - 1 : start + length - 1]
+        assert torch.equal(row[: length - prompt], answer_values)
         assert (row[length - prompt :] == -1.0).all()
 
 

@@ -124,9 +124,9 @@ def test_a_prefix_ends_only_where_its_pictures_are_whole() -> None:
 
 def test_a_picture_is_shared_where_the_words_behind_it_are_trained() -> None:
     """Its closing mark predicts both words, so each has a mark of its own; but not the picture."""
-    found = [with_pictures([5, picture("a", 4), word]) for word in (6, 7)]
-    found = [dataclasses.replace(one, labels=one.input_ids) for one in found]
-    nodes = find_tree(found, SEES, min_shared=1)
+    samples = [with_pictures([5, picture("a", 4), word]) for word in (6, 7)]
+    samples = [dataclasses.replace(one, labels=one.input_ids) for one in samples]
+    nodes = find_tree(samples, SEES, min_shared=1)
     assert shape(nodes) == [((0, 1), 0, 6, ROOT), ((0,), 6, 8, 0), ((1,), 6, 8, 0)]
 
 
@@ -148,14 +148,17 @@ def test_every_sample_is_there_whole_and_every_label_counts(
 ) -> None:
     samples = [sample([token for token, _ in row], [target for _, target in row]) for row in rows]
     nodes = find_tree(samples, TEXT, min_shared=min_shared)
-    for number, whole in enumerate(samples):
-        found = path(nodes, number)
-        assert [node.start for node in found] == [0, *(node.stop for node in found[:-1])]
-        assert found[-1].stop == whole.length
-        for node, before in zip(found, [None, *found], strict=False):
+    for number, full_sample in enumerate(samples):
+        branch = path(nodes, number)
+        assert [node.start for node in branch] == [0, *(node.stop for node in branch[:-1])]
+        assert branch[-1].stop == full_sample.length
+        for node, before in zip(branch, [None, *branch], strict=False):
             assert node.parent == (ROOT if before is None else nodes.index(before))
-            first = samples[node.samples[0]]
-            assert first.input_ids[node.start : node.stop].tolist() == whole.input_ids[node.start : node.stop].tolist()
+            first_sample = samples[node.samples[0]]
+            assert (
+                first_sample.input_ids[node.start : node.stop].tolist()
+                == full_sample.input_ids[node.start : node.stop].tolist()
+            )
     for node in nodes:
         assert len(node.samples) == 1 or node.stop >= min_shared
         for place in range(node.start + 1, node.stop + 1):
@@ -188,8 +191,8 @@ def test_no_group_is_longer_than_planned(
         borders = np.array(sorted(data.draw(st.sets(st.integers(1, size)))), np.int32)
         labels = np.where(is_target & (made.input_ids < IMAGE_PAD), made.input_ids, -100).astype(np.int32)
         samples.append(dataclasses.replace(made, labels=labels, borders=borders))
-    counts, found = prefix_hashes(samples, SEES.media_tokens, longer_than=min_shared)
-    prefixes = Prefixes(np.cumsum([0, *counts]), found.lengths, found.hashes)
+    counts, hashes = prefix_hashes(samples, SEES.media_tokens, longer_than=min_shared)
+    prefixes = Prefixes(np.cumsum([0, *counts]), hashes.lengths, hashes.hashes)
     lengths = np.array([one.length for one in samples])
     trees = plan_trees(lengths, prefixes, capacity=capacity, min_shared=min_shared)
     plan = trees.expand(pack(trees.sums_per_group(trees.new_tokens(lengths)), capacity, seed=0), lengths)

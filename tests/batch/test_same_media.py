@@ -27,22 +27,24 @@ HELD = {"a": b"1", "b": b"2", "large": bytes(LARGE), "deceives": bytes(LARGE // 
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[EncodedImage]]:
     """Pictures by what they hold: each of two files, a link, and bytes."""
     folder = tmp_path_factory.mktemp("files")
-    found = {}
+    files_by_kind = {}
     for name, data in HELD.items():
         paths = [folder / f"{name}{end}" for end in ("", "-copy", "-link")]
         for path in paths[:2]:
             path.write_bytes(data)
         paths[2].symlink_to(paths[0])
         inline = dataclasses.replace(picture(name, 2), path=None, data=data)
-        found[name] = [*(picture(str(path), 2) for path in paths), inline]
-    return found
+        files_by_kind[name] = [*(picture(str(path), 2) for path in paths), inline]
+    return files_by_kind
 
 
-drawn = st.tuples(st.sampled_from(sorted(HELD)), st.integers(0, 3))
+media_item = st.tuples(st.sampled_from(sorted(HELD)), st.integers(0, 3))
 
 
 @settings(max_examples=100)
-@given(rows=st.lists(st.lists(st.one_of(st.integers(1, 2), drawn), min_size=1, max_size=4), min_size=2, max_size=6))
+@given(
+    rows=st.lists(st.lists(st.one_of(st.integers(1, 2), media_item), min_size=1, max_size=4), min_size=2, max_size=6)
+)
 def test_rows_share_by_what_media_hold(
     files: dict[str, list[EncodedImage]], rows: list[list[int | tuple[str, int]]]
 ) -> None:
@@ -61,8 +63,8 @@ def test_rows_share_by_what_media_hold(
 
 
 def hashes(samples: list) -> tuple:  # type: ignore[type-arg]
-    counts, found = prefix_hashes(samples, SEES.media_tokens)
-    return (counts, *found)
+    counts, hashes = prefix_hashes(samples, SEES.media_tokens)
+    return (counts, *hashes)
 
 
 def test_what_was_measured_otherwise_is_another(files: dict[str, list[EncodedImage]]) -> None:

@@ -80,7 +80,7 @@ def export_rows(cache: Path, progress: Progress | None = None, **settings: Any) 
     return export(ExportConfig(output_dir=str(cache), **config), progress or SilentProgress())
 
 
-class Told(SilentProgress):
+class RecordingProgress(SilentProgress):
     """Keeps what a user is told."""
 
     def __init__(self) -> None:

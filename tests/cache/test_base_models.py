@@ -36,8 +36,8 @@ def template(tmp_path: Path) -> Path:
 
 
 def exported(base: Path, name: str, **settings: Any) -> ExportSummary:
-    given: dict[str, Any] = {"model": str(base), "max_length": 200, "output_dir": str(base.parent / name), **settings}
-    return export(ExportConfig(**given), SilentProgress())
+    options: dict[str, Any] = {"model": str(base), "max_length": 200, "output_dir": str(base.parent / name), **settings}
+    return export(ExportConfig(**options), SilentProgress())
 
 
 def texts_of(folder: Path) -> tuple[str, ...]:
@@ -54,8 +54,8 @@ def conversations_of(folder: Path) -> str:
 
 @pytest.mark.parametrize("num_proc", [1, 2])
 def test_texts_need_no_template(base: Path, num_proc: int) -> None:
-    found = exported(base, "texts", dataset=texts_of(base.parent), dataset_num_proc=num_proc)
-    assert (found.num_samples, sum(found.dropped.values())) == (11, 0)
+    summary = exported(base, "texts", dataset=texts_of(base.parent), dataset_num_proc=num_proc)
+    assert (summary.num_samples, sum(summary.dropped.values())) == (11, 0)
     sample = CacheReader.open([str(base.parent / "texts")]).sample(0)
     assert sample.labels.tolist() == sample.input_ids.tolist()
 
@@ -71,9 +71,9 @@ def test_conversations_need_a_template(base: Path, template: Path) -> None:
     # The same as the model that has the template itself; the path is only told.
     (base / "chat_template.jinja").write_text(CHATML)
     exported(base, "own", dataset=(talk, *texts_of(base.parent)))
-    given, own = (Manifest.read(str(base.parent / name)) for name in ("talk", "own"))
-    assert given.fingerprint == own.fingerprint
-    assert given.identity.spec["chat_template"] == str(template)
+    packaged, own = (Manifest.read(str(base.parent / name)) for name in ("talk", "own"))
+    assert packaged.fingerprint == own.fingerprint
+    assert packaged.identity.spec["chat_template"] == str(template)
     assert "chat_template" not in own.identity.spec
 
 
@@ -81,9 +81,9 @@ def test_later_conversations_are_dropped_with_a_warning(base: Path) -> None:
     """No row ends an export, so those that the first look did not see are counted like others that cannot be used."""
     talk = Path(conversations_of(base.parent))
     talk.write_text("{broken\n" * 64 + talk.read_text())
-    found = exported(base, "mixed", dataset=(*texts_of(base.parent), str(talk)))
-    assert found.num_samples == 11
-    assert found.dropped == {"invalid_json": 64, "no_chat_template": 5}
+    summary = exported(base, "mixed", dataset=(*texts_of(base.parent), str(talk)))
+    assert summary.num_samples == 11
+    assert summary.dropped == {"invalid_json": 64, "no_chat_template": 5}
 
 
 def test_the_template_is_identified_by_its_content(base: Path, template: Path, tmp_path: Path) -> None:
@@ -97,13 +97,13 @@ def test_the_template_is_identified_by_its_content(base: Path, template: Path, t
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [(None, "No such file"), ("", "the file is empty"), ("{% if %}", "not valid Jinja")]
+    ("text", "message"), [(None, "No such file"), ("", "the file is empty"), ("{% if %}", "not valid Jinja")]
 )
-def test_files_that_are_no_templates_are_refused(base: Path, text: str | None, told: str, tmp_path: Path) -> None:
+def test_files_that_are_no_templates_are_refused(base: Path, text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jinja"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         exported(base, "talk", dataset=(conversations_of(tmp_path),), chat_template=str(path))
 
 

@@ -45,8 +45,8 @@ def config(model: Path, tmp_path: Path, **more: Any) -> ExportConfig:
     path = tmp_path / "rows.jsonl"
     if not path.exists():
         path.write_bytes(b"\n".join([GOOD.encode(), *DIRTY, GOOD.encode()]))
-    given = {"model": str(model), "max_length": 1000, "dataset": (str(path),), "max_row_bytes": 4000}
-    return ExportConfig(**{**given, "output_dir": str(tmp_path / "cache"), **more})
+    options = {"model": str(model), "max_length": 1000, "dataset": (str(path),), "max_row_bytes": 4000}
+    return ExportConfig(**{**options, "output_dir": str(tmp_path / "cache"), **more})
 
 
 @pytest.fixture(autouse=True)
@@ -84,12 +84,12 @@ def test_strict_names_the_row(model: Path, tmp_path: Path, number: int) -> None:
 
 
 def test_the_limit_on_rows_is_a_size() -> None:
-    given = {"model": "m", "max_length": 9, "dataset": ("a",), "output_dir": "o"}
-    assert resolve(ExportConfig, given).max_row_bytes == 64_000_000
-    assert resolve(ExportConfig, {**given, "max_row_bytes": "1.5MiB"}).max_row_bytes == 3 << 19
+    options = {"model": "m", "max_length": 9, "dataset": ("a",), "output_dir": "o"}
+    assert resolve(ExportConfig, options).max_row_bytes == 64_000_000
+    assert resolve(ExportConfig, {**options, "max_row_bytes": "1.5MiB"}).max_row_bytes == 3 << 19
     for wrong in ("much", "0"):
         with pytest.raises(ConfigError, match="--max-row-bytes"):
-            resolve(ExportConfig, {**given, "max_row_bytes": wrong})
+            resolve(ExportConfig, {**options, "max_row_bytes": wrong})
     trained = {"model": "m", "output_dir": "o", "cached_dataset": ("c",)}
     resolve(TrainConfig, trained)
     with pytest.raises(ConfigError, match="--max-row-bytes requires --dataset"):

@@ -31,8 +31,8 @@ class Counted(SilentProgress):
 def take_away(monkeypatch: pytest.MonkeyPatch, picture: Path) -> None:
     """From now on a picture is gone as soon as the first rows are encoded."""
 
-    def then_gone(*given: Any) -> Iterator[Any]:
-        yield from list(encode_samples(*given))
+    def then_gone(*args: Any) -> Iterator[Any]:
+        yield from list(encode_samples(*args))
         picture.unlink(missing_ok=True)
 
     monkeypatch.setattr(task, "encode_samples", then_gone)
@@ -76,7 +76,7 @@ def test_strict_stops_at_a_missing_medium(
 def test_a_store_that_is_down_stops_the_export(
     run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def down(*given: Any) -> Any:
+    def down(*args: Any) -> Any:
         raise StoreDownError("http://h: 100 media in a row could not be had", "Look at it.")
 
     monkeypatch.setattr(shard, "open_medium", down)

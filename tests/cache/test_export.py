@@ -31,7 +31,7 @@ from packtool.progress import SilentProgress
 from packtool.report.tables import export_lines
 from packtool.rows import read as scan_module
 from packtool.storage import local as local_storage
-from tests.cache.conftest import Told, tree
+from tests.cache.conftest import RecordingProgress, tree
 from tests.forked import started
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -86,11 +86,11 @@ def test_the_split_is_exact_and_seeded(run_export: Export, tmp_path: Path) -> No
         reader = CacheReader.open([str(tmp_path / name)], "val")
         return [reader.sample(i).row for i in range(len(reader))]
 
-    first = val_rows("a")
+    val_numbers = val_rows("a")
     dropped = [json.loads(line)["row"] for line in (tmp_path / "a" / "dropped.jsonl").read_text().splitlines()]
-    assert 60 - len(dropped) <= len(first) <= 60
-    assert val_rows("b", rows_per_shard=300) == first
-    assert val_rows("c", seed=1) != first
+    assert 60 - len(dropped) <= len(val_numbers) <= 60
+    assert val_rows("b", rows_per_shard=300) == val_numbers
+    assert val_rows("c", seed=1) != val_numbers
 
 
 def test_a_finished_cache_is_not_exported_again(run_export: Export, tmp_path: Path, rows: Path, model: Path) -> None:
@@ -168,21 +168,21 @@ def test_small_files_share_shards(run_export: Export, rows: Path, tmp_path: Path
 def test_workers_start_while_many_files_are_scanned(
     run_export: Export, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
+    events: list[str] = []
     start, scan = task_module.Executor.start, scan_module._existing_source
     monkeypatch.setattr(
-        task_module.Executor, "start", lambda self, num: told.append(f"start {num}") or start(self, num)
+        task_module.Executor, "start", lambda self, num: events.append(f"start {num}") or start(self, num)
     )
-    monkeypatch.setattr(scan_module, "_existing_source", lambda spec: told.append("file") or scan(spec))
+    monkeypatch.setattr(scan_module, "_existing_source", lambda spec: events.append("file") or scan(spec))
     lines = rows.read_text().splitlines(keepends=True)
     paths = [str(tmp_path / f"{name}.jsonl") for name in "abc"]
     for i, path in enumerate(paths):
         Path(path).write_text("".join(lines[80 * i : 80 * i + 80]))
     run_export("few", dataset=tuple(paths[:1]), dataset_num_proc=2)  # of 80 rows, at 50 in a shard
-    assert told == ["file", "start 1", "start 2"]
-    told.clear()
+    assert events == ["file", "start 1", "start 2"]
+    events.clear()
     run_export("many", dataset=tuple(paths), dataset_num_proc=2)
-    assert told[:4] == ["file", "file", "start 2", "file"]
+    assert events[:4] == ["file", "file", "start 2", "file"]
     assert not multiprocessing.active_children()
     Path(paths[2]).write_text('{"unknown": 1}\n')
     with pytest.raises(DataError, match=r"c\.jsonl: the rows have no known form"):
@@ -224,7 +224,7 @@ def test_scripts_need_no_guard_around_an_export(model: Path, rows: Path, tmp_pat
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "begins\n600\n"
 
 
-class _Told(SilentProgress):
+class _RecordingProgress(SilentProgress):
     """What was noted, and how far it went."""
 
     def __init__(self) -> None:
@@ -242,12 +242,12 @@ def test_many_files_are_counted_and_not_listed(model: Path, rows: Path, tmp_path
     (tmp_path / "small").mkdir()
     for i in range(30):
         shutil.copy(rows, tmp_path / "small" / f"{i}.jsonl")
-    told = _Told()
-    given = {"model": str(model), "dataset": (str(tmp_path / "small"),), "output_dir": str(tmp_path / "cache")}
-    export_module.export(ExportConfig(max_length=200, dry_run=True, **given), told)
-    assert len(told.notes) <= 3
-    assert any(note.startswith("30 files: 18,000 rows") for note in told.notes)
-    assert told.started[0] == ("scan files", 30)
+    progress = _RecordingProgress()
+    options = {"model": str(model), "dataset": (str(tmp_path / "small"),), "output_dir": str(tmp_path / "cache")}
+    export_module.export(ExportConfig(max_length=200, dry_run=True, **options), progress)
+    assert len(progress.notes) <= 3
+    assert any(note.startswith("30 files: 18,000 rows") for note in progress.notes)
+    assert progress.started[0] == ("scan files", 30)
 
 
 def test_speed_counts_only_rows_of_this_run(run_export: Export, tmp_path: Path) -> None:
@@ -327,11 +327,11 @@ def test_rows_with_forbidden_media_cause_warnings_before_and_after(run_export: E
     turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "!"}]
     lines = [json.dumps({"messages": turns, "images": [str(tmp_path / "a.png")]})] * 100
     (tmp_path / "rows" / "far.jsonl").write_text("\n".join(lines))
-    dataset, told = (str(tmp_path / "rows" / "far.jsonl"),), Told()
+    dataset, progress = (str(tmp_path / "rows" / "far.jsonl"),), RecordingProgress()
     with pytest.raises(DataError, match="none of 100 rows was kept: 100 media_not_allowed") as caught:
-        run_export(dataset=dataset, progress=told)
+        run_export(dataset=dataset, progress=progress)
     assert "--media-root DIR" in str(caught.value.remedy)
-    assert ["the first 64 rows with media will be dropped" in line for line in told.notes] == [False, True]
+    assert ["the first 64 rows with media will be dropped" in line for line in progress.notes] == [False, True]
     for name, allowed in {"a": {"media_root": str(tmp_path)}, "b": {"media_access": "local"}}.items():
         assert run_export(name, dataset=dataset, **allowed).num_samples == 100
     # What the rows could reach is told to whoever asks how the cache was made, and decides which cache it is.
@@ -389,8 +389,8 @@ def test_the_manifest_is_written_last(run_export: Export, tmp_path: Path, monkey
     order: list[str] = []
     for name in ("publish", "publish_new"):
         real = getattr(storage, name)
-        told = lambda path, data, real=real, **how: (order.append(path), real(path, data, **how))[1]  # noqa: E731
-        monkeypatch.setattr(storage, name, told)
+        recorded = lambda path, data, real=real, **how: (order.append(path), real(path, data, **how))[1]  # noqa: E731
+        monkeypatch.setattr(storage, name, recorded)
     run_export()
     assert order[-1] == str(tmp_path / "cache" / "packtool.json")
 
@@ -407,7 +407,7 @@ def _command(model: Path, rows: Path, output: Path) -> list[str]:
 def test_killed_at_twenty_random_moments(model: Path, rows: Path, tmp_path: Path) -> None:
     """``kill -9`` at any moment: the same command goes on, and ends with the same bytes."""
     assert run(_words(model, rows, tmp_path / "whole")) == 0
-    whole = tree(tmp_path / "whole")
+    expected_files = tree(tmp_path / "whole")
     dice = random.Random(0)
     round_number = moments_inside = 0
     for _ in range(20):
@@ -426,7 +426,7 @@ def test_killed_at_twenty_random_moments(model: Path, rows: Path, tmp_path: Path
     for number in range(round_number + 1):
         output = tmp_path / f"killed{number}"
         assert run(_words(model, rows, output)) == 0
-        assert tree(output) == whole
+        assert tree(output) == expected_files
 
 
 def test_a_dead_worker_ends_the_run(tmp_path: Path, model: Path, rows: Path) -> None:
@@ -439,10 +439,10 @@ def test_a_dead_worker_ends_the_run(tmp_path: Path, model: Path, rows: Path) -> 
     workers = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
     assert workers, "no worker was seen"
     workers[0].kill()
-    _, told = process.communicate(timeout=PATIENCE_S)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
-    assert "a worker process died" in told
-    assert "Run the same command again" in told
+    assert "a worker process died" in stderr
+    assert "Run the same command again" in stderr
 
 
 def test_ctrl_c_ends_at_once_and_says_how_to_resume(model: Path, rows: Path, tmp_path: Path) -> None:
@@ -453,10 +453,10 @@ def test_ctrl_c_ends_at_once_and_says_how_to_resume(model: Path, rows: Path, tmp
     marker = tmp_path / "stopped" / ".tasks" / "00000.json"
     wait_for(marker.exists, lambda: process.poll() is not None)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=PATIENCE_S)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
-    assert "run the same command again to resume" in " ".join(told.split())
-    assert "Traceback" not in told
+    assert "run the same command again to resume" in " ".join(stderr.split())
+    assert "Traceback" not in stderr
 
 
 def test_sigterm_ends_like_ctrl_c_and_frees_the_directory(model: Path, rows: Path, tmp_path: Path) -> None:
@@ -467,10 +467,10 @@ def test_sigterm_ends_like_ctrl_c_and_frees_the_directory(model: Path, rows: Pat
     marker = tmp_path / "stopped" / ".tasks" / "00000.json"
     wait_for(marker.exists, lambda: process.poll() is not None)
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=PATIENCE_S)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 143
-    assert "run the same command again to resume" in " ".join(told.split())
-    assert "resource_tracker" not in told
+    assert "run the same command again to resume" in " ".join(stderr.split())
+    assert "resource_tracker" not in stderr
     assert not list((tmp_path / "stopped").glob(".lock-*"))
 
 
@@ -534,13 +534,13 @@ def test_a_broken_manifest_is_an_error(run_export: Export, tmp_path: Path) -> No
 
 def test_parts_of_a_job_array_make_the_same_cache(run_export: Export, tmp_path: Path) -> None:
     run_export("whole")
-    first = run_export(task_index=0, num_tasks=3)
-    assert first.num_missing_shards
+    first_summary = run_export(task_index=0, num_tasks=3)
+    assert first_summary.num_missing_shards
     assert not (tmp_path / "cache" / "packtool.json").exists()
     with pytest.raises(DataError, match=r"cannot be finished: \d+ of 10 shards are missing \(1, 2, 4"):
         run_export(finalize=True)
     again = run_export(task_index=0, num_tasks=3)
-    assert (again.num_rows, again.num_missing_shards) == (first.num_rows, first.num_missing_shards)
+    assert (again.num_rows, again.num_missing_shards) == (first_summary.num_rows, first_summary.num_missing_shards)
     assert run_export(task_index=2, num_tasks=3).num_missing_shards == 3
     last = run_export(task_index=1, num_tasks=3)
     assert last.num_missing_shards == 0
@@ -552,9 +552,9 @@ def test_parts_of_a_job_array_make_the_same_cache(run_export: Export, tmp_path: 
 
 def test_a_part_of_a_job_array_may_have_no_rows(run_export: Export, tmp_path: Path) -> None:
     run_export("whole")
-    first, *_, last = [run_export(task_index=index, num_tasks=15) for index in reversed(range(15))]
-    assert (first.num_rows, first.num_samples, first.length["max"]) == (0, 0, 0)
-    assert dict(export_lines(first))["tokens"] == "0"
+    first_summary, *_, last = [run_export(task_index=index, num_tasks=15) for index in reversed(range(15))]
+    assert (first_summary.num_rows, first_summary.num_samples, first_summary.length["max"]) == (0, 0, 0)
+    assert dict(export_lines(first_summary))["tokens"] == "0"
     assert last.num_missing_shards == 0
     assert tree(tmp_path / "cache") == tree(tmp_path / "whole")
 

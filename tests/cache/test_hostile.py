@@ -100,7 +100,7 @@ def test_a_changed_manifest_is_read_or_refused(cache: Path, data: st.DataObject,
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("at", "value", "told"),
+    ("at", "value", "message"),
     [
         (("fingerprint",), "../..", r"fingerprint is '\.\./\.\.'"),
         (("fingerprint",), "/abs", "fingerprint is '/abs'"),
@@ -113,12 +113,12 @@ def test_a_changed_manifest_is_read_or_refused(cache: Path, data: st.DataObject,
         (("surprise",), 1, "surprise is unknown"),
     ],
 )
-def test_errors_name_the_wrong_field(cache: Path, at: tuple[Any, ...], value: Any, told: str) -> None:
+def test_errors_name_the_wrong_field(cache: Path, at: tuple[Any, ...], value: Any, message: str) -> None:
     path = cache / "packtool.json"
     document = json.loads(path.read_text())
     _put(document, at, value)
     path.write_text(json.dumps(document))
-    with pytest.raises(MismatchError, match=rf"packtool\.json is broken: {told}"):
+    with pytest.raises(MismatchError, match=rf"packtool\.json is broken: {message}"):
         Manifest.read(str(cache))
 
 

@@ -24,7 +24,7 @@ from packtool.config.data import ImportConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.planning.packing import pack
 from packtool.rows.forms import RowProblem
-from tests.cache.conftest import Told
+from tests.cache.conftest import RecordingProgress
 from tests.rows.megatron import megatron
 
 Export = Callable[..., ExportSummary]
@@ -47,14 +47,14 @@ def imported(model: Path, tmp_path: Path) -> Callable[..., tuple[list[EncodedSam
     """Samples of an import, rows dropped by reason, and what was said."""
 
     def make(
-        *paths: Path, name: str = "imported", **given: Any
+        *paths: Path, name: str = "imported", **settings: Any
     ) -> tuple[list[EncodedSample], dict[str, int], list[str]]:
-        told = Told()
-        options: dict[str, Any] = {"model": str(model), "max_length": 10_000, **given}
+        progress = RecordingProgress()
+        options: dict[str, Any] = {"model": str(model), "max_length": 10_000, **settings}
         config = ImportConfig(dataset=tuple(map(str, paths)), output_dir=str(tmp_path / name), **options)
-        summary = export(config, told)
+        summary = export(config, progress)
         reader = CacheReader.open([str(tmp_path / name)])
-        return [reader.sample(i) for i in range(len(reader))], dict(summary.dropped), told.notes
+        return [reader.sample(i) for i in range(len(reader))], dict(summary.dropped), progress.notes
 
     return make
 
@@ -87,8 +87,8 @@ def exported_rows(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def assert_same_caches(first: Path, second: Path) -> None:
-    one, other = CacheReader.open([str(first)]), CacheReader.open([str(second)])
+def assert_same_caches(directory: Path, other_directory: Path) -> None:
+    one, other = CacheReader.open([str(directory)]), CacheReader.open([str(other_directory)])
     assert len(one) == len(other) > 0
     for i in range(len(one)):
         a, b = one.sample(i), other.sample(i)
@@ -107,7 +107,7 @@ def test_tokens_of_a_cache_make_the_same_cache(run_export: Export, model: Path, 
     options: dict[str, Any] = {"max_length": 200, "rows_per_shard": 50, "loss_scale": scale}
     options["media_root"] = str(tmp_path)
     config = ImportConfig(model=str(model), dataset=(str(prepared),), output_dir=str(tmp_path / "imported"), **options)
-    summary = export(config, Told())
+    summary = export(config, RecordingProgress())
     assert not summary.dropped
     assert_same_caches(tmp_path / "cache", tmp_path / "imported")
     plans = [pack(CacheReader.open([str(tmp_path / name)]).index.length, 400, seed=0) for name in ("cache", "imported")]
@@ -125,10 +125,10 @@ def test_truncation_of_tokens_is_that_of_rows(
     imported(prepared, media_root=str(tmp_path), **limits)
     reader = CacheReader.open([str(tmp_path / "imported")])
     by_ids = {tuple(sample.input_ids.tolist()) for sample in map(reader.sample, range(len(reader)))}
-    whole = {(row["channel"], tuple(row["input_ids"])) for row in exported_rows(tmp_path / "whole")}
+    all_rows = {(row["channel"], tuple(row["input_ids"])) for row in exported_rows(tmp_path / "whole")}
     short = CacheReader.open([str(tmp_path / "short")])
     expected = [short.sample(i) for i in range(len(short))]
-    assert len(whole) > 100
+    assert len(all_rows) > 100
     assert by_ids <= {tuple(sample.input_ids.tolist()) for sample in expected}
     assert any(sample.num_truncated and sample.images for sample in expected)
 
@@ -197,7 +197,7 @@ def test_a_pack_is_its_samples(
     if as_arrays:
         row = {name: np.array(value) for name, value in row.items()}
     packed = make_encoder(row)
-    assert (packed or []) == [sample for found in alone for sample in found or ()]
+    assert (packed or []) == [sample for samples in alone for sample in samples or ()]
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -234,18 +234,18 @@ def make_encoder(model: Path) -> Callable[[dict[str, Any]], list[tuple[list[int]
     encoder = Encoder(EncodeSpec(model=str(model), max_length=1000), ModelFiles.load(str(model)))
 
     def encode(row: dict[str, Any]) -> list[tuple[list[int], list[int]]] | None:
-        (found,) = encoder.encode([to_sample(row, Source("rows.jsonl", form="prepared"), 0)])
-        if isinstance(found, Dropped):
-            assert found.reason == "no_target_tokens"
+        (result,) = encoder.encode([to_sample(row, Source("rows.jsonl", form="prepared"), 0)])
+        if isinstance(result, Dropped):
+            assert result.reason == "no_target_tokens"
             return None
-        return [(sample.input_ids.tolist(), sample.labels.tolist()) for sample in found]
+        return [(sample.input_ids.tolist(), sample.labels.tolist()) for sample in result]
 
     return encode
 
 
 def pictures(tmp_path: Path, imported: Imported) -> tuple[list[list[int]], list[str]]:
     """Tokens of two rows with a picture each, as LLaMA-Factory would have them, and the pictures."""
-    sizes, found = [(40, 60), (100, 60)], []
+    sizes, documents = [(40, 60), (100, 60)], []
     names = []
     for number, size in enumerate(sizes):
         name = str(tmp_path / f"p{number}.png")
@@ -253,15 +253,15 @@ def pictures(tmp_path: Path, imported: Imported) -> tuple[list[list[int]], list[
         names.append(name)
         # 32 pixels a side of a token, at least 1024 in all
         pads = round(size[0] / 32) * round(size[1] / 32)
-        found.append([1, 2, START, *[PAD] * pads, END, 3, 4 + number])
-    return found, names
+        documents.append([1, 2, START, *[PAD] * pads, END, 3, 4 + number])
+    return documents, names
 
 
 def test_llama_factorys_packs_with_pictures(imported: Imported, tmp_path: Path) -> None:
-    (first, second), names = pictures(tmp_path, imported)
+    (first_ids, second_ids), names = pictures(tmp_path, imported)
     text = [7, 8, 9]
-    ids = [*first, *text, *second]
-    lengths = [len(first), len(text), len(second)]
+    ids = [*first_ids, *text, *second_ids]
+    lengths = [len(first_ids), len(text), len(second_ids)]
     labels = [IGNORED] * len(ids)
     for end in np.cumsum(lengths):
         labels[end - 1] = ids[end - 1]
@@ -275,13 +275,13 @@ def test_llama_factorys_packs_with_pictures(imported: Imported, tmp_path: Path) 
         "audios": None,
     }
     plain = {**row, "attention_mask": [1] * (len(ids) + 2)}
-    whole = datasets.DatasetDict(
+    dataset_dict = datasets.DatasetDict(
         {"train": datasets.Dataset.from_list([row, plain]), "validation": datasets.Dataset.from_list([row])}
     )
-    whole.save_to_disk(str(tmp_path / "prepared"))
+    dataset_dict.save_to_disk(str(tmp_path / "prepared"))
     samples, dropped, notes = imported(tmp_path / "prepared", media_root=str(tmp_path))
     assert not dropped
-    assert [sample.input_ids.tolist() for sample in samples] == [first, text, second] * 2
+    assert [sample.input_ids.tolist() for sample in samples] == [first_ids, text, second_ids] * 2
     assert [[image.path for image in sample.images] for sample in samples] == [names[:1], [], names[1:]] * 2
     assert all((sample.labels != IGNORED).sum() == 1 for sample in samples)
     (note,) = [line for line in notes if "LLaMA-Factory" in line]
@@ -367,27 +367,27 @@ def test_a_broken_megatron_file_says_what_is_wrong(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = megatron(tmp_path / "text", [[1, 2, 3], [4, 5]], [0, 1, 2])
-    whole, tokens = path.read_bytes(), path.with_suffix(".bin")
+    contents, tokens = path.read_bytes(), path.with_suffix(".bin")
     arguments = ["import", str(path), "--model", str(model), "--max-length", "9", "--output-dir", str(tmp_path / "c")]
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: tokens.write_bytes(tokens.read_bytes()[:-1]), "ends before byte 10"),
         (lambda: path.write_bytes(b"nothing"), "does not begin with MMIDIDX"),
-        (lambda: path.write_bytes(whole[:-1]), "bytes, but its head requires"),
-        (lambda: path.write_bytes(whole + b"\x00\x01"), "multimodal"),
-        (lambda: path.write_bytes(whole[:17] + b"\x06" + whole[18:]), "number type 6"),
+        (lambda: path.write_bytes(contents[:-1]), "bytes, but its head requires"),
+        (lambda: path.write_bytes(contents + b"\x00\x01"), "multimodal"),
+        (lambda: path.write_bytes(contents[:17] + b"\x06" + contents[18:]), "number type 6"),
         (lambda: tokens.unlink(), "text.bin"),
     ]
-    for spoil, said in cases:
+    for spoil, message in cases:
         spoil()
         assert run(arguments) in (3, 5)
-        assert said in capsys.readouterr().err
-        if said != "text.bin":
+        assert message in capsys.readouterr().err
+        if message != "text.bin":
             megatron(tmp_path / "text", [[1, 2, 3], [4, 5]], [0, 1, 2])
     assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize(
-    ("row", "reason", "said"),
+    ("row", "reason", "detail"),
     [
         (
             {"input_ids": [1, 2, 999]},
@@ -446,7 +446,7 @@ def test_a_broken_megatron_file_says_what_is_wrong(
     ],
 )
 def test_what_cannot_be_trusted_is_dropped(
-    imported: Imported, tmp_path: Path, row: dict[str, Any], reason: str, said: str
+    imported: Imported, tmp_path: Path, row: dict[str, Any], reason: str, detail: str
 ) -> None:
     Image.new("RGB", (40, 60)).save(tmp_path / "0.png")
     path = tmp_path / "rows.jsonl"
@@ -454,7 +454,7 @@ def test_what_cannot_be_trusted_is_dropped(
     samples, dropped, _ = imported(path)
     assert (len(samples), dropped) == (1, {reason: 1})
     (line,) = (tmp_path / "imported" / "dropped.jsonl").read_text().splitlines()
-    assert said in json.loads(line)["detail"]
+    assert detail in json.loads(line)["detail"]
 
 
 def test_tables_with_nulls_cost_these_rows_only(imported: Imported, tmp_path: Path) -> None:

@@ -51,9 +51,9 @@ def base(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return folder
 
 
-def _export(model: Path, base: Path, output: str, **given: Any) -> ExportSummary:
+def _export(model: Path, base: Path, output: str, **settings: Any) -> ExportSummary:
     config = {"model": str(model), "dataset": (str(base / "rows.jsonl"),), "max_length": 80, "rows_per_shard": 64}
-    return export(ExportConfig(**{**config, "output_dir": output, **given}), SilentProgress())
+    return export(ExportConfig(**{**config, "output_dir": output, **settings}), SilentProgress())
 
 
 @contextmanager
@@ -62,12 +62,12 @@ def _at_write(number: int | None, happens: Callable[[], None]) -> Iterator[None]
     count = 0
 
     def before(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **more: Any) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
             nonlocal count
             count += 1
             if number is not None and count > number:
                 happens()
-            return real(*given, **more)
+            return real(*args, **more)
 
         return call
 
@@ -110,13 +110,13 @@ def _follow(plan: list[tuple[str, int | None, bool]], directory: str, base: Path
             assert not overwrite
             assert "other settings" in error.message  # noqa: PT017
         if storage.exists(storage.join(directory, "packtool.json")):
-            found = _files(directory)
+            files = _files(directory)
             there = str(Manifest.read(directory).identity.spec["loss_scale"])
-            whole = tree(base / there)
-            assert {name: found.get(name) for name in whole} == whole
+            expected_files = tree(base / there)
+            assert {name: files.get(name) for name in expected_files} == expected_files
             if finished:
                 assert there == loss
-                assert found.keys() == whole.keys()
+                assert files.keys() == expected_files.keys()
         else:
             assert not finished
 
@@ -141,7 +141,7 @@ def test_the_same_command_ends_with_the_same_files_wherever_it_was_killed(
     base: Path, model: Path, tmp_path: Path, dead: set[str]
 ) -> None:
     """Its lock too is gone in the end: also one whose holder was killed when all but the lock was cleared away."""
-    whole, kill_at, was_killed = tree(base / "default"), 0, True
+    expected_files, kill_at, was_killed = tree(base / "default"), 0, True
     while was_killed:
         directory = tmp_path / str(kill_at)
         try:
@@ -151,7 +151,7 @@ def test_the_same_command_ends_with_the_same_files_wherever_it_was_killed(
         except Killed:
             dead |= {holder.run for holder in lock.holders(str(directory)).values()}
         _export(model, base, str(directory))
-        assert tree(directory) == whole
+        assert tree(directory) == expected_files
         kill_at += 1
     assert kill_at > 10
 
@@ -172,19 +172,19 @@ def test_a_second_export_is_refused_while_the_first_lives(
 ) -> None:
     folder = tmp_path_factory.mktemp("two")
     directory = str(folder / "cache") if place == "here" else f"{request.getfixturevalue('bucket')}/{folder.name}"
-    told: list[str] = []
+    messages: list[str] = []
 
-    def second() -> None:
-        if not told:
-            told.append("")
+    def second_export() -> None:
+        if not messages:
+            messages.append("")
             with pytest.raises(MismatchError, match="is being written by another export on host") as caught:
                 _export(model, base, directory, loss_scale=loss, overwrite=at % 2 == 0)
-            told.append(str(caught.value))
+            messages.append(str(caught.value))
 
-    with _at_write(at, second):
+    with _at_write(at, second_export):
         _export(model, base, directory)
-    assert f"process {os.getpid()}, since 20" in told[1]
-    assert "--output-dir" in told[1]
+    assert f"process {os.getpid()}, since 20" in messages[1]
+    assert "--output-dir" in messages[1]
     assert _files(directory) == tree(base / "default")
 
 
@@ -196,19 +196,19 @@ def test_a_run_that_lost_its_lock_stops(
 
     real, count = task_module.run_task, 0
 
-    def slow(*given: Any) -> Any:
+    def slow(*args: Any) -> Any:
         nonlocal count
         count += 1
         if count == 2:
             dead.update(holder.run for holder in lock.holders(directory).values())
             _export(model, base, directory, loss_scale="all", overwrite=True)
-        return real(*given)
+        return real(*args)
 
     monkeypatch.setattr(task_module, "run_task", slow)
     with pytest.raises(MismatchError, match="was taken over by another run"):
         _export(model, base, directory)
-    found = tree(tmp_path / "cache")
-    assert {name: found[name] for name in tree(base / "all")} == tree(base / "all")
+    files = tree(tmp_path / "cache")
+    assert {name: files[name] for name in tree(base / "all")} == tree(base / "all")
 
 
 def test_shards_changed_by_another_process_are_not_published(
@@ -217,12 +217,12 @@ def test_shards_changed_by_another_process_are_not_published(
     """A shard of the same name and size that is not the one that was written."""
     real = output_dir.publish_cache
 
-    def meddled(directory: str, *given: Any) -> None:
+    def meddled(directory: str, *args: Any) -> None:
         shard = sorted(Path(directory, "train").glob("data-*"))[1]
         data = bytearray(shard.read_bytes())
         data[len(data) // 2] ^= 1
         shard.write_bytes(data)
-        real(directory, *given)
+        real(directory, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(output_dir, "publish_cache", meddled)
@@ -341,5 +341,5 @@ def test_unfinished_uploads_of_a_killed_run_are_removed(base: Path, model: Path,
     for key in ("cache/train/data-00000-of-00004.arrow", "other/train/data-00000-of-00004.arrow"):
         client.create_multipart_upload(Bucket=name, Key=key)
     _export(model, base, f"{bucket}/cache")
-    left = [upload["Key"] for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", ())]
-    assert left == ["other/train/data-00000-of-00004.arrow"]
+    remaining_uploads = [upload["Key"] for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", ())]
+    assert remaining_uploads == ["other/train/data-00000-of-00004.arrow"]

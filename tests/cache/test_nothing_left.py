@@ -66,8 +66,8 @@ def test_an_export_prints_remedies(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json: list[str]
 ) -> None:
     lost = {"messages": [{"role": "user", "content": "<image>?"}, _LEFT[2]], "images": []}
-    kept = {"messages": [_ASKS, _LEFT[2]]}
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (kept, lost)))
+    kept_row = {"messages": [_ASKS, _LEFT[2]]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (kept_row, lost)))
     words = ["--model", str(model), "--dataset", str(tmp_path / "rows.jsonl"), "--max-length", "200"]
     assert run(["export", *words, "--output-dir", str(tmp_path / "cache"), "--dry-run", *as_json]) == 0
     printed = capsys.readouterr().err

@@ -21,19 +21,19 @@ def test_origins_match_the_samples_and_files_are_small(
     (tmp_path / "more.jsonl").write_text("".join(lines[200:300]))
     run_export(dataset=(str(rows), str(tmp_path / "more.jsonl")))
     reader = CacheReader.open([str(tmp_path / "cache")])
-    found = read_origins(reader, 0)
+    origins = read_origins(reader, 0)
     samples = [reader.sample(position) for position in range(len(reader))]
-    assert [found.files[number] for number in found.file] == [sample.source for sample in samples]
-    assert found.row.tolist() == [sample.row for sample in samples]
-    told = {source.path: source.digest for source in reader.manifests[0].sources}
-    assert dict(zip(found.files, found.digests, strict=True)) == told
-    assert found.part is None
-    found.write(str(tmp_path / "origins.npz"))
+    assert [origins.files[number] for number in origins.file] == [sample.source for sample in samples]
+    assert origins.row.tolist() == [sample.row for sample in samples]
+    digests = {source.path: source.digest for source in reader.manifests[0].sources}
+    assert dict(zip(origins.files, origins.digests, strict=True)) == digests
+    assert origins.part is None
+    origins.write(str(tmp_path / "origins.npz"))
     assert (tmp_path / "origins.npz").stat().st_size < len(reader) + 2048
     again = Origins.read(str(tmp_path / "origins.npz"))
-    assert (again.files, again.digests, again.part) == (found.files, found.digests, None)
-    assert np.array_equal(again.file, found.file)
-    assert np.array_equal(again.row, found.row)
+    assert (again.files, again.digests, again.part) == (origins.files, origins.digests, None)
+    assert np.array_equal(again.file, origins.file)
+    assert np.array_equal(again.row, origins.row)
     (tmp_path / "origins.npz").write_bytes(b"no archive")
     with pytest.raises(MismatchError, match=r"origins\.npz cannot be read"):
         Origins.read(str(tmp_path / "origins.npz"))
@@ -43,10 +43,10 @@ def test_parts_of_rows_are_kept(tmp_path: Path) -> None:
     part = np.array([[0, 0, 0, 0], [1, 2, 0, 0], [2, 2, 1, 3]], np.int32)
     numbers = np.zeros(3, np.int64)
     Origins(("a",), ("digest",), numbers, np.array([0, 70_000, 70_000]), part).write(str(tmp_path / "o.npz"))
-    found = Origins.read(str(tmp_path / "o.npz"))
-    assert found.row.tolist() == [0, 70_000, 70_000]
-    assert found.part is not None
-    assert found.part.tolist() == part.tolist()
+    origins = Origins.read(str(tmp_path / "o.npz"))
+    assert origins.row.tolist() == [0, 70_000, 70_000]
+    assert origins.part is not None
+    assert origins.part.tolist() == part.tolist()
 
 
 def test_content_keys_do_not_depend_on_the_order_of_rows(

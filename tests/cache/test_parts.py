@@ -22,7 +22,7 @@ from packtool.errors import RowError
 from packtool.report.inspect import cache_figures, figure_lines, sample_view
 from packtool.report.tables import export_lines
 from packtool.stream.reading import StreamState, read_stream_state, write_stream_state
-from tests.cache.conftest import CHATML, CONTROL, Told, tree
+from tests.cache.conftest import CHATML, CONTROL, RecordingProgress, tree
 from tests.cache.test_embed import take_away
 from tests.cache.test_prefixes import NAMES
 
@@ -84,14 +84,14 @@ def places(samples: list[EncodedSample]) -> list[tuple[int, str]]:
 
 def test_rows_are_counted_and_turns_shown(talk: Export, tmp_path: Path) -> None:
     summary = talk()
-    found = samples_of(tmp_path / "cache")
+    samples = samples_of(tmp_path / "cache")
     expected = [
         (row, f"turn {turn} of {row % 3 + 1}" if row % 3 else "")
         for row in range(NUM_ROWS)
         for turn in range(1, row % 3 + 2)
         if not (row % 10 == 2 and turn == 3)
     ]
-    assert places(found) == expected
+    assert places(samples) == expected
     assert (summary.num_rows, summary.num_samples, summary.pieces_added, summary.dropped) == (30, 59, 29, {})
     assert summary.parts_left_out == {"over_max_length": 1} == Manifest.read(str(tmp_path / "cache")).parts_left_out
     (line,) = (tmp_path / "cache" / "dropped.jsonl").read_text().splitlines()
@@ -117,9 +117,9 @@ def test_splits_and_samples_of_rows_keep_their_turns_together(talk: Export, rows
     talk("whole", max_length=2000)
     per_row = Counter(sample.row for sample in samples_of(tmp_path / "whole"))
     talk("drawn", dataset=(f"{rows}#7",), max_length=2000)
-    drawn = Counter(sample.row for sample in samples_of(tmp_path / "drawn"))
-    assert len(drawn) == 7
-    assert all(drawn[row] == per_row[row] for row in drawn)
+    num_drawn = Counter(sample.row for sample in samples_of(tmp_path / "drawn"))
+    assert len(num_drawn) == 7
+    assert all(num_drawn[row] == per_row[row] for row in num_drawn)
     assert summary.num_rows == 30
 
 
@@ -129,11 +129,14 @@ def test_samples_of_a_row_share_prefixes_up_to_their_turns(talk: Export, tmp_pat
     reader = CacheReader.open([str(tmp_path / "cache")])
     prefixes = reader.prefixes()
     assert prefixes is not None
-    told = prefixes.prefixes
+    hashes_and_lengths = prefixes.prefixes
     by_sample = list(itertools.pairwise(prefixes.offsets.tolist()))
-    hashes = [dict(zip(told.hashes[a:b].tolist(), told.lengths[a:b].tolist(), strict=True)) for a, b in by_sample]
-    found = samples_of(tmp_path / "cache")
-    for number, (one, other) in enumerate(itertools.pairwise(found)):
+    hashes = [
+        dict(zip(hashes_and_lengths.hashes[a:b].tolist(), hashes_and_lengths.lengths[a:b].tolist(), strict=True))
+        for a, b in by_sample
+    ]
+    samples = samples_of(tmp_path / "cache")
+    for number, (one, other) in enumerate(itertools.pairwise(samples)):
         if one.row == other.row:
             common = hashes[number].keys() & hashes[number + 1].keys()
             assert max(hashes[number][each] for each in common) == int(one.turns[0])
@@ -153,18 +156,18 @@ def test_datasets_reads_the_columns(talk: Export, tmp_path: Path) -> None:
     import datasets
 
     talk()
-    found = datasets.load_from_disk(str(tmp_path / "cache" / "train"))
-    assert found[2]["part"] == {"turn": 2, "num_turns": 2, "response": 0, "num_responses": 0}
-    assert found[0]["part"] is None
+    dataset = datasets.load_from_disk(str(tmp_path / "cache" / "train"))
+    assert dataset[2]["part"] == {"turn": 2, "num_turns": 2, "response": 0, "num_responses": 0}
+    assert dataset[0]["part"] is None
 
 
 @pytest.mark.parametrize("file", ["data-00000-of-00001.arrow", "index.arrow", "prefixes.arrow"])
 def test_damaged_files_are_recreated(talk: Export, tmp_path: Path, file: str) -> None:
     talk()
-    whole = tree(tmp_path / "cache")
+    expected_files = tree(tmp_path / "cache")
     (tmp_path / "cache" / "train" / file).write_bytes(b"")
     talk(repair=True)
-    assert tree(tmp_path / "cache") == whole
+    assert tree(tmp_path / "cache") == expected_files
 
 
 def test_a_missing_picture_drops_the_row(talk: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,8 +175,8 @@ def test_a_missing_picture_drops_the_row(talk: Export, tmp_path: Path, monkeypat
     summary = talk(media="embed", max_length=2000)
     lost = {row for row in range(NUM_ROWS) if row % 5 == 2 and row % 3}
     assert summary.dropped == {"media_missing": len(lost)}
-    found = samples_of(tmp_path / "cache")
-    assert {sample.row for sample in found} == set(range(NUM_ROWS)) - lost
+    samples = samples_of(tmp_path / "cache")
+    assert {sample.row for sample in samples} == set(range(NUM_ROWS)) - lost
     assert (summary.num_rows, summary.num_samples - summary.pieces_added) == (30, 30 - len(lost))
 
 
@@ -191,11 +194,11 @@ def test_responses_become_samples(run_export: Export, rows: Path, tmp_path: Path
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = run_export()
     assert (summary.num_rows, summary.num_samples) == (9, 15)
-    found = samples_of(tmp_path / "cache")
-    assert places(found)[:3] == [(0, ""), (1, "response 1 of 2"), (1, "response 2 of 2")]
-    assert found[2].loss_scale is not None
-    assert set(found[2].loss_scale[found[2].labels >= 0].tolist()) == {2.0}
-    assert found[1].loss_scale is None
+    samples = samples_of(tmp_path / "cache")
+    assert places(samples)[:3] == [(0, ""), (1, "response 1 of 2"), (1, "response 2 of 2")]
+    assert samples[2].loss_scale is not None
+    assert set(samples[2].loss_scale[samples[2].labels >= 0].tolist()) == {2.0}
+    assert samples[1].loss_scale is None
 
 
 def test_a_resumed_stream_keeps_the_parts_of_its_samples(talk: Export, tmp_path: Path) -> None:
@@ -215,6 +218,6 @@ def test_a_resumed_stream_keeps_the_parts_of_its_samples(talk: Export, tmp_path:
 
 def test_an_export_notes_the_choice_of_auto(talk: Export, model: Path) -> None:
     for name, chosen, expected in (("a", {}, "becomes several"), ("b", {"model": str(model)}, "changes nothing")):
-        told = Told()
-        talk(name, expand_turns="auto", progress=told, **chosen)
-        assert any("--expand-turns auto" in note and expected in note for note in told.notes)
+        progress = RecordingProgress()
+        talk(name, expand_turns="auto", progress=progress, **chosen)
+        assert any("--expand-turns auto" in note and expected in note for note in progress.notes)

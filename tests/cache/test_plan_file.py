@@ -19,13 +19,13 @@ def test_a_written_plan_is_read_back(tmp_path: Path) -> None:
     info["plan"] = plan.fingerprint
     path = str(tmp_path / "a.plan")
     write_plan(path, SavedPlan(samples=plan.samples, offsets=plan.offsets, lengths=plan.lengths, **info))
-    found = read_plan(path)
-    assert {name: getattr(found, name) for name in info} == info
+    read_back = read_plan(path)
+    assert {name: getattr(read_back, name) for name in info} == info
     for name in ("samples", "offsets", "lengths"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(plan, name))
-    assert found.locations is None
+        np.testing.assert_array_equal(getattr(read_back, name), getattr(plan, name))
+    assert read_back.locations is None
     locations = np.arange(15_000, dtype=np.int32).reshape(5000, 3)
-    write_plan(path, dataclasses.replace(found, locations=locations))
+    write_plan(path, dataclasses.replace(read_back, locations=locations))
     np.testing.assert_array_equal(read_plan(path).locations, locations)
 
 

@@ -68,28 +68,28 @@ def ask(run_export: Export, model_that_names_tokens: Path, rows: Path) -> Export
 
 def told_by(cache: Path) -> tuple[CacheReader, SplitPrefixes]:
     reader = CacheReader.open([str(cache)])
-    found = reader.prefixes()
-    assert found is not None
-    return reader, found
+    prefixes = reader.prefixes()
+    assert prefixes is not None
+    return reader, prefixes
 
 
 @pytest.mark.parametrize("media", ["reference", "embed"])
 def test_each_sample_has_the_hashes_of_its_own_prefixes(ask: Export, tmp_path: Path, media: str) -> None:
     ask(media=media)
-    reader, found = told_by(tmp_path / "cache")
+    reader, prefixes = told_by(tmp_path / "cache")
     config = json.loads((tmp_path / "named" / "config.json").read_text())
     samples = [reader.sample(i) for i in range(len(reader))]
     counts, expected = prefix_hashes(samples, MediaTokens.of(config), longer_than=3)
-    assert np.diff(found.offsets).tolist() == counts.tolist()
+    assert np.diff(prefixes.offsets).tolist() == counts.tolist()
     for name, wanted in expected._asdict().items():
-        assert getattr(found.prefixes, name).tolist() == wanted.tolist()
-        assert getattr(found.prefixes, name).dtype == wanted.dtype
+        assert getattr(prefixes.prefixes, name).tolist() == wanted.tolist()
+        assert getattr(prefixes.prefixes, name).dtype == wanted.dtype
     # The picture, the beginning of the answer and its end; a picture's hash is that of its rows, of both channels.
-    assert set(np.diff(found.offsets).tolist()) == {3}
-    pictures = found.prefixes.hashes[found.offsets[:-1]]
+    assert set(np.diff(prefixes.offsets).tolist()) == {3}
+    pictures = prefixes.prefixes.hashes[prefixes.offsets[:-1]]
     assert sorted(np.unique(pictures, return_counts=True)[1].tolist()) == [8] * 3
-    assert (found.prefixes.media_tokens == np.repeat(reader.index.media_tokens, 3)).all()
-    assert (found.prefixes.patch_squares == np.repeat(reader.index.patch_squares, 3)).all()
+    assert (prefixes.prefixes.media_tokens == np.repeat(reader.index.media_tokens, 3)).all()
+    assert (prefixes.prefixes.patch_squares == np.repeat(reader.index.patch_squares, 3)).all()
 
 
 def test_samples_with_media_files_have_prefix_hashes(ask: Export, tmp_path: Path, bucket: str) -> None:
@@ -99,11 +99,13 @@ def test_samples_with_media_files_have_prefix_hashes(ask: Export, tmp_path: Path
     for file in (tmp_path / "second").rglob("*.*"):
         storage.publish(f"{bucket}/{file.relative_to(tmp_path)}", file.read_bytes())
     reader = CacheReader.open([str(tmp_path / "first"), f"{bucket}/second", str(tmp_path / "embedded")])
-    found = reader.prefixes()
-    assert found is not None
-    for number, (start, stop) in enumerate(itertools.pairwise(found.offsets)):
+    prefixes = reader.prefixes()
+    assert prefixes is not None
+    for number, (start, stop) in enumerate(itertools.pairwise(prefixes.offsets)):
         here = slice(start, stop)
-        hashes = dict(zip(found.prefixes.lengths[here].tolist(), found.prefixes.hashes[here].tolist(), strict=True))
+        hashes = dict(
+            zip(prefixes.prefixes.lengths[here].tolist(), prefixes.prefixes.hashes[here].tolist(), strict=True)
+        )
         assert reader.sample(number).prefix_hashes == (hashes if reader.cache_of(number)[0] < 2 else None)
     (tmp_path / "first" / PLACE).write_bytes(b"damaged")
     assert CacheReader.open([str(tmp_path / "first")]).sample(0).prefix_hashes is None
@@ -147,15 +149,15 @@ def test_hashes_of_pictures_do_not_depend_on_their_paths(
     other[-30] ^= 1
     (tmp_path / "other.png").write_bytes(other)
     write_rows(rows, ["0.png", "elsewhere/copy.png", "link.png", str(picture), inline, "other.png", "0.png"])
-    told = []
+    hashes_by_cache = []
     for media in ("reference", "embed"):
         run_export(media, model=str(model_that_names_tokens), media=media)
-        _, found = told_by(tmp_path / media)
-        hashes = found.prefixes.hashes.reshape(7, 3)
+        _, prefixes = told_by(tmp_path / media)
+        hashes = prefixes.prefixes.hashes.reshape(7, 3)
         assert (hashes[[0, 1, 2, 3, 4, 6]] == hashes[0]).all()
         assert (hashes[5] != hashes[0]).all()
-        told.append(hashes.tolist())
-    assert told[0] == told[1], "rows of both caches share"
+        hashes_by_cache.append(hashes.tolist())
+    assert hashes_by_cache[0] == hashes_by_cache[1], "rows of both caches share"
 
 
 def test_changed_pictures_have_other_hashes(
@@ -218,7 +220,7 @@ def _interrupt(*_: Any, **__: Any) -> None:
 
 def test_damage_is_found_and_repaired(ask: Export, tmp_path: Path) -> None:
     ask()
-    whole = tree(tmp_path / "cache")
+    expected_files = tree(tmp_path / "cache")
     file = tmp_path / "cache" / PLACE
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -230,14 +232,14 @@ def test_damage_is_found_and_repaired(ask: Export, tmp_path: Path) -> None:
         with pytest.raises(MismatchError, match=r"prefixes\.arrow"):
             CacheReader.open([str(tmp_path / "cache")]).prefixes()
         ask(repair=True)
-        assert tree(tmp_path / "cache") == whole
+        assert tree(tmp_path / "cache") == expected_files
 
 
 def test_prefixes_of_an_older_packtool_have_unknown_targets(ask: Export, tmp_path: Path) -> None:
     ask()
     file, manifest = tmp_path / "cache" / PLACE, tmp_path / "cache" / "packtool.json"
     batches = pa.ipc.open_file(file).read_all().to_batches()
-    _, whole = told_by(tmp_path / "cache")
+    _, expected = told_by(tmp_path / "cache")
     older = [with_fields(batch, PREFIX_BEFORE) for batch in batches]
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, older[0].schema) as writer:
         for batch in older:
@@ -245,13 +247,13 @@ def test_prefixes_of_an_older_packtool_have_unknown_targets(ask: Export, tmp_pat
     document = json.loads(manifest.read_text())
     document["splits"]["train"]["prefixes_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     manifest.write_text(json.dumps(document))
-    _, found = told_by(tmp_path / "cache")
-    assert (found.prefixes.target_tokens == -1).all()
-    assert found.prefixes.hashes.tolist() == whole.prefixes.hashes.tolist()
-    kept = file.read_bytes()
+    _, prefixes = told_by(tmp_path / "cache")
+    assert (prefixes.prefixes.target_tokens == -1).all()
+    assert prefixes.prefixes.hashes.tolist() == expected.prefixes.hashes.tolist()
+    contents = file.read_bytes()
     file.unlink()
     ask(repair=True)
-    assert file.read_bytes() == kept
+    assert file.read_bytes() == contents
 
 
 def test_prefixes_with_media_hashed_by_path_are_repaired(
@@ -264,10 +266,10 @@ def test_prefixes_with_media_hashed_by_path_are_repaired(
     older, new = (told_by(tmp_path / name)[1] for name in ("cache", "new"))
     assert older.offsets.tolist() == new.offsets.tolist()
     assert not set(older.prefixes.hashes.tolist()) & set(new.prefixes.hashes.tolist())
-    kept = tree(tmp_path / "cache")
+    expected_files = tree(tmp_path / "cache")
     (tmp_path / "cache" / PLACE).unlink()
     ask(repair=True)
-    assert tree(tmp_path / "cache") == kept
+    assert tree(tmp_path / "cache") == expected_files
 
 
 def test_prefixes_are_not_recreated_from_changed_media(ask: Export, tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ def cache(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(300):
             turns = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "word " * (i % 50)}]
             file.write(json.dumps({"messages": turns, "channel": ("a", "b", None)[i % 3]}) + "\n")
-    given = {"model": str(model), "dataset": (str(folder / "rows.jsonl"),), "output_dir": str(folder / "cache")}
-    export(ExportConfig(max_length=200, rows_per_shard=64, split_dataset_ratio=0.1, **given), SilentProgress())
+    options = {"model": str(model), "dataset": (str(folder / "rows.jsonl"),), "output_dir": str(folder / "cache")}
+    export(ExportConfig(max_length=200, rows_per_shard=64, split_dataset_ratio=0.1, **options), SilentProgress())
     return folder / "cache"
 
 
@@ -95,8 +95,8 @@ def test_planning_reads_no_shard(remote: str, copies: LocalCopies, through_proxy
 
 
 def test_copies_are_shared_by_addresses_and_runs(remote: str, bucket: str, copies: LocalCopies, cache: Path) -> None:
-    first = CacheReader.open([remote], copies=copies)
-    first.sample(0)
+    reader = CacheReader.open([remote], copies=copies)
+    reader.sample(0)
     (copy,) = _shards(copies)
     inode = copy.stat().st_ino
     _upload(cache, f"{bucket}/elsewhere")
@@ -181,9 +181,9 @@ def test_a_damaged_copy_of_an_index_is_fetched_again(remote: str, copies: LocalC
     proxy = through_proxy(once=[("GET .*index.arrow", "change byte"), ("GET .*prefixes.arrow", "change byte")])
     for _ in range(2):
         assert CacheReader.open([remote], copies=copies).prefixes() is not None
-        kept = list(Path(copies.directory).rglob("*.index"))
-        assert len(kept) == 2
-        for path in kept:
+        copied_indexes = list(Path(copies.directory).rglob("*.index"))
+        assert len(copied_indexes) == 2
+        for path in copied_indexes:
             path.write_bytes(bytes(path.stat().st_size))
     assert proxy.counts["change byte"] == 2
 

@@ -14,7 +14,7 @@ import pytest
 
 from packtool.cache.manifest import ExportSummary
 from packtool.errors import MismatchError
-from tests.cache.conftest import Told, tree
+from tests.cache.conftest import RecordingProgress, tree
 
 Export = Callable[..., ExportSummary]
 
@@ -61,9 +61,9 @@ def test_ignored_splits_of_a_saved_dataset_dict_are_noted(run_export: Export, tm
     data = datasets.Dataset.from_dict({"question": ["a", "b"], "answer": ["c", "d"]})
     folder = str(tmp_path / "saved")
     datasets.DatasetDict(train=data, validation=data, extra=data).save_to_disk(folder)
-    told = Told()
-    assert run_export(dataset=(folder,), progress=told).num_rows == 2
-    assert [note for note in told.notes if "only the split" in note] == [
+    progress = RecordingProgress()
+    assert run_export(dataset=(folder,), progress=progress).num_rows == 2
+    assert [note for note in progress.notes if "only the split" in note] == [
         f"{folder}: only the split train is read, not validation, extra; to use it for validation, add --val-dataset "
         f"{folder}/validation"
     ]

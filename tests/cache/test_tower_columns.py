@@ -80,10 +80,10 @@ def test_an_older_cache_is_read_beside_a_new_one(run_export: Export, tmp_path: P
 def test_an_older_index_is_repaired_as_it_was(run_export: Export, tmp_path: Path) -> None:
     run_export()
     _make_older(tmp_path / "cache")
-    whole = tree(tmp_path / "cache")
+    expected_files = tree(tmp_path / "cache")
     (tmp_path / "cache" / "train" / "index.arrow").unlink()
     run_export(repair=True)
-    assert tree(tmp_path / "cache") == whole
+    assert tree(tmp_path / "cache") == expected_files
 
 
 def test_an_export_resumes_from_tasks_of_an_older_packtool(
@@ -101,12 +101,12 @@ def test_an_export_resumes_from_tasks_of_an_older_packtool(
         patched.setattr(task_module, "arrow_bytes", older)
         run_export(num_tasks=2, task_index=0)
     run_export(num_tasks=2, task_index=1)
-    found, whole = (CacheReader.open([str(tmp_path / name)]).index for name in ("cache", "whole"))
-    assert found.patch_squares.tolist() == whole.patch_squares.tolist()
+    resumed_index, full_index = (CacheReader.open([str(tmp_path / name)]).index for name in ("cache", "whole"))
+    assert resumed_index.patch_squares.tolist() == full_index.patch_squares.tolist()
     with pa.ipc.open_file(pa.BufferReader((tmp_path / "cache/train/index.arrow").read_bytes())) as file:
-        kept = file.read_all().column("patch_squares").to_numpy()
-    assert (kept == UNKNOWN).any()
-    assert (kept > 0).any()
+        patch_squares = file.read_all().column("patch_squares").to_numpy()
+    assert (patch_squares == UNKNOWN).any()
+    assert (patch_squares > 0).any()
 
 
 def test_unknown_columns_are_estimated_from_counts() -> None:
@@ -119,10 +119,10 @@ def test_unknown_columns_are_estimated_from_counts() -> None:
         "audio_tokens": np.array([-1, -1, -1, -1, -1, 0], np.int32),
         "patch_squares": np.array([-1, -1, -1, -1, -1, 5]),
     }
-    found = with_estimates(columns, limits)
-    assert found["audio_tokens"].tolist() == [0, 0, 0, 60, 60, 0]
+    estimates = with_estimates(columns, limits)
+    assert estimates["audio_tokens"].tolist() == [0, 0, 0, 60, 60, 0]
     frames = 1024 / 256
-    assert found["patch_squares"].tolist() == [0, 2 * 200**2, frames * 1024**2, 0, 120**2, 5]
-    assert found["audio_tokens"].dtype == np.int32
+    assert estimates["patch_squares"].tolist() == [0, 2 * 200**2, frames * 1024**2, 0, 120**2, 5]
+    assert estimates["audio_tokens"].dtype == np.int32
     without = with_estimates(columns, MediaLimits())
     assert without["patch_squares"].tolist() == [0, 0, 0, 0, 0, 5]

@@ -65,18 +65,18 @@ def test_any_flipped_bit_is_found(cache: Path, tmp_path: Path, data: st.DataObje
     files = sorted((cache / "train").glob("*.arrow"))
     path = data.draw(st.sampled_from(files))
     bit = data.draw(st.integers(0, 8 * path.stat().st_size - 1))
-    whole = path.read_bytes()
+    contents = path.read_bytes()
     _flip(path, bit)
     try:
         for mode in ("once", "always"):
             with pytest.raises(MismatchError, match=rf"{path.name} .*damaged|{path.name} is damaged"):
                 _read(cache, tmp_path / "notes", mode)
-        found = inspect.damage_figures(str(cache), SilentProgress())
-        assert [one["file"] for one in found["damaged"]] == [f"train/{path.name}"]
-        assert "--rows-per-shard 50" in found["mend"]
-        assert "--repair" in found["mend"]
+        figures = inspect.damage_figures(str(cache), SilentProgress())
+        assert [one["file"] for one in figures["damaged"]] == [f"train/{path.name}"]
+        assert "--rows-per-shard 50" in figures["mend"]
+        assert "--repair" in figures["mend"]
     finally:
-        path.write_bytes(whole)
+        path.write_bytes(contents)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def _outcome(mapped: ShardFile, row: int) -> tuple[list[object], str | None]:
 
 def test_damage_of_a_mapped_shard_is_found_when_a_row_of_it_is_read(shard: Path) -> None:
     """A changed file is compared again. A fault of the disk, which changes no time, is found on the first read."""
-    whole, (_, sums) = shard.read_bytes(), local.digests_of(str(shard))
+    contents, (_, sums) = shard.read_bytes(), local.digests_of(str(shard))
     reference = ShardFile(str(shard))
     expected = [_values(reference.sample(row)) for row in range(len(reference))]
     columns = reference.table(("input_ids", "source"))
@@ -111,12 +111,12 @@ def test_damage_of_a_mapped_shard_is_found_when_a_row_of_it_is_read(shard: Path)
 
     @settings(max_examples=60)
     @given(
-        start=st.integers(0, len(whole) - 1),
+        start=st.integers(0, len(contents) - 1),
         damage=st.builds(lambda piece, times: piece * times, st.binary(min_size=1, max_size=4), st.integers(1, 5000)),
         rows_before=st.none() | st.integers(0, len(expected)),
     )
     def check(start: int, damage: bytes, rows_before: int | None) -> None:
-        copy.write_bytes(whole)
+        copy.write_bytes(contents)
         os.utime(copy, (1, 1))
         mapped = None if rows_before is None else ShardFile(str(copy), sums)
         for row in range(rows_before or 0):
@@ -124,9 +124,9 @@ def test_damage_of_a_mapped_shard_is_found_when_a_row_of_it_is_read(shard: Path)
             assert _values(mapped.sample(row)) == expected[row]
         with copy.open("r+b") as file:
             file.seek(start)
-            file.write(damage[: len(whole) - start])
+            file.write(damage[: len(contents) - start])
         os.utime(copy, (1, 1 if mapped is None else 2))
-        is_whole = copy.read_bytes() == whole
+        is_whole = copy.read_bytes() == contents
         try:
             mapped = mapped or ShardFile(str(copy), sums)
         except MismatchError:
@@ -215,10 +215,10 @@ def test_a_damaged_local_copy_is_fetched_again(verify: VerifyCache, cache: Path,
     copies = LocalCopies(str(tmp_path / "copies"), verify=verify)
     CacheReader.open([f"{bucket}/cache"], copies=copies).sample(0)
     (copy,) = (tmp_path / "copies").rglob("*.arrow")
-    whole = copy.read_bytes()
+    contents = copy.read_bytes()
     _flip(copy, 8 * 1000)
     CacheReader.open([f"{bucket}/cache"], copies=LocalCopies(str(tmp_path / "copies"), verify=verify)).sample(0)
-    assert copy.read_bytes() == whole
+    assert copy.read_bytes() == contents
 
 
 def test_old_caches_without_index_checksum_can_be_opened(cache: Path) -> None:
@@ -228,27 +228,27 @@ def test_old_caches_without_index_checksum_can_be_opened(cache: Path) -> None:
         assert len(split.pop("index_sha256")) == 64
     path.write_text(json.dumps(document))
     assert len(CacheReader.open([str(cache)]))
-    found = inspect.damage_figures(str(cache), SilentProgress())
-    assert found["damaged"] == []
-    assert found["without_checksum"] == ["train/index.arrow", "val/index.arrow"]
-    assert "no checksum was recorded for" in "\n".join(inspect.damage_lines(found))
+    figures = inspect.damage_figures(str(cache), SilentProgress())
+    assert figures["damaged"] == []
+    assert figures["without_checksum"] == ["train/index.arrow", "val/index.arrow"]
+    assert "no checksum was recorded for" in "\n".join(inspect.damage_lines(figures))
 
 
 def test_repair_recreates_only_damaged_files(cache: Path, run_export: Export, rows: Path, hashed: list[str]) -> None:
-    whole = tree(cache)
+    expected_files = tree(cache)
     shards = sorted((cache / "train").glob("data-*"))
     _flip(shards[1], 8 * 5000)
     shards[4].write_bytes(shards[4].read_bytes()[:-7])
     (cache / "val" / "index.arrow").unlink()
     times = {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")}
     run_export(split_dataset_ratio=0.1, repair=True)
-    assert tree(cache) == whole
+    assert tree(cache) == expected_files
     renewed = {path for path, time in times.items() if path.stat().st_mtime_ns != time}
     assert renewed == {shards[1], shards[4]}
     for name in ("train", "val"):
         _flip(cache / name / "index.arrow", 8 * 700)
     run_export(split_dataset_ratio=0.1, repair=True)
-    assert tree(cache) == whole
+    assert tree(cache) == expected_files
     with pytest.raises(MismatchError, match="other settings"):
         run_export(split_dataset_ratio=0.2, repair=True)
     rows.write_text(rows.read_text() + "\n")

@@ -22,14 +22,14 @@ def run_here(script: str) -> None:
 
     A process for each would import for longer than it works. Where a line starts several, they are forks of this one.
     """
-    with pytest.MonkeyPatch.context() as whole:
-        whole.setattr(os, "execvpe", _become_ranks)
+    with pytest.MonkeyPatch.context() as outer_patch:
+        outer_patch.setattr(os, "execvpe", _become_ranks)
         for line in script.replace("\\\n", " ").strip().splitlines():
             words = [os.path.expandvars(word) for word in shlex.split(line)]
             with pytest.MonkeyPatch.context() as patch:
                 alone = not words or words[0] == "export" or all("=" in word for word in words)
                 for name, value in _settings(words):
-                    (whole if alone else patch).setenv(name, value)
+                    (outer_patch if alone else patch).setenv(name, value)
                 if not alone:
                     assert words.pop(0) in ("packtool", "swift")
                     assert run(words) == 0, line

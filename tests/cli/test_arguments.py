@@ -18,7 +18,7 @@ KINDS: dict[str, ArgumentKind] = {
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("arguments", "expected"),
     [
         ("--max_length 10", "--max-length 10"),
         ("--max_length=10", "--max-length=10"),
@@ -40,12 +40,12 @@ KINDS: dict[str, ArgumentKind] = {
         ("--json=0", ""),
     ],
 )
-def test_rewrite(given: str, expected: str) -> None:
-    assert rewrite_arguments(given.split(), KINDS) == expected.split()
+def test_rewrite(arguments: str, expected: str) -> None:
+    assert rewrite_arguments(arguments.split(), KINDS) == expected.split()
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ("--packing maybe", "--packing: 'maybe' is neither true nor false"),
         ("--packing=maybe --json", "--packing: 'maybe' is neither true nor false"),
@@ -54,18 +54,18 @@ def test_rewrite(given: str, expected: str) -> None:
         ("--max-length 9 10", "unexpected value '10'"),
     ],
 )
-def test_unexpected_values_are_reported(given: str, message: str) -> None:
+def test_unexpected_values_are_reported(arguments: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        rewrite_arguments(given.split(), KINDS, explain_unknown=lambda name, value: None)
+        rewrite_arguments(arguments.split(), KINDS, explain_unknown=lambda name, value: None)
 
 
 def test_values_keep_their_underscores_and_spaces() -> None:
-    given = ["--dataset", "my file_1.json", "--set", "training.max_steps=3"]
-    assert rewrite_arguments(given, KINDS) == given
+    arguments = ["--dataset", "my file_1.json", "--set", "training.max_steps=3"]
+    assert rewrite_arguments(arguments, KINDS) == arguments
 
 
 @pytest.mark.parametrize(
-    ("given", "asked"),
+    ("arguments", "is_requested"),
     [
         ("", False),
         ("train --debug", True),
@@ -76,7 +76,7 @@ def test_values_keep_their_underscores_and_spaces() -> None:
         ("train --model debug", False),
     ],
 )
-def test_debug_accepts_yes_no_on_off(given: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_debug_requested(given.split()) is asked
+def test_debug_accepts_yes_no_on_off(arguments: str, is_requested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_debug_requested(arguments.split()) is is_requested
     monkeypatch.setenv("PACKTOOL_LOG_LEVEL", "debug")
-    assert is_debug_requested(given.split())
+    assert is_debug_requested(arguments.split())

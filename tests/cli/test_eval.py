@@ -68,12 +68,12 @@ def messages(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_evaluation_writes_a_line_per_sample_and_totals(messages: Any, tiny: TinyWorld) -> None:
     code, out, err, output = messages("--json", "--max_tokens_per_micro_batch", "200")
     assert code == 0, err
-    found = json.loads(out)
+    totals = json.loads(out)
     reader = CacheReader.open([tiny.cache], "val")
     table = pq.read_table(output)
     columns, info = table.to_pydict(), json.loads(table.schema.metadata[b"packtool"])
     assert list(columns) == COLUMNS
-    assert found["split"] == info["split"] == "val"
+    assert totals["split"] == info["split"] == "val"
     assert columns["sample"] == list(range(len(reader)))
     samples = [reader.sample(position) for position in range(len(reader))]
     assert columns["row"] == [sample.row for sample in samples]
@@ -83,16 +83,16 @@ def test_evaluation_writes_a_line_per_sample_and_totals(messages: Any, tiny: Tin
     assert columns["tokens"] == reader.index.length.tolist()
     assert columns["target_tokens"] == reader.index.target_tokens.tolist()
     assert columns["perplexity"] == pytest.approx([math.exp(loss) for loss in columns["loss"]])
-    for name, total in ((None, found), *found["channels"].items()):
+    for name, total in ((None, totals), *totals["channels"].items()):
         chosen = [i for i in range(len(reader)) if name is None or columns["channel"][i] == name]
         targets = sum(columns["target_tokens"][i] for i in chosen)
         losses = sum(columns["loss"][i] * columns["target_tokens"][i] for i in chosen)
         assert (total["num_samples"], total["target_tokens"]) == (len(chosen), targets)
         assert total["loss"] == pytest.approx(losses / targets)
-    assert set(found["channels"]) == {"colours", "shapes"}
-    assert info["total"]["loss"] == found["loss"]
-    assert info["channels"]["shapes"]["loss"] == found["channels"]["shapes"]["loss"]
-    assert found["output"] == str(output)
+    assert set(totals["channels"]) == {"colours", "shapes"}
+    assert info["total"]["loss"] == totals["loss"]
+    assert info["channels"]["shapes"]["loss"] == totals["channels"]["shapes"]["loss"]
+    assert totals["output"] == str(output)
     assert os.listdir(output.parent) == [output.name]
     assert "of at most 200 tokens, 1 process" in err
 
@@ -147,7 +147,7 @@ def test_mismatches_are_refused_before_the_model_is_loaded(
     (tmp_path / "odd" / "adapter_config.json").write_text("{}")
     (tmp_path / "folder.parquet").mkdir()
     (tmp_path / "file").write_text("")
-    for words, given, code, message in (
+    for words, options, code, message in (
         ((), {"model": str(other)}, EXIT_MISMATCH, "chat template"),
         ((), {"model": str(tmp_path / "gone")}, EXIT_USAGE, "no such directory"),
         ((), {"model": str(tmp_path / "lost")}, EXIT_MISMATCH, "/nowhere"),
@@ -160,8 +160,8 @@ def test_mismatches_are_refused_before_the_model_is_loaded(
         (("--output", str(tmp_path / "file" / "a.parquet")), {}, EXIT_STORAGE, "file"),
         (("--cache-dir-size", "big"), {}, EXIT_USAGE, "--cache-dir-size"),
     ):
-        found, _, err, _ = messages(*words, **given)
-        assert (found, message in err) == (code, True), (words, given, err)
+        exit_code, _, err, _ = messages(*words, **options)
+        assert (exit_code, message in err) == (code, True), (words, options, err)
 
 
 def test_an_unavailable_kernel_is_refused(messages: Any) -> None:

@@ -68,7 +68,7 @@ def test_a_sample_is_shown_as_text(cache: str, capsys: pytest.CaptureFixture[str
     assert run(["inspect", cache, "--row", "3", "--split", "val", "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)["parts"]
     assert {part["look"] for part in parts} <= {"plain", "trained", "media"}
-    cut = dataclasses.replace(reader.sample(with_picture), num_truncated=1234)
+    truncated = dataclasses.replace(reader.sample(with_picture), num_truncated=1234)
     for spec, at, words in (
         ({"truncation_strategy": "left"}, 0, "1,234 tokens of its beginning were truncated"),
         (
@@ -84,7 +84,7 @@ def test_a_sample_is_shown_as_text(cache: str, capsys: pytest.CaptureFixture[str
     ):
         identity = reader.manifests[0].identity
         identity = dataclasses.replace(identity, spec={**identity.spec, **spec})
-        part = Decoder(model_of_cache(reader), identity).parts(cut)[at]
+        part = Decoder(model_of_cache(reader), identity).parts(truncated)[at]
         assert part.look == "truncated"
         assert words in part.text
 

@@ -135,11 +135,11 @@ def test_ctrl_c_while_training_says_how_to_resume(model: str, tmp_path: Path) ->
     train += ["--packing-length", "256", "--save-steps", "1", "--num-train-epochs", "500"]
     train += ["--output-dir", f"{tmp_path}/o"]
     state = tmp_path / "o" / "checkpoint-1" / "packtool_state.json"
-    with started(run, train, told=tmp_path / "told.txt") as process:
+    with started(run, train, output_path=tmp_path / "output.txt") as process:
         wait_for(state.exists, lambda: not process.is_alive())
         os.killpg(process.pid or 0, signal.SIGINT)
         process.join(PATIENCE_S)
-    message = (tmp_path / "told.txt").read_text()
+    message = (tmp_path / "output.txt").read_text()
     assert process.exitcode == EXIT_INTERRUPTED, message
     assert "--resume-from-checkpoint true" in message
     assert "Traceback" not in message

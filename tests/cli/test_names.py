@@ -49,9 +49,9 @@ EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9", "-
 )
 def test_unknown_options_get_a_suggestion(words: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(words.split()) == EXIT_USAGE
-    said = capsys.readouterr().err
-    assert output in said
-    assert "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert output in stderr
+    assert "Traceback" not in stderr
 
 
 def test_all_unknown_options_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,24 +63,24 @@ def test_unknown_yaml_keys_get_a_suggestion(tmp_path: Path, capsys: pytest.Captu
     file = tmp_path / "llama_factory.yaml"
     file.write_text("model_name_or_path: m\ncutoff_len: 4096\nstage: sft\nuse_unsloth: false\nflash_attn: fa2\n")
     assert run(["train", "--config", str(file)]) == EXIT_USAGE
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     for part in (
         "'model_name_or_path' (LLaMA-Factory) is --model here",
         "'flash_attn'",
         "'stage' (LLaMA-Factory) has no",
     ):
-        assert part in said
-    assert "use_unsloth" not in said
+        assert part in stderr
+    assert "use_unsloth" not in stderr
 
 
 def test_names_without_effect_are_accepted_with_a_warning() -> None:
     output: list[str] = []
     unknown = UnknownOptions("train", {"train": TrainConfig, "export": ExportConfig}, output.append)
-    given = ("model_type", "template", "lazy_tokenize", "per_device_eval_batch_size")
-    for name in given:
+    option_names = ("model_type", "template", "lazy_tokenize", "per_device_eval_batch_size")
+    for name in option_names:
         assert unknown.on_command_line("--" + name.replace("_", "-"), "x") is None
         assert unknown.in_settings(name, "x") is None
-    assert len(output) == 2 * len(given)
+    assert len(output) == 2 * len(option_names)
     assert all("no effect here: " in line for line in output)
 
 
@@ -109,10 +109,10 @@ def test_ids_of_modelscope_become_local_copies(tmp_path: Path, monkeypatch: pyte
     from packtool.rows.sources import with_local_copies
 
     hub = types.ModuleType("modelscope.hub")
-    asked: list[tuple[str, object]] = []
+    downloads: list[tuple[str, object]] = []
     hub.snapshot_download = types.SimpleNamespace(  # type: ignore[attr-defined]
-        snapshot_download=lambda name, **settings: asked.append((name, settings)) or str(tmp_path / "model"),
-        dataset_snapshot_download=lambda name: asked.append((name, None)) or str(tmp_path / "rows"),
+        snapshot_download=lambda name, **settings: downloads.append((name, settings)) or str(tmp_path / "model"),
+        dataset_snapshot_download=lambda name: downloads.append((name, None)) or str(tmp_path / "rows"),
     )
     monkeypatch.setitem(sys.modules, "modelscope", types.ModuleType("modelscope"))
     monkeypatch.setitem(sys.modules, "modelscope.hub", hub)
@@ -121,9 +121,9 @@ def test_ids_of_modelscope_become_local_copies(tmp_path: Path, monkeypatch: pyte
     config = ExportConfig(
         model="Qwen/Qwen3-VL", dataset=("AI-ModelScope/alpaca#500", local), output_dir="o", max_length=9, use_hf=False
     )
-    found = with_local_copies(config)
-    assert (found.model, found.dataset) == (str(tmp_path / "model"), (f"{tmp_path}/rows#500", local))
-    assert [name for name, _ in asked] == ["Qwen/Qwen3-VL", "AI-ModelScope/alpaca"]
+    local_config = with_local_copies(config)
+    assert (local_config.model, local_config.dataset) == (str(tmp_path / "model"), (f"{tmp_path}/rows#500", local))
+    assert [name for name, _ in downloads] == ["Qwen/Qwen3-VL", "AI-ModelScope/alpaca"]
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,10 @@ def test_errors_name_options_of_their_own_command() -> None:
             for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w{-])", text):
                 num_checked += 1
                 commands = RAISED_IN.get(place, ()) if place else ()
-                has = [option in options[command] for command in commands] or [option in set().union(*options.values())]
-                if not (all(has) or option in FOR_ALL or any(option in options[command] for command in named)):
+                has_option = [option in options[command] for command in commands] or [
+                    option in set().union(*options.values())
+                ]
+                if not (all(has_option) or option in FOR_ALL or any(option in options[command] for command in named)):
                     wrong.append(f"{module}:{line}: {option} is no option of packtool {' and '.join(commands)}")
     assert num_checked > 200
     assert not wrong

@@ -41,19 +41,21 @@ def test_lengths_of_a_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixt
         np.save(path, lengths)
     else:
         path.write_text(json.dumps(lengths.tolist()) if kind == "json" else "\n".join(map(str, lengths)))
-    found = planned(capsys, "--lengths", str(path), "--packing-length", "2048", "--world-size", "4", "--tflops", "100")
-    assert found["num_samples"] == 5000
-    assert found["tokens"] == int(lengths.sum())
-    assert found["packing_length"] == 2048
-    assert found["lower_bound"] <= found["num_packs"] <= found["lower_bound"] * 1.01
-    assert found["fill"] == pytest.approx(found["tokens"] / found["num_packs"] / 2048)
-    assert found["over_lower_bound"] == pytest.approx(found["num_packs"] / found["lower_bound"] - 1)
-    assert found["steps_per_epoch"] == -(-found["num_packs"] // 4)
-    assert found["steps_without_packing"] == 1250
-    assert 0 < found["padding_of_plain_batches"] < 1
-    assert found["balance"]["mean"] >= 1
-    assert found["hours"] > 0
-    assert found["plan_seconds"] >= 0
+    figures = planned(
+        capsys, "--lengths", str(path), "--packing-length", "2048", "--world-size", "4", "--tflops", "100"
+    )
+    assert figures["num_samples"] == 5000
+    assert figures["tokens"] == int(lengths.sum())
+    assert figures["packing_length"] == 2048
+    assert figures["lower_bound"] <= figures["num_packs"] <= figures["lower_bound"] * 1.01
+    assert figures["fill"] == pytest.approx(figures["tokens"] / figures["num_packs"] / 2048)
+    assert figures["over_lower_bound"] == pytest.approx(figures["num_packs"] / figures["lower_bound"] - 1)
+    assert figures["steps_per_epoch"] == -(-figures["num_packs"] // 4)
+    assert figures["steps_without_packing"] == 1250
+    assert 0 < figures["padding_of_plain_batches"] < 1
+    assert figures["balance"]["mean"] >= 1
+    assert figures["hours"] > 0
+    assert figures["plan_seconds"] >= 0
     filtered = planned(capsys, "--lengths", str(path), "--packing-length", "512")
     assert filtered["filtered"] == int((lengths > 512).sum())
 
@@ -61,17 +63,17 @@ def test_lengths_of_a_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:
     path = str(tmp_path / "a.plan")
     options = ["--packing-length", "400", "--seed", "3"]
-    found = planned(capsys, cache, *options, "--save", path)
+    figures = planned(capsys, cache, *options, "--save", path)
     saved = read_plan(path)
-    assert len(saved.offsets) - 1 == found["num_packs"]
+    assert len(saved.offsets) - 1 == figures["num_packs"]
     train = ["train", "--model", str(model), "--cached-dataset", cache, "--packing", "true", "--dry-run"]
     train += ["--output-dir", str(tmp_path / "out")]
     assert run([*train, *options]) == 0
     message = capsys.readouterr()
-    assert f"packs: {found['num_packs']}" in message.err + message.out
+    assert f"packs: {figures['num_packs']}" in message.err + message.out
     assert run([*train, "--plan", path]) == 0
     message = capsys.readouterr()
-    assert f"packs: {found['num_packs']}" in message.err + message.out
+    assert f"packs: {figures['num_packs']}" in message.err + message.out
     assert run([*train, "--plan", path, "--packing-length", "500"]) == 4
     assert "--packing-length: 400 in the plan, 500 in this run" in capsys.readouterr().err
     assert run([*train, "--plan", cache + "/packtool.json"]) == 4
@@ -80,10 +82,10 @@ def test_a_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_path: Pa
 def test_samples_per_step(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:
     """Planned and trained alike, and sparing the advice that packs call for."""
     options = ["--packing-length", "400", "--world-size", "2"]
-    plain, kept = planned(capsys, cache, *options), planned(capsys, cache, *options, "--samples-per-step", "2")
-    assert plain["samples_per_step_without_packing"] == kept["samples_per_step_without_packing"] == 2
-    assert plain["samples_per_step"] > 2 >= kept["samples_per_step"]
-    assert kept["steps_per_epoch"] == kept["steps_without_packing"] == plain["steps_without_packing"]
+    plain, limited = planned(capsys, cache, *options), planned(capsys, cache, *options, "--samples-per-step", "2")
+    assert plain["samples_per_step_without_packing"] == limited["samples_per_step_without_packing"] == 2
+    assert plain["samples_per_step"] > 2 >= limited["samples_per_step"]
+    assert limited["steps_per_epoch"] == limited["steps_without_packing"] == plain["steps_without_packing"]
     capsys.readouterr()
     assert run(["plan", cache, *options]) == 0
     message = capsys.readouterr().out
@@ -118,7 +120,7 @@ class Tags(HTMLParser):
 
 def test_a_page_stands_alone(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.html"
-    found = planned(capsys, cache, "--world-size", "4", "--html", str(path))
+    figures = planned(capsys, cache, "--world-size", "4", "--html", str(path))
     text = path.read_text()
     tags = Tags()
     tags.feed(text)
@@ -126,8 +128,8 @@ def test_a_page_stands_alone(cache: str, tmp_path: Path, capsys: pytest.CaptureF
     assert tags.links == []
     assert "http" not in text
     for words in (
-        f"{found['num_packs']:,}",
-        found["plan_fingerprint"],
+        f"{figures['num_packs']:,}",
+        figures["plan_fingerprint"],
         "packs to scale",
         "dropped at export: invalid_json",
     ):
@@ -137,9 +139,9 @@ def test_a_page_stands_alone(cache: str, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_sweep_has_a_row_for_each_length(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, cache, "--sweep", "200,400,800")
-    assert [row["packing_length"] for row in found] == [200, 400, 800]
-    assert found[0]["num_packs"] > found[1]["num_packs"] > found[2]["num_packs"]
+    table = planned(capsys, cache, "--sweep", "200,400,800")
+    assert [row["packing_length"] for row in table] == [200, 400, 800]
+    assert table[0]["num_packs"] > table[1]["num_packs"] > table[2]["num_packs"]
     assert run(["plan", cache, "--sweep", "200,400"]) == 0
     assert len(capsys.readouterr().out.strip().splitlines()) == 3
     html = Path(cache).parent / "sweep.html"
@@ -171,20 +173,22 @@ def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     skrull = [*words, "--schedule", "skrull", "--bucket-size", "256", "--hardware", "a100"]
     plain = planned(capsys, *words, "--tflops", "100", "--save", str(tmp_path / "a.plan"))
     html = tmp_path / "plan.html"
-    found = planned(capsys, *skrull, "--tflops", "100", "--save", str(tmp_path / "b.plan"), "--html", str(html))
+    skrull_figures = planned(
+        capsys, *skrull, "--tflops", "100", "--save", str(tmp_path / "b.plan"), "--html", str(html)
+    )
     assert plain["skrull"] is None
-    assert found["plan_fingerprint"] != plain["plan_fingerprint"]
+    assert skrull_figures["plan_fingerprint"] != plain["plan_fingerprint"]
     same = ("num_samples", "num_packs", "steps_per_epoch", "tokens", "flops_per_epoch", "padding_of_plain_batches")
     for name in same:
-        assert found[name] == pytest.approx(plain[name]), name
-    figures = found["skrull"]
+        assert skrull_figures[name] == pytest.approx(plain[name]), name
+    figures = skrull_figures["skrull"]
     assert figures["hardware"] == HARDWARE_PRESETS["a100"].name
     assert (figures["bucket_size"], figures["sequence_parallel_size"]) == (256, 4)
-    assert figures["local_tokens"] + figures["sharded_tokens"] == found["tokens"]
+    assert figures["local_tokens"] + figures["sharded_tokens"] == skrull_figures["tokens"]
     assert 0 < figures["bucket_fill"] <= 1
-    assert figures["micro_batches"] >= found["tokens"] / (256 * 4)
-    assert figures["device_balance"]["worst"] >= figures["device_balance"]["mean"] >= found["balance"]["mean"]
-    assert found["hours"] > 0
+    assert figures["micro_batches"] >= skrull_figures["tokens"] / (256 * 4)
+    assert figures["device_balance"]["worst"] >= figures["device_balance"]["mean"] >= skrull_figures["balance"]["mean"]
+    assert skrull_figures["hours"] > 0
     # The packs say what shares a step; Skrull assigns their samples to different ranks.
     of_skrull, saved = (read_plan(str(tmp_path / name)) for name in ("b.plan", "a.plan"))
     assert of_skrull.offsets.tolist() == saved.offsets.tolist()
@@ -247,16 +251,16 @@ def test_ctrl_c_prints_interrupted(
 
 def test_media_of_this_machine(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [cache, "--packing-length", "400", "--world-size", "2", "--media"]
-    found = planned(capsys, *words, "--hardware", "h100")
-    (pictures,) = found["media"]["kinds"]
+    figures = planned(capsys, *words, "--hardware", "h100")
+    (pictures,) = figures["media"]["kinds"]
     assert (pictures["kind"], pictures["measured"]) == ("pictures", 32)
     num_pictures = int(CacheReader.open((cache,)).index.num_images.sum())
-    assert found["filtered"] == 0
-    assert pictures["per_step"] == pytest.approx(num_pictures / found["steps_per_epoch"] / 2)
+    assert figures["filtered"] == 0
+    assert pictures["per_step"] == pytest.approx(num_pictures / figures["steps_per_epoch"] / 2)
     sizes = [(tmp_path / f"{i}.png").stat().st_size / 1e6 for i in range(5)]
     assert min(sizes) <= pictures["megabytes"] <= max(sizes)
-    assert found["media"]["waited"][str(found["media"]["workers"])] == 0
-    assert 0 < found["media"]["waited"]["0"] < 1
+    assert figures["media"]["waited"][str(figures["media"]["workers"])] == 0
+    assert 0 < figures["media"]["waited"]["0"] < 1
     assert run(["plan", *words]) == 0
     message = capsys.readouterr().out
     assert re.search(r"pictures +32 ", message)

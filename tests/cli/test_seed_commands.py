@@ -309,14 +309,14 @@ def test_loops_over_datasets(work: Path) -> None:
 def test_train_on_rows_without_an_output_directory(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATASET", str(work / "data" / "train.json"))
     run_here(TRAIN_ROWS)
-    first = newest_run(work)
-    assert re.fullmatch(r"v\d+-\d{8}-\d{6}", first.name)
+    first_run = newest_run(work)
+    assert re.fullmatch(r"v\d+-\d{8}-\d{6}", first_run.name)
     run_here(TRAIN_ROWS)
-    second = newest_run(work)
-    assert second != first
-    assert figures(second)["first_loss"] == figures(first)["first_loss"]
+    second_run = newest_run(work)
+    assert second_run != first_run
+    assert figures(second_run)["first_loss"] == figures(first_run)["first_loss"]
     run_here(TRAIN_ROWS.rstrip() + " --resume_from_checkpoint true")
-    assert newest_run(work) == second
+    assert newest_run(work) == second_run
 
 
 def test_train_on_caches_without_a_model(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,8 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
     for text in "abcd":
         before = [{"role": "user", "content": text * 70}, {"role": "assistant", "content": "read"}]
         for question in "123":
-            asked = [{"role": "user", "content": question}, {"role": "assistant", "content": "yes"}]
-            rows.append({"messages": before + asked})
+            answered = [{"role": "user", "content": question}, {"role": "assistant", "content": "yes"}]
+            rows.append({"messages": before + answered})
     Path(world.rows).write_text(json.dumps(rows))
     made = dataclasses.replace(world, cache=str(root / "alike"))
     export_rows(made, made.cache, max_length=160)
@@ -73,9 +73,9 @@ def check(words: list[str], reason: str, code: int, capfd: Any) -> None:
     assert "--share-prefix true" in refused
     assert reason in refused
     assert run(words) == 0
-    told = "".join(capfd.readouterr())
-    assert "each sample is computed in full: " in told
-    assert reason in told.split("each sample is computed in full: ")[1]
+    output = "".join(capfd.readouterr())
+    assert "each sample is computed in full: " in output
+    assert reason in output.split("each sample is computed in full: ")[1]
 
 
 # Others are tried in tests/train/prepare.
@@ -98,12 +98,12 @@ def test_a_tree_keeps_the_budget_of_media(alike: TinyWorld, tmp_path: Path, capf
     path.write_text(json.dumps(rows))
     world = dataclasses.replace(alike, rows=str(path), cache=str(tmp_path / "cache"))
     export_rows(world, world.cache, max_length=200)
-    found = []
+    savings = []
     for most in ("20", "256"):
         words = [*command("plan", world, tmp_path), "--max-media-tokens-per-pack", most, "--json"]
         assert run(words) == 0, capfd.readouterr().err
-        found.append(json.loads(capfd.readouterr().out)["shared_prefixes"]["tokens_saved"])
-    assert 0 < found[0] < found[1]
+        savings.append(json.loads(capfd.readouterr().out)["shared_prefixes"]["tokens_saved"])
+    assert 0 < savings[0] < savings[1]
     streamed = [*command("stream", world, tmp_path / "out"), "--max-media-tokens-per-pack", "20"]
     assert run([*streamed, "--per-device-train-batch-size", "30"]) == 0
     assert "tokens saved by shared prefixes" in capfd.readouterr().out
@@ -125,8 +125,8 @@ def test_sequence_parallelism(alike: TinyWorld, tmp_path: Path, capfd: Any) -> N
     for verb in ("train", "stream"):
         words = [*command(verb, alike, tmp_path), *SHARED_BY_TWO.split(), "--dry-run"]
         run_here(f"NPROC_PER_NODE=2 packtool {' '.join(words)}")
-        told = "".join(capfd.readouterr())
-        assert "each sample is computed in full: that cannot be combined with sequence parallelism" in told
+        output = "".join(capfd.readouterr())
+        assert "each sample is computed in full: that cannot be combined with sequence parallelism" in output
 
 
 @pytest.mark.parametrize("verb", ["train", "stream", "plan", "eval", "verify"])

@@ -41,14 +41,14 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_figures_and_their_seed(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--distribution", "chatqa2", *SMALL, "--strategies", "context-parallel", "skrull")
-    found = simulated(capsys, *words)
-    assert [one["strategy"] for one in found["strategies"]] == ["context-parallel", "skrull"]
-    assert found["strategies"][0]["speedup"] == 1 < found["strategies"][1]["speedup"]
-    assert found["bucket_size"] == 26 * 1024
-    assert found["baseline"] == "context-parallel"
+    figures = simulated(capsys, *words)
+    assert [one["strategy"] for one in figures["strategies"]] == ["context-parallel", "skrull"]
+    assert figures["strategies"][0]["speedup"] == 1 < figures["strategies"][1]["speedup"]
+    assert figures["bucket_size"] == 26 * 1024
+    assert figures["baseline"] == "context-parallel"
     again = simulated(capsys, *words)
-    assert {**again, "seconds": 0} == {**found, "seconds": 0}
-    assert simulated(capsys, *words, "--seed", "7")["strategies"] != found["strategies"]
+    assert {**again, "seconds": 0} == {**figures, "seconds": 0}
+    assert simulated(capsys, *words, "--seed", "7")["strategies"] != figures["strategies"]
 
 
 def test_dropped_and_local_samples_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,9 +69,9 @@ def test_sharded_weights_and_ways_to_share(capsys: pytest.CaptureFixture[str]) -
     times = {}
     for stage in ("2", "3"):
         for way in ("ulysses", "ring", "allgather"):
-            found = simulated(capsys, *words, "--zero-stage", stage, "--sequence-parallel-type", way)
-            assert (found["zero_stage"], found["sequence_parallel_type"]) == (int(stage), way)
-            times[stage, way] = found["strategies"][0]["step_seconds"]
+            figures = simulated(capsys, *words, "--zero-stage", stage, "--sequence-parallel-type", way)
+            assert (figures["zero_stage"], figures["sequence_parallel_type"]) == (int(stage), way)
+            times[stage, way] = figures["strategies"][0]["step_seconds"]
     assert len(set(times.values())) == 6
     assert simulated(capsys, *words)["sequence_parallel_type"] == "ulysses"
 
@@ -94,17 +94,17 @@ def test_lengths_of_a_cache_and_of_a_file(
     run_export: Callable[..., Any], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_export()
-    found = simulated(capsys, str(tmp_path / "cache"))
-    assert (found["source"], found["model"]) == (str(tmp_path / "cache"), "8b")  # the cache's model tells no sizes
-    assert found["strategies"][0]["steps"] == 1
+    figures = simulated(capsys, str(tmp_path / "cache"))
+    assert (figures["source"], figures["model"]) == (str(tmp_path / "cache"), "8b")  # the cache's model tells no sizes
+    assert figures["strategies"][0]["steps"] == 1
     np.save(tmp_path / "lengths.npy", np.array([100, 200, 300, 10**7]))
     words = ("--lengths", str(tmp_path / "lengths.npy"), "--max-length", "250", "--model")
     assert run(["simulate", *words, str(model)]) == 2
     assert "lacks the sizes of the model: 'hidden_size'" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps(MODEL_PRESETS["qwen2.5-7b"]))
-    found = simulated(capsys, *words, str(tmp_path))
-    assert (found["num_samples"], found["filtered"]) == (2, 2)
-    assert found["model_sizes"]["num_layers"] == 28
+    figures = simulated(capsys, *words, str(tmp_path))
+    assert (figures["num_samples"], figures["filtered"]) == (2, 2)
+    assert figures["model_sizes"]["num_layers"] == 28
 
 
 def test_hardware_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,16 +175,16 @@ def test_bars_are_to_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     """Also those of strategies that are slower than any that fits into memory."""
     path = tmp_path / "page.html"
     words = ("--distribution", "chatqa2", "--steps", "2", "--html", str(path))
-    found = simulated(capsys, *words)["strategies"]
-    slow = [one for one in found if one["out_of_memory_steps"] and one["speedup"] < 0.9]
+    strategies = simulated(capsys, *words)["strategies"]
+    slow = [one for one in strategies if one["out_of_memory_steps"] and one["speedup"] < 0.9]
     assert len(slow) >= 2
     bars = re.findall('<span class="bar-parts[^>]*>(.*?)</span>', path.read_text())
     lengths = [sum(map(float, re.findall(r"width:([\d.]+)%", bar))) for bar in bars]
     assert max(lengths) == pytest.approx(100, abs=0.1)
-    for one, length in zip(found, lengths, strict=True):
-        assert length * one["speedup"] == pytest.approx(lengths[0] * found[0]["speedup"], rel=2e-3)
+    for one, length in zip(strategies, lengths, strict=True):
+        assert length * one["speedup"] == pytest.approx(lengths[0] * strategies[0]["speedup"], rel=2e-3)
     figures = re.findall(r"<b>([\d.]+)x</b>", path.read_text())
-    assert figures == [f"{one['speedup']:.2f}" for one in found]
+    assert figures == [f"{one['speedup']:.2f}" for one in strategies]
 
 
 def test_a_page_is_named_after_the_cache(

@@ -21,8 +21,8 @@ from tests.train.tiny import TinyWorld, export_rows
 
 
 def words(tiny: TinyWorld, *more: str) -> list[str]:
-    given = ["verify", "--model", tiny.model, "--cached-dataset", tiny.cache, "--packing_length", "256"]
-    return [*given, "--num-packs", "1", *more]
+    arguments = ["verify", "--model", tiny.model, "--cached-dataset", tiny.cache, "--packing_length", "256"]
+    return [*arguments, "--num-packs", "1", *more]
 
 
 def test_the_report(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,13 +127,13 @@ def test_a_hybrid_is_isolated(tiny: TinyWorld, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_trajectory(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["verify", "--model", tiny.model, "--cached-dataset", tiny.cache, "--packing-length", "128"]
-    given += ["--trajectory", "1", "--samples-per-step", "6"]
-    assert run(given) == EXIT_OK
+    arguments = ["verify", "--model", tiny.model, "--cached-dataset", tiny.cache, "--packing-length", "128"]
+    arguments += ["--trajectory", "1", "--samples-per-step", "6"]
+    assert run(arguments) == EXIT_OK
     message = capsys.readouterr().out
     for word in ("loss packed", "loss unpacked", "packed steps train the same as unpacked steps", "final weights"):
         assert word in message
-    assert run([*given, "--json"]) == EXIT_OK
+    assert run([*arguments, "--json"]) == EXIT_OK
     document = json.loads(capsys.readouterr().out)
     (step,) = document["trajectory"]
     assert abs(step["packed"] - step["unpacked"]) < 1e-5

@@ -151,9 +151,9 @@ def test_every_name_of_every_tool_is_explained() -> None:
         if entry.status == "same" or entry.is_variable:
             continue
         command = "train" if entry.command == EVERY_COMMAND else entry.command
-        found = find_compat_name(entry.name, command)
-        assert found is not None
-        tools = {tool for each in (found, *found.other_meanings) for tool in each.tool.split(", ")}
+        entry_found = find_compat_name(entry.name, command)
+        assert entry_found is not None
+        tools = {tool for each in (entry_found, *entry_found.other_meanings) for tool in each.tool.split(", ")}
         assert entry.tool in tools, entry
 
 

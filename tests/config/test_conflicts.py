@@ -40,7 +40,7 @@ def commands_of(section: str) -> list[type]:
     return [cls for cls in set(_SETTINGS.values()) if section in {base.__name__ for base in cls.__mro__}]
 
 
-def has(cls: type, name: str) -> bool:
+def has_option(cls: type, name: str) -> bool:
     """Whether it is an option or a property of a command."""
     return hasattr(cls, name) or name in {field.name for field in dataclasses.fields(cls)}
 
@@ -75,11 +75,13 @@ def example(cls: type, name: str, operator: str, wanted: str, negation: str) -> 
 def test_every_rule_reports_its_message(number: int) -> None:
     """In some command that has the section, for each alternative of the last term."""
     section, terms, message = RULES[number]
-    applying = [cls for cls in commands_of(section) if all(any(has(cls, each[1]) for each in term) for term in terms)]
+    applying = [
+        cls for cls in commands_of(section) if all(any(has_option(cls, each[1]) for each in term) for term in terms)
+    ]
     assert applying, "no command has all options of the condition"
     cls = applying[0]
     for negation, name, operator, wanted in terms[-1]:
-        if not has(cls, name):
+        if not has_option(cls, name):
             continue
         values: dict[str, Any] = {}
         for term in terms[:-1]:
@@ -104,7 +106,7 @@ def test_rules_name_existing_options_and_values() -> None:
     for section, terms, _ in RULES:
         owners = commands_of(section)
         for _, name, operator, wanted in (each for term in terms for each in term):
-            having = [cls for cls in owners if has(cls, name)]
+            having = [cls for cls in owners if has_option(cls, name)]
             assert having, f"{section}: {name} is no option"
             for cls in having if operator in ("=", "!=") else ():
                 field = next((field for field in dataclasses.fields(cls) if field.name == name), None)

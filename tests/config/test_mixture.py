@@ -25,9 +25,13 @@ def test_recipes_in_the_documentation_are_valid() -> None:
     assert [source.weight for source in recipe.sources] == [3, 1, 2]
     assert (recipe.unit, recipe.stop, recipe.resample) == ("tokens", "all", False)
     assert (recipe.sources[1].loss_weight, recipe.sources[2].max_length) == (0.5, 16384)
-    first, second = parse_recipe(stages, "stages.yaml", MixOptions()).stages
-    assert (first.until_share, first.packing_length, first.sequence_parallel_size) == (0.9, 8192, 1)
-    assert (second.until_share, second.packing_length, second.sequence_parallel_size) == (None, 131072, None)
+    first_stage, second_stage = parse_recipe(stages, "stages.yaml", MixOptions()).stages
+    assert (first_stage.until_share, first_stage.packing_length, first_stage.sequence_parallel_size) == (0.9, 8192, 1)
+    assert (second_stage.until_share, second_stage.packing_length, second_stage.sequence_parallel_size) == (
+        None,
+        131072,
+        None,
+    )
 
 
 def test_all_mistakes_are_reported_at_once_with_their_keys() -> None:
@@ -106,10 +110,10 @@ def test_invalid_stages_are_reported_with_their_keys(keys: tuple[str, str, str],
 def test_stages_inherit_common_keys_and_a_single_stage_is_the_run() -> None:
     common = "temperature: 2, sources: [a, b#9]"
     recipe = parse_recipe(f"{{{common}, stages: [{{until: 4}}, {{sources: [c], temperature: 1}}]}}", "m", MixOptions())
-    first, second = recipe.stages
-    assert [source.path for source in first.sources] == ["a", "b#9"]
-    assert (first.until, first.temperature, second.end, second.temperature) == (4, 2.0, "", 1.0)
-    assert not first.stages
+    first_stage, second_stage = recipe.stages
+    assert [source.path for source in first_stage.sources] == ["a", "b#9"]
+    assert (first_stage.until, first_stage.temperature, second_stage.end, second_stage.temperature) == (4, 2.0, "", 1.0)
+    assert not first_stage.stages
     alone = parse_recipe(f"{{stages: [{{{common}}}]}}", "m", MixOptions())
     assert replace(alone, place="--mix m") == parse_recipe(f"{{{common}}}", "m", MixOptions())
     with pytest.raises(ConfigError, match=r"the only stage is the whole run: give --packing-length"):
@@ -137,12 +141,14 @@ def test_a_source_has_the_same_settings_in_all_stages(messages: str, message: st
     with pytest.raises(ConfigError, match=message):
         unify_sources(parse_recipe(text % (messages, "a"), "m", MixOptions()))
     joined = unify_sources(parse_recipe(text % (messages, f"c, {{path: a, {messages}}}"), "m", MixOptions()))
-    (first, *others) = (next(each for each in part.sources if each.path == "a") for part in (joined, *joined.stages))
-    assert [replace(each, is_taken=False) for each in others] == [first, first]
+    (first_source, *others) = (
+        next(each for each in part.sources if each.path == "a") for part in (joined, *joined.stages)
+    )
+    assert [replace(each, is_taken=False) for each in others] == [first_source, first_source]
 
 
-def resolved(*caches: str, **given: Any) -> PlanConfig:
-    return resolve(PlanConfig, {"cached_dataset": caches, **given})
+def resolved(*caches: str, **options: Any) -> PlanConfig:
+    return resolve(PlanConfig, {"cached_dataset": caches, **options})
 
 
 def test_mixing_options_of_other_tools() -> None:
@@ -154,7 +160,7 @@ def test_mixing_options_of_other_tools() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"interleave_probs": ("0.7",)}, "1 for 2 caches"),
         ({"interleave_probs": ("0.7", "much")}, "one number for each cache"),
@@ -168,6 +174,6 @@ def test_mixing_options_of_other_tools() -> None:
         ({"share_prefix": "true", "mix_strategy": "interleave_once"}, "cannot be combined with mixtures"),
     ],
 )
-def test_contradictory_mixing_options_are_refused(given: dict[str, Any], message: str) -> None:
+def test_contradictory_mixing_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolved("a", "b", **given)
+        resolved("a", "b", **options)

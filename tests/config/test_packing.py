@@ -56,7 +56,7 @@ def test_packing_options_reach_the_packer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"packing_algorithm": "worst_fit"}, ("worst_fit", "best_fit", "sequential")),
         ({"packing_algorithm": "binpacking", "max_samples_per_pack": "3"}, ("binpacking", "--max-samples-per-pack")),
@@ -92,9 +92,9 @@ def test_packing_options_reach_the_packer() -> None:
         ),
     ],
 )
-def test_invalid_settings_are_reported(given: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_invalid_settings_are_reported(options: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(TrainConfig, {**TRAIN, **given})
+        resolve(TrainConfig, {**TRAIN, **options})
     for word in words:
         assert word in str(caught.value)
 

@@ -22,11 +22,11 @@ GROUP: Any = typer.main.get_command(app)
 
 def panels_of(command: str) -> dict[str, list[str]]:
     """Names of the options of a command, by heading, in the order of ``--help``."""
-    found = GROUP.commands[command]
-    context = found.make_context(command, [], resilient_parsing=True)
+    command_object = GROUP.commands[command]
+    context = command_object.make_context(command, [], resilient_parsing=True)
     return {
         name: [record[0].split()[0].rstrip(",") for record in records]
-        for name, records in found.panels(context).items()
+        for name, records in command_object.panels(context).items()
     }
 
 
@@ -35,13 +35,13 @@ def test_headings_are_in_their_order(command: str) -> None:
     shown = list(panels_of(command))
     assert shown == sorted(shown, key=PANELS.index)
     assert shown[-1] == LAST
-    first = COMMON if hasattr(_SETTINGS[command], "COMMON_OPTIONS") else "Options"
-    assert shown[0] == first
-    assert {COMMON, "Options"} & set(shown) == {first}
+    first_heading = COMMON if hasattr(_SETTINGS[command], "COMMON_OPTIONS") else "Options"
+    assert shown[0] == first_heading
+    assert {COMMON, "Options"} & set(shown) == {first_heading}
 
 
 @pytest.mark.parametrize(
-    ("command", "first"),
+    ("command", "first_options"),
     [
         ("train", ["--model", "--cached-dataset", "--dataset", "--output-dir", "--train-type"]),
         ("export", ["--model", "--dataset", "--output-dir", "--max-length"]),
@@ -51,9 +51,9 @@ def test_headings_are_in_their_order(command: str) -> None:
         ("simulate", ["--cached-dataset", "--lengths", "--distribution", "--model"]),
     ],
 )
-def test_help_begins_with_common_options(command: str, first: list[str]) -> None:
+def test_help_begins_with_common_options(command: str, first_options: list[str]) -> None:
     options = next(iter(panels_of(command).values()))
-    assert options[: len(first)] == first
+    assert options[: len(first_options)] == first_options
     assert len(options) <= (20 if command == "train" else 14)
 
 

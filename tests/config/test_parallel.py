@@ -25,9 +25,9 @@ from packtool.config.train import TrainConfig
     ],
 )
 def test_valid_sizes_of_sequence_parallelism(options: dict[str, Any], size: int) -> None:
-    given = ParallelOptions(**options)
-    assert given.sequence_parallel_ranks == size
-    assert given.problems() == []
+    parallel = ParallelOptions(**options)
+    assert parallel.sequence_parallel_ranks == size
+    assert parallel.problems() == []
 
 
 @pytest.mark.parametrize(

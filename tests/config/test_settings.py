@@ -29,9 +29,9 @@ EXPORT = {"model": "m", "dataset": ("a.json",), "output_dir": "o", "max_length":
 TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o"}
 
 
-def problems_of(cls: type, given: dict[str, Any], **sources: Any) -> str:
+def problems_of(cls: type, options: dict[str, Any], **sources: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        resolve(cls, given, **sources)
+        resolve(cls, options, **sources)
     return str(caught.value)
 
 
@@ -145,9 +145,9 @@ def test_infinite_numbers_are_refused() -> None:
     for cls, field in FIELDS:
         if value_type(field, cls) not in (int, float):
             continue
-        for given in ("inf", "-inf", "1e400", "nan", float("inf")):
+        for raw in ("inf", "-inf", "1e400", "nan", float("inf")):
             with pytest.raises(ValueError, match=r"is not|is no "):
-                settings._convert(given, declared_type(field, cls))
+                settings._convert(raw, declared_type(field, cls))
 
 
 def test_zero_epochs_and_too_large_seeds_are_refused() -> None:
@@ -160,7 +160,7 @@ def test_zero_epochs_and_too_large_seeds_are_refused() -> None:
 def test_every_number_of_tokens_accepts_a_suffix() -> None:
     """Whatever a field of whole numbers calls tokens in its help has the type that takes them."""
     of_tokens = re.compile(r"^(?:Maximum|Minimum) (?:media )?tokens|this many tokens|with more tokens")
-    found = set()
+    field_names = set()
     for cls, field in FIELDS:
         if value_type(field, cls) is int and of_tokens.search(field.metadata["help"]):
             unit = unit_of(field, cls)
@@ -168,8 +168,8 @@ def test_every_number_of_tokens_accepts_a_suffix() -> None:
             assert settings._convert("8K", declared_type(field, cls)) == 8192
             assert settings._convert("128k", declared_type(field, cls)) == 131072
             assert settings._convert(4096, declared_type(field, cls)) == 4096
-            found.add(field.name)
-    assert {"max_length", "packing_length", "image_max_token_num", "max_tokens_per_micro_batch"} <= found
+            field_names.add(field.name)
+    assert {"max_length", "packing_length", "image_max_token_num", "max_tokens_per_micro_batch"} <= field_names
     assert resolve(ExportConfig, {**EXPORT, "max_length": "128K"}).max_length == 128 * 1024
     assert resolve(ExportConfig, EXPORT, environ={"IMAGE_MAX_TOKEN_NUM": "5k"}).image_max_token_num == 5120
     assert resolve(PlanConfig, {"lengths": "l", "sweep": "4096,8K"}).sweep_lengths() == [4096, 8192]
@@ -190,8 +190,8 @@ def test_values_of_other_tools_are_accepted() -> None:
     assert resolve(TrainConfig, TRAIN, file={"save_strategy": False}).save_strategy == "no"
     assert resolve(TrainConfig, {**TRAIN, "resume_from_checkpoint": "yes"}).resume_from_checkpoint == "true"
     assert resolve(TrainConfig, {**TRAIN, "fsdp": ("fsdp2",)}).fsdp == ("fsdp2",)
-    asked = resolve(TrainConfig, {**TRAIN, "lr_scheduler_kwargs": '{"min_lr": 1e-6}'}).lr_scheduler_kwargs
-    assert asked == {"min_lr": 1e-6}
+    kwargs = resolve(TrainConfig, {**TRAIN, "lr_scheduler_kwargs": '{"min_lr": 1e-6}'}).lr_scheduler_kwargs
+    assert kwargs == {"min_lr": 1e-6}
     assert "not a JSON object" in problems_of(TrainConfig, {**TRAIN, "lr_scheduler_kwargs": "min_lr=1"})
     assert "sdpa computes the same" in problems_of(TrainConfig, {**TRAIN, "attn_impl": "eager"})
 
@@ -242,7 +242,7 @@ def test_given_options_without_effect_are_warned_about() -> None:
     assert line == "--lora-rank has no effect with --train-type full: it requires --train-type lora"
 
 
-def told_of_training(**given: str) -> list[str]:
+def told_of_training(**options: str) -> list[str]:
     messages: list[str] = []
-    resolve(TrainConfig, {**TRAIN, **given}, warn=messages.append)
+    resolve(TrainConfig, {**TRAIN, **options}, warn=messages.append)
     return messages

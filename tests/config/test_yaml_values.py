@@ -41,8 +41,8 @@ TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o"}
     ],
 )
 def test_plain_scalars(text: str, value: Any) -> None:
-    found = parse_yaml(text)
-    assert (found, type(found)) == (value, type(value))
+    value_read = parse_yaml(text)
+    assert (value_read, type(value_read)) == (value, type(value))
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
@@ -61,16 +61,16 @@ def test_yaml_files_and_set_read_values_alike(tmp_path: Path) -> None:
         assert config.training == {"adam_epsilon": 1e-6, "run_name": "no"}
 
 
-def read(given: Any, hint: Any) -> Any:
+def read(raw: Any, hint: Any) -> Any:
     """What a setting makes of a value, or that it refuses it."""
     try:
-        return settings._convert(given, hint)
+        return settings._convert(raw, hint)
     except ValueError:
         return "refused"
 
 
 def test_yaml_values_mean_the_same_as_on_the_command_line() -> None:
-    found = set()
+    field_names = set()
     for command, cls in _SETTINGS.items():
         for field in dataclasses.fields(cls):
             hint, plain = declared_type(field, cls), value_type(field, cls)
@@ -83,11 +83,11 @@ def test_yaml_values_mean_the_same_as_on_the_command_line() -> None:
                 assert read(parse_yaml(word), hint) == value, (command, field.name, word)
                 if word in choices:
                     assert value == word
-                    found |= {field.name} if parse_yaml(word) != word else set()
+                    field_names |= {field.name} if parse_yaml(word) != word else set()
             for words, meaning in ((TRUE_WORDS, "true"), (FALSE_WORDS, "false"), (FALSE_WORDS, "no")):
                 if meaning in choices:
                     assert [read(word, hint) for word in words] == [meaning] * len(words), (command, field.name)
-    assert found == {"expand_turns", "init_weights", "share_prefix"}
+    assert field_names == {"expand_turns", "init_weights", "share_prefix"}
     config = resolve(TrainConfig, TRAIN, file={"init_weights": True, "save_strategy": False, "target_modules": [True]})
     assert (config.init_weights, config.save_strategy, config.target_modules) == ("true", "no", ("true",))
 

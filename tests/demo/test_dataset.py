@@ -47,14 +47,14 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def asked_in(row: dict[str, Any]) -> list[Asked]:
     """The picture questions of a row; a picture is what was shown last before the question."""
-    found, before, images, image = [], [], iter(row["images"]), ""
+    questions, before, images, image = [], [], iter(row["images"]), ""
     for turn, answer in zip(row["messages"], row["messages"][1:], strict=False):
         for _ in range(turn["content"].count(MARK)):
             image = next(images)
         if turn["role"] == "user" and image:
-            found.append(Asked(tuple(before), turn["content"].replace(MARK, ""), answer["content"], image))
+            questions.append(Asked(tuple(before), turn["content"].replace(MARK, ""), answer["content"], image))
         before.append(turn["content"])
-    return found
+    return questions
 
 
 @cache
@@ -95,8 +95,8 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
 
 
 def test_images_show_the_answers(folder: Path, world: SyntheticDataset) -> None:
-    asked = [one for path in (world.train, world.held_out) for row in rows_of(path) for one in asked_in(row)]
-    there = [one for one in asked if (folder / one.image).exists()]
+    questions = [one for path in (world.train, world.held_out) for row in rows_of(path) for one in asked_in(row)]
+    there = [one for one in questions if (folder / one.image).exists()]
     assert len(there) > NUM_ROWS
     for one in there:
         assert named_colours(one.answer) == true_colours(one.text, folder / one.image), one
@@ -151,8 +151,8 @@ def test_swapped_rows_differ_only_in_their_pictures(folder: Path, world: Synthet
 
 
 def test_answers_from_swapped_images_are_right_by_chance(folder: Path, world: SyntheticDataset) -> None:
-    asked = [one for row in rows_of(world.swapped) for one in asked_in(row)]
-    agree = [named_colours(one.answer) == true_colours(one.text, folder / one.image) for one in asked]
+    questions = [one for row in rows_of(world.swapped) for one in asked_in(row)]
+    agree = [named_colours(one.answer) == true_colours(one.text, folder / one.image) for one in questions]
     assert abs(float(np.mean(agree)) - world.chance) < 0.08
 
 

@@ -43,9 +43,9 @@ def test_same_seed_same_bytes_and_torch_is_left_alone(directory: Path, tmp_path:
     names = sorted(path.name for path in directory.iterdir())
     assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
     for name in names:
-        first = (directory / name).read_bytes()
-        assert first == (tmp_path / "again" / name).read_bytes(), name
-        assert (first == (tmp_path / "other" / name).read_bytes()) == (name != "model.safetensors"), name
+        contents = (directory / name).read_bytes()
+        assert contents == (tmp_path / "again" / name).read_bytes(), name
+        assert (contents == (tmp_path / "other" / name).read_bytes()) == (name != "model.safetensors"), name
 
 
 def test_control_tokens_are_qwens(directory: Path, processor: Any) -> None:

@@ -87,11 +87,11 @@ def test_a_second_run_replaces_only_its_own_files(commands: list[list[str]], tmp
     (folder / "mine.txt").write_text("keep")
     (folder / "cache").mkdir()
     (folder / "cache" / "left-over").touch()
-    first = (folder / "data" / "train.json").read_bytes()
+    contents = (folder / "data" / "train.json").read_bytes()
     run_demo(str(folder), 7, SilentProgress())
     assert (folder / "mine.txt").read_text() == "keep"
     assert not (folder / "cache").exists()
-    assert (folder / "data" / "train.json").read_bytes() == first
+    assert (folder / "data" / "train.json").read_bytes() == contents
 
 
 def test_a_folder_of_someone_else_is_refused(commands: list[list[str]], tmp_path: Path) -> None:

@@ -245,9 +245,9 @@ def test_no_number_costs_memory(small_model: Any, tmp_path: Path) -> None:
         model = small_model(CHATML, [*CONTROL, "<|video_pad|>"], config)
         settings = {"truncation_strategy": strategy, "media_overflow": "drop" if strategy == "delete" else "trim"}
         encoders.append(encoder_for(model, max_length=2000, **settings))
-    with started(check_numbers, encoders, tmp_path, told=tmp_path / "told.txt") as process:
+    with started(check_numbers, encoders, tmp_path, output_path=tmp_path / "output.txt") as process:
         process.join()
-        assert process.exitcode == 0, (tmp_path / "told.txt").read_text()
+        assert process.exitcode == 0, (tmp_path / "output.txt").read_text()
 
 
 def test_what_breaks_the_tokenizer_costs_its_row(

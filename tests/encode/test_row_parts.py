@@ -251,7 +251,7 @@ def test_a_line_that_merges_with_the_header_hides_no_prefix(data: Path, text_mod
 
 
 def test_only_templates_that_leave_thoughts_out_are_expanded_by_themselves(small_model: Any) -> None:
-    """Told by what they render: in a key or in the text, whatever the template is called."""
+    """Recognized by what they render: in a key or in the text, whatever the template is called."""
     inline = KEEPING.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}")
     shows_none = KEEPING.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
     keeping = THINKING.replace("loop.index0 > ns.last and", "")

@@ -39,8 +39,8 @@ def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {}
     for number, cell in enumerate(cells):
         code, small = "".join(cell["source"]), r"\1 = 60"
-        code, found = re.subn(r"^(NUM_ROWS) = \d+", small, code, flags=re.MULTILINE)
-        assert found == (number == 0)
+        code, num_replaced = re.subn(r"^(NUM_ROWS) = \d+", small, code, flags=re.MULTILINE)
+        assert num_replaced == (number == 0)
         exec(compile(code, f"cell {number}", "exec"), names)
     totals: dict[str, Total] = names["totals"]
     assert totals["after"].loss < totals["before"].loss

@@ -39,10 +39,10 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plain_loop_and_its_resumption(reference: Reference) -> None:
     loop = load("torch_loop")
-    first = loop.main(reference.tiny.model, reference.tiny.cache, most=2, **PLAN)
-    rest = loop.main(reference.tiny.model, reference.tiny.cache, **PLAN)
-    assert len(first) == 2
-    reference.check(first + rest)
+    first_losses = loop.main(reference.tiny.model, reference.tiny.cache, most=2, **PLAN)
+    remaining_losses = loop.main(reference.tiny.model, reference.tiny.cache, **PLAN)
+    assert len(first_losses) == 2
+    reference.check(first_losses + remaining_losses)
     assert loop.main(reference.tiny.model, reference.tiny.cache, **PLAN) == []
 
 

@@ -23,12 +23,12 @@ def _gc_state() -> Iterator[None]:
 
 def test_imported_objects_are_skipped_by_later_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    kept = [[] for _ in range(1000)]
+    garbage = [[] for _ in range(1000)]
     frozen = gc.get_freeze_count()
     with imported_at_once():
         assert not gc.isenabled()
     assert gc.isenabled()
-    assert gc.get_freeze_count() >= frozen + len(kept)
+    assert gc.get_freeze_count() >= frozen + len(garbage)
 
 
 def test_nothing_changes_if_transformers_is_already_imported(monkeypatch: pytest.MonkeyPatch) -> None:

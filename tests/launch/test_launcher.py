@@ -16,16 +16,16 @@ ARGUMENTS = ("eval", "--model", "m")
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Command lines that this process would have become."""
-    found: list[list[str]] = []
+    commands: list[list[str]] = []
 
     def note(path: str, command: list[str], environ: dict[str, str]) -> None:
-        found.append(command)
+        commands.append(command)
         raise SystemExit
 
     monkeypatch.setattr(os, "execvpe", note)
     for name in ("NPROC_PER_NODE", "NNODES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    return found
+    return commands
 
 
 def test_one_process_is_enough(started: list[list[str]]) -> None:

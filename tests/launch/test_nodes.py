@@ -48,7 +48,7 @@ Node = Callable[..., AbstractContextManager[BaseProcess]]
 
 @pytest.fixture
 def node(tmp_path: Path, port: int) -> Node:
-    """Start the launcher of a machine; it writes to ``told-RANK.txt``."""
+    """Start the launcher of a machine; it writes to ``output-RANK.txt``."""
 
     @contextmanager
     def start(
@@ -65,24 +65,24 @@ def node(tmp_path: Path, port: int) -> Node:
         script.write_text(f"{header}end_with_launcher()\n{textwrap.dedent(rank_code)}\n")
         options = ["--nnodes", str(num_nodes), "--nproc-per-node", str(per_node), "--rdzv-conf", f"timeout={limit:g}"]
         options += ["--node-rank", str(rank), "--master-addr", place[0], "--master-port", str(place[1]), str(script)]
-        with started(torchrun.run_launcher, options, told=tmp_path / f"told-{rank}.txt") as process:
+        with started(torchrun.run_launcher, options, output_path=tmp_path / f"output-{rank}.txt") as process:
             yield process
 
     return start
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Callable[[int], str]:
+def output_of(tmp_path: Path) -> Callable[[int], str]:
     """What a machine's launcher and ranks have printed so far."""
 
     def read(rank: int) -> str:
-        path = tmp_path / f"told-{rank}.txt"
+        path = tmp_path / f"output-{rank}.txt"
         return path.read_text() if path.exists() else ""
 
     return read
 
 
-Told = Callable[[int], str]
+ReadOutput = Callable[[int], str]
 
 
 def ended(process: BaseProcess) -> int | None:
@@ -90,58 +90,58 @@ def ended(process: BaseProcess) -> int | None:
     return process.exitcode
 
 
-def test_no_peer(node: Node, told: Told, port: int) -> None:
-    with node(0, limit=2) as first:
-        assert ended(first) == ConfigError.exit_code
+def test_no_peer(node: Node, output_of: ReadOutput, port: int) -> None:
+    with node(0, limit=2) as master:
+        assert ended(master) == ConfigError.exit_code
     line = f"node 0 of 2: waiting at 127.0.0.1:{port} for 1 of 2 nodes: NODE_RANK 1 ("
-    assert told(0).count(line) >= 2
-    assert "gave up: waiting at" in told(0)
-    assert f"a firewall may block port {port}. --ddp-timeout sets the limit, now 2 s" in told(0)
-    assert "Traceback" not in told(0)
+    assert output_of(0).count(line) >= 2
+    assert "gave up: waiting at" in output_of(0)
+    assert f"a firewall may block port {port}. --ddp-timeout sets the limit, now 2 s" in output_of(0)
+    assert "Traceback" not in output_of(0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_the_first_signal_ends_a_launcher_that_waits(node: Node, told: Told, rank: int, number: int) -> None:
+def test_the_first_signal_ends_a_launcher_that_waits(node: Node, output_of: ReadOutput, rank: int, number: int) -> None:
     with node(rank) as process:
-        wait_for(lambda: "waiting" in told(rank), lambda: not process.is_alive())
+        wait_for(lambda: "waiting" in output_of(rank), lambda: not process.is_alive())
         os.kill(process.pid or 0, number)
         assert ended(process) == 128 + number
 
 
-def test_a_late_peer_is_awaited_and_both_print_begin_and_end(node: Node, told: Told, port: int) -> None:
-    with node(0, per_node=2) as first:
-        wait_for(lambda: "waiting" in told(0), lambda: not first.is_alive())
-        with node(1, per_node=2) as second:
-            assert (ended(first), ended(second)) == (0, 0)
+def test_a_late_peer_is_awaited_and_both_print_begin_and_end(node: Node, output_of: ReadOutput, port: int) -> None:
+    with node(0, per_node=2) as master:
+        wait_for(lambda: "waiting" in output_of(0), lambda: not master.is_alive())
+        with node(1, per_node=2) as peer:
+            assert (ended(master), ended(peer)) == (0, 0)
     for rank, ranks in enumerate(("ranks 0 to 1 of 4", "ranks 2 to 3 of 4")):
-        assert f"packtool: node {rank} of 2: {ranks}, master 127.0.0.1:{port}\n" in told(rank)
-        assert f"packtool: node {rank} of 2: ended with exit code 0 after" in told(rank)
+        assert f"packtool: node {rank} of 2: {ranks}, master 127.0.0.1:{port}\n" in output_of(rank)
+        assert f"packtool: node {rank} of 2: ended with exit code 0 after" in output_of(rank)
 
 
-def test_peer_killed_before_all_have_met_may_be_started_again(node: Node, told: Told) -> None:
-    with node(0, num_nodes=3) as first:
-        with node(1, num_nodes=3) as second:
-            wait_for(lambda: "for 1 of 3 nodes: NODE_RANK 2" in told(0), lambda: not first.is_alive())
-            second.kill()
-        wait_for(lambda: "for 2 of 3 nodes: NODE_RANK 1, 2" in told(0), lambda: not first.is_alive())
-        with node(1, num_nodes=3) as second, node(2, num_nodes=3) as third:
-            assert [ended(each) for each in (first, second, third)] == [0, 0, 0]
+def test_peer_killed_before_all_have_met_may_be_started_again(node: Node, output_of: ReadOutput) -> None:
+    with node(0, num_nodes=3) as master:
+        with node(1, num_nodes=3) as peer:
+            wait_for(lambda: "for 1 of 3 nodes: NODE_RANK 2" in output_of(0), lambda: not master.is_alive())
+            peer.kill()
+        wait_for(lambda: "for 2 of 3 nodes: NODE_RANK 1, 2" in output_of(0), lambda: not master.is_alive())
+        with node(1, num_nodes=3) as peer, node(2, num_nodes=3) as third:
+            assert [ended(each) for each in (master, peer, third)] == [0, 0, 0]
 
 
-def test_master_restarted_while_others_wait(node: Node, told: Told, port: int) -> None:
-    with node(1, num_nodes=3) as second:
-        with node(0, num_nodes=3) as first:
-            wait_for(lambda: "for 1 of 3 nodes: NODE_RANK 2" in told(1), lambda: not second.is_alive())
-            first.kill()
-        wait_for(lambda: f"waiting for node 0 at 127.0.0.1:{port}" in told(1).rstrip().rpartition("\n")[2])
-        with node(0, num_nodes=3) as first, node(2, num_nodes=3) as third:
-            assert [ended(each) for each in (first, second, third)] == [0, 0, 0]
+def test_master_restarted_while_others_wait(node: Node, output_of: ReadOutput, port: int) -> None:
+    with node(1, num_nodes=3) as peer:
+        with node(0, num_nodes=3) as master:
+            wait_for(lambda: "for 1 of 3 nodes: NODE_RANK 2" in output_of(1), lambda: not peer.is_alive())
+            master.kill()
+        wait_for(lambda: f"waiting for node 0 at 127.0.0.1:{port}" in output_of(1).rstrip().rpartition("\n")[2])
+        with node(0, num_nodes=3) as master, node(2, num_nodes=3) as third:
+            assert [ended(each) for each in (master, peer, third)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM])
 def test_peer_killed_between_meeting_and_torchruns_rendezvous(
-    node: Node, told: Told, number: int | None, monkeypatch: pytest.MonkeyPatch
+    node: Node, output_of: ReadOutput, number: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The main thread of the other one is inside torch's store, where Python handles no signal."""
     meet = torchrun.Nodes.meet
@@ -154,63 +154,63 @@ def test_peer_killed_between_meeting_and_torchruns_rendezvous(
     monkeypatch.setattr(torchrun.Nodes, "meet", meet_and_die)
     if number:
         monkeypatch.setattr(torchrun, "_GRACE_SECONDS", PLENTY_S)
-    with node(0) as first, node(1) as second:
-        assert ended(second) == -signal.SIGKILL
+    with node(0) as master, node(1) as peer:
+        assert ended(peer) == -signal.SIGKILL
         if number:
-            wait_for(lambda: "has not answered" in told(0), lambda: not first.is_alive())
-            os.kill(first.pid or 0, number)
-        assert ended(first) == (128 + number if number else ConfigError.exit_code)
-    assert re.search(r"node 1 \(\S+, rank 1 of 2\) has not answered for \d+ s: killed, or disconnected", told(0))
+            wait_for(lambda: "has not answered" in output_of(0), lambda: not master.is_alive())
+            os.kill(master.pid or 0, number)
+        assert ended(master) == (128 + number if number else ConfigError.exit_code)
+    assert re.search(r"node 1 \(\S+, rank 1 of 2\) has not answered for \d+ s: killed, or disconnected", output_of(0))
 
 
-def test_peer_killed_while_ranks_run(node: Node, told: Told) -> None:
+def test_peer_killed_while_ranks_run(node: Node, output_of: ReadOutput) -> None:
     """Ranks that do not notice it themselves are ended after the limit."""
-    with node(1, WAITS) as second:
-        wait_for(lambda: "waiting" in told(1), lambda: not second.is_alive())
-        with node(0, WAITS, limit=3) as first:
-            wait_for(lambda: "rank runs" in told(0) and "rank runs" in told(1), lambda: not first.is_alive())
-            second.kill()
-            assert ended(first) == 128 + signal.SIGTERM
-    assert "rank 1 of 2) has not answered for" in told(0)
+    with node(1, WAITS) as peer:
+        wait_for(lambda: "waiting" in output_of(1), lambda: not peer.is_alive())
+        with node(0, WAITS, limit=3) as master:
+            wait_for(lambda: "rank runs" in output_of(0) and "rank runs" in output_of(1), lambda: not master.is_alive())
+            peer.kill()
+            assert ended(master) == 128 + signal.SIGTERM
+    assert "rank 1 of 2) has not answered for" in output_of(0)
 
 
-def test_master_killed_while_ranks_run(node: Node, told: Told, port: int) -> None:
-    with node(0, WAITS) as first:
-        wait_for(lambda: "waiting" in told(0), lambda: not first.is_alive())
-        with node(1, WAITS, limit=3) as second:
-            wait_for(lambda: "rank runs" in told(0) and "rank runs" in told(1), lambda: not second.is_alive())
-            first.kill()
-            assert ended(second) == 128 + signal.SIGTERM
-    assert f"node 1 of 2: node 0 at 127.0.0.1:{port} has ended: " in told(1)
+def test_master_killed_while_ranks_run(node: Node, output_of: ReadOutput, port: int) -> None:
+    with node(0, WAITS) as master:
+        wait_for(lambda: "waiting" in output_of(0), lambda: not master.is_alive())
+        with node(1, WAITS, limit=3) as peer:
+            wait_for(lambda: "rank runs" in output_of(0) and "rank runs" in output_of(1), lambda: not peer.is_alive())
+            master.kill()
+            assert ended(peer) == 128 + signal.SIGTERM
+    assert f"node 1 of 2: node 0 at 127.0.0.1:{port} has ended: " in output_of(1)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_failed_machine_is_named_on_the_other(
-    node: Node, told: Told, failing: int, monkeypatch: pytest.MonkeyPatch
+    node: Node, output_of: ReadOutput, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine the other rank may start, or its launcher leave, long after this one has failed.
     monkeypatch.setattr(torchrun, "_GRACE_SECONDS", PLENTY_S)
     monkeypatch.setattr(torchrun, "_LEAVE_SECONDS", PLENTY_S)
     other = 1 - failing
     codes = {failing: "os.kill(os.getpid(), signal.SIGKILL)", other: "time.sleep(1); sys.exit(1)"}
-    with node(0, codes[0]) as first, node(1, codes[1]) as second:
-        processes = first, second
+    with node(0, codes[0]) as master, node(1, codes[1]) as peer:
+        processes = master, peer
         assert (ended(processes[failing]), ended(processes[other])) == (128 + signal.SIGKILL, 1)
     assert re.search(
         rf"node {failing} \(\S+, rank {failing} of 2\) failed with exit code 137: rank {failing} \(process \d+\) was ",
-        told(other),
+        output_of(other),
     )
-    assert "failed with exit code" not in told(failing)
+    assert "failed with exit code" not in output_of(failing)
 
 
-def test_ranks_that_wait_for_a_machine_that_failed_are_ended(node: Node, told: Told) -> None:
-    with node(0, WAITS) as first, node(1, "sys.exit(3)") as second:
-        assert (ended(second), ended(first)) == (3, 128 + signal.SIGTERM)
-    assert "rank 1 of 2) failed with exit code 3" in told(0)
+def test_ranks_that_wait_for_a_machine_that_failed_are_ended(node: Node, output_of: ReadOutput) -> None:
+    with node(0, WAITS) as master, node(1, "sys.exit(3)") as peer:
+        assert (ended(peer), ended(master)) == (3, 128 + signal.SIGTERM)
+    assert "rank 1 of 2) failed with exit code 3" in output_of(0)
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_wrong_port(node: Node, told: Told, port: int, listens: bool) -> None:
+def test_wrong_port(node: Node, output_of: ReadOutput, port: int, listens: bool) -> None:
     """Nobody listens there, or something that is no store."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -219,51 +219,51 @@ def test_wrong_port(node: Node, told: Told, port: int, listens: bool) -> None:
         place = other.getsockname()
         with node(1, limit=2, place=place) as process:
             assert ended(process) == ConfigError.exit_code
-    assert f"waiting for node 0 at 127.0.0.1:{place[1]}: " in told(1)
-    assert listens or "Connection refused" in told(1)
-    assert "Is packtool running where NODE_RANK=0, and is MASTER_ADDR an address of that machine?" in told(1)
+    assert f"waiting for node 0 at 127.0.0.1:{place[1]}: " in output_of(1)
+    assert listens or "Connection refused" in output_of(1)
+    assert "Is packtool running where NODE_RANK=0, and is MASTER_ADDR an address of that machine?" in output_of(1)
 
 
-def test_a_master_whose_name_does_not_resolve(node: Node, told: Told) -> None:
+def test_a_master_whose_name_does_not_resolve(node: Node, output_of: ReadOutput) -> None:
     with node(1, limit=1, place=("nowhere.invalid", 29500)) as process:
         assert ended(process) == ConfigError.exit_code
     with pytest.raises(socket.gaierror) as unknown:
         socket.getaddrinfo("nowhere.invalid", 29500)
-    assert f"waiting for node 0 at nowhere.invalid:29500: {unknown.value.strerror}" in told(1)
+    assert f"waiting for node 0 at nowhere.invalid:29500: {unknown.value.strerror}" in output_of(1)
 
 
-def test_an_address_that_is_not_that_of_the_master(node: Node, told: Told, port: int) -> None:
+def test_an_address_that_is_not_that_of_the_master(node: Node, output_of: ReadOutput, port: int) -> None:
     """192.0.2.0/24 is for documentation: nobody has it."""
     with node(0, place=("192.0.2.1", port)) as process:
-        wait_for(lambda: "waiting for MASTER_ADDR=192.0.2.1 to lead to this machine: " in told(0))
+        wait_for(lambda: "waiting for MASTER_ADDR=192.0.2.1 to lead to this machine: " in output_of(0))
         os.kill(process.pid or 0, signal.SIGTERM)
         assert ended(process) == 128 + signal.SIGTERM
-    assert "Exception raised" not in told(0)
+    assert "Exception raised" not in output_of(0)
 
 
-def test_a_port_that_is_taken_on_the_master(node: Node, told: Told) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with node(0, place=taken.getsockname()) as process:
+def test_a_port_that_is_taken_on_the_master(node: Node, output_of: ReadOutput) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        with node(0, place=server.getsockname()) as process:
             assert ended(process) == ConfigError.exit_code
 
-    assert "is in use on this machine" in told(0)
+    assert "is in use on this machine" in output_of(0)
 
 
-def test_different_numbers_of_processes_are_named(node: Node, told: Told) -> None:
+def test_different_numbers_of_processes_are_named(node: Node, output_of: ReadOutput) -> None:
     with node(0), node(1, per_node=2):
-        wait_for(lambda: "has NNODES=2 NPROC_PER_NODE=2, node 0 (" in told(0))
-        wait_for(lambda: "has NNODES=2 NPROC_PER_NODE=2, node 0 (" in told(1))
+        wait_for(lambda: "has NNODES=2 NPROC_PER_NODE=2, node 0 (" in output_of(0))
+        wait_for(lambda: "has NNODES=2 NPROC_PER_NODE=2, node 0 (" in output_of(1))
 
 
-def test_a_node_rank_that_two_machines_have(node: Node, told: Told, tmp_path: Path) -> None:
-    with node(0, WAITS) as first, node(1, WAITS):
-        wait_for(lambda: "rank runs" in told(0) and "rank runs" in told(1), lambda: not first.is_alive())
-        (tmp_path / "told-1.txt").rename(tmp_path / "told-taken.txt")
+def test_a_node_rank_that_two_machines_have(node: Node, output_of: ReadOutput, tmp_path: Path) -> None:
+    with node(0, WAITS) as master, node(1, WAITS):
+        wait_for(lambda: "rank runs" in output_of(0) and "rank runs" in output_of(1), lambda: not master.is_alive())
+        (tmp_path / "output-1.txt").rename(tmp_path / "output-taken.txt")
         with node(1, limit=2) as third:
             assert ended(third) == ConfigError.exit_code
-    assert "has started with another NODE_RANK=1" in told(1)
+    assert "has started with another NODE_RANK=1" in output_of(1)
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs Linux' unshare")

@@ -52,19 +52,19 @@ def test_one_machine_finds_a_free_port() -> None:
 
 
 def test_one_machine_with_a_port() -> None:
-    found = command(NPROC_PER_NODE="2", MASTER_PORT="29501", MASTER_ADDR="a-name-that-need-not-resolve")
-    assert found is not None
-    assert "--standalone" not in found
-    assert found[5:15] == [
+    launch = command(NPROC_PER_NODE="2", MASTER_PORT="29501", MASTER_ADDR="a-name-that-need-not-resolve")
+    assert launch is not None
+    assert "--standalone" not in launch
+    assert launch[5:15] == [
         *("--nproc-per-node", "2", "--local-addr", "127.0.0.1", "--node-rank", "0"),
         *("--master-addr", "127.0.0.1", "--master-port", "29501"),
     ]
 
 
 def test_several_machines() -> None:
-    found = command(**ON_TWO_NODES, NPROC_PER_NODE="8", MASTER_PORT="1234")
-    assert found is not None
-    assert found[3:15] == [
+    launch = command(**ON_TWO_NODES, NPROC_PER_NODE="8", MASTER_PORT="1234")
+    assert launch is not None
+    assert launch[3:15] == [
         *("--nnodes", "2", "--nproc-per-node", "8", "--rdzv-conf", "timeout=1800"),
         *("--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "1234"),
     ]
@@ -111,16 +111,20 @@ def test_the_total_number_of_processes(per_node: int, num_nodes: int, data: st.D
     assert (launch_command([], environ) is None) == (processes.total == 1)
 
 
-@pytest.mark.parametrize(("num_cores", "given", "expected"), [(16, None, "4"), (2, None, "1"), (16, "7", "7")])
+@pytest.mark.parametrize(
+    ("num_cores", "omp_num_threads", "expected"), [(16, None, "4"), (2, None, "1"), (16, "7", "7")]
+)
 def test_cores_are_divided_unless_omp_num_threads_is_set(
-    num_cores: int, given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    num_cores: int, omp_num_threads: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execvpe", lambda *call: calls.append(call))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(num_cores)))
     for name in ("OMP_NUM_THREADS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    settings = {"NPROC_PER_NODE": "4", "HOME": "/h"} | ({} if given is None else {"OMP_NUM_THREADS": given})
+    settings = {"NPROC_PER_NODE": "4", "HOME": "/h"} | (
+        {} if omp_num_threads is None else {"OMP_NUM_THREADS": omp_num_threads}
+    )
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     launch_if_requested(ARGUMENTS)
@@ -157,10 +161,10 @@ def test_the_exit_code_is_that_of_the_process_that_failed_first(tmp_path: Path) 
         """)
     )
     options = ["--standalone", "--nproc-per-node", "2", str(script), "4"]
-    with started(torchrun.run_torchrun, options, told=tmp_path / "told.txt") as launcher:
+    with started(torchrun.run_torchrun, options, output_path=tmp_path / "output.txt") as launcher:
         launcher.join(PATIENCE_S)
     assert launcher.exitcode == 4
-    assert "Traceback" not in (tmp_path / "told.txt").read_text()
+    assert "Traceback" not in (tmp_path / "output.txt").read_text()
 
 
 def test_a_rank_that_was_killed_is_named_and_ends_the_others(tmp_path: Path) -> None:
@@ -177,12 +181,12 @@ def test_a_rank_that_was_killed_is_named_and_ends_the_others(tmp_path: Path) -> 
         """)
     )
     options = ["--standalone", "--nproc-per-node", "2", str(script)]
-    with started(torchrun.run_torchrun, options, told=tmp_path / "told.txt") as launcher:
+    with started(torchrun.run_torchrun, options, output_path=tmp_path / "output.txt") as launcher:
         launcher.join(PATIENCE_S)
     assert launcher.exitcode == 128 + 9
-    told = (tmp_path / "told.txt").read_text()
-    assert "rank 1 (process" in told
-    assert "was ended by SIGKILL (out of memory?)" in told
+    output = (tmp_path / "output.txt").read_text()
+    assert "rank 1 (process" in output
+    assert "was ended by SIGKILL (out of memory?)" in output
 
 
 def is_gone(process: int) -> bool:
@@ -256,10 +260,10 @@ def test_sigusr1_ends_the_launcher_and_its_ranks(tmp_path: Path) -> None:
 def test_a_used_port_is_an_error_of_two_lines() -> None:
     import socket
 
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = str(server.getsockname()[1])
         command = [sys.executable, "-m", "packtool.launch.torchrun", "--nnodes", "1", "--nproc-per-node", "2"]
         command += ["--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port, "--module", "json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)

@@ -42,13 +42,13 @@ def test_results_and_progress_in_both_orders() -> None:
 
 
 def test_the_number_of_submitted_jobs_is_limited() -> None:
-    drawn: list[int] = []
+    submitted: list[int] = []
     with WorkerPool[int, int](2, make, 0) as pool:
-        results = pool.map((drawn.append(job) or job for job in range(20)), num_ahead=3)
+        results = pool.map((submitted.append(job) or job for job in range(20)), num_ahead=3)
         assert next(results) == 0
-        assert drawn == [0, 1, 2]
+        assert submitted == [0, 1, 2]
         assert next(results) == 1
-        assert drawn == [0, 1, 2, 3]
+        assert submitted == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("in_order", [False, True])

@@ -49,8 +49,8 @@ STATE = RunState(
 def test_ranks_that_planned_differently_are_told_apart(monkeypatch: pytest.MonkeyPatch, plan_of_rank_1: str) -> None:
     """The exchange itself happens in every test with two processes."""
 
-    def gather(found: list[Any], mine: dict[str, Any], **_: Any) -> None:
-        found[:] = [mine, mine | {"plan": plan_of_rank_1}]
+    def gather(gathered: list[Any], mine: dict[str, Any], **_: Any) -> None:
+        gathered[:] = [mine, mine | {"plan": plan_of_rank_1}]
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     if plan_of_rank_1 == "abc":
@@ -61,8 +61,8 @@ def test_ranks_that_planned_differently_are_told_apart(monkeypatch: pytest.Monke
 
 
 def test_ranks_that_share_rows_differently_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gather(found: list[Any], mine: dict[str, Any], **_: Any) -> None:
-        found[:] = [mine, mine | {"sequence parallel": "ring over 2"}]
+    def gather(gathered: list[Any], mine: dict[str, Any], **_: Any) -> None:
+        gathered[:] = [mine, mine | {"sequence parallel": "ring over 2"}]
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     with pytest.raises(MismatchError, match="sequence parallel: ulysses over 2 on rank 0, ring over 2 on rank 1"):

@@ -39,10 +39,10 @@ def test_batches_equal_those_of_packtool_train(batches: packtool.Batches, tiny: 
     config = tiny.config(tmp_path, gradient_accumulation_steps=2, num_train_epochs=2)
     run = Run.of(config, World())
     steps = StepLoader(run, input_spec(run))
-    found = iter(batches)
+    iterator = iter(batches)
     for number, step in enumerate(steps):
         for place, expected in enumerate(step.micro_batches, 1):
-            batch = next(found)
+            batch = next(iterator)
             for name, value in expected.model_inputs().items():
                 same = torch.equal(batch[name], value) if isinstance(value, Tensor) else True
                 assert same, name
@@ -52,7 +52,7 @@ def test_batches_equal_those_of_packtool_train(batches: packtool.Batches, tiny: 
             assert torch.equal(batch["labels"][:, 1:], expected.labels[:, :-1])
             assert (targets.step, targets.num_items) == (number, step.figures.units)
             assert targets.ends_step == (place == step.num_micro_batches)
-    assert next(found, None) is None
+    assert next(iterator, None) is None
     assert batches.num_steps == len(steps) == number + 1
 
 
@@ -111,16 +111,16 @@ def test_rank_all_has_equal_steps(tiny: TinyWorld) -> None:
 
 
 def test_state_resumes_with_the_next_micro_batch(plan: packtool.Plan, batches: packtool.Batches) -> None:
-    whole = [ids(batch) for batch in batches]
-    for num_given in (0, 3, len(whole)):
-        first, other = packtool.Batches(plan, **HERE), packtool.Batches(plan, **HERE)
-        given = [ids(batch) for batch in islice(first, num_given)]
-        state = json.loads(json.dumps(first.state_dict()))
+    all_ids = [ids(batch) for batch in batches]
+    for num_given in (0, 3, len(all_ids)):
+        batches_to_save, other = packtool.Batches(plan, **HERE), packtool.Batches(plan, **HERE)
+        ids_before = [ids(batch) for batch in islice(batches_to_save, num_given)]
+        state = json.loads(json.dumps(batches_to_save.state_dict()))
         # A look at the first one does not use it up.
-        assert ids(next(iter(first))) == whole[0]
+        assert ids(next(iter(batches_to_save))) == all_ids[0]
         other.load_state_dict(state)
-        assert given + [ids(batch) for batch in other] == whole
-        assert [ids(batch) for batch in other] == whole
+        assert ids_before + [ids(batch) for batch in other] == all_ids
+        assert [ids(batch) for batch in other] == all_ids
     elsewhere = packtool.Batches(plan, loss_reduction="sample", **HERE)
     with pytest.raises(MismatchError, match="loss_reduction: token in the checkpoint, sample now"):
         elsewhere.load_state_dict(batches.state_dict())
@@ -134,11 +134,11 @@ def test_state_resumes_with_another_number_of_ranks(tiny: TinyWorld) -> None:
             packtool.plan(tiny.cache, world_size=world_size, num_train_epochs=2, **PLAN), rank, **HERE
         )
 
-    def targets(given: list[dict[str, Any]]) -> int:
-        return sum(batch["targets"].num_targets for batch in given)
+    def targets(rank_batches: list[dict[str, Any]]) -> int:
+        return sum(batch["targets"].num_targets for batch in rank_batches)
 
     two = [made(2, rank) for rank in range(2)]
-    whole = targets([batch for rank in two for batch in rank])
+    num_targets = targets([batch for rank in two for batch in rank])
     before = [list(islice(rank, two[0].micro_batches_per_step)) for rank in two]
     assert before[0][-1]["targets"].ends_step
     states = [json.loads(json.dumps(rank.state_dict())) for rank in two]
@@ -147,15 +147,15 @@ def test_state_resumes_with_another_number_of_ranks(tiny: TinyWorld) -> None:
     one.load_state_dict(states[1])
     after = list(one)
     assert len(after) == len(one)
-    assert targets([*before[0], *before[1], *after]) == whole
+    assert targets([*before[0], *before[1], *after]) == num_targets
     assert [batch["targets"].step for batch in after if batch["targets"].ends_step] == list(range(1, one.num_steps))
     assert {batch["targets"].world_size for batch in after} == {1}
     assert [ids(one[number]) for number in range(len(one))] == [ids(batch) for batch in after]
     assert ids(pickle.loads(pickle.dumps(one))[0]) == ids(after[0])
-    given = [ids(batch) for batch in islice(one, 3)]
+    ids_before = [ids(batch) for batch in islice(one, 3)]
     again, every = made(1), made(1, "all")
     again.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert given + [ids(batch) for batch in again] == [ids(batch) for batch in after]
+    assert ids_before + [ids(batch) for batch in again] == [ids(batch) for batch in after]
     every.load_state_dict(states[0])
     full = [batch for batch in every if batch["targets"].num_targets]
     assert [ids(batch) for batch in full] == [ids(batch) for batch in after]
@@ -182,12 +182,12 @@ def test_compiled_models_get_few_lengths(plan: packtool.Plan, batches: packtool.
 
 def test_stateful_dataloader_of_torchdata(batches: packtool.Batches) -> None:
     loading = pytest.importorskip("torchdata.stateful_dataloader")
-    whole = [ids(batch) for batch in batches]
+    all_ids = [ids(batch) for batch in batches]
     loader = loading.StatefulDataLoader(batches, batch_size=None)
-    given = [ids(batch) for batch in islice(loader, 5)]
+    ids_before = [ids(batch) for batch in islice(loader, 5)]
     again = loading.StatefulDataLoader(batches, batch_size=None)
     again.load_state_dict(loader.state_dict())
-    assert given + [ids(batch) for batch in again] == whole
+    assert ids_before + [ids(batch) for batch in again] == all_ids
 
 
 def test_all_tensors_of_a_batch_are_moved(batches: packtool.Batches, plan: packtool.Plan) -> None:

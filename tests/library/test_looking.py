@@ -52,9 +52,9 @@ def test_cache(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_equals_that_of_the_command(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--packing-length", "256", "--gradient-accumulation-steps", "2"]
     plan = packtool.plan(packtool.Cache(tiny.cache), **PLAN)
-    told = json.loads(printed(capsys, "plan", tiny.cache, *words, "--json"))
+    output = json.loads(printed(capsys, "plan", tiny.cache, *words, "--json"))
     clock = {"plan_seconds": None}
-    assert plan.summary | clock == told | clock
+    assert plan.summary | clock == output | clock
     shown = printed(capsys, "plan", tiny.cache, *words)
     assert all(line in shown for line in str(plan).splitlines() if "planning time" not in line)
     # Every sample once, in packs that are as full as they may be.
@@ -88,9 +88,9 @@ def test_plan_is_saved_and_shown_as_a_page(tiny: TinyWorld, tmp_path: Path, caps
 def test_options_are_checked_like_those_of_the_command(tiny: TinyWorld, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^unknown setting 'packing_lenght'; did you mean 'packing_length'"):
         packtool.plan(tiny.cache, packing_lenght=256)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="2 settings are wrong") as found:
+    with pytest.raises(ConfigError, match="2 settings are wrong") as raised:
         packtool.plan(tiny.cache, packing_length="much", balance="none", world_size=0)
-    assert "--packing-length" in str(found.value)
+    assert "--packing-length" in str(raised.value)
     assert packtool.plan(tiny.cache, packing_length="1K").summary["packing_length"] == 1024
     with pytest.raises(ConfigError, match="save is not supported here: use Plan"):
         packtool.plan(tiny.cache, save=str(tmp_path / "plan"), packing_length=256)  # type: ignore[call-arg]

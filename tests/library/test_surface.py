@@ -26,13 +26,13 @@ HEAVY = ("torch", "transformers", "pyarrow", "datasets", "numpy", "tokenizers", 
 def surface() -> Iterator[str]:
     """A line for each name, and for each member of a class."""
     for name in packtool.__all__:
-        found = getattr(packtool, name)
-        if not callable(found):
+        public_object = getattr(packtool, name)
+        if not callable(public_object):
             yield f"packtool.{name}"
             continue
-        for line in [signature(name, found)] if name != "Plan" else [name]:
+        for line in [signature(name, public_object)] if name != "Plan" else [name]:
             yield "packtool." + "".join(part.strip() + " " * part.endswith(",") for part in line.splitlines())
-        for member, value in public_members(found) if inspect.isclass(found) else ():
+        for member, value in public_members(public_object) if inspect.isclass(public_object) else ():
             yield f"packtool.{name}.{signature(member, value)}"
 
 

@@ -46,11 +46,11 @@ def worlds(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def step_losses(model: PreTrainedModel, tiny: TinyWorld, settings: dict[str, Any], folder: Path) -> list[float]:
     """What ``packtool train`` would log for each step if nothing were learned."""
     run = Run.of(tiny.config(folder, **settings), World())
-    found = []
+    losses = []
     for step in StepLoader(run, input_spec(run)):
         sums = [target_losses(model, batch, label_logits_only=True).weighted_sum() for batch in step.micro_batches]
-        found.append(float(StepMean(step.figures.units).contribution(torch.stack(sums).sum())))
-    return found
+        losses.append(float(StepMean(step.figures.units).contribution(torch.stack(sums).sum())))
+    return losses
 
 
 SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -74,17 +74,17 @@ def test_losses_equal_those_of_packtool_train(
     world, planned, options = SETTINGS[name]
     expected = step_losses(model, worlds[world], PLAN | planned | options, tmp_path)
     for world_size, accumulation in ((1, 2), (2, 1)):
-        given = PLAN | planned | {"gradient_accumulation_steps": accumulation}
-        plan = packtool.plan(worlds[world].cache, world_size=world_size, **given)
+        plan_options = PLAN | planned | {"gradient_accumulation_steps": accumulation}
+        plan = packtool.plan(worlds[world].cache, world_size=world_size, **plan_options)
         sums: dict[int, float] = defaultdict(float)
-        asked: dict[int, float] = defaultdict(float)
+        losses_by_step: dict[int, float] = defaultdict(float)
         for batch in packtool.Batches(plan, "all", **options, **HERE):
             outputs = model(**batch)
             assert outputs.loss is None
             sums[batch["targets"].step] += float(packtool.loss(outputs, batch)) / world_size
-            asked[batch["targets"].step] += float(model(**batch, num_items_in_batch=1).loss)
+            losses_by_step[batch["targets"].step] += float(model(**batch, num_items_in_batch=1).loss)
         assert list(sums.values()) == pytest.approx(expected, rel=1e-5)
-        assert list(asked.values()) == pytest.approx(expected, rel=1e-5)
+        assert list(losses_by_step.values()) == pytest.approx(expected, rel=1e-5)
 
 
 @torch.no_grad()
@@ -102,9 +102,9 @@ def test_loss_from_all_logits_or_those_at_targets(model: PreTrainedModel, plan: 
 def test_padded_batches(tiny: TinyWorld, tmp_path: Path) -> None:
     model = transformers.AutoModelForImageTextToText.from_pretrained(tiny.model)
     assert packtool.prepare_model(model, packing=False) is model
-    given = {"packing": False, "per_device_train_batch_size": 3}
-    expected = step_losses(model, tiny, given, tmp_path)
-    batches = packtool.Batches(packtool.plan(tiny.cache, **given, packing_length=256), **HERE)
+    options = {"packing": False, "per_device_train_batch_size": 3}
+    expected = step_losses(model, tiny, options, tmp_path)
+    batches = packtool.Batches(packtool.plan(tiny.cache, **options, packing_length=256), **HERE)
     assert [float(packtool.loss(model(**batch), batch)) for batch in batches] == pytest.approx(expected, rel=1e-5)
 
 
@@ -116,8 +116,8 @@ def test_other_inputs_of_a_prepared_model(model: PreTrainedModel, tiny: TinyWorl
         model(input_ids=tokens)
     padded = packtool.prepare_model(transformers.AutoModelForImageTextToText.from_pretrained(tiny.model), packing=False)
     plain = transformers.AutoModelForImageTextToText.from_pretrained(tiny.model)
-    found, expected = (other(input_ids=tokens, labels=tokens).loss for other in (padded, plain))
-    assert float(found) == pytest.approx(float(expected))
+    loss, expected = (other(input_ids=tokens, labels=tokens).loss for other in (padded, plain))
+    assert float(loss) == pytest.approx(float(expected))
     assert packtool.prepare_model(padded, packing=False).loss_function.args == (plain.loss_function,)
 
 

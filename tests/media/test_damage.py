@@ -131,9 +131,9 @@ def test_a_file_that_is_cut_off_is_dropped_or_can_be_trained(
     files: dict[str, bytes], kind: str, share: float, back: int, near_the_end: bool
 ) -> None:
     data = files[kind]
-    cut = data[: len(data) - 1 - back] if near_the_end else data[: int(share * len(data))]
+    truncated = data[: len(data) - 1 - back] if near_the_end else data[: int(share * len(data))]
     with suppress(MediaProblem):  # which export raises; training raises MediaError
-        USE[kind](cut)
+        USE[kind](truncated)
 
 
 CUT = [("bmp", 0.9), ("tif", 0.9), ("jp2", 0.9), ("jpg", 0.9), ("png", 0.9), ("flac", 0.9), ("flac", 0.99)]
@@ -151,14 +151,14 @@ def test_cut_files_are_found_at_export(files: dict[str, bytes], kind: str, share
 @given(st.sampled_from((*VIDEOS, *SOUNDS)), st.floats(0, 1))
 def test_every_cut_is_found_where_a_file_declares_its_length(files: dict[str, bytes], kind: str, share: float) -> None:
     data = files[kind]
-    cut = data[: round(share * (len(data) - 257))]  # 256 bytes may be those of a tag behind an mp3
+    truncated = data[: round(share * (len(data) - 257))]  # 256 bytes may be those of a tag behind an mp3
     # Nothing says that more follows an Ogg page or a fragment.
     is_between = any(
-        data[len(cut) - k :][:12][4 * (kind != "ogg") :][:4] in (b"OggS", b"moof", b"mfra") for k in range(8)
+        data[len(truncated) - k :][:12][4 * (kind != "ogg") :][:4] in (b"OggS", b"moof", b"mfra") for k in range(8)
     )
-    if cut and not is_between:
+    if truncated and not is_between:
         with pytest.raises(MediaProblem):
-            USE[kind](cut)
+            USE[kind](truncated)
 
 
 def test_sounds_that_declare_their_length_are_not_decoded(

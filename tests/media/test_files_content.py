@@ -59,13 +59,13 @@ def test_what_holds_the_same_is_the_same(tmp_path: Path, media: list[tuple[tuple
 def test_a_large_file_that_deceives_is_told_apart_by_all_of_it(tmp_path: Path) -> None:
     one, other = bytearray(LARGE), bytearray(LARGE)
     other[LARGE // 2] = 1
-    first, second = (placed(tmp_path, "file", bytes(data)) for data in (one, other))
-    assert content_name(*first) == content_name(*second) == content_name(None, bytes(one))
-    assert content_digest(*first, ANY) != content_digest(*second, ANY)
+    first_file, second_file = (placed(tmp_path, "file", bytes(data)) for data in (one, other))
+    assert content_name(*first_file) == content_name(*second_file) == content_name(None, bytes(one))
+    assert content_digest(*first_file, ANY) != content_digest(*second_file, ANY)
     for end in (0, -1):
         other = bytearray(LARGE)
         other[end] = 1
-        assert content_name(*placed(tmp_path, "file", bytes(other))) != content_name(*first)
+        assert content_name(*placed(tmp_path, "file", bytes(other))) != content_name(*first_file)
 
 
 def test_a_file_that_changes_is_another(tmp_path: Path) -> None:

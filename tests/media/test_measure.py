@@ -36,19 +36,19 @@ def test_a_png_that_tells_its_orientation_behind_the_pixels(tmp_path: Path) -> N
     data = (tmp_path / "before.png").read_bytes()
     at = data.index(b"eXIf") - 4
     size = int.from_bytes(data[at : at + 4], "big") + 12
-    chunk, rest = data[at : at + size], data[:at] + data[at + size :]
-    end = rest.index(b"IEND") - 4
+    chunk, without_chunk = data[at : at + size], data[:at] + data[at + size :]
+    end = without_chunk.index(b"IEND") - 4
     path = tmp_path / "behind.png"
-    path.write_bytes(rest[:end] + chunk + rest[end:])
+    path.write_bytes(without_chunk[:end] + chunk + without_chunk[end:])
     loaded = load_image(str(path))
     assert (loaded.height, loaded.width) == (20, 10)
     assert measure_image(MediaRef(str(path))) == (20, 10)
 
 
 def test_only_header_and_end_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = io.BytesIO()
-    Image.effect_noise((600, 400), 50).save(whole, "JPEG")
-    data = whole.getvalue()
+    buffer = io.BytesIO()
+    Image.effect_noise((600, 400), 50).save(buffer, "JPEG")
+    data = buffer.getvalue()
     path = tmp_path / "hollow.jpg"
     path.write_bytes(data[:2000] + b"\0" * (len(data) - 2002) + data[-2:])
     monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("decoded"))

@@ -137,9 +137,11 @@ def test_what_cannot_be_numbered_is_said(name: str) -> None:
 def test_frames_are_counted_as_a_decoder_counts_them(name: str, share: float, damage: bytes) -> None:
     """Of whole files, of what is left of those that were cut off, and of those with other bytes in the middle: where
     these cost frames, and that is not found at once, it is told when they are loaded."""
-    whole, size = video(name), video(name).index(b"\x18S\x80g") + 4
-    whole = whole[:size] + b"\x01" + b"\xff" * 7 + whole[size + 8 :]  # a segment of unknown size, as of a live stream
-    data, middle = whole[: round(len(whole) * share)], round(len(whole) * share / 2)
+    contents, size = video(name), video(name).index(b"\x18S\x80g") + 4
+    contents = (
+        contents[:size] + b"\x01" + b"\xff" * 7 + contents[size + 8 :]
+    )  # a segment of unknown size, as of a live stream
+    data, middle = contents[: round(len(contents) * share)], round(len(contents) * share / 2)
     data = data[:middle] + damage + data[middle + len(damage) :]
     try:
         expected: int | None = len(decoded(data))
@@ -248,18 +250,26 @@ def shown(data: bytes) -> list[npt.NDArray[np.uint8]] | None:
 
 @settings(max_examples=100)
 @given(st.data())
-def test_edited_videos_are_counted_and_loaded_as_a_decoder_shows_them(drawn: st.DataObject) -> None:
+def test_edited_videos_are_counted_and_loaded_as_a_decoder_shows_them(data_object: st.DataObject) -> None:
     """Cut within groups, wrongly marked keyframes, edit lists and any angle, together."""
-    name = drawn.draw(st.sampled_from(sorted(EDITED)))
-    start = drawn.draw(st.integers(0, 20))
-    packets = range(start, drawn.draw(st.sampled_from([start + 1, start + 2]) | st.integers(start + 3, NUM_EDITED)))
-    marks = drawn.draw(st.sampled_from(["true", "all", "first", "some"]))
-    some = drawn.draw(st.sets(st.integers(packets.start, packets.stop - 1), max_size=6)) if marks == "some" else set()
-    keyframes = {"true": None, "all": set(packets), "first": {packets.start}, "some": {packets.start, *some}}[marks]
+    name = data_object.draw(st.sampled_from(sorted(EDITED)))
+    start = data_object.draw(st.integers(0, 20))
+    packets = range(
+        start, data_object.draw(st.sampled_from([start + 1, start + 2]) | st.integers(start + 3, NUM_EDITED))
+    )
+    marks = data_object.draw(st.sampled_from(["true", "all", "first", "some"]))
+    marked = (
+        data_object.draw(st.sets(st.integers(packets.start, packets.stop - 1), max_size=6))
+        if marks == "some"
+        else set()
+    )
+    keyframes = {"true": None, "all": set(packets), "first": {packets.start}, "some": {packets.start, *marked}}[marks]
     data = edited(name, packets, keyframes)
     if EDITED[name][0] in ("mp4", "mov"):
-        data = with_edit_list(data, *drawn.draw(st.tuples(st.sampled_from([0, 0.1, 0.5, 0.9]), st.floats(0.5, 1))))
-        data = turned(data, drawn.draw(st.sampled_from([0, 0, 30, 44, 46, 90, 135, 180, 250, 271, -40])))
+        data = with_edit_list(
+            data, *data_object.draw(st.tuples(st.sampled_from([0, 0.1, 0.5, 0.9]), st.floats(0.5, 1)))
+        )
+        data = turned(data, data_object.draw(st.sampled_from([0, 0, 30, 44, 46, 90, 135, 180, 250, 271, -40])))
     expected = shown(data)
     try:
         size = measure_video(MediaRef(None, data))
@@ -269,8 +279,8 @@ def test_edited_videos_are_counted_and_loaded_as_a_decoder_shows_them(drawn: st.
     assert expected is not None
     assert (size.num_frames, size.height, size.width) == (len(expected), *expected[0].shape[:2])
     count = size.num_frames
-    indices = sorted({0, count - 1, *drawn.draw(st.sets(st.integers(0, count - 1), max_size=4))})
-    indices = indices[drawn.draw(st.integers(0, 1)) :] or indices  # clips do not begin at 0
+    indices = sorted({0, count - 1, *data_object.draw(st.sets(st.integers(0, count - 1), max_size=4))})
+    indices = indices[data_object.draw(st.integers(0, 1)) :] or indices  # clips do not begin at 0
     loaded = load_video(None, data, (), indices, shape=(count, size.height, size.width))
     assert np.array_equal(loaded, np.stack([expected[number] for number in indices]))
 

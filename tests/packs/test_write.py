@@ -56,8 +56,8 @@ def documents(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, bytes]]]
                 content = file.extractfile(member)
                 assert content is not None
                 parts.setdefault(key, {})[name] = content.read()
-        for found in parts.values():
-            yield json.loads(found.pop("json")), found
+        for document in parts.values():
+            yield json.loads(document.pop("json")), document
 
 
 def packs_in(folder: Path, layout: str) -> list[dict[str, Any]]:
@@ -65,14 +65,14 @@ def packs_in(folder: Path, layout: str) -> list[dict[str, Any]]:
     if layout in ("webdataset", "energon"):
         return [document for document, _ in documents(folder)]
     if layout == "megatron":
-        found = []
+        packs_found = []
         for line in pq.read_table(sorted(folder.glob("*.idx.parquet"))).to_pylist():
             cuts = [*line["seq_start_id"], len(line["input_ids"])]
             shifted = [
                 token if mask else -100 for token, mask in zip(line["input_ids"][1:], line["loss_mask"], strict=False)
             ]
             positions = np.concatenate([np.arange(b - a) for a, b in pairwise(cuts)])
-            found.append(
+            packs_found.append(
                 {
                     "input_ids": line["input_ids"],
                     "labels": [-100, *shifted],
@@ -80,7 +80,7 @@ def packs_in(folder: Path, layout: str) -> list[dict[str, Any]]:
                     "cu_seqlens": cuts,
                 }
             )
-        return found
+        return packs_found
     kind = "arrow" if layout == "arrow" else "parquet"
     files = sorted(map(str, folder.glob(f"*.{kind}")))
     return list(datasets.load_dataset(kind, data_files=files, split="train", cache_dir=str(folder.parent / "hf")))
@@ -100,8 +100,8 @@ def test_every_format_has_the_expected_values(kind: str, fixed: Path) -> None:
             packs = [{name: pack[name] for name in COMPARED} for pack in packs_in(folder, layout)]
             if kind == "text" and layout == "megatron":  # which knows one row of positions
                 packs = [pack | {"position_ids": pack["position_ids"] * 4} for pack in packs]
-            found = {"packs": packs, "loss": conformance.loss_of(packs)}
-            assert conformance.check(found, expected) == [], layout
+            results = {"packs": packs, "loss": conformance.loss_of(packs)}
+            assert conformance.check(results, expected) == [], layout
             packs[1]["labels"] = [*packs[1]["labels"][1:], -100]
             assert conformance.check({"packs": packs, "loss": conformance.loss_of(packs)}, expected), "shifted"
 
@@ -150,13 +150,13 @@ def test_tar_files_have_media_and_an_index(fixed: Path) -> None:
 def samples_of(cache: Path) -> list[tuple[object, ...]]:
     """Return tokens and labels of each sample, sorted, without the labels of first tokens, which packs lack."""
     reader = CacheReader.open([str(cache)])
-    found = []
+    samples = []
     for sample in map(reader.sample, range(len(reader))):
         weights = sample.loss_scale if sample.loss_scale is not None else np.ones(sample.length)
         trained = np.where(sample.labels == -100, 0, weights)[1:].tolist()
         grids = [(image.height, image.width, image.grid, image.num_tokens) for image in sample.images]
-        found.append((sample.input_ids.tolist(), sample.labels[1:].tolist(), trained, grids, sample.channel or ""))
-    return sorted(found)
+        samples.append((sample.input_ids.tolist(), sample.labels[1:].tolist(), trained, grids, sample.channel or ""))
+    return sorted(samples)
 
 
 ROWS = st.lists(
@@ -232,7 +232,7 @@ def test_buckets_get_the_same_files(fixed: Path, bucket: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "message"),
     [
         (["--format", "megatron"], 2, "8 of 12 samples have"),
         (["--packing-length", "3"], 3, "all 12 samples are longer than 3 tokens"),
@@ -243,10 +243,10 @@ def test_buckets_get_the_same_files(fixed: Path, bucket: str) -> None:
     ],
 )
 def test_wrong_options(
-    words: list[str], code: int, told: str, fixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], code: int, message: str, fixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["pack", str(fixed / "media-cache"), "--output-dir", str(tmp_path / "new"), *words]) == code
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 

@@ -87,8 +87,8 @@ def test_exchanging_packs_between_steps_loses_none(
         ]
         assert per_pack[packs].sum() == steps.target_tokens(step)
         if balance == "within-step":
-            first = step * ranks * accumulation * batch
-            assert set(packs) == set(range(first, min(first + ranks * accumulation * batch, plan.num_packs)))
+            first_pack = step * ranks * accumulation * batch
+            assert set(packs) == set(range(first_pack, min(first_pack + ranks * accumulation * batch, plan.num_packs)))
     by_rank = steps.rank_costs(costs)
     assert by_rank.shape == (steps.num_steps, ranks)
     np.testing.assert_allclose(by_rank.sum(), costs.sum())

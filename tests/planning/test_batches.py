@@ -46,6 +46,6 @@ def test_plan_does_not_depend_on_the_number_of_processes(monkeypatch: pytest.Mon
 def test_epochs_have_different_packs() -> None:
     lengths = (np.arange(5000) * 37 % 97 + 1).astype(np.int32)
     options = PackOptions(packing_algorithm="binpacking")
-    first, second = (pack(lengths, 128, options, seed=1, epoch=epoch) for epoch in (0, 1))
-    assert first.num_packs == second.num_packs
-    assert len(companions(first) & companions(second)) < 0.1 * first.num_packs
+    first_plan, second_plan = (pack(lengths, 128, options, seed=1, epoch=epoch) for epoch in (0, 1))
+    assert first_plan.num_packs == second_plan.num_packs
+    assert len(companions(first_plan) & companions(second_plan)) < 0.1 * first_plan.num_packs

@@ -32,10 +32,10 @@ def contents(placements: Placements) -> list[list[int]]:
         placements.length.tolist(),
         strict=True,
     )
-    for first, num, slot, per_pack, length in columns:
+    for first_pack, num, slot, per_pack, length in columns:
         assert num > 0
         assert per_pack > 0
-        for pack in range(first, first + num):
+        for pack in range(first_pack, first_pack + num):
             assert len(packs[pack]) == slot
             packs[pack] += [length] * per_pack
     assert [len(pack) for pack in packs] == placements.pack_sizes.tolist()

@@ -66,10 +66,10 @@ def test_packs_full_in_both_budgets_are_recovered() -> None:
     lengths = np.diff(cuts, axis=1, prepend=0, append=CAPACITY)
     media = lengths * (0.3 + 0.4 * uniform[:, 4:])
     media = np.floor(media * (CAPACITY // 2) / media.sum(axis=1, keepdims=True)).clip(max=lengths)
-    kept = lengths > 0
+    fits = lengths > 0
     options = PackOptions(max_media_tokens_per_pack=CAPACITY // 2)
-    plan = pack(lengths[kept], CAPACITY, options, seed=0, media_tokens=media[kept].astype(np.int64))
-    check(plan, lengths[kept])
+    plan = pack(lengths[fits], CAPACITY, options, seed=0, media_tokens=media[fits].astype(np.int64))
+    check(plan, lengths[fits])
     assert plan.lower_bound == 4000
     assert plan.num_packs <= 1.02 * 4000
 

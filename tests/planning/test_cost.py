@@ -108,10 +108,10 @@ def test_a_frozen_tower_goes_forward_only_and_adapters_leave_weights_without_gra
 
 
 def test_frozen_layers_below_the_first_trained_one_have_no_backward_pass() -> None:
-    first = CostModel.of_config(QWEN3_8B, dataclasses.replace(ALL_WEIGHTS, freeze_llm=True))
+    lowest_layers = CostModel.of_config(QWEN3_8B, dataclasses.replace(ALL_WEIGHTS, freeze_llm=True))
     behind = CostModel.of_config(VISION, LearningOptions(train_type="full", freeze_llm=True, freeze_aligner=False))
-    assert behind.per_token == 2 * first.per_token == 4 * sum(_weights())
-    assert behind.per_square == 3.5 * first.per_square
+    assert behind.per_token == 2 * lowest_layers.per_token == 4 * sum(_weights())
+    assert behind.per_square == 3.5 * lowest_layers.per_square
 
 
 def _weights() -> list[int]:

@@ -38,8 +38,8 @@ def test_every_sample_once_within_both_limits(
         assert max_samples is None or len(cell) <= max_samples
     # The samples of a step stay in it.
     ends = np.concatenate(([0], np.cumsum(result.micro_batches_per_step)))
-    for step, (first, last) in enumerate(pairwise(ends)):
-        inside = result.order[starts[first] : starts[last]]
+    for step, (first_start, last) in enumerate(pairwise(ends)):
+        inside = result.order[starts[first_start] : starts[last]]
         assert set(inside.tolist()) == set(
             range(step * samples_per_step, min((step + 1) * samples_per_step, len(lengths)))
         )

@@ -49,10 +49,10 @@ def trained(plan: EpochPlan) -> list[int]:
 def test_positions_are_those_of_the_cache(packing: bool) -> None:
     options = dataclasses.replace(OPTIONS, packing=packing)
     plan = plan_epoch(LENGTHS, TARGETS, options, seed=1)
-    kept = np.flatnonzero(LENGTHS <= 40)
-    assert sorted(trained(plan)) == kept.tolist()
+    short_samples = np.flatnonzero(LENGTHS <= 40)
+    assert sorted(trained(plan)) == short_samples.tolist()
     assert np.array_equal(LENGTHS[plan.packs.samples], plan.packs.lengths)
-    assert plan.steps.target_tokens_per_step.sum() == TARGETS[kept].sum()
+    assert plan.steps.target_tokens_per_step.sum() == TARGETS[short_samples].sum()
 
 
 def test_summary() -> None:
@@ -143,7 +143,7 @@ def test_samples_longer_than_a_pack() -> None:
         plan_epoch(LENGTHS, TARGETS, dataclasses.replace(OPTIONS, packing_length=0), seed=0)
 
 
-def drawn(num: int = 3000) -> tuple[np.ndarray, np.ndarray]:
+def random_samples(num: int = 3000) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(6, 1, num).clip(16, 4096).astype(np.int32)
     return lengths, (lengths // 3 + 1).astype(np.int32)
@@ -151,7 +151,7 @@ def drawn(num: int = 3000) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("balance", ["within-step", "window"])
 def test_balance_is_reported_before_and_after(balance: str) -> None:
-    lengths, targets = drawn()
+    lengths, targets = random_samples()
     options = PlanOptions(
         balance="none",
         max_length=4096,
@@ -179,7 +179,7 @@ def test_efficient_attention_ratio() -> None:
 
 
 def test_dynamic_batches_keep_each_steps_samples() -> None:
-    lengths, targets = drawn()
+    lengths, targets = random_samples()
     options = PlanOptions(
         balance="none",
         max_length=4096,
@@ -200,7 +200,7 @@ def test_dynamic_batches_keep_each_steps_samples() -> None:
 
 
 def test_grouping_by_length_saves_padding_and_loses_nothing() -> None:
-    lengths, targets = drawn()
+    lengths, targets = random_samples()
     options = PlanOptions(
         balance="none", max_length=4096, packing_length=4096, packing=False, per_device_train_batch_size=8
     )
@@ -225,9 +225,9 @@ def test_options_of_packing_reach_the_packer() -> None:
 @pytest.mark.parametrize("packing", [True, False])
 def test_without_shuffling_every_epoch_is_the_same(packing: bool) -> None:
     options = dataclasses.replace(OPTIONS, shuffle=False, packing=packing)
-    first, second = (plan_epoch(LENGTHS, TARGETS, options, seed=1, epoch=epoch) for epoch in (0, 1))
-    assert first.fingerprint == second.fingerprint
-    assert (np.diff(first.packs.samples[first.packs.offsets[:-1]]) > 0).all()
+    first_plan, second_plan = (plan_epoch(LENGTHS, TARGETS, options, seed=1, epoch=epoch) for epoch in (0, 1))
+    assert first_plan.fingerprint == second_plan.fingerprint
+    assert (np.diff(first_plan.packs.samples[first_plan.packs.offsets[:-1]]) > 0).all()
 
 
 SKRULL = dataclasses.replace(
@@ -246,14 +246,14 @@ def per_step(plan: EpochPlan) -> list[list[int]]:
     steps = plan.steps
     bounds = steps.micro_batch_offsets[steps.step_offsets]
     return [
-        sorted(i for pack in steps.order[first:last] for i in plan.packs.pack(int(pack)).tolist())
-        for first, last in itertools.pairwise(bounds)
+        sorted(i for pack in steps.order[first_pack:last] for i in plan.packs.pack(int(pack)).tolist())
+        for first_pack, last in itertools.pairwise(bounds)
     ]
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_skrull_keeps_each_steps_samples(packing: bool) -> None:
-    lengths, targets = drawn()
+    lengths, targets = random_samples()
     options = dataclasses.replace(SKRULL, packing=packing)
     plain = plan_epoch(lengths, targets, dataclasses.replace(options, skrull=None), seed=1)
     plan = plan_epoch(lengths, targets, options, seed=1)
@@ -290,7 +290,7 @@ def test_skrull_keeps_each_steps_samples(packing: bool) -> None:
 
 
 def test_fingerprint_includes_the_placement_of_skrull() -> None:
-    lengths, targets = drawn(300)
+    lengths, targets = random_samples(300)
     plan = plan_epoch(lengths, targets, SKRULL, seed=1)
     assert plan.fingerprint == plan_epoch(lengths, targets, SKRULL, seed=1).fingerprint
     assert plan.placement is not None
@@ -310,7 +310,7 @@ def test_device_costs_are_local_samples_and_a_share_of_sharded_ones() -> None:
 
 
 def test_skrull_names_samples_that_do_not_fit() -> None:
-    lengths, targets = drawn()
+    lengths, targets = random_samples()
     options = dataclasses.replace(SKRULL, skrull=SkrullOptions(bucket_size=500, sequence_parallel_size=4, alignment=8))
     with pytest.raises(ConfigError, match="--bucket-size 500"):
         plan_epoch(lengths, targets, options, seed=1)

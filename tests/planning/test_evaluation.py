@@ -76,8 +76,8 @@ def test_windows_follow_one_another_and_fill_well() -> None:
     plan = plan_evaluation(lengths, num_ranks=2, max_tokens=4096)
     assert lengths.sum() / (len(plan.batches.micro_batch_sizes) * 4096) > 0.95
     assert 5 < len(plan.batches.micro_batches_per_step) < 12
-    first = int(plan.batches.micro_batch_sizes[: plan.batches.micro_batches_per_step[0]].sum())
-    assert sorted(plan.batches.order[:first].tolist()) == list(range(first))
+    num_samples = int(plan.batches.micro_batch_sizes[: plan.batches.micro_batches_per_step[0]].sum())
+    assert sorted(plan.batches.order[:num_samples].tolist()) == list(range(num_samples))
 
 
 def test_token_limit_is_hard_and_has_a_default() -> None:

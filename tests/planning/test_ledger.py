@@ -61,31 +61,31 @@ def test_ledger_equals_an_independent_count(
         lengths[0] = 25
     plan = plan_epoch(lengths, lengths // 2, options, seed=seed)
     ledger = Ledger(sources=tuple(SourceLedger.begin(f"/{n}", "", size) for n, size in enumerate(sizes)))
-    first = data.draw(st.integers(0, plan.steps.num_steps))
-    stop = data.draw(st.integers(first, plan.steps.num_steps))
+    first_step = data.draw(st.integers(0, plan.steps.num_steps))
+    stop = data.draw(st.integers(first_step, plan.steps.num_steps))
     trained = [
         int(sample)
-        for step in range(first, stop)
+        for step in range(first_step, stop)
         for rank in range(world_size)
         for micro_batch in range(plan.steps.num_micro_batches(step))
         for pack in plan.samples(step, rank, micro_batch)
         for sample in pack
     ]
     skipped = trained[::3]
-    result = ledger.plus(plan, range(first, stop), lengths, lengths // 2, skipped)
-    kept = [sample for sample in trained if sample not in skipped]
+    result = ledger.plus(plan, range(first_step, stop), lengths, lengths // 2, skipped)
+    counted = [sample for sample in trained if sample not in skipped]
     assert concatenate_counts([each.epoch for each in result.sources]).tolist() == [
-        int(sample in kept) for sample in range(num)
+        int(sample in counted) for sample in range(num)
     ]
-    assert result.step == stop - first
-    assert sum(source.tokens for source in result.sources) == lengths[kept].sum()
-    assert sum(source.target_tokens for source in result.sources) == (lengths[kept] // 2).sum()
+    assert result.step == stop - first_step
+    assert sum(source.tokens for source in result.sources) == lengths[counted].sum()
+    assert sum(source.target_tokens for source in result.sources) == (lengths[counted] // 2).sum()
     starts = np.cumsum([0, *sizes])
     skipped_rows = [int(row) + starts[n] for n, source in enumerate(result.sources) for row in source.skipped]
     assert skipped_rows == sorted(skipped)
-    later = result.in_next_epoch().plus(plan, range(first, stop), lengths, lengths)
+    later = result.in_next_epoch().plus(plan, range(first_step, stop), lengths, lengths)
     times = np.concatenate([source.trained.counts() for source in later.sources])
-    assert times.tolist() == [(sample in kept) + (sample in trained) for sample in range(num)]
+    assert times.tolist() == [(sample in counted) + (sample in trained) for sample in range(num)]
 
 
 def test_remaining_counts_of_a_data_change() -> None:

@@ -71,24 +71,24 @@ def test_an_epoch_that_memory_cannot_hold_is_refused() -> None:
 )
 def test_number_of_samples_of_an_epoch(sizes: list[int], amounts: list[str], seed: int) -> None:
     mixture = made(sizes, of(*amounts[: len(sizes)]), seed)
-    first = planned(mixture)
+    first_plan = planned(mixture)
     for epoch in (0, 1, 5):
-        drawn = mixture.draw(epoch)
-        times = np.bincount(drawn, minlength=sum(sizes))
+        samples = mixture.draw(epoch)
+        times = np.bincount(samples, minlength=sum(sizes))
         for start, size, count in zip(mixture.offsets, sizes, mixture.counts, strict=False):
             own = times[start : start + size]
             assert own.sum() == count
             # Everything comes as often as everything else, or once more.
             assert own.min() == count // size
             assert own.max() == -(-count // size)
-        assert (mixture.lengths[drawn] <= mixture.slots.lengths).all()
-        assert (mixture.media_tokens[drawn] <= mixture.slots.media_tokens).all()
+        assert (mixture.lengths[samples] <= mixture.slots.lengths).all()
+        assert (mixture.media_tokens[samples] <= mixture.slots.media_tokens).all()
         plan = planned(mixture, epoch)
-        assert np.array_equal(np.sort(plan.packs.samples), np.sort(drawn))
-        assert plan.packs.num_packs == first.packs.num_packs
+        assert np.array_equal(np.sort(plan.packs.samples), np.sort(samples))
+        assert plan.packs.num_packs == first_plan.packs.num_packs
         assert plan.packs.tokens_per_pack().max() <= MAX
         assert np.array_equal(plan.packs.lengths, mixture.lengths[plan.packs.samples])
-    assert planned(made(sizes, of(*amounts[: len(sizes)]), seed)).fingerprint == first.fingerprint
+    assert planned(made(sizes, of(*amounts[: len(sizes)]), seed)).fingerprint == first_plan.fingerprint
 
 
 @settings(max_examples=20, deadline=None)
@@ -109,12 +109,12 @@ def test_epoch_counts_after_training_with_other_data(
     drawn_samples = before.draw(1)
     trained = np.bincount(drawn_samples[: round(share * len(drawn_samples))], minlength=sum(sizes))
     assert np.array_equal(before.epoch_counts(1, trained * 0), np.bincount(drawn_samples, minlength=sum(sizes)))
-    left = np.maximum(after.epoch_counts(1, trained) - trained, 0)
+    num_missing = np.maximum(after.epoch_counts(1, trained) - trained, 0)
     for start, stop, count in zip(after.offsets, after.offsets[1:], after.counts, strict=False):
         own = slice(start, stop)
         # More than it says only where a sample that all epochs have was not trained, and others were too often.
         least = np.maximum(count // (stop - start) - trained[own], 0).sum()
-        assert left[own].sum() == max(count - trained[own].sum(), least)
+        assert num_missing[own].sum() == max(count - trained[own].sum(), least)
 
 
 def test_samples_are_drawn_equally_often_and_differ_by_epoch() -> None:
@@ -124,17 +124,17 @@ def test_samples_are_drawn_equally_often_and_differ_by_epoch() -> None:
     assert often.min() > 0.2  # four standard deviations of a share of 0.3 are 0.09
     assert often.max() < 0.4
     assert len({draw.tobytes() for draw in draws}) > 380
-    kept = replace(mixture, resample=False)
-    assert np.array_equal(kept.draw(0), kept.draw(3))
-    assert not np.array_equal(planned(kept, 0).packs.samples, planned(kept, 1).packs.samples)
-    assert kept.fingerprint != mixture.fingerprint
+    repeated = replace(mixture, resample=False)
+    assert np.array_equal(repeated.draw(0), repeated.draw(3))
+    assert not np.array_equal(planned(repeated, 0).packs.samples, planned(repeated, 1).packs.samples)
+    assert repeated.fingerprint != mixture.fingerprint
 
 
 def test_loss_scales_are_part_of_the_fingerprint_where_there_are_some() -> None:
-    first, second = of("50%", "2x")
-    plain = made([30, 20], [first, second])
+    half, double = of("50%", "2x")
+    plain = made([30, 20], [half, double])
     assert plain.fingerprint == "e28382bec2c17ec243e32bdfddb50205a1f48bdcb7e5e96a13b98538292d4360"  # as it always was
-    scaled = [made([30, 20], [first, replace(second, loss_scale=scale)]) for scale in ("last_round", "all")]
+    scaled = [made([30, 20], [half, replace(double, loss_scale=scale)]) for scale in ("last_round", "all")]
     assert len({mixture.fingerprint for mixture in (plain, *scaled)}) == 3
 
 
@@ -204,7 +204,7 @@ def test_same_epoch_on_other_ranks_and_rest_after_resuming() -> None:
     one, four = (planned(mixture, 1, world_size=size) for size in (1, 4))
     assert one.packs.fingerprint == four.packs.fingerprint
     for step in (0, 7, four.steps.num_steps - 1):
-        left = np.sort(four.packs_from(step).samples)
+        remaining_samples = np.sort(four.packs_from(step).samples)
         trained = [
             pack
             for done in range(step)
@@ -212,7 +212,7 @@ def test_same_epoch_on_other_ranks_and_rest_after_resuming() -> None:
             for micro in range(four.steps.num_micro_batches(done))
             for pack in four.samples(done, rank, micro)
         ]
-        together = np.concatenate([left, *trained])
+        together = np.concatenate([remaining_samples, *trained])
         assert np.array_equal(np.sort(together), np.sort(mixture.draw(1)))
 
 

@@ -191,10 +191,10 @@ def test_samples_fit_their_slots() -> None:
 def test_slots_are_not_joined_where_that_costs_many_packs() -> None:
     """Two samples fill a pack, and none of them has room for a short one beside it."""
     mixture = mixed([np.full(40, 30), np.full(1000, _CAPACITY // 2)])
-    packs, taken = pack_mixture(mixture.slots, options(), seed=0, epoch=0)
+    packs, slot_samples = pack_mixture(mixture.slots, options(), seed=0, epoch=0)
     plain = pack(mixture.slots.lengths, _CAPACITY, seed=0)
     assert packs.num_packs <= plain.num_packs * 1.005 + 2
-    assert np.array_equal(np.sort(taken), np.arange(mixture.num_drawn))
+    assert np.array_equal(np.sort(slot_samples), np.arange(mixture.num_drawn))
 
 
 def test_packs_that_hold_a_few_tokens_and_samples_that_are_too_long() -> None:
@@ -209,9 +209,9 @@ def test_packs_that_hold_a_few_tokens_and_samples_that_are_too_long() -> None:
 
 def test_samples_that_fill_their_packs_are_alone() -> None:
     mixture = mixed([np.full(7, _CAPACITY), np.full(5, _CAPACITY - 1)])
-    packs, taken = pack_mixture(mixture.slots, options(), seed=0, epoch=0)
+    packs, slot_samples = pack_mixture(mixture.slots, options(), seed=0, epoch=0)
     assert packs.num_packs == 12
-    assert np.array_equal(taken, np.arange(12))
+    assert np.array_equal(slot_samples, np.arange(12))
 
 
 def test_a_single_source_is_packed_one_by_one() -> None:

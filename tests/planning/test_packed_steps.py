@@ -102,14 +102,14 @@ def test_resumed_on_other_ranks_the_steps_keep_their_samples(
 
     config = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", num_train_epochs=2, seed=seed)
     inputs = Inputs(config=config, options=options, lengths=lengths, targets=lengths, media_tokens=media)
-    rest = options.gradient_accumulation_steps, options.per_device_train_batch_size
-    assignments = [(0, options.world_size, *rest)]
+    batch_options = options.gradient_accumulation_steps, options.per_device_train_batch_size
+    assignments = [(0, options.world_size, *batch_options)]
     timeline = Timeline.of(inputs, assignments)
-    other = Timeline.of(inputs, [(0, ranks, *rest)])
+    other = Timeline.of(inputs, [(0, ranks, *batch_options)])
     assert other.first.lasting_fingerprint == timeline.first.lasting_fingerprint
     expected = [samples for epoch in (0, 1) for samples in step_samples(timeline.plan_of(epoch))]
     for step in sorted({min(done, timeline.num_steps - 1), min(done + later, timeline.num_steps - 1)}):
-        assignments.append((step, ranks, *rest))
+        assignments.append((step, ranks, *batch_options))
         timeline = Timeline.of(inputs, assignments)
     assert [trained_in(timeline, each) for each in range(timeline.num_steps)] == expected
 
@@ -156,9 +156,9 @@ def test_other_steps_in_the_state_of_a_run_with_other_samples() -> None:
         )
         for world_size, num, seed in ((1, 8, 0), (4, 8, 0), (1, 8, 1), (1, 9, 0))
     ]
-    first, more_ranks, other_seed, larger_steps = plans
-    assert first.lasting_fingerprint == more_ranks.lasting_fingerprint != other_seed.lasting_fingerprint
-    assert len({plan.steps.fingerprint for plan in (first, more_ranks, larger_steps)}) == 3
+    original, more_ranks, other_seed, larger_steps = plans
+    assert original.lasting_fingerprint == more_ranks.lasting_fingerprint != other_seed.lasting_fingerprint
+    assert len({plan.steps.fingerprint for plan in (original, more_ranks, larger_steps)}) == 3
 
 
 def test_a_sample_larger_than_a_pack_is_an_error() -> None:

@@ -76,9 +76,9 @@ def companions(plan: PackPlan) -> set[frozenset[int]]:
 
 def repeated_packs(lengths: npt.NDArray[np.integer[Any]], capacity: int) -> float:
     """Share of the packs of several samples that the next epoch has again."""
-    first, second = (pack(lengths, capacity, seed=1, epoch=epoch) for epoch in (0, 1))
-    crowded = {pack for pack in companions(first) if len(pack) > 1}
-    return len(crowded & companions(second)) / len(crowded)
+    first_plan, second_plan = (pack(lengths, capacity, seed=1, epoch=epoch) for epoch in (0, 1))
+    crowded = {pack for pack in companions(first_plan) if len(pack) > 1}
+    return len(crowded & companions(second_plan)) / len(crowded)
 
 
 @st.composite
@@ -156,8 +156,8 @@ def test_worst_case_bound(capacity: int, cuts: list[list[float]]) -> None:
     # Full packs, cut to pieces: nobody can do with fewer, and best-fit decreasing needs at most 11/9 of them + 4.
     lengths: list[int] = []
     for parts in cuts:
-        edges = sorted({0, capacity, *(round(cut * capacity) for cut in parts)})
-        lengths += [right - left for left, right in itertools.pairwise(edges)]
+        edges = sorted({0, capacity, *(round(edge * capacity) for edge in parts)})
+        lengths += [right - start for start, right in itertools.pairwise(edges)]
     plan = pack(lengths, capacity, seed=0)
     assert plan.lower_bound == len(cuts)
     assert len(cuts) <= plan.num_packs <= 11 / 9 * len(cuts) + 4
@@ -366,8 +366,8 @@ def test_real_lengths(realdata: Path) -> None:
     for path in sorted((realdata / "lengths").glob("*.json")):
         lengths = np.array(json.loads(path.read_text()))
         for capacity in (16384, 131072):
-            kept = lengths[lengths <= capacity]
-            plan = pack(kept, capacity, seed=0)
-            check(plan, kept)
+            short_lengths = lengths[lengths <= capacity]
+            plan = pack(short_lengths, capacity, seed=0)
+            check(plan, short_lengths)
             assert plan.num_packs <= 1.005 * plan.lower_bound, (path.name, capacity)
-            assert repeated_packs(kept, capacity) < 0.2, (path.name, capacity)
+            assert repeated_packs(short_lengths, capacity) < 0.2, (path.name, capacity)

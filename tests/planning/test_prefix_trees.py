@@ -209,15 +209,15 @@ def test_rest_of_an_epoch_keeps_shared_prefixes() -> None:
     lengths = np.array([len(row) for row in rows], np.int32)
     trees = plan_trees(lengths, prefixes_of(rows, [[9]] * len(rows)), capacity=30, min_shared=5)
     plan = plan_epoch(lengths, np.ones(36, np.int64), options_for(30), seed=0, trees=trees)
-    rest = plan.packs_from(2)
-    assert 0 < rest.num_samples < 36
-    assert rest.tokens_per_pack().max() <= 30
-    again = assign_packs(rest, np.ones(36, np.int64), options_for(30, world_size=1))
-    assert again.summary.num_samples == rest.num_samples
-    assert again.packs.sum_squares_per_pack().sum() == rest.sum_squares_per_pack().sum()
-    assert rest.shared is not None
-    unlike = dataclasses.replace(rest, shared=np.zeros_like(rest.shared))
-    assert unlike.fingerprint != rest.fingerprint != dataclasses.replace(rest, shared=None).fingerprint
+    remaining = plan.packs_from(2)
+    assert 0 < remaining.num_samples < 36
+    assert remaining.tokens_per_pack().max() <= 30
+    again = assign_packs(remaining, np.ones(36, np.int64), options_for(30, world_size=1))
+    assert again.summary.num_samples == remaining.num_samples
+    assert again.packs.sum_squares_per_pack().sum() == remaining.sum_squares_per_pack().sum()
+    assert remaining.shared is not None
+    unlike = dataclasses.replace(remaining, shared=np.zeros_like(remaining.shared))
+    assert unlike.fingerprint != remaining.fingerprint != dataclasses.replace(remaining, shared=None).fingerprint
 
 
 def test_groups_are_in_the_order_of_their_first_samples() -> None:
@@ -275,10 +275,10 @@ def test_neighbors_share_their_whole_common_prefix(
     assert trees.new_tokens(lengths).min(initial=1) >= 1
     # Nothing is cut that would have fitted.
     for group in range(len(sizes) - 1):
-        first = int(trees.offsets[group + 1])
-        most = _alike(rows[int(trees.samples[first - 1])], rows[int(trees.samples[first])]) - 1
+        first_sample = int(trees.offsets[group + 1])
+        most = _alike(rows[int(trees.samples[first_sample - 1])], rows[int(trees.samples[first_sample])]) - 1
         if most >= max(min_shared, 1):
-            assert sizes[group] == max_samples or tokens[group] + lengths[trees.samples[first]] - most > capacity
+            assert sizes[group] == max_samples or tokens[group] + lengths[trees.samples[first_sample]] - most > capacity
 
 
 @settings(max_examples=200)

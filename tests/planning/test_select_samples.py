@@ -15,8 +15,8 @@ def test_selected_neighbors_share_what_all_between_them_shared(rows: Rows, data:
     stay = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
     stay[data.draw(st.integers(0, len(rows) - 1))] = True
     result = select_samples(trees, stay)
-    kept = [int(sample) for sample in trees.samples if stay[sample]]
-    assert result.samples.tolist() == kept
+    remaining_samples = [int(sample) for sample in trees.samples if stay[sample]]
+    assert result.samples.tolist() == remaining_samples
     expected, last, least = [], -1, 0
     group = np.repeat(np.arange(len(trees.offsets) - 1), np.diff(trees.offsets))
     for at, sample in enumerate(trees.samples):
@@ -25,6 +25,6 @@ def test_selected_neighbors_share_what_all_between_them_shared(rows: Rows, data:
             expected.append(least if last == group[at] else 0)
             last, least = group[at], len(rows[sample])
     assert result.shared.tolist() == expected
-    assert result.offsets[-1] == len(kept)
+    assert result.offsets[-1] == len(remaining_samples)
     assert (result.shared[result.offsets[:-1]] == 0).all()
     assert (result.sums_per_group(result.new_tokens(lengths)) > 0).all()

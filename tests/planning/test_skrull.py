@@ -55,7 +55,7 @@ def all_sharded(hand: Any, lengths: Any, bucket_size: int, sequence_parallel_siz
     ascending = np.array(sorted(hand.tolist(), key=lambda i: (lengths[i], i)), dtype=np.int64)
     room = bucket_size * sequence_parallel_size
     for num in range(max(-(-int(lengths[ascending].sum()) // room), 1), len(ascending) + 1):
-        parts = [ascending[first::num] for first in range(num)]
+        parts = [ascending[start::num] for start in range(num)]
         if all(padded(lengths[part], alignment).sum() <= room for part in parts):
             return [PlacedMicroBatch(part, np.full(len(part), SHARDED), 0.0) for part in parts]
     raise AssertionError("each fits alone")
@@ -154,7 +154,7 @@ def test_ranks_get_equal_work() -> None:
     assert all(rank == sorted(rank, reverse=True) for rank in heaviest_first)
 
 
-def drawn(lengths: list[int], flops: Any, times: StepTime, **options: int) -> list[str]:
+def schedule_lines(lengths: list[int], flops: Any, times: StepTime, **options: int) -> list[str]:
     """Micro-batches of one data-parallel rank as text: the lengths that are on each rank, and behind | all share."""
     array = np.array(lengths)
     (rank,) = schedule_step(array, np.asarray(flops, float), num_ranks=1, times=times, **options)
@@ -177,12 +177,12 @@ def test_the_example_of_the_module() -> None:
     lengths = [20, 2, 1, 3, 5]
     behind = Exchange(1, fixed_seconds=4.0, token_seconds=0.2, overlap_local=0.8)
     times = StepTime(flops_per_second=1.0, exchanges=(behind,), attention_flops=1.0)
-    assert drawn(lengths, lengths, times, sequence_parallel_size=2, bucket_size=16) == ["1 5 / 2 3 | 20"]
+    assert schedule_lines(lengths, lengths, times, sequence_parallel_size=2, bucket_size=16) == ["1 5 / 2 3 | 20"]
 
 
 def test_a_roll_back_frees_tokens() -> None:
     """Half of 8 does not fit beside 4, so 4 is shared too."""
-    assert drawn([4, 1, 8], [4, 1, 8], NEVER, sequence_parallel_size=2, bucket_size=7) == ["1 /  | 4 8"]
+    assert schedule_lines([4, 1, 8], [4, 1, 8], NEVER, sequence_parallel_size=2, bucket_size=7) == ["1 /  | 4 8"]
 
 
 def literal(ascending: list[int], num_ranks: int, bucket_size: int) -> bool:
@@ -200,7 +200,7 @@ def literal(ascending: list[int], num_ranks: int, bucket_size: int) -> bool:
                 local[rank].append(size)
                 break
             if min(room) >= size / num_ranks:
-                room = [left - size / num_ranks for left in room]
+                room = [free_tokens - size / num_ranks for free_tokens in room]
                 break
             fullest = room.index(min(room))
             if not local[fullest]:
@@ -214,32 +214,36 @@ def test_the_two_errors_of_the_printed_algorithm() -> None:
     ascending = sorted(lengths)
     # The first: without room given back, what fits in one micro-batch seems not to.
     assert not literal(ascending, 2, 11)
-    assert len(drawn(lengths, lengths, NEVER, sequence_parallel_size=2, bucket_size=11)) == 1
+    assert len(schedule_lines(lengths, lengths, NEVER, sequence_parallel_size=2, bucket_size=11)) == 1
     # The second: the loop over m goes on after all have fitted, up to a micro-batch for each sequence.
-    fits = [m for m in range(1, 6) if all(literal(ascending[first::m], 2, 11) for first in range(m))]
+    fits = [m for m in range(1, 6) if all(literal(ascending[start::m], 2, 11) for start in range(m))]
     assert fits[0] == 2
     assert fits[-1] == len(lengths)
 
 
 def test_ties_go_to_the_lower_rank_and_the_earlier_sequence() -> None:
     lengths = np.array([4, 4, 4, 4])
-    (first, second) = schedule_step(
+    (first_rank, second_rank) = schedule_step(
         lengths, lengths * 1.0, num_ranks=2, sequence_parallel_size=2, bucket_size=8, times=NEVER
     )
-    assert [batch.samples.tolist() for batch in (*first, *second)] == [[0, 2], [1, 3]]
-    assert [batch.placement.tolist() for batch in (*first, *second)] == [[0, 1], [0, 1]]
+    assert [batch.samples.tolist() for batch in (*first_rank, *second_rank)] == [[0, 2], [1, 3]]
+    assert [batch.placement.tolist() for batch in (*first_rank, *second_rank)] == [[0, 1], [0, 1]]
 
 
 def test_a_single_sequence_is_sharded_instead_of_leaving_ranks_idle() -> None:
     fast = StepTime(exchanges=())
-    assert drawn([4000], flops_of([4000]), fast, sequence_parallel_size=4, bucket_size=4000) == [" /  /  /  | 4000"]
-    assert drawn([4000], flops_of([4000]), NEVER, sequence_parallel_size=4, bucket_size=4000) == ["4000 /  /  /  | "]
+    assert schedule_lines([4000], flops_of([4000]), fast, sequence_parallel_size=4, bucket_size=4000) == [
+        " /  /  /  | 4000"
+    ]
+    assert schedule_lines([4000], flops_of([4000]), NEVER, sequence_parallel_size=4, bucket_size=4000) == [
+        "4000 /  /  /  | "
+    ]
 
 
 def test_long_sequences_are_sharded_before_adding_micro_batches() -> None:
     """Interleaved, 7 and 6 share a micro-batch of 2 x 6 tokens and do not fit; the longest first, they are parted."""
     lengths = [1, 1, 1, 2, 6, 7, 6]
-    result = drawn(lengths, lengths, NEVER, sequence_parallel_size=2, bucket_size=6, alignment=1)
+    result = schedule_lines(lengths, lengths, NEVER, sequence_parallel_size=2, bucket_size=6, alignment=1)
     assert len(result) == 2
 
 
@@ -291,8 +295,8 @@ def test_short_sequences_lose_by_being_sharded() -> None:
     sizes = [4, 4, 4, 5]
     free = StepTime(flops_per_second=1.0, exchanges=())
     costly = dataclasses.replace(free, query_flops=10.0)
-    assert drawn(sizes, sizes, costly, sequence_parallel_size=4, bucket_size=20) == ["4 / 4 / 4 / 5 | "]
-    assert drawn(sizes, sizes, free, sequence_parallel_size=4, bucket_size=20) != ["4 / 4 / 4 / 5 | "]
+    assert schedule_lines(sizes, sizes, costly, sequence_parallel_size=4, bucket_size=20) == ["4 / 4 / 4 / 5 | "]
+    assert schedule_lines(sizes, sizes, free, sequence_parallel_size=4, bucket_size=20) != ["4 / 4 / 4 / 5 | "]
 
 
 def best_of_all(lengths: Any, flops: Any, bucket_size: int, num: int, times: StepTime) -> float:

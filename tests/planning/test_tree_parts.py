@@ -54,15 +54,15 @@ def test_a_tree_that_is_longer_than_a_pack_is_in_one_step() -> None:
     """Ten trees of two packs, and forty rows that share nothing: each tree in one of the steps of four packs."""
     each, options = [8] * 10 + [1] * 40, options_for(CAPACITY, gradient_accumulation_steps=2)
     for epoch in (0, 1):
-        drawn, trees, _ = planned(each, "any", options, epoch=epoch)
+        epoch_plan, trees, _ = planned(each, "any", options, epoch=epoch)
         plan, _, _ = planned(each, "together", options, epoch=epoch)
-        assert any(len(set(steps)) > 1 for steps in steps_of_trees(drawn, trees).values())
+        assert any(len(set(steps)) > 1 for steps in steps_of_trees(epoch_plan, trees).values())
         assert all(len(set(steps)) == 1 for steps in steps_of_trees(plan, trees).values())
-        assert plan.packs.fingerprint == drawn.packs.fingerprint, "packs and what they hold stay as they were"
-        assert plan.steps.step_offsets.tolist() == drawn.steps.step_offsets.tolist()
+        assert plan.packs.fingerprint == epoch_plan.packs.fingerprint, "packs and what they hold stay as they were"
+        assert plan.steps.step_offsets.tolist() == epoch_plan.steps.step_offsets.tolist()
         assert sorted(plan.steps.order.tolist()) == list(range(plan.packs.num_packs))
         # What is moved is moved no further than it must be: steps that no tree is in lose no more than they must.
-        assert plan.lasting_fingerprint == drawn.lasting_fingerprint
+        assert plan.lasting_fingerprint == epoch_plan.lasting_fingerprint
 
 
 def test_with_any_number_of_ranks_and_balance() -> None:
@@ -78,10 +78,10 @@ def test_rest_of_an_epoch_keeps_trees_in_one_step_with_other_ranks() -> None:
     plan, trees, lengths = planned(
         [8] * 12 + [1] * 40, "together", options_for(CAPACITY, gradient_accumulation_steps=2)
     )
-    rest = plan.packs_from(4)
+    remaining = plan.packs_from(4)
     for world_size in (1, 3, 8):
         options = options_for(CAPACITY, world_size=world_size, gradient_accumulation_steps=2)
-        again = assign_packs(rest, np.ones(len(lengths), np.int64), options, trees=trees)
+        again = assign_packs(remaining, np.ones(len(lengths), np.int64), options, trees=trees)
         assert all(len(set(steps)) == 1 for steps in steps_of_trees(again, trees).values())
 
 
@@ -96,8 +96,8 @@ def test_trees_of_a_saved_plan_and_of_a_part_of_the_data() -> None:
     assert again.fingerprint == plan.fingerprint
     untrained = np.flatnonzero(np.arange(len(lengths)) % 5)
     selected = select_samples(trees, np.isin(np.arange(len(lengths)), untrained))
-    rest = plan_epoch(lengths, targets, options, seed=3, trees=selected, untrained=untrained)
-    assert all(len(set(steps)) == 1 for steps in steps_of_trees(rest, selected).values())
+    epoch_plan = plan_epoch(lengths, targets, options, seed=3, trees=selected, untrained=untrained)
+    assert all(len(set(steps)) == 1 for steps in steps_of_trees(epoch_plan, selected).values())
 
 
 def test_plans_without_split_trees_do_not_change() -> None:
@@ -158,11 +158,11 @@ drawn_trees = st.integers(2, 24).flatmap(
 
 
 @settings(max_examples=100)
-@given(drawn=drawn_trees, each=st.integers(1, 8), data=st.data())
+@given(num_and_trees=drawn_trees, each=st.integers(1, 8), data=st.data())
 def test_reordering_keeps_all_packs_and_satisfies_more_trees(
-    drawn: tuple[int, list[list[int]]], each: int, data: st.DataObject
+    num_and_trees: tuple[int, list[list[int]]], each: int, data: st.DataObject
 ) -> None:
-    num, trees = drawn
+    num, trees = num_and_trees
     order = np.array(data.draw(st.permutations(range(num))))
     before, after = np.empty(num, np.int64), np.empty(num, np.int64)
     before[order] = np.arange(num) // each
@@ -221,8 +221,8 @@ def test_media_budget_splits_trees() -> None:
     plan = plan_epoch(lengths, targets, options, seed=1, trees=trees, media_tokens=added)
     assert TreeParts.of(plan.packs, trees) is not None
     assert all(len(set(steps)) == 1 for steps in steps_of_trees(plan, trees).values())
-    kept = replace(trees, parts="apart")
-    packs = pack_trees(kept, lengths, CAPACITY, options, seed=1, media_tokens=added)
+    split_trees = replace(trees, parts="apart")
+    packs = pack_trees(split_trees, lengths, CAPACITY, options, seed=1, media_tokens=added)
     assert packs.sums_per_pack(added[packs.samples]).max() <= 9
     selected = select_packs(packs, np.arange(1))
-    assert TreeParts.of(selected, kept) is None, "one pack has no tree that is in several"
+    assert TreeParts.of(selected, split_trees) is None, "one pack has no tree that is in several"

@@ -17,10 +17,10 @@ TRUNK, BRANCHES = 4, 64
 def planned(tails: list[list[int]], capacity: int, **options: int) -> tuple[PrefixTrees, np.ndarray]:
     """Trees of rows that begin with one trunk; each tail is its sizes: a fork behind the first, if it has two."""
     rows, ends = [], []
-    for number, (first, *others) in enumerate(tails):
+    for number, (num_own, *others) in enumerate(tails):
         for place, more in enumerate(others or [0]):
-            rows.append([1] * (TRUNK + 1) + [10 + number] * first + [9 + place] * more)
-            ends.append([TRUNK + 1, TRUNK + 1 + first] if first else [TRUNK + 1])
+            rows.append([1] * (TRUNK + 1) + [10 + number] * num_own + [9 + place] * more)
+            ends.append([TRUNK + 1, TRUNK + 1 + num_own] if num_own else [TRUNK + 1])
     lengths = np.array([len(row) for row in rows], np.int32)
     return plan_trees(lengths, prefixes_of(rows, ends), capacity=capacity, min_shared=1, **options), lengths
 

@@ -60,10 +60,10 @@ def test_sorted_caches_are_packed_as_well() -> None:
 
 def test_epochs_differ_in_packs_but_not_in_their_number() -> None:
     options = PackOptions(packing_window=1000)
-    first, second = (pack(LENGTHS, 10240, options, seed=1, epoch=epoch) for epoch in (0, 1))
-    assert first.num_packs == second.num_packs
-    crowded = {samples for samples in companions(first) if len(samples) > 1}
-    assert len(crowded & companions(second)) < 0.3 * len(crowded)
+    first_plan, second_plan = (pack(LENGTHS, 10240, options, seed=1, epoch=epoch) for epoch in (0, 1))
+    assert first_plan.num_packs == second_plan.num_packs
+    crowded = {samples for samples in companions(first_plan) if len(samples) > 1}
+    assert len(crowded & companions(second_plan)) < 0.3 * len(crowded)
 
 
 def die(job: int) -> int:

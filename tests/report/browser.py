@@ -37,8 +37,8 @@ def find() -> str | None:
     """Return a browser in PATH that starts, or None; Ubuntu has one that only prints how to install it."""
     for path in filter(None, map(shutil.which, _NAMES)):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            told = subprocess.run([path, "--version"], capture_output=True, timeout=PATIENCE_S, check=False)
-            if told.returncode == 0:
+            version = subprocess.run([path, "--version"], capture_output=True, timeout=PATIENCE_S, check=False)
+            if version.returncode == 0:
                 return path
     return None
 
@@ -109,10 +109,10 @@ class Browser:
 
     def evaluate(self, script: str) -> Any:
         """Return the value of a script as JSON."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True)
-        if "exceptionDetails" in found:
-            raise RuntimeError(str(found["exceptionDetails"]))
-        return found["result"].get("value")
+        reply = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        if "exceptionDetails" in reply:
+            raise RuntimeError(str(reply["exceptionDetails"]))
+        return reply["result"].get("value")
 
     def errors(self) -> list[str]:
         """Return errors and warnings that the page has logged since it was opened."""
@@ -126,8 +126,8 @@ class Browser:
 
     def screenshot(self) -> bytes:
         """Return the full page as PNG."""
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        return base64.b64decode(found["data"])
+        reply = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        return base64.b64decode(reply["data"])
 
     def close(self) -> None:
         """Stop the browser and all its processes."""

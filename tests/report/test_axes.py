@@ -18,8 +18,8 @@ def test_numbers_are_round_and_evenly_spaced(high: float, most: int, cover: bool
     steps = [later - earlier for earlier, later in pairwise(numbers)]
     assert steps == pytest.approx([steps[0]] * len(steps))
     assert f"{steps[0]:e}".rstrip("0123456789").rstrip("+-e").rstrip("0") in ("1.", "2.", "2.5", "5.")
-    whole = Axis.over("", 0, max(round(high), 1), most, integers=True)
-    assert all(number == int(number) for number, _ in whole.ticks)
+    axis = Axis.over("", 0, max(round(high), 1), most, integers=True)
+    assert all(number == int(number) for number, _ in axis.ticks)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def record(step: int, **further: float) -> dict[str, Any]:
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Chart]:
+def charts(monkeypatch: pytest.MonkeyPatch) -> list[Chart]:
     """Collect the charts of the last image."""
     seen: list[Chart] = []
 
@@ -63,12 +63,12 @@ def lines(chart: Chart) -> list[tuple[str, str, int]]:
     ]
 
 
-def test_every_figure_has_a_chart(tmp_path: Path, drawn: list[Chart]) -> None:
+def test_every_figure_has_a_chart(tmp_path: Path, charts: list[Chart]) -> None:
     records = [record(step, loss_web=2.5, loss_books=2.0) for step in range(1, 101)]
     records.insert(50, {"step": 50, "eval_loss": 2.4})
     path = write_curves(write_log(tmp_path, records), str(tmp_path))
     assert path == str(tmp_path / "curves.png")
-    assert titles(drawn) == [
+    assert titles(charts) == [
         "loss, mean over target tokens, in nats",
         "loss by channel, in nats, smoothed",
         "learning rate",
@@ -77,7 +77,7 @@ def test_every_figure_has_a_chart(tmp_path: Path, drawn: list[Chart]) -> None:
         "fill: computed tokens that are not padding",
         "token accuracy",
     ]
-    loss, channels, _, _, speeds, fill, _ = drawn
+    loss, channels, _, _, speeds, fill, _ = charts
     assert lines(loss) == [
         ("pale", "", 100),
         ("c0", "training", 100),
@@ -104,17 +104,17 @@ def test_loss_weights_add_a_chart_of_the_objective() -> None:
     ]
 
 
-def test_missing_figures_have_no_chart(tmp_path: Path, drawn: list[Chart]) -> None:
+def test_missing_figures_have_no_chart(tmp_path: Path, charts: list[Chart]) -> None:
     assert write_curves(write_log(tmp_path, [{"step": 3, "loss": 1.0, "learning_rate": 0.0}]), str(tmp_path))
-    assert titles(drawn) == ["loss, mean over target tokens, in nats", "learning rate"]
-    assert drawn[0].notes == []
-    assert lines(drawn[0]) == [("c0", "", 1), ("c0", "", 1)], "a line, and a mark at each of few points"
+    assert titles(charts) == ["loss, mean over target tokens, in nats", "learning rate"]
+    assert charts[0].notes == []
+    assert lines(charts[0]) == [("c0", "", 1), ("c0", "", 1)], "a line, and a mark at each of few points"
 
 
-def test_curves_in_one_chart_have_names(tmp_path: Path, drawn: list[Chart]) -> None:
+def test_curves_in_one_chart_have_names(tmp_path: Path, charts: list[Chart]) -> None:
     records = [{"step": step, "loss": 1.0} for step in range(1, 20)] + [{"step": 19, "eval_loss": 1.5}]
     assert write_curves(write_log(tmp_path, records), str(tmp_path))
-    assert [name for _, name, _ in lines(drawn[0]) if name] == ["training", "evaluation"]
+    assert [name for _, name, _ in lines(charts[0]) if name] == ["training", "evaluation"]
 
 
 @pytest.mark.parametrize("records", [[], [{"step": 1, "epoch": 1.0}], [{"step": 1, "loss": math.nan}], [{"loss": 1.0}]])
@@ -123,21 +123,21 @@ def test_nothing_to_draw(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     assert not (tmp_path / "curves.png").exists()
 
 
-def test_incomplete_lines_and_values_that_are_not_finite(tmp_path: Path, drawn: list[Chart]) -> None:
+def test_incomplete_lines_and_values_that_are_not_finite(tmp_path: Path, charts: list[Chart]) -> None:
     records = [record(step) for step in range(1, 41)]
     records[7]["loss"] = math.nan
     records[8]["loss"] = math.inf
     records[9]["fill"] = "none"
     assert write_curves(write_log(tmp_path, records, '{"step": 41, "lo'), str(tmp_path))
-    assert drawn[0].notes == [Note(1000, [("", "2 values not finite")])]
-    assert [num_points for _, _, num_points in lines(drawn[0])] == [38, 38]
+    assert charts[0].notes == [Note(1000, [("", "2 values not finite")])]
+    assert [num_points for _, _, num_points in lines(charts[0])] == [38, 38]
 
 
-def test_the_most_frequent_of_many_channels(tmp_path: Path, drawn: list[Chart]) -> None:
+def test_the_most_frequent_of_many_channels(tmp_path: Path, charts: list[Chart]) -> None:
     records = [record(step, loss_every=1.0, **{f"loss_c{step % 11:02}": 1.0}) for step in range(1, 50)]
     assert write_curves(write_log(tmp_path, records), str(tmp_path))
-    assert drawn[1].y.name == "loss by channel, in nats, smoothed (8 of 12 channels)"
-    assert "every" in [name for _, name, _ in lines(drawn[1])]
+    assert charts[1].y.name == "loss by channel, in nats, smoothed (8 of 12 channels)"
+    assert "every" in [name for _, name, _ in lines(charts[1])]
 
 
 def test_a_long_run_keeps_its_spikes() -> None:
@@ -159,7 +159,7 @@ def test_smoothing_follows_the_curve() -> None:
     np.testing.assert_allclose(np.delete(smoothed(holed), 20), 3.0)
 
 
-def test_fill_of_full_packs_only(tmp_path: Path, drawn: list[Chart]) -> None:
+def test_fill_of_full_packs_only(tmp_path: Path, charts: list[Chart]) -> None:
     records = [record(step, fill=1.0, token_accuracy=1.0) for step in range(1, 4)]
     assert write_curves(write_log(tmp_path, records), str(tmp_path))
-    assert (drawn[-2].y.low, drawn[-2].y.high) == (90, 100)
+    assert (charts[-2].y.low, charts[-2].y.high) == (90, 100)

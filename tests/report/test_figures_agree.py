@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def texts(page_text: str, pattern: str) -> list[str]:
     """Return the plain text of all matches of a pattern in a page."""
-    return [html.unescape(re.sub("<[^>]*>", "", found)) for found in re.findall(pattern, page_text, re.S)]
+    return [html.unescape(re.sub("<[^>]*>", "", match)) for match in re.findall(pattern, page_text, re.S)]
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -52,9 +52,9 @@ def test_page_terminal_and_json_have_the_same_figures(
         gradient_accumulation_steps=accumulation,
         **KINDS[kind],
     )
-    found = preview(config)
-    figures = found.figures()
-    text = page(page_content(found, figures, "packtool plan", "lengths.npy"))
+    schedule = preview(config)
+    figures = schedule.figures()
+    text = page(page_content(schedule, figures, "packtool plan", "lengths.npy"))
 
     lines = [" ".join(line.split()) for line in aligned(plan_lines(figures))]
     names, values = texts(text, "<dt>(.*?)</dt>"), texts(text, "<dd>(.*?)</dd>")
@@ -72,13 +72,15 @@ def test_page_terminal_and_json_have_the_same_figures(
     # One baseline, whichever way it is told.
     padding, times = figures["padding_of_plain_batches"], figures["tokens_of_plain_batches"] / figures["tokens"]
     assert times == pytest.approx(1 / (1 - padding), rel=1e-9)
-    for said in texts(text, r"([\d.]+% padding without packing)") + texts(text, r"epoch, ([\d.]+%) of the tokens"):
-        assert float(said.partition("%")[0]) / 100 == pytest.approx(padding, abs=1.01e-4)
-    for said in texts(text, '<p class="times"><span class="number">(.*?)</span>'):
-        assert float(said.rstrip("×")) == pytest.approx(times, abs=0.0051)
-    for said in texts(text, r"in padded batches of ([\d,]+) row"):
-        assert int(said) == figures["rows_of_plain_batches"]
-    rows = figures["rows_of_plain_batches"] * found.options.world_size * accumulation
+    for shown_number in texts(text, r"([\d.]+% padding without packing)") + texts(
+        text, r"epoch, ([\d.]+%) of the tokens"
+    ):
+        assert float(shown_number.partition("%")[0]) / 100 == pytest.approx(padding, abs=1.01e-4)
+    for shown_number in texts(text, '<p class="times"><span class="number">(.*?)</span>'):
+        assert float(shown_number.rstrip("×")) == pytest.approx(times, abs=0.0051)
+    for shown_number in texts(text, r"in padded batches of ([\d,]+) row"):
+        assert int(shown_number) == figures["rows_of_plain_batches"]
+    rows = figures["rows_of_plain_batches"] * schedule.options.world_size * accumulation
     assert figures["steps_of_plain_batches"] == -(-figures["num_samples"] // rows)
 
 
@@ -87,8 +89,8 @@ def test_page_terminal_and_json_have_the_same_figures(
 def test_an_outlier_is_labeled_with_the_value_of_its_series(pairs: list[tuple[float, float]]) -> None:
     before, after = zip(*pairs, strict=True)
     series = {"hollow": before, "c0": after}
-    for look, said in beyond(before, after):
-        assert said in {f"{value:.2f} ↑" for value in series[look]}
+    for look, label in beyond(before, after):
+        assert label in {f"{value:.2f} ↑" for value in series[look]}
 
 
 def beyond(before: Sequence[float], after: Sequence[float]) -> list[tuple[str, str]]:
@@ -97,8 +99,8 @@ def beyond(before: Sequence[float], after: Sequence[float]) -> list[tuple[str, s
 
 
 def test_the_worst_round_robin_step_is_not_labeled_as_planned() -> None:
-    told = beyond([1.01, 1.02, 1.01, 2.14], [1.01, 1.01, 1.0, 1.554])
-    assert told == [("hollow", "2.14 ↑"), ("c0", "1.55 ↑")]
+    labels = beyond([1.01, 1.02, 1.01, 2.14], [1.01, 1.01, 1.0, 1.554])
+    assert labels == [("hollow", "2.14 ↑"), ("c0", "1.55 ↑")]
     assert beyond([1.0, 1.1, 2.88], [1.0, 1.0, 2.88]) == [("c0", "2.88 ↑")]
 
 

@@ -50,8 +50,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if path is None:
         pytest.skip("no Chromium in PATH")
     profile = tmp_path_factory.mktemp("profile")
-    with started(path, profile) as found:
-        yield found
+    with started(path, profile) as opened_browser:
+        yield opened_browser
     shutil.rmtree(profile, ignore_errors=True)
 
 
@@ -75,29 +75,29 @@ def shown(browser: Browser, tmp_path: Path) -> Callable[..., dict[str, Any]]:
         if isinstance(what, str):
             path.write_text(what)
         browser.open(path.as_uri(), width, **options)
-        found = browser.evaluate(LOOK)
+        layout = browser.evaluate(LOOK)
         assert browser.errors() == []
         assert browser.requests() == [path.as_uri()]
-        return found
+        return layout
 
     return look
 
 
 @pytest.mark.parametrize("width", [DESK, PHONE])
 def test_a_plan_is_drawn(width: int, planned: Path, browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
-    found = shown(planned, width)
-    kinds = [drawing["kind"] for drawing in found["drawings"]]
+    layout = shown(planned, width)
+    kinds = [drawing["kind"] for drawing in layout["drawings"]]
     assert kinds == ["sign", "share", "drawn", "drawn", "packed", "padded", "drawn"]
-    for drawing in found["drawings"]:
+    for drawing in layout["drawings"]:
         *_, wide, tall = drawing["box"]
         assert wide >= (10 if drawing["kind"] == "sign" else 200), drawing
         assert tall >= 10, drawing
         assert drawing["shapes"] >= 2, drawing
-    assert found["width"] <= width
+    assert layout["width"] <= width
     for words in ("20 packs to scale", "as many tokens to compute", "Fingerprint of the plan", "longer than"):
-        assert words in found["text"]
+        assert words in layout["text"]
     picture = Image.open(io.BytesIO(browser.screenshot())).convert("RGB")
-    assert picture.height >= found["height"]
+    assert picture.height >= layout["height"]
     colours = sorted(picture.getcolors(1 << 24) or [], reverse=True)
     painted = sum(count for count, _ in colours[2:]) / (picture.width * picture.height)
     assert 0.05 < painted < 0.9, "neither blank nor flooded"
@@ -131,14 +131,14 @@ CONTENTS = {
 @pytest.mark.parametrize("width", [DESK, PHONE, SMALL_PHONE])
 @pytest.mark.parametrize("name", CONTENTS)
 def test_nothing_overflows(name: str, width: int, browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
-    found = shown(page(CONTENTS[name]), width)
-    assert found["width"] <= width
-    for words, left, right, wide, _ in found["boxes"]:
-        assert left >= -0.5, words
+    layout = shown(page(CONTENTS[name]), width)
+    assert layout["width"] <= width
+    for words, left_edge, right, wide, _ in layout["boxes"]:
+        assert left_edge >= -0.5, words
         assert right <= width + 0.5, words
         assert wide > 0, words
     assert browser.evaluate("[...document.querySelectorAll('.wide')].every(e => e.scrollWidth <= e.clientWidth)")
-    for labels in found["labels"]:
+    for labels in layout["labels"]:
         for (_, end, *_), (start, *_) in pairwise(labels):
             assert end < start, "labels of an axis do not touch"
 
@@ -158,11 +158,11 @@ def test_other_pages_fit(
     monkeypatch.chdir(planned.parent)
     path = planned.parent / "other.html"
     assert run([*words.split(), "--html", str(path), "--json"]) == 0
-    found = shown(path, width)
-    assert found["width"] <= width
-    for drawing in found["drawings"]:
+    layout = shown(path, width)
+    assert layout["width"] <= width
+    for drawing in layout["drawings"]:
         assert drawing["shapes"] >= 2, drawing
-    assert "This page was made by" in found["text"]
+    assert "This page was made by" in layout["text"]
     assert browser.evaluate("[...document.querySelectorAll('.wide')].every(e => e.scrollWidth <= e.clientWidth)")
     cells = browser.evaluate("[...document.querySelectorAll('.wide td')].map(e => e.getBoundingClientRect().right)")
     assert 0 < max(cells) <= width, "no cell is cut off"
@@ -201,11 +201,11 @@ def test_names_with_scripts_are_escaped(browser: Browser, shown: Callable[..., d
     rows = [{name: 1 for name, *_ in _COLUMNS} | {"num_samples_in_caches": 1, "shared_prefixes": None}]
     for text in (page(parts), sweep_page(rows, EVIL, EVIL)):
         text = text.replace("<head>", "<head><script>window.hits = 0; window.hit = () => { hits += 1; };</script>")
-        found = shown(text, DESK)
+        layout = shown(text, DESK)
         assert browser.evaluate("hits") == 0
         assert browser.evaluate("document.querySelectorAll('script, img').length") == 1, "the test's own"
-        assert "<script>hit()</script>" in found["text"]
-        assert "\\u202e\\x1b]0;t\\x07&lt;b&gt;" in found["text"]
+        assert "<script>hit()</script>" in layout["text"]
+        assert "\\u202e\\x1b]0;t\\x07&lt;b&gt;" in layout["text"]
         assert browser.evaluate("document.title").startswith("<script>hit()")
 
 
@@ -225,7 +225,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(first: str, second: str) -> float:
+def contrast(color: str, other_color: str) -> float:
     """Return the contrast ratio of two colors by WCAG 2."""
-    low, high = sorted((luminance(first), luminance(second)))
+    low, high = sorted((luminance(color), luminance(other_color)))
     return (high + 0.05) / (low + 0.05)

@@ -33,28 +33,29 @@ def widths(drawing: Drawing, look: str) -> float:
 
 @given(st.lists(st.lists(st.integers(1, 500), min_size=1, max_size=9), min_size=1, max_size=9), st.integers(1, 20))
 def test_plain_batches_have_the_same_samples(packs: list[list[int]], each: int) -> None:
-    found = plain_batches([branches(pack) for pack in packs], each)
-    samples = [stretch for stretch in found if stretch[1] is not None]
+    stretches = plain_batches([branches(pack) for pack in packs], each)
+    samples = [stretch for stretch in stretches if stretch[1] is not None]
     wanted = [(length, f"c{i % 5}") for pack in packs for i, length in enumerate(pack)]
     assert sorted(samples) == sorted(wanted)
     padded = sum(
         max(tokens for tokens, _ in samples[start : start + each]) * len(samples[start : start + each])
         for start in range(0, len(samples), each)
     )
-    assert sum(tokens for tokens, _ in found) == padded
+    assert sum(tokens for tokens, _ in stretches) == padded
 
 
 @given(st.lists(st.integers(1, 400_000), min_size=1, max_size=80))
 def test_every_length_is_in_its_bin(lengths: list[int]) -> None:
-    found = length_histogram(np.array(lengths))
-    assert found.is_log == (max(lengths) >= 100 * min(lengths))
-    assert len(found.counts) <= 48
+    length_bins = length_histogram(np.array(lengths))
+    assert length_bins.is_log == (max(lengths) >= 100 * min(lengths))
+    assert len(length_bins.counts) <= 48
     counted = [
-        sum(low < length <= high for length in lengths) for low, high in itertools.pairwise(map(float, found.edges))
+        sum(low < length <= high for length in lengths)
+        for low, high in itertools.pairwise(map(float, length_bins.edges))
     ]
-    assert list(found.counts) == counted
+    assert list(length_bins.counts) == counted
     assert sum(counted) == len(lengths)
-    boxes = [shape for shape in histogram(found, "samples", "tokens").shapes if isinstance(shape, Box)]
+    boxes = [shape for shape in histogram(length_bins, "samples", "tokens").shapes if isinstance(shape, Box)]
     assert len(boxes) == sum(map(bool, counted))
     assert all(box.x >= 0 and box.width > 0 and box.x + box.width <= 1000 * (1 + 1e-9) for box in boxes)
 

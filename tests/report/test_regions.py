@@ -29,8 +29,8 @@ def test_each_notation_of_regions() -> None:
     dog = ShownRegion("a dog", box, 0, True)
     assert shown(PICTURE + TOKENS.name("a dog") + TOKENS.boxes([[100, 200, 500, 250]]), TOKENS) == [dog]
     assert shown(PICTURE + INTERNVL.name("a dog") + INTERNVL.boxes([[100, 200, 500, 250]]), INTERNVL) == [dog]
-    asked = PICTURE + f"Where is {INTERNVL.name('it')}?" + INTERNVL.name("a dog")
-    assert shown(asked + INTERNVL.boxes([[100, 200, 500, 250]]), INTERNVL) == [dog]
+    question = PICTURE + f"Where is {INTERNVL.name('it')}?" + INTERNVL.name("a dog")
+    assert shown(question + INTERNVL.boxes([[100, 200, 500, 250]]), INTERNVL) == [dog]
     two = [[100, 200, 500, 250], [1, 2, 3, 4]]
     assert len(shown(PICTURE + INTERNVL.boxes(two), INTERNVL)) == 2
     for text in (
@@ -70,9 +70,9 @@ def test_regions_outside_the_image_are_reported() -> None:
 
 def test_regions_are_listed_for_each_possible_image() -> None:
     text = f'{PICTURE}{PICTURE} {{"point_2d": [1, 2]}} {PICTURE} "[3, 4]"'
-    found = shown(text, num_images=3)
-    assert [(region.image, len(region.corners)) for region in found] == [(0, 1), (1, 1), (0, 1), (1, 1), (2, 1)]
-    assert {region.is_certain for region in found} == {False}
+    regions = shown(text, num_images=3)
+    assert [(region.image, len(region.corners)) for region in regions] == [(0, 1), (1, 1), (0, 1), (1, 1), (2, 1)]
+    assert {region.is_certain for region in regions} == {False}
     assert not shown(PICTURE + '"[3, 4]"', is_complete=False)[0].is_certain
 
 
@@ -82,8 +82,8 @@ NUMBERS = st.integers(0, 500)
 
 @settings(max_examples=30)
 @given(st.lists(st.tuples(NAMES, NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=5), st.booleans())
-def test_written_regions_are_parsed(said: list[tuple[str, int, int, int, int]], has_tokens: bool) -> None:
-    boxes = [(name, [x, y, x + width, y + height]) for name, x, y, width, height in said]
+def test_written_regions_are_parsed(answer_boxes: list[tuple[str, int, int, int, int]], has_tokens: bool) -> None:
+    boxes = [(name, [x, y, x + width, y + height]) for name, x, y, width, height in answer_boxes]
     if has_tokens:
         text = " ".join(TOKENS.name(name) + TOKENS.boxes([box]) for name, box in boxes)
     else:

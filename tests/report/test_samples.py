@@ -53,13 +53,13 @@ def cache(run_export: Callable[..., Any], rows: Path, tmp_path: Path) -> str:
     return str(tmp_path / "cache")
 
 
-def given(content: bytes | None) -> Any:
+def page_data(content: bytes | None) -> Any:
     """Return the value that a data script passes to the page."""
     assert content is not None
-    found = re.fullmatch(r"packtool\.give\(\"[\w-]+\", (.*)\);\n", content.decode(), re.DOTALL)
-    assert found is not None
-    assert acting(found[1]) == []
-    return json.loads(found[1])
+    match = re.fullmatch(r"packtool\.give\(\"[\w-]+\", (.*)\);\n", content.decode(), re.DOTALL)
+    assert match is not None
+    assert acting(match[1]) == []
+    return json.loads(match[1])
 
 
 class Counted(SilentProgress):
@@ -83,19 +83,19 @@ def test_pages_have_the_content_of_the_cache(cache: str, most: int, tmp_path: Pa
     assert write_pages(pages, str(site), counted) == 0
     assert counted.num_done == len(pages.numbers)
     names = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
-    shown = [sample for block in sorted(site.glob("data/samples-*.js")) for sample in given(block.read_bytes())]
+    shown = [sample for block in sorted(site.glob("data/samples-*.js")) for sample in page_data(block.read_bytes())]
     assert len(shown) == min(most, len(reader))
-    for told in shown:
-        sample = reader.sample(told["number"])
-        assert (told["tokens"], told["row"]) == (sample.length, sample.row)
-        trained = sum(len(part["text"]) for part in told["parts"] if part["look"] == "trained")
-        assert bool(trained) == bool(told["trained"])
-        seen = [part["seen"] for part in told["parts"] if part["look"] == "media"]
+    for entry in shown:
+        sample = reader.sample(entry["number"])
+        assert (entry["tokens"], entry["row"]) == (sample.length, sample.row)
+        trained = sum(len(part["text"]) for part in entry["parts"] if part["look"] == "trained")
+        assert bool(trained) == bool(entry["trained"])
+        seen = [part["seen"] for part in entry["parts"] if part["look"] == "media"]
         assert len(seen) == len(sample.images)
         assert names >= set(seen)
         for place, image in zip(seen, sample.images, strict=True):
             assert Image.open(site / place).size == (image.width, image.height)
-    dropped = given((site / "data/dropped.js").read_bytes())
+    dropped = page_data((site / "data/dropped.js").read_bytes())
     assert len(dropped) == sum(reader.manifests[0].dropped.values())
     # Another time fewer are written, and nothing is left of these.
     again = Pages(InspectConfig(directory=cache, max_samples=3), shows_all=False)
@@ -107,22 +107,22 @@ def test_all_samples_of_a_pack_are_shown(cache: str, run_export: Callable[..., A
     plan = str(tmp_path / "a.plan")
     assert run(["plan", cache, "--packing-length", "400", "--save", plan]) == 0
     pages = Pages(InspectConfig(directory=cache, plan=plan, max_samples=40), shows_all=False)
-    packs = given(pages.content("data/packs-0.js"))
+    packs = page_data(pages.content("data/packs-0.js"))
     held = {number for pack in packs for number, _, _ in pack["parts"]}
     assert held == set(pages.numbers.tolist())
     assert 20 < len(held) < 80
-    whole = Pages(InspectConfig(directory=cache, plan=plan), shows_all=True)
-    assert len(whole.numbers) == whole.num_cached
-    found = packtool.plan(cache, packing_length=400, world_size=2, gradient_accumulation_steps=3)
-    found.save(plan)
+    all_pages = Pages(InspectConfig(directory=cache, plan=plan), shows_all=True)
+    assert len(all_pages.numbers) == all_pages.num_cached
+    plan_result = packtool.plan(cache, packing_length=400, world_size=2, gradient_accumulation_steps=3)
+    plan_result.save(plan)
     pages = Pages(InspectConfig(directory=cache, plan=plan, max_samples=40), shows_all=False)
-    cached = given(pages.content("data/cache.js"))["packs"]
+    cached = page_data(pages.content("data/cache.js"))["packs"]
     places = np.stack([ints(column) for column in cached["places"]], axis=1).tolist()
-    packs = iter([pack for i in range(2) for pack in given(pages.content(f"data/packs-{i}.js"))])
+    packs = iter([pack for i in range(2) for pack in page_data(pages.content(f"data/packs-{i}.js"))])
     steps = {name: ints(column).tolist() for name, column in cached["steps"].items()}
     rows = zip(*(steps[name] for name in ("number", "packs", "microBatches", "tokens", "least", "most")), strict=True)
     for number, *figures in rows:
-        step = found.steps[number]
+        step = plan_result.steps[number]
         tokens = []
         for rank, micro_batches in enumerate(step.micro_batches):
             for micro_batch, held in enumerate(micro_batches):
@@ -139,7 +139,7 @@ def test_all_samples_of_a_pack_are_shown(cache: str, run_export: Callable[..., A
     assert not places
     # A step alone that is too large has fewer of its packs shown.
     few = Pages(InspectConfig(directory=cache, plan=plan, max_samples=4), shows_all=False)
-    assert 1 <= len(given(few.content("data/packs-0.js"))) < 6
+    assert 1 <= len(page_data(few.content("data/packs-0.js"))) < 6
     run_export("other")
     with pytest.raises(MismatchError, match="was made for the cache"):
         Pages(InspectConfig(directory=str(tmp_path / "other"), plan=plan), shows_all=False)
@@ -153,11 +153,11 @@ def test_other_files_in_the_directory_are_kept(cache: str, tmp_path: Path, capsy
     assert "contains other files than pages" in capsys.readouterr().err
     assert (site / "data" / "mine.csv").read_text() == "mine"
     # What a command that was killed has left of its own is no reason to stop.
-    left = site / "data" / "samples-0.js.4711-0a1b2c3d.partial"
-    (site / "data" / "mine.csv").rename(left)
+    partial_file = site / "data" / "samples-0.js.4711-0a1b2c3d.partial"
+    (site / "data" / "mine.csv").rename(partial_file)
     assert run(["inspect", cache, "--html", str(site), "--max-samples", "5"]) == 0
     capsys.readouterr()
-    assert not left.exists()
+    assert not partial_file.exists()
     assert run(["inspect", cache, "--html", str(tmp_path / "new"), "--max-samples", "5"]) == 0
     assert "5 of 5" in capsys.readouterr().out
     plan = str(tmp_path / "a.plan")
@@ -179,12 +179,12 @@ def test_interrupted_pages_have_no_index(cache: str, tmp_path: Path, monkeypatch
         def advance(self, num_done: int, **fields: float | int | str) -> None:
             raise KeyboardInterrupt
 
-    left = site / "data" / "samples-0.js.4711-0a1b2c3d.partial"
+    partial_file = site / "data" / "samples-0.js.4711-0a1b2c3d.partial"
     with monkeypatch.context() as patched:
-        patched.setattr(pages, "media_names", lambda number: left.touch() or [])
+        patched.setattr(pages, "media_names", lambda number: partial_file.touch() or [])
         with pytest.raises(KeyboardInterrupt):
             write_pages(pages, str(site), Interrupted())
-    assert not left.exists()
+    assert not partial_file.exists()
     assert not (site / "index.html").exists()
     write_pages(pages, str(site), SilentProgress())
     assert (site / "index.html").exists()
@@ -229,7 +229,7 @@ def test_requests_need_the_token(cache: str, capsys: pytest.CaptureFixture[str])
         assert "default-src 'none'" in headers["Content-Security-Policy"]
         assert b"samples.js" in body
         assert fetched(f"{address}samples.js")[2]["Content-Type"].startswith("text/javascript")
-        assert len(given(fetched(f"{address}data/samples-1.js")[1])) == 50
+        assert len(page_data(fetched(f"{address}data/samples-1.js")[1])) == 50
         picture = next(name for number in range(9) for name in pages.media_names(number))
         assert Image.open(io.BytesIO(fetched(address + picture)[1])).format == "JPEG"
         for wrong in ("media/99999-0.jpg", "media/1-77.jpg", "data/../../x", "nothing", "data/packs-0.js/x"):
@@ -245,10 +245,10 @@ def test_requests_need_the_token(cache: str, capsys: pytest.CaptureFixture[str])
 def settled(browser: Browser, script: str) -> Any:
     """Run a script until its result is truthy; return it."""
     end = time.monotonic() + PATIENCE_S
-    while not (found := browser.evaluate(script)) and time.monotonic() < end:
+    while not (value := browser.evaluate(script)) and time.monotonic() < end:
         time.sleep(0.05)
-    assert found, f"{script}: {browser.errors()}"
-    return found
+    assert value, f"{script}: {browser.errors()}"
+    return value
 
 
 def test_pages_in_a_browser(cache: str, browser: Browser, tmp_path: Path) -> None:
@@ -264,18 +264,18 @@ def test_pages_in_a_browser(cache: str, browser: Browser, tmp_path: Path) -> Non
         type_in = "(n, v) => { const f = document.getElementById('filters'); f.elements[n].value = v; "
         type_in = f"({type_in} f.dispatchEvent(new Event('input')); }})"
         browser.evaluate(f"{type_in}('text', 'WINDOW.EVIL')")
-        told = "document.getElementById('told').textContent"
-        settled(browser, f"{told}.startsWith('20 samples with this text')")
+        status_text = "document.getElementById('told').textContent"
+        settled(browser, f"{status_text}.startsWith('20 samples with this text')")
         browser.evaluate("document.querySelector('.entry').click()")
         settled(browser, "document.querySelectorAll('#text .found').length > 1")
         assert EVIL.split("\u202e")[0] in settled(browser, "document.getElementById('text').textContent")
         assert browser.evaluate("window.evil === undefined && document.scripts.length === 1")
         browser.evaluate(f"{type_in}('text', ''), {type_in}('media', '1'), {type_in}('order', 'down')")
         number = sum(bool(pages._reader.sample(i).images) for i in range(pages.num_cached))
-        settled(browser, f"{told}.startsWith('{number} samples of')")
+        settled(browser, f"{status_text}.startsWith('{number} samples of')")
         lengths = "[...document.querySelectorAll('.entry > :last-child')].map(e => parseInt(e.textContent))"
-        found = settled(browser, f"document.querySelectorAll('.entry').length === 25 && {lengths}")
-        assert found == sorted(found, reverse=True)
+        shown_lengths = settled(browser, f"document.querySelectorAll('.entry').length === 25 && {lengths}")
+        assert shown_lengths == sorted(shown_lengths, reverse=True)
         settled(browser, "document.querySelectorAll('.entry .thumb img').length === 25")
         settled(browser, "document.querySelector('.entry .thumb img').naturalWidth > 0")
         browser.evaluate("document.querySelectorAll('.entry')[20].click()")
@@ -293,7 +293,7 @@ def test_pages_in_a_browser(cache: str, browser: Browser, tmp_path: Path) -> Non
         settled(browser, "!document.getElementById('detail').hidden")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         browser.evaluate("document.querySelector('#views [value=dropped]').click()")
-        settled(browser, f"{told}.includes('rows were dropped')")
+        settled(browser, f"{status_text}.includes('rows were dropped')")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         browser.evaluate("document.querySelector('#views [value=packs]').click()")
         settled(browser, "document.querySelectorAll('.pack').length > 5")
@@ -338,19 +338,19 @@ def test_boxes_are_drawn_at_their_position(
     browser.open((site / "index.html").as_uri() + "#sample=0", width)
     settled(browser, "document.querySelector('.seen img')?.naturalWidth > 0")
     rect = "(e => { const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })"
-    left, top, wide, high = browser.evaluate(f"{rect}(document.querySelector('.seen img'))")
-    assert browser.evaluate(f"{rect}(document.querySelector('.seen svg'))") == [left, top, wide, high]
+    left_edge, top, wide, high = browser.evaluate(f"{rect}(document.querySelector('.seen img'))")
+    assert browser.evaluate(f"{rect}(document.querySelector('.seen svg'))") == [left_edge, top, wide, high]
     assert abs(wide / high - 640 / 480) < 0.02
-    drawn = browser.evaluate(f"[...document.querySelectorAll('.seen polygon')].map({rect})")
-    for found, expected in zip(drawn, [(100, 80, 200, 160), (200, 160, 440, 320)], strict=True):
-        place = (found[0] - left, found[1] - top, found[2], found[3])
+    polygons = browser.evaluate(f"[...document.querySelectorAll('.seen polygon')].map({rect})")
+    for polygon, expected in zip(polygons, [(100, 80, 200, 160), (200, 160, 440, 320)], strict=True):
+        place = (polygon[0] - left_edge, polygon[1] - top, polygon[2], polygon[3])
         assert place == pytest.approx([number / 640 * wide for number in expected], abs=2)
     with Image.open(site / pages.media_names(0)[0]) as small:
         dark = small.convert("L").point(lambda value: 255 * (value < 128)).getbbox()
         assert dark == pytest.approx([number / 640 * small.width for number in (100, 80, 300, 240)], abs=2)
-    told = browser.evaluate("[...document.querySelectorAll('.seen ~ ol li')].map(e => e.textContent)")
-    assert told[0].startswith(EVIL[:9])
-    assert [text.rpartition(", ")[2][-40:] for text in told] == [
+    items = browser.evaluate("[...document.querySelectorAll('.seen ~ ol li')].map(e => e.textContent)")
+    assert items[0].startswith(EVIL[:9])
+    assert [text.rpartition(", ")[2][-40:] for text in items] == [
         "box 100,80 300,240 of image 0",
         "polygon 200,160 640,480 200,480 of image 0"[-40:],
     ]
@@ -376,8 +376,8 @@ def test_a_pack_with_shared_prefixes_is_drawn_in_its_order(cache: str, tmp_path:
     )
     write_plan(path, plan)
     pages = Pages(InspectConfig(directory=cache, plan=path), shows_all=False)
-    (pack,) = given(pages.content("data/packs-0.js"))
-    first, second, third = lengths.tolist()
-    parts = [[None, 20, 3], [0, first - 20, 1], [None, 5, 2], [1, second - 25, 1], [2, third - 25, 1]]
+    (pack,) = page_data(pages.content("data/packs-0.js"))
+    num_first, num_second, third = lengths.tolist()
+    parts = [[None, 20, 3], [0, num_first - 20, 1], [None, 5, 2], [1, num_second - 25, 1], [2, third - 25, 1]]
     assert pack == {"number": 0, "samples": 3, "parts": parts}
-    assert given(pages.content("data/cache.js"))["packs"]["sharesPrefixes"]
+    assert page_data(pages.content("data/cache.js"))["packs"]["sharesPrefixes"]

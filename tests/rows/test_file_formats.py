@@ -58,10 +58,10 @@ def test_nested_rows_of_tables_lose_their_nulls(tmp_path: Path, kind: str) -> No
     ]
     write_rows(tmp_path / f"rows.{kind}", kind, rows)
     result = scan(SourceSpec(str(tmp_path / f"rows.{kind}")))
-    (_, first), (_, second) = rows_of(result)
-    assert first == {"messages": [{"role": "user", "content": "q"}], "images": [{"bytes": b"png"}], "tools": None}
-    assert second["messages"] == [{"role": "assistant", "tool_calls": [{"a": 1}]}]
-    assert to_sample(first, result.source, 0).images[0].data == b"png"
+    (_, first_row), (_, second_row) = rows_of(result)
+    assert first_row == {"messages": [{"role": "user", "content": "q"}], "images": [{"bytes": b"png"}], "tools": None}
+    assert second_row["messages"] == [{"role": "assistant", "tool_calls": [{"a": 1}]}]
+    assert to_sample(first_row, result.source, 0).images[0].data == b"png"
 
 
 def test_saved_datasets_keep_their_images_undecoded(tmp_path: Path) -> None:
@@ -121,10 +121,10 @@ def test_a_broken_csv_record_costs_that_record_only(tmp_path: Path) -> None:
     )
     rows = rows_of(scan(SourceSpec(str(path))))
     assert [number for number, _ in rows] == list(range(9))
-    kept = {number: row for number, row in rows if not isinstance(row, Dropped)}
+    good_rows = {number: row for number, row in rows if not isinstance(row, Dropped)}
     dropped = {number: row.reason for number, row in rows if isinstance(row, Dropped)}
     assert dropped == {**dict.fromkeys((1, 2, 4, 6, 8), "invalid_csv"), 5: "invalid_text"}
-    assert kept == {
+    assert good_rows == {
         0: {"question": "q1", "answer": "a1"},
         3: {"question": "q4", "answer": "a\n4"},
         7: {"question": 'q"8x', "answer": "a8"},
@@ -211,7 +211,7 @@ def test_compressed_rows_are_decompressed_once(tmp_path: Path, monkeypatch: pyte
     result = scan(SourceSpec(str(path)))
     opens: list[str] = []
     real = module.open_text
-    monkeypatch.setattr(module, "open_text", lambda *given: opens.append(given[0]) or real(*given))
+    monkeypatch.setattr(module, "open_text", lambda *args: opens.append(args[0]) or real(*args))
     blocks = list(result.blocks)
     for block in [*blocks[1::2], blocks[0]]:
         list(read_block(result.source, block))

@@ -482,7 +482,7 @@ RENAMED = (("query", "query"), ("responses", "all"), ("response_weights", "score
 
 
 @pytest.mark.parametrize(
-    ("given", "reason", "detail"),
+    ("responses", "reason", "detail"),
     [
         ({"responses": "a"}, "invalid_row", "text, but not JSON"),
         ({"responses": {"a": 1}}, "invalid_row", "not a list of answers"),
@@ -497,7 +497,7 @@ RENAMED = (("query", "query"), ("responses", "all"), ("response_weights", "score
         ({"responses": ["a", "b"], "response_weights": [0, 0]}, "invalid_row", "all responses have the weight 0"),
     ],
 )
-def test_responses_that_cannot_be_read(given: dict[str, Any], reason: str, detail: str) -> None:
-    problem = problem_of({"messages": [user("q")]} | given)
+def test_responses_that_cannot_be_read(responses: dict[str, Any], reason: str, detail: str) -> None:
+    problem = problem_of({"messages": [user("q")]} | responses)
     assert problem.reason == reason
     assert detail in problem.detail

@@ -21,7 +21,7 @@ def row(objects: Any, answer: str = "<ref-object><bbox>", **more: Any) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("given", "answer", "objects"),
+    ("objects_column", "answer", "objects"),
     [
         ({"ref": ["dog"], "bbox": [DOG]}, "<ref-object><bbox>", Objects(("dog",), ((Region(DOG),),))),
         ({"ref": [], "bbox": [[615, 226]]}, "click('<bbox>')", Objects((), ((Region((615, 226)),),))),
@@ -47,9 +47,9 @@ def row(objects: Any, answer: str = "<ref-object><bbox>", **more: Any) -> dict[s
         ({"ref": [], "bbox": []}, "no marks", None),
     ],
 )
-def test_forms_of_objects(given: Any, answer: str, objects: Objects | None) -> None:
-    assert read(row(given, answer)).objects == objects
-    assert read(row(json.dumps(given), answer)).objects == objects
+def test_forms_of_objects(objects_column: Any, answer: str, objects: Objects | None) -> None:
+    assert read(row(objects_column, answer)).objects == objects
+    assert read(row(json.dumps(objects_column), answer)).objects == objects
 
 
 def test_marks_stand_in_thoughts_and_in_calls_too() -> None:
@@ -75,7 +75,7 @@ def test_what_a_row_says_of_its_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "answer", "reason"),
+    ("objects_column", "answer", "reason"),
     [
         (None, "<bbox>", "object_marks"),
         ({"ref": ["x"]}, "<bbox>", "object_marks"),
@@ -111,13 +111,13 @@ def test_what_a_row_says_of_its_json() -> None:
         ("no JSON", "<bbox>", "invalid_row"),
     ],
 )
-def test_objects_that_cannot_be_used(given: Any, answer: str, reason: str) -> None:
-    problem = problem_of(row(given, answer))
+def test_objects_that_cannot_be_used(objects_column: Any, answer: str, reason: str) -> None:
+    problem = problem_of(row(objects_column, answer))
     assert problem.reason == reason
     assert problem.detail
     if reason == "object_marks":
         # What is no grounding stays what it was, once the user says so.
-        assert read(row(given, answer), columns=(("objects", ""),)).objects is None
+        assert read(row(objects_column, answer), columns=(("objects", ""),)).objects is None
 
 
 def test_a_box_of_a_row_without_pictures() -> None:
@@ -133,9 +133,9 @@ GIVEN = st.one_of(VALUES, *(st.fixed_dictionaries({}, optional=dict.fromkeys(KEY
 
 @settings(max_examples=60)
 @given(GIVEN | st.lists(GIVEN, max_size=2), st.sampled_from(["<bbox>", "<ref-object><bbox>", ""]))
-def test_whatever_stands_there_is_read_or_refused(given: Any, answer: str) -> None:
+def test_whatever_stands_there_is_read_or_refused(objects_column: Any, answer: str) -> None:
     try:
-        objects = read(row(given, answer)).objects or Objects()
+        objects = read(row(objects_column, answer)).objects or Objects()
     except RowProblem as problem:
         reason = problem.reason
     else:

@@ -34,11 +34,11 @@ def test_a_row_that_is_too_large(
     write_rows(path, kind, [{"text": text, "more": "x"} for text in texts])
     result = rows_of(scan(SourceSpec(str(path), max_row_bytes=1000)))
     assert [number for number, _ in result] == list(range(6))
-    kept = [row["text"] if isinstance(row, dict) else row.reason for _, row in result]
+    row_texts = [row["text"] if isinstance(row, dict) else row.reason for _, row in result]
     too_large = "invalid_csv" if kind == "csv" and chunk > size else "over_max_row_bytes"
-    assert kept[:4:2] + kept[5:] == ["a", "c", "f"]
-    assert kept[3] == "d" * 800
-    assert {kept[1], kept[4]} <= {too_large, "over_max_row_bytes", "invalid_csv"}
+    assert row_texts[:4:2] + row_texts[5:] == ["a", "c", "f"]
+    assert row_texts[3] == "d" * 800
+    assert {row_texts[1], row_texts[4]} <= {too_large, "over_max_row_bytes", "invalid_csv"}
 
 
 ODD = {
@@ -77,10 +77,12 @@ def test_a_table_with_text_that_is_no_utf8(tmp_path: Path) -> None:
 def test_embedded_media_do_not_count(tmp_path: Path) -> None:
     rows = [{"text": "a", "images": [{"bytes": b"x" * 5000}]}, {"text": "b" * 5000, "images": []}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    first, second = (row for _, row in rows_of(scan(SourceSpec(str(tmp_path / "rows.parquet"), max_row_bytes=1000))))
-    assert first["text"] == "a"
-    assert isinstance(second, Dropped)
-    assert second.reason == "over_max_row_bytes"
+    first_row, second_row = (
+        row for _, row in rows_of(scan(SourceSpec(str(tmp_path / "rows.parquet"), max_row_bytes=1000)))
+    )
+    assert first_row["text"] == "a"
+    assert isinstance(second_row, Dropped)
+    assert second_row.reason == "over_max_row_bytes"
 
 
 def test_a_line_that_is_too_long_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def test_every_reason_has_a_remedy() -> None:
 
 def test_the_reasons_in_the_documentation_are_in_the_list() -> None:
     page = (ROOT.parent / "docs" / "rows.md").read_text()
-    tables = [rest.partition("\n\n")[0] for rest in page.split("| reason | cause |")[1:]]
+    tables = [table_text.partition("\n\n")[0] for table_text in page.split("| reason | cause |")[1:]]
     names = re.findall(r"^\| `(\w+)` \|", "\n".join(tables), re.MULTILINE)
     assert len(names) >= 10
     assert set(names) <= DROP_REASONS.keys()
@@ -140,7 +140,7 @@ def test_an_error_in_the_parser_drops_its_row(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(
         "packtool.rows.text_files.parse_json", lambda text: fail(KeyError("odd")) if b"b" in text else parse(text)
     )
-    first, second, third = (row for _, row in read_block(result.source, result.blocks[0]))
-    assert (first, third) == ({"text": "a"}, {"text": "c"})
-    assert isinstance(second, Dropped)
-    assert (second.row, second.reason) == (1, "unexpected")
+    first_row, second_row, third = (row for _, row in read_block(result.source, result.blocks[0]))
+    assert (first_row, third) == ({"text": "a"}, {"text": "c"})
+    assert isinstance(second_row, Dropped)
+    assert (second_row.row, second_row.reason) == (1, "unexpected")

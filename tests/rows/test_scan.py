@@ -169,7 +169,7 @@ def test_a_small_file_is_opened_once_to_be_scanned_and_once_to_be_read(
     write_rows(tmp_path / f"rows.{kind}", kind, [{"text": "<image> a"}, {"text": "b"}])
     opens: list[str] = []
     real = storage.open_read
-    monkeypatch.setattr(storage, "open_read", lambda path, *given: opens.append(path) or real(path, *given))
+    monkeypatch.setattr(storage, "open_read", lambda path, *args: opens.append(path) or real(path, *args))
     result = scan(SourceSpec(str(tmp_path / f"rows.{kind}")))
     assert result.source.form == "text"
     assert len(opens) == 1

@@ -36,23 +36,23 @@ def test_as_many_rows_as_asked_for(sizes: list[list[int]], count: int, seed: int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(source, "_BLOCKS_PER_DRAW", chunk)
         patch.setattr(source, "_MAX_HYPERGEOMETRIC", most)
-        drawn = draw_rows(sources, count, (seed, 0))
+        picks = draw_rows(sources, count, (seed, 0))
         again = draw_rows(sources, count, (seed, 0))
-    assert drawn == again
+    assert picks == again
     total = sum(map(sum, sizes))
     if not total:
-        assert drawn == sources
+        assert picks == sources
         return
-    assert sum(blocks.num_rows for blocks in drawn) == count
-    taken: Counter[tuple[int, int]] = Counter()
-    for i, blocks in enumerate(drawn):
+    assert sum(blocks.num_rows for blocks in picks) == count
+    num_picks: Counter[tuple[int, int]] = Counter()
+    for i, blocks in enumerate(picks):
         for block in blocks:
             assert block.picks is not None
             assert list(block.picks) == sorted(block.picks)
             assert len(block.picks) == block.num_rows > 0
             assert block.picks[-1] < block.stop - block.start
-            taken.update((i, block.first_row + position) for position in block.picks)
-    times = set(taken.values()) | ({0} if len(taken) < total else set())
+            num_picks.update((i, block.first_row + position) for position in block.picks)
+    times = set(num_picks.values()) | ({0} if len(num_picks) < total else set())
     assert times <= {count // total, count // total + 1}
 
 
@@ -76,10 +76,10 @@ def test_slices_keep_their_picks() -> None:
 
 def test_a_million_rows_in_little_memory() -> None:
     blocks = blocks_of([64] * 15_625)
-    (drawn,) = draw_rows([blocks], 500_000, (1, 0))
-    assert drawn.num_rows == 500_000
-    assert drawn._picks is not None
-    assert drawn._picks.nbytes == 1_000_000
+    (picked,) = draw_rows([blocks], 500_000, (1, 0))
+    assert picked.num_rows == 500_000
+    assert picked._picks is not None
+    assert picked._picks.nbytes == 1_000_000
     assert blocks._columns.nbytes == 500_000
 
 
@@ -88,14 +88,14 @@ def test_picked_rows_are_read(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text("\n".join(f'{{"text": "{i}"}}\n' for i in range(300)))
     everything = rows_of(scan(SourceSpec(str(path))))
-    some = rows_of(scan(SourceSpec(str(path), num_sampled=100)))
-    assert len(some) == 100
-    assert len({number for number, _ in some}) == 100
-    assert all(item in everything for item in some)
+    picked_rows = rows_of(scan(SourceSpec(str(path), num_sampled=100)))
+    assert len(picked_rows) == 100
+    assert len({number for number, _ in picked_rows}) == 100
+    assert all(item in everything for item in picked_rows)
     more = Counter(number for number, _ in rows_of(scan(SourceSpec(str(path), num_sampled=650))))
     assert set(more) == {number for number, _ in everything}
     assert set(more.values()) == {2, 3}
-    assert rows_of(scan(SourceSpec(str(path), num_sampled=100), seed=1)) != some
+    assert rows_of(scan(SourceSpec(str(path), num_sampled=100), seed=1)) != picked_rows
 
 
 def test_no_number_of_rows_costs_memory(tmp_path: Path) -> None:

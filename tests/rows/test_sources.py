@@ -88,9 +88,9 @@ def test_samples_and_files_with_a_number_sign(folder: Path) -> None:
     assert specs_of(f"{folder}/odd#5.txt")[0].num_sampled is None
     (spec,) = specs_of(f"{folder}/odd#5.txt#3")
     assert (spec.path, spec.num_sampled) == (f"{folder}/odd#5.txt", 3)
-    first, *_ = both = specs_of(f"{folder}/b#10", f"{folder}/a.txt")
+    first_spec, *_ = both = specs_of(f"{folder}/b#10", f"{folder}/a.txt")
     assert [(spec.group, spec.num_sampled) for spec in both] == [(0, 10), (0, 10), (1, None)]
-    assert json.loads(first.settings) == {"num_sampled": 10}
+    assert json.loads(first_spec.settings) == {"num_sampled": 10}
     shares = [specs_of(f"{folder}/a.txt#{amount}")[0].times_sampled for amount in ("20%", "2.5x")]
     assert shares == [0.2, 2.5]
     with pytest.raises(ConfigError, match="#0 takes nothing"):

@@ -21,7 +21,7 @@ def test_what_work_costs_evens_out_more_than_tokens(
     random = np.random.default_rng(0)
     seen = np.where(random.random(2000) < 0.5, 0, random.integers(16, 3900, 2000))
     samples = bench.Samples(seen + 100, np.full(2000, 50), seen, (4 * seen) ** 2, (seen > 0).astype(np.int64))
-    monkeypatch.setattr(bench, "read_samples", lambda *given: samples)
+    monkeypatch.setattr(bench, "read_samples", lambda *args: samples)
     bench.main([".", "--ranks", "4", "--packing-length", "4096"])
     lines = capsys.readouterr().out.splitlines()[-6:]
     means = [float(line.split()[-2]) for line in lines]

@@ -57,8 +57,8 @@ def test_checks_and_table_with_torch_and_transformers_alone(repository: Path) ->
     ways = [[part.strip() for part in row if part][:2] for row in rows]
     assert [way for what, way in ways if what == "tiny attention, mixed lengths"][1:] == ["sdpa"]
     for kind in ("text", "vision"):
-        found = [way for what, way in ways if what.startswith(f"tiny {kind}")]
-        assert [way.split(" fill")[0] for way in found] == [
+        variants = [way for what, way in ways if what.startswith(f"tiny {kind}")]
+        assert [way.split(" fill")[0] for way in variants] == [
             "padded,",
             "padded, grouped,",
             "packed, sdpa",
@@ -116,13 +116,13 @@ def test_memory_is_traced_and_everything_is_kept_as_json(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     file = tmp_path / "found.json"
-    given = ["--size", "tiny", "--tokens", "256", "--what", "vision", "--repeats", "1", "--warm-up", "0"]
-    assert bench.main([*given, "--json", str(file)]) == 0
-    found = json.loads(file.read_text())
-    assert {"varlen", "flash_attention_2"} <= found["missing_kernels"].keys()
-    assert all(check["passed"] for check in found["checks"])
-    assert all(row["tflops"] > 0 and row["mfu"] is None for row in found["rows"])
-    (memory,) = found["memory"]
+    arguments = ["--size", "tiny", "--tokens", "256", "--what", "vision", "--repeats", "1", "--warm-up", "0"]
+    assert bench.main([*arguments, "--json", str(file)]) == 0
+    results = json.loads(file.read_text())
+    assert {"varlen", "flash_attention_2"} <= results["missing_kernels"].keys()
+    assert all(check["passed"] for check in results["checks"])
+    assert all(row["tflops"] > 0 and row["mfu"] is None for row in results["rows"])
+    (memory,) = results["memory"]
     assert (memory["measured"], memory["ratio"], memory["passed"]) == (None, None, True)
     assert 0 < memory["passing"] < memory["traced"]
 
@@ -177,5 +177,5 @@ def test_sizes_are_those_of_their_names() -> None:
                 Qwen3ForCausalLM(text_config(SIZES[name])),
                 Qwen3VLForConditionalGeneration(vision_config(SIZES[name])),
             )
-        found = [sum(parameter.numel() for parameter in model.parameters()) / 1e9 for model in models]
-        assert found == pytest.approx(wanted, abs=0.01)
+        sizes = [sum(parameter.numel() for parameter in model.parameters()) / 1e9 for model in models]
+        assert sizes == pytest.approx(wanted, abs=0.01)

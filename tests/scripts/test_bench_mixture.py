@@ -20,9 +20,9 @@ def test_table(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """Every source is used up, and comes about as often as the recipe has it in the packed plan and in the peer's."""
     bench.main(["--samples", "20000", "--sources", "3", "--packs-per-step", "16"])
     out = capsys.readouterr().out
-    drawn = re.search(r"an epoch draws ([\d,]+)", out)
-    assert drawn is not None
-    assert int(drawn[1].replace(",", "")) > 20000
+    match = re.search(r"an epoch draws ([\d,]+)", out)
+    assert match is not None
+    assert int(match[1].replace(",", "")) > 20000
     for name in ("packtool --mix", "datasets.interleave_datasets"):
         off = re.search(rf"^{name} .* ([\d.]+)% +([\d.]+)%$", out, re.MULTILINE)
         assert off is not None

@@ -29,8 +29,8 @@ def test_table_and_plot(bench: ModuleType, tmp_path: Path, capsys: pytest.Captur
         assert int(line[2]) < int(next_fit[1])
     for packer in bench.PACKERS:
         assert out.count(f"  {packer.name} ") == 2
-    drawn = ElementTree.parse(plot).getroot()
-    text = " ".join(drawn.itertext())
+    svg = ElementTree.parse(plot).getroot()
+    text = " ".join(svg.itertext())
     for name in (
         "best_fit",
         "first-fit decreasing",

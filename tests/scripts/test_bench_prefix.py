@@ -15,13 +15,15 @@ def test_quick_run(capsys: pytest.CaptureFixture[str]) -> None:
     pattern = r"^(prefixes once|packed whole|padded) +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+) +[\d.]+ +[\d.]+"
     rows = re.findall(pattern, out, re.MULTILINE)
     assert [name for name, *_ in rows] == ["prefixes once", "packed whole", "padded"] * 4
-    tokens, patches, flops, kept = ([int(row[place].replace(",", "")) for row in rows] for place in (1, 2, 3, 4))
+    tokens, patches, flops, saved_shares = (
+        [int(row[place].replace(",", "")) for row in rows] for place in (1, 2, 3, 4)
+    )
     assert tokens[0] == tokens[1] <= tokens[2]
     assert patches[0] == patches[1] == patches[2]
     assert tokens[3] < 0.5 * tokens[4]
     assert patches[3] * 4 == patches[4] == patches[5]
     assert flops[3] < 0.5 * flops[4]
-    assert kept[3] < 0.5 * kept[4]
+    assert saved_shares[3] < 0.5 * saved_shares[4]
     assert tokens[6] < 0.8 * tokens[7]
     assert tokens[9] < 0.6 * tokens[10]
     assert patches[9] * 3 == patches[10] == patches[11]

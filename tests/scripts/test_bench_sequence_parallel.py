@@ -26,10 +26,10 @@ def test_quick_run(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> Non
     assert list(rows) == ["packed", "padded", "ulysses", "ring", "allgather", "whole documents"]
     assert [match[2] for match in rows.values()] == ["1", "1", "2", "2", "2", "2"]
     assert [match[3] for match in rows.values()] == ["256", "384", "128", "128", "128", "128"]
-    kept = {name: float(match[4]) for name, match in rows.items()}
-    assert kept["padded"] > kept["packed"] == 1
+    ratios = {name: float(match[4]) for name, match in rows.items()}
+    assert ratios["padded"] > ratios["packed"] == 1
     for name in ("ulysses", "ring", "allgather"):
-        assert 0.45 < kept[name] < 0.55
+        assert 0.45 < ratios[name] < 0.55
         # As counted, and as the choice of axes reckons.
         assert rows[name][5] == rows[name][6]
     assert float(rows["ring"][7]) > float(rows["allgather"][7]) > float(rows["ring"][5])
@@ -46,8 +46,8 @@ def test_a_process_that_fails_ends_the_run(bench: ModuleType, tmp_path: Path) ->
 
 def test_cuts_of_one_document(bench: ModuleType) -> None:
     # Two ranks, four chunks of two tokens: 1 + 2, 3 + 4, 5 + 6, 7 + 8 pairs.
-    found = {name: works.tolist() for name, works in bench.cuts_of([8], 2)}
-    assert found == {
+    works_by_cut = {name: works.tolist() for name, works in bench.cuts_of([8], 2)}
+    assert works_by_cut == {
         "every document in zigzag": [18, 18],
         "the sequence in zigzag": [18, 18],
         "the sequence in equal parts": [10, 26],

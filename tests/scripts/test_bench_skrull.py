@@ -21,14 +21,14 @@ def bench() -> ModuleType:
 def test_all_of_it(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench.main(["--steps", "2", "--json", str(tmp_path / "found.json")])
     out = capsys.readouterr().out
-    for told in ("3.76x", "7.54x", "ablation", "out of memory", "departs from the paper", "intra_node_gb_per_s"):
-        assert told in out
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found["settings"]) == 6
-    for row in found["settings"]:
+    for part in ("3.76x", "7.54x", "ablation", "out of memory", "departs from the paper", "intra_node_gb_per_s"):
+        assert part in out
+    results = json.loads((tmp_path / "found.json").read_text())
+    assert len(results["settings"]) == 6
+    for row in results["settings"]:
         assert row["skrull"] >= row["sorted"] * 0.99
         assert row["skrull"] > 1
-    full = {name: steps for name, _, steps in found["ablation"]}
+    full = {name: steps for name, _, steps in results["ablation"]}
     assert full["Skrull"] == full["Skrull as printed"] == full["round robin"] == 0
     assert full["round robin, no roll-back"] > 0
 

@@ -40,8 +40,8 @@ def test_the_loop_skips_what_is_finished(
     rows.insert(1, str(tmp_path / "gone.jsonl"))
     command = ["bash", str(repository / "scripts" / "export_all.sh"), *rows]
     environ |= {"MODEL": str(model), "MAX_LENGTH": "200", "NUM_PROC": "1", "EXPORT_OPTIONS": "--strict true"}
-    first = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert first.returncode == 3, first.stderr  # one dataset is missing, the others are made
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert result.returncode == 3, result.stderr  # one dataset is missing, the others are made
     for name in "ab":
         assert (tmp_path / f"{name}_cached_len200" / "packtool.json").exists()
     again = subprocess.run(command[:3], env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -81,9 +81,9 @@ def test_slurm_starts_every_machine_and_goes_on_after_a_checkpoint(repository: P
     """Slurm's own commands are stood in for, and packtool prints what it was called with."""
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
-    told = "$NNODES $NODE_RANK $MASTER_ADDR $MASTER_PORT $NPROC_PER_NODE $*"
+    commands = "$NNODES $NODE_RANK $MASTER_ADDR $MASTER_PORT $NPROC_PER_NODE $*"
     stand_ins = {
-        "packtool": f'echo "{told}"',
+        "packtool": f'echo "{commands}"',
         "scontrol": "printf 'first\\nsecond\\n'",
         "srun": 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
     }
@@ -100,10 +100,10 @@ def test_slurm_starts_every_machine_and_goes_on_after_a_checkpoint(repository: P
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
         return done.stdout.splitlines()
 
-    told = [f"2 {rank} first 29500 8 train --output-dir {output}" for rank in (0, 1)]
-    lines = [line + " --overwrite-output-dir true" for line in told]
+    commands = [f"2 {rank} first 29500 8 train --output-dir {output}" for rank in (0, 1)]
+    lines = [line + " --overwrite-output-dir true" for line in commands]
     assert run() == lines
     (output / "checkpoint-5").mkdir(parents=True)
     assert run() == lines
     (output / "checkpoint-5" / "packtool_state.json").write_text("{}")
-    assert run() == [line + " --resume-from-checkpoint true" for line in told]
+    assert run() == [line + " --resume-from-checkpoint true" for line in commands]

@@ -20,9 +20,9 @@ def record() -> Any:
 
 def test_measured_figures_are_replaced_and_losses_are_kept(record: Any) -> None:
     line = {"step": 3, "loss": 1.25, "seconds": 0.2, "tokens_per_second": 1e4, "nested": [{"memory_gib": 1.5}]}
-    kept = {"step": 3, "loss": 1.25}
+    step_line = {"step": 3, "loss": 1.25}
     replaced = {"seconds": "<measured>", "tokens_per_second": "<measured>", "nested": [{"memory_gib": "<measured>"}]}
-    assert record.normalize_json(line, "train") == kept | replaced
+    assert record.normalize_json(line, "train") == step_line | replaced
     assert record.normalize_json({"memory_gib": 1.5, "plan_seconds": 2}, "plan") == {
         "memory_gib": 1.5,  # an estimate
         "plan_seconds": "<measured>",

@@ -62,11 +62,11 @@ def test_the_machinery_on_a_cpu(repository: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout[-3000:]
-    whole = json.loads((tmp_path / "cpu.json").read_text())
-    (tests,) = whole["parts"]
+    report = json.loads((tmp_path / "cpu.json").read_text())
+    (tests,) = report["parts"]
     assert (tests["name"], tests["outcome"]) == ("tests", "passed")
     assert {(test["outcome"], test["reason"]) for test in tests["tests"]} == {("skipped", "no GPU here")}
-    assert torch.__version__.startswith(whole["versions"]["torch"])
+    assert torch.__version__.startswith(report["versions"]["torch"])
     page = (tmp_path / "cpu.md").read_text()
     assert page.startswith("# CPU\n")
     assert re.search(rf"^\| tests \| passed \| 0 \| 0 \| {len(tests['tests'])} \|", page, re.MULTILINE)
@@ -88,16 +88,16 @@ def test_what_failed_is_told_and_the_rest_goes_on(
     )
     bad = {"kernel": "varlen", "name": "varlen: out", "error": None, "allowed": None, "note": "RuntimeError: a | b"}
     memory = {"what": "8b text", "traced": 10.0, "measured": 12.0, "passing": 2.0, "ratio": 0.83, "passed": False}
-    found = tmp_path / "bench.json"
+    bench_file = tmp_path / "bench.json"
     row = {"what": "8b text", "way": "packed", "ms": 12.5, "tflops": 300.0, "mfu": 0.4, "gib": 60.0, "ratio": 1.9}
     rows = [{**row, "note": ""}]
-    found.write_text(json.dumps({"checks": [{**bad, "passed": False}], "rows": rows, "memory": [memory]}))
+    bench_file.write_text(json.dumps({"checks": [{**bad, "passed": False}], "rows": rows, "memory": [memory]}))
     made = {
         "tests": acceptance.Command(
             part_of("raise SystemExit(1)"), read=lambda part: acceptance.read_tests(part, junit)
         ),
         "bench": acceptance.Command(
-            part_of("raise SystemExit(1)"), read=lambda part: acceptance.read_bench(part, found)
+            part_of("raise SystemExit(1)"), read=lambda part: acceptance.read_bench(part, bench_file)
         ),
         "shared": acceptance.Command([], missing="it needs two GPUs, and there is one"),
         "demo": acceptance.Command(part_of("print('exact: 97 %')")),
@@ -129,10 +129,10 @@ def interrupted(acceptance: ModuleType, folder: Path) -> int:
             found = {"checks": [], "memory": [], "rows": [], "missing_kernels": {"flex": "slow"}}
             pathlib.Path(sys.argv[1]).write_text(json.dumps(found))
     """
-    found = folder / "bench.json"
+    bench_file = folder / "bench.json"
     acceptance.commands = lambda *_: {  # type: ignore[attr-defined]
         "bench": acceptance.Command(
-            [*part_of(waiting), str(found)], read=lambda part: acceptance.read_bench(part, found)
+            [*part_of(waiting), str(bench_file)], read=lambda part: acceptance.read_bench(part, bench_file)
         ),
         "demo": acceptance.Command(part_of("raise SystemExit(1)")),
     }
@@ -141,9 +141,9 @@ def interrupted(acceptance: ModuleType, folder: Path) -> int:
 
 
 def test_ctrl_c_writes_what_there_is(acceptance: ModuleType, tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    with started(interrupted, acceptance, tmp_path, told=told) as process:
-        wait_for(lambda: told.exists() and "  begun" in told.read_text(), lambda: not process.is_alive())
+    output_path = tmp_path / "output"
+    with started(interrupted, acceptance, tmp_path, output_path=output_path) as process:
+        wait_for(lambda: output_path.exists() and "  begun" in output_path.read_text(), lambda: not process.is_alive())
         os.kill(process.pid or 0, signal.SIGINT)
         process.join(PATIENCE_S)
         assert process.exitcode == 130

@@ -29,10 +29,10 @@ def test_the_script_reads_archives_and_folders(tmp_path: Path) -> None:
     (made / "flash_attn_interface.py").write_text(interface)
     with tarfile.open(tmp_path / "flash_attn-9.0.tar.gz", "w:gz") as sources:
         sources.add(made.parent, "flash_attn-9.0")
-    given = [str(wheel), str(tmp_path / "flash_attn-9.0.tar.gz"), f"main={made.parent}"]
+    source_paths = [str(wheel), str(tmp_path / "flash_attn-9.0.tar.gz"), f"main={made.parent}"]
     known = {"flash-attn-3": {"flash_attn_varlen_func": {"10.0": "q", "main": "old"}}}
     varlen, attention = "q, k, window_size=(-1, -1)", "query, dropout_p, *, scale=None"
-    assert script.merged(known, given) == {
+    assert script.merged(known, source_paths) == {
         "flash-attn-3": {"flash_attn_varlen_func": {"9.0": varlen, "10.0": "q", "main": varlen}},
         "torch": {
             "varlen_attn": {"2.99.0": "query, *, scale=None"},

@@ -188,12 +188,14 @@ def test_every_sequence_once_at_equal_global_batches(name: StrategyName, data: s
     st.sampled_from(["auto", "ring", "allgather"]),
 )
 def test_no_strategy_beats_perfect_balance_or_loses_work(
-    drawn: list[int], world_size: int, name: StrategyName, zero_stage: int, way: Any
+    drawn_lengths: list[int], world_size: int, name: StrategyName, zero_stage: int, way: Any
 ) -> None:
     of = replace(machine(world_size, Constants()), zero_stage=zero_stage, sequence_parallel_type=way)
     size = min(world_size, 4)
     chosen = options(of, sequence_parallel_size=size, bucket_size=16_000, packing_length=16_000, sequences_per_rank=7)
-    sequences = arrange(np.array(drawn), chosen, np.array(drawn) // 2) if min(drawn) <= 16_000 else None
+    sequences = (
+        arrange(np.array(drawn_lengths), chosen, np.array(drawn_lengths) // 2) if min(drawn_lengths) <= 16_000 else None
+    )
     if sequences is None:
         return
     (result,) = simulate(sequences, [name], chosen)
@@ -223,8 +225,8 @@ def test_no_strategy_beats_perfect_balance_or_loses_work(
     st.lists(st.one_of(st.integers(1, 2000), st.integers(1, 100_000)), min_size=1, max_size=60),
     st.sampled_from([1, 2, 8, 12, 32]),
 )
-def test_dynamic_groups_are_aligned_powers_of_two_and_fit(drawn: list[int], world_size: int) -> None:
-    lengths, bucket = np.array(drawn), 16_000
+def test_dynamic_groups_are_aligned_powers_of_two_and_fit(drawn_lengths: list[int], world_size: int) -> None:
+    lengths, bucket = np.array(drawn_lengths), 16_000
     largest = world_size & -world_size
     for batches in place_in_groups(lengths, lengths, machine(world_size), bucket):
         assert sorted(one for batch in batches for one in batch.samples.tolist()) == list(range(len(lengths)))
@@ -317,10 +319,10 @@ def test_a_sequence_that_no_gpu_holds_is_out_of_memory_where_it_is_not_shared() 
 
 def test_sequences_larger_than_a_group_are_left_out() -> None:
     chosen = options(bucket_size=1000, packing_length=1000)
-    kept = arrange(np.array([10, 8000, 8001, 10**6]), chosen)
-    assert sorted(kept.lengths.tolist()) == [10, 8000]
-    assert (kept.targets == kept.lengths).all()
-    assert len(kept) == 2
+    arranged = arrange(np.array([10, 8000, 8001, 10**6]), chosen)
+    assert sorted(arranged.lengths.tolist()) == [10, 8000]
+    assert (arranged.targets == arranged.lengths).all()
+    assert len(arranged) == 2
     with pytest.raises(DataError, match="none has at most 8,000"):
         arrange(np.array([9000]), chosen)
     with pytest.raises(DataError, match="no tokens"):

@@ -19,9 +19,9 @@ HOST = "oss-cn-test-internal.example.com"
 def proxy(bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     resolve = socket.getaddrinfo
 
-    def resolve_here(host: Any, *rest: Any, **more: Any) -> Any:
+    def resolve_here(host: Any, *args: Any, **more: Any) -> Any:
         here = isinstance(host, str) and host.endswith(HOST)
-        return resolve("127.0.0.1" if here else host, *rest, **more)
+        return resolve("127.0.0.1" if here else host, *args, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve_here)
     monkeypatch.delenv("AWS_ENDPOINT_URL")

@@ -14,7 +14,7 @@ from packtool.storage.paths import origin, scrubbed
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("given", "mended"),
+    ("url", "mended"),
     [
         ("data/rows.jsonl", "data/rows.jsonl"),
         ("/data/a:b", "/data/a:b"),
@@ -30,13 +30,13 @@ from packtool.storage.paths import origin, scrubbed
         ("file://localhost/data/rows", "/data/rows"),
     ],
 )
-def test_paths_are_normalized(given: str, mended: str) -> None:
-    assert storage.normalize(given) == mended
-    assert storage.is_remote(given) == ("://" in mended)
+def test_paths_are_normalized(url: str, mended: str) -> None:
+    assert storage.normalize(url) == mended
+    assert storage.is_remote(url) == ("://" in mended)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("url", "message"),
     [
         ("gs://bucket/x", "unknown scheme gs://"),
         ("hdfs:/x", "unknown scheme hdfs://"),
@@ -45,10 +45,10 @@ def test_paths_are_normalized(given: str, mended: str) -> None:
         ("gs://user:pw@bucket/x", r"gs://\*\*\*@bucket/x"),
     ],
 )
-def test_unsupported_urls_are_refused(given: str, message: str) -> None:
+def test_unsupported_urls_are_refused(url: str, message: str) -> None:
     for function in (storage.normalize, storage.exists, storage.read_bytes, storage.AtomicFile):
         with pytest.raises(StorageError, match=message):
-            function(given)
+            function(url)
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def stream(
     specs: Sequence[SourceSpec], model: Path, chosen: StreamOptions, *, rank: int = 0, world_size: int = 1, **more: Any
 ) -> PackStream:
     spec = EncodeSpec(model=str(model), max_length=CAPACITY)
-    given: dict[str, Any] = {"log": lambda item: None, **more}
-    return PackStream(specs, spec, chosen, rank=rank, world_size=world_size, **given)
+    options: dict[str, Any] = {"log": lambda item: None, **more}
+    return PackStream(specs, spec, chosen, rank=rank, world_size=world_size, **options)
 
 
 def names(samples: Sequence[EncodedSample]) -> list[tuple[str, int]]:
@@ -64,18 +64,18 @@ def contents(packs: Sequence[StreamedPack]) -> list[list[tuple[str, int]]]:
 
 @pytest.mark.smoke
 def test_every_row_is_in_one_pack_or_told_of(specs: list[SourceSpec], model: Path) -> None:
-    told: list[Dropped] = []
-    found = []
+    dropped: list[Dropped] = []
+    names = []
     for rank in range(2):
-        ours = stream(specs, model, options(), rank=rank, world_size=2, log=told.append)
+        ours = stream(specs, model, options(), rank=rank, world_size=2, log=dropped.append)
         packs = list(ours)
         assert all(pack.num_tokens <= CAPACITY for pack in packs)
         assert all(pack.samples for pack in packs)
-        found += [name for pack in contents(packs) for name in pack]
+        names += [name for pack in contents(packs) for name in pack]
         assert sum(pack.num_targets for pack in packs) > 0
-    reasons = Counter(item.reason for item in told)
+    reasons = Counter(item.reason for item in dropped)
     assert reasons == {"invalid_json": NUM_BROKEN, "over_max_length": NUM_LONG}
-    everything = found + [(item.source, item.row) for item in told]
+    everything = names + [(item.source, item.row) for item in dropped]
     assert len(everything) == len(set(everything)) == NUM_ROWS
 
 
@@ -85,38 +85,38 @@ def test_the_number_of_workers_changes_nothing(specs: list[SourceSpec], model: P
 
 
 @pytest.fixture(scope="module", params=["shuffled", "in order", "small buffer"])
-def whole(request: pytest.FixtureRequest, specs: list[SourceSpec], model: Path) -> tuple[StreamOptions, Any, Any]:
+def full_stream(request: pytest.FixtureRequest, specs: list[SourceSpec], model: Path) -> tuple[StreamOptions, Any, Any]:
     chosen = {
         "shuffled": options(num_epochs=2),
         "in order": options(shuffle_buffer_size=1, shuffle=False, packing_algorithm="sequential"),
         "small buffer": options(packing_interval=7, shuffle_buffer_size=3),
     }[request.param]
-    told: list[Dropped] = []
-    return chosen, list(stream(specs, model, chosen, log=told.append)), told
+    dropped: list[Dropped] = []
+    return chosen, list(stream(specs, model, chosen, log=dropped.append)), dropped
 
 
 @pytest.mark.parametrize("share", [0.0, 0.17, 0.5, 0.73, 1.0])
 def test_the_rest_is_the_same_from_any_pack_on(
     share: float,
-    whole: tuple[StreamOptions, list[StreamedPack], list[Dropped]],
+    full_stream: tuple[StreamOptions, list[StreamedPack], list[Dropped]],
     specs: Any,
     model: Path,
     tmp_path: Path,
 ) -> None:
     """Through the file that a checkpoint keeps, with the rows that are dropped told of once."""
-    chosen, packs, told = whole
+    chosen, packs, dropped = full_stream
     at = min(int(share * len(packs)), len(packs) - 1)
     write_stream_state(str(tmp_path), 3, packs[at].state)
     state = read_stream_state(str(tmp_path), 3)
     before = sum(state.counts.dropped.values())
     again: list[Dropped] = []
-    rest = list(stream(specs, model, chosen, start=state, log=again.append))
-    assert contents(rest) == contents(packs[at + 1 :])
-    for ours, theirs in zip(rest, packs[at + 1 :], strict=True):
+    resumed = list(stream(specs, model, chosen, start=state, log=again.append))
+    assert contents(resumed) == contents(packs[at + 1 :])
+    for ours, theirs in zip(resumed, packs[at + 1 :], strict=True):
         for a, b in zip(ours.samples, theirs.samples, strict=True):
             assert np.array_equal(a.input_ids, b.input_ids)
             assert np.array_equal(a.labels, b.labels)
-    assert told[:before] + again == told
+    assert dropped[:before] + again == dropped
 
 
 def test_every_epoch_has_other_companions(specs: list[SourceSpec], model: Path) -> None:
@@ -130,9 +130,9 @@ def test_every_epoch_has_other_companions(specs: list[SourceSpec], model: Path) 
 
 def test_order_is_kept_where_it_should_be(specs: list[SourceSpec], model: Path) -> None:
     chosen = options(shuffle_buffer_size=1, shuffle=False, packing_algorithm="sequential", look_ahead=0)
-    found = [name for pack in contents(list(stream(specs, model, chosen))) for name in pack]
+    names = [name for pack in contents(list(stream(specs, model, chosen))) for name in pack]
     positions = {spec.path: number for number, spec in enumerate(specs)}
-    keys = [(positions[source], row) for source, row in found]
+    keys = [(positions[source], row) for source, row in names]
     assert keys == sorted(keys)
 
 
@@ -222,10 +222,12 @@ def test_dirty_rows_cost_themselves(model: Path, tmp_path: Path) -> None:
             ]
         )
     )
-    told: list[Dropped] = []
+    dropped: list[Dropped] = []
     chosen = options(shuffle=False)
-    packs = list(stream([SourceSpec(str(tmp_path / "rows.jsonl"), max_row_bytes=4000)], model, chosen, log=told.append))
+    packs = list(
+        stream([SourceSpec(str(tmp_path / "rows.jsonl"), max_row_bytes=4000)], model, chosen, log=dropped.append)
+    )
     assert [row for pack in contents(packs) for _, row in pack] == [0, 6]
-    assert [item.row for item in told] == [1, 2, 3, 4, 5]
+    assert [item.row for item in dropped] == [1, 2, 3, 4, 5]
     reasons = ["invalid_text", "duplicate_keys", "image_marks", "over_max_row_bytes"]
-    assert [item.reason for item in told][:4] == reasons
+    assert [item.reason for item in dropped][:4] == reasons

@@ -29,8 +29,8 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[SourceSpec]:
         number += count
         return [{"query": f"{i}", "response": "r" * (i % 50)} for i in range(number - count, number)]
 
-    def lines(found: list[dict[str, str]]) -> str:
-        return "".join(json.dumps(row) + "\n" for row in found)
+    def lines(rows: list[dict[str, str]]) -> str:
+        return "".join(json.dumps(row) + "\n" for row in rows)
 
     for name, count in (("a", 700), ("b", 65), ("c", 64), ("d", 1), ("e", 130), ("f", 0)):
         (folder / f"{name}.jsonl").write_text(lines(rows(count)))
@@ -47,12 +47,12 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[SourceSpec]:
 
 
 def take(specs: list[SourceSpec], **settings: Any) -> list[StreamBlock]:
-    given: dict[str, Any] = {"rank": 0, "world_size": 1, "num_epochs": 1, "seed": 1, "shuffle": True}
-    return list(blocks_of_rank(specs, **given | settings))
+    options: dict[str, Any] = {"rank": 0, "world_size": 1, "num_epochs": 1, "seed": 1, "shuffle": True}
+    return list(blocks_of_rank(specs, **options | settings))
 
 
 def numbers(blocks: list[StreamBlock]) -> list[int]:
-    rows = [row for found in blocks for _, row in read_block(found.source, found.block)]
+    rows = [row for placed in blocks for _, row in read_block(placed.source, placed.block)]
     return [int(row["query"]) for row in rows if isinstance(row, dict)]
 
 
@@ -64,19 +64,19 @@ def test_every_row_is_read_once_by_one_rank_in_every_epoch(
 ) -> None:
     ranks = [take(specs, rank=rank, world_size=world_size, num_epochs=2, shuffle=shuffle) for rank in range(world_size)]
     for epoch in (0, 1):
-        found = [numbers([block for block in blocks if block.position.epoch == epoch]) for blocks in ranks]
-        assert sorted(chain.from_iterable(found)) == list(range(1300))
-        assert all(found), "every rank has rows"
+        block_numbers = [numbers([block for block in blocks if block.position.epoch == epoch]) for blocks in ranks]
+        assert sorted(chain.from_iterable(block_numbers)) == list(range(1300))
+        assert all(block_numbers), "every rank has rows"
     assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
 
 
 def test_the_order_is_the_seeds(specs: list[SourceSpec]) -> None:
-    first, second = (numbers(take(specs, seed=seed)) for seed in (1, 2))
-    assert first == numbers(take(specs, seed=1))
-    assert first != second
+    first_seed, second_seed = (numbers(take(specs, seed=seed)) for seed in (1, 2))
+    assert first_seed == numbers(take(specs, seed=1))
+    assert first_seed != second_seed
     two_epochs = numbers(take(specs, num_epochs=2))
-    assert two_epochs[:1300] == first
-    assert two_epochs[1300:] != first
+    assert two_epochs[:1300] == first_seed
+    assert two_epochs[1300:] != first_seed
     assert numbers(take(specs, shuffle=False)) == list(range(1300))
 
 
@@ -92,12 +92,12 @@ def test_a_large_file_is_read_among_the_small_ones(specs: list[SourceSpec]) -> N
 def test_every_place_is_found_again(specs: list[SourceSpec], shuffle: bool) -> None:
     settings: dict[str, Any] = {"rank": 1, "world_size": 2, "num_epochs": 2, "shuffle": shuffle}
     blocks = take(specs, **settings)
-    whole = numbers(blocks)
+    all_numbers = numbers(blocks)
     for i in range(0, len(blocks), 3):
-        kept = StreamPosition(**json.loads(json.dumps(vars(blocks[i].position))))
-        rest = numbers(take(specs, **settings, start=kept))
-        assert rest == whole[len(whole) - len(rest) :]
-        assert rest == numbers(blocks[i:])
+        place = StreamPosition(**json.loads(json.dumps(vars(blocks[i].position))))
+        resumed = numbers(take(specs, **settings, start=place))
+        assert resumed == all_numbers[len(all_numbers) - len(resumed) :]
+        assert resumed == numbers(blocks[i:])
 
 
 def test_a_sample_of_rows_is_refused(specs: list[SourceSpec]) -> None:

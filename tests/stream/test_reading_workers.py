@@ -16,8 +16,8 @@ def test_a_store_that_is_down_is_told_with_how_to_go_on(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(reading.WorkerPool, "map", fail)
     spec: Any = None
-    with pytest.raises(StoreDownError) as told:
+    with pytest.raises(StoreDownError) as raised:
         list(reading.encoded_blocks(iter([]), spec, num_proc=1, num_ahead=1))
-    assert told.value.remedy is not None
-    assert told.value.remedy.startswith("Look at the store. To resume from the latest checkpoint")
-    assert "finished" not in told.value.remedy
+    assert raised.value.remedy is not None
+    assert raised.value.remedy.startswith("Look at the store. To resume from the latest checkpoint")
+    assert "finished" not in raised.value.remedy

@@ -30,9 +30,9 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[SourceSpec]:
     for _ in range(NUM_TEXTS):
         text = " ".join(map(str, random.integers(1000, 9999, 25)))
         for question in range(QUESTIONS):
-            asked = [{"role": "user", "content": text}, {"role": "assistant", "content": "read"}]
-            asked += [{"role": "user", "content": f"{question}?"}, {"role": "assistant", "content": "x" * question}]
-            rows.append({"messages": asked})
+            turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "read"}]
+            turns += [{"role": "user", "content": f"{question}?"}, {"role": "assistant", "content": "x" * question}]
+            rows.append({"messages": turns})
     for _ in range(NUM_ALONE):
         alone = "".join(map(chr, random.integers(97, 122, int(random.integers(5, 150)))))
         rows.append({"messages": [{"role": "user", "content": alone}, {"role": "assistant", "content": "y"}]})
@@ -41,8 +41,8 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[SourceSpec]:
     return [SourceSpec(str(path))]
 
 
-def sharing(model: Path, **given: Any) -> IntervalSharing:
-    return IntervalSharing(MediaTokens.of(ModelFiles.load(str(model)).config), **{"min_saving": 0.05} | given)
+def sharing(model: Path, **options: Any) -> IntervalSharing:
+    return IntervalSharing(MediaTokens.of(ModelFiles.load(str(model)).config), **{"min_saving": 0.05} | options)
 
 
 def tokens_once(pack: StreamedPack) -> int:
@@ -56,17 +56,17 @@ def tokens_once(pack: StreamedPack) -> int:
 
 def test_prefixes_are_once_in_a_pack(specs: Any, model: Path) -> None:
     chosen = options(shuffle_buffer_size=1, packing_interval=100)
-    packs, whole = (list(stream(specs, model, chosen, sharing=way)) for way in (sharing(model), None))
+    packs, unshared = (list(stream(specs, model, chosen, sharing=way)) for way in (sharing(model), None))
     names = [name for pack in contents(packs) for name in pack]
-    assert Counter(names) == Counter(name for pack in contents(whole) for name in pack)
+    assert Counter(names) == Counter(name for pack in contents(unshared) for name in pack)
     assert len(names) == len(set(names)) == NUM_TEXTS * QUESTIONS + NUM_ALONE
-    assert sum(pack.num_whole_tokens for pack in packs) == sum(pack.num_tokens for pack in whole)
-    assert sum(pack.num_tokens for pack in packs) < 0.6 * sum(pack.num_tokens for pack in whole)
-    assert len(packs) < 0.7 * len(whole)
+    assert sum(pack.num_whole_tokens for pack in packs) == sum(pack.num_tokens for pack in unshared)
+    assert sum(pack.num_tokens for pack in packs) < 0.6 * sum(pack.num_tokens for pack in unshared)
+    assert len(packs) < 0.7 * len(unshared)
     for pack in packs:
         assert sum(pack.amounts.targets) < pack.num_targets or not pack.amounts.shared_tokens.any()
         assert tokens_once(pack) <= pack.num_tokens <= CAPACITY
-    for pack in whole:
+    for pack in unshared:
         assert pack.num_tokens == pack.num_whole_tokens
         assert pack.amounts.targets.sum() == pack.num_targets
 
@@ -74,10 +74,10 @@ def test_prefixes_are_once_in_a_pack(specs: Any, model: Path) -> None:
 def test_intervals_that_save_little_are_packed_whole(specs: Any, model: Path) -> None:
     """An interval of ten rows drawn from all has few that are alike."""
     chosen = options(packing_interval=10, shuffle_buffer_size=300)
-    whole = contents(list(stream(specs, model, chosen)))
-    assert contents(list(stream(specs, model, chosen, sharing=sharing(model, min_saving=0.9)))) == whole
-    asked = list(stream(specs, model, chosen, sharing=sharing(model, min_saving=0.0)))
-    assert sum(pack.num_tokens for pack in asked) < sum(pack.num_whole_tokens for pack in asked)
+    unshared = contents(list(stream(specs, model, chosen)))
+    assert contents(list(stream(specs, model, chosen, sharing=sharing(model, min_saving=0.9)))) == unshared
+    shared = list(stream(specs, model, chosen, sharing=sharing(model, min_saving=0.0)))
+    assert sum(pack.num_tokens for pack in shared) < sum(pack.num_whole_tokens for pack in shared)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.8])
@@ -87,9 +87,9 @@ def test_the_rest_is_the_same_from_any_pack_on(share: float, specs: Any, model: 
     at = int(share * len(packs))
     write_stream_state(str(tmp_path), 0, packs[at].state)
     state = read_stream_state(str(tmp_path), 0)
-    rest = list(stream(specs, model, chosen, sharing=sharing(model), start=state))
-    assert contents(rest) == contents(packs[at + 1 :])
-    for one, other in zip(rest, packs[at + 1 :], strict=True):
+    resumed = list(stream(specs, model, chosen, sharing=sharing(model), start=state))
+    assert contents(resumed) == contents(packs[at + 1 :])
+    for one, other in zip(resumed, packs[at + 1 :], strict=True):
         assert all(np.array_equal(*columns) for columns in zip(one.amounts, other.amounts, strict=True))
 
 
@@ -103,9 +103,9 @@ def test_packs_of_a_tree_that_is_cut_follow_one_another(specs: Any, model: Path)
         for number, pack in enumerate(packs):
             for sample in pack.samples:
                 of_text.setdefault(sample.input_ids[:MIN_SHARED].tobytes(), set()).add(number)
-        cut = [sorted(numbers) for numbers in of_text.values() if len(numbers) > 1]
-        assert len(cut) > 5
-        apart[parts] = [numbers for numbers in cut if numbers[-1] - numbers[0] > 4]
+        split_trees = [sorted(numbers) for numbers in of_text.values() if len(numbers) > 1]
+        assert len(split_trees) > 5
+        apart[parts] = [numbers for numbers in split_trees if numbers[-1] - numbers[0] > 4]
         assert Counter(sample.place for pack in packs for sample in pack.samples).most_common(1)[0][1] == 1
     assert len(apart["any"]) > 5
     assert not apart["together"]
@@ -114,8 +114,8 @@ def test_packs_of_a_tree_that_is_cut_follow_one_another(specs: Any, model: Path)
 def test_a_tree_has_no_more_rows_than_asked(specs: Any, model: Path) -> None:
     samples = [sample for pack in stream(specs, model, options()) for sample in pack.samples]
     for most in (None, 2):
-        found = sharing(model, max_rows=most).find_trees(samples, CAPACITY)
-        assert found is not None
-        assert np.diff(found[0].offsets).max() == (most or QUESTIONS)
-        assert found[0].shared[found[0].shared > 0].min() >= MIN_SHARED
-        assert SampleAmounts.of(samples, found).media_tokens.sum() == 0
+        trees = sharing(model, max_rows=most).find_trees(samples, CAPACITY)
+        assert trees is not None
+        assert np.diff(trees[0].offsets).max() == (most or QUESTIONS)
+        assert trees[0].shared[trees[0].shared > 0].min() >= MIN_SHARED
+        assert SampleAmounts.of(samples, trees).media_tokens.sum() == 0

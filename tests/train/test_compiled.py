@@ -36,7 +36,7 @@ RUN: dict[str, Any] = {"num_train_epochs": 2.0, "gradient_accumulation_steps": 3
 LENGTHS = 9
 
 
-class Told(SilentProgress):
+class RecordingProgress(SilentProgress):
     """Keeps what a run says."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ def test_a_run_is_the_same_and_compiles_for_lengths(world: TinyWorld, tmp_path: 
     """With pictures, accumulation and evaluations; the padding is told, and counted nowhere."""
     torch._dynamo.reset()
     counters.clear()
-    progress = Told()
+    progress = RecordingProgress()
     train(world.config(tmp_path / "plain", **RUN), SilentProgress())
     train(world.config(tmp_path / "compiled", **RUN | COMPILED), progress)
     assert "padded to multiples of 32 tokens, up to 288" in "\n".join(progress.lines)
@@ -116,6 +116,6 @@ def test_what_does_not_go_with_it(world: TinyWorld, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_tells_of_the_lengths(world: TinyWorld, tmp_path: Path) -> None:
-    progress = Told()
+    progress = RecordingProgress()
     train(world.config(tmp_path, **COMPILED, dry_run=True), progress)
     assert any(line.startswith("torch.compile (eager)") for line in progress.lines)

@@ -43,7 +43,7 @@ class Killing(SilentProgress):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Told(SilentProgress):
+class RecordingProgress(SilentProgress):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ def test_a_checkpoint_of_an_older_packtool_has_a_ledger_by_its_plan(mixed: bool,
     on: dict[str, Any] = {"resume_from_checkpoint": str(tmp_path / "checkpoint-2"), "max_steps": 3}
     with pytest.raises(MismatchError, match="has no ledger, so it is unknown"):
         train(world.config("b", tmp_path, **on, data_change="allow"), SilentProgress())
-    progress = Told()
+    progress = RecordingProgress()
     train(world.config("b c", tmp_path, **on | mixture), progress)
     assert any("is from an older packtool and has no ledger" in note for note in progress.notes)
     again = read_ledger(str(tmp_path / "checkpoint-3"))

@@ -24,7 +24,7 @@ from packtool.train.run import train
 from tests.train.tiny import TinyWorld, export_rows, read_metrics
 
 
-class Told(SilentProgress):
+class RecordingProgress(SilentProgress):
     """Keeps what is said."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def test_losses_are_the_same_and_the_second_epoch_decodes_nothing(tiny: TinyWorl
         "gradient_accumulation_steps": 4,
     }
     train(tiny.config(tmp_path / "plain", **run_options), SilentProgress())
-    progress = Told()
+    progress = RecordingProgress()
     train(tiny.config(tmp_path / "with", **run_options, **cache_options(tmp_path), dataloader_num_workers=2), progress)
     lines, plain = read_metrics(tmp_path / "with"), read_metrics(tmp_path / "plain")
     assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
@@ -66,7 +66,7 @@ def test_losses_are_the_same_and_the_second_epoch_decodes_nothing(tiny: TinyWorl
     assert line.endswith(" MB of 100MB")
     assert not any("media_cache_hits" in line for line in plain)
     # Another command on the same cache finds them, too.
-    evaluated = Told()
+    evaluated = RecordingProgress()
     config = EvalConfig(
         model=tiny.model,
         cached_dataset=(tiny.cache,),
@@ -81,7 +81,7 @@ def test_losses_are_the_same_and_the_second_epoch_decodes_nothing(tiny: TinyWorl
 
 def test_a_place_that_cannot_be_written_to_is_said_once_and_training_goes_on(tiny: TinyWorld, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    progress = Told()
+    progress = RecordingProgress()
     options = cache_options(tmp_path / "file")
     run_options = {"max_steps": 2, "save_strategy": "no", "gradient_accumulation_steps": 2, **options}
     assert train(tiny.config(tmp_path / "run", **run_options), progress).steps == 2
@@ -94,7 +94,7 @@ def test_a_place_that_cannot_be_written_to_is_said_once_and_training_goes_on(tin
 
 
 def test_streams_and_batches_of_the_library_keep_theirs(tiny: TinyWorld, tmp_path: Path) -> None:
-    progress = Told()
+    progress = RecordingProgress()
     run_options = tiny.streamed() | {"max_steps": 1, "save_strategy": "no", "verify_packing": False}
     for _ in range(2):
         train(

@@ -138,7 +138,7 @@ def test_sources_have_the_targets_of_caches_that_were_exported_so(tiny: TinyWorl
         prepared(mixed(tiny, tmp_path, mix=recipe(tmp_path, (tiny.cache, tiny.cache), loss_scale="lastround")))
 
 
-class Told(SilentProgress):
+class RecordingProgress(SilentProgress):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Told(SilentProgress):
 def test_stages_are_trained_shown_and_resumed(
     tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mix, full_run, progress = tmp_path / "stages.yaml", tmp_path / "whole", Told()
+    mix, full_run, progress = tmp_path / "stages.yaml", tmp_path / "whole", RecordingProgress()
     ratios = ((2, 1), (1, 3))
     stages: list[dict[str, Any]] = [
         {"sources": [{"path": path, "samples": each} for path, each in zip(caches, pair, strict=True)]}

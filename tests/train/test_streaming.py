@@ -114,13 +114,13 @@ def test_a_dead_encoder_ends_the_command(tiny: TinyWorld, rows: str, tmp_path: P
     words += ["--streaming", "true", "--packing", "true", "--max-steps", "100000", "--max-length", "128"]
     words += ["--output-dir", str(tmp_path / "out"), "--packing-interval", "20", "--logging-steps", "1"]
     words += ["--media-root", str(Path(tiny.rows).parent)]
-    with started(run, words, told=tmp_path / "told.txt") as process:
+    with started(run, words, output_path=tmp_path / "output.txt") as process:
         wait_for((tmp_path / "out" / "metrics.jsonl").exists, lambda: not process.is_alive())
         children = psutil.Process(process.pid).children(recursive=True)
         workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
         workers[0].send_signal(signal.SIGKILL)
         process.join(PATIENCE_S)
-    output = (tmp_path / "told.txt").read_text()
+    output = (tmp_path / "output.txt").read_text()
     assert process.exitcode == 1, output
     assert "a worker process that encodes rows died" in output
     assert "--resume-from-checkpoint" in output
@@ -143,7 +143,7 @@ def test_mistakes_in_the_settings_are_told_together(tiny: TinyWorld) -> None:
     assert any("--system requires --dataset" in line for line in wrong)
 
 
-class Told(SilentProgress):
+class RecordingProgress(SilentProgress):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
@@ -183,7 +183,7 @@ def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp
             "max_length": 128,
             "cache_dir": str(tmp_path / "copies"),
         }
-        progress = Told()
+        progress = RecordingProgress()
         config = with_cache(tiny.config(tmp_path / "out", **options | changes), progress, unchecked)
         assert not config.dataset
         lines.append(progress.notes[-1])
@@ -215,7 +215,7 @@ def test_the_cache_of_rows_keeps_what_media_may_be(tiny: TinyWorld, tmp_path: Pa
 def test_a_stream_says_at_once_that_its_rows_reach_too_far(tiny: TinyWorld, tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "<image>a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "images": ["../../elsewhere.png"]}) + "\n")
-    progress = Told()
+    progress = RecordingProgress()
     with pytest.raises(DataError, match=r"no sample is left to train on"):
         train(tiny.config(tmp_path / "out", **tiny.streamed(str(tmp_path / "rows.jsonl"))), progress)
     assert any("media_not_allowed" in line and "--media-root DIR" in line for line in progress.notes)

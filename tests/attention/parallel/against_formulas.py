@@ -35,8 +35,8 @@ def largest_error(
     expected, expected_lse = exact.fwd(*wide, block)
     wanted = exact.bwd(above.double(), *wide, expected, expected_lse, block)
     out, lse = blocks.fwd(q, k, v, block)
-    found = blocks.bwd(above, q, k, v, out, lse, block)
-    pairs = zip((out, lse, *found), (expected, expected_lse, *wanted), strict=True)
+    gradients = blocks.bwd(above, q, k, v, out, lse, block)
+    pairs = zip((out, lse, *gradients), (expected, expected_lse, *wanted), strict=True)
     return max(float((a.double() - b).abs().max()) / max(float(b.abs().max()), 1.0) for a, b in pairs)
 
 

@@ -82,20 +82,20 @@ def cases(world_size: int) -> list[tuple[str, str, tuple[int, int], str, int | N
     # With four, the numbers of heads that two do not show: two for each rank, and one for all.
     common = product(names, ("all sharded", "some local"), HEADS if world_size == 2 else HEADS[1:])
     rare = product(names, ("all local", "one rank has all"), HEADS[1:2])
-    found: list[Any] = [(*case, "cpu_flash", None) for case in (*common, *rare)]
+    all_cases: list[Any] = [(*case, "cpu_flash", None) for case in (*common, *rare)]
     # With four, a group of two is as with two.
-    found += [
+    all_cases += [
         (mesh, "some local", (8, 2), blocks, None)
         for mesh in (names if world_size == 2 else names[-2:])
         for blocks in ("math", "float64", "bfloat16")
     ]
-    found += [
+    all_cases += [
         (mesh, "some local", (8, 2), blocks, 7)
         for mesh in names
         if mesh.startswith("ulysses")
         for blocks in ("cpu_flash", "math")
     ]
-    return found
+    return all_cases
 
 
 def find_errors(models: dict[str, tuple[Setting, Found]], result: Path) -> None:
@@ -107,16 +107,16 @@ def find_errors(models: dict[str, tuple[Setting, Found]], result: Path) -> None:
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     meshes = {name: SequenceParallel.on_mesh(MESHES[name], "cpu") for name in CHOSEN[size]}
-    found = {}
+    errors = {}
     for mesh, sequence, heads, blocks, window in cases(size):
         error = _error(meshes[mesh], *SEQUENCES[sequence], heads, *BLOCKS[blocks], window)
         worst = torch.tensor(error, dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        found[f"{mesh}, {sequence}, {heads}, {blocks}, {window}"] = worst.tolist()
+        errors[f"{mesh}, {sequence}, {heads}, {blocks}, {window}"] = worst.tolist()
     for name, mesh in MODELS[size]:
-        found[f"{name}, {mesh}"] = check_model(*models[name], meshes[mesh])
+        errors[f"{name}, {mesh}"] = check_model(*models[name], meshes[mesh])
     if dist.get_rank() == 0:
-        result.write_text(json.dumps(found))
+        result.write_text(json.dumps(errors))
 
 
 def _error(
@@ -148,8 +148,8 @@ def _error(
     )
     mine = [tensor.detach()[index].to(dtype).requires_grad_() for tensor in (q, k, v)]
     out = attend_shard(mine[0], mine[1], mine[2], shard, parallel, blocks, scale=0.4, window=window)
-    found = torch.autograd.grad(out, mine, above[index].to(dtype))
-    pairs = zip((out, *found), (expected, *wanted), strict=True)
+    gradients = torch.autograd.grad(out, mine, above[index].to(dtype))
+    pairs = zip((out, *gradients), (expected, *wanted), strict=True)
     return [_difference(a, b[index], float(b.detach().abs().max())) for a, b in pairs]
 
 
@@ -173,7 +173,7 @@ def _row(num_tokens: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Te
     return [*(tensor.requires_grad_() for tensor in made[:3]), made[3]]
 
 
-def _difference(found: Tensor, wanted: Tensor, largest: float) -> float:
-    if not found.numel():
+def _difference(actual: Tensor, wanted: Tensor, largest: float) -> float:
+    if not actual.numel():
         return 0.0
-    return float((found.detach().double() - wanted.detach()).abs().max()) / max(largest, 1.0)
+    return float((actual.detach().double() - wanted.detach()).abs().max()) / max(largest, 1.0)

@@ -109,7 +109,7 @@ def _hybrid(name: str, directory: str) -> Setting:
     if limits is not None:
         save_image_processor("qwen3_vl", directory)
     samples = [make_sample(length, seed=length) for length in (75, 1, 9, 2)]
-    samples += [make_sample(7, some, seed=number, limits=limits) for number, some in enumerate(pictures)]
+    samples += [make_sample(7, sizes, seed=number, limits=limits) for number, sizes in enumerate(pictures)]
     return InputSpec(directory, config, MediaLimits(limits)), model, samples
 
 
@@ -150,7 +150,7 @@ def _changed(batch: ShardedBatch, samples: Sequence[EncodedSample], number: int)
     return dataclasses.replace(batch, input_ids=ids)
 
 
-def _difference(found: Tensor, wanted: Tensor) -> float:
-    if not found.numel():
+def _difference(actual: Tensor, wanted: Tensor) -> float:
+    if not actual.numel():
         return 0.0
-    return float((found - wanted).abs().max()) / max(float(wanted.abs().max()), 1.0)
+    return float((actual - wanted).abs().max()) / max(float(wanted.abs().max()), 1.0)

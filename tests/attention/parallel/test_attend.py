@@ -15,7 +15,7 @@ TOLERANCES = {"cpu_flash": 2e-6, "math": 2e-6, "float64": 1e-13, "bfloat16": 1e-
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.smoke), 4])
-def found(
+def largest_errors(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, dict[str, list[float]]]:
     """Largest differences by case, from one process group for all of them."""
@@ -27,17 +27,17 @@ def found(
     return request.param, json.loads((scratch / "errors.json").read_text())
 
 
-def test_attention_equals_the_dense_reference(found: tuple[int, dict[str, list[float]]]) -> None:
+def test_attention_equals_the_dense_reference(largest_errors: tuple[int, dict[str, list[float]]]) -> None:
     """The output and the gradients of q, k and v: Hkv = 8, 2 and 1, every mesh, documents sharded and local."""
-    size, errors = found
+    size, errors = largest_errors
     for mesh, sequence, heads, blocks, window in cases(size):
         name = f"{mesh}, {sequence}, {heads}, {blocks}, {window}"
         assert max(errors[name]) < TOLERANCES[blocks], name
 
 
-def test_models_equal_one_process(found: tuple[int, dict[str, list[float]]]) -> None:
+def test_models_equal_one_process(largest_errors: tuple[int, dict[str, list[float]]]) -> None:
     """Logits, loss, all parameters' gradients; and a perturbed document moves no other, not in the last bit."""
-    size, errors = found
+    size, errors = largest_errors
     for name, mesh in MODELS[size]:
         logits, loss, gradients, moved = errors[f"{name}, {mesh}"]
         assert max(logits, loss, gradients) < 2e-6, (name, mesh)

@@ -43,9 +43,9 @@ def test_causal_blocks_equal_the_reference(blocks: BlockKernel, heads: tuple[int
     wanted = torch.autograd.grad(expected, wide, above.double())
     block = AttentionBlock(documents, documents, True, 0.3, window)
     out, lse = blocks.fwd(q, k, v, block)
-    found = blocks.bwd(above, q, k, v, out, lse, block)
+    gradients = blocks.bwd(above, q, k, v, out, lse, block)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=2e-6)
-    for got, want in zip((out, *found), (expected, *wanted), strict=True):
+    for got, want in zip((out, *gradients), (expected, *wanted), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=0, atol=5e-6)
 
 
@@ -61,8 +61,8 @@ def test_blocks_of_some_keys_merge_to_all_keys(blocks: BlockKernel) -> None:
     order = [*range(8), *range(21, 33), *range(8, 11), *range(33, 34), *range(11, 21), *range(34, 50)]
     wide = [tensor.double().requires_grad_() for tensor in (q, k[order], v[order])]
     expected = []
-    for some, seen in ((slice(0, 10), slice(0, 20)), (slice(10, 30), slice(24, 50))):
-        heads = [wide[0][some], *(tensor[seen].repeat_interleave(2, dim=1) for tensor in wide[1:])]
+    for query_slice, seen in ((slice(0, 10), slice(0, 20)), (slice(10, 30), slice(24, 50))):
+        heads = [wide[0][query_slice], *(tensor[seen].repeat_interleave(2, dim=1) for tensor in wide[1:])]
         scores = torch.einsum("qhd,khd->hqk", heads[0], heads[1]) * 0.3
         expected.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), heads[2]))
     torch.testing.assert_close(out.double(), torch.cat(expected), rtol=0, atol=2e-6)
@@ -70,9 +70,9 @@ def test_blocks_of_some_keys_merge_to_all_keys(blocks: BlockKernel) -> None:
     total, of_keys = torch.zeros_like(q), []
     for (start, stop), lengths in parts.items():
         block = AttentionBlock(queries, Varlen.of_lengths(lengths), False, 0.3)
-        more, *rest = blocks.bwd(above, q, k[start:stop], v[start:stop], out, lse, block)
+        more, *gradients = blocks.bwd(above, q, k[start:stop], v[start:stop], out, lse, block)
         total += more
-        of_keys.append(rest)
+        of_keys.append(gradients)
     torch.testing.assert_close(total.double(), dq, rtol=0, atol=2e-6)
     for number, want in enumerate((dk, dv)):
         got = torch.cat([part[number] for part in of_keys])[order]
@@ -92,11 +92,11 @@ def test_queries_that_have_seen_nothing_stay_empty() -> None:
     out, lse = merge_outputs(*nothing, *nothing)
     assert not out.any()
     assert torch.isneginf(lse).all()
-    some = torch.randn(3, 2, 4), torch.randn(2, 3)
-    for pair in ((nothing, some), (some, nothing)):
+    partial = torch.randn(3, 2, 4), torch.randn(2, 3)
+    for pair in ((nothing, partial), (partial, nothing)):
         out, lse = merge_outputs(*pair[0], *pair[1])
-        torch.testing.assert_close(out, some[0])
-        torch.testing.assert_close(lse, some[1])
+        torch.testing.assert_close(out, partial[0])
+        torch.testing.assert_close(lse, partial[1])
 
 
 def test_documents_must_add_up() -> None:
