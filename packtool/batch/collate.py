@@ -33,8 +33,8 @@ from torch import Tensor
 from packtool.batch.batch import PackedBatch, PaddedBatch, TreeBatch, target_positions
 from packtool.batch.media import blank_picture, blank_processed, load_media, silence
 from packtool.batch.micro_batch import Tower
-from packtool.batch.positions import PAD_ID, sample_positions
-from packtool.batch.prefix_tree import ROOT, Node, find_tree, key_index, stretch_of
+from packtool.batch.positions import NUM_POSITION_ROWS, PAD_ID, sample_positions
+from packtool.batch.prefix_tree import ROOT, Node, find_tree, key_index, slice_sample
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.constants import IGNORE_INDEX, MIN_SHARED
@@ -48,7 +48,7 @@ def collate_packs(
     spec: InputSpec,
     towers: frozenset[Tower] | None = None,
     *,
-    multiple_of: int = 1,
+    pad_to_multiple_of: int = 1,
 ) -> PackedBatch:
     """Lay samples end to end in one sequence.
 
@@ -56,14 +56,14 @@ def collate_packs(
         samples: in their order; none at all makes a micro-batch of filler documents, with zero loss.
         spec: the model they are for.
         towers: that run even if no sample has media for them; by default all of the model's.
-        multiple_of: pads the sequence to a multiple, by a filler document after the others.
+        pad_to_multiple_of: pads the sequence to a multiple, by a filler document after the others.
 
     Raises:
         DataError: naming a picture that cannot be read or has changed, or a sample whose placeholder
             tokens do not fit its pictures.
     """
-    check_pads(samples, spec)
-    documents, media, num_padding = _with_fillers(samples, spec, towers, multiple_of)
+    check_placeholders(samples, spec)
+    documents, media, num_padding = _load_with_fillers(samples, spec, towers, pad_to_multiple_of)
     lengths = tuple(sample.length for sample in documents)
     weights = shifted_weights(documents, spec)
     return PackedBatch(
@@ -78,7 +78,7 @@ def collate_packs(
         channels=tuple(sample.channel for sample in documents),
         num_samples=len(samples),
         num_padding=num_padding,
-        cu_seqlens=_bounds(lengths),
+        cu_seqlens=_cu_seqlens(lengths),
         lengths=lengths,
     )
 
@@ -86,30 +86,33 @@ def collate_packs(
 def collate_padded(
     samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None = None
 ) -> PaddedBatch:
-    """Put one sample into each row, padded on the right to the longest, which costs T x B minus the tokens.
+    """Put one sample into each row (B, T), padded on the right to the longest sample.
 
     Args:
-        samples: in their order; none at all makes a micro-batch of filler rows, with zero loss.
+        samples: without any, the micro-batch has only filler rows, with zero loss.
         spec, towers: as for ``collate_packs``.
     """
-    check_pads(samples, spec)
-    rows, media, _ = _with_fillers(samples, spec, towers)
-    shape = (len(rows), max(sample.length for sample in rows))
+    check_placeholders(samples, spec)
+    rows, media, _ = _load_with_fillers(samples, spec, towers)
     row_positions = [sample_positions(sample, spec) for sample in rows]
+    row_weights = shifted_weights(rows, spec)
     # Padding tokens have no label and are never attended to.
-    input_ids, positions = np.full(shape, PAD_ID, np.int64), np.zeros((4, *shape), np.result_type(*row_positions))
-    labels, mask = np.full(shape, IGNORE_INDEX, np.int64), np.zeros(shape, np.int64)
-    weights, loss_weights = shifted_weights(rows, spec), np.zeros(shape, np.float32)
+    shape = (len(rows), max(sample.length for sample in rows))
+    input_ids = np.full(shape, PAD_ID, np.int64)
+    labels = np.full(shape, IGNORE_INDEX, np.int64)
+    weights = np.zeros(shape, np.float32)
+    mask = np.zeros(shape, np.int64)
+    positions = np.zeros((NUM_POSITION_ROWS, *shape), np.result_type(*row_positions))
     for row, sample in enumerate(rows):
         tokens = slice(sample.length)
         input_ids[row, tokens] = sample.input_ids
         labels[row, tokens] = shifted_labels(sample)
         mask[row, tokens] = 1
         positions[:, row, tokens] = row_positions[row]
-        if weights is not None:
-            loss_weights[row, tokens] = weights[row]
+        if row_weights is not None:
+            weights[row, tokens] = row_weights[row]
     return PaddedBatch(
-        **batch_fields(input_ids, labels, None if weights is None else loss_weights, media, spec),
+        **batch_fields(input_ids, labels, None if row_weights is None else weights, media, spec),
         position_ids=_as_position_ids(positions if spec.has_mrope else positions[0]),
         channels=tuple(sample.channel for sample in rows),
         num_samples=len(samples),
@@ -124,9 +127,12 @@ def batch_fields(
     media: dict[str, Tensor],
     spec: InputSpec,
     *,
-    shared: bool = False,
+    exchanges_features: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields of a ``Batch`` that every kind of micro-batch derives from its tokens (T,) or (B, T)."""
+    """Return the fields that all classes of ``Batch`` have in common, from the tokens (T,) or (B, T) of a micro-batch.
+
+    ``exchanges_features``: ranks share the sequence, and send each other the features of its media.
+    """
     ids, targets = _as_rows(input_ids), _as_rows(labels)
     return {
         "input_ids": ids,
@@ -134,7 +140,7 @@ def batch_fields(
         "loss_weights": None if weights is None else _as_rows(weights),
         "target_positions": target_positions(targets),
         "media": media,
-        "towers": tower_inputs(spec, media, ids, shared=shared),
+        "towers": tower_inputs(spec, media, ids, exchanges_features=exchanges_features),
     }
 
 
@@ -163,15 +169,16 @@ def shifted_weights(samples: Sequence[EncodedSample], spec: InputSpec) -> list[n
 
 
 def joined_positions(
-    parts: Sequence[npt.NDArray[Any]], spec: InputSpec, index: npt.NDArray[np.int64] | None = None
+    document_positions: Sequence[npt.NDArray[Any]], spec: InputSpec, index: npt.NDArray[np.int64] | None = None
 ) -> Tensor:
     """Join documents' positions into the position ids of a sequence: (4, 1, T) for M-RoPE models, else (1, T).
 
     Args:
-        parts: (4, L) each, laid end to end.
-        index: (T,), the tokens to take; None for all.
+        document_positions: (4, L) of each document, in the order of the sequence.
+        index: (T,), positions in the sequence of the tokens to take; None for all.
     """
-    positions = np.concatenate(parts if spec.has_mrope else [part[:1] for part in parts], axis=1)
+    num_rows = NUM_POSITION_ROWS if spec.has_mrope else 1
+    positions = np.concatenate([rows[:num_rows] for rows in document_positions], axis=1)
     if index is not None:
         positions = positions[:, index]
     return _as_position_ids(positions[:, None] if spec.has_mrope else positions)
@@ -184,34 +191,57 @@ def _as_position_ids(positions: npt.NDArray[Any]) -> Tensor:
     return torch.from_numpy(positions)
 
 
-def _bounds(lengths: Sequence[int]) -> Tensor:
+def _cu_seqlens(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 
 
-def _with_fillers(
-    samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None, multiple_of: int = 1
+def _load_with_fillers(
+    samples: Sequence[EncodedSample],
+    spec: InputSpec,
+    towers: frozenset[Tower] | None,
+    pad_to_multiple_of: int = 1,
 ) -> tuple[list[EncodedSample], dict[str, Tensor], int]:
-    """Return the samples plus a filler for each tower without media and for padding; all media; padding tokens."""
+    """Load the media of samples, and append filler documents, which have no labels.
+
+    A filler with a blank image or silence is appended for each of ``towers`` (by default all of the model's) that no
+    sample has media for, and one of padding tokens if the sequence needs them. There is at least one document.
+
+    Returns:
+        the documents, samples first; the towers' inputs; and the number of padding tokens.
+    """
     documents, media = list(samples), load_media(samples, spec)
     towers = spec.towers if towers is None else towers
-    if "vision" in towers and spec.family.processor_inputs:
-        if not media:
-            count, media = blank_processed(spec)
-            picture = EncodedImage(None, b"", 0, 0, (), num_tokens=count)
-            documents.append(filler([spec.pad_ids["image"]] * count, (picture,)))
-    elif "vision" in towers and not any(pixels in media for pixels, _ in spec.family.visual_inputs.values()):
-        blank = blank_picture("image", spec)
-        _, height, width = grid = tuple(blank[spec.family.visual_inputs["image"][1]][0].tolist())
-        opening, closing = (getattr(spec.config, name) for name in spec.family.image_marks)
-        picture = EncodedImage(None, b"", height, width, grid, num_tokens=1)
-        documents.append(filler([opening, spec.pad_ids["image"], closing], (picture,)))
-        media |= blank
+    has_visual_media = any(pixels in media for pixels, _ in spec.family.visual_inputs.values())
+    if spec.family.processor_inputs:
+        has_visual_media = bool(media)
+    if "vision" in towers and not has_visual_media:
+        document, blank_media = _blank_image_document(spec)
+        documents.append(document)
+        media |= blank_media
     if "sound" in towers and "input_features" not in media:
         documents.append(filler([spec.pad_ids["audio"]]))
         media |= silence(spec)
-    documents = documents or [filler([PAD_ID])]
-    num_padding = -sum(document.length for document in documents) % multiple_of
-    return documents + [filler([PAD_ID] * num_padding)] * bool(num_padding), media, num_padding
+    if not documents:
+        documents.append(filler([PAD_ID]))
+    num_padding = -sum(document.length for document in documents) % pad_to_multiple_of
+    if num_padding:
+        documents.append(filler([PAD_ID] * num_padding))
+    return documents, media, num_padding
+
+
+def _blank_image_document(spec: InputSpec) -> tuple[EncodedSample, dict[str, Tensor]]:
+    """Return a filler document with a small blank image, and the image's inputs of the vision tower."""
+    pad_id = spec.pad_ids["image"]
+    if spec.family.processor_inputs:
+        num_tokens, media = blank_processed(spec)
+        return filler([pad_id] * num_tokens, (EncodedImage(None, b"", 0, 0, (), num_tokens=num_tokens),)), media
+    media = blank_picture("image", spec)
+    _, grid_name = spec.family.visual_inputs["image"]
+    grid = tuple(media[grid_name][0].tolist())
+    _, height, width = grid
+    opening_id, closing_id = (getattr(spec.config, name) for name in spec.family.image_marks)
+    image = EncodedImage(None, b"", height, width, grid, num_tokens=1)
+    return filler([opening_id, pad_id, closing_id], (image,)), media
 
 
 def filler(input_ids: list[int], images: tuple[EncodedImage, ...] = ()) -> EncodedSample:
@@ -220,27 +250,28 @@ def filler(input_ids: list[int], images: tuple[EncodedImage, ...] = ()) -> Encod
     return EncodedSample(ids, np.full_like(ids, IGNORE_INDEX), np.zeros(0, np.int32), images, None, "filler", 0)
 
 
-def check_pads(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
-    """Check each sample's placeholder tokens against its media; transformers checks only a micro-batch's totals.
+def check_placeholders(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
+    """Check that each sample has as many placeholder tokens as its media need; transformers checks only batch totals.
 
     Raises:
         DataError: naming the row.
     """
     for sample in samples:
         tracks = [video.audio for video in sample.videos if video.audio is not None]
-        needed: dict[MediaKind, int] = {
+        num_needed: dict[MediaKind, int] = {
             "image": sum(image.num_tokens for image in sample.images),
             "video": sum(video.num_tokens for video in sample.videos),
             "audio": sum(audio.num_tokens for audio in (*sample.audios, *tracks)),
         }
-        for kind in needed:
-            pad = spec.pad_ids.get(kind)
-            num_placeholders = int(np.count_nonzero(sample.input_ids == pad)) if pad is not None else 0
-            num_needed = sum(number for other, number in needed.items() if spec.pad_ids.get(other) == pad)
-            if num_placeholders != num_needed:
+        for kind in num_needed:
+            pad_id = spec.pad_ids.get(kind)
+            num_placeholders = 0 if pad_id is None else int(np.count_nonzero(sample.input_ids == pad_id))
+            # Kinds of media may share a placeholder token.
+            num_expected = sum(num for other, num in num_needed.items() if spec.pad_ids.get(other) == pad_id)
+            if num_placeholders != num_expected:
                 raise DataError(
                     f"row {sample.row} of {sample.source}: {num_placeholders} {kind} tokens for media "
-                    f"that need {num_needed}",
+                    f"that need {num_expected}",
                     "The cache does not belong to this model, or is damaged: run packtool export again.",
                 )
 
@@ -251,83 +282,90 @@ def collate_tree(
     towers: frozenset[Tower] | None = None,
     *,
     min_shared: int = MIN_SHARED,
-    multiple_of: int = 1,
+    pad_to_multiple_of: int = 1,
 ) -> PackedBatch:
-    """Lay samples end to end in one sequence, with each common prefix once.
+    """Lay samples end to end in one sequence, with each common prefix once: the documents are nodes of a prefix tree.
 
     The cost: attention gathers keys and values of all complete samples, one layer at a time.
 
     Args:
-        samples, spec, towers, multiple_of: as for ``collate_packs``.
-        min_shared: see ``prefix_tree.find_tree``.
+        samples, spec, towers, pad_to_multiple_of: as for ``collate_packs``.
+        min_shared: minimum length of a shared prefix in tokens.
 
     Returns:
         a ``TreeBatch``, or the result of ``collate_packs`` if nothing is shared.
     """
-    check_pads(samples, spec)
+    check_placeholders(samples, spec)
     nodes = find_tree(samples, spec, min_shared=min_shared)
     if not any(node.is_shared for node in nodes):
-        return collate_packs(samples, spec, towers, multiple_of=multiple_of)
-    parts = [stretch_of(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
-    documents, media, num_padding = _with_fillers(parts, spec, towers, multiple_of)
+        return collate_packs(samples, spec, towers, pad_to_multiple_of=pad_to_multiple_of)
+    # Any sample of a node has the node's tokens.
+    node_samples = [slice_sample(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
+    documents, media, num_padding = _load_with_fillers(node_samples, spec, towers, pad_to_multiple_of)
     fillers = documents[len(nodes) :]
-    lengths = tuple(document.length for document in documents)
-    keys, key_lengths = key_index([node.parent for node in nodes] + [ROOT] * len(fillers), lengths)
+    num_filler_tokens = sum(document.length for document in fillers)
     channels = tuple(dict.fromkeys(sample.channel for sample in samples))
-    labels, weights, counts = _targets(samples, nodes, spec, channels)
-    num_fillers = sum(filler.length for filler in fillers)
+    labels, weights, target_counts = _tree_targets(samples, nodes, spec, channels)
     fields = batch_fields(
         np.concatenate([document.input_ids for document in documents], dtype=np.int64),
-        np.append(labels, np.full(num_fillers, IGNORE_INDEX)),
-        np.append(weights, np.zeros(num_fillers, np.float32)),
+        np.append(labels, np.full(num_filler_tokens, IGNORE_INDEX)),
+        np.append(weights, np.zeros(num_filler_tokens, np.float32)),
         media,
         spec,
     )
-    counts = counts[:, fields["target_positions"].numpy()]
+    target_counts = target_counts[:, fields["target_positions"].numpy()]
+    lengths = tuple(document.length for document in documents)
+    keys, key_lengths = key_index([node.parent for node in nodes] + [ROOT] * len(fillers), lengths)
+    # Tokens keep their positions in the complete samples.
+    positions_of_sample = {node.samples[0]: sample_positions(samples[node.samples[0]], spec) for node in nodes}
+    positions = [positions_of_sample[node.samples[0]][:, node.start : node.stop] for node in nodes]
+    positions += [sample_positions(document, spec) for document in fillers]
     # Nodes come after the nodes that they continue, so the last node of a sample is its end.
-    ends = {number: document for document, node in enumerate(nodes) for number in node.samples}
-    complete_positions = {node.samples[0]: sample_positions(samples[node.samples[0]], spec) for node in nodes}
-    positions = [complete_positions[node.samples[0]][:, node.start : node.stop] for node in nodes]
-    positions += [sample_positions(filler, spec) for filler in fillers]
+    last_node = {sample: number for number, node in enumerate(nodes) for sample in node.samples}
     return TreeBatch(
         **fields,
         position_ids=joined_positions(positions, spec),
         channels=channels,
         num_samples=len(samples),
         num_padding=num_padding,
-        cu_seqlens=_bounds(lengths),
+        cu_seqlens=_cu_seqlens(lengths),
         lengths=lengths,
         key_index=torch.from_numpy(keys),
-        cu_seqlens_k=_bounds(key_lengths),
+        cu_seqlens_k=_cu_seqlens(key_lengths),
         key_lengths=key_lengths,
-        target_counts=torch.from_numpy(counts),
-        num_sample_targets=int(counts.sum()),
-        sample_ends=tuple(ends[number] for number in range(len(samples))),
+        target_counts=torch.from_numpy(target_counts),
+        num_sample_targets=int(target_counts.sum()),
+        sample_ends=tuple(last_node[sample] for sample in range(len(samples))),
     )
 
 
-def _targets(
+def _tree_targets(
     samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec, channels: Sequence[str | None]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Return labels and weights of the nodes' tokens, (T,), and label counts by channel, (C, T)."""
+    """Return the targets of the nodes of a prefix tree, whose tokens belong to one or several samples.
+
+    Returns:
+        labels (T,); loss weights (T,), summed over the samples; and target counts (C, T): in how many samples of each
+        channel a token is a target.
+    """
     sample_labels = [shifted_labels(sample) for sample in samples]
     sample_weights = shifted_weights(samples, spec)
-    labels, weights, counts = [], [], []
-    codes = {channel: code for code, channel in enumerate(channels)}
+    channel_index = {channel: index for index, channel in enumerate(channels)}
+    labels, weights, target_counts = [], [], []
     for node in nodes:
         tokens = slice(node.start, node.stop)
-        node_labels = np.stack([sample_labels[number][tokens] for number in node.samples])
+        # (samples of the node, tokens of the node)
+        node_labels = np.stack([sample_labels[sample][tokens] for sample in node.samples])
         is_target = node_labels != IGNORE_INDEX
-        label = np.where(is_target.any(axis=0), node_labels.max(axis=0, initial=IGNORE_INDEX), IGNORE_INDEX)
-        assert (node_labels[is_target] == np.broadcast_to(label, node_labels.shape)[is_target]).all(), (
-            "a token has one label"
-        )
+        # A token is a target in some of the samples, with the same label in all of these; other labels are smaller.
+        label = node_labels.max(axis=0, initial=IGNORE_INDEX)
+        assert (node_labels == label)[is_target].all(), "a token has one label"
         weight = is_target.astype(np.float32)
         if sample_weights is not None:
-            weight *= np.stack([sample_weights[number][tokens] for number in node.samples])
+            weight *= np.stack([sample_weights[sample][tokens] for sample in node.samples])
+        count = np.zeros((len(channels), node.length), np.int64)
+        np.add.at(count, [channel_index[samples[sample].channel] for sample in node.samples], is_target)
         labels.append(label.astype(np.int64))
         weights.append(weight.sum(axis=0, dtype=np.float32))
-        count = np.zeros((len(channels), node.length), np.int64)
-        np.add.at(count, [codes[samples[number].channel] for number in node.samples], is_target)
-        counts.append(count)
-    return np.concatenate(labels), np.concatenate(weights), np.concatenate(counts, axis=1)
+        target_counts.append(count)
+    return np.concatenate(labels), np.concatenate(weights), np.concatenate(target_counts, axis=1)

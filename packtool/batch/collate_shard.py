@@ -11,14 +11,23 @@ call of a tower; these features are not sent.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from packtool.batch.batch import ShardedBatch
-from packtool.batch.collate import batch_fields, check_pads, filler, joined_positions, shifted_labels, shifted_weights
+from packtool.batch.collate import (
+    batch_fields,
+    check_placeholders,
+    filler,
+    joined_positions,
+    shifted_labels,
+    shifted_weights,
+)
 from packtool.batch.media import blank_picture, blank_processed, load_media, silence
 from packtool.batch.micro_batch import Tower
 from packtool.batch.positions import PAD_ID, align_sample, sample_positions
@@ -30,50 +39,56 @@ from packtool.planning.skrull import SHARDED
 from packtool.planning.towers import assign_heaviest_first
 from packtool.rows.sample import MediaKind
 
-DocumentMedium = tuple[int, MediaKind, int, EncodedImage | EncodedVideo | EncodedAudio]
-"""Number of its document, kind, number in the document, and the medium; sounds are in the order of their tokens."""
+
+class DocumentMedium(NamedTuple):
+    """A medium of a sequence, with the index of its document; a sound has the path or data of its file."""
+
+    document: int
+    kind: MediaKind
+    medium: EncodedImage | EncodedVideo | EncodedAudio
 
 
 def collate_shard(
     samples: Sequence[EncodedSample],
     spec: InputSpec,
     split: SequenceSplit,
-    places: Sequence[int] | None = None,
+    placement: Sequence[int] | None = None,
     towers: frozenset[Tower] | None = None,
     *,
-    multiple_of: int = 1,
+    pad_to_multiple_of: int = 1,
 ) -> ShardedBatch:
-    """Collate one rank's part of some samples.
+    """Collate one rank's part of a packed sequence that several ranks share.
 
     Args:
-        samples: the same on all ranks that share the sequence, in their order; none makes a filler for each rank.
-        spec: the model they are for.
-        split: ranks that share the sequence, and the rank that this is for.
-        places: of each sample ``SHARDED``, or the rank that it is local to; by default all are sharded.
+        samples: the same on all ranks that share the sequence; without samples, each rank gets a filler document.
+        split: ranks that share the sequence, and the rank to collate for.
+        placement: the rank that holds each sample, or ``SHARDED``; by default all are sharded.
         towers: that run even if no sample has media for them; by default all of the model's.
-        multiple_of: pads each rank's part to a multiple, by a filler document of its own.
+        pad_to_multiple_of: pads each rank's part to a multiple, by a filler document of its own.
     """
-    check_pads(samples, spec)
-    documents, placed = _documents(samples, list(places or [SHARDED] * len(samples)), split)
-    paddings = _paddings(documents, placed, split, multiple_of)
-    documents += [filler([PAD_ID] * number) for number in paddings.values()]
-    placed += paddings
+    check_placeholders(samples, spec)
+    documents, ranks = _with_filler_documents(samples, list(placement or [SHARDED] * len(samples)), split)
+    padding_by_rank = _padding_by_rank(documents, ranks, split, pad_to_multiple_of)
+    documents += [filler([PAD_ID] * num_tokens) for num_tokens in padding_by_rank.values()]
+    ranks += padding_by_rank.keys()
     lengths = [document.length for document in documents]
-    assigned = assign_tokens(lengths, placed, split)
-    index = assigned[split.rank]
-    media, routes = _load_share(documents, placed, spec, assigned, split, spec.towers if towers is None else towers)
+    tokens_by_rank = assign_tokens(lengths, ranks, split)
+    index = tokens_by_rank[split.rank]  # positions of this rank's tokens in the sequence
+    towers = spec.towers if towers is None else towers
+    media, routes = _load_rank_media(documents, ranks, spec, tokens_by_rank, split, towers)
     weights = shifted_weights(documents, spec)
-    # Positions are computed for the documents that have tokens here: those of M-RoPE models are expensive.
-    local = set(np.repeat(np.arange(len(documents)), lengths)[index].tolist())
+    # Positions of M-RoPE models are expensive, so they are computed only for documents with tokens on this rank.
+    document_of_token = np.repeat(np.arange(len(documents)), lengths)
+    needed_documents = set(document_of_token[index].tolist())
     positions = [
-        sample_positions(document, spec) if number in local else np.zeros((4, document.length), np.int64)
+        sample_positions(document, spec) if number in needed_documents else np.zeros((4, document.length), np.int64)
         for number, document in enumerate(documents)
     ]
     shard = SequenceShard(
         split,
-        tuple(length for length, place in zip(lengths, placed, strict=True) if place == split.rank),
-        tuple(length for length, place in zip(lengths, placed, strict=True) if place == SHARDED),
-        routes,
+        local_lengths=tuple(length for length, rank in zip(lengths, ranks, strict=True) if rank == split.rank),
+        sharded_lengths=tuple(length for length, rank in zip(lengths, ranks, strict=True) if rank == SHARDED),
+        routes=routes,
     )
     return ShardedBatch(
         **batch_fields(
@@ -82,77 +97,93 @@ def collate_shard(
             None if weights is None else np.concatenate(weights)[index],
             media,
             spec,
-            shared=True,
+            exchanges_features=True,
         ),
         position_ids=joined_positions(positions, spec, index),
         channels=tuple(document.channel for document in documents),
         num_samples=len(samples) if split.rank == 0 else 0,
-        num_padding=paddings.get(split.rank, 0),
+        num_padding=padding_by_rank.get(split.rank, 0),
         shard=shard,
         index=torch.from_numpy(index),
         lengths=tuple(lengths),
     )
 
 
-def _documents(
-    samples: Sequence[EncodedSample], places: list[int], split: SequenceSplit
+def _with_filler_documents(
+    samples: Sequence[EncodedSample], ranks: list[int], split: SequenceSplit
 ) -> tuple[list[EncodedSample], list[int]]:
-    """Return documents and their places: the samples (padded if sharded) and fillers.
+    """Return the samples (padded if sharded) and fillers, and the rank of each of these documents or ``SHARDED``.
 
-    One filler makes the sharded total divisible by the ranks; ranks without any tokens get one each.
+    One filler makes the sharded tokens divisible by the number of ranks; ranks without any tokens get one each.
     """
-    documents = [
-        align_sample(sample, split.multiple) if place == SHARDED else sample
-        for sample, place in zip(samples, places, strict=True)
-    ]
-    num_sharded = sum(doc.length for doc, place in zip(documents, places, strict=True) if place == SHARDED)
-    if num_filler := split.num_filler_tokens(num_sharded):
-        documents.append(filler([PAD_ID] * num_filler))
-        places = [*places, SHARDED]
-    if not num_sharded:
-        empty = [rank for rank in range(split.size) if rank not in places]
-        documents += [filler([PAD_ID]) for _ in empty]
-        places = [*places, *empty]
-    return documents, places
+    documents = []
+    num_sharded_tokens = 0
+    for sample, rank in zip(samples, ranks, strict=True):
+        document = sample
+        if rank == SHARDED:
+            document = align_sample(sample, split.multiple)
+            num_sharded_tokens += document.length
+        documents.append(document)
+    if num_filler_tokens := split.num_filler_tokens(num_sharded_tokens):
+        documents.append(filler([PAD_ID] * num_filler_tokens))
+        ranks = [*ranks, SHARDED]
+    if not num_sharded_tokens:
+        empty_ranks = [rank for rank in range(split.size) if rank not in ranks]
+        documents += [filler([PAD_ID]) for _ in empty_ranks]
+        ranks = [*ranks, *empty_ranks]
+    return documents, ranks
 
 
-def _paddings(
-    documents: Sequence[EncodedSample], places: Sequence[int], split: SequenceSplit, multiple_of: int
+def _padding_by_rank(
+    documents: Sequence[EncodedSample], ranks: Sequence[int], split: SequenceSplit, pad_to_multiple_of: int
 ) -> dict[int, int]:
-    """Return the padding tokens of each rank whose part is not a multiple of ``multiple_of`` yet."""
+    """Return the number of padding tokens of each rank that needs any; ``ranks`` are those of the documents."""
     lengths = np.array([document.length for document in documents], np.int64)
-    num_sharded = int(lengths[np.array(places) == SHARDED].sum()) // split.size
-    totals = [num_sharded + int(lengths[np.array(places) == rank].sum()) for rank in range(split.size)]
-    return {rank: -total % multiple_of for rank, total in enumerate(totals) if total % multiple_of}
+    num_sharded_per_rank = int(lengths[np.array(ranks) == SHARDED].sum()) // split.size
+    padding_by_rank = {}
+    for rank in range(split.size):
+        num_tokens = num_sharded_per_rank + int(lengths[np.array(ranks) == rank].sum())
+        if num_tokens % pad_to_multiple_of:
+            padding_by_rank[rank] = -num_tokens % pad_to_multiple_of
+    return padding_by_rank
 
 
-def _load_share(
+def _load_rank_media(
     documents: Sequence[EncodedSample],
-    placed: Sequence[int],
+    ranks: Sequence[int],
     spec: InputSpec,
-    assigned: Sequence[Int64Array],
+    tokens_by_rank: Sequence[Int64Array],
     split: SequenceSplit,
     towers: frozenset[Tower],
 ) -> tuple[dict[str, Tensor], dict[str, FeatureRoute]]:
-    """Load the inputs of this rank's towers; return them with the routes of their features by kind of medium."""
-    if not spec.sees:
+    """Load the inputs of this rank's towers; return them with the routes of their features by kind of medium.
+
+    A tower that runs without media of this rank gets a blank image or silence, whose features are not sent.
+
+    Args:
+        ranks: of the documents, or ``SHARDED``.
+        tokens_by_rank: as ``assign_tokens`` returns them.
+        towers: that run even if the sequence has no media for them.
+    """
+    if not spec.has_vision:
         return {}, {}
-    media, owners = _owned_media(documents, placed, spec, split)
-    inputs = load_media(with_own_media(documents, placed, spec, split), spec)
+    media, encoding_ranks = _assign_media(documents, ranks, spec, split)
+    inputs = load_media(with_rank_media(documents, ranks, spec, split), spec)
     input_ids = np.concatenate([document.input_ids for document in documents])
-    kinds = np.array([spec.family.taken_as(kind) for _, kind, *_ in media], object)
-    num_tokens = np.array([medium.num_tokens for *_, medium in media], np.int64)
-    present = set(kinds)
-    if "vision" in towers and not present & {"image", "video"}:
-        present.add("image")
+    kinds = np.array([spec.family.taken_as(each.kind) for each in media], object)
+    num_tokens = np.array([each.medium.num_tokens for each in media], np.int64)
+    routed_kinds = set(kinds)
+    if "vision" in towers and not routed_kinds & {"image", "video"}:
+        routed_kinds.add("image")
     if "sound" in towers:
-        present.add("audio")
+        routed_kinds.add("audio")
     routes: dict[str, FeatureRoute] = {}
-    for kind in [kind for kind in spec.family.kinds if kind in present]:
-        token_owners = np.repeat(owners[kinds == kind], num_tokens[kinds == kind])
-        routes[kind] = route_features(
-            np.flatnonzero(input_ids == spec.pad_ids[kind]), token_owners, assigned, split.rank
-        )
+    for kind in spec.family.kinds:
+        if kind not in routed_kinds:
+            continue
+        positions = np.flatnonzero(input_ids == spec.pad_ids[kind])
+        source_ranks = np.repeat(encoding_ranks[kinds == kind], num_tokens[kinds == kind])
+        routes[kind] = route_features(positions, source_ranks, tokens_by_rank, split.rank)
         if kind == "audio":
             inputs = silence(spec) | inputs
         elif spec.family.processor_inputs:
@@ -162,53 +193,49 @@ def _load_share(
     return inputs, routes
 
 
-def with_own_media(
-    samples: Sequence[EncodedSample], places: Sequence[int], spec: InputSpec, split: SequenceSplit
+def with_rank_media(
+    samples: Sequence[EncodedSample], placement: Sequence[int], spec: InputSpec, split: SequenceSplit
 ) -> list[EncodedSample]:
     """Return the samples of a sequence with only those media that this rank's towers encode.
 
-    Sound tracks become sounds of their own, as the frames of their videos may be another rank's.
+    Sound tracks become sounds of their own, because another rank may encode the frames of their videos.
     """
-    media, owners = _owned_media(samples, places, spec, split)
-    own = {(number, kind, i) for (number, kind, i, _), owner in zip(media, owners, strict=True) if owner == split.rank}
+    media, encoding_ranks = _assign_media(samples, placement, spec, split)
+    rank_media: dict[tuple[int, MediaKind], list[Any]] = defaultdict(list)
+    for each, rank in zip(media, encoding_ranks, strict=True):
+        if rank == split.rank:
+            rank_media[each.document, each.kind].append(each.medium)
     return [
         dataclasses.replace(
             sample,
-            images=tuple(image for i, image in enumerate(sample.images) if (number, "image", i) in own),
-            videos=tuple(
-                dataclasses.replace(video, audio=None)
-                for i, video in enumerate(sample.videos)
-                if (number, "video", i) in own
-            ),
-            audios=tuple(
-                dataclasses.replace(sound, path=path, data=data)
-                for i, (sound, path, data) in enumerate(sounds_in_order(sample, spec.media_tokens))
-                if (number, "audio", i) in own
-            ),
+            images=tuple(rank_media[number, "image"]),
+            videos=tuple(dataclasses.replace(video, audio=None) for video in rank_media[number, "video"]),
+            audios=tuple(rank_media[number, "audio"]),
         )
         for number, sample in enumerate(samples)
     ]
 
 
-def _owned_media(
-    documents: Sequence[EncodedSample], placed: Sequence[int], spec: InputSpec, split: SequenceSplit
+def _assign_media(
+    documents: Sequence[EncodedSample], ranks: Sequence[int], spec: InputSpec, split: SequenceSplit
 ) -> tuple[list[DocumentMedium], Int64Array]:
     """Return all media of a sequence, and the rank that encodes each, int64 (media,).
 
-    Media of a local document belong to its rank; those of sharded documents are balanced by their cost in the towers.
+    Media of a local document are encoded by its rank; those of sharded documents are balanced by their tower costs.
+    ``ranks`` are those of the documents, or ``SHARDED``.
     """
     media: list[DocumentMedium] = []
     for number, document in enumerate(documents):
-        media += [(number, "image", i, image) for i, image in enumerate(document.images)]
-        media += [(number, "video", i, video) for i, video in enumerate(document.videos)]
-        sounds = sounds_in_order(document, spec.media_tokens)
-        media += [(number, "audio", i, sound) for i, (sound, *_) in enumerate(sounds)]
-    tokens = np.array([medium.num_tokens for *_, medium in media], np.int64)
-    is_sound = np.array([kind == "audio" for _, kind, *_ in media], np.bool_)
-    squares = [0 if isinstance(medium, EncodedAudio) else patch_squares(medium.grid) for *_, medium in media]
-    costs = spec.tower_costs.towers(tokens * ~is_sound, np.array(squares, np.int64), tokens * is_sound)
-    owners = np.array([placed[number] for number, *_ in media], np.int64)
-    shared = owners == SHARDED
-    loads = np.bincount(owners[~shared], costs[~shared], split.size)
-    owners[shared] = assign_heaviest_first(costs[shared].tolist(), loads.tolist())
-    return media, owners
+        media += [DocumentMedium(number, "image", image) for image in document.images]
+        media += [DocumentMedium(number, "video", video) for video in document.videos]
+        for sound, path, data in sounds_in_order(document, spec.media_tokens):
+            media.append(DocumentMedium(number, "audio", dataclasses.replace(sound, path=path, data=data)))
+    num_tokens = np.array([each.medium.num_tokens for each in media], np.int64)
+    is_sound = np.array([each.kind == "audio" for each in media], np.bool_)
+    squares = [0 if isinstance(each.medium, EncodedAudio) else patch_squares(each.medium.grid) for each in media]
+    costs = spec.tower_costs.towers(num_tokens * ~is_sound, np.array(squares, np.int64), num_tokens * is_sound)
+    encoding_ranks = np.array([ranks[each.document] for each in media], np.int64)
+    is_sharded = encoding_ranks == SHARDED
+    local_costs = np.bincount(encoding_ranks[~is_sharded], costs[~is_sharded], split.size)
+    encoding_ranks[is_sharded] = assign_heaviest_first(costs[is_sharded].tolist(), local_costs.tolist())
+    return media, encoding_ranks

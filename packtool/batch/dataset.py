@@ -55,9 +55,10 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         skip_bad_media: leave out samples whose media cannot be loaded.
         splits: how sequences are split, and this rank's part, by sequence parallel size; the first is the default of
             micro-batches. Size 1 needs no entry.
-        always: towers that run in every micro-batch; by default all. Other towers run if any rank has media for them.
+        required_towers: towers that run in every micro-batch; by default all. Others run if any rank has media for
+            them.
         min_shared: minimum length in tokens of a common prefix that is computed once; None shares no prefixes.
-        multiple_of: pads packed sequences to a multiple; see ``collate_packs``.
+        pad_to_multiple_of: pads packed sequences to a multiple; see ``collate_packs``.
     """
 
     def __init__(
@@ -68,19 +69,20 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         packing: bool = True,
         skip_bad_media: bool = False,
         splits: Mapping[int, SequenceSplit] | None = None,
-        always: frozenset[Tower] | None = None,
+        required_towers: frozenset[Tower] | None = None,
         min_shared: int | None = None,
-        multiple_of: int = 1,
+        pad_to_multiple_of: int = 1,
     ) -> None:
         assert min_shared is None or (packing and not splits), "only samples of a pack of one rank share prefixes"
         self.read, self.spec, self.skip_bad_media = read, spec, skip_bad_media
-        self.splits, self.multiple_of = dict(splits or {}), multiple_of
-        self.always = spec.towers if always is None else always
+        self.splits, self.pad_to_multiple_of = dict(splits or {}), pad_to_multiple_of
+        self.required_towers = spec.towers if required_towers is None else required_towers
+        # Collation of a micro-batch that one rank computes alone.
         self._collate: Callable[..., Batch] = collate_padded
         if min_shared is not None:
-            self._collate = partial(collate_tree, min_shared=min_shared, multiple_of=multiple_of)
+            self._collate = partial(collate_tree, min_shared=min_shared, pad_to_multiple_of=pad_to_multiple_of)
         elif packing:
-            self._collate = partial(collate_packs, multiple_of=multiple_of)
+            self._collate = partial(collate_packs, pad_to_multiple_of=pad_to_multiple_of)
 
     def __getitem__(self, micro_batch: MicroBatch) -> Batch | PacktoolError:
         """Return the micro-batch or its error; an error raised in a worker process would lose its type and remedy."""
@@ -89,31 +91,42 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
             if micro_batch.read_again is not None:
                 pairs = zip(samples, micro_batch.read_again, strict=True)
                 samples = [dataclasses.replace(sample, is_read_again=again) for sample, again in pairs]
-            return with_media_reads(self._batch(samples, micro_batch), self.spec)
+            return with_media_reads(self._collate_loaded(samples, micro_batch), self.spec)
         except PacktoolError as error:
             return error
 
-    def _batch(self, samples: Sequence[EncodedSample], micro_batch: MicroBatch) -> Batch:
+    def _collate_loaded(self, samples: Sequence[EncodedSample], micro_batch: MicroBatch) -> Batch:
+        """Load the media of a micro-batch's samples and collate them; with ``skip_bad_media``, without bad samples."""
         towers = self.spec.towers
         if micro_batch.towers is not None:
-            towers &= self.always | micro_batch.towers
-        size = next(iter(self.splits), 1) if micro_batch.shared_by is None else micro_batch.shared_by
-        if size > 1:
+            towers &= self.required_towers | micro_batch.towers
+        num_ranks = micro_batch.sequence_parallel_size
+        if num_ranks is None:
+            num_ranks = next(iter(self.splits), 1)
+        if num_ranks > 1:
             check_unchanged(samples, self.spec)
-            split, places = self.splits[size], micro_batch.places
-            return collate_shard(samples, self.spec, split, places, towers, multiple_of=self.multiple_of)
+            return collate_shard(
+                samples,
+                self.spec,
+                self.splits[num_ranks],
+                micro_batch.placement,
+                towers,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+            )
         try:
             check_unchanged(samples, self.spec)
             return self._collate(samples, self.spec, towers=towers)
         except MediaError:
             if not self.skip_bad_media:
                 raise
+        # Find the bad samples by loading each one alone.
         good, skipped = [], []
         for sample, key in zip(samples, micro_batch.samples, strict=True):
-            if (error := sample_media_error(sample, self.spec)) is None:
+            error = sample_media_error(sample, self.spec)
+            if error is None:
                 good.append(sample)
             else:
-                position = key if isinstance(key, int) else None
+                position = key if isinstance(key, int) else None  # in the caches; None in a stream
                 skipped.append(SkippedSample(sample.source, sample.row, error.message, num_targets(sample), position))
         return dataclasses.replace(self._collate(good, self.spec, towers=towers), skipped=tuple(skipped))
 
@@ -126,10 +139,10 @@ def load_micro_batches(
     pin_memory: bool = False,
     remedy: str = RESUME,
 ) -> Iterator[Batch]:
-    """Yield collated micro-batches, prefetched by ``num_workers`` processes.
+    """Yield collated micro-batches in order, prefetched by ``num_workers`` processes.
 
     Args:
-        indices: of the dataset.
+        indices: of the dataset's items, which are micro-batches or errors.
         remedy: what the user can do if one of these processes dies, other than loading without them.
 
     Raises:

@@ -58,7 +58,7 @@ def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, T
     if spec.family.processor_inputs:
         return load_processed(samples, spec)
     media = load_pixels(samples, spec)
-    return media | load_sounds(samples, spec) if spec.hears else media
+    return media | load_sounds(samples, spec) if spec.has_audio else media
 
 
 def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:

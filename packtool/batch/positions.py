@@ -50,51 +50,58 @@ TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
 
 
 def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]:
-    """Rows [text, t, h, w] of one sample, (4, L): int64, or float32 where an Omni model's seconds are fractions.
+    """Return a sample's positions, (4, L), rows [text, t, h, w]: int64, or float32 if an Omni model has fractions.
 
-    Rows 1 to 3 of a sample with pictures or videos come from the model's ``get_rope_index``.
+    Rows 1 to 3 of a sample with images or videos come from the model's ``get_rope_index``; otherwise all rows are 0, 1,
+    2, ...
 
     Raises:
-        DataError: for videos with and without a sound track in one sample, which Omni models cannot place.
+        DataError: for videos with and without a sound track in one sample, which Omni models do not support.
     """
-    text = np.arange(sample.length, dtype=np.int64)
+    text_positions = np.arange(sample.length, dtype=np.int64)
     if not spec.has_mrope or (not sample.images and not sample.videos):
-        return np.broadcast_to(text, (NUM_POSITION_ROWS, sample.length))
+        return np.broadcast_to(text_positions, (NUM_POSITION_ROWS, sample.length))
     input_ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
-    own: dict[MediaKind, list[tuple[int, ...]]] = {"image": [image.grid for image in sample.images]}
+    image_grids: list[tuple[int, ...]] = [image.grid for image in sample.images]
+    video_grids: list[tuple[int, ...]] = [video.grid for video in sample.videos]
     if spec.family.videos_as_pictures:
-        own["image"] += [grid for video in sample.videos for grid in video.frame_grids]
-    else:
-        own["video"] = [video.grid for video in sample.videos]
-    inputs = spec.family.visual_inputs
-    grids = {places: torch.tensor(own[kind]) if own[kind] else None for kind, (_, places) in inputs.items()}
-    find = spec.rope_index
+        image_grids += [grid for video in sample.videos for grid in video.frame_grids]
+        video_grids = []
+    # Arguments by the model's names, such as image_grid_thw; None if the sample has no such medium.
+    arguments: dict[str, Any] = {"input_ids": input_ids}
+    for kind, (_, grid_name) in spec.family.visual_inputs.items():
+        grids = image_grids if kind == "image" else video_grids
+        arguments[grid_name] = torch.tensor(grids) if grids else None
     if spec.family.positions == "sound_seconds":
-        rope, _ = find(input_ids=input_ids, **grids, **_omni_settings(sample, input_ids, spec))
+        arguments |= _omni_arguments(sample, input_ids, spec)
     else:
-        pads = [(spec.pad_ids[kind], number) for kind, number in TOKEN_TYPES.items() if kind in inputs]
-        types = sum(torch.eq(input_ids, pad).int() * number for pad, number in pads)
-        seconds = torch.tensor([video.seconds_per_grid for video in sample.videos])
-        rope, _ = find(input_ids=input_ids, mm_token_type_ids=types, second_per_grid_ts=seconds, **grids)
-    rows = rope[:, 0].numpy()
-    if np.issubdtype(rows.dtype, np.floating) and (rows == rows.round()).all():
-        rows = rows.astype(np.int64)
-    return np.concatenate([text[None], rows]).astype(rows.dtype)
+        token_types = torch.zeros_like(input_ids, dtype=torch.int32)
+        for kind, token_type in TOKEN_TYPES.items():
+            if kind in spec.family.visual_inputs:
+                token_types += torch.eq(input_ids, spec.pad_ids[kind]).int() * token_type
+        arguments["mm_token_type_ids"] = token_types
+        arguments["second_per_grid_ts"] = torch.tensor([video.seconds_per_grid for video in sample.videos])
+    position_ids, _ = spec.rope_index(**arguments)
+    media_positions = position_ids[:, 0].numpy()  # (3, L)
+    is_whole = (media_positions == media_positions.round()).all()
+    dtype = np.dtype(np.int64) if is_whole else media_positions.dtype
+    return np.concatenate([text_positions[None], media_positions]).astype(dtype)
 
 
-def _omni_settings(sample: EncodedSample, input_ids: torch.Tensor, spec: InputSpec) -> dict[str, Any]:
-    with_track = [video.audio is not None for video in sample.videos]
-    if any(with_track) and not all(with_track):
+def _omni_arguments(sample: EncodedSample, input_ids: torch.Tensor, spec: InputSpec) -> dict[str, Any]:
+    """Return the arguments that only Omni models' ``get_rope_index`` has: lengths of sounds and sound tracks."""
+    has_track = [video.audio is not None for video in sample.videos]
+    if any(has_track) and not all(has_track):
         raise DataError(
             f"row {sample.row} of {sample.source} has videos with and without a sound track, whose positions an Omni "
             "model cannot tell",
             "Export without --use-audio-in-video, or leave that row out.",
         )
-    sounds = [sound.num_features for sound, _, _ in sounds_in_order(sample, spec.media_tokens)]
+    num_frames = [sound.num_features for sound, _, _ in sounds_in_order(sample, spec.media_tokens)]
     return {
         "attention_mask": torch.ones_like(input_ids),
-        "use_audio_in_video": any(with_track),
-        "audio_seqlens": torch.tensor(sounds) if sounds else None,
+        "use_audio_in_video": any(has_track),
+        "audio_seqlens": torch.tensor(num_frames) if num_frames else None,
         "second_per_grids": torch.tensor([video.seconds_per_grid for video in sample.videos]),
     }
 
@@ -133,12 +140,12 @@ def alignment_for(*, tensor_parallel_size: int = 1, sequence_parallel_size: int 
 
 
 def remove_padding(input_ids: Tensor, labels: Tensor, attention_mask: Tensor, *, align_to: int = 1) -> RemovedPadding:
-    """Lay the rows of a padded batch end to end.
+    """Lay the rows of a padded batch end to end in one sequence.
 
     Args:
         input_ids: int (B, L).
-        labels: int (B, L), of the same positions; shifted before, where a loss is to be made of them.
-        attention_mask: (B, L), 1 on tokens and 0 on padding, on whichever side.
+        labels: int (B, L), at the same positions; shift them before if a loss is computed from them.
+        attention_mask: (B, L), 1 on tokens and 0 on padding, on either side of the tokens.
         align_to: every row is padded to a multiple of it: see ``alignment_for``.
 
     Raises:
@@ -149,17 +156,19 @@ def remove_padding(input_ids: Tensor, labels: Tensor, attention_mask: Tensor, *,
         raise ValueError(f"input_ids, labels and attention_mask must have one shape (B, L), not {shapes}")
     is_token = attention_mask.bool()
     seqlens = is_token.sum(dim=1)
-    padded = (seqlens + align_to - 1) // align_to * align_to
-    cu_seqlens = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
-    num_tokens = int(cu_seqlens[-1])
-    place = (cu_seqlens[:-1, None] + is_token.cumsum(dim=1) - 1)[is_token]
-    packed_ids = input_ids.new_full((num_tokens,), PAD_ID)
-    packed_ids[place] = input_ids[is_token]
-    packed_labels = labels.new_full((num_tokens,), IGNORE_INDEX)
-    packed_labels[place] = labels[is_token]
-    starts = torch.repeat_interleave(cu_seqlens[:-1], padded, output_size=num_tokens)
-    positions = torch.arange(num_tokens, device=input_ids.device) - starts
-    return RemovedPadding(packed_ids[None], positions[None], packed_labels[None], seqlens.int(), cu_seqlens.int())
+    aligned_lengths = (seqlens + align_to - 1) // align_to * align_to
+    cu_seqlens = torch.cat([aligned_lengths.new_zeros(1), aligned_lengths.cumsum(0)])
+    num_packed = int(cu_seqlens[-1])
+    # Position in the sequence of each token, from its position in its row.
+    index_in_row = is_token.cumsum(dim=1) - 1
+    packed_index = (cu_seqlens[:-1, None] + index_in_row)[is_token]
+    packed_ids = input_ids.new_full((num_packed,), PAD_ID)
+    packed_ids[packed_index] = input_ids[is_token]
+    packed_labels = labels.new_full((num_packed,), IGNORE_INDEX)
+    packed_labels[packed_index] = labels[is_token]
+    row_starts = torch.repeat_interleave(cu_seqlens[:-1], aligned_lengths, output_size=num_packed)
+    position_ids = torch.arange(num_packed, device=input_ids.device) - row_starts
+    return RemovedPadding(packed_ids[None], position_ids[None], packed_labels[None], seqlens.int(), cu_seqlens.int())
 
 
 def restore_padding(
@@ -178,8 +187,8 @@ def restore_padding(
         seqlens: int (B,), tokens of each row.
         cu_seqlens: int (B + 1,), starts of the rows in ``values``: those with pads, not sums of ``seqlens``.
         seq_len: length L of the restored rows.
-        prompt_length: int (B,) or (B, 1), at least 1. Rows then begin at position p - 1 and hold what is said of the
-            seqlens - p tokens after the prompt.
+        prompt_length: p, int (B,) or (B, 1), at least 1. Rows then hold only the values that predict the seqlens - p
+            tokens after the prompt: those of positions p - 1 to seqlens - 2.
         fill: value of the padding.
 
     Returns:
@@ -190,21 +199,24 @@ def restore_padding(
     """
     if values.shape[0] != 1:
         raise ValueError(f"expected the values of one packed sequence, (1, T, ...), not {tuple(values.shape)}")
-    counts, starts = seqlens.long(), cu_seqlens[:-1].long()
+    lengths, starts = seqlens.long(), cu_seqlens[:-1].long()
     if prompt_length is not None:
         prompt_length = prompt_length.reshape(-1)
-        if bool(((prompt_length < 1) | (prompt_length > counts.clamp(min=1))).any()):
+        if bool(((prompt_length < 1) | (prompt_length > lengths.clamp(min=1))).any()):
             raise ValueError("a prompt has at least one token, and no more than its row")
-        counts, starts = (counts - prompt_length).clamp(min=0), starts + prompt_length - 1
-    longest = int(counts.max()) if len(counts) else 0
-    if longest > seq_len:
-        raise ValueError(f"seq_len {seq_len} is too short for a row of {longest}")
+        lengths = (lengths - prompt_length).clamp(min=0)
+        starts = starts + prompt_length - 1
+    max_length = int(lengths.max()) if len(lengths) else 0
+    if max_length > seq_len:
+        raise ValueError(f"seq_len {seq_len} is too short for a row of {max_length}")
     if values.shape[1] == 0:
-        return values.new_full((len(counts), seq_len, *values.shape[2:]), fill)
+        return values.new_full((len(lengths), seq_len, *values.shape[2:]), fill)
     column = torch.arange(seq_len, device=values.device)
-    is_padding = column >= counts[:, None]
-    index = (starts[:, None] + column).masked_fill(is_padding, 0)
-    return values[0][index].masked_fill(is_padding.view(*is_padding.shape, *[1] * (values.ndim - 2)), fill)
+    is_padding = column >= lengths[:, None]  # (B, L)
+    packed_index = (starts[:, None] + column).masked_fill(is_padding, 0)
+    num_value_axes = values.ndim - 2
+    is_padding = is_padding.view(*is_padding.shape, *[1] * num_value_axes)
+    return values[0][packed_index].masked_fill(is_padding, fill)
 
 
 def align_sample(sample: EncodedSample, align_to: int) -> EncodedSample:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,38 +50,41 @@ class MediaNumbers:
     def __init__(self, policy: MediaPolicy) -> None:
         self._policy = policy
         self._numbers: dict[Medium, int] = {}
-        # Media that differ at most in their files, by the medium without its files.
-        self._same_size: dict[Medium, list[Medium]] = {}
-        self._names: dict[Medium, tuple[str, ...]] = {}
-        self._num = 0
+        # Media with different contents that differ at most in their files, by the medium without its files.
+        self._media_by_size: dict[Medium, list[Medium]] = {}
+        self._content_names: dict[Medium, tuple[str, ...]] = {}
+        self._num_contents = 0
 
     def __call__(self, medium: Medium) -> int:
         """Return the number of a medium: that of an equal earlier medium, or else a new one."""
         if medium not in self._numbers:
-            changes: dict[str, Any] = {"path": None, "data": None}
+            without_files: dict[str, Any] = {"path": None, "data": None}
             if isinstance(medium, EncodedVideo):
-                changes["frames"] = ((None, None),) * len(medium.frames)
-            others = self._same_size.setdefault(dataclasses.replace(medium, **changes), [])
-            same = next((other for other in others if self._are_same(medium, other)), None)
-            if same is None:
-                others.append(medium)
-                self._num += 1
-            self._numbers[medium] = self._num - 1 if same is None else self._numbers[same]
+                without_files["frames"] = ((None, None),) * len(medium.frames)
+            candidates = self._media_by_size.setdefault(dataclasses.replace(medium, **without_files), [])
+            equal = next((candidate for candidate in candidates if self._is_equal(medium, candidate)), None)
+            if equal is None:
+                candidates.append(medium)
+                self._numbers[medium] = self._num_contents
+                self._num_contents += 1
+            else:
+                self._numbers[medium] = self._numbers[equal]
         return self._numbers[medium]
 
-    def _are_same(self, one: Medium, other: Medium) -> bool:
-        if self._names_of(one) != self._names_of(other):
+    def _is_equal(self, first: Medium, second: Medium) -> bool:
+        if self._names_of(first) != self._names_of(second):
             return False
-        for mine, its in zip(files_of(one), files_of(other), strict=True):
-            digest = None if mine == its else content_digest(*mine, self._policy)
-            if mine != its and (digest is None or digest != content_digest(*its, self._policy)):
-                return False
+        for first_file, second_file in zip(files_of(first), files_of(second), strict=True):
+            if first_file != second_file:
+                digest = content_digest(*first_file, self._policy)
+                if digest is None or digest != content_digest(*second_file, self._policy):
+                    return False
         return True
 
     def _names_of(self, medium: Medium) -> tuple[str, ...]:
-        if medium not in self._names:
-            self._names[medium] = tuple(content_name(*file) for file in files_of(medium))
-        return self._names[medium]
+        if medium not in self._content_names:
+            self._content_names[medium] = tuple(content_name(*file) for file in files_of(medium))
+        return self._content_names[medium]
 
 
 Int64Array = npt.NDArray[np.int64]
@@ -91,7 +94,7 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class Node:
-    """A stretch of tokens that one or several samples have in common.
+    """A node of a prefix tree: consecutive tokens that one or several samples have in common.
 
     Args:
         samples: numbers of the samples that contain it, ascending.
@@ -115,6 +118,14 @@ class Node:
         return len(self.samples) > 1
 
 
+class _Group(NamedTuple):
+    """Samples whose first ``start`` tokens are equal and already in nodes, of which ``parent`` is the last."""
+
+    samples: list[int]
+    start: int
+    parent: int
+
+
 def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: int) -> list[Node]:
     """Build the prefix tree of some samples: nodes that hold each common prefix once.
 
@@ -128,71 +139,87 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
         nodes, each after the one that it continues. A sample without tokens of its own has no node of its own.
     """
     numbers = MediaNumbers(spec.media_policy)
-    pairs = [_symbols(sample, spec, numbers) for sample in samples]
-    symbols, can_end = ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    symbols, can_end = [], []
+    for sample in samples:
+        sample_symbols, sample_can_end = _symbols(sample, spec, numbers)
+        symbols.append(sample_symbols)
+        can_end.append(sample_can_end)
     nodes: list[Node] = []
-    # Groups of samples with equal beginnings, the number of tokens in their nodes so far, and the last of these nodes.
-    groups = [(list(range(len(samples))), 0, ROOT)] if samples else []
+    groups = [_Group(list(range(len(samples))), 0, ROOT)] if samples else []
     while groups:
         group, start, parent = groups.pop()
         first = group[0]
         num_equal = min(_common_prefix_length(symbols[first], symbols[number], start) for number in group)
-        # By the next symbol; None: the sample ends here.
+        # Samples by the symbol after their common prefix, None for those that end with it.
         branches: dict[int | None, list[int]] = {}
         for number in group:
-            following = int(symbols[number][num_equal]) if len(symbols[number]) > num_equal else None
-            branches.setdefault(following, []).append(number)
-        parts, stop = list(branches.values()), num_equal
-        if branches.keys() == {None}:
-            parts = []  # nothing continues complete samples, so the prefix may end anywhere
+            has_next = len(symbols[number]) > num_equal
+            next_symbol = int(symbols[number][num_equal]) if has_next else None
+            branches.setdefault(next_symbol, []).append(number)
+        are_equal = branches.keys() == {None}
+        if are_equal:
+            # Nothing continues complete samples, so the prefix may end anywhere.
+            subgroups, stop = [], num_equal
         else:
-            # One token earlier if the last one predicts more than one target.
-            targets = {label for number in group for label in samples[number].labels[num_equal:][:1].tolist()}
-            longest = max(num_equal - (len(targets - {IGNORE_INDEX}) > 1), start)
-            stop = int(np.flatnonzero(can_end[first][: longest + 1])[-1])
+            subgroups = list(branches.values())
+            stop = _prefix_end([samples[number] for number in group], can_end[first], start, num_equal)
         if len(group) == 1 or stop >= min_shared:
             if stop > start:
                 nodes.append(Node(tuple(group), start, stop, parent))
                 start, parent = stop, len(nodes) - 1
-        elif not parts:
-            parts = [[number] for number in group]
-        # Samples that end with the prefix have no further node.
-        rest = [part for part in parts if len(symbols[part[0]]) > start]
-        groups += [(part, start, parent) for part in reversed(rest)]
+        elif are_equal:
+            subgroups = [[number] for number in group]  # too short to share
+        # Samples that end with the prefix have no further node; reversed, because the last group is processed first.
+        for subgroup in reversed(subgroups):
+            if len(symbols[subgroup[0]]) > start:
+                groups.append(_Group(subgroup, start, parent))
     return nodes
 
 
+def _prefix_end(samples: Sequence[EncodedSample], can_end: npt.NDArray[np.bool_], start: int, num_equal: int) -> int:
+    """Return where a common prefix of ``num_equal`` tokens ends: at or before its last token, not before ``start``.
+
+    ``can_end`` are the lengths at which a prefix of these samples may end, bool (L + 1,).
+    """
+    next_labels = {int(sample.labels[num_equal]) for sample in samples if len(sample.labels) > num_equal}
+    # The last token of a prefix predicts the next token of every sample, but can have only one label.
+    has_several_labels = len(next_labels - {IGNORE_INDEX}) > 1
+    max_length = max(num_equal - 1 if has_several_labels else num_equal, start)
+    return int(np.flatnonzero(can_end[: max_length + 1])[-1])
+
+
 def _symbols(sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Return symbols that are equal for equal inputs, and the lengths at which a prefix may end.
+    """Return a sample's tokens as symbols that are equal for equal inputs, and the lengths at which a prefix may end.
 
     Args:
-        numbers: of the media of all samples.
+        numbers: the same for all samples that are compared.
 
     Returns:
-        int64 (L,): the token, or a negative number of the medium whose pad it is; bool (L + 1,): whether a prefix of
-        that length contains its media completely.
+        int64 (L,): token ids, but for placeholder tokens a negative number that identifies the content of their medium.
+        bool (L + 1,): whether a prefix of that length contains its media completely.
     """
     ids, tokens = sample.input_ids, spec.media_tokens
     symbols = ids.astype(np.int64)
     can_end = np.ones(len(ids) + 1, np.bool_)
-    is_pad = np.isin(ids, list(tokens.pads.values()))
+    is_placeholder = np.isin(ids, list(tokens.pads.values()))
     for span in media_spans(sample, tokens):
-        inside = slice(span.start, span.stop)
-        symbols[inside][is_pad[inside]] = -1 - numbers(span.medium)
+        in_span = np.arange(span.start, span.stop)
+        symbols[in_span[is_placeholder[in_span]]] = -1 - numbers(span.medium)
         can_end[span.start + 1 : span.stop] = False
-    # After a mark that opens a medium the kind of a sound is not known yet.
-    can_end[1:] &= ~np.isin(ids, [mark for mark in (tokens.opening_vision, tokens.opening_sound) if mark is not None])
+    # An opening token may be followed by a medium of another kind, so a prefix cannot end after it.
+    opening_ids = [token for token in (tokens.opening_vision, tokens.opening_sound) if token is not None]
+    can_end[1:] &= ~np.isin(ids, opening_ids)
     return symbols, can_end
 
 
-def _common_prefix_length(one: Int64Array, other: Int64Array, start: int) -> int:
-    """Return the length of the common prefix, of which the first ``start`` symbols are known to be equal."""
-    shorter = min(len(one), len(other))
-    differs = one[start:shorter] != other[start:shorter]
-    return start + int(differs.argmax()) if differs.any() else shorter
+def _common_prefix_length(first: Int64Array, second: Int64Array, num_known: int) -> int:
+    """Return the length of the common prefix, of which the first ``num_known`` symbols are known to be equal."""
+    max_length = min(len(first), len(second))
+    differs = first[num_known:max_length] != second[num_known:max_length]
+    return num_known + int(differs.argmax()) if differs.any() else max_length
 
 
-def stretch_of(sample: EncodedSample, start: int, stop: int, spec: InputSpec) -> EncodedSample:
+def slice_sample(sample: EncodedSample, start: int, stop: int, spec: InputSpec) -> EncodedSample:
     """Return the tokens ``start`` to ``stop`` of a sample, with their media, as a sample."""
     tokens = slice(start, stop)
     media = [span.medium for span in media_spans(sample, spec.media_tokens) if start <= span.start < stop]
@@ -212,16 +239,16 @@ def key_index(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Int64Arra
     """Return the keys that each node's queries attend to: the tokens of all nodes from the root to the node itself.
 
     Args:
-        parents: (K,), of each node the number of an earlier one, or ``ROOT``.
+        parents: (K,), for each node the index of an earlier one, or ``ROOT``.
         lengths: (K,), tokens of the nodes, which lie end to end.
 
     Returns:
         int64 (T',), positions in the sequence, node after node, and the number of keys of each node.
     """
-    paths: list[Int64Array] = []
+    keys_by_node: list[Int64Array] = []
     start = 0
     for parent, length in zip(parents, lengths, strict=True):
-        own = np.arange(start, start + length)
-        paths.append(own if parent == ROOT else np.concatenate([paths[parent], own]))
+        node_tokens = np.arange(start, start + length)
+        keys_by_node.append(node_tokens if parent == ROOT else np.concatenate([keys_by_node[parent], node_tokens]))
         start += length
-    return np.concatenate([np.zeros(0, np.int64), *paths]), tuple(map(len, paths))
+    return np.concatenate([np.zeros(0, np.int64), *keys_by_node]), tuple(map(len, keys_by_node))

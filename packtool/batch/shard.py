@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +59,10 @@ class SequenceSplit:
 
     def num_filler_tokens(self, num_tokens: int) -> int:
         """Return the filler tokens that make ``num_tokens`` of padded documents divisible among the ranks."""
-        return next(num for num in count(0, self.multiple) if (num_tokens + num) % self.size == 0)
+        num_fillers = 0
+        while (num_tokens + num_fillers) % self.size:
+            num_fillers += self.multiple
+        return num_fillers
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,66 +104,71 @@ class SequenceShard:
         return sum(self.local_lengths)
 
 
-def assign_tokens(lengths: Sequence[int], places: Sequence[int], split: SequenceSplit) -> list[Int64Array]:
-    """Return each rank's token positions of a sequence.
+def assign_tokens(lengths: Sequence[int], placement: Sequence[int], split: SequenceSplit) -> list[Int64Array]:
+    """Assign every token of a sequence of documents to one rank.
 
     Args:
-        lengths: of the documents, padded if they are sharded, with a filler that makes their parts even.
-        places: of each, ``SHARDED`` or a rank.
+        lengths: tokens of each document. Sharded ones are padded to ``split.multiple``, and their sum is divisible by
+            the number of ranks.
+        placement: the rank that holds each document, or ``SHARDED``.
         split: its ``rank`` does not matter.
 
     Returns:
-        for each rank, int64 (t,): the positions of its t tokens in the sequence, in the rank's own order.
+        for each rank, int64 (t,): positions in the sequence of its t tokens, in the order of the rank's own sequence.
     """
-    starts = np.cumsum([0, *lengths])
-    nothing = np.zeros(0, np.int64)
-    parts = [[nothing] for _ in range(split.size)]
-    rings = [[nothing] for _ in range(split.ring_size)]
-    for start, length, place in zip(starts[:-1].tolist(), lengths, places, strict=True):
+    no_tokens = np.zeros(0, np.int64)
+    tokens_by_rank = [[no_tokens] for _ in range(split.size)]
+    sharded_tokens_by_ring_rank = [[no_tokens] for _ in range(split.ring_size)]
+    starts = np.cumsum([0, *lengths])[:-1].tolist()
+    for start, length, rank in zip(starts, lengths, placement, strict=True):
         tokens = np.arange(start, start + length)
-        if place != SHARDED:
-            parts[place].append(tokens)
+        if rank != SHARDED:
+            tokens_by_rank[rank].append(tokens)
         elif split.ring_size == 1:
-            rings[0].append(tokens)
+            sharded_tokens_by_ring_rank[0].append(tokens)
         else:
             chunks = tokens.reshape(2 * split.ring_size, -1)
-            for rank, ring in enumerate(rings):
-                ring += [chunks[rank], chunks[2 * split.ring_size - 1 - rank]]
-    for number, ring in enumerate(rings):
-        ring_tokens = np.concatenate(ring)
-        assert len(ring_tokens) % split.ulysses_size == 0, "a filler makes it even"
-        for offset, piece in enumerate(np.split(ring_tokens, split.ulysses_size)):
-            parts[number * split.ulysses_size + offset].append(piece)
-    return [np.concatenate(part) for part in parts]
+            for ring_rank, ring_tokens in enumerate(sharded_tokens_by_ring_rank):
+                ring_tokens += [chunks[ring_rank], chunks[-1 - ring_rank]]
+    # The ranks of a Ulysses axis divide the tokens of their ring rank evenly.
+    for ring_rank, ring_tokens in enumerate(sharded_tokens_by_ring_rank):
+        tokens = np.concatenate(ring_tokens)
+        assert len(tokens) % split.ulysses_size == 0, "a filler makes it even"
+        for ulysses_rank, rank_tokens in enumerate(np.split(tokens, split.ulysses_size)):
+            tokens_by_rank[ring_rank * split.ulysses_size + ulysses_rank].append(rank_tokens)
+    return [np.concatenate(rank_tokens) for rank_tokens in tokens_by_rank]
 
 
 def route_features(
-    positions: Int64Array, owners: Int64Array, assigned: Sequence[Int64Array], rank: int
+    positions: Int64Array, source_ranks: Int64Array, tokens_by_rank: Sequence[Int64Array], rank: int
 ) -> FeatureRoute:
-    """Route features from the ranks that compute them to those that hold their tokens.
+    """Plan the all-to-all exchange of tower features, from the ranks that compute them to those that hold their tokens.
 
     Args:
-        positions: (n,), of the tokens that stand for features in the sequence, ascending.
-        owners: (n,), the rank that computes each one's feature.
-        assigned: the tokens of each rank, as ``assign_tokens`` returns them.
-        rank: this one.
+        positions: (n,), positions in the sequence of the n placeholder tokens, one per feature, ascending.
+        source_ranks: (n,), the rank that computes each feature.
+        tokens_by_rank: the tokens that each rank holds, as ``assign_tokens`` returns them.
+        rank: this rank.
     """
-    size = len(assigned)
-    holder = np.empty(sum(map(len, assigned)), np.int64)
-    for other, tokens in enumerate(assigned):
-        holder[tokens] = other
-    slot = np.empty_like(holder)  # the index of each of this rank's tokens in its own sequence
-    slot[assigned[rank]] = np.arange(len(assigned[rank]))
-    holders = holder[positions]
-    own = np.flatnonzero(owners == rank)
-    held = np.flatnonzero(holders == rank)
-    # Rows arrive rank by rank, and of each rank in the order of the complete sequence.
-    arriving = np.argsort(owners[held], kind="stable")
-    row = np.empty(len(held), np.int64)
-    row[arriving] = np.arange(len(held))
+    num_ranks, rank_tokens = len(tokens_by_rank), tokens_by_rank[rank]
+    rank_of_token = np.empty(sum(map(len, tokens_by_rank)), np.int64)
+    for token_rank, tokens in enumerate(tokens_by_rank):
+        rank_of_token[tokens] = token_rank
+    target_ranks = rank_of_token[positions]
+    # Sent are the features that this rank computes, sorted by target rank.
+    send_targets = target_ranks[source_ranks == rank]
+    # Received rows are sorted by source rank, and those of one source by position in the sequence.
+    is_received = target_ranks == rank
+    receive_sources = source_ranks[is_received]
+    row_of_feature = np.empty(len(receive_sources), np.int64)
+    row_of_feature[np.argsort(receive_sources, kind="stable")] = np.arange(len(receive_sources))
+    # The rank's own sequence may have its tokens in another order than the complete sequence.
+    local_index = np.empty_like(rank_of_token)
+    local_index[rank_tokens] = np.arange(len(rank_tokens))
+    local_order = np.argsort(local_index[positions[is_received]], kind="stable")
     return FeatureRoute(
-        send_order=torch.from_numpy(np.argsort(holders[own], kind="stable")),
-        send_counts=tuple(np.bincount(holders[own], minlength=size).tolist()),
-        receive_counts=tuple(np.bincount(owners[held], minlength=size).tolist()),
-        receive_order=torch.from_numpy(row[np.argsort(slot[positions[held]], kind="stable")]),
+        send_order=torch.from_numpy(np.argsort(send_targets, kind="stable")),
+        send_counts=tuple(np.bincount(send_targets, minlength=num_ranks).tolist()),
+        receive_counts=tuple(np.bincount(receive_sources, minlength=num_ranks).tolist()),
+        receive_order=torch.from_numpy(row_of_feature[local_order]),
     )

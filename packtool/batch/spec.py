@@ -89,24 +89,24 @@ class InputSpec:
         return family_of(self.config.to_dict())
 
     @property
-    def sees(self) -> bool:
+    def has_vision(self) -> bool:
         """True if the model accepts images."""
         return "image" in self.family.kinds
 
     @property
     def has_mrope(self) -> bool:
         """True if its position ids have four rows [text, t, h, w]."""
-        return self.sees and self.family.positions != "counted"
+        return self.has_vision and self.family.positions != "counted"
 
     @property
-    def hears(self) -> bool:
+    def has_audio(self) -> bool:
         """True if the model accepts audio."""
         return "audio" in self.family.kinds
 
     @property
     def towers(self) -> frozenset[Tower]:
         """The towers of the model."""
-        towers: dict[Tower, bool] = {"vision": self.sees, "sound": self.hears}
+        towers: dict[Tower, bool] = {"vision": self.has_vision, "sound": self.has_audio}
         return frozenset(tower for tower, is_present in towers.items() if is_present)
 
     @cached_property

@@ -65,46 +65,47 @@ class TowerInputs(Movable):
 
 
 def tower_inputs(
-    spec: InputSpec, media: Mapping[str, Tensor], input_ids: Tensor, *, shared: bool = False
+    spec: InputSpec, media: Mapping[str, Tensor], input_ids: Tensor, *, exchanges_features: bool = False
 ) -> dict[Tower, TowerInputs]:
     """Make the inputs of each tower that has media.
 
     Args:
-        spec: the model.
         media: as in ``Batch.media``.
         input_ids: int64 (B, T), of the micro-batch.
-        shared: ranks share the sequence, and exchange features.
+        exchanges_features: ranks share the sequence, and send each other the features of its media.
 
     Returns:
-        nothing for a family whose own processor makes its media, unless ranks share the sequence: its model writes
-        features to their tokens itself.
+        nothing for a family whose own processor makes its media: its model writes features to their tokens itself. With
+        ``exchanges_features``, packtool does this, and needs the tokens' positions.
     """
-    if spec.family.processor_inputs and not (shared and media):
+    if spec.family.processor_inputs and not (exchanges_features and media):
         return {}
-    flat = input_ids.flatten()
-    pads = {kind: token for kind, token in spec.pad_ids.items() if spec.family.taken_as(kind) == kind}
-    positions: dict[str, Tensor] = {kind: (flat == token).nonzero().squeeze(1) for kind, token in pads.items()}
+    flat_ids = input_ids.flatten()
+    positions: dict[str, Tensor] = {}  # of the placeholder tokens of each kind of medium
+    for kind, pad_id in spec.pad_ids.items():
+        if spec.family.taken_as(kind) == kind:  # not videos that the family takes as images
+            positions[kind] = (flat_ids == pad_id).nonzero().squeeze(1)
     if spec.family.processor_inputs:
         return {"vision": TowerInputs({}, positions)}
     inputs: dict[Tower, TowerInputs] = {}
-    grids = [media[name] for _, name in spec.family.visual_inputs.values() if name in media]
+    grids = [media[grid_name] for _, grid_name in spec.family.visual_inputs.values() if grid_name in media]
     if grids:
-        visual: dict[str, Tensor] = {kind: where for kind, where in positions.items() if kind != "audio"}
-        inputs["vision"] = TowerInputs(_vision_arguments(spec, torch.cat(grids)), visual)
+        visual_positions = {kind: kind_positions for kind, kind_positions in positions.items() if kind != "audio"}
+        inputs["vision"] = TowerInputs(_vision_arguments(spec, torch.cat(grids)), visual_positions)
     if (mask := media.get("feature_attention_mask")) is not None:
         inputs["sound"] = TowerInputs(_sound_arguments(spec, mask), {"audio": positions["audio"]})
     return inputs
 
 
 def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]:
-    """Arguments of the vision tower for the grids of pictures, then videos, int64 (media, 3)."""
+    """Return arguments of the vision tower, computed from grids [t, h, w] of images, then videos, int64 (media, 3)."""
     tower: Any = spec.meta_model.visual
-    merge: int = tower.spatial_merge_size
-    bounds = get_vision_cu_seqlens(grids)
+    merge_size: int = tower.spatial_merge_size
+    cu_seqlens = get_vision_cu_seqlens(grids)
     arguments: dict[str, Tensor | int] = {
-        "position_ids": get_vision_position_ids(grids, merge),
-        "cu_seqlens": bounds,
-        "max_seqlen": _longest(bounds),
+        "position_ids": get_vision_position_ids(grids, merge_size),
+        "cu_seqlens": cu_seqlens,
+        "max_seqlen": _max_length(cu_seqlens),
     }
     if hasattr(tower, "num_grid_per_side"):  # learned positions, resampled to each picture's size
         arguments["interp_indices"], arguments["interp_weights"] = get_vision_interpolation_indices_and_weights(
@@ -112,43 +113,48 @@ def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]
             num_grid_per_side=tower.num_grid_per_side,
             mode=tower.interpolation_mode,
             align_corners=tower.interpolation_align_corners,
-            spatial_merge_size=merge,
+            spatial_merge_size=merge_size,
         )
     if hasattr(tower, "window_size"):
-        index, windows = get_vision_window_index(
-            grids, spatial_merge_size=merge, window_size=tower.window_size, patch_size=tower.patch_size
+        window_index, cu_window_seqlens = get_vision_window_index(
+            grids, spatial_merge_size=merge_size, window_size=tower.window_size, patch_size=tower.patch_size
         )
-        arguments |= {"window_index": index, "cu_window_seqlens": windows, "max_window_seqlen": _longest(windows)}
+        arguments |= {"window_index": window_index, "cu_window_seqlens": cu_window_seqlens}
+        arguments["max_window_seqlen"] = _max_length(cu_window_seqlens)
     return arguments
 
 
 def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
-    """Arguments of the audio tower for sounds whose mel frames ``mask``, (sounds, frames), marks.
+    """Return arguments of the audio tower, computed by the helpers of its transformers module.
 
-    ``frames`` int64 (chunks, frames of a chunk) is packtool's own: the index of every frame of a chunk in the flattened
-    (sounds x frames), and sounds x frames for padding.
+    The tower computes sounds in chunks. ``frames``, packtool's own argument, int64 (chunks, frames of a chunk), has the
+    index of every frame in the flattened (sounds x frames), and sounds x frames for padding.
+
+    Args:
+        mask: (sounds, frames), 1 on mel frames and 0 on padding.
     """
     tower: Any = spec.meta_model.audio_tower
     helpers: Any = sys.modules[type(tower).__module__]
     lengths = mask.sum(dim=1)
-    places = mask.flatten().nonzero().squeeze(1)
-    chunks, chunk_lengths = helpers.chunk_and_pad_features(
-        torch.arange(1, len(places) + 1)[None], lengths, tower.n_window
-    )
+    frame_index = mask.flatten().nonzero().squeeze(1)
+    # The helper divides features (1, frames) into padded chunks: here frame numbers from 1, so that 0 is padding.
+    frame_numbers = torch.arange(1, len(frame_index) + 1)
+    chunks, chunk_lengths = helpers.chunk_and_pad_features(frame_numbers[None], lengths, tower.n_window)
+    index_of_number = torch.cat([torch.tensor([mask.numel()]), frame_index])
     arguments: dict[str, Tensor | int] = {
-        "frames": torch.cat([torch.tensor([mask.numel()]), places])[chunks[:, 0]],
+        "frames": index_of_number[chunks[:, 0]],
         "chunk_lengths": chunk_lengths,
         "feature_lens": lengths,
     }
     if hasattr(tower, "n_window_infer"):
         arguments["valid_indices"] = helpers.get_valid_indices(chunk_lengths, tower.n_window)
-        bounds = helpers.get_audio_cu_seqlens(chunk_lengths, lengths, tower.n_window_infer, tower.n_window)
+        cu_seqlens = helpers.get_audio_cu_seqlens(chunk_lengths, lengths, tower.n_window_infer, tower.n_window)
     else:
         arguments["valid_indices"] = helpers.get_valid_indices(chunk_lengths)
         arguments["pool_indices"] = helpers.get_pool_indices(lengths)
-        bounds = helpers.get_audio_cu_seqlens(chunk_lengths)
-    return arguments | {"cu_seqlens": bounds, "max_seqlen": _longest(bounds)}
+        cu_seqlens = helpers.get_audio_cu_seqlens(chunk_lengths)
+    return arguments | {"cu_seqlens": cu_seqlens, "max_seqlen": _max_length(cu_seqlens)}
 
 
-def _longest(bounds: Tensor) -> int:
-    return int(bounds.diff().max())
+def _max_length(cu_seqlens: Tensor) -> int:
+    return int(cu_seqlens.diff().max())

@@ -129,7 +129,7 @@ class Batches(Dataset[dict[str, Any]]):
             input_spec(self._run),
             packing=self._config.removes_padding,
             min_shared=self._source.min_shared,
-            multiple_of=self._run.length_multiple,
+            pad_to_multiple_of=self._run.length_multiple,
         )
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)
         # The first step that was assigned to this number of ranks; micro-batches are numbered from there.

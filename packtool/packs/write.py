@@ -452,7 +452,7 @@ def _write_file(part: _Part) -> dict[str, Any]:
     elif config.format == "megatron":
         writer = TableFile(sink, _MEGATRON_SCHEMA, _megatron_row, group_size=_MEGATRON_GROUP_SIZE)
     else:
-        writer = TableFile(sink, _schema(spec.sees and spec.hears), _row, is_arrow=config.format == "arrow")
+        writer = TableFile(sink, _schema(spec.has_vision and spec.has_audio), _row, is_arrow=config.format == "arrow")
     try:
         for number, positions in enumerate(packs, start=first):
             samples = [reader.sample(int(position)) for position in positions]

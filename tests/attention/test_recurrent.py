@@ -64,7 +64,7 @@ def test_packed_logits_equal_each_samples_own(setting: Setting) -> None:
         plain = {name: inputs[name] for name in ("input_ids", "pixel_values", "image_grid_thw") if name in inputs}
         if sample.images:
             plain["mm_token_type_ids"] = (plain["input_ids"] == spec.pad_ids["image"]).int()
-        elif spec.sees:
+        elif spec.has_vision:
             plain["input_ids"] = plain["input_ids"][:, : sample.length]
             plain = {"input_ids": plain["input_ids"]}
         with own_attention(model), torch.no_grad():

@@ -69,15 +69,15 @@ def test_no_target_crosses_a_boundary_and_none_is_lost(lengths: list[int]) -> No
 
 
 @settings(max_examples=50)
-@given(lengths=st.lists(st.integers(1, 20), max_size=9), multiple_of=st.integers(1, 40))
-def test_padding_is_a_document_behind_the_others(lengths: list[int], multiple_of: int) -> None:
+@given(lengths=st.lists(st.integers(1, 20), max_size=9), pad_to_multiple_of=st.integers(1, 40))
+def test_padding_is_a_document_behind_the_others(lengths: list[int], pad_to_multiple_of: int) -> None:
     samples = [make_sample(length, seed=number) for number, length in enumerate(lengths)]
     bare = collate_packs(samples, reduced_spec("qwen2"))
-    padded = collate_packs(samples, reduced_spec("qwen2"), multiple_of=multiple_of)
+    padded = collate_packs(samples, reduced_spec("qwen2"), pad_to_multiple_of=pad_to_multiple_of)
     size, num = bare.input_ids.shape[1], padded.num_padding
-    assert num < multiple_of
+    assert num < pad_to_multiple_of
     assert padded.input_ids.shape[1] == padded.cu_seqlens[-1] == size + num
-    assert (size + num) % multiple_of == 0
+    assert (size + num) % pad_to_multiple_of == 0
     assert padded.lengths == (*bare.lengths, *([num] if num else []))
     assert padded.channels == (*bare.channels, *([None] if num else []))
     for name in ("input_ids", "labels", "position_ids"):
@@ -236,7 +236,7 @@ def test_unknown_multimodal_families_are_refused_before_anything_is_read(tmp_pat
         InputSpec.load(str(tmp_path), MediaLimits())
     for name in VISION_MODELS:
         reduced_config(name).save_pretrained(tmp_path)
-        assert InputSpec.load(str(tmp_path), MediaLimits()).sees
+        assert InputSpec.load(str(tmp_path), MediaLimits()).has_vision
 
 
 def test_a_million_tokens_are_one_pack(text: InputSpec) -> None:

@@ -41,13 +41,13 @@ def test_every_ranks_part_is_padded_by_itself(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 20), max_size=6))
     place = st.sampled_from([SHARDED, *range(ring * ulysses)])
     places = data.draw(st.lists(place, min_size=len(lengths), max_size=len(lengths)))
-    multiple_of = data.draw(st.integers(1, 40))
+    pad_to_multiple_of = data.draw(st.integers(1, 40))
     samples = [make_sample(length, seed=number) for number, length in enumerate(lengths)]
     for rank in range(ring * ulysses):
         split = SequenceSplit(ring, ulysses, rank)
         bare = collate_shard(samples, reduced_spec("qwen2"), split, places)
-        padded = collate_shard(samples, reduced_spec("qwen2"), split, places, multiple_of=multiple_of)
-        assert padded.num_padding == -bare.input_ids.shape[1] % multiple_of
+        padded = collate_shard(samples, reduced_spec("qwen2"), split, places, pad_to_multiple_of=pad_to_multiple_of)
+        assert padded.num_padding == -bare.input_ids.shape[1] % pad_to_multiple_of
         assert padded.input_ids.shape[1] == bare.input_ids.shape[1] + padded.num_padding
         assert padded.shard.sharded_lengths == bare.shard.sharded_lengths
         assert padded.num_target_tokens == bare.num_target_tokens

@@ -165,10 +165,10 @@ def test_labels_weigh_what_they_weigh_in_all_samples(rows: list[list[tuple[int, 
 
 
 def test_padding_behind_a_tree_is_nobodys() -> None:
-    batch = collate_tree([sample([1, 2, 3]), sample([1, 2, 4])], TEXT, min_shared=1, multiple_of=8)
+    batch = collate_tree([sample([1, 2, 3]), sample([1, 2, 4])], TEXT, min_shared=1, pad_to_multiple_of=8)
     assert isinstance(batch, TreeBatch)
     assert batch.lengths == (2, 1, 1, 4)
     assert batch.key_lengths == (2, 3, 3, 4)
     assert batch.num_padding == 4
     assert batch.channels == (None,)
-    assert collate_tree([sample([1, 2, 3])], TEXT, multiple_of=8).lengths == (3, 5)
+    assert collate_tree([sample([1, 2, 3])], TEXT, pad_to_multiple_of=8).lengths == (3, 5)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.batch.prefix_tree import ROOT, Node, find_tree, key_index, stretch_of
+from packtool.batch.prefix_tree import ROOT, Node, find_tree, key_index, slice_sample
 from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.encode.prefix_hashes import prefix_hashes
 from packtool.planning.packing import pack
@@ -114,7 +114,7 @@ def test_a_prefix_ends_only_where_its_pictures_are_whole() -> None:
     ]:
         nodes = find_tree([question, other], SEES, min_shared=1)
         assert nodes[0] == Node((0, 1), 0, stop, ROOT)
-        parts = [stretch_of([question, other][node.samples[0]], node.start, node.stop, SEES) for node in nodes]
+        parts = [slice_sample([question, other][node.samples[0]], node.start, node.stop, SEES) for node in nodes]
         assert [part.images for part in parts] == [
             (small,) if stop > 1 else (),
             () if stop > 1 else (small,),

@@ -163,6 +163,6 @@ def test_a_pack_of_text_alone_reaches_the_vision_tower_with_zero_gradients(setti
         model, [target_losses(model, collate_packs(text, spec), label_logits_only=True).weighted_sum()]
     )
     assert parameter_gradients.keys() == dict(model.named_parameters()).keys()
-    if spec.sees:
+    if spec.has_vision:
         assert not any(gradient.any() for name, gradient in parameter_gradients.items() if "visual" in name)
         assert any(gradient.any() for name, gradient in parameter_gradients.items() if "visual" not in name)

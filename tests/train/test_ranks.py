@@ -18,7 +18,7 @@ from packtool.batch.dataset import MicroBatches
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.loop.checks import load_spec
-from packtool.train.loop.trainer import RankExchange, always_run
+from packtool.train.loop.trainer import RankExchange, required_towers
 from packtool.train.model.load import load_model
 from packtool.train.model.trainable import make_trainable
 from packtool.train.prepare.run import Run
@@ -160,13 +160,13 @@ def test_the_plan_says_which_towers_run(hearing: TinyWorld, tmp_path: Path) -> N
     frozen = tiny.config(tmp_path, **IN_ORDER | TRAINED["frozen"])
     run = Run.of(frozen, World(size=2))
     spec = load_spec(run)
-    assert always_run(spec, frozen) == frozenset()
-    assert always_run(spec, tiny.config(tmp_path)) == {"vision", "sound"}
+    assert required_towers(spec, frozen) == frozenset()
+    assert required_towers(spec, tiny.config(tmp_path)) == {"vision", "sound"}
     for rank in range(2):
         run = Run.of(frozen, World(rank, 2))
         wanted = [batch for step in run.steps(RankExchange(run.world)).rank_steps() for batch in step.micro_batches]
         assert [batch.towers for batch in wanted] == [{"vision"}, frozenset(), {"vision", "sound"}]
-        dataset = MicroBatches(run.source.read, spec, always=always_run(spec, frozen))
+        dataset = MicroBatches(run.source.read, spec, required_towers=required_towers(spec, frozen))
         batches = [dataset[batch] for batch in wanted]
         assert [isinstance(batch, Batch) and "input_features" in batch.media for batch in batches] == [
             False,

@@ -130,7 +130,7 @@ def test_loss_and_gradients_are_the_sums_over_the_samples_alone(setting: Setting
 
 def test_in_float64_nothing_differs_but_the_last_digits(setting: Setting) -> None:
     model, spec, samples = copy.deepcopy(setting[0]).double(), *setting[1:]
-    if spec.sees:
+    if spec.has_vision:
         samples = [sample for sample in samples if sample.images]
     loss = target_losses(model, tree_of(samples, spec), label_logits_only=True).weighted_sum()
     tree_gradients = gradients(model, [loss])
@@ -183,7 +183,7 @@ def test_a_changed_prefix_moves_all_that_begin_with_it_as_alone(setting: Setting
     assert len(node.samples) >= 3
     assert node.start == 0
     altered = [changed_from(one, 0) if number in node.samples else one for number, one in enumerate(samples)]
-    if spec.sees:
+    if spec.has_vision:
         picture = altered[node.samples[0]].images[0]
         other = dataclasses.replace(picture, data=make_picture(picture.width, picture.height, seed=99))
         altered = [

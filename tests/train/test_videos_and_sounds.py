@@ -20,7 +20,7 @@ from packtool.attention.parallel.axes import Axes
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import PackedBatch, TreeBatch
 from packtool.batch.collate import collate_packs, collate_tree
-from packtool.batch.collate_shard import collate_shard, with_own_media
+from packtool.batch.collate_shard import collate_shard, with_rank_media
 from packtool.batch.shard import SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.config.data import EncodeSpec
@@ -264,7 +264,7 @@ def check_shared(worlds: dict[str, Any], folder: Path) -> None:
 def test_each_sound_is_one_ranks(model_of: Make, media: Path, places: list[int]) -> None:
     """By itself, also where its tokens lie between those of a video that is another rank's."""
     samples, spec = encoded(model_of("qwen3-omni"), samples_for("qwen3-omni", media))
-    ranks = [with_own_media(samples, places, spec, SequenceSplit(2, 1, rank)) for rank in range(2)]
+    ranks = [with_rank_media(samples, places, spec, SequenceSplit(2, 1, rank)) for rank in range(2)]
     for number, (sample, place) in enumerate(zip(samples, places, strict=True)):
         heard = [sound.num_tokens for sound, _, _ in sounds_in_order(sample, spec.media_tokens)]
         own = [[sound.num_tokens for sound in rank[number].audios] for rank in ranks]

@@ -72,7 +72,7 @@ class TrainingStep:
     micro_batches: Iterator[Batch]
 
 
-def always_run(spec: InputSpec, config: TrainConfig) -> frozenset[Tower]:
+def required_towers(spec: InputSpec, config: TrainConfig) -> frozenset[Tower]:
     """Return the towers that must run in every micro-batch: all if a tower may be trained, else none.
 
     A trained tower needs a backward pass on every rank, because ranks exchange its gradients.
@@ -112,9 +112,9 @@ class StepLoader:
                 for size, axes in run.axes_by_size.items()
                 if size > 1
             },
-            always=always_run(self.spec, config),
+            required_towers=required_towers(self.spec, config),
             min_shared=run.source.min_shared,
-            multiple_of=run.length_multiple,
+            pad_to_multiple_of=run.length_multiple,
         )
         # Workers load ahead of the current step, so both have their own iterator over the planned steps.
         prefetched, steps = tee(self.steps.rank_steps())

@@ -167,14 +167,14 @@ def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, 
             num_tokens, media = large_processed(spec, tokens.vision, tokens.computed)
             input_ids[:num_tokens] = spec.pad_ids["image"]
         return media
-    if spec.sees and max(tokens.vision, tokens.local_vision):
+    if spec.has_vision and max(tokens.vision, tokens.local_vision):
         side = int(spec.config.vision_config.spatial_merge_size)
         pixels, grids = spec.family.image_inputs
         num_tokens = max(tokens.local_vision, 1)  # a rank without an image processes a blank one
         media[pixels] = torch.empty(num_tokens * side**2, spec.patch_dim, device="meta")
         media[grids] = torch.tensor([[1, side, side * num_tokens]])
         input_ids[: tokens.vision] = spec.pad_ids["image"]
-    if spec.hears and max(tokens.audio, tokens.local_audio):
+    if spec.has_audio and max(tokens.audio, tokens.local_audio):
         frames = spec.family.mel_frames_of(max(tokens.local_audio, 1))
         media["input_features"] = torch.empty(1, spec.num_mel_bins, frames, device="meta")
         media["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.int64)

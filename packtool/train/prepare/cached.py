@@ -171,14 +171,14 @@ class CachedSource(Steps):
             stage.inputs.sequence_parallel_size != self.world.sequence_parallel_size
             for stage in (self.timeline.stages if self.inputs.stages else ())
         )
-        shared_by = self.world.size // plan.steps.world_size if has_other_sizes else None
+        sequence_parallel_size = self.world.size // plan.steps.world_size if has_other_sizes else None
         towers: Mapping[Any, Any] = {"vision": self.figures.has_vision, "sound": self.figures.has_sound}
         inputs, read_again = self.inputs, None  # samples whose media the media cache keeps; None for all
         is_drawn_anew = inputs.mixture is not None and not inputs.stages
         is_last = self.timeline.locate(self.timeline.num_steps - 1)[0] <= epoch
         if inputs.for_training[0].media_cache is not None and is_drawn_anew and not is_last:
             read_again = (inputs.epoch_counts(epoch + 1) > 0) | (inputs.epoch_counts(epoch) > 1)
-        return PlannedEpoch(plan, towers, read_again, shared_by)
+        return PlannedEpoch(plan, towers, read_again, sequence_parallel_size)
 
     def rank_steps(self) -> Iterator[RankStep]:
         """Yield the steps of this rank from ``start`` on."""

@@ -29,10 +29,10 @@ from packtool.attention.register import own_attention
 from packtool.attention.support import refuse_leaky_inputs
 from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch
 from packtool.batch.collate import collate_packs, collate_tree
-from packtool.batch.collate_shard import collate_shard, with_own_media
+from packtool.batch.collate_shard import collate_shard, with_rank_media
 from packtool.batch.dataset import sample_media_error
 from packtool.batch.media import load_processed
-from packtool.batch.prefix_tree import ROOT, Node, find_tree, stretch_of
+from packtool.batch.prefix_tree import ROOT, Node, find_tree, slice_sample
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import sounds_in_order
@@ -187,7 +187,7 @@ class PackUnderTest:
             sample, own = self.samples[number], [node for node in self.nodes if number in node.samples]
             ids = batch.input_ids.clone()
             ids[0, changed.start : changed.stop] = self._changed_tokens(changed).to(ids.device)
-            parts = [stretch_of(sample, node.start, node.stop, self.spec) for node in own]
+            parts = [slice_sample(sample, node.start, node.stop, self.spec) for node in own]
             media = self._negate_media(batch.media, parts, own.index(changed))
             batch = dataclasses.replace(batch, input_ids=ids, media=media)
         return _compute_logits(self.model, batch, _checked_positions(self.lengths[number]))
@@ -227,9 +227,9 @@ class PackUnderTest:
         ids[0] = torch.where(local_tokens == _UNCHANGED, ids[0], local_tokens)
         parts: Sequence[EncodedSample] = self.samples
         if self.parallel is not None:
-            parts = with_own_media(parts, self.placement, self.spec, self.parallel.split)
+            parts = with_rank_media(parts, self.placement, self.spec, self.parallel.split)
         elif self.min_shared is not None:
-            parts = [stretch_of(parts[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
+            parts = [slice_sample(parts[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
         return dataclasses.replace(self.batch, input_ids=ids, media=self._negate_media(self.batch.media, parts, number))
 
     def _changed_tokens(self, node: Node) -> Tensor:

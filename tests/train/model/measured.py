@@ -27,7 +27,7 @@ HEARD = RankTokens(computed=160, vision=30, audio=60)
 
 def tokens_of(config: Any) -> RankTokens:
     """The micro-batch that a model is measured with."""
-    return HEARD if InputSpec("", config, MediaLimits()).hears else TOKENS
+    return HEARD if InputSpec("", config, MediaLimits()).has_audio else TOKENS
 
 
 def made(config: Any, *, adapters: bool, recomputes: bool) -> nn.Module:

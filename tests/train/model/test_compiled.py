@@ -53,10 +53,12 @@ def model_of(spec: InputSpec) -> Any:
     return model.train()
 
 
-def step_of(model: Any, spec: InputSpec, lengths: Sequence[int], multiple_of: int = 1) -> tuple[Tensor, list[Tensor]]:
+def step_of(
+    model: Any, spec: InputSpec, lengths: Sequence[int], pad_to_multiple_of: int = 1
+) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients of a pack."""
     samples = [make_sample(length, seed=length) for length in lengths]
-    batch = collate_packs(samples, spec, frozenset(), multiple_of=multiple_of)
+    batch = collate_packs(samples, spec, frozenset(), pad_to_multiple_of=pad_to_multiple_of)
     model.zero_grad()
     with LossFunction.temporary(model) as loss_function:
         loss = loss_function(model, batch).weighted_sum()

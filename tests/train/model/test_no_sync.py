@@ -43,7 +43,7 @@ from tests.train.real_models import (
 
 def media_of(spec: InputSpec) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Two pictures, a video and two sounds, as far as the model takes them, and how many tokens stand for each kind."""
-    if not spec.sees:
+    if not spec.has_vision:
         return {}, {}
     merged = spec.config.vision_config.spatial_merge_size**2
     grids = {"image": torch.tensor([[1, 4, 6], [1, 8, 4]]), "video": torch.tensor([[3, 4, 4]])}
@@ -55,7 +55,7 @@ def media_of(spec: InputSpec) -> tuple[dict[str, Tensor], dict[str, int]]:
         "video_grid_thw": grids["video"],
     }
     tokens = {kind: number // merged for kind, number in patches.items()}
-    if spec.hears:
+    if spec.has_audio:
         mask = torch.zeros(2, 200, dtype=torch.int64)
         mask[0], mask[1, :132] = 1, 1
         media |= {"input_features": torch.zeros(2, spec.num_mel_bins, 200), "feature_attention_mask": mask}
@@ -76,7 +76,7 @@ def batch_for(spec: InputSpec) -> PackedBatch:
     return PackedBatch(
         input_ids=input_ids,
         labels=labels,
-        position_ids=positions[None].expand(4, 1, -1) if spec.sees else positions,
+        position_ids=positions[None].expand(4, 1, -1) if spec.has_vision else positions,
         media=media,
         towers=tower_inputs(spec, media, input_ids),
         target_positions=target_positions(labels),

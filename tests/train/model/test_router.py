@@ -59,7 +59,7 @@ def test_padding_fillers_and_recomputation_change_nothing() -> None:
     assert 0.9 < float(alone[-1]) < 4
     assert any(float(weight.abs().max()) > 1e-5 for weight in alone[:-1])
     fuller = [
-        collate_packs(first_pack, spec, multiple_of=16),
+        collate_packs(first_pack, spec, pad_to_multiple_of=16),
         collate_packs(second_pack, spec),
         collate_packs([], spec),
     ]

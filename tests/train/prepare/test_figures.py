@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from packtool.batch.collate import collate_tree
-from packtool.batch.collate_shard import with_own_media
+from packtool.batch.collate_shard import with_rank_media
 from packtool.batch.shard import SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.launch.world import World
@@ -51,7 +51,7 @@ def test_a_rank_encodes_whole_images(size: int, settings: dict[str, Any], tiny: 
     most = largest = held = 0
     for samples, places in samples_of_micro_batches(run):
         for rank in range(size):
-            own = with_own_media(samples, places, spec, SequenceSplit(size, 1, rank))
+            own = with_rank_media(samples, places, spec, SequenceSplit(size, 1, rank))
             most = max(most, sum(sample.num_media_tokens for sample in own if sample.images))
         pictures = [image.num_tokens for sample in samples for image in sample.images]
         largest, held = max([largest, *pictures]), max(held, sum(pictures))
