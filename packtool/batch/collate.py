@@ -53,14 +53,12 @@ def collate_packs(
     """Lay samples end to end in one sequence.
 
     Args:
-        samples: in their order; none at all makes a micro-batch of filler documents, with zero loss.
-        spec: the model they are for.
+        samples: without any, the micro-batch has only filler documents, with zero loss.
         towers: that run even if no sample has media for them; by default all of the model's.
         pad_to_multiple_of: pads the sequence to a multiple, by a filler document after the others.
 
     Raises:
-        DataError: naming a picture that cannot be read or has changed, or a sample whose placeholder
-            tokens do not fit its pictures.
+        DataError: naming a row whose media cannot be read, have changed, or do not fit its placeholder tokens.
     """
     check_placeholders(samples, spec)
     documents, media, num_padding = _load_with_fillers(samples, spec, towers, pad_to_multiple_of)
@@ -196,10 +194,7 @@ def _cu_seqlens(lengths: Sequence[int]) -> Tensor:
 
 
 def _load_with_fillers(
-    samples: Sequence[EncodedSample],
-    spec: InputSpec,
-    towers: frozenset[Tower] | None,
-    pad_to_multiple_of: int = 1,
+    samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None, pad_to_multiple_of: int = 1
 ) -> tuple[list[EncodedSample], dict[str, Tensor], int]:
     """Load the media of samples, and append filler documents, which have no labels.
 

@@ -105,14 +105,8 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
             num_ranks = next(iter(self.splits), 1)
         if num_ranks > 1:
             check_unchanged(samples, self.spec)
-            return collate_shard(
-                samples,
-                self.spec,
-                self.splits[num_ranks],
-                micro_batch.placement,
-                towers,
-                pad_to_multiple_of=self.pad_to_multiple_of,
-            )
+            split, multiple = self.splits[num_ranks], self.pad_to_multiple_of
+            return collate_shard(samples, self.spec, split, micro_batch.placement, towers, pad_to_multiple_of=multiple)
         try:
             check_unchanged(samples, self.spec)
             return self._collate(samples, self.spec, towers=towers)

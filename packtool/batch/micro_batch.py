@@ -73,7 +73,8 @@ class PlannedEpoch:
     def micro_batch(self, step: int, rank: int, number: int) -> MicroBatch:
         """Return micro-batch ``number`` of a step on one data-parallel rank."""
         packs = [pack.tolist() for pack in self.plan.samples(step, rank, number)]
-        placement = self.plan.placement_of(step, rank, number)
+        ranks = self.plan.placement_of(step, rank, number)
+        placement = None if ranks is None else ranks.tolist()
         towers = None
         if self._runs_in is not None:
             steps = self.plan.steps
@@ -82,13 +83,7 @@ class PlannedEpoch:
         read_again = None
         if self._read_again is not None:
             read_again = [bool(self._read_again[sample]) for pack in packs for sample in pack]
-        return MicroBatch(
-            packs,
-            None if placement is None else placement.tolist(),
-            towers,
-            read_again,
-            self._sequence_parallel_size,
-        )
+        return MicroBatch(packs, placement, towers, read_again, self._sequence_parallel_size)
 
     def steps(self, rank: int, first: int = 0) -> Iterator[tuple[MicroBatch, ...]]:
         """Yield the micro-batches of each step from ``first`` on, for one data-parallel rank."""

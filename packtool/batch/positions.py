@@ -9,28 +9,13 @@ samples apart wrongly (a leak that was measured at 2.65 in logits). For a sample
     h        0  1  2   3  3  4  4  5   6
     w        0  1  2   3  4  3  4  5   6
 
-Padding removed before a model and restored after it, on tensors, as MindSpeed-RL's ``remove_padding.py`` does.
-
-Three rows of 3, 2 and 3 tokens, aligned to a multiple of 2 ("." is padding, "-" is -100, P is the pad that aligns)::
-
-    input_ids   a b c .        input_ids    a b c P d e f g h P       (1, 10)
-                d e . .   ->   position_ids 0 1 2 3 0 1 0 1 2 3
-                f g h .        seqlens      3 2 3                     tokens of each row
-                               cu_seqlens   0 4 6 10                  where each row starts, its pads included
-
-    restored, seq_len 4:  a b c .     seq_len 2, prompt lengths 1, 2, 2:  a b
-                          d e . .                                         . .
-                          f g h .                                         g .
-
-A prompt of p tokens: what position p - 1 says is about the first token after it, so a row begins there, and its last
-position, which speaks of no token, is left out. Positions run through the pads, and no label is ever made of a pad
-(MindSpeed-RL writes 0 there, which is a token).
+Values that a model computes for a packed sequence are put back into padded rows (``restore_padding``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -110,67 +95,6 @@ PAD_ID = 0
 """The token that rows are padded with: it is in every vocabulary, and no medium's placeholder token."""
 
 
-class RemovedPadding(NamedTuple):
-    """B rows laid end to end, T tokens with the pads that align them; in the order of MindSpeed-RL's function.
-
-    Args:
-        input_ids: (1, T), in the precision they came in.
-        position_ids: int64 (1, T), from 0 on in every row.
-        labels: (1, T), -100 on pads.
-        seqlens: int32 (B,), tokens of each row without any padding.
-        cu_seqlens: int32 (B + 1,), starts of the rows, pads included, and T at the end.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    labels: Tensor
-    seqlens: Tensor
-    cu_seqlens: Tensor
-
-
-def alignment_for(*, tensor_parallel_size: int = 1, sequence_parallel_size: int = 1, zigzag: bool = False) -> int:
-    """Number that every row's length must be a multiple of, so that both axes of ranks can split it.
-
-    Args:
-        tensor_parallel_size: ranks that share each layer's matrices.
-        sequence_parallel_size: ranks that share each row's tokens; Megatron calls them context parallel.
-        zigzag: those hold two chunks of each row (Megatron's way), one from either end.
-    """
-    return tensor_parallel_size * sequence_parallel_size * (2 if zigzag else 1)
-
-
-def remove_padding(input_ids: Tensor, labels: Tensor, attention_mask: Tensor, *, align_to: int = 1) -> RemovedPadding:
-    """Lay the rows of a padded batch end to end in one sequence.
-
-    Args:
-        input_ids: int (B, L).
-        labels: int (B, L), at the same positions; shift them before if a loss is computed from them.
-        attention_mask: (B, L), 1 on tokens and 0 on padding, on either side of the tokens.
-        align_to: every row is padded to a multiple of it: see ``alignment_for``.
-
-    Raises:
-        ValueError: if the shapes differ.
-    """
-    if not input_ids.shape == labels.shape == attention_mask.shape or input_ids.ndim != 2:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (input_ids, labels, attention_mask))
-        raise ValueError(f"input_ids, labels and attention_mask must have one shape (B, L), not {shapes}")
-    is_token = attention_mask.bool()
-    seqlens = is_token.sum(dim=1)
-    aligned_lengths = (seqlens + align_to - 1) // align_to * align_to
-    cu_seqlens = torch.cat([aligned_lengths.new_zeros(1), aligned_lengths.cumsum(0)])
-    num_packed = int(cu_seqlens[-1])
-    # Position in the sequence of each token, from its position in its row.
-    index_in_row = is_token.cumsum(dim=1) - 1
-    packed_index = (cu_seqlens[:-1, None] + index_in_row)[is_token]
-    packed_ids = input_ids.new_full((num_packed,), PAD_ID)
-    packed_ids[packed_index] = input_ids[is_token]
-    packed_labels = labels.new_full((num_packed,), IGNORE_INDEX)
-    packed_labels[packed_index] = labels[is_token]
-    row_starts = torch.repeat_interleave(cu_seqlens[:-1], aligned_lengths, output_size=num_packed)
-    position_ids = torch.arange(num_packed, device=input_ids.device) - row_starts
-    return RemovedPadding(packed_ids[None], position_ids[None], packed_labels[None], seqlens.int(), cu_seqlens.int())
-
-
 def restore_padding(
     values: Tensor,
     seqlens: Tensor,
@@ -180,12 +104,12 @@ def restore_padding(
     *,
     fill: float = 0,
 ) -> Tensor:
-    """Put a model's values of a packed sequence back into rows: the inverse of ``remove_padding``, padded on the right.
+    """Put a model's values of a packed sequence back into one row per document, padded on the right.
 
     Args:
         values: (1, T, ...), one for each packed position; gradients flow through.
-        seqlens: int (B,), tokens of each row.
-        cu_seqlens: int (B + 1,), starts of the rows in ``values``: those with pads, not sums of ``seqlens``.
+        seqlens: int (B,), tokens of each document, without the pads that align it.
+        cu_seqlens: int (B + 1,), starts of the documents in ``values``, pads included.
         seq_len: length L of the restored rows.
         prompt_length: p, int (B,) or (B, 1), at least 1. Rows then hold only the values that predict the seqlens - p
             tokens after the prompt: those of positions p - 1 to seqlens - 2.
@@ -220,11 +144,7 @@ def restore_padding(
 
 
 def align_sample(sample: EncodedSample, align_to: int) -> EncodedSample:
-    """A sample with pads behind it, as ``remove_padding`` has its rows: collation gives positions to these too.
-
-    Args:
-        align_to: its length becomes a multiple of it.
-    """
+    """Append padding tokens, without labels, so that the sample's length is a multiple of ``align_to``."""
     num_pads = -sample.length % align_to
     if not num_pads:
         return sample

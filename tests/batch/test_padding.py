@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,13 +13,57 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from packtool.batch.collate import collate_packs, collate_padded
-from packtool.batch.positions import PAD_ID, align_sample, alignment_for, remove_padding, restore_padding
+from packtool.batch.positions import PAD_ID, align_sample, restore_padding
 from packtool.constants import IGNORE_INDEX
 from tests.batch.reduced import TEXT_MODELS, make_sample, mixed_samples, reduced_spec
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 ALIGNMENTS = st.sampled_from([1, 2, 3, 4, 8])
 SIDES = st.sampled_from(["right", "left", "holes"])
+
+
+class RemovedPadding(NamedTuple):
+    """B rows laid end to end, T tokens with the pads that align them; in the order of MindSpeed-RL's function.
+
+    Args:
+        input_ids: (1, T), in the precision they came in.
+        position_ids: int64 (1, T), from 0 on in every row.
+        labels: (1, T), -100 on pads.
+        seqlens: int32 (B,), tokens of each row without any padding.
+        cu_seqlens: int32 (B + 1,), starts of the rows, pads included, and T at the end.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    seqlens: Tensor
+    cu_seqlens: Tensor
+
+
+def remove_padding(input_ids: Tensor, labels: Tensor, attention_mask: Tensor, *, align_to: int = 1) -> RemovedPadding:
+    """Lay the rows of a padded batch end to end in one sequence.
+
+    Args:
+        input_ids: int (B, L).
+        labels: int (B, L), at the same positions; shift them before if a loss is computed from them.
+        attention_mask: (B, L), 1 on tokens and 0 on padding, on either side of the tokens.
+        align_to: every row is padded to a multiple of it: 1 for none.
+    """
+    is_token = attention_mask.bool()
+    seqlens = is_token.sum(dim=1)
+    aligned_lengths = (seqlens + align_to - 1) // align_to * align_to
+    cu_seqlens = torch.cat([aligned_lengths.new_zeros(1), aligned_lengths.cumsum(0)])
+    num_packed = int(cu_seqlens[-1])
+    # Position in the sequence of each token, from its position in its row.
+    index_in_row = is_token.cumsum(dim=1) - 1
+    packed_index = (cu_seqlens[:-1, None] + index_in_row)[is_token]
+    packed_ids = input_ids.new_full((num_packed,), PAD_ID)
+    packed_ids[packed_index] = input_ids[is_token]
+    packed_labels = labels.new_full((num_packed,), IGNORE_INDEX)
+    packed_labels[packed_index] = labels[is_token]
+    row_starts = torch.repeat_interleave(cu_seqlens[:-1], aligned_lengths, output_size=num_packed)
+    position_ids = torch.arange(num_packed, device=input_ids.device) - row_starts
+    return RemovedPadding(packed_ids[None], position_ids[None], packed_labels[None], seqlens.int(), cu_seqlens.int())
 
 
 def padded_batch(lengths: list[int], width: int, side: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,19 +183,8 @@ def test_a_value_that_is_no_number_stays_in_its_row() -> None:
     assert rows[0, 1:].tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("zigzag", "expected"),
-    [(False, 8), (True, 16)],
-)
-def test_alignment_is_the_seeds(zigzag: bool, expected: int) -> None:
-    assert alignment_for(tensor_parallel_size=4, sequence_parallel_size=2, zigzag=zigzag) == expected
-    assert alignment_for() == 1
-
-
 def test_wrong_inputs_are_refused() -> None:
     ids = torch.ones(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="one shape"):
-        remove_padding(ids, ids[:, :2], ids)
     packed = remove_padding(ids, ids, ids)
     place = packed.seqlens, packed.cu_seqlens
     with pytest.raises(ValueError, match="one packed sequence"):
