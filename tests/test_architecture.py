@@ -124,7 +124,7 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
     assert not wrong
 
 
-def test_a_room_of_training_imports_only_from_those_before_it() -> None:
+def test_training_folder_imports_only_from_those_before_it() -> None:
     wrong = []
     for path in FILES:
         place = path.relative_to(PACKAGE).parts
@@ -141,7 +141,7 @@ def test_a_room_of_training_imports_only_from_those_before_it() -> None:
     assert not wrong
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_no_import_cycles() -> None:
     """Imports of types alone and those inside functions are counted too: a circle is one wherever it is closed."""
     graph = {
         _module(path): {name for name, _ in _imports(path) if name in MODULES and name != "packtool"} - {_module(path)}
@@ -179,7 +179,7 @@ def test_every_requirement_has_a_lowest_version() -> None:
     assert [line for line in lines if ">=" not in line] == []
 
 
-def test_what_every_run_imports_is_required() -> None:
+def test_imports_of_every_run_are_required_packages() -> None:
     """Else another package decides its version, or whether it is there."""
     others = chain.from_iterable(lines for extra, lines in EXTRAS.items() if extra != "test")
     known = REQUIRED | {canonicalize_name(Requirement(line).name) for line in others} | {"packtool"}
@@ -293,7 +293,7 @@ def test_the_wheel_has_every_file() -> None:
             assert any(path.match(f"{owner}/{pattern}") for owner, patterns in held for pattern in patterns), path
 
 
-def test_every_public_thing_has_a_docstring() -> None:
+def test_every_public_name_has_a_docstring() -> None:
     missing = []
     for path, tree in TREES.items():
         if not ast.get_docstring(tree):
@@ -366,7 +366,7 @@ PRINTERS = {"terminal.py", "report/tables.py"}
 ESCAPERS = {"report/drawing.py"}
 
 
-def test_text_of_others_is_shown_in_few_places() -> None:
+def test_foreign_text_is_shown_in_few_places() -> None:
     wrong = []
     for path, tree in TREES.items():
         name = path.relative_to(PACKAGE).as_posix()
@@ -395,7 +395,7 @@ ONCE_PER_CLIENT = {"forget_connections"}
 ONCE_MORE = {"export", "verify", "evaluate"}
 
 
-def test_a_name_means_one_thing() -> None:
+def test_every_public_name_is_defined_once() -> None:
     """A reader who searches for a public function or class finds one."""
     places: dict[str, list[str]] = {}
     for path, tree in TREES.items():
@@ -428,7 +428,7 @@ def _docstrings(tree: ast.AST) -> Iterator[str]:
                             yield text.strip()
 
 
-def test_docstrings_say_what_is_returned() -> None:
+def test_docstrings_describe_results() -> None:
     """A fragment of the function's name ("Of the shard.", "For a person.") tells nobody what comes back."""
     scripts = {path: ast.parse(path.read_text()) for path in (PACKAGE.parent / "scripts").glob("*.py")}
     fragments = [
@@ -501,7 +501,7 @@ ONE_PLACE = {
 }
 
 
-def test_what_has_one_place_is_done_there() -> None:
+def test_unique_operations_stay_in_their_modules() -> None:
     wrong = []
     for path, tree in TREES.items():
         where = path.relative_to(PACKAGE).as_posix()

@@ -18,12 +18,12 @@ PATHS = {
 }
 
 
-def test_there_are_some() -> None:
+def test_configs_exist() -> None:
     assert FILES
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_they_resolve(path: Path) -> None:
+def test_configs_resolve(path: Path) -> None:
     command = path.stem.rpartition("_")[2]
     settings = yaml.safe_load(path.read_text())
     config = resolve({"export": ExportConfig, "train": TrainConfig}[command], PATHS[command], file=settings)

@@ -53,6 +53,6 @@ def leads_to_a_file(text: str) -> bool:
     return bool(files) and (not function or f"def {function}(" in files[0].read_text())
 
 
-def test_every_name_is_one_of_the_code() -> None:
+def test_every_name_exists_in_the_code() -> None:
     assert len(PATHS) + len(NAMES) > 100
     assert [text for text in NAMES if not set(text.split(".")) <= names_in_the_code()] == []

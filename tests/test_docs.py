@@ -73,7 +73,7 @@ def test_every_recipe_is_accepted(
         assert "H100 SXM 80 GB, which has 74.5 GiB" in capsys.readouterr().err, recipe
 
 
-def test_no_command_hides_in_a_block_of_text() -> None:
+def test_text_blocks_contain_no_commands() -> None:
     for page in (*PAGES, DOCS.parent / "README.md"):
         for block in re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL):
             assert not re.search(r"^(?:[A-Z_]+=\S+ )*(packtool|sbatch|torchrun|scripts/\w+) ", block, re.MULTILINE), (
@@ -81,7 +81,7 @@ def test_no_command_hides_in_a_block_of_text() -> None:
             )
 
 
-def test_blocks_that_do_not_run_say_what_they_need() -> None:
+def test_unexecuted_blocks_state_their_requirements() -> None:
     for page in PAGES:
         for block in blocks(page):
             first_line = block.splitlines()[0]
@@ -95,7 +95,7 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def test_every_link_leads_somewhere(repository: Path) -> None:
+def test_every_link_resolves(repository: Path) -> None:
     for page in [*PAGES, repository / "README.md", repository / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
             if "://" in target:
@@ -106,7 +106,7 @@ def test_every_link_leads_somewhere(repository: Path) -> None:
             assert not anchor or anchor in _anchors(file), f"{page.name}: {target}"
 
 
-def test_every_option_that_is_named_exists() -> None:
+def test_every_named_option_exists() -> None:
     known = {name for settings in _SETTINGS.values() for name in option_kinds(settings)} | {
         "--help",
         "--version",
@@ -133,7 +133,7 @@ def test_generated_pages_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended.value.code == 0
 
 
-def test_details_are_about_options_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_option_details_name_existing_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     make_docs = load_script("make_docs")
     page = make_docs.options_page()

@@ -48,7 +48,7 @@ def _messages() -> Iterator[tuple[str, str]]:
             )
 
 
-def test_no_message_suggests_what_deletes_without_saying_so() -> None:
+def test_messages_suggesting_overwrite_mention_the_deletion() -> None:
     suggestions = [(place, text) for place, text in _messages() if "--overwrite" in text]
     assert len(suggestions) > 3
     assert [place for place, text in suggestions if not re.search("delete|remove|replace", text)] == []
@@ -61,13 +61,13 @@ def test_several_problems_become_one_error() -> None:
     assert "--b is missing" in str(error)
 
 
-def test_the_most_similar_name_is_told() -> None:
+def test_most_similar_name_is_suggested() -> None:
     assert errors.did_you_mean("sed", ["model", "seed"]) == "; did you mean 'seed'?"
     assert errors.did_you_mean("--packin-length", ["--packing-length"]) == "; did you mean --packing-length?"
     assert errors.did_you_mean("sed", ["model"]) == errors.did_you_mean("sed", ["seed"], likeness=0.99) == ""
 
 
-def test_a_name_that_is_part_of_another_is_told_its_whole() -> None:
+def test_part_of_a_name_suggests_the_full_name() -> None:
     options = ["--expand-turns", "--dataset-num-proc", "--model"]
     assert errors.most_similar("--expand", options, likeness=0.75) == "--expand-turns"
     assert errors.most_similar("--num-proc", options, likeness=0.75) == "--dataset-num-proc"

@@ -53,7 +53,7 @@ def test_the_two_stages(repository: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert list((tmp_path / "output").glob("checkpoint-*/adapter_model.safetensors"))
 
 
-def test_every_option_that_is_named_exists(repository: Path) -> None:
+def test_every_named_option_exists(repository: Path) -> None:
     from packtool.cli.main import _SETTINGS
     from packtool.cli.options import option_kinds
 

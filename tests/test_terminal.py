@@ -24,14 +24,14 @@ def acting(text: str, allowed: str = "\n\t") -> list[str]:
 
 
 @given(TEXT)
-def test_nothing_that_acts_is_left(text: str) -> None:
+def test_no_control_characters_remain(text: str) -> None:
     assert acting(escape_text(text)) == []
     assert acting(escape_line(text), allowed="") == []
     assert escape_text(escape_text(text)) == escape_text(text)
     escape_line(text).encode()  # no half of a surrogate pair is left
 
 
-def test_what_is_plain_stays() -> None:
+def test_plain_text_is_unchanged() -> None:
     plain = "naïve 中文 עברית 👩\u200d👩\u200d👧 a\tb\n<script> \\x1b [bold]"
     assert escape_text(plain) == plain
     assert escape_text("\x1b[2J\r\u202e\U000e0041") == r"\x1b[2J\r\u202e\U000e0041"
@@ -39,7 +39,7 @@ def test_what_is_plain_stays() -> None:
 
 
 @given(text=TEXT)
-def test_no_printer_lets_controls_through(text: str) -> None:
+def test_every_printer_escapes_controls(text: str) -> None:
     output = io.StringIO()
     console = Console(file=output, width=200)
     progress = TerminalProgress(console)
@@ -64,7 +64,7 @@ def test_no_printer_lets_controls_through(text: str) -> None:
     assert out[before:].isascii()
 
 
-def test_a_bar_shows_no_controls_of_others() -> None:
+def test_progress_bar_escapes_foreign_controls() -> None:
     output = io.StringIO()
     console = Console(file=output, width=120, force_terminal=True)
     with TerminalProgress(console) as progress:
@@ -75,6 +75,6 @@ def test_a_bar_shows_no_controls_of_others() -> None:
     assert r"\x1b]0;title\x07[/x]" in output.getvalue()
 
 
-def test_styles_are_around_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_styles_surround_the_shown_text(capsys: pytest.CaptureFixture[str]) -> None:
     show_styled([("a\x1b[8m", "green"), ("b", "")])
     assert capsys.readouterr().out == "\x1b[32ma\\x1b[8m\x1b[0mb\n"

@@ -57,7 +57,7 @@ def test_auto_is_varlen_on_cuda_in_16_bits() -> None:
     ],
 )
 @pytest.mark.usefixtures("hopper")
-def test_what_is_not_there_is_named_with_the_remedy(
+def test_missing_kernel_is_named_with_a_remedy(
     name: str, device: torch.device, dtype: torch.dtype, message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -73,7 +73,7 @@ def test_an_old_gpu_gets_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
         choose("varlen", GPU, torch.float16)
 
 
-def test_dropout_is_refused_where_it_would_be_left_out(hopper: None) -> None:
+def test_unsupported_dropout_is_refused(hopper: None) -> None:
     with pytest.raises(ConfigError, match="attention_dropout"):
         choose("varlen", GPU, torch.bfloat16, needs_dropout=True)
     with pytest.raises(ConfigError, match="320 numbers"):
@@ -88,7 +88,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_auto_takes_flash_attention_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_installed_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, "flash_attn")
     assert choose("auto", GPU, torch.bfloat16).name == "flash_attention_2"
     assert choose("auto", CPU, torch.bfloat16).name == "sdpa"
@@ -100,9 +100,7 @@ def test_auto_takes_flash_attention_where_it_is_installed(monkeypatch: pytest.Mo
     assert choose("auto", GPU, torch.bfloat16).name == "flash_attention_2"
 
 
-def test_the_hubs_kernel_is_taken_only_once_downloaded(
-    hopper: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_hub_kernel_is_used_only_if_downloaded(hopper: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     from huggingface_hub import constants
 
     module = types.ModuleType("kernels")

@@ -48,7 +48,7 @@ def looks_and_gradients(model: PreTrainedModel, name: str, kinds: set[str]) -> t
 
 @pytest.mark.parametrize("name", VISION_MODELS)
 @pytest.mark.parametrize("kinds", [{"image", "video"}, {"image"}, {"video"}, set()])
-def test_one_call_computes_what_two_do(name: str, kinds: set[str]) -> None:
+def test_one_call_equals_two(name: str, kinds: set[str]) -> None:
     model = reduced_model(name, packed=False)
     other = copy.deepcopy(model)
     for _ in range(2):  # once is enough, twice does no harm
@@ -64,7 +64,7 @@ def test_one_call_computes_what_two_do(name: str, kinds: set[str]) -> None:
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
-def test_transformers_own_way_can_be_had_for_a_while(name: str) -> None:
+def test_original_vision_forward_is_available_temporarily(name: str) -> None:
     model = reduced_model(name, packed=False)
     run_towers_once(model)
     with own_features(model):
@@ -76,7 +76,7 @@ def test_transformers_own_way_can_be_had_for_a_while(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
-def test_a_copy_looks_with_its_own_tower(name: str) -> None:
+def test_copied_model_uses_its_own_tower(name: str) -> None:
     model = reduced_model(name, packed=False)
     run_towers_once(model)
     changed = copy.deepcopy(model)
@@ -91,7 +91,7 @@ def test_a_copy_looks_with_its_own_tower(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
-def test_a_pass_that_broke_off_leaves_nothing_behind(name: str) -> None:
+def test_interrupted_forward_pass_leaves_no_state(name: str) -> None:
     model: Any = reduced_model(name, packed=False)
     run_towers_once(model)
     model_inputs = inputs_for(model, name, {"image", "video"})

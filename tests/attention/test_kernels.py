@@ -73,7 +73,7 @@ def test_equals_the_reference_on_anything(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_in_other_precisions(dtype: torch.dtype) -> None:
+def test_other_precisions_equal_the_reference(dtype: torch.dtype) -> None:
     heads = random_heads(60, 4, 2, 16, dtype=dtype)
     for window in (None, 7):
         check_kernel(HERE["sdpa"], heads, Varlen.of_lengths([41, 1, 18]), window=window)
@@ -81,14 +81,14 @@ def test_in_other_precisions(dtype: torch.dtype) -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(("num_kv_heads", "window"), [(4, 1000), (2, 5), (1, None)])
-def test_flex_computes_the_same_where_it_has_no_gradients(num_kv_heads: int, window: int | None) -> None:
+def test_flex_forward_equals_the_reference(num_kv_heads: int, window: int | None) -> None:
     heads = [tensor.detach() for tensor in random_heads(44, 4, num_kv_heads, 16)]
     check_kernel(KERNELS["flex"], heads, Varlen.of_lengths([30, 1, 13]), window=window, scale=0.3)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", ["sdpa", "flex"])
-def test_a_document_does_not_see_another_at_all(name: str) -> None:
+def test_documents_do_not_attend_to_each_other(name: str) -> None:
     heads = [tensor.detach() for tensor in random_heads(12, 2, 2, 16)]
     varlen = Varlen.of_lengths([5, 7])
     before = KERNELS[name].attend(*heads, varlen)
@@ -98,7 +98,7 @@ def test_a_document_does_not_see_another_at_all(name: str) -> None:
     assert not torch.equal(before[5:], after[5:])
 
 
-def test_values_may_be_narrower_than_keys() -> None:
+def test_values_may_have_smaller_heads_than_keys() -> None:
     q, k, v = random_heads(9, 4, 2, 16)
     narrow = v[..., :6].detach().requires_grad_()
     varlen = Varlen.of_lengths([4, 5])
@@ -106,7 +106,7 @@ def test_values_may_be_narrower_than_keys() -> None:
     torch.testing.assert_close(KERNELS["sdpa"].attend(q, k, narrow, varlen), expected, rtol=0, atol=1e-5)
 
 
-def test_no_tokens_at_all() -> None:
+def test_empty_input_gives_empty_output() -> None:
     heads = random_heads(0, 4, 2, 8)
     for kernel in HERE.values():
         assert kernel.attend(*heads, Varlen.of_lengths([0])).shape == (0, 4, 8)
@@ -172,7 +172,7 @@ def _paths(parents: list[int]) -> list[list[int]]:
 
 @settings(max_examples=40)
 @given(tree=trees(), window=st.one_of(st.none(), st.integers(1, 30)), seed=st.integers(0, 2**16))
-def test_a_tree_computes_what_its_rows_compute_alone(tree: Tree, window: int | None, seed: int) -> None:
+def test_tree_equals_its_rows_computed_alone(tree: Tree, window: int | None, seed: int) -> None:
     """Every token once against every row whole: outputs and gradients in float64."""
     parents, lengths = tree
     heads = random_heads(sum(lengths), 4, 2, 8, seed=seed, dtype=torch.float64)
@@ -217,7 +217,7 @@ def test_a_tree_in_other_precisions(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(("num_kv_heads", "window"), [(4, 1000), (2, 5), (1, None)])
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_flex_computes_a_tree_where_it_has_no_gradients(tree: Tree, num_kv_heads: int, window: int | None) -> None:
+def test_flex_forward_of_a_tree_equals_the_reference(tree: Tree, num_kv_heads: int, window: int | None) -> None:
     heads = [tensor.detach() for tensor in random_heads(sum(tree[1]), 4, num_kv_heads, 16)]
     check_tree(KERNELS["flex"], heads, tree_varlen(*tree), window=window, scale=0.3)
 

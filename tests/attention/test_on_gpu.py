@@ -49,7 +49,7 @@ def test_a_tree_equals_the_reference(name: str, tree: tuple[list[int], list[int]
         check_kernel(kernel, heads, varlen, window=window)
 
 
-def test_auto_takes_more_than_sdpa() -> None:
+def test_auto_does_not_select_sdpa() -> None:
     assert choose("auto", GPU, torch.bfloat16).name != "sdpa"
 
 
@@ -61,5 +61,5 @@ def test_blocks_of_shared_rows_equal_the_formulas(
     assert largest_error(CudaFlashBlockKernel(), shape, heads, torch.bfloat16, GPU) < 4e-2
 
 
-def test_auto_takes_flash_blocks() -> None:
+def test_auto_selects_flash_blocks() -> None:
     assert choose_blocks("auto", GPU, torch.bfloat16, head_dims=(128, 128)).name == "cuda_flash"

@@ -56,7 +56,7 @@ def logits_of(model: PreTrainedModel, spec: InputSpec, samples: list[EncodedSamp
     return list(model(**batch.model_inputs()).logits[0].split(batch.lengths))[: len(samples)]
 
 
-def test_packed_logits_equal_each_samples_own(setting: Setting) -> None:
+def test_packed_logits_equal_those_of_single_samples(setting: Setting) -> None:
     """Their own by transformers' code alone: its attention, its recurrence, no boundaries."""
     model, spec, samples = setting
     for sample, packed in zip(samples, logits_of(model, spec, samples), strict=True):
@@ -72,7 +72,7 @@ def test_packed_logits_equal_each_samples_own(setting: Setting) -> None:
         torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
 
 
-def test_a_changed_sample_moves_no_other(setting: Setting) -> None:
+def test_changed_sample_does_not_affect_others(setting: Setting) -> None:
     model, spec, samples = setting
     before = logits_of(model, spec, samples)
     for changed in range(len(samples)):
@@ -99,7 +99,7 @@ def test_gradients_of_the_pack_are_the_sum_over_its_samples(setting: Setting) ->
         torch.testing.assert_close(gradient, alone[name], rtol=1e-4, atol=5e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_without_isolation_it_would_leak(setting: Setting) -> None:
+def test_packing_leaks_without_isolation(setting: Setting) -> None:
     """The check itself is checked: transformers' own layers, asked without boundaries, do move."""
     model = setting[0]
     layer = recurrent_layers(model)[0]
@@ -121,7 +121,7 @@ def test_copies_are_isolated_with_their_own_weights(setting: Setting) -> None:
     assert copied.state_dict().keys() == model.state_dict().keys()
 
 
-def test_gradient_checkpointing_reaches_the_same(setting: Setting) -> None:
+def test_gradient_checkpointing_keeps_the_results(setting: Setting) -> None:
     model, spec, samples = setting
     batch = collate_packs(samples, spec)
     losses = []
@@ -146,7 +146,7 @@ def test_gradient_checkpointing_reaches_the_same(setting: Setting) -> None:
         ({"hidden_states": torch.zeros(2, 6, 32)}, "2 sequences"),
     ],
 )
-def test_refuses_calls_that_could_leak(setting: Setting, changes: dict[str, Any], message: str) -> None:
+def test_leaking_calls_are_refused(setting: Setting, changes: dict[str, Any], message: str) -> None:
     layer_inputs: dict[str, Any] = {"hidden_states": torch.zeros(1, 6, 32), "max_length_q": 4}
     layer_inputs["cu_seq_lens_q"] = torch.tensor([0, 4, 6], dtype=torch.int32)
     layer = recurrent_layers(setting[0])[0]
@@ -196,7 +196,7 @@ class Raising(Recurrence):
     ("layer_class", "honours"),
     [(Recurrence, True), (LeakingState, False), (LeakingConvolution, False), (Raising, False)],
 )
-def test_layers_are_tried_and_not_believed(
+def test_layer_isolation_is_checked_by_running_it(
     layer_class: type[Recurrence], honours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With kernels that heed both boundaries there is one call for all documents, else one for each."""

@@ -41,7 +41,7 @@ def call(layer: nn.Module | None = None, **changes: Any) -> torch.Tensor:
     return out
 
 
-def test_returns_tokens_before_heads_as_transformers_wants() -> None:
+def test_output_has_tokens_before_heads() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
     heads = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
@@ -59,7 +59,7 @@ def test_returns_tokens_before_heads_as_transformers_wants() -> None:
         ({"key": torch.randn(1, 2, 9, 8)}, "key-value cache"),
     ],
 )
-def test_refuses_calls_that_could_leak(changes: dict[str, Any], message: str) -> None:
+def test_leaking_calls_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         call(**changes)
 
@@ -73,12 +73,12 @@ def test_refuses_calls_that_could_leak(changes: dict[str, Any], message: str) ->
         ({"is_causal": False}, "both directions"),
     ],
 )
-def test_refuses_what_it_would_leave_out(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         call(**changes)
 
 
-def test_refuses_a_sliding_layer_without_a_window() -> None:
+def test_sliding_layer_without_window_is_refused() -> None:
     layer = Layer()
     layer.layer_type = "sliding_attention"  # type: ignore[assignment]
     with pytest.raises(UnsupportedModelError, match="how wide"):
@@ -158,7 +158,7 @@ def test_a_shared_prefix_is_computed_once(impl: str) -> None:
     torch.testing.assert_close(together, torch.cat([first_logits, second_logits[3:]]), rtol=0, atol=1e-6)
 
 
-def test_names_are_not_taken_for_transformers_own() -> None:
+def test_kernel_names_do_not_clash_with_transformers() -> None:
     """A name with "flash" in it would bring flash attention's masks; one with a slash, a kernel from the hub."""
     names = [attention_name(impl) for impl in ("auto", *KERNELS)]
     assert len(set(names)) == len(names)
@@ -167,14 +167,14 @@ def test_names_are_not_taken_for_transformers_own() -> None:
         attention_name("fastest")
 
 
-def test_a_kernel_that_is_not_there_is_named_by_its_option() -> None:
+def test_missing_kernel_is_named_by_its_option() -> None:
     model = tiny_model()
     set_attention(model, "varlen")
     with pytest.raises(ConfigError, match="--attn-impl varlen"):
         model(input_ids=torch.arange(6)[None], cu_seq_lens_q=torch.tensor([0, 6]), max_length_q=6, use_cache=False)
 
 
-def test_dropout_is_left_to_a_kernel_that_has_it() -> None:
+def test_dropout_is_passed_to_kernels_that_support_it() -> None:
     model = tiny_model(attention_dropout=0.5).train()
     set_attention(model)
     inputs = {"input_ids": torch.arange(6)[None], "cu_seq_lens_q": torch.tensor([0, 6]), "max_length_q": 6}

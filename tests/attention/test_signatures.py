@@ -122,7 +122,7 @@ def check_calls(kernel: Kernel, *, head_dim: int, has_windows: bool) -> None:
 
 @pytest.mark.parametrize("head_dim", [8, 6])
 @pytest.mark.parametrize("version", SIGNATURES["torch"]["varlen_attn"])
-def test_torchs_varlen_is_called_as_each_version_wants(
+def test_torch_varlen_is_called_with_the_arguments_of_each_version(
     version: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flash._varlen_module(), "varlen_attn", varlen_of(version))
@@ -135,7 +135,7 @@ def test_torchs_varlen_is_called_as_each_version_wants(
 
 @pytest.mark.parametrize("head_dim", [8, 6])
 @pytest.mark.parametrize(("package", "version"), versions(*sorted(KERNEL_OF.keys() - {"torch"})))
-def test_flash_attention_is_called_as_each_version_wants(
+def test_flash_attention_is_called_with_the_arguments_of_each_version(
     package: str, version: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flash, "_flash_function", lambda _: flash_of(package, version))
@@ -150,7 +150,7 @@ def test_dropout_is_an_argument_of_version_2(package: str, version: str) -> None
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("version", SIGNATURES["torch"]["_flash_attention_forward"])
-def test_blocks_of_shared_rows_fit_torchs_operators(
+def test_blocks_fit_the_signatures_of_torch_operators(
     version: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {name: rebuilt(each[version]) for name, each in SIGNATURES["torch"].items() if name.startswith("_flash")}

@@ -57,7 +57,7 @@ def test_models_that_can_be_isolated_pass(name: str) -> None:
     "config_class",
     [Qwen2Config, Qwen3Config, LlamaConfig, Qwen2VLConfig, Qwen2_5_VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig],
 )
-def test_so_do_they_in_full_size(config_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_size_models_pass(config_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the trial, which takes half a second each."""
     monkeypatch.setattr("packtool.attention.support._try_two_documents", lambda *args: None)
     refuse_unsupported(config_class())
@@ -81,7 +81,7 @@ def test_so_do_they_in_full_size(config_class: Any, monkeypatch: pytest.MonkeyPa
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
-def test_others_are_refused_with_the_reason_and_the_remedy(config: PreTrainedConfig, reason: str) -> None:
+def test_unsupported_models_are_refused_with_reason_and_remedy(config: PreTrainedConfig, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason) as error:
         refuse_unsupported(config)
     assert error.value.exit_code == EXIT_MISMATCH
@@ -107,7 +107,7 @@ _llama_attention = modeling_llama.LlamaAttention.forward
         (_forward_of_its_own, "only 0 of the 2 layers"),
     ],
 )
-def test_the_trial_finds_what_no_setting_tells(forward: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_pass_detects_unsupported_models(forward: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_unsupported(LlamaConfig(**SMALL))
     monkeypatch.setattr(support, "_PASSED", set())
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
@@ -115,7 +115,7 @@ def test_the_trial_finds_what_no_setting_tells(forward: Any, reason: str, monkey
         refuse_unsupported(LlamaConfig(**SMALL))
 
 
-def test_a_model_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_pass_runs_once_per_model(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
     monkeypatch.setattr(support, "_PASSED", set())
     monkeypatch.setattr(support, "_try_two_documents", lambda config, _: tried.append(config.hidden_size))
@@ -124,7 +124,7 @@ def test_a_model_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried == [32, 64]
 
 
-def test_a_model_that_takes_no_boundaries_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_without_boundary_inputs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: Any, input_ids: Any, use_cache: bool) -> Any:
         """No further arguments."""
 
@@ -164,13 +164,13 @@ def inputs(**changes: Any) -> dict[str, Any]:
         ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]]).expand(3, 1, 6)}, "three they leak"),
     ],
 )
-def test_inputs_that_could_leak_are_refused(changes: dict[str, Any], reason: str) -> None:
+def test_leaking_inputs_are_refused(changes: dict[str, Any], reason: str) -> None:
     refuse_leaky_inputs(inputs())
     with pytest.raises(MismatchError, match=reason):
         refuse_leaky_inputs(inputs(**changes))
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(MismatchError) as error:
         refuse_leaky_inputs(inputs(use_cache=True, attention_mask=torch.ones(1, 6), max_length_q=1))
     assert str(error.value).count("  - ") == 3
@@ -204,7 +204,7 @@ def tree_inputs(**changes: Any) -> dict[str, Any]:
         ({"position_ids": torch.tensor([[0, 1, 0, 1, 0, 1]]).expand(4, 1, 6)}, "do not count from 0"),
     ],
 )
-def test_prefixes_that_are_not_those_of_their_documents_are_refused(changes: dict[str, Any], reason: str) -> None:
+def test_prefixes_of_other_documents_are_refused(changes: dict[str, Any], reason: str) -> None:
     refuse_leaky_inputs(tree_inputs())
     with pytest.raises(MismatchError, match=reason):
         refuse_leaky_inputs(tree_inputs(**changes))

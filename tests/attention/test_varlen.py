@@ -9,7 +9,7 @@ from packtool.attention.kernel import Varlen
 
 
 @pytest.mark.smoke
-def test_documents_lie_end_to_end() -> None:
+def test_documents_are_contiguous() -> None:
     varlen = Varlen.of_lengths([3, 0, 2])
     assert varlen.cu_seqlens.tolist() == [0, 3, 3, 5]
     assert varlen.cu_seqlens.dtype == torch.int32

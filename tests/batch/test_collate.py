@@ -46,7 +46,7 @@ def text() -> InputSpec:
 @pytest.mark.smoke
 @settings(max_examples=50)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=9))
-def test_no_target_crosses_a_boundary_and_none_is_lost(lengths: list[int]) -> None:
+def test_targets_stay_within_samples_and_none_is_lost(lengths: list[int]) -> None:
     samples = [make_sample(length, seed=number) for number, length in enumerate(lengths)]
     packed = collate_packs(samples, reduced_spec("qwen2"))
     padded = collate_padded(samples, reduced_spec("qwen2"))
@@ -70,7 +70,7 @@ def test_no_target_crosses_a_boundary_and_none_is_lost(lengths: list[int]) -> No
 
 @settings(max_examples=50)
 @given(lengths=st.lists(st.integers(1, 20), max_size=9), pad_to_multiple_of=st.integers(1, 40))
-def test_padding_is_a_document_behind_the_others(lengths: list[int], pad_to_multiple_of: int) -> None:
+def test_padding_is_a_separate_last_document(lengths: list[int], pad_to_multiple_of: int) -> None:
     samples = [make_sample(length, seed=number) for number, length in enumerate(lengths)]
     bare = collate_packs(samples, reduced_spec("qwen2"))
     padded = collate_packs(samples, reduced_spec("qwen2"), pad_to_multiple_of=pad_to_multiple_of)
@@ -115,7 +115,7 @@ def test_positions_of_a_picture_are_the_ones_in_the_docstring() -> None:
 
 
 @pytest.mark.smoke
-def test_pixels_are_the_processors_at_the_caches_limits(vision: InputSpec) -> None:
+def test_pixels_equal_those_of_the_processor_at_the_limits_of_the_cache(vision: InputSpec) -> None:
     samples = mixed_samples("qwen3_vl")
     batch = collate_packs(samples, vision)
     assert batch.image_grid_thw is not None
@@ -125,7 +125,7 @@ def test_pixels_are_the_processors_at_the_caches_limits(vision: InputSpec) -> No
     assert (batch.input_ids == IMAGE_PAD).sum() * 4 == len(batch.pixel_values)
 
 
-def test_pictures_of_other_limits_are_as_with_these(vision: InputSpec) -> None:
+def test_images_of_caches_with_different_limits_are_batched(vision: InputSpec) -> None:
     """Caches of unlike limits are trained together: each picture has the size that its cache counted tokens for."""
     own = vision.limits.image
     assert own is not None
@@ -168,7 +168,7 @@ def test_a_changed_picture_is_named(vision: InputSpec, tmp_path: Path) -> None:
         collate_packs([dataclasses.replace(sample, images=(moved,))], vision)
 
 
-def test_a_picture_of_another_size_and_the_same_grid_is_named(vision: InputSpec, tmp_path: Path) -> None:
+def test_changed_image_with_the_same_grid_is_named(vision: InputSpec, tmp_path: Path) -> None:
     file = tmp_path / "photo.png"
     file.write_bytes(make_picture(39, 32, seed=0))
     sample = make_sample(4, ((40, 32),), seed=3, limits=vision.limits.image)
@@ -186,7 +186,7 @@ def test_a_missing_picture_is_named(vision: InputSpec, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("collate", [collate_packs, collate_padded])
-def test_pads_that_do_not_fit_their_own_samples_pictures_are_refused(collate: object, vision: InputSpec) -> None:
+def test_placeholders_that_do_not_match_their_images_are_refused(collate: object, vision: InputSpec) -> None:
     """Totals would fit: transformers would give each sample a piece of the other's picture."""
     first_sample = make_sample(4, ((32, 32),), seed=0, limits=vision.limits.image)
     second_sample = make_sample(4, ((16, 16),), seed=1, limits=vision.limits.image)
@@ -209,7 +209,7 @@ def test_model_inputs_name_the_boundaries_for_transformers(text: InputSpec) -> N
 
 
 @pytest.mark.parametrize("kind", [PackedBatch, PaddedBatch])
-def test_moving_keeps_everything(kind: type, vision: InputSpec) -> None:
+def test_moving_a_batch_keeps_all_fields(kind: type, vision: InputSpec) -> None:
     collate = collate_packs if kind is PackedBatch else collate_padded
     batch = collate(mixed_samples("qwen3_vl"), vision)
     moved = batch.to("meta")
@@ -239,7 +239,7 @@ def test_unknown_multimodal_families_are_refused_before_anything_is_read(tmp_pat
         assert InputSpec.load(str(tmp_path), MediaLimits()).has_vision
 
 
-def test_a_million_tokens_are_one_pack(text: InputSpec) -> None:
+def test_million_tokens_fit_into_one_pack(text: InputSpec) -> None:
     ids = np.arange(1_000_000, dtype=np.int32)
     ids.setflags(write=False)
     bounds = np.linspace(0, len(ids), 251).astype(int)

@@ -16,7 +16,7 @@ from packtool.planning.skrull import SHARDED
 from tests.batch.reduced import make_sample, reduced_config, reduced_limits, reduced_spec, save_image_processor
 
 
-def test_a_local_samples_pictures_stay_with_it(tmp_path: Path) -> None:
+def test_images_of_local_samples_stay_on_their_rank(tmp_path: Path) -> None:
     save_image_processor("qwen3_vl", str(tmp_path))
     spec, limits = reduced_spec("qwen3_vl", str(tmp_path)), reduced_limits(reduced_config("qwen3_vl"))
     samples = [make_sample(8, ((side, side),), seed=n, limits=limits) for n, side in enumerate((32, 64, 48, 64))]

@@ -33,7 +33,7 @@ def tree_of(samples: list[EncodedSample], **options: int) -> TreeBatch:
 
 
 @pytest.mark.smoke
-def test_tokens_positions_keys_and_weights_are_as_drawn() -> None:
+def test_tokens_positions_keys_and_weights_match_the_diagram() -> None:
     target, no = [False, True, True, True], [False] * 2
     batch = tree_of([sample([1, 2, 3, 4, 5, 6], [*target, True, True]), sample([1, 2, 3, 7, 8], [*target[:3], *no])])
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
@@ -55,7 +55,7 @@ def test_tokens_positions_keys_and_weights_are_as_drawn() -> None:
     assert inputs["document_lengths"] == (3, 3, 2)
 
 
-def test_a_target_counts_for_the_samples_of_each_channel() -> None:
+def test_target_counts_for_every_channel_of_its_samples() -> None:
     target = [False, True, True]
     rows = [([1, 2, 3, 4], "b"), ([1, 2, 3], "a"), ([1, 2, 5], None), ([1, 2, 3], "b")]
     batch = tree_of([sample(ids, [*target, True][: len(ids)], channel) for ids, channel in rows])
@@ -66,7 +66,7 @@ def test_a_target_counts_for_the_samples_of_each_channel() -> None:
     assert batch.num_target_tokens == 9
 
 
-def test_each_sample_has_its_mean_where_samples_count() -> None:
+def test_loss_by_sample_averages_each_sample() -> None:
     target = [False, True, True]
     spec = dataclasses.replace(TEXT, loss_reduction="sample")
     batch = collate_tree(
@@ -78,7 +78,7 @@ def test_each_sample_has_its_mean_where_samples_count() -> None:
     assert batch.loss_weights.tolist() == [[1.0, 0.5, 0.0, 0.5, 0.0]]
 
 
-def test_without_common_prefixes_nothing_is_other_than_it_was() -> None:
+def test_batch_without_common_prefixes_is_unchanged() -> None:
     samples = mixed_samples("qwen3")
     shared, plain = collate_tree(samples, TEXT, min_shared=1), collate_packs(samples, TEXT)
     assert type(shared) is type(plain) is PackedBatch
@@ -90,7 +90,7 @@ def test_without_common_prefixes_nothing_is_other_than_it_was() -> None:
     assert type(collate_tree([], TEXT)) is PackedBatch
 
 
-def test_moves_with_all_its_tensors() -> None:
+def test_moving_a_tree_batch_moves_all_tensors() -> None:
     batch = tree_of(samples_alike("qwen3"))
     moved = batch.to("meta")
     assert moved.key_index.is_meta
@@ -101,7 +101,7 @@ def test_moves_with_all_its_tensors() -> None:
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
-def test_a_picture_of_a_prefix_is_looked_at_once(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_image_in_a_prefix_is_encoded_once(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = str(tmp_path_factory.mktemp(name))
     save_image_processor(name, directory)
     spec, samples = reduced_spec(name, directory), samples_alike(name)
@@ -116,7 +116,7 @@ def test_a_picture_of_a_prefix_is_looked_at_once(name: str, tmp_path_factory: py
     assert len(tree.towers["vision"].positions["image"]) == int(tree.input_ids.eq(spec.pad_ids["image"]).sum())
 
 
-def test_a_tower_with_nothing_to_do_gets_a_filler(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_unused_tower_gets_a_filler(tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = str(tmp_path_factory.mktemp("qwen3_vl"))
     save_image_processor("qwen3_vl", directory)
     spec = reduced_spec("qwen3_vl", directory)
@@ -137,7 +137,7 @@ def test_a_tower_with_nothing_to_do_gets_a_filler(tmp_path_factory: pytest.TempP
         max_size=8,
     )
 )
-def test_labels_weigh_what_they_weigh_in_all_samples(rows: list[list[tuple[int, float]]]) -> None:
+def test_label_weights_sum_over_samples(rows: list[list[tuple[int, float]]]) -> None:
     """By the tokens before a label, and the label: the sum of its weights over the samples."""
     samples = []
     for row in rows:
@@ -164,7 +164,7 @@ def test_labels_weigh_what_they_weigh_in_all_samples(rows: list[list[tuple[int, 
     assert weights == pytest.approx(wanted)
 
 
-def test_padding_behind_a_tree_is_nobodys() -> None:
+def test_padding_after_a_tree_belongs_to_no_sample() -> None:
     batch = collate_tree([sample([1, 2, 3]), sample([1, 2, 4])], TEXT, min_shared=1, pad_to_multiple_of=8)
     assert isinstance(batch, TreeBatch)
     assert batch.lengths == (2, 1, 1, 4)

@@ -69,7 +69,7 @@ def documents(batch: Batch) -> list[list[int]]:
     per_batch=st.integers(1, 3),
     packing=st.booleans(),
 )
-def test_every_sample_once_where_the_plan_says_and_targets_as_it_says(
+def test_every_sample_is_in_its_planned_micro_batch_once(
     lengths: list[int], world_size: int, accumulation: int, per_batch: int, packing: bool
 ) -> None:
     reader, spec = Samples.of_lengths(lengths), reduced_spec("qwen3")
@@ -96,7 +96,7 @@ def test_every_sample_once_where_the_plan_says_and_targets_as_it_says(
     assert targets.tolist() == [plan.steps.target_tokens(step) for step in range(plan.steps.num_steps)]
 
 
-def test_later_steps_are_what_they_are_without_those_before() -> None:
+def test_later_steps_do_not_depend_on_earlier_ones() -> None:
     reader = Samples.of_lengths([60, 40, 30, 20, 50, 61])
     plan = reader.plan(world_size=2, gradient_accumulation_steps=2)
     sees = np.array([True, False, False, False, False, True])
@@ -133,7 +133,7 @@ def test_workers_change_nothing(num_workers: int, start: int, tmp_path: Path) ->
             assert torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted
 
 
-def test_it_can_be_sent_to_other_processes() -> None:
+def test_dataset_can_be_pickled() -> None:
     reader = Samples.of_lengths([3, 4, 40, 50])
     dataset, wanted = MicroBatches(reader.sample, reduced_spec("qwen3")), planned(reader.plan())
     copy, same = pickle.loads(pickle.dumps((dataset, wanted)))
@@ -144,7 +144,7 @@ def test_it_can_be_sent_to_other_processes() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_error_arrives_with_its_type_and_remedy_when_its_turn_comes(num_workers: int) -> None:
+def test_worker_errors_keep_type_remedy_and_order(num_workers: int) -> None:
     reader = Samples.of_lengths([60, 59, 58])
     broken = dataclasses.replace(reader.samples[1], input_ids=reader.samples[1].input_ids.copy())
     broken.input_ids[3] = 90
@@ -161,7 +161,7 @@ def test_an_error_arrives_with_its_type_and_remedy_when_its_turn_comes(num_worke
     assert "Traceback" not in str(caught.value)
 
 
-def test_loading_draws_no_random_numbers_of_torch() -> None:
+def test_loading_does_not_use_torch_random_numbers() -> None:
     reader = Samples.of_lengths([3, 4])
     dataset, wanted = MicroBatches(reader.sample, reduced_spec("qwen3")), planned(reader.plan())
     before = torch.random.get_rng_state()
@@ -170,7 +170,7 @@ def test_loading_draws_no_random_numbers_of_torch() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_samples_that_begin_alike_have_their_prefix_once_where_asked() -> None:
+def test_common_prefixes_are_computed_once_if_requested() -> None:
     reader, wanted = Samples(samples_alike("qwen3")), MicroBatch([[0, 2, 3], [6, 5, 1, 4]])
     flat, tree = (MicroBatches(reader.sample, reduced_spec("qwen3"), min_shared=least)[wanted] for least in (None, 5))
     assert type(flat) is PackedBatch
@@ -179,7 +179,7 @@ def test_samples_that_begin_alike_have_their_prefix_once_where_asked() -> None:
     assert (tree.num_samples, tree.num_target_tokens) == (flat.num_samples, flat.num_target_tokens)
 
 
-def test_a_picture_that_is_gone_leaves_out_all_that_begin_with_it(tmp_path: Path) -> None:
+def test_missing_image_removes_all_samples_of_its_prefix(tmp_path: Path) -> None:
     save_image_processor("qwen3_vl", str(tmp_path))
     spec, samples = reduced_spec("qwen3_vl", str(tmp_path)), samples_alike("qwen3_vl")
     gone = samples[0].images[0]

@@ -63,7 +63,7 @@ def belady(order: Sequence[int], room: int) -> list[bool]:
     return hits
 
 
-def test_with_half_the_room_half_of_the_media_are_found_as_belady_would_find_them(tmp_path: Path) -> None:
+def test_half_sized_cache_has_the_hit_rate_of_belady(tmp_path: Path) -> None:
     num, room, epochs = 40, 20, 4
     random = np.random.default_rng(0)
     order = [int(medium) for _ in range(epochs) for medium in random.permutation(num)]
@@ -85,7 +85,7 @@ def test_with_half_the_room_half_of_the_media_are_found_as_belady_would_find_the
     end(cache)
 
 
-def test_a_resumed_run_and_another_on_the_same_rows_find_what_was_kept(tmp_path: Path) -> None:
+def test_resumed_runs_and_runs_on_the_same_rows_reuse_entries(tmp_path: Path) -> None:
     first_cache = MediaCache(str(tmp_path), 20 * BLOCK, "rows")
     for medium in range(40):
         load(first_cache, medium)
@@ -97,7 +97,7 @@ def test_a_resumed_run_and_another_on_the_same_rows_find_what_was_kept(tmp_path:
     end(second_cache)
 
 
-def test_what_living_runs_read_is_not_evicted_for_others(tmp_path: Path) -> None:
+def test_entries_of_active_runs_are_not_evicted_for_others(tmp_path: Path) -> None:
     first_cache = MediaCache(str(tmp_path), 10 * BLOCK, "rows")
     for medium in range(10):
         load(first_cache, medium)
@@ -114,7 +114,7 @@ def test_what_living_runs_read_is_not_evicted_for_others(tmp_path: Path) -> None
     end(third)
 
 
-def test_what_the_next_epoch_does_without_goes_first_and_evicts_nothing(tmp_path: Path) -> None:
+def test_media_unused_in_the_next_epoch_are_evicted_first(tmp_path: Path) -> None:
     cache = MediaCache(str(tmp_path), 4 * BLOCK, "rows")
     for medium in range(4):
         load(cache, medium, again=medium != 2)
@@ -126,7 +126,7 @@ def test_what_the_next_epoch_does_without_goes_first_and_evicts_nothing(tmp_path
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "longer", "header"])
-def test_a_damaged_entry_is_made_anew(tmp_path: Path, damage: str) -> None:
+def test_damaged_entry_is_recreated(tmp_path: Path, damage: str) -> None:
     cache = MediaCache(str(tmp_path), MUCH, "rows")
     load(cache, 7, blocks=2)
     path = tmp_path / "entries" / key_of(7)
@@ -148,7 +148,7 @@ def _claim_and_die(directory: Path) -> None:
     os.kill(os.getpid(), 9)
 
 
-def test_a_killed_writer_leaves_nothing_that_is_read_or_counted(tmp_path: Path) -> None:
+def test_partial_entry_of_a_killed_writer_is_ignored(tmp_path: Path) -> None:
     with started(_claim_and_die, tmp_path) as process:
         process.join()
         assert process.exitcode == -9
@@ -168,7 +168,7 @@ def _read_many(directory: Path, seed: int, name: str) -> int:
     return 0 if cache.take_reads().problem is None else 1
 
 
-def test_several_processes_and_runs_share_it(tmp_path: Path) -> None:
+def test_processes_and_runs_share_the_cache(tmp_path: Path) -> None:
     with (
         started(_read_many, tmp_path, 0, "rows") as first_process,
         started(_read_many, tmp_path, 1, "rows") as second_process,
@@ -191,7 +191,7 @@ STEPS = st.lists(
 
 @settings(max_examples=25)
 @given(STEPS)
-def test_the_bound_always_holds_and_pixels_are_always_right(
+def test_size_limit_holds_and_pixels_are_correct(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int, bool, str]]
 ) -> None:
     directory, limits = tmp_path_factory.mktemp("cache"), (8 * BLOCK, 8 * BLOCK, 5 * BLOCK)
@@ -212,7 +212,7 @@ def test_the_bound_always_holds_and_pixels_are_always_right(
         end(cache)
 
 
-def test_a_run_with_a_smaller_bound_begins_within_it(tmp_path: Path) -> None:
+def test_run_with_a_smaller_limit_evicts_at_the_start(tmp_path: Path) -> None:
     first_cache = MediaCache(str(tmp_path), 10 * BLOCK, "rows")
     for medium in range(10):
         load(first_cache, medium)
@@ -224,7 +224,7 @@ def test_a_run_with_a_smaller_bound_begins_within_it(tmp_path: Path) -> None:
     end(second_cache)
 
 
-def test_a_full_disk_and_a_place_that_cannot_be_written_to_are_told_and_harmless(
+def test_full_disk_and_unwritable_folder_are_reported_and_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = MediaCache(str(tmp_path / "full"), MUCH, "rows")
@@ -243,9 +243,7 @@ def test_a_full_disk_and_a_place_that_cannot_be_written_to_are_told_and_harmless
     assert "Not a directory" in str(cache.take_reads().problem)
 
 
-def test_a_disk_that_fills_up_while_an_entry_is_written_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_filling_during_a_write_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -259,7 +257,7 @@ def test_a_disk_that_fills_up_while_an_entry_is_written_leaves_none(
     end(cache)
 
 
-def test_one_that_was_sent_to_another_process_is_the_same(tmp_path: Path) -> None:
+def test_pickled_cache_is_the_same_cache(tmp_path: Path) -> None:
     import pickle
 
     cache = MediaCache(str(tmp_path), MUCH, "rows")

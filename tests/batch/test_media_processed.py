@@ -150,7 +150,7 @@ def world_of(drawn_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", TRAINED)
-def test_tokens_and_pixels_are_the_processors(world_of: Callable[[str], World], name: str) -> None:
+def test_tokens_and_pixels_equal_those_of_the_processor(world_of: Callable[[str], World], name: str) -> None:
     world = world_of(name)
     for sample, row in zip(world.samples, rows_for(name), strict=True):
         expected = tokens_of(world.processor, row)
@@ -170,7 +170,7 @@ def test_tokens_and_pixels_are_the_processors(world_of: Callable[[str], World], 
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_tiny_and_thin_pictures(world_of: Callable[[str], World], name: str) -> None:
+def test_tiny_and_narrow_images_match_the_processor(world_of: Callable[[str], World], name: str) -> None:
     """Arrays of these shapes could be read with their height as channels."""
     world = world_of(name)
     names = world.spec.family.processor_inputs or world.spec.family.image_inputs
@@ -194,7 +194,7 @@ def test_tiny_and_thin_pictures(world_of: Callable[[str], World], name: str) -> 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", TRAINED)
-def test_packed_equals_alone(world_of: Callable[[str], World], name: str) -> None:
+def test_packed_samples_equal_single_samples(world_of: Callable[[str], World], name: str) -> None:
     world = world_of(name)
     refuse_unsupported(world.spec.config)
     model = world.model()
@@ -214,7 +214,7 @@ def test_packed_equals_alone(world_of: Callable[[str], World], name: str) -> Non
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_VIDEOS if name.startswith("glm")])
-def test_videos_as_pictures_are_what_the_model_makes_of_videos(world_of: Callable[[str], World], name: str) -> None:
+def test_videos_as_images_give_the_logits_of_videos(world_of: Callable[[str], World], name: str) -> None:
     """Its own forward of its own processor's videos: the same positions, and the same logits."""
     world = world_of(name)
     model = world.model()
@@ -232,7 +232,7 @@ def test_videos_as_pictures_are_what_the_model_makes_of_videos(world_of: Callabl
     assert torch.equal(batch.position_ids[1:, 0], positions[:, 0])
 
 
-def test_frames_are_kept_resized(world_of: Callable[[str], World], tmp_path: Path) -> None:
+def test_resized_frames_are_cached(world_of: Callable[[str], World], tmp_path: Path) -> None:
     world = world_of("glm4v")
     cached_spec = world.spec.keeping_media(MediaCacheOptions(media_cache=str(tmp_path), media_cache_size=10**8), "rows")
     expected = load_media(world.samples, world.spec)
@@ -245,7 +245,7 @@ def test_frames_are_kept_resized(world_of: Callable[[str], World], tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["glm4v", "internvl"])
-def test_what_loading_takes_is_measured(world_of: Callable[[str], World], name: str) -> None:
+def test_loading_time_is_measured(world_of: Callable[[str], World], name: str) -> None:
     world = world_of(name)
     for kind, samples, num in (("videos", world.samples[-2:], 2), ("pictures", world.samples[2:5], 3)):
         media, seconds, size, num_samples = _measured(kind, samples, world.spec, SilentProgress())
@@ -254,7 +254,7 @@ def test_what_loading_takes_is_measured(world_of: Callable[[str], World], name: 
         assert size == sum(len(each.data) for one in samples[1:] for each in (*one.images, *one.videos))
 
 
-def test_sizes_that_no_micro_batch_holds_are_told(world_of: Callable[[str], World], tmp_path: Path) -> None:
+def test_media_larger_than_a_micro_batch_are_reported(world_of: Callable[[str], World], tmp_path: Path) -> None:
     world = world_of("internvl")
     shutil.copytree(world.directory, tmp_path / "model")
     settings = json.loads((tmp_path / "model" / "processor_config.json").read_text())
@@ -276,7 +276,7 @@ def test_a_video_that_has_changed_is_named(world_of: Callable[[str], World], nam
 
 
 @pytest.mark.parametrize("name", ["idefics3", "kimi_k25"])
-def test_a_trace_with_blank_pictures_holds_what_the_pass_holds(world_of: Callable[[str], World], name: str) -> None:
+def test_trace_with_blank_images_equals_the_forward_pass(world_of: Callable[[str], World], name: str) -> None:
     """Masks of pixels, and grids: a model reads their numbers on its way."""
     if name == "kimi_k25" and not traces_float32_experts():
         pytest.skip("this torch gives no shapes for the products of float32 experts")
@@ -293,7 +293,7 @@ def test_a_trace_with_blank_pictures_holds_what_the_pass_holds(world_of: Callabl
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINED if not name.startswith("minicpm")])  # recurrent
-def test_questions_about_one_picture_are_a_tree(world_of: Callable[[str], World], name: str) -> None:
+def test_questions_about_one_image_share_a_prefix(world_of: Callable[[str], World], name: str) -> None:
     """It is looked at once, and every row has its own logits, and its part of the gradients."""
     world = world_of(name)
     alike = [row(number, f"<image>What is it? {number}", 1) for number in range(3)]
@@ -326,7 +326,7 @@ def test_every_trained_parameter_has_a_gradient(world_of: Callable[[str], World]
     assert any(".layers.1" in key for key in idle) == bool(is_before)
 
 
-def test_two_ranks_that_share_a_sequence(world_of: Callable[[str], World], tmp_path: Path) -> None:
+def test_two_ranks_share_a_sequence(world_of: Callable[[str], World], tmp_path: Path) -> None:
     """Logits, loss and every gradient as on one rank, though each picture is looked at by one of them."""
     worlds = [world for name in TRAINED if (world := world_of(name)).spec.family.processor_inputs]
     settings: dict[str, Setting] = {world.name: (world.spec, world.model(), world.samples) for world in worlds}
@@ -387,7 +387,7 @@ def test_each_part_is_frozen_by_its_own_option(world_of: Callable[[str], World],
     assert cost.per_vision_token > 0
 
 
-def test_a_picture_of_many_runs_of_placeholders_is_one_medium(world_of: Callable[[str], World]) -> None:
+def test_image_with_several_placeholder_runs_is_one_medium(world_of: Callable[[str], World]) -> None:
     """Idefics3 has marks between a picture's tiles: nothing cuts there, neither truncation nor a shared prefix."""
     world = world_of("idefics3")
     long = row(0, "<image>" + "word " * 30, 1)
@@ -403,7 +403,7 @@ def test_a_picture_of_many_runs_of_placeholders_is_one_medium(world_of: Callable
     ("name", "expected"),
     [("internvl", "<ref>a dog</ref><box>[[100, 250, 500, 500]]</box>"), ("glm4v", "a dog[100, 250, 500, 500]")],
 )
-def test_boxes_are_written_as_the_family_has_them(world_of: Callable[[str], World], name: str, expected: str) -> None:
+def test_boxes_have_the_format_of_the_family(world_of: Callable[[str], World], name: str, expected: str) -> None:
     world, media = world_of(name), (MediaRef(None, PICTURES[0]),)
     turns = Turn("user", "<image>Where?"), Turn("assistant", "<ref-object><bbox>")
     dog = Objects(("a dog",), ((Region((10.0, 15.0, 50.0, 30.0)),),))
@@ -429,7 +429,7 @@ def test_a_picture_that_has_changed_is_named(world_of: Callable[[str], World]) -
         load_processed([dataclasses.replace(world.samples[0], images=(other,))], world.spec)
 
 
-def test_what_cannot_be_done_is_refused_by_name(world_of: Callable[[str], World], drawn_data: Path) -> None:
+def test_unsupported_settings_are_refused_by_name(world_of: Callable[[str], World], drawn_data: Path) -> None:
     world = world_of("internvl")
     config = copy.deepcopy(world.spec.config)
     config.text_config = Gemma2Config(num_hidden_layers=1)

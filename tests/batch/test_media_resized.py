@@ -64,7 +64,7 @@ def check_same(samples: list[EncodedSample], plain: InputSpec, cached: InputSpec
 
 
 @pytest.mark.parametrize("name", [*VISION_MODELS, *LIKE_VISION_MODELS])
-def test_pictures_of_every_family(name: str, tmp_path: Path) -> None:
+def test_images_of_every_family_are_cached(name: str, tmp_path: Path) -> None:
     spec = reduced_spec(name, write_processor(tmp_path, name))
     limits = spec.limits.image
     assert limits is not None
@@ -84,7 +84,7 @@ def test_pictures_of_every_family(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hears", [False, True])
-def test_videos_and_clips_of_them(hears: bool, tmp_path: Path) -> None:
+def test_videos_and_clips_are_cached(hears: bool, tmp_path: Path) -> None:
     tiny = make_media_world(tmp_path, hears=hears)
     reader = CacheReader.open([export_kinds(tiny, tiny.cache, [("picture", "video"), ("video",)]).cache])
     spec = InputSpec.load(tiny.model, reader.manifests[0].identity.media_limits)
@@ -117,9 +117,7 @@ def world(tmp_path: Path) -> tuple[InputSpec, InputSpec]:
 
 
 @pytest.mark.parametrize("how", ["written", "replaced", "times kept"])
-def test_a_changed_file_never_gives_the_old_pixels(
-    how: str, world: tuple[InputSpec, InputSpec], tmp_path: Path
-) -> None:
+def test_changed_file_gives_new_pixels(how: str, world: tuple[InputSpec, InputSpec], tmp_path: Path) -> None:
     spec, cached_spec = world
     path, sample = picture_on_disk(tmp_path, spec)
     check_same([sample], spec, cached_spec)
@@ -143,7 +141,7 @@ def test_a_changed_file_never_gives_the_old_pixels(
         load_pixels([sample], cached_spec)
 
 
-def test_a_file_of_just_now_is_not_kept_and_large_ones_are_refused_also_where_they_are(
+def test_recent_files_are_not_cached_and_oversized_entries_are_refused(
     world: tuple[InputSpec, InputSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, cached_spec = world
@@ -161,7 +159,7 @@ def test_a_file_of_just_now_is_not_kept_and_large_ones_are_refused_also_where_th
         load_pixels([sample], forbidden)
 
 
-def test_what_changes_while_it_is_decoded_is_not_kept(
+def test_file_changed_during_decoding_is_not_cached(
     world: tuple[InputSpec, InputSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, cached_spec = world
@@ -197,7 +195,7 @@ def server() -> Iterator[str]:
     httpd.server_close()
 
 
-def test_what_is_far_away_is_known_by_its_tag(server: str, tmp_path: Path) -> None:
+def test_remote_files_are_identified_by_etag(server: str, tmp_path: Path) -> None:
     policy = MediaPolicy()
     assert content_state(f"{server}/tagged", None, policy, is_image=True) == f"{server}/tagged 10 abc"
     assert content_state(f"{server}/plain", None, policy, is_image=True) is None
@@ -208,7 +206,7 @@ def test_what_is_far_away_is_known_by_its_tag(server: str, tmp_path: Path) -> No
     assert content_state("a.png", b"1", policy, is_image=True) != content_state("a.png", b"2", policy, is_image=True)
 
 
-def test_what_cannot_be_is_refused(world: tuple[InputSpec, InputSpec], tmp_path: Path) -> None:
+def test_file_as_cache_folder_is_refused(world: tuple[InputSpec, InputSpec], tmp_path: Path) -> None:
     spec, _ = world
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file"):

@@ -23,7 +23,7 @@ RATE, LONGEST_S = 16_000, 3
 
 
 @pytest.mark.parametrize("seconds", [0.002, 0.05, 0.8, 1.99, 2.003, 2.995, 3.5])
-def test_a_second_of_silence_is_as_good_as_minutes(seconds: float, tmp_path: Path) -> None:
+def test_one_second_of_silence_has_the_features_of_minutes(seconds: float, tmp_path: Path) -> None:
     """To the last bit, below the longest sound, near it, and above it, where the rest is cut off."""
     extractor: Any = WhisperFeatureExtractor(feature_size=128, chunk_length=LONGEST_S)
     extractor.save_pretrained(tmp_path / "model")

@@ -88,7 +88,7 @@ def one_by_one(rows: Tensor, mask: Tensor, width: int, fill: int) -> Tensor:
 
 @settings(max_examples=60)
 @given(lengths=LENGTHS, room=st.integers(0, 3), side=SIDES, align_to=ALIGNMENTS, seed=st.integers(0, 9))
-def test_restored_is_what_was_removed(lengths: list[int], room: int, side: str, align_to: int, seed: int) -> None:
+def test_padding_restores_removed_rows(lengths: list[int], room: int, side: str, align_to: int, seed: int) -> None:
     width = max(lengths) + room
     ids, labels, mask = padded_batch(lengths, width, side, seed)
     packed = remove_padding(ids, labels, mask, align_to=align_to)
@@ -103,7 +103,7 @@ def test_restored_is_what_was_removed(lengths: list[int], room: int, side: str, 
 
 @settings(max_examples=60)
 @given(lengths=LENGTHS, side=SIDES, align_to=ALIGNMENTS, seed=st.integers(0, 9))
-def test_removed_is_what_was_restored(lengths: list[int], side: str, align_to: int, seed: int) -> None:
+def test_removing_padding_inverts_restoring(lengths: list[int], side: str, align_to: int, seed: int) -> None:
     """The other way round: from a packed sequence to rows and back."""
     ids, labels, mask = padded_batch(lengths, max(lengths), side, seed)
     packed = remove_padding(ids, labels, mask, align_to=align_to)
@@ -116,7 +116,7 @@ def test_removed_is_what_was_restored(lengths: list[int], side: str, align_to: i
 
 @settings(max_examples=60)
 @given(lengths=LENGTHS, side=SIDES, align_to=ALIGNMENTS, seed=st.integers(0, 9))
-def test_the_packed_row(lengths: list[int], side: str, align_to: int, seed: int) -> None:
+def test_padding_is_removed(lengths: list[int], side: str, align_to: int, seed: int) -> None:
     ids, labels, mask = padded_batch(lengths, max(lengths), side, seed)
     packed = remove_padding(ids, labels, mask, align_to=align_to)
     padded = [-(-length // align_to) * align_to for length in lengths]
@@ -138,7 +138,7 @@ def test_the_packed_row(lengths: list[int], side: str, align_to: int, seed: int)
     seed=st.integers(0, 9),
     data=st.data(),
 )
-def test_behind_a_prompt_rows_hold_what_is_said_of_the_answer(
+def test_rows_hold_answer_values_after_the_prompt(
     lengths: list[int], align_to: int, seed: int, data: st.DataObject
 ) -> None:
     """Values of two numbers a position: as in the seed, from position p - 1 on, without the last one."""
@@ -154,7 +154,7 @@ def test_behind_a_prompt_rows_hold_what_is_said_of_the_answer(
         assert (row[length - prompt :] == -1.0).all()
 
 
-def test_the_drawing_of_the_documentation() -> None:
+def test_example_of_the_documentation_is_correct() -> None:
     ids = torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0], [6, 7, 8, 0]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 0]])
     packed = remove_padding(ids, ids, mask, align_to=2)
@@ -169,21 +169,21 @@ def test_the_drawing_of_the_documentation() -> None:
     assert rows.tolist() == [[1, 2], [0, 0], [7, 0]]
 
 
-def test_gradients_reach_tokens_and_no_pad() -> None:
+def test_gradients_reach_tokens_but_not_padding() -> None:
     values = torch.rand(1, 6, requires_grad=True)
     restore_padding(values, torch.tensor([1, 2]), torch.tensor([0, 3, 6]), 4).sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [[1, 0, 0, 1, 1, 0]]
 
 
-def test_a_value_that_is_no_number_stays_in_its_row() -> None:
+def test_nan_stays_in_its_row() -> None:
     values = torch.tensor([[float("nan"), 1.0, 2.0]])
     rows = restore_padding(values, torch.tensor([1, 2]), torch.tensor([0, 1, 3]), 3)
     assert rows[1].tolist() == [1.0, 2.0, 0.0]
     assert rows[0, 1:].tolist() == [0.0, 0.0]
 
 
-def test_wrong_inputs_are_refused() -> None:
+def test_invalid_inputs_are_refused() -> None:
     ids = torch.ones(2, 3, dtype=torch.int64)
     packed = remove_padding(ids, ids, ids)
     place = packed.seqlens, packed.cu_seqlens

@@ -48,7 +48,7 @@ def path(nodes: list[Node], number: int) -> list[Node]:
     return [node for node in nodes if number in node.samples]
 
 
-def test_two_levels_and_one_alone() -> None:
+def test_tree_of_two_levels_and_a_single_sample() -> None:
     rows = [[1, 2, 3, 4, 5], [9, 9], [1, 2, 3, 4, 6, 7], [1, 2, 8]]
     assert shape(find_tree([sample(row) for row in rows], TEXT, min_shared=1)) == [
         ((0, 2, 3), 0, 2, ROOT),
@@ -72,7 +72,7 @@ def test_a_prefix_that_is_too_short_is_not_shared() -> None:
     ]
 
 
-def test_equal_samples_are_one_and_shorter_ones_end_inside() -> None:
+def test_equal_samples_share_a_node_and_shorter_ones_end_inside() -> None:
     rows = [[1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 3, 4]]
     nodes = find_tree([sample(row) for row in rows], TEXT, min_shared=1)
     assert shape(nodes) == [((0, 1, 2, 3), 0, 2, ROOT), ((0, 1, 3), 2, 3, 0), ((3,), 3, 4, 1)]
@@ -83,7 +83,7 @@ def test_equal_samples_that_are_too_short_stay_apart() -> None:
     assert shape(nodes) == [((0,), 0, 3, ROOT), ((1,), 0, 3, ROOT)]
 
 
-def test_a_prefix_that_is_to_predict_two_tokens_ends_one_earlier() -> None:
+def test_prefix_with_two_successors_ends_one_token_earlier() -> None:
     trained = [False, False, True]
     pair = [sample([1, 2, 3], trained), sample([1, 2, 4], trained), sample([1, 2, 4, 5], [*trained, False])]
     assert shape(find_tree(pair, TEXT, min_shared=1)) == [
@@ -96,13 +96,13 @@ def test_a_prefix_that_is_to_predict_two_tokens_ends_one_earlier() -> None:
     assert find_tree(one_target, TEXT, min_shared=1)[0].stop == 2
 
 
-def test_samples_of_two_channels_share_what_they_begin_with() -> None:
+def test_samples_of_two_channels_share_prefixes() -> None:
     rows = [sample([1, 2, 3], channel="a"), sample([1, 2, 4], channel="b"), sample([1, 2, 3], channel=None)]
     assert shape(find_tree(rows, TEXT, min_shared=1)) == [((0, 1, 2), 0, 2, ROOT), ((0, 2), 2, 3, 0), ((1,), 2, 3, 0)]
     assert find_tree([], TEXT, min_shared=1) == []
 
 
-def test_a_prefix_ends_only_where_its_pictures_are_whole() -> None:
+def test_prefixes_do_not_split_images() -> None:
     small, large, same_size = picture("a", 2), picture("b", 4), picture("c", 2)
     question = with_pictures([5, small, 6, 7])
     for other, stop in [
@@ -122,7 +122,7 @@ def test_a_prefix_ends_only_where_its_pictures_are_whole() -> None:
         ]
 
 
-def test_a_picture_is_shared_where_the_words_behind_it_are_trained() -> None:
+def test_image_is_shared_if_the_text_after_it_is_trained() -> None:
     """Its closing mark predicts both words, so each has a mark of its own; but not the picture."""
     samples = [with_pictures([5, picture("a", 4), word]) for word in (6, 7)]
     samples = [dataclasses.replace(one, labels=one.input_ids) for one in samples]
@@ -130,7 +130,7 @@ def test_a_picture_is_shared_where_the_words_behind_it_are_trained() -> None:
     assert shape(nodes) == [((0, 1), 0, 6, ROOT), ((0,), 6, 8, 0), ((1,), 6, 8, 0)]
 
 
-def test_pictures_are_equal_by_their_bytes_too() -> None:
+def test_images_with_equal_bytes_are_equal() -> None:
     one, same, another = (
         dataclasses.replace(picture("a", 2), path=None, data=bytes(data)) for data in (b"12", b"12", b"13")
     )
@@ -143,9 +143,7 @@ def test_pictures_are_equal_by_their_bytes_too() -> None:
     rows=st.lists(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=8), max_size=8),
     min_shared=st.integers(1, 6),
 )
-def test_every_sample_is_there_whole_and_every_label_counts(
-    rows: list[list[tuple[int, bool]]], min_shared: int
-) -> None:
+def test_tree_has_every_token_and_label_of_every_sample(rows: list[list[tuple[int, bool]]], min_shared: int) -> None:
     samples = [sample([token for token, _ in row], [target for _, target in row]) for row in rows]
     nodes = find_tree(samples, TEXT, min_shared=min_shared)
     for number, full_sample in enumerate(samples):
@@ -202,7 +200,7 @@ def test_no_group_is_longer_than_planned(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
-def test_the_samples_of_other_tests_are_a_tree_of_several_levels(name: str) -> None:
+def test_common_test_samples_form_a_tree_of_several_levels(name: str) -> None:
     samples = samples_alike(name)
     nodes = find_tree(samples, reduced_spec(name), min_shared=1)
     depths = [0]
@@ -212,7 +210,7 @@ def test_the_samples_of_other_tests_are_a_tree_of_several_levels(name: str) -> N
     assert sum(node.length for node in nodes) < 0.7 * sum(sample.length for sample in samples)
 
 
-def test_keys_are_those_of_all_nodes_above() -> None:
+def test_keys_include_all_ancestor_nodes() -> None:
     index, lengths = key_index([ROOT, 0, 0, ROOT, 2], [2, 1, 2, 1, 1])
     assert lengths == (2, 3, 4, 1, 5)
     assert index.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5, 0, 1, 3, 4, 6]

@@ -45,7 +45,7 @@ media_item = st.tuples(st.sampled_from(sorted(HELD)), st.integers(0, 3))
 @given(
     rows=st.lists(st.lists(st.one_of(st.integers(1, 2), media_item), min_size=1, max_size=4), min_size=2, max_size=6)
 )
-def test_rows_share_by_what_media_hold(
+def test_rows_share_media_with_equal_content(
     files: dict[str, list[EncodedImage]], rows: list[list[int | tuple[str, int]]]
 ) -> None:
     """As if all media that hold the same were one file; and hashes are equal wherever rows are, for planning."""
@@ -67,13 +67,13 @@ def hashes(samples: list) -> tuple:  # type: ignore[type-arg]
     return (counts, *hashes)
 
 
-def test_what_was_measured_otherwise_is_another(files: dict[str, list[EncodedImage]]) -> None:
+def test_media_with_different_token_counts_are_different(files: dict[str, list[EncodedImage]]) -> None:
     one, copy, *_ = files["a"]
     number = MediaNumbers(ANY)
     assert number(one) == number(copy) != number(dataclasses.replace(copy, num_tokens=3))
 
 
-def test_videos_of_several_files_and_what_is_gone(files: dict[str, list[EncodedImage]]) -> None:
+def test_videos_of_several_files_and_missing_files(files: dict[str, list[EncodedImage]]) -> None:
     def video(*frames: EncodedImage) -> EncodedVideo:
         pairs = tuple((frame.path, frame.data) for frame in frames)
         return EncodedVideo(None, None, pairs, 8, 8, 4, 2.0, (0, 2), (2, 2, 2), 1.0, 2)
@@ -88,7 +88,7 @@ def test_videos_of_several_files_and_what_is_gone(files: dict[str, list[EncodedI
     assert number(gone[0]) != number(gone[1])
 
 
-def test_nothing_is_read_of_media_that_cannot_be_the_same(
+def test_media_that_cannot_be_equal_are_not_read(
     files: dict[str, list[EncodedImage]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str | None] = []
@@ -103,7 +103,7 @@ def test_nothing_is_read_of_media_that_cannot_be_the_same(
     assert sorted(map(str, read)) == sorted(map(str, (one.path, copy.path))), "names differ, so no more is read"
 
 
-def test_a_copy_is_a_branch_like_any_other(files: dict[str, list[EncodedImage]]) -> None:
+def test_copied_media_share_a_branch(files: dict[str, list[EncodedImage]]) -> None:
     rows = [with_pictures([5, each, 10 + number]) for number, each in enumerate(files["large"])]
     rows.append(with_pictures([5, files["deceives"][0], 3]))
     nodes = find_tree(rows, SEES, min_shared=4)

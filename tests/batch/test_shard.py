@@ -54,7 +54,7 @@ def test_zigzag_gives_every_rank_of_a_ring_the_same_work(lengths: list[int], rin
 
 
 @given(st.integers(0, 500), sizes)
-def test_a_filler_makes_shares_even(num_tokens: int, size: tuple[int, int]) -> None:
+def test_filler_equalizes_shares(num_tokens: int, size: tuple[int, int]) -> None:
     split = SequenceSplit(*size)
     num_tokens -= num_tokens % split.multiple
     filler = split.num_filler_tokens(num_tokens)

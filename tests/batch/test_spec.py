@@ -11,7 +11,7 @@ from packtool.batch.spec import model_config
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-omni", "qwen3-omni"])
-def test_nothing_is_said_of_the_talker_of_a_released_model(
+def test_talker_of_released_models_causes_no_warning(
     name: str, drawn_data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     transformers = logging.getLogger("transformers")

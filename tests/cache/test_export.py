@@ -111,7 +111,7 @@ def test_a_finished_cache_is_not_exported_again(run_export: Export, tmp_path: Pa
     assert run_export(overwrite=True).num_rows == 601
 
 
-def test_a_folder_that_is_no_cache_is_never_changed(run_export: Export, tmp_path: Path) -> None:
+def test_folder_without_a_cache_is_never_changed(run_export: Export, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "thesis.txt").write_text("precious")
     for overwrite in (False, True):
@@ -130,7 +130,7 @@ def test_strict_names_file_and_row_and_leaves_no_cache(run_export: Export, tmp_p
     assert run_export(strict=False).num_rows == 600
 
 
-def test_an_empty_export_names_the_remedy_and_can_be_repeated(run_export: Export, rows: Path, tmp_path: Path) -> None:
+def test_empty_export_names_a_remedy_and_can_be_repeated(run_export: Export, rows: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none of 600 rows was kept: .* over_max_length(.|\n)*--max-length"):
         run_export(max_length=3)
     elsewhere = tmp_path / "elsewhere.jsonl"
@@ -238,7 +238,7 @@ class _RecordingProgress(SilentProgress):
         self.started.append((title, total))
 
 
-def test_many_files_are_counted_and_not_listed(model: Path, rows: Path, tmp_path: Path) -> None:
+def test_many_files_are_counted_but_not_listed(model: Path, rows: Path, tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     for i in range(30):
         shutil.copy(rows, tmp_path / "small" / f"{i}.jsonl")
@@ -404,7 +404,7 @@ def _command(model: Path, rows: Path, output: Path) -> list[str]:
     return [sys.executable, "-m", "packtool", *_words(model, rows, output)]
 
 
-def test_killed_at_twenty_random_moments(model: Path, rows: Path, tmp_path: Path) -> None:
+def test_export_killed_at_random_times_resumes_exactly(model: Path, rows: Path, tmp_path: Path) -> None:
     """``kill -9`` at any moment: the same command goes on, and ends with the same bytes."""
     assert run(_words(model, rows, tmp_path / "whole")) == 0
     expected_files = tree(tmp_path / "whole")
@@ -445,7 +445,7 @@ def test_a_dead_worker_ends_the_run(tmp_path: Path, model: Path, rows: Path) -> 
     assert "Run the same command again" in stderr
 
 
-def test_ctrl_c_ends_at_once_and_says_how_to_resume(model: Path, rows: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_immediately_and_says_how_to_resume(model: Path, rows: Path, tmp_path: Path) -> None:
     big = tmp_path / "big.jsonl"
     big.write_text(rows.read_text() * 40)
     command = [*_command(model, big, tmp_path / "stopped"), "--dataset-num-proc", "2"]
@@ -570,7 +570,7 @@ def test_finalize_publishes_exported_parts_later(run_export: Export, tmp_path: P
     assert tree(tmp_path / "cache") == tree(tmp_path / "whole")
 
 
-def test_embedded_pictures_need_no_files_any_more(run_export: Export, tmp_path: Path) -> None:
+def test_embedded_images_need_no_files(run_export: Export, tmp_path: Path) -> None:
     run_export("linked")
     run_export(media="embed")
     linked = CacheReader.open([str(tmp_path / "linked")])
@@ -595,7 +595,7 @@ def test_rows_of_val_datasets_and_split_texts(run_export: Export, tmp_path: Path
     assert (split.num_rows, split.num_samples, split.pieces_added) == (2, 5, 3)
 
 
-def test_workers_import_only_what_rows_of_text_need(model: Path, rows: Path, tmp_path: Path) -> None:
+def test_workers_for_text_import_no_media_libraries(model: Path, rows: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from packtool.cache import task; from packtool.config.data import EncodeSpec;"
         "from packtool.encode.encoder import Encoder; from packtool.encode.model_files import ModelFiles;"

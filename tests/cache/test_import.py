@@ -173,7 +173,7 @@ def boundary_column(name: str, lengths: list[int], padding: int) -> list[int]:
     st.sampled_from((*POSITIONS, None)),
     st.booleans(),
 )
-def test_a_pack_is_its_samples(
+def test_imported_packs_are_split_into_samples(
     make_encoder: Any,
     documents: list[list[tuple[int, bool]]],
     padding: int,
@@ -257,7 +257,7 @@ def pictures(tmp_path: Path, imported: Imported) -> tuple[list[list[int]], list[
     return documents, names
 
 
-def test_llama_factorys_packs_with_pictures(imported: Imported, tmp_path: Path) -> None:
+def test_llama_factory_packs_with_images_are_imported(imported: Imported, tmp_path: Path) -> None:
     (first_ids, second_ids), names = pictures(tmp_path, imported)
     text = [7, 8, 9]
     ids = [*first_ids, *text, *second_ids]
@@ -295,7 +295,7 @@ def test_llama_factorys_packs_with_pictures(imported: Imported, tmp_path: Path) 
     assert not any("not validation" in line for line in notes)
 
 
-def test_axolotls_rows(imported: Imported, tmp_path: Path) -> None:
+def test_axolotl_rows_are_imported(imported: Imported, tmp_path: Path) -> None:
     rows = [
         {
             "input_ids": [1, 2, 3, 4],
@@ -319,7 +319,7 @@ def test_axolotls_rows(imported: Imported, tmp_path: Path) -> None:
         {"text": "a text"},
     ],
 )
-def test_trls_rows_are_tokens_to_import_and_rows_to_export(
+def test_trl_rows_are_imported_as_tokens_and_exported_as_rows(
     imported: Imported, model: Path, tmp_path: Path, made_of: dict[str, Any]
 ) -> None:
     rows: list[dict[str, Any]] = [
@@ -344,7 +344,7 @@ def test_trls_rows_are_tokens_to_import_and_rows_to_export(
     assert reader.sample(0).input_ids.tolist() != rows[0]["input_ids"]
 
 
-def test_ms_swifts_rows_are_tokenized_and_that_is_said(imported: Imported, tmp_path: Path) -> None:
+def test_ms_swift_rows_are_tokenized_with_a_note(imported: Imported, tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "lengths": [9]}]
     samples, dropped, notes = imported(saved(rows, tmp_path / "prepared"))
     assert (len(samples), dropped) == (1, {})
@@ -352,7 +352,7 @@ def test_ms_swifts_rows_are_tokenized_and_that_is_said(imported: Imported, tmp_p
 
 
 @pytest.mark.parametrize(("code", "kind"), [(8, "<u2"), (4, "<i4"), (5, "<i8")])
-def test_megatrons_documents(imported: Imported, tmp_path: Path, code: int, kind: str) -> None:
+def test_megatron_documents_are_imported(imported: Imported, tmp_path: Path, code: int, kind: str) -> None:
     sequences = [[1, 2, 3], [4, 5], [6, 7], *([n % 200, 9] for n in range(200))]
     path = megatron(tmp_path / "text_document", sequences, [0, 1, 3, *range(4, 204)], code, kind)
     samples, dropped, notes = imported(path)
@@ -363,9 +363,7 @@ def test_megatrons_documents(imported: Imported, tmp_path: Path, code: int, kind
     assert "no labels, so every token is a target" in note
 
 
-def test_a_broken_megatron_file_says_what_is_wrong(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_megatron_file_is_an_error(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = megatron(tmp_path / "text", [[1, 2, 3], [4, 5]], [0, 1, 2])
     contents, tokens = path.read_bytes(), path.with_suffix(".bin")
     arguments = ["import", str(path), "--model", str(model), "--max-length", "9", "--output-dir", str(tmp_path / "c")]
@@ -445,7 +443,7 @@ def test_a_broken_megatron_file_says_what_is_wrong(
         ({"input_ids": [1, 2, 3], "images": ["gone.png"]}, "media_missing", ""),
     ],
 )
-def test_what_cannot_be_trusted_is_dropped(
+def test_inconsistent_rows_are_dropped(
     imported: Imported, tmp_path: Path, row: dict[str, Any], reason: str, detail: str
 ) -> None:
     Image.new("RGB", (40, 60)).save(tmp_path / "0.png")
@@ -457,7 +455,7 @@ def test_what_cannot_be_trusted_is_dropped(
     assert detail in json.loads(line)["detail"]
 
 
-def test_tables_with_nulls_cost_these_rows_only(imported: Imported, tmp_path: Path) -> None:
+def test_nulls_in_a_table_drop_only_their_rows(imported: Imported, tmp_path: Path) -> None:
     """Lists of numbers are read as arrays; one with a null in it is none."""
     columns = {"input_ids": [[1, 2, 3], None, [1, None, 3], [4, 5]], "labels": [[1, 2, 3], [1], [1, 2, 3], None]}
     path = tmp_path / "rows.parquet"
@@ -467,14 +465,14 @@ def test_tables_with_nulls_cost_these_rows_only(imported: Imported, tmp_path: Pa
     assert dropped == {"empty_tokens": 1, "invalid_tokens": 1}
 
 
-def test_weights_come_with_the_tokens(imported: Imported, tmp_path: Path) -> None:
+def test_loss_weights_are_imported(imported: Imported, tmp_path: Path) -> None:
     rows = [{"input_ids": [1, 2, 3], "labels": [IGNORED, 2, 3], "loss_scale": [0.0, 0.5, 1.0]}]
     (sample,), _, _ = imported(saved(rows, tmp_path / "prepared"))
     assert sample.loss_scale is not None
     assert sample.loss_scale.tolist() == [0, 0.5, 1]
 
 
-def test_nemos_packs_have_masks_before_their_targets(imported: Imported, tmp_path: Path) -> None:
+def test_nemo_masks_are_shifted_to_their_targets(imported: Imported, tmp_path: Path) -> None:
     """A mask of 1 stands where the next token is a target; that of a sample's last token means nothing."""
     row = {"input_ids": [1, 2, 3, 4, 5, 6, 7], "loss_mask": [0, 1, 1, 0, 0, 1, 1], "seq_start_id": [0, 3]}
     path = tmp_path / "packed.idx.parquet"
@@ -486,7 +484,7 @@ def test_nemos_packs_have_masks_before_their_targets(imported: Imported, tmp_pat
     assert any("packed by NeMo or Megatron Bridge" in note for note in notes)
 
 
-def test_a_loss_mask_is_what_the_user_says(imported: Imported, tmp_path: Path) -> None:
+def test_loss_mask_column_is_configurable(imported: Imported, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 0]}) + "\n")
     (sample,), _, _ = imported(path, name="named", columns=("completion_mask=loss_mask",))
@@ -495,7 +493,7 @@ def test_a_loss_mask_is_what_the_user_says(imported: Imported, tmp_path: Path) -
     assert sample.labels.tolist() == [1, 2, 3]
 
 
-def test_padding_on_either_side_is_taken_off(imported: Imported, tmp_path: Path) -> None:
+def test_padding_is_removed_on_both_sides(imported: Imported, tmp_path: Path) -> None:
     rows = [
         {
             "input_ids": [0, 0, 1, 2, 3, 0],
@@ -507,14 +505,16 @@ def test_padding_on_either_side_is_taken_off(imported: Imported, tmp_path: Path)
     assert (sample.input_ids.tolist(), sample.labels.tolist()) == ([1, 2, 3], [IGNORED, 2, 3])
 
 
-def test_rules_for_text_are_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_rules_are_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = saved([{"input_ids": [1, 2, 3]}], tmp_path / "prepared")
     arguments = ["--model", str(model), "--max-length", "9", "--output-dir", str(tmp_path / "c")]
     assert run(["import", str(path), *arguments, "--loss-scale", "default+hermes"]) == 3
     assert "these rows are tokens" in capsys.readouterr().err
 
 
-def test_the_longest_sample_is_the_models(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_max_length_defaults_to_that_of_the_model(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = saved([{"input_ids": [1, 2, 3]}], tmp_path / "prepared")
     arguments = ["import", str(path), "--output-dir", str(tmp_path / "c"), "--model"]
     assert run([*arguments, str(model)]) == 2

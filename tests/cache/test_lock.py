@@ -130,16 +130,14 @@ _QUICK = settings(max_examples=8, suppress_health_check=[HealthCheck.function_sc
 @_QUICK
 @given(plan=_PLANS)
 @example(plan=[("default", 15, False), ("default", 5, True), ("default", None, False)])  # killed while it clears away
-def test_killed_exports_never_mix(
+def test_concurrent_killed_exports_do_not_mix(
     plan: list[tuple[str, int | None, bool]], tmp_path_factory: Any, base: Path, model: Path, dead: set[str]
 ) -> None:
     directory = str(tmp_path_factory.mktemp("mixed") / "cache")
     _follow([*plan, ("all", None, True)], directory, base, model, dead)
 
 
-def test_the_same_command_ends_with_the_same_files_wherever_it_was_killed(
-    base: Path, model: Path, tmp_path: Path, dead: set[str]
-) -> None:
+def test_killed_export_resumes_to_the_same_files(base: Path, model: Path, tmp_path: Path, dead: set[str]) -> None:
     """Its lock too is gone in the end: also one whose holder was killed when all but the lock was cleared away."""
     expected_files, kill_at, was_killed = tree(base / "default"), 0, True
     while was_killed:
@@ -157,7 +155,7 @@ def test_the_same_command_ends_with_the_same_files_wherever_it_was_killed(
 
 
 @pytest.mark.parametrize("kill_at", [3, 9, 17])
-def test_killed_exports_never_mix_in_a_bucket(
+def test_killed_exports_do_not_mix_in_a_bucket(
     kill_at: int, bucket: str, base: Path, model: Path, dead: set[str]
 ) -> None:
     plan = [("default", kill_at, False), ("all", None, False), ("all", kill_at + 8, True), ("default", None, True)]
@@ -167,7 +165,7 @@ def test_killed_exports_never_mix_in_a_bucket(
 @pytest.mark.parametrize("place", ["here", "bucket"])
 @settings(parent=_QUICK, max_examples=3)
 @given(at=st.integers(2, 14), loss=st.sampled_from(LOSSES))
-def test_a_second_export_is_refused_while_the_first_lives(
+def test_second_export_is_refused_while_the_first_runs(
     place: str, at: int, loss: str, request: pytest.FixtureRequest, tmp_path_factory: Any, base: Path, model: Path
 ) -> None:
     folder = tmp_path_factory.mktemp("two")
@@ -251,7 +249,7 @@ def _write_lock(directory: Path, **changes: Any) -> Holder:
         ({"host": "far", "renewed": time.time() + 3600}, True),  # its clock is ahead
     ],
 )
-def test_a_stale_lock_is_told_from_a_live_one(
+def test_stale_locks_are_distinguished_from_live_ones(
     changes: dict[str, Any], is_live: bool, base: Path, model: Path, tmp_path: Path
 ) -> None:
     holder = _write_lock(tmp_path / "cache", **changes)

@@ -16,7 +16,7 @@ SOURCES = st.builds(SourceInfo, TEXTS, st.integers(-1, 2**60), TEXTS, TEXTS, st.
 
 
 @given(st.lists(SOURCES, max_size=4), TEXTS)
-def test_sources_are_written_as_json_writes_them(sources: list[SourceInfo], channel: str) -> None:
+def test_sources_are_written_as_json(sources: list[SourceInfo], channel: str) -> None:
     identity = Identity({"sources": []}, "type", "a", "b", "c", MediaLimits(None, None), 42, 0.0, None)
     manifest = Manifest(
         packtool_version="1.0",

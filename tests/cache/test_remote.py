@@ -66,7 +66,7 @@ def _shards(copies: LocalCopies) -> list[Path]:
     return sorted(Path(copies.directory).rglob("*.arrow"))
 
 
-def test_a_remote_cache_is_read_like_a_local_one(remote: str, cache: Path, copies: LocalCopies) -> None:
+def test_remote_cache_equals_the_local_one(remote: str, cache: Path, copies: LocalCopies) -> None:
     for split in ("train", "val"):
         local = CacheReader.open([str(cache)], split)
         there = CacheReader.open([remote.replace("s3://", "s3:/")], split, copies)
@@ -203,7 +203,7 @@ def test_a_wrong_shard_is_refused(remote: str, copies: LocalCopies, through_prox
     assert not list(Path(copies.directory).rglob("*.partial"))
 
 
-def test_missing_and_short_shards_are_noticed_before_training(remote: str, copies: LocalCopies) -> None:
+def test_missing_and_short_shards_are_detected_before_training(remote: str, copies: LocalCopies) -> None:
     shards = Manifest.read(remote).splits["train"].shards
     storage.publish(f"{remote}/train/{shards[1].file}", b"short")
     with pytest.raises(MismatchError, match=f"{shards[1].file} has 5 bytes, the manifest says {shards[1].bytes}"):
@@ -245,7 +245,7 @@ def test_a_cache_that_cannot_fit_is_refused(remote: str, copies: LocalCopies, mo
         CacheReader.open([remote], copies=copies)
 
 
-def test_everything_arrives_through_broken_connections(
+def test_reading_survives_broken_connections(
     remote: str, copies: LocalCopies, through_proxy: Through, cache: Path
 ) -> None:
     proxy = through_proxy(timeout=1.0, share=0.5, seed=5)
@@ -260,7 +260,7 @@ def test_everything_arrives_through_broken_connections(
     assert CacheReader.open([str(cache)]).prefetch() is None
 
 
-def test_a_cache_on_a_web_server(
+def test_cache_on_a_web_server_is_readable(
     remote: str, bucket: str, s3_server: S3Server, copies: LocalCopies, cache: Path
 ) -> None:
     client, name = s3_server.client(), bucket.removeprefix("s3://")
@@ -271,7 +271,7 @@ def test_a_cache_on_a_web_server(
     np.testing.assert_array_equal(there.sample(7).labels, here.sample(7).labels)
 
 
-def test_datasets_opens_it(remote: str, s3_server: S3Server) -> None:
+def test_datasets_opens_a_remote_cache(remote: str, s3_server: S3Server) -> None:
     datasets = pytest.importorskip("datasets")
     keys = {"key": ENVIRONMENT["AWS_ACCESS_KEY_ID"], "secret": ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]}
     rows = datasets.load_from_disk(f"{remote}/train", storage_options={"endpoint_url": s3_server.url, **keys})
@@ -287,6 +287,6 @@ def test_sizes(text: str, size: int) -> None:
     assert num_bytes(text) == size
 
 
-def test_no_size() -> None:
+def test_invalid_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="200GB"):
         num_bytes("much")

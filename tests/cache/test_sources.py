@@ -49,9 +49,7 @@ def test_the_same_bytes_for_any_number_of_processes(run_export: Export, tmp_path
 @pytest.mark.parametrize(
     "changed", [{"system": "be long"}, {"val_dataset": ("texts#3",)}, {"columns": ("query=question",)}]
 )
-def test_how_rows_are_read_is_part_of_a_cache(
-    run_export: Export, mixed: dict[str, Any], changed: dict[str, Any]
-) -> None:
+def test_reading_options_identify_a_cache(run_export: Export, mixed: dict[str, Any], changed: dict[str, Any]) -> None:
     run_export(**mixed)
     with pytest.raises(MismatchError, match="holds a finished cache with other settings:\n  - dataset: "):
         run_export(**{**mixed, **changed})

@@ -64,7 +64,7 @@ def test_patch_squares_count_frames_and_audio_tracks() -> None:
     assert (sample.num_media_tokens, sample.num_audio_tokens) == (6 + 5 + 6 + 7 + 3, 10)
 
 
-def test_an_older_cache_is_read_beside_a_new_one(run_export: Export, tmp_path: Path) -> None:
+def test_older_and_new_caches_are_joined(run_export: Export, tmp_path: Path) -> None:
     for name in ("old", "new"):
         run_export(name)
     _make_older(tmp_path / "old")
@@ -77,7 +77,7 @@ def test_an_older_cache_is_read_beside_a_new_one(run_export: Export, tmp_path: P
     run_export("old")  # is finished already
 
 
-def test_an_older_index_is_repaired_as_it_was(run_export: Export, tmp_path: Path) -> None:
+def test_repaired_older_index_is_identical(run_export: Export, tmp_path: Path) -> None:
     run_export()
     _make_older(tmp_path / "cache")
     expected_files = tree(tmp_path / "cache")

@@ -100,7 +100,7 @@ def _outcome(mapped: ShardFile, row: int) -> tuple[list[object], str | None]:
         return [], error.message
 
 
-def test_damage_of_a_mapped_shard_is_found_when_a_row_of_it_is_read(shard: Path) -> None:
+def test_reading_a_row_detects_damage_of_its_mapped_shard(shard: Path) -> None:
     """A changed file is compared again. A fault of the disk, which changes no time, is found on the first read."""
     contents, (_, sums) = shard.read_bytes(), local.digests_of(str(shard))
     reference = ShardFile(str(shard))
@@ -142,7 +142,7 @@ def test_damage_of_a_mapped_shard_is_found_when_a_row_of_it_is_read(shard: Path)
     check()
 
 
-def test_truncating_a_mapped_shard_is_an_error_and_no_crash(shard: Path) -> None:
+def test_truncated_mapped_shard_is_an_error_not_a_crash(shard: Path) -> None:
     """Reading mapped memory behind the end of its file is a bus error, which ends a process."""
     mapped = ShardFile(str(shard), local.digests_of(str(shard))[1])
     mapped.sample(0)
@@ -161,7 +161,7 @@ def test_a_replaced_or_removed_shard_stays_mapped(shard: Path, tmp_path: Path) -
     assert _values(mapped.sample(3)) == expected
 
 
-def test_a_shard_is_read_once_and_again_when_it_has_changed(cache: Path, tmp_path: Path, hashed: list[str]) -> None:
+def test_shard_is_verified_once_and_again_after_a_change(cache: Path, tmp_path: Path, hashed: list[str]) -> None:
     before = tree(cache)
     for _ in range(3):
         _read(cache, tmp_path / "notes")
@@ -179,7 +179,7 @@ def test_a_shard_is_read_once_and_again_when_it_has_changed(cache: Path, tmp_pat
     assert tree(cache) == before  # nothing is written beside a cache, which may be read-only
 
 
-def test_one_process_reads_while_others_wait(
+def test_one_process_verifies_while_others_wait(
     cache: Path, tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = next((cache / "train").glob("data-*"))

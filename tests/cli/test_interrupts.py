@@ -22,7 +22,7 @@ from packtool.progress import Progress, SilentProgress
         lambda progress: progress.finish(),
     ],
 )
-def test_a_swallowed_interrupt_is_raised_again(tell: Callable[[Progress], None]) -> None:
+def test_swallowed_interrupt_is_raised_again(tell: Callable[[Progress], None]) -> None:
     before = signal.getsignal(signal.SIGINT)
     with repeated_interrupts(SilentProgress()) as progress:
         tell(progress)

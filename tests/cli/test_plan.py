@@ -60,7 +60,7 @@ def test_lengths_of_a_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert filtered["filtered"] == int((lengths > 512).sum())
 
 
-def test_a_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:
+def test_printed_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:
     path = str(tmp_path / "a.plan")
     options = ["--packing-length", "400", "--seed", "3"]
     figures = planned(capsys, cache, *options, "--save", path)
@@ -118,7 +118,7 @@ class Tags(HTMLParser):
             assert self.open.pop() == tag
 
 
-def test_a_page_stands_alone(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_is_self_contained(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.html"
     figures = planned(capsys, cache, "--world-size", "4", "--html", str(path))
     text = path.read_text()

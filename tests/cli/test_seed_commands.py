@@ -256,7 +256,7 @@ def figures(run: Path) -> dict[str, object]:
 
 
 @pytest.mark.skipif(not SEEDS.is_dir(), reason="the articles are not beside this checkout")
-def test_the_scripts_are_those_of_the_articles() -> None:
+def test_scripts_equal_those_of_the_articles() -> None:
     def plain(text: str) -> str:
         return re.sub(r"[\s\\]+", " ", text).strip()
 

@@ -87,7 +87,7 @@ def test_options(verb: str, words: str, alike: TinyWorld, tmp_path: Path, capfd:
     check([*command(verb, alike, tmp_path), *words.split(), *dry], f"combined with {REASONS[words]}", EXIT_USAGE, capfd)
 
 
-def test_a_tree_keeps_the_budget_of_media(alike: TinyWorld, tmp_path: Path, capfd: Any) -> None:
+def test_trees_respect_the_media_budget(alike: TinyWorld, tmp_path: Path, capfd: Any) -> None:
     """Rows that begin with a text, each of which goes on with a picture of its own."""
     rows = []
     for number in range(12):

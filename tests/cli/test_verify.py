@@ -109,7 +109,7 @@ def test_wrong_options(
     assert message in capsys.readouterr().err
 
 
-def test_a_hybrid_is_isolated(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hybrid_model_is_isolated(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A Qwen3-Next with the same tokenizer and template, on the rows without images."""
     vocabulary = Qwen3VLConfig.from_pretrained(tiny.model).text_config.vocab_size
     config = hybrid_config("qwen3_next")

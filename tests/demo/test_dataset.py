@@ -83,7 +83,7 @@ def named_colours(answer: str) -> list[str]:
 
 
 @pytest.mark.smoke
-def test_same_seed_same_bytes(tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     for name, seed in (("first", 3), ("again", 3), ("other", 4)):
         make_rows(str(tmp_path / name), 60, seed, 2)
     files = {
@@ -102,7 +102,7 @@ def test_images_show_the_answers(folder: Path, world: SyntheticDataset) -> None:
         assert named_colours(one.answer) == true_colours(one.text, folder / one.image), one
 
 
-def test_the_questions_are_those_of_the_rows(world: SyntheticDataset) -> None:
+def test_evaluated_questions_are_those_of_the_rows(world: SyntheticDataset) -> None:
     rows = rows_of(world.held_out)
     assert len(rows) == len(world.held_out_questions) == NUM_ROWS // HELD_OUT_SHARE
     for row, questions in zip(rows, world.held_out_questions, strict=True):
@@ -127,7 +127,7 @@ def test_only_the_image_reveals_the_answer(world: SyntheticDataset) -> None:
         assert float(np.mean(right)) < world.chance + 0.08, what
 
 
-def test_answers_are_even(world: SyntheticDataset) -> None:
+def test_answers_are_balanced(world: SyntheticDataset) -> None:
     counts: dict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
     for row in rows_of(world.train):
         for one in asked_in(row):

@@ -27,7 +27,7 @@ def processor(directory: Path) -> Any:
     return AutoProcessor.from_pretrained(directory)
 
 
-def test_it_has_a_few_million_parameters(tmp_path: Path) -> None:
+def test_demo_model_has_a_few_million_parameters(tmp_path: Path) -> None:
     claimed = make_model(str(tmp_path), 7)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path)
     assert isinstance(model, Qwen3VLForConditionalGeneration)
@@ -35,7 +35,7 @@ def test_it_has_a_few_million_parameters(tmp_path: Path) -> None:
     assert 2_000_000 < claimed < 6_000_000
 
 
-def test_same_seed_same_bytes_and_torch_is_left_alone(directory: Path, tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_bytes_and_keeps_the_torch_seed(directory: Path, tmp_path: Path) -> None:
     before = torch.random.get_rng_state()
     make_model(str(tmp_path / "again"), 7)
     make_model(str(tmp_path / "other"), 8)
@@ -48,7 +48,7 @@ def test_same_seed_same_bytes_and_torch_is_left_alone(directory: Path, tmp_path:
         assert (contents == (tmp_path / "other" / name).read_bytes()) == (name != "model.safetensors"), name
 
 
-def test_control_tokens_are_qwens(directory: Path, processor: Any) -> None:
+def test_control_tokens_equal_those_of_qwen(directory: Path, processor: Any) -> None:
     assert isinstance(processor, Qwen3VLProcessor)
     tokenizer = processor.tokenizer
     ids = tokenizer.convert_tokens_to_ids([*CONTROL_TOKENS, *PLAIN_ADDED_TOKENS])
@@ -74,7 +74,7 @@ def test_colours_are_single_tokens(processor: Any) -> None:
         assert len(processor.tokenizer.tokenize(f" {colour}")) == 1, colour
 
 
-def test_the_template_has_qwens_form(processor: Any) -> None:
+def test_template_has_the_format_of_qwen(processor: Any) -> None:
     messages = [
         {"role": "system", "content": "Look."},
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What colour?"}]},
@@ -92,7 +92,7 @@ def test_the_template_has_qwens_form(processor: Any) -> None:
 
 
 @pytest.mark.smoke
-def test_rows_become_inputs_that_the_model_takes(directory: Path, processor: Any, tmp_path: Path) -> None:
+def test_rows_become_valid_model_inputs(directory: Path, processor: Any, tmp_path: Path) -> None:
     world = make_rows(str(tmp_path), 40, 1)
     model = AutoModelForImageTextToText.from_pretrained(directory)
     rows = json.loads(world.held_out.read_text())

@@ -94,7 +94,7 @@ def test_a_second_run_replaces_only_its_own_files(commands: list[list[str]], tmp
     assert (folder / "data" / "train.json").read_bytes() == contents
 
 
-def test_a_folder_of_someone_else_is_refused(commands: list[list[str]], tmp_path: Path) -> None:
+def test_foreign_folder_is_refused(commands: list[list[str]], tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "precious").touch()
     with pytest.raises(ConfigError, match="was not made by the demo"):

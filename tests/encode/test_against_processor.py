@@ -73,7 +73,7 @@ def in_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.smoke
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl"])
 @pytest.mark.parametrize("name", IMAGE_SETS)
-def test_image_rows_token_by_token(data: Path, family: str, name: str) -> None:
+def test_image_rows_equal_the_processor(data: Path, family: str, name: str) -> None:
     directory = data / "tokenizers" / family
     processor = processor_of(directory)
     source = data / f"{name}.jsonl"
@@ -111,7 +111,7 @@ def test_real_pixels_have_the_measured_grid_and_ids(data: Path, family: str) -> 
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen2.5-omni", "qwen3-vl", "qwen3-omni"])
-def test_tiny_and_thin_pictures(drawn_data: Path, family: str) -> None:
+def test_tiny_and_narrow_images_match_the_processor(drawn_data: Path, family: str) -> None:
     encoder = cached_encoder(drawn_data / "tokenizers" / family)
     spec = InputSpec.load(encoder.spec.model, encoder.limits)
     process = processor_of(Path(encoder.spec.model)).image_processor
@@ -132,7 +132,7 @@ def test_tiny_and_thin_pictures(drawn_data: Path, family: str) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("template", ["text-qwen2_5", "text-qwen3", "text-qwen3_instruct_2507"])
 @pytest.mark.parametrize("name", ["text_gsm8k_test", "tool_glaive_en", "tool_reasoning_50"])
-def test_text_rows_token_by_token(data: Path, text_model: Any, template: str, name: str) -> None:
+def test_text_rows_equal_the_processor(data: Path, text_model: Any, template: str, name: str) -> None:
     directory = text_model(template)
     tokenizer = tokenizer_of(directory)
     lines = (data / f"{name}.jsonl").read_text().splitlines()[:120]

@@ -133,7 +133,7 @@ def test_two_clips_of_a_video(drawn_data: Path, tmp_path: Path, family: str) -> 
         assert torch.equal(loaded, shown)
 
 
-def test_sound_is_not_woven_into_clips(drawn_data: Path, tmp_path: Path) -> None:
+def test_sound_is_not_interleaved_with_clips(drawn_data: Path, tmp_path: Path) -> None:
     path = write_clip(tmp_path / "a.mp4", num_frames=60, seconds_of_sound=2.4)
     row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "!"}]}
     sample = dataclasses.replace(sample_of(row, tmp_path), videos=(MediaRef(str(path), clip=(0.5, 2.0)),))
@@ -147,7 +147,7 @@ def test_sound_is_not_woven_into_clips(drawn_data: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("clip", [(12.0, None), (11.97, None)])
-def test_a_clip_outside_the_video_costs_its_row(drawn_data: Path, tmp_path: Path, clip: Any) -> None:
+def test_clip_outside_the_video_drops_its_row(drawn_data: Path, tmp_path: Path, clip: Any) -> None:
     path = write_clip(tmp_path / "a.mp4", num_frames=300)
     row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "!"}]}
     sample = dataclasses.replace(sample_of(row, tmp_path), videos=(MediaRef(str(path), clip=clip),))
@@ -183,7 +183,7 @@ def test_sounds(data: Path, family: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("frames", "seconds", "fps"), [(50, 2.0, 2.0), (120, 4.8, 2.0), (75, 7.0, 0.9), (50, 0.5, 4.0)]
 )
-def test_a_sound_track_is_woven_in(
+def test_sound_track_is_interleaved(
     drawn_data: Path, tmp_path: Path, family: str, frames: int, seconds: float, fps: float
 ) -> None:
     directory, processor = drawn_data / "tokenizers" / family, processor_of(drawn_data / "tokenizers" / family)
@@ -207,7 +207,7 @@ def test_a_sound_track_is_woven_in(
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen3_5"])
-def test_relatives_take_videos_as_their_families_do(drawn_data: Path, tmp_path: Path, model_type: str) -> None:
+def test_related_models_encode_videos_like_their_family(drawn_data: Path, tmp_path: Path, model_type: str) -> None:
     like = drawn_data / "tokenizers" / ("qwen3-vl" if model_type == "qwen3_5" else "qwen2.5-vl")
     for path in like.iterdir():
         if path.name != "config.json":
@@ -219,7 +219,7 @@ def test_relatives_take_videos_as_their_families_do(drawn_data: Path, tmp_path: 
     assert sample.videos == other.videos
 
 
-def test_users_limits_on_videos(data: Path) -> None:
+def test_user_limits_apply_to_videos(data: Path) -> None:
     row = rows(data, "mm_llamafactory_mllm_video_demo")[0]
     for family, factor in (("qwen2.5-vl", 28), ("qwen3-vl", 32)):
         directory = data / "tokenizers" / family

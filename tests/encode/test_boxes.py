@@ -118,7 +118,7 @@ CORNERS = st.one_of(
     unit=st.sampled_from(["real", "norm1", "norm1000"]),
     is_json=st.booleans(),
 )
-def test_numbers_are_those_of_the_picture_that_the_model_sees(
+def test_box_coordinates_refer_to_the_resized_image(
     encoder_of: Encoders,
     model_type: str,
     stored: tuple[int, int],
@@ -174,7 +174,7 @@ DOCUMENTED = [
 
 
 @pytest.mark.parametrize(("objects", "turns", "size", "expected"), DOCUMENTED)
-def test_ms_swifts_documented_rows(
+def test_documented_ms_swift_rows_are_converted(
     objects: Any, turns: tuple[str, str], size: tuple[int, int], expected: str, encoder_of: Encoders
 ) -> None:
     boxes_row = row(objects, turns[1], picture(*size), question=turns[0])
@@ -196,7 +196,7 @@ def test_ms_swifts_documented_rows(
     assert pixels == target_text(encoder_of("qwen2_5_vl"), boxes_row)
 
 
-def test_lists_are_json(encoder_of: Encoders) -> None:
+def test_box_lists_are_json(encoder_of: Encoders) -> None:
     """The example for Qwen's own form, and several boxes at one mark; a name in a text of JSON is written as one."""
     answer = '[\n\t{"bbox_2d": <bbox>, "label": "<ref-object>"},\n\t{"bbox_2d": <bbox>, "label": "<ref-object>"}\n]'
     names = ["sheep", 'a "black" \\ sheep', "sheep\nand lamb"]
@@ -212,7 +212,7 @@ def test_lists_are_json(encoder_of: Encoders) -> None:
     ]
 
 
-def test_numbers_that_nothing_is_said_of_stay(encoder_of: Encoders) -> None:
+def test_numbers_without_a_unit_are_unchanged(encoder_of: Encoders) -> None:
     medium = picture(640, 480)
     answer = '```json\n[{"bbox_2d": [30.5, 40,300, 200], "label": "[1, 2]"}, {"point_2d":[9,9]}]\n```'
     for model_type in VISION:
@@ -270,7 +270,7 @@ def test_responses_and_thoughts_have_boxes(encoder_of: Encoders) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_truncation_does_not_matter(side: str, encoder_of: Encoders) -> None:
+def test_truncation_keeps_boxes(side: str, encoder_of: Encoders) -> None:
     """What is left of a sample is what stood there in the whole one."""
     boxes_row = row({"bbox": [[100, 50, 400, 300]] * 9, "ref": ["x"] * 9}, "<ref-object><bbox>" * 9, picture(640, 480))
     for model_type in VISION:
@@ -286,7 +286,7 @@ def test_truncation_does_not_matter(side: str, encoder_of: Encoders) -> None:
         assert end_ids == (ids[-60:] if side == "left" else ids[120:150])
 
 
-def test_rows_that_are_dropped(encoder_of: Encoders, model: Path) -> None:
+def test_invalid_boxes_drop_their_row(encoder_of: Encoders, model: Path) -> None:
     medium = picture(640, 480, 6)  # a reader sees 480x640
     encoder = encoder_of("qwen2_vl")
     assert target_text(encoder, row({"bbox": [[480, 640]]}, "<bbox>", medium)) == "<|box_start|>(1000,1000)<|box_end|>"
@@ -322,7 +322,7 @@ def test_rows_that_are_dropped(encoder_of: Encoders, model: Path) -> None:
     assert missing.detail == "the model's tokenizer lacks " + ", ".join((*REF_TOKENS, *BOX_TOKENS))
 
 
-def test_families_without_a_form_are_told(encoder_of: Encoders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_without_box_format_are_reported(encoder_of: Encoders, monkeypatch: pytest.MonkeyPatch) -> None:
 
     encoder = encoder_of("qwen3_5")
     monkeypatch.setattr(encoder._boxes, "_form", None)
@@ -336,7 +336,7 @@ def test_families_without_a_form_are_told(encoder_of: Encoders, monkeypatch: pyt
     assert target_text(encoder, row(None, "no boxes", picture(9, 9))) == "no boxes"
 
 
-def test_boxes_of_a_measured_picture(qwen3_vl: Encoder, data: Path) -> None:
+def test_boxes_of_a_measured_image(qwen3_vl: Encoder, data: Path) -> None:
     path = data / "raw" / "qwen3-vl" / "qwen-vl-finetune" / "demo" / "images" / "10095.png"
     width, height = Image.open(path).size
     box = [width / 3, height / 7, width / 2, float(height)]

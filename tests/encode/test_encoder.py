@@ -109,7 +109,7 @@ def test_targets_are_the_answers_with_their_end(small_model: Any, name: str) -> 
     np.testing.assert_array_equal(sample.labels, np.where(is_target, sample.input_ids, -100))
 
 
-def test_what_the_generation_prompt_gives_is_no_target(small_model: Any) -> None:
+def test_generation_prompt_is_no_target(small_model: Any) -> None:
     thinking = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     encoder = encoder_for(small_model(thinking, CONTROL))
     sample = encoded_sample(encoder, "a", "plain", "b", "<think>\nhm\n</think>\nso")
@@ -157,7 +157,7 @@ NASTY = st.lists(
 
 @given(st.lists(NASTY, min_size=2, max_size=6))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
-def test_text_of_rows_is_text_whatever_it_spells(chatml: Encoder, turns: list[str]) -> None:
+def test_control_tokens_in_row_text_stay_text(chatml: Encoder, turns: list[str]) -> None:
     sample = encoded_sample(chatml, *turns)
     roles = ["user", "assistant"]
     rendered = "".join(f"<|im_start|>{roles[i % 2]}\n{text}<|im_end|>\n" for i, text in enumerate(turns))
@@ -170,7 +170,7 @@ def test_text_of_rows_is_text_whatever_it_spells(chatml: Encoder, turns: list[st
 
 @given(st.lists(NASTY, min_size=2, max_size=4))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
-def test_text_never_shifts_pictures(vision: Encoder, picture: str, turns: list[str]) -> None:
+def test_placeholder_text_does_not_shift_images(vision: Encoder, picture: str, turns: list[str]) -> None:
     assume(not any("<image>" in text for text in turns))
     sample = encoded_sample(vision, turns[0] + "<image>", *turns[1:], images=[picture])
     ids = vision._vocabulary.ids
@@ -183,7 +183,7 @@ def test_text_never_shifts_pictures(vision: Encoder, picture: str, turns: list[s
     assert int((sample.input_ids == pad).sum()) == num
 
 
-def test_answers_that_begin_with_blanks_keep_them_as_targets(qwen3_vl: Encoder) -> None:
+def test_leading_blanks_of_answers_are_targets(qwen3_vl: Encoder) -> None:
     for answer in ("\n\nSo.", "\nSo.", "  So.", "", "So."):
         sample = encoded_sample(qwen3_vl, "Why?", answer)
         (text,) = texts_of_turns(qwen3_vl, sample)
@@ -192,7 +192,7 @@ def test_answers_that_begin_with_blanks_keep_them_as_targets(qwen3_vl: Encoder) 
         assert len(text) >= len(f"{answer}<|im_end|>")
 
 
-def test_a_picture_has_the_limits_of_its_row(vision: Encoder, tmp_path: Path) -> None:
+def test_image_limits_of_a_row_apply(vision: Encoder, tmp_path: Path) -> None:
     """The same file in two sizes: what was measured is remembered for the limits that it was measured at."""
     Image.new("RGB", (600, 400)).save(tmp_path / "a.png")
     path = str(tmp_path / "a.png")
@@ -210,7 +210,7 @@ def test_a_picture_has_the_limits_of_its_row(vision: Encoder, tmp_path: Path) ->
     assert "at least 9 and at most 5 pixels" in dropped.detail
 
 
-def test_pictures_that_cannot_be_used(vision: Encoder, chatml: Encoder, picture: str, tmp_path: Path) -> None:
+def test_unusable_images_drop_their_row(vision: Encoder, chatml: Encoder, picture: str, tmp_path: Path) -> None:
     (tmp_path / "text.png").write_text("no picture")
     (tmp_path / "empty.png").touch()
     Image.new("RGB", (500, 2)).save(tmp_path / "thin.png")
@@ -236,7 +236,7 @@ def test_a_row_without_targets_is_dropped(chatml: Encoder) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["delete", "left", "raise"])
-def test_over_long_rows(small_model: Any, strategy: str) -> None:
+def test_overlong_rows_are_truncated_or_dropped(small_model: Any, strategy: str) -> None:
     encoder = encoder_for(small_model(CHATML, CONTROL), max_length=30, truncation_strategy=strategy)
     if strategy == "raise":
         with pytest.raises(RowError, match=r"rows\.jsonl, row 0: over_max_length"):
@@ -298,7 +298,7 @@ def test_left_truncation(
     is_text=st.booleans(),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
-def test_tokens_of_a_medium_that_are_not_written_are_counted(
+def test_unwritten_media_tokens_are_counted(
     small_model: Any, picture: str, max_length: int, pixels: list[int], settings_: tuple[str, str], is_text: bool
 ) -> None:
     """Results equal those of writing all of them, whatever the row's own limits make of its pictures."""
@@ -323,7 +323,7 @@ def test_tokens_of_a_medium_that_are_not_written_are_counted(
         np.testing.assert_array_equal(result[0].labels, expected[0].labels)
 
 
-def test_a_picture_of_more_tokens_than_a_sample_is_counted_not_written(small_model: Any, picture: str) -> None:
+def test_image_longer_than_a_sample_is_counted_but_not_written(small_model: Any, picture: str) -> None:
     row = {"messages": conversation("<image>a", "b"), "images": [{"image": picture, "min_pixels": 10**13}]}
     sample = to_sample(row, Source("rows.jsonl", media_access="any"), 0)
     model = small_model(CHATML, CONTROL, QWEN_CONFIG)

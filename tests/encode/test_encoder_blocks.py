@@ -114,7 +114,7 @@ SLOW = settings(max_examples=40, suppress_health_check=[HealthCheck.function_sco
 @pytest.mark.parametrize("form", FORMS)
 @SLOW
 @given(data=st.data())
-def test_no_json_value_ends_a_run(data: st.DataObject, form: str, encoder: Encoder, tmp_path: Path) -> None:
+def test_json_values_never_end_a_run(data: st.DataObject, form: str, encoder: Encoder, tmp_path: Path) -> None:
     if not (tmp_path / "a.png").exists():
         Image.new("RGB", (8, 12)).save(tmp_path / "a.png")
     row, ascii_only = data.draw(ROWS[form]), data.draw(st.booleans())
@@ -137,7 +137,7 @@ def test_no_json_value_ends_a_run(data: st.DataObject, form: str, encoder: Encod
     ],
     ids=str,
 )
-def test_rows_that_ended_runs(row: Any, encoder: Encoder, tmp_path: Path) -> None:
+def test_rows_that_once_ended_runs_are_dropped(row: Any, encoder: Encoder, tmp_path: Path) -> None:
     check(encoder, tmp_path, json.dumps(row).encode())
 
 
@@ -145,12 +145,12 @@ def test_rows_that_ended_runs(row: Any, encoder: Encoder, tmp_path: Path) -> Non
 @given(line=st.binary(max_size=60).map(lambda data: data.replace(b"\n", b" ")), inside=st.booleans())
 @example(line=b"\xed\xa0\x80", inside=True)
 @example(line=b"\\ud800", inside=True)
-def test_no_bytes_end_a_run(line: bytes, inside: bool, encoder: Encoder, tmp_path: Path) -> None:
+def test_arbitrary_bytes_never_end_a_run(line: bytes, inside: bool, encoder: Encoder, tmp_path: Path) -> None:
     check(encoder, tmp_path, GOOD.replace(b'"q"', b'"' + line + b'"') if inside else b"." + line)
 
 
 @pytest.mark.parametrize("depth", [5, 20, 300, 500, 985, 5000])
-def test_no_depth_ends_a_run(depth: int, encoder: Encoder, tmp_path: Path) -> None:
+def test_deep_nesting_never_ends_a_run(depth: int, encoder: Encoder, tmp_path: Path) -> None:
     lists, path = "[" * depth + '"\\ud83d\\ude00"' + "]" * depth, '{"path": ' * depth + '"a.png"' + "}" * depth
     for line in (
         f'{{"messages": [{{"role": "user", "content": "<image>"}}], "images": [{path}]}}',
@@ -162,7 +162,7 @@ def test_no_depth_ends_a_run(depth: int, encoder: Encoder, tmp_path: Path) -> No
         check(encoder, tmp_path, line.encode())
 
 
-def test_numbers_that_are_none_are_not_trained(encoder: Encoder, tmp_path: Path) -> None:
+def test_nan_and_infinity_are_not_trained(encoder: Encoder, tmp_path: Path) -> None:
     def calls(value: str) -> str:
         call = f'{{"function": {{"name": "f", "arguments": {{"x": {value}}}}}}}'
         assistant_turn = f'{{"role": "assistant", "content": "", "tool_calls": [{call}]}}'
@@ -237,7 +237,7 @@ def check_numbers(encoders: list[Encoder], folder: Path) -> None:
         check_one(kind)
 
 
-def test_no_number_costs_memory(small_model: Any, tmp_path: Path) -> None:
+def test_large_numbers_cost_no_memory(small_model: Any, tmp_path: Path) -> None:
     Image.new("RGB", (8, 12)).save(tmp_path / "a.png")
     write_clip(tmp_path / "a.mp4", size=(16, 16))
     encoders = []
@@ -250,9 +250,7 @@ def test_no_number_costs_memory(small_model: Any, tmp_path: Path) -> None:
         assert process.exitcode == 0, (tmp_path / "output.txt").read_text()
 
 
-def test_what_breaks_the_tokenizer_costs_its_row(
-    encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizer_error_drops_its_row(encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = encoder._piece_tokenizer.encode
 
     def breaks(pieces: Any) -> Any:
@@ -269,7 +267,7 @@ def test_what_breaks_the_tokenizer_costs_its_row(
     assert second_item.detail.startswith("AssertionError at encode/")
 
 
-def test_a_pipe_is_no_file(encoder: Encoder, tmp_path: Path) -> None:
+def test_pipes_are_refused(encoder: Encoder, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     row = {"messages": [{"role": "user", "content": "<image>"}], "images": ["pipe.png"]}
     check(encoder, tmp_path, json.dumps(row).encode())  # and does not wait
@@ -278,7 +276,7 @@ def test_a_pipe_is_no_file(encoder: Encoder, tmp_path: Path) -> None:
         scan(SourceSpec(str(tmp_path / "pipe.jsonl")))
 
 
-def test_marks_of_media_that_the_model_reads(small_model: Any, tmp_path: Path) -> None:
+def test_placeholders_without_media_follow_the_model(small_model: Any, tmp_path: Path) -> None:
     message_row = json.loads(GOOD.replace(b'"q"', b'"<image> or <audio>?"'))
     (tmp_path / "rows.jsonl").write_text(json.dumps(message_row))
     model = small_model(CHATML, CONTROL, QWEN_CONFIG)

@@ -19,7 +19,7 @@ SETTINGS = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, 
 
 @pytest.mark.smoke
 @given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([28, 32]), st.integers(1, 40), st.integers(41, 4000))
-def test_smart_resize_is_that_of_transformers(height: int, width: int, factor: int, low: int, high: int) -> None:
+def test_smart_resize_equals_that_of_transformers(height: int, width: int, factor: int, low: int, high: int) -> None:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as theirs
 
     low, high = low * factor**2, high * factor**2
@@ -42,13 +42,13 @@ def test_limits_come_from_settings_then_options() -> None:
         image_limits(SETTINGS, MediaOptions(max_pixels=1000))
 
 
-def test_who_takes_more_than_text() -> None:
+def test_multimodal_models_are_recognized() -> None:
     assert not is_multimodal({"model_type": "llama"})
     assert is_multimodal({"model_type": "qwen3_vl"})
     assert is_multimodal({"model_type": "internvl", "vision_config": {}})
 
 
-def test_every_familys_file_is_registered() -> None:
+def test_every_family_file_is_registered() -> None:
     names = (module.name for module in pkgutil.iter_modules(families.__path__, families.__name__ + "."))
     values = [value for name in names for value in vars(importlib.import_module(name)).values()]
     flat = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
@@ -59,7 +59,7 @@ def test_every_familys_file_is_registered() -> None:
     assert len(claimed) == len(set(claimed))
 
 
-def test_every_model_of_transformers_with_pictures_is_trained_or_refused_with_the_reason() -> None:
+def test_every_vision_model_of_transformers_is_supported_or_refused_with_a_reason() -> None:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
 

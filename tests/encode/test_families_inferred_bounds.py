@@ -38,7 +38,7 @@ def videos(over_all_frames: bool) -> VideoLimits:
 )
 @example(sides=(20, 252), bounds=(3136, 3087))  # shrunk, it is wider than unbounded
 @example(sides=(204, 2530), bounds=(253_190, 492_832))  # stretched, it would be narrower
-def test_pictures_of_other_limits_have_their_size_again(sides: tuple[int, int], bounds: tuple[int, int]) -> None:
+def test_image_bounds_reproduce_the_size_under_other_limits(sides: tuple[int, int], bounds: tuple[int, int]) -> None:
     there = replace(OWN, min_pixels=bounds[0], max_pixels=sum(bounds))
     try:
         grid = image_grid(*sides, there)
@@ -59,7 +59,7 @@ def test_pictures_of_other_limits_have_their_size_again(sides: tuple[int, int], 
 @example(
     sides=(195, 299), num_frames=3, most=200_348
 )  # shrunk as three frames, larger than as the four it is counted as
-def test_videos_of_other_limits_have_their_size_again(
+def test_video_bounds_reproduce_the_size_under_other_limits(
     over_all_frames: bool, sides: tuple[int, int], num_frames: int, most: int
 ) -> None:
     limits = videos(over_all_frames)
@@ -89,5 +89,5 @@ def test_limits_of_one_medium() -> None:
     )
 
 
-def test_a_size_that_no_limits_give_leaves_the_own() -> None:
+def test_impossible_size_keeps_the_original_limits() -> None:
     assert image_bounds(200, 100, (1, 7, 9), OWN) == (OWN.min_pixels, OWN.max_pixels)

@@ -54,7 +54,7 @@ def cached_encoder(directory: Path) -> Any:
     return encoder_for(directory)
 
 
-def test_every_token_is_the_processors(made: tuple[str, Path, Any], data: Path, tmp_path: Path) -> None:
+def test_every_token_equals_that_of_the_processor(made: tuple[str, Path, Any], data: Path, tmp_path: Path) -> None:
     family, directory, processor = made
     files = pictures(data)
     assert len(files) > 5
@@ -82,7 +82,7 @@ def test_every_token_is_the_processors(made: tuple[str, Path, Any], data: Path, 
         np.testing.assert_array_equal(sample.input_ids, expected(processor, two, files[:2]))
 
 
-def test_a_picture_that_the_processor_has_no_memory_for_costs_its_row(
+def test_image_exceeding_processor_memory_drops_its_row(
     made: tuple[str, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pillow raises MemoryError for pictures of 90 million pixels in a row, which headers may declare."""
@@ -101,7 +101,7 @@ def test_a_picture_that_the_processor_has_no_memory_for_costs_its_row(
     )
 
 
-def test_it_says_that_it_is_slower_and_refuses_foreign_limits(made: tuple[str, Path, Any]) -> None:
+def test_processor_families_warn_of_speed_and_refuse_foreign_limits(made: tuple[str, Path, Any]) -> None:
     family, directory, _ = made
     assert "slower" in cached_encoder(directory).warnings[0]
     with pytest.raises(ConfigError, match=rf"--max-pixels \(MAX_PIXELS\) .* {family} model"):
@@ -110,7 +110,7 @@ def test_it_says_that_it_is_slower_and_refuses_foreign_limits(made: tuple[str, P
         encoder_for(directory, fps=1.0, image_max_token_num=5)
 
 
-def test_videos_are_left_out_by_name(made: tuple[str, Path, Any], tmp_path: Path) -> None:
+def test_videos_are_dropped_with_a_reason(made: tuple[str, Path, Any], tmp_path: Path) -> None:
     family, directory, _ = made
     sample = Sample(
         (Turn("user", "<video>?"), Turn("assistant", "!")),
@@ -131,7 +131,7 @@ def test_videos_are_left_out_by_name(made: tuple[str, Path, Any], tmp_path: Path
     assert reasons[family] in dropped.detail
 
 
-def test_a_model_without_a_processor_is_told_of(tmp_path: Path, drawn_data: Path) -> None:
+def test_model_without_processor_is_reported(tmp_path: Path, drawn_data: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / name).symlink_to(drawn_data / "tokenizers" / "qwen3-vl" / name)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model", "vision_config": {}}))
@@ -139,7 +139,7 @@ def test_a_model_without_a_processor_is_told_of(tmp_path: Path, drawn_data: Path
         encoder_for(tmp_path)
 
 
-def test_a_processor_text_is_split_into_text_and_counted_tokens() -> None:
+def test_processor_text_is_split_into_text_and_token_counts() -> None:
     class Tokenizer:
         added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
         image_token = "<x>"

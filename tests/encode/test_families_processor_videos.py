@@ -66,7 +66,9 @@ def film(question: str, *videos: MediaRef, answer: str = "It is.") -> Sample:
     fps=st.sampled_from([2.0, 12.5, 24000 / 1001, 60.0]),
     sides=st.tuples(st.integers(20, 90), st.integers(20, 90)),
 )
-def test_frames_and_text_are_the_processors(name: str, num_frames: int, fps: float, sides: tuple[int, int]) -> None:
+def test_frames_and_text_equal_those_of_the_processor(
+    name: str, num_frames: int, fps: float, sides: tuple[int, int]
+) -> None:
     """It takes frames of a whole video there; here it is told of the size and rate alone."""
     encoding, processor = ASKED[name]
     size = VideoSize(*sides, num_frames, fps, has_sound=False)
@@ -115,7 +117,7 @@ def test_tokens_of_videos(name: str, encoder_of: Callable[..., Encoder], data: P
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_cuts_inside_a_video(
+def test_truncation_never_splits_a_video(
     name: str, encoder_of: Callable[..., Encoder], directory_of: Callable[[str], Path], clips: list[MediaRef]
 ) -> None:
     long = film("<video> and <video>" + "word " * 30, *clips)
@@ -141,7 +143,7 @@ def test_nothing_cuts_inside_a_video(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_that_another_tool_tokenized(name: str, encoder_of: Callable[..., Encoder], clips: list[MediaRef]) -> None:
+def test_pretokenized_rows_are_encoded(name: str, encoder_of: Callable[..., Encoder], clips: list[MediaRef]) -> None:
     row = film("<video>What? And <video>?", *clips)
     (expected,) = encoder_of(name).encode([row])
     assert isinstance(expected, list)
@@ -153,7 +155,9 @@ def test_rows_that_another_tool_tokenized(name: str, encoder_of: Callable[..., E
     assert dropped.reason == "media_tokens"
 
 
-def test_what_is_left_out_says_why(encoder_of: Callable[..., Encoder], drawn_data: Path, clips: list[MediaRef]) -> None:
+def test_dropped_videos_state_the_reason(
+    encoder_of: Callable[..., Encoder], drawn_data: Path, clips: list[MediaRef]
+) -> None:
     picture = MediaRef(str(drawn_data / "raw/llama-factory/data/mllm_demo_data/1.jpg"))
     rows = {
         "the row has both pictures and videos": replace(film("<image><video>", clips[0]), images=(picture,)),
@@ -166,9 +170,7 @@ def test_what_is_left_out_says_why(encoder_of: Callable[..., Encoder], drawn_dat
             assert (dropped.reason, expected_detail in dropped.detail) == ("media_unsupported", True), dropped
 
 
-def test_pictures_that_a_row_gives_as_a_video_are_all_frames(
-    encoder_of: Callable[..., Encoder], drawn_data: Path
-) -> None:
+def test_all_images_given_as_a_video_are_frames(encoder_of: Callable[..., Encoder], drawn_data: Path) -> None:
     frame = MediaRef(str(drawn_data / "raw/llama-factory/data/mllm_demo_data/1.jpg"))
     row = film("<video>", MediaRef(None, frames=(frame,) * 5, fps=1.0))
     for name, steps in (("glm4v", 3), ("internvl", 5)):
@@ -177,7 +179,7 @@ def test_pictures_that_a_row_gives_as_a_video_are_all_frames(
         assert sample.videos[0].num_tokens % steps == 0
 
 
-def test_marks_that_the_tokenizer_does_not_call_special(
+def test_placeholders_may_be_ordinary_tokens(
     encoder_of: Callable[..., Encoder], directory_of: Callable[[str], Path], clips: list[MediaRef], tmp_path: Path
 ) -> None:
     other = shutil.copytree(directory_of("glm4v"), tmp_path / "model")
@@ -200,7 +202,7 @@ def test_a_tokenizer_without_a_token_for_videos(monkeypatch: pytest.MonkeyPatch)
     assert not has_videos(processor)
 
 
-def test_a_processor_that_samples_none_gets_all_frames(drawn_data: Path, clips: list[MediaRef]) -> None:
+def test_processor_without_sampling_gets_all_frames(drawn_data: Path, clips: list[MediaRef]) -> None:
     encoding, processor = ASKED["internvl"]
     videos = processor.video_processor
     assert encoding.warnings == ()

@@ -57,7 +57,7 @@ def processor(folder: Path, model_type: str, patch_size: int, pictures: str, vid
     total=st.none() | st.integers(1000, 200_000),
     most=st.none() | st.integers(800, 40_000),
 )
-def test_grids_are_the_processors(folder: Path, **drawn: Any) -> None:
+def test_grids_equal_those_of_the_processor(folder: Path, **drawn: Any) -> None:
     wants = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": None}[drawn["model_type"]]
     videos = drawn["videos"] if drawn["videos"] is None or wants is None else wants
     place = drawn["model_type"], drawn["patch_size"], drawn["pictures"], videos
@@ -88,14 +88,14 @@ def test_grids_are_the_processors(folder: Path, **drawn: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("is_qwen3", [False, True])
-def test_frames_of_a_clip_are_those_of_qwens_tools(
+def test_clip_frames_equal_those_of_qwen_tools(
     num_frames: int, fps: float, clip: tuple[float | None, float | None], indices: list[int], is_qwen3: bool
 ) -> None:
     limits = video_limits({}, MediaOptions(), is_qwen3=is_qwen3)
     assert list(sample_clip(*clip_frames(clip, num_frames, fps), fps, limits)) == indices
 
 
-def test_clips_that_are_none() -> None:
+def test_invalid_clips_are_refused() -> None:
     with pytest.raises(ValueError, match=r"from 10 s on begins after the end of the video \(10\.00 s\)"):
         clip_frames((10.0, None), 250, 25.0)
     with pytest.raises(ValueError, match=r"from 9\.95 to 10 s has fewer than two frames \(at 25 per second\)"):

@@ -70,7 +70,7 @@ def test_bases(model: str, scale: str, expected: str) -> None:
     assert trained(encoded(model, *CHAT, scale="default", own=scale)) == expected
 
 
-def test_a_messages_own_word_counts_more(model: str) -> None:
+def test_loss_setting_of_a_message_takes_precedence(model: str) -> None:
     one, two = Turn("assistant", "one", loss=True), Turn("assistant", "two", loss=False)
     assert trained(encoded(model, CHAT[0], one, CHAT[2], CHAT[3], scale="last_round")) == "one#two#"
     sample = encoded(model, CHAT[0], CHAT[1], CHAT[2], two)
@@ -86,7 +86,7 @@ def weights_of(sample: EncodedSample) -> list[float]:
     return [float(weight) for weight in sample.loss_scale[sample.labels != -100]]
 
 
-def test_keywords_weigh_themselves_and_what_follows(model: str) -> None:
+def test_keywords_weight_themselves_and_the_following_text(model: str) -> None:
     answer = "Thought:t\nAction:go\nObservation:o\nFinal Answer:f"
     sample = encoded(model, Turn("user", "?"), Turn("assistant", answer), scale="react")
     assert trained(sample) == "Thought:t\nAction:go\nObservation:Final Answer:f#"
@@ -94,7 +94,7 @@ def test_keywords_weigh_themselves_and_what_follows(model: str) -> None:
     assert weights_of(sample) == expected
 
 
-def test_patterns_weigh_what_they_match(model: str) -> None:
+def test_patterns_weight_their_matches(model: str) -> None:
     answer = "well <tool_call>\nx\n</tool_call> ok"
     sample = encoded(model, Turn("user", "?"), Turn("assistant", answer), scale="hermes")
     weights = weights_of(sample)
@@ -104,7 +104,7 @@ def test_patterns_weigh_what_they_match(model: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "expected"), [("<think>\n\n</think>\n\nyes", "yes#"), ("<think>\nhm\n</think>\n\nyes", None)]
 )
-def test_empty_thoughts_are_left_out(model: str, answer: str, expected: str | None) -> None:
+def test_empty_thoughts_are_excluded(model: str, answer: str, expected: str | None) -> None:
     turns = (*CHAT[:2], Turn("user", "?"), Turn("assistant", answer))
     sample = encoded(model, *turns, scale="last_round+ignore_empty_think")
     assert trained(sample) == (expected or f"{answer}#")
@@ -113,7 +113,7 @@ def test_empty_thoughts_are_left_out(model: str, answer: str, expected: str | No
 
 
 @pytest.mark.parametrize("text", ["❤Action:go", "émoji 🙂 Action: x", "Action:"])
-def test_weights_stand_at_their_characters_in_any_script(model: str, text: str) -> None:
+def test_weights_align_with_characters_in_any_script(model: str, text: str) -> None:
     sample = encoded(model, Turn("user", "?"), Turn("assistant", text), scale="react")
     num_before = len(text.partition("Action:")[0].encode())
     weights = weights_of(sample)
@@ -121,13 +121,13 @@ def test_weights_stand_at_their_characters_in_any_script(model: str, text: str) 
     assert set(weights[num_before:]) == {2.0}
 
 
-def test_an_answer_without_keywords_is_trained_as_without_a_rule(model: str) -> None:
+def test_answer_without_keywords_ignores_the_rule(model: str) -> None:
     sample = encoded(model, Turn("user", "?"), Turn("assistant", "plain"), scale="react")
     assert trained(sample) == "plain#"
     assert sample.loss_scale is None
 
 
-def test_names_that_are_not_known(model: str) -> None:
+def test_unknown_names_are_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="did you mean 'hermes'"):
         parse_loss_scale("hermess")
     with pytest.raises(ConfigError, match="exclude each other"):
@@ -137,7 +137,7 @@ def test_names_that_are_not_known(model: str) -> None:
     assert parse_loss_scale("react").base == "default"
 
 
-def test_texts_for_pretraining_are_trained_whole(model: str) -> None:
+def test_pretraining_texts_are_trained_completely(model: str) -> None:
     encoder = encoder_for(Path(model))
     (result,) = encoder.encode([Sample((Turn("assistant", "some <|im_end|> text"),), (), "t.txt", 0, is_text=True)])
     assert isinstance(result, list)
@@ -192,7 +192,7 @@ def test_templates_and_the_rule_of_ms_swift(text_model: ModelMaker, data: Path) 
         assert target_text == re.sub(r"^<think>\s*</think>\s*", "", rendered) + "<|im_end|>"
 
 
-def test_caches_are_told_apart_where_their_labels_differ(small_model: ModelMaker) -> None:
+def test_caches_with_different_labels_have_different_identities(small_model: ModelMaker) -> None:
     def recorded(template: str, loss_scale: str) -> str:
         model = str(small_model(template, ["<|im_start|>", "<|im_end|>"]))
         config = ExportConfig(model=model, max_length=9, dataset=("a",), output_dir="b", loss_scale=loss_scale)

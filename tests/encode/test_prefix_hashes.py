@@ -48,7 +48,7 @@ def prefixes(made: EncodedSample, **options: Any) -> dict[int, int]:
 PICTURE = [1, SEES, 90, 90, 82]
 
 
-def test_prefixes_end_behind_media_and_at_turns() -> None:
+def test_prefixes_end_after_media_and_at_turns() -> None:
     made = sample([*PICTURE, 2, 3, 4, 5, 6, 7], (7, 9), images=(image(),))
     assert list(prefixes(made)) == [5, 7, 9]
     assert list(prefixes(made, longer_than=5)) == [7, 9]
@@ -58,7 +58,7 @@ def test_prefixes_end_behind_media_and_at_turns() -> None:
     assert list(prefixes(sample([1, 2, 3], (1, 3)))) == [1, 3]
 
 
-def test_a_long_system_prompt_ends_a_prefix_and_the_question_behind_it_does_not(
+def test_prefix_ends_after_a_long_system_prompt_not_after_the_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "MIN_PROMPT", 4)
@@ -79,7 +79,7 @@ def test_a_long_system_prompt_ends_a_prefix_and_the_question_behind_it_does_not(
     ]
 
 
-def test_what_comes_behind_does_not_matter_and_what_comes_before_does() -> None:
+def test_prefix_hash_depends_only_on_preceding_tokens() -> None:
     base_hashes = prefixes(sample([*PICTURE, 2, 3], (6, 7), images=(image(),)))
     assert prefixes(sample([*PICTURE, 9, 3, 4], (6, 8), images=(image(),)))[5] == base_hashes[5]
     assert prefixes(sample(PICTURE, images=(image(),), channel="other")) == {5: base_hashes[5]}
@@ -94,7 +94,7 @@ def test_what_comes_behind_does_not_matter_and_what_comes_before_does() -> None:
         assert prefixes(other)[5] != base_hashes[5]
 
 
-def test_bytes_are_compared_and_not_where_they_lie() -> None:
+def test_media_hashes_depend_on_bytes_not_paths() -> None:
     made = [sample(PICTURE, images=(image(path=None, data=data),)) for data in (b"12", b"12", b"13")]
     one, same, other = (prefixes(each)[5] for each in made)
     assert one == same != other
@@ -117,7 +117,7 @@ def test_a_video_ends_with_its_sound_track() -> None:
     assert prefixes(dataclasses.replace(made, audios=(dataclasses.replace(sound, path="b"),)))[10] == prefixes(made)[10]
 
 
-def test_what_media_cost_is_told_of_each_prefix() -> None:
+def test_each_prefix_has_its_media_tokens() -> None:
     track = EncodedAudio(None, None, 100, 8, 3)
     sound = EncodedAudio("a.wav", None, 50, 4, 1)
     ids = [*PICTURE, SEES, SOUNDS, 91, 91, 92, 92, 92, 83, 82, 5, SOUNDS, 92, 83, 6]
@@ -132,7 +132,7 @@ def test_what_media_cost_is_told_of_each_prefix() -> None:
     assert last == (full_sample.num_media_tokens, full_sample.num_audio_tokens, full_sample.patch_squares)
 
 
-def test_media_that_nobody_can_find_have_no_prefixes() -> None:
+def test_missing_media_end_the_prefixes() -> None:
     made = sample(PICTURE, (4, 5), images=(image(),))
     counts, hashes = prefix_hashes([made, sample([1, 2], (1, 2))], MediaTokens({}))
     assert counts.tolist() == [0, 2]
@@ -144,7 +144,7 @@ rows = st.lists(st.integers(1, 2), min_size=1, max_size=6)
 
 @settings(max_examples=200)
 @given(one=rows, other=rows, data=st.data())
-def test_hashes_are_equal_exactly_where_prefixes_are(one: list[int], other: list[int], data: st.DataObject) -> None:
+def test_hashes_are_equal_iff_prefixes_are(one: list[int], other: list[int], data: st.DataObject) -> None:
     all_hashes = []
     for ids in (one, other):
         ends = sorted(data.draw(st.sets(st.integers(1, len(ids)))))
@@ -175,7 +175,7 @@ def media_files(folder: Path) -> tuple[EncodedSample, dict[str, list[Path]]]:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_a_file_that_was_replaced_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_replaced_file_is_detected(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """By its first, middle or last bytes or its size, whichever medium it is of."""
     made, files = media_files(tmp_path_factory.mktemp("files"))
     least = data.draw(st.integers(0, made.length))
@@ -230,7 +230,7 @@ def test_unchanged_files_are_never_reported(
 
 
 @pytest.mark.parametrize("options", [{"medium_key": by_address}, {"_BEGINNING": b"'c'"}])
-def test_hashes_of_older_caches_are_not_taken_for_changes(
+def test_hashes_of_older_caches_are_not_reported_as_changes(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _ = media_files(tmp_path)

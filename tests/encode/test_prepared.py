@@ -63,7 +63,7 @@ def values(sample: EncodedSample) -> dict[str, Any]:
         ("qwen3-omni", ("audio", "video")),
     ],
 )
-def test_tokens_with_media_are_their_rows(
+def test_pretokenized_media_equal_their_rows(
     drawn_data: Path, media: dict[str, MediaRef], family: str, kinds: tuple[str, ...]
 ) -> None:
     directory = str(drawn_data / "tokenizers" / family)

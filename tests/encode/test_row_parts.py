@@ -115,7 +115,7 @@ def test_every_turn_is_a_sample_with_its_thoughts(encoder: Any) -> None:
     ]
 
 
-def test_a_loop_of_tool_calls_is_one_sample_where_only_what_is_lost_is_expanded(encoder: Any) -> None:
+def test_tool_call_loop_is_one_sample_with_auto(encoder: Any) -> None:
     call, answer, last = "<think>/1/</think>//call]", "<think>/2/</think>//A]", "<think>/3/</think>//B]"
     samples = encoded(encoder("auto"), row(*LOOP))
     assert [trained for _, trained in shown(samples)] == [call + answer, last]
@@ -134,13 +134,13 @@ def test_a_loop_of_tool_calls_is_one_sample_where_only_what_is_lost_is_expanded(
         (user("a?"), assistant("call", "1"), Turn("tool", "r"), assistant("A", "2")),
     ],
 )
-def test_rows_of_which_nothing_is_lost_are_what_they_were(encoder: Any, turns: tuple[Turn, ...]) -> None:
+def test_rows_without_lost_thoughts_are_unchanged(encoder: Any, turns: tuple[Turn, ...]) -> None:
     (before,), (sample,) = (encoder(expand).encode([row(*turns)])[0] for expand in ("false", "auto"))
     assert shown([sample]) == shown([before])
     assert (sample.part, sample.borders) == (None, None)
 
 
-def test_empty_thoughts_count_only_where_they_are_trained(encoder: Any) -> None:
+def test_empty_thoughts_count_only_if_trained(encoder: Any) -> None:
     turns = row(*THREE[:2], user("b?"), assistant("B"), user("c?"), assistant("C"))
     assert [trained for _, trained in shown(encoded(encoder("auto"), turns))] == ["<think>/1/</think>//A]", "B]C]"]
     samples = encoded(encoder("auto", loss_scale="default+keep_empty_think"), turns)
@@ -148,7 +148,7 @@ def test_empty_thoughts_count_only_where_they_are_trained(encoder: Any) -> None:
 
 
 @pytest.mark.parametrize("scale", ["default", "last_round"])
-def test_what_rows_say_of_their_turns_holds(encoder: Any, scale: str) -> None:
+def test_loss_settings_of_turns_apply(encoder: Any, scale: str) -> None:
     """A turn that is not trained in the row has no sample; a weight is its own."""
     turns = (user("a?"), assistant("A", "1", loss=False), user("b?"), assistant("B", "2", loss_scale=0.0), *THREE[4:])
     turns += (user("d?"), assistant("D", "4", loss=True), user("e?"), assistant("E", "5", loss_scale=2.0))
@@ -160,13 +160,13 @@ def test_what_rows_say_of_their_turns_holds(encoder: Any, scale: str) -> None:
     assert set(samples[-1].loss_scale.tolist()) == {0, 2}
 
 
-def test_what_follows_the_last_answer_is_left_out(encoder: Any) -> None:
+def test_text_after_the_last_answer_is_excluded(encoder: Any) -> None:
     for expand in ("true", "auto"):
         samples = encoded(encoder(expand), row(*THREE[:2], user("b?")))
         assert shown(samples) == [("U:a?]/A:<think>/1/</think>//A]/", "<think>/1/</think>//A]")]
 
 
-def test_texts_and_sets_that_train_everything_stay_whole(encoder: Any) -> None:
+def test_texts_and_fully_trained_rows_are_not_expanded(encoder: Any) -> None:
     text = Sample((Turn("assistant", "some text"),), (), "t.txt", 0, is_text=True)
     assert shown(encoded(encoder("true"), text)) == [("some text", "some text")]
     (unexpanded,) = shown(encoded(encoder("true"), row(*THREE, loss_scale="all")))
@@ -174,7 +174,7 @@ def test_texts_and_sets_that_train_everything_stay_whole(encoder: Any) -> None:
     assert len(shown(encoded(encoder("true"), row(*THREE, loss_scale="last_round")))) == 1
 
 
-def test_a_turn_that_is_too_long_is_left_out_alone(encoder: Any) -> None:
+def test_overlong_turn_is_dropped_alone(encoder: Any) -> None:
     samples = encoded(encoder("true", max_length=80), row(*THREE))
     assert isinstance(samples, EncodedRow)
     assert parts(samples) == ["turn 1 of 3", "turn 2 of 3"]
@@ -190,7 +190,7 @@ def test_a_turn_that_is_too_long_is_left_out_alone(encoder: Any) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_truncated_turns_begin_and_end_where_they_did(encoder: Any, side: str) -> None:
+def test_truncated_turns_keep_their_boundaries(encoder: Any, side: str) -> None:
     samples = encoded(encoder("true", max_length=45, truncation_strategy=side), row(*THREE))
     assert isinstance(samples, list)
     for sample in samples:
@@ -234,7 +234,7 @@ def hashed(sample: EncodedSample) -> PrefixHashes:
 
 
 @pytest.mark.parametrize("template", [HYBRID, OPENED])
-def test_samples_of_a_row_share_all_up_to_the_turn_where_they_part(encoder: Any, template: str) -> None:
+def test_samples_of_a_row_share_their_common_turns(encoder: Any, template: str) -> None:
     samples = encoded(encoder("true", template), row(*THREE))
     assert isinstance(samples, list)
     for one, other in itertools.pairwise(samples):
@@ -242,7 +242,7 @@ def test_samples_of_a_row_share_all_up_to_the_turn_where_they_part(encoder: Any,
         assert num_hashed == same == int(one.turns[0]) - len("<think>/") * (template == OPENED)
 
 
-def test_a_line_that_merges_with_the_header_hides_no_prefix(data: Path, text_model: Any) -> None:
+def test_line_merging_with_the_header_keeps_the_prefix(data: Path, text_model: Any) -> None:
     encoder = cached_encoder(text_model("text-qwen3"), expand_turns="auto")
     samples = encoded(encoder, row(user("a?"), assistant("\n\nA", "1"), *THREE[2:4]))
     assert isinstance(samples, list)
@@ -250,7 +250,7 @@ def test_a_line_that_merges_with_the_header_hides_no_prefix(data: Path, text_mod
     assert same - 1 <= num_hashed <= same < int(samples[0].turns[0])
 
 
-def test_only_templates_that_leave_thoughts_out_are_expanded_by_themselves(small_model: Any) -> None:
+def test_auto_expands_only_templates_that_drop_thoughts(small_model: Any) -> None:
     """Recognized by what they render: in a key or in the text, whatever the template is called."""
     inline = KEEPING.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}")
     shows_none = KEEPING.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
@@ -263,7 +263,7 @@ def test_only_templates_that_leave_thoughts_out_are_expanded_by_themselves(small
         assert expansion_of("auto", ModelFiles.load(str(small_model(template, CONTROL)))) == "false"
 
 
-def test_a_remark_says_what_auto_comes_to(encoder: Any) -> None:
+def test_note_states_the_choice_of_auto(encoder: Any) -> None:
     assert "becomes several samples" in encoder("auto").warnings[-1]
     assert "changes nothing" in encoder("auto", KEEPING).warnings[-1]
 
@@ -321,7 +321,7 @@ def rendered(turns: Sequence[Turn]) -> str:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first_turn=TURNS, more=st.lists(STEPS, max_size=4), expand=st.sampled_from(["true", "auto"]))
-def test_every_turn_is_trained_once_as_if_it_came_last(
+def test_every_turn_is_trained_once_as_the_last_turn(
     small_model: Any, first_turn: Turn, more: list[tuple[Turn, Turn]], expand: str
 ) -> None:
     """But for empty blocks of thoughts, which ``auto`` does not expand a row for."""
@@ -356,7 +356,7 @@ def _rows(data: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("expand", ["true", "auto"])
-def test_turns_token_by_token(data: Path, text_model: Any, expand: str) -> None:
+def test_turns_equal_the_template_output(data: Path, text_model: Any, expand: str) -> None:
     """Each sample is the template's conversation up to its turn, and trains what follows the prompt."""
     directory = text_model("text-qwen3")
     tokenizer = tokenizer_of(directory)

@@ -32,7 +32,7 @@ def encode(model: Path, samples: list[Sample], loss_scale: str) -> list[EncodedS
 
 
 @pytest.mark.parametrize("family", FILES)
-def test_the_same_labels_as_an_export(family: str, data: Path) -> None:
+def test_relabeling_equals_an_export(family: str, data: Path) -> None:
     model = data / "tokenizers" / family
     samples = []
     for name in FILES[family]:
@@ -60,7 +60,7 @@ def sample(**changes: Any) -> EncodedSample:
     return EncodedSample(**{"input_ids": ids, "labels": labels, "source": "s", "row": 0, **fields, **changes})
 
 
-def test_weights_of_old_targets_stay_and_new_ones_weigh_one() -> None:
+def test_old_targets_keep_their_weights_and_new_ones_get_one() -> None:
     weights = np.zeros(10, np.float32)
     weights[[2, 3, 6, 7]] = (0.5, 2, 3, 1)
     choice = TargetChoice.of_config("all", {})
@@ -73,13 +73,13 @@ def test_weights_of_old_targets_stay_and_new_ones_weigh_one() -> None:
     assert (last.labels >= 0).nonzero()[0].tolist() == [6, 7]
 
 
-def test_a_truncated_samples_first_token_is_no_target() -> None:
+def test_first_token_of_a_truncated_sample_is_no_target() -> None:
     choice = TargetChoice.of_config("all", {})
     assert choice(sample()).labels[0] == 10
     assert choice(sample(num_truncated=3)).labels[0] == -100
 
 
-def test_what_a_rule_left_out_stays_out() -> None:
+def test_tokens_excluded_by_a_rule_stay_excluded() -> None:
     """An empty thinking block at the beginning of the last turn, 6, was no target of an export with such a rule."""
     before = sample()
     before.labels[6] = -100

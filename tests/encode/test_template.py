@@ -30,7 +30,7 @@ MESSAGES = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "
         "{% for c in messages[0].content * 900 %}{% for c in messages[0].content * 900 %}{% endfor %}{% endfor %}",
     ],
 )
-def test_a_template_that_would_run_for_ever_ends(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_template_is_stopped(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "_MAX_ROUNDS", 10_000)
     monkeypatch.setattr(template_module, "_MAX_CHARS", 100_000)
     template = ChatTemplate(text, {})
@@ -39,7 +39,7 @@ def test_a_template_that_would_run_for_ever_ends(text: str, monkeypatch: pytest.
             template.render(MESSAGES)
 
 
-def test_every_rendering_has_its_own_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_limit_applies_per_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "_MAX_ROUNDS", 10)
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     for _ in range(20):
@@ -66,11 +66,11 @@ def test_every_rendering_has_its_own_rounds(monkeypatch: pytest.MonkeyPatch) -> 
         ("{{ '-' * 3 }}{{ 2 * 3 }}{{ 2 ** 3 }}{{ 1.5 * 2 }}", "---683.0"),
     ],
 )
-def test_loops_are_what_they_were(text: str, rendered: str) -> None:
+def test_ordinary_loops_are_unchanged(text: str, rendered: str) -> None:
     assert ChatTemplate(text, {}).render(MESSAGES) == rendered
 
 
-def test_a_template_that_loops_on_a_row_costs_that_row(small_model: Any) -> None:
+def test_endless_template_drops_only_that_row(small_model: Any) -> None:
     from tests.encode.conftest import encoder_for
     from tests.encode.test_encoder import CHATML, CONTROL, encode
 

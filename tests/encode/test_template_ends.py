@@ -61,7 +61,7 @@ def trained(encoder: Encoder, messages: list[dict[str, object]]) -> tuple[str, l
     return text_of(0, sample.length), [text_of(*span) for span in spans]
 
 
-def test_an_answer_ends_with_what_opens_the_next_turn(glm: Path) -> None:
+def test_answer_ends_with_the_next_turn_marker(glm: Path) -> None:
     encoder = encoder_for(glm, max_length=1000)
     question = {"role": "user", "content": "Why <|user|>?"}
     text, turns = trained(
@@ -73,7 +73,7 @@ def test_an_answer_ends_with_what_opens_the_next_turn(glm: Path) -> None:
     assert any("generation stops at <|user|>" in warning for warning in encoder.warnings)
 
 
-def test_a_call_ends_with_what_opens_the_tools_answer(glm: Path) -> None:
+def test_tool_call_ends_with_the_tool_turn_marker(glm: Path) -> None:
     encoder = encoder_for(glm, max_length=1000)
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -83,7 +83,7 @@ def test_a_call_ends_with_what_opens_the_tools_answer(glm: Path) -> None:
     assert trained(encoder, [question, called])[1] == turns[:1]
 
 
-def test_only_what_generation_stops_at_ends_an_answer(glm: Path, model: Path, tmp_path: Path) -> None:
+def test_answers_end_only_at_stop_tokens(glm: Path, model: Path, tmp_path: Path) -> None:
     shutil.copytree(glm, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").unlink()
     with pytest.raises(ConfigError, match="does not open and end the assistant's turns with control tokens"):

@@ -41,7 +41,7 @@ S, U, A = ("system", "s"), ("user", "q"), ("assistant", "a")
         ((S, U, A, ("system", "user"), U, A), 3),
     ],
 )
-def test_a_turn_that_would_vanish_drops_its_row(small_model: Any, turns: Any, number: int) -> None:
+def test_turn_missing_from_the_template_output_drops_its_row(small_model: Any, turns: Any, number: int) -> None:
     encoder = encoder_for(small_model(FIRST_ONLY, CONTROL))
     for _ in range(2):
         outcome = result(encoder, *turns)
@@ -51,7 +51,7 @@ def test_a_turn_that_would_vanish_drops_its_row(small_model: Any, turns: Any, nu
     assert result(encoder, U, A, ("tool", "r"), A, tools=[{"name": "f"}]) == "kept"
 
 
-def test_a_template_that_knows_them_keeps_them(small_model: Any) -> None:
+def test_template_that_renders_a_role_keeps_its_turns(small_model: Any) -> None:
     encoder = encoder_for(small_model(CHATML, CONTROL))
     assert result(encoder, S, U, A, ("system", "t"), U, A) == "kept"
     assert result(encoder, U, A, ("tool", "t"), A) == "kept"

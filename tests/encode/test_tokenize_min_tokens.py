@@ -52,7 +52,7 @@ TEXTS = st.text(st.sampled_from("ab  \n1.,é\u0301\u1f82\u0313\u0342\u0345你\U0
 @pytest.mark.parametrize("kind", ["words", "words, NFC", "bytes", "bytes, NFC"])
 @settings(max_examples=150)
 @given(text=TEXTS | st.text(max_size=40), times=st.integers(1, 5), enough=st.integers(1, 100))
-def test_a_text_never_has_fewer(kind: str, text: str, times: int, enough: int) -> None:
+def test_min_token_estimate_is_a_lower_bound(kind: str, text: str, times: int, enough: int) -> None:
     tokenizer = tokenizer_of(kind)
     least = min_tokens(tokenizer, text * times, enough)
     num_tokens = len(tokenizer.encode(text * times, add_special_tokens=False).ids)
@@ -60,7 +60,7 @@ def test_a_text_never_has_fewer(kind: str, text: str, times: int, enough: int) -
     assert least > 0 or not text
 
 
-def test_nothing_is_promised_where_text_is_lost() -> None:
+def test_lossy_tokenizers_have_no_lower_bound() -> None:
     for lossy in (
         byte_level(normalizers.Replace("a", "")),
         byte_level(normalizers.Strip()),
@@ -73,7 +73,7 @@ def test_nothing_is_promised_where_text_is_lost() -> None:
 @pytest.mark.parametrize("strategy", ["delete", "raise", "left", "right"])
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(sizes=st.lists(st.integers(0, 400), min_size=1, max_size=4))
-def test_the_result_is_that_of_tokens(strategy: str, sizes: list[int], small_model: Any) -> None:
+def test_early_drop_gives_the_same_result(strategy: str, sizes: list[int], small_model: Any) -> None:
     texts = ["x" * size for size in sizes]
     if len(texts) % 2:
         texts.append("a")
@@ -95,7 +95,7 @@ def test_the_result_is_that_of_tokens(strategy: str, sizes: list[int], small_mod
     assert outcomes[::2] == outcomes[1::2]
 
 
-def test_a_hopeless_text_is_not_tokenized(small_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlong_text_is_not_tokenized(small_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder: Path = small_model(CHATML, CONTROL)
     encoder = encoder_for(folder, max_length=100)
     monkeypatch.setattr(
@@ -110,7 +110,7 @@ def test_a_hopeless_text_is_not_tokenized(small_model: Any, monkeypatch: pytest.
 
 @settings(max_examples=60)
 @given(text=TEXTS, times=st.integers(1, 9), num=st.integers(1, 50))
-def test_the_ends_of_a_text_are_those_of_its_tokens(text: str, times: int, num: int) -> None:
+def test_ends_of_a_text_equal_those_of_all_tokens(text: str, times: int, num: int) -> None:
     words = WordTokenizer.of(tokenizer_of("words"))
     assert words is not None
     all_ids, end_ids = words.encode(text * times), words.ends(text * times, num)
@@ -127,7 +127,7 @@ def test_the_ends_of_a_text_are_those_of_its_tokens(text: str, times: int, num: 
 @pytest.mark.parametrize("strategy", ["left", "right"])
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=4))
-def test_what_truncation_cuts_is_not_held(
+def test_truncated_tokens_are_not_kept_in_memory(
     strategy: str, sizes: list[int], small_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = small_model(CHATML, CONTROL)

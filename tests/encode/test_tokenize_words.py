@@ -56,7 +56,7 @@ EDGES = "\u4e00\u9fa5\uac00\ud7a3"
 
 @settings(max_examples=300)
 @given(st.sampled_from([QWEN, LLAMA3]), st.lists(PIECES | st.text(max_size=6), max_size=12))
-def test_any_text_has_the_librarys_tokens_or_goes_its_way(pattern: str, pieces: list[str]) -> None:
+def test_any_text_has_the_tokens_of_the_library_or_is_delegated(pattern: str, pieces: list[str]) -> None:
     text = "".join(pieces)
     token_ids = words_of(pattern).encode(text)
     assert token_ids is None or token_ids == expected(trained(pattern), text)
@@ -65,12 +65,12 @@ def test_any_text_has_the_librarys_tokens_or_goes_its_way(pattern: str, pieces: 
 @pytest.mark.smoke
 @settings(max_examples=200)
 @given(st.text(alphabet=SAFE, max_size=30))
-def test_safe_texts_are_taken_and_are_right(text: str) -> None:
+def test_safe_texts_are_tokenized_correctly(text: str) -> None:
     token_ids = words_of(QWEN).encode(text)
     assert token_ids == expected(trained(QWEN), text)
 
 
-def test_both_engines_class_every_safe_character_alike() -> None:
+def test_both_regex_engines_classify_safe_characters_equally() -> None:
     """Behind a letter, a number and a blank each class of character makes other words."""
     tokenizer, words = trained(QWEN), words_of(QWEN)
     # Of the large blocks, whose characters are all alike, some.
@@ -84,7 +84,7 @@ def test_both_engines_class_every_safe_character_alike() -> None:
     assert len(_SAFE_RANGES) > 10
 
 
-def test_other_kinds_of_tokenizers_are_left_to_the_library() -> None:
+def test_other_tokenizers_are_delegated_to_the_library() -> None:
     plain = Tokenizer(models.BPE())
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert WordTokenizer.of(plain) is None
@@ -99,7 +99,7 @@ def test_other_kinds_of_tokenizers_are_left_to_the_library() -> None:
 @pytest.mark.parametrize(
     "name", ["text_gsm8k_test", "tool_glaive_en", "tool_reasoning_50", "mm_xtuner_coco_zh", "mm_mathvision_a"]
 )
-def test_texts_of_rows_have_the_librarys_tokens(data: Path, name: str) -> None:
+def test_texts_of_rows_have_the_tokens_of_the_library(data: Path, name: str) -> None:
     tokenizer = Tokenizer.from_file(str(data / "tokenizers" / "qwen3-vl" / "tokenizer.json"))
     tokenizer.encode_special_tokens = True
     words = WordTokenizer.of(tokenizer)

@@ -69,7 +69,7 @@ PARTS = st.lists(
 
 @settings(max_examples=400)
 @given(PARTS, st.integers(2, 60), st.sampled_from(["left", "right"]), st.sampled_from(["drop", "trim"]), st.booleans())
-def test_what_is_left_is_whole_and_in_order(
+def test_truncated_samples_keep_complete_media_in_order(
     parts: list[tuple[str, int]], limit: int, strategy: str, overflow: str, weights: bool
 ) -> None:
     item = tokenized(parts, weights=weights)
@@ -126,7 +126,7 @@ def test_media_alone_over_the_limit() -> None:
 
 @settings(max_examples=100)
 @given(st.integers(0, 100), st.integers(2, 20))
-def test_a_text_in_pieces_loses_nothing(length: int, limit: int) -> None:
+def test_split_text_keeps_all_tokens(length: int, limit: int) -> None:
     item = tokenized([("assistant", length)], is_text=True)
     pieces = truncate(item, spec(limit, truncation_strategy="split"))
     if isinstance(pieces, Dropped):
@@ -141,7 +141,7 @@ def test_a_text_in_pieces_loses_nothing(length: int, limit: int) -> None:
         np.testing.assert_array_equal(piece.labels[1:], piece.input_ids[1:])
 
 
-def test_split_drops_anything_but_texts() -> None:
+def test_split_drops_samples_that_are_not_texts() -> None:
     talk = truncate(tokenized([("user", 3), ("assistant", 3)]), spec(100, truncation_strategy="split"))
     seen = truncate(tokenized([("image", 3), ("assistant", 3)], is_text=True), spec(100, truncation_strategy="split"))
     for dropped, what in ((talk, "this row is a conversation"), (seen, "this row has media")):

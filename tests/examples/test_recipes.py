@@ -37,7 +37,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_plain_loop_and_its_resumption(reference: Reference) -> None:
+def test_plain_loop_resumes_exactly(reference: Reference) -> None:
     loop = load("torch_loop")
     first_losses = loop.main(reference.tiny.model, reference.tiny.cache, most=2, **PLAN)
     remaining_losses = loop.main(reference.tiny.model, reference.tiny.cache, **PLAN)
@@ -46,11 +46,11 @@ def test_a_plain_loop_and_its_resumption(reference: Reference) -> None:
     assert loop.main(reference.tiny.model, reference.tiny.cache, **PLAN) == []
 
 
-def test_transformers_trainer(reference: Reference) -> None:
+def test_transformers_trainer_example_has_the_reference_losses(reference: Reference) -> None:
     reference.check(load("transformers_trainer").main(reference.tiny.model, reference.tiny.cache, **PLAN))
 
 
-def test_torchtitans_style(reference: Reference, tmp_path: Path) -> None:
+def test_torchtitan_example_has_the_reference_losses(reference: Reference, tmp_path: Path) -> None:
     trainer = load("torchtitan_style").Trainer(reference.tiny.model, packtool.plan(reference.tiny.cache, **PLAN))
     reference.check(trainer.train(str(tmp_path / "checkpoint")))
     assert (tmp_path / "checkpoint" / ".metadata").exists()
@@ -84,7 +84,7 @@ def _on_each_rank(reference: Reference, folder: Path) -> None:
     (folder / f"losses-{PartialState().process_index}.json").write_text(json.dumps([divided, spread, by_hand]))
 
 
-def test_two_ranks(reference: Reference, tmp_path: Path) -> None:
+def test_two_ranks_have_the_reference_losses(reference: Reference, tmp_path: Path) -> None:
     run_ranks(2, _on_each_rank, reference, tmp_path, scratch=tmp_path)
     for rank in range(2):
         trained = json.loads((tmp_path / f"losses-{rank}.json").read_text())
@@ -93,7 +93,7 @@ def test_two_ranks(reference: Reference, tmp_path: Path) -> None:
             reference.check(losses)
 
 
-def test_examples_are_short_and_say_how_they_are_called() -> None:
+def test_examples_are_short_and_state_their_command() -> None:
     paths = sorted(EXAMPLES.glob("*.py"))
     assert len(paths) == 6
     for path in paths:

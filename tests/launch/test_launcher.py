@@ -77,7 +77,7 @@ def test_a_launched_process_has_its_rank(started: list[list[str]], monkeypatch: 
         ({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, False),
     ],
 )
-def test_one_command_begins_a_run(
+def test_one_command_starts_a_run(
     surroundings: dict[str, str], expected: bool, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in surroundings.items():

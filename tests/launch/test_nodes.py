@@ -90,7 +90,7 @@ def ended(process: BaseProcess) -> int | None:
     return process.exitcode
 
 
-def test_no_peer(node: Node, output_of: ReadOutput, port: int) -> None:
+def test_missing_peer_is_an_error(node: Node, output_of: ReadOutput, port: int) -> None:
     with node(0, limit=2) as master:
         assert ended(master) == ConfigError.exit_code
     line = f"node 0 of 2: waiting at 127.0.0.1:{port} for 1 of 2 nodes: NODE_RANK 1 ("
@@ -109,7 +109,7 @@ def test_the_first_signal_ends_a_launcher_that_waits(node: Node, output_of: Read
         assert ended(process) == 128 + number
 
 
-def test_a_late_peer_is_awaited_and_both_print_begin_and_end(node: Node, output_of: ReadOutput, port: int) -> None:
+def test_late_peer_is_awaited_and_both_print_start_and_end(node: Node, output_of: ReadOutput, port: int) -> None:
     with node(0, per_node=2) as master:
         wait_for(lambda: "waiting" in output_of(0), lambda: not master.is_alive())
         with node(1, per_node=2) as peer:
@@ -119,7 +119,7 @@ def test_a_late_peer_is_awaited_and_both_print_begin_and_end(node: Node, output_
         assert f"packtool: node {rank} of 2: ended with exit code 0 after" in output_of(rank)
 
 
-def test_peer_killed_before_all_have_met_may_be_started_again(node: Node, output_of: ReadOutput) -> None:
+def test_peer_killed_before_the_meeting_can_be_restarted(node: Node, output_of: ReadOutput) -> None:
     with node(0, num_nodes=3) as master:
         with node(1, num_nodes=3) as peer:
             wait_for(lambda: "for 1 of 3 nodes: NODE_RANK 2" in output_of(0), lambda: not master.is_alive())
@@ -185,7 +185,7 @@ def test_master_killed_while_ranks_run(node: Node, output_of: ReadOutput, port: 
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_the_failed_machine_is_named_on_the_other(
+def test_failed_node_is_named_on_the_other_node(
     node: Node, output_of: ReadOutput, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine the other rank may start, or its launcher leave, long after this one has failed.
@@ -203,14 +203,14 @@ def test_the_failed_machine_is_named_on_the_other(
     assert "failed with exit code" not in output_of(failing)
 
 
-def test_ranks_that_wait_for_a_machine_that_failed_are_ended(node: Node, output_of: ReadOutput) -> None:
+def test_ranks_waiting_for_a_failed_node_are_ended(node: Node, output_of: ReadOutput) -> None:
     with node(0, WAITS) as master, node(1, "sys.exit(3)") as peer:
         assert (ended(peer), ended(master)) == (3, 128 + signal.SIGTERM)
     assert "rank 1 of 2) failed with exit code 3" in output_of(0)
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_wrong_port(node: Node, output_of: ReadOutput, port: int, listens: bool) -> None:
+def test_wrong_port_is_named(node: Node, output_of: ReadOutput, port: int, listens: bool) -> None:
     """Nobody listens there, or something that is no store."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -224,7 +224,7 @@ def test_wrong_port(node: Node, output_of: ReadOutput, port: int, listens: bool)
     assert "Is packtool running where NODE_RANK=0, and is MASTER_ADDR an address of that machine?" in output_of(1)
 
 
-def test_a_master_whose_name_does_not_resolve(node: Node, output_of: ReadOutput) -> None:
+def test_unresolvable_master_name_is_an_error(node: Node, output_of: ReadOutput) -> None:
     with node(1, limit=1, place=("nowhere.invalid", 29500)) as process:
         assert ended(process) == ConfigError.exit_code
     with pytest.raises(socket.gaierror) as unknown:
@@ -232,7 +232,7 @@ def test_a_master_whose_name_does_not_resolve(node: Node, output_of: ReadOutput)
     assert f"waiting for node 0 at nowhere.invalid:29500: {unknown.value.strerror}" in output_of(1)
 
 
-def test_an_address_that_is_not_that_of_the_master(node: Node, output_of: ReadOutput, port: int) -> None:
+def test_wrong_master_address_is_an_error(node: Node, output_of: ReadOutput, port: int) -> None:
     """192.0.2.0/24 is for documentation: nobody has it."""
     with node(0, place=("192.0.2.1", port)) as process:
         wait_for(lambda: "waiting for MASTER_ADDR=192.0.2.1 to lead to this machine: " in output_of(0))
@@ -241,7 +241,7 @@ def test_an_address_that_is_not_that_of_the_master(node: Node, output_of: ReadOu
     assert "Exception raised" not in output_of(0)
 
 
-def test_a_port_that_is_taken_on_the_master(node: Node, output_of: ReadOutput) -> None:
+def test_used_port_on_the_master_is_an_error(node: Node, output_of: ReadOutput) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -257,7 +257,7 @@ def test_different_numbers_of_processes_are_named(node: Node, output_of: ReadOut
         wait_for(lambda: "has NNODES=2 NPROC_PER_NODE=2, node 0 (" in output_of(1))
 
 
-def test_a_node_rank_that_two_machines_have(node: Node, output_of: ReadOutput, tmp_path: Path) -> None:
+def test_duplicate_node_rank_is_an_error(node: Node, output_of: ReadOutput, tmp_path: Path) -> None:
     with node(0, WAITS) as master, node(1, WAITS):
         wait_for(lambda: "rank runs" in output_of(0) and "rank runs" in output_of(1), lambda: not master.is_alive())
         (tmp_path / "output-1.txt").rename(tmp_path / "output-taken.txt")
@@ -267,7 +267,7 @@ def test_a_node_rank_that_two_machines_have(node: Node, output_of: ReadOutput, t
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs Linux' unshare")
-def test_one_machine_whose_own_name_does_not_resolve(tmp_path: Path) -> None:
+def test_single_node_with_unresolvable_name_works(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text('import os; os.write(1, f\'rank {os.environ["RANK"]} {os.environ["MASTER_ADDR"]}\\n\'.encode())')
     renamed = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname nowhere.invalid; exec "$@"', "sh"]

@@ -133,7 +133,7 @@ def test_cores_are_divided_unless_omp_num_threads_is_set(
     assert {name: environ[name] for name in ("NPROC_PER_NODE", "HOME")} == {"NPROC_PER_NODE": "4", "HOME": "/h"}
 
 
-def test_the_process_is_replaced_only_if_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_is_replaced_only_if_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execvpe", lambda *call: calls.append(call))
     for name in ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
@@ -225,7 +225,7 @@ def test_a_rank_ends_with_a_launcher_that_is_killed(platform: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_rank_whose_launcher_has_ended_before_does_not_begin() -> None:
+def test_rank_of_an_ended_launcher_does_not_start() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass
     script = "import os; from packtool.launch.processes import end_with_launcher; end_with_launcher(); print('began')"

@@ -46,7 +46,7 @@ STATE = RunState(
 
 
 @pytest.mark.parametrize("plan_of_rank_1", ["abc", "abd"])
-def test_ranks_that_planned_differently_are_told_apart(monkeypatch: pytest.MonkeyPatch, plan_of_rank_1: str) -> None:
+def test_ranks_with_different_plans_are_named(monkeypatch: pytest.MonkeyPatch, plan_of_rank_1: str) -> None:
     """The exchange itself happens in every test with two processes."""
 
     def gather(gathered: list[Any], mine: dict[str, Any], **_: Any) -> None:
@@ -60,7 +60,7 @@ def test_ranks_that_planned_differently_are_told_apart(monkeypatch: pytest.Monke
             check_ranks_agree(STATE, World(0, 2))
 
 
-def test_ranks_that_share_rows_differently_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_different_sequence_parallelism_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(gathered: list[Any], mine: dict[str, Any], **_: Any) -> None:
         gathered[:] = [mine, mine | {"sequence parallel": "ring over 2"}]
 

@@ -202,7 +202,7 @@ def test_all_tensors_of_a_batch_are_moved(batches: packtool.Batches, plan: packt
         assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
-def test_what_is_refused(tiny: TinyWorld, plan: packtool.Plan, tmp_path: Any) -> None:
+def test_unsupported_settings_are_refused(tiny: TinyWorld, plan: packtool.Plan, tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="loss_reductoin is not an option of Batches; did you mean 'loss_reduction'"):
         packtool.Batches(plan, loss_reductoin="sample")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="learning_rate is not an option of Batches"):

@@ -115,7 +115,7 @@ USE: dict[str, Callable[[bytes], None]] = {
 
 
 @pytest.mark.parametrize("kind", USE)
-def test_whole_files_are_used(files: dict[str, bytes], kind: str) -> None:
+def test_intact_files_are_used(files: dict[str, bytes], kind: str) -> None:
     if kind == "eps":  # a program, which training would have to run
         with pytest.raises(MediaProblem, match="programs, not pictures"):
             use_picture(files[kind])
@@ -127,7 +127,7 @@ def test_whole_files_are_used(files: dict[str, bytes], kind: str) -> None:
 
 @settings(max_examples=150)
 @given(st.sampled_from(sorted(USE)), st.floats(0, 1), st.integers(0, 40), st.booleans())
-def test_a_file_that_is_cut_off_is_dropped_or_can_be_trained(
+def test_truncated_file_is_dropped_or_trainable(
     files: dict[str, bytes], kind: str, share: float, back: int, near_the_end: bool
 ) -> None:
     data = files[kind]
@@ -141,7 +141,7 @@ CUT += [("faststart.mp4", 0.97), ("faststart.m4a", 0.97)]
 
 
 @pytest.mark.parametrize(("kind", "share"), CUT)
-def test_cut_files_are_found_at_export(files: dict[str, bytes], kind: str, share: float) -> None:
+def test_truncated_files_are_detected_at_export(files: dict[str, bytes], kind: str, share: float) -> None:
     with pytest.raises(MediaProblem, match=r"truncated|cut off|Invalid data|broken") as caught:
         USE[kind](files[kind][: int(share * len(files[kind]))])
     assert caught.value.reason == "media_unreadable"
@@ -149,7 +149,9 @@ def test_cut_files_are_found_at_export(files: dict[str, bytes], kind: str, share
 
 @settings(max_examples=120)
 @given(st.sampled_from((*VIDEOS, *SOUNDS)), st.floats(0, 1))
-def test_every_cut_is_found_where_a_file_declares_its_length(files: dict[str, bytes], kind: str, share: float) -> None:
+def test_truncation_is_detected_if_the_file_declares_its_length(
+    files: dict[str, bytes], kind: str, share: float
+) -> None:
     data = files[kind]
     truncated = data[: round(share * (len(data) - 257))]  # 256 bytes may be those of a tag behind an mp3
     # Nothing says that more follows an Ogg page or a fragment.
@@ -188,7 +190,7 @@ def test_edit_lists_of_sounds(files: dict[str, bytes], skipped_seconds: float, s
     use_sound(files["m4a"][:at] + edit + files["m4a"][at + 8 :])
 
 
-def test_large_cut_pictures_are_not_decoded(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_truncated_images_are_not_decoded(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("decoded"))
     for kind in ("bmp", "tif", "webp", "jp2", "png", "jpg"):
         assert measure_image(MediaRef(None, files[kind])) == (40, 60)
@@ -218,7 +220,7 @@ def test_playlists_open_nothing(files: dict[str, bytes], kind: str, tmp_path: Pa
         measure_video(MediaRef(str(path)))
 
 
-def test_training_tells_damage_from_change(files: dict[str, bytes], tmp_path: Path) -> None:
+def test_training_distinguishes_damaged_from_changed_files(files: dict[str, bytes], tmp_path: Path) -> None:
     path = tmp_path / "a.flac"
     path.write_bytes(files["flac"])
     with pytest.raises(MediaError, match=r"a\.flac is damaged, or has changed since"):

@@ -144,7 +144,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=400)
 @given(st.one_of(LOCAL, REMOTE, st.text(max_size=20)), st.sampled_from(["root", "local", "any"]))
-def test_any_address_is_a_medium_or_a_dropped_row(
+def test_any_address_gives_a_medium_or_a_dropped_row(
     folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, access: MediaAccess
 ) -> None:
     opened: list[str] = []
@@ -168,7 +168,7 @@ def test_any_address_is_a_medium_or_a_dropped_row(
             assert os.path.realpath(storage.normalize(path)).startswith(root + os.sep), path
 
 
-def test_what_is_told_of_files_elsewhere(folder: Path) -> None:
+def test_files_outside_the_media_root_are_explained(folder: Path) -> None:
     source = Source(str(folder / "root" / "rows.jsonl"))
     for name, message in [
         ("../out/a.png", "is neither in the folder"),
@@ -199,16 +199,16 @@ def test_what_is_told_of_files_elsewhere(folder: Path) -> None:
         ("to=http://127.0.0.1:1/", "media_unreachable"),
     ],
 )
-def test_answers_of_web_servers(web: WebServer, path: str, reason: str) -> None:
+def test_responses_of_web_servers(web: WebServer, path: str, reason: str) -> None:
     assert reason_of(f"{web.url}/{path}") == reason
 
 
-def test_an_endless_body_is_given_up(web: WebServer) -> None:
+def test_endless_response_body_is_abandoned(web: WebServer) -> None:
     assert reason_of(f"{web.url}/endless", max_bytes=2**21) == "media_size"
     assert web.bytes_sent < 2**25  # what the kernel's buffers hold is sent, too
 
 
-def test_redirects_go_where_the_row_may(web: WebServer) -> None:
+def test_redirects_follow_the_media_access_policy(web: WebServer) -> None:
     other = WebServer()
     named = frozenset({storage.store_name(web.url)})
     assert reason_of(f"{web.url}/to={other.url}/a", stores=named) == "media_not_allowed"
@@ -218,9 +218,7 @@ def test_redirects_go_where_the_row_may(web: WebServer) -> None:
     other.close()
 
 
-def test_a_name_that_leads_into_a_private_network_is_not_followed(
-    web: WebServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_resolving_to_private_networks_are_not_followed(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     look_up = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **named: look_up("127.0.0.1", *more, **named))
     for name in ("no_proxy", "http_proxy", "https_proxy", "all_proxy"):
@@ -235,7 +233,7 @@ def test_a_name_that_leads_into_a_private_network_is_not_followed(
     assert measure_image(MediaRef(path)) == (20, 30)
 
 
-def test_a_store_that_is_down_is_asked_less_and_stops_the_run(web: WebServer) -> None:
+def test_store_outage_backs_off_and_stops_the_run(web: WebServer) -> None:
     policy = MediaPolicy(max_failures=6)
     assert measure_image(MediaRef(f"{web.url}/a", policy=policy)) == (20, 30)
     web.down = True
@@ -254,14 +252,14 @@ def test_a_store_that_is_down_is_asked_less_and_stops_the_run(web: WebServer) ->
         measure_image(MediaRef(f"{web.url}/6.png", policy=policy))
 
 
-def test_a_server_that_never_answered_is_not_waited_for_long(web: WebServer) -> None:
+def test_unresponsive_server_gets_fewer_retries(web: WebServer) -> None:
     web.down = True
     for number, tries in enumerate([3, 2, 1]):
         assert reason_of(f"{web.url}/{number}.png") == "media_unreachable"
         assert web.requested[f"/{number}.png"] == tries
 
 
-def test_buckets_that_refuse_cost_a_row_each(bucket: str, through_proxy: Any) -> None:
+def test_denied_buckets_drop_one_row_each(bucket: str, through_proxy: Any) -> None:
     proxy = through_proxy(share=1.0, faults=("403 AccessDenied",))
     for _ in range(2):
         assert reason_of(f"{bucket}/a.png", max_failures=3) == "media_refused"
@@ -271,7 +269,7 @@ def test_buckets_that_refuse_cost_a_row_each(bucket: str, through_proxy: Any) ->
     assert reason_of("s3://BAD_bucket!/x") == "media_unreadable"
 
 
-def test_pipes_and_devices_are_no_media(tmp_path: Path) -> None:
+def test_pipes_and_devices_are_refused_as_media(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)):
         with pytest.raises(MediaProblem, match="not a regular file"):
@@ -280,12 +278,12 @@ def test_pipes_and_devices_are_no_media(tmp_path: Path) -> None:
             load_image(path)
 
 
-def test_embedded_media_are_read_from_their_bytes_wherever_their_path_leads(tmp_path: Path) -> None:
+def test_embedded_media_are_read_from_bytes_not_their_path(tmp_path: Path) -> None:
     for path in (str(tmp_path / "gone.png"), "https://packtool.invalid/a.png"):
         assert load_image(path, picture(), MediaPolicy(stores=frozenset())).size == (30, 20)
 
 
-def test_large_files_are_told(tmp_path: Path) -> None:
+def test_oversized_media_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture())
     small = MediaPolicy(max_bytes=50)
     for ref in (MediaRef(str(tmp_path / "a.png"), policy=small), MediaRef(None, picture(), policy=small)):
@@ -294,7 +292,7 @@ def test_large_files_are_told(tmp_path: Path) -> None:
         assert caught.value.reason == "media_size"
 
 
-def test_a_cache_reaches_no_web_server_by_itself(web: WebServer, tmp_path: Path) -> None:
+def test_cache_contacts_no_web_server_without_permission(web: WebServer, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture())
     policy = policy_for_cache(AccessOptions())
     assert load_image(str(tmp_path / "a.png"), policy=policy).size == (30, 20)

@@ -36,7 +36,7 @@ contents = st.tuples(st.sampled_from([1, 9, SMALL - 1, SMALL, SMALL + 1, LARGE])
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(media=st.lists(st.tuples(contents, st.sampled_from(PLACES)), min_size=2, max_size=5))
-def test_what_holds_the_same_is_the_same(tmp_path: Path, media: list[tuple[tuple[int, float | None], str]]) -> None:
+def test_equal_content_gives_equal_names(tmp_path: Path, media: list[tuple[tuple[int, float | None], str]]) -> None:
     """Bytes differ in number, or in one of them: nowhere, the first, the middle one or the last."""
     held, named, digested = [], [], []
     for (size, changed), place in media:
@@ -56,7 +56,7 @@ def test_what_holds_the_same_is_the_same(tmp_path: Path, media: list[tuple[tuple
                 assert (named[one] == named[other]) == is_same
 
 
-def test_a_large_file_that_deceives_is_told_apart_by_all_of_it(tmp_path: Path) -> None:
+def test_large_files_differing_in_the_middle_have_different_digests(tmp_path: Path) -> None:
     one, other = bytearray(LARGE), bytearray(LARGE)
     other[LARGE // 2] = 1
     first_file, second_file = (placed(tmp_path, "file", bytes(data)) for data in (one, other))
@@ -68,7 +68,7 @@ def test_a_large_file_that_deceives_is_told_apart_by_all_of_it(tmp_path: Path) -
         assert content_name(*placed(tmp_path, "file", bytes(other))) != content_name(*first_file)
 
 
-def test_a_file_that_changes_is_another(tmp_path: Path) -> None:
+def test_changed_file_has_another_name(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(b"12")
     before, digest = content_name(str(path), None), content_digest(str(path), None, ANY)
@@ -84,9 +84,7 @@ def test_a_file_that_changes_is_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path", ["https://a.example/b.png", "s3://bucket/b.png", "gone.png", "\0", "\ud800", "pipe", "."]
 )
-def test_what_cannot_be_read_here_is_known_by_its_address(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_are_identified_by_address(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     assert content_name(path, None) == f"at {path}"
@@ -94,7 +92,7 @@ def test_what_cannot_be_read_here_is_known_by_its_address(
     assert content_name(path, b"12") == content_name(None, b"12")
 
 
-def test_nothing_is_compared_that_may_not_be_read(tmp_path: Path) -> None:
+def test_forbidden_files_are_not_compared(tmp_path: Path) -> None:
     path, _ = placed(tmp_path, "file", b"12")
     assert content_digest(path, None, MediaPolicy(roots=(str(tmp_path / "other"),))) is None
     assert content_digest(path, None, MediaPolicy(roots=(str(tmp_path),))) is not None

@@ -31,7 +31,7 @@ def test_measured_size_is_the_loaded_size(tmp_path: Path, form: str, orientation
     assert measure_image(MediaRef(None, data)) == (loaded.height, loaded.width)
 
 
-def test_a_png_that_tells_its_orientation_behind_the_pixels(tmp_path: Path) -> None:
+def test_png_orientation_after_the_pixels_is_read(tmp_path: Path) -> None:
     write(tmp_path / "before.png", "PNG", 6)
     data = (tmp_path / "before.png").read_bytes()
     at = data.index(b"eXIf") - 4
@@ -56,7 +56,7 @@ def test_only_header_and_end_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("content", [b"", b"plain text", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0"])
-def test_what_is_no_picture(tmp_path: Path, content: bytes) -> None:
+def test_files_that_are_not_images_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(content)
     with pytest.raises(MediaProblem, match=r"a\.png") as caught:
@@ -64,7 +64,9 @@ def test_what_is_no_picture(tmp_path: Path, content: bytes) -> None:
     assert caught.value.reason == "media_unreadable"
 
 
-def test_a_bomb_is_refused_and_a_large_scan_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decompression_bombs_are_refused_but_large_scans_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Image.new("1", (300, 300)).save(tmp_path / "a.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60_000)
     assert measure_image(MediaRef(str(tmp_path / "a.png"))) == (300, 300)
@@ -80,7 +82,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
-def test_a_picture_that_is_cut_off_is_told_of(tmp_path: Path, suffix: str) -> None:
+def test_truncated_image_is_reported(tmp_path: Path, suffix: str) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (120, 160, 3), dtype=np.uint8)
     path = tmp_path / f"a.{suffix}"
     Image.fromarray(noise).save(path)

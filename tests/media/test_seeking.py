@@ -94,7 +94,7 @@ def test_frames_are_those_of_decoding_from_the_beginning(name: str, numbers: set
 
 
 @pytest.mark.parametrize("name", VIDEOS)
-def test_no_more_than_a_group_is_decoded_of_what_can_be_sought_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seekable_videos_decode_at_most_one_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     count = counted(monkeypatch)
     with open_container(MediaRef(None, video(name))) as container:
         assert [n for n, _ in videos.needed_frames(container, container.streams.video[0], [2, 95])] == [2, 95]
@@ -103,14 +103,14 @@ def test_no_more_than_a_group_is_decoded_of_what_can_be_sought_in(name: str, mon
     assert 3 < count() <= 3 + min(group + 16, 93)
 
 
-def test_the_rest_of_a_group_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_stops_after_the_last_needed_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     count = counted(monkeypatch)  # keyframes are the frames 0, 30, 60 and 90
     with open_container(MediaRef(None, video("fragments"))) as container:
         assert [n for n, _ in videos.needed_frames(container, container.streams.video[0], [2, 50, 64])] == [2, 50, 64]
     assert count() == 3 + 21 + 5
 
 
-def test_frames_that_no_other_is_decoded_from_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreferenced_frames_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     count = counted(monkeypatch)  # of each four frames, two are such
     with open_container(MediaRef(None, video("one keyframe"))) as container:
         assert [n for n, _ in videos.needed_frames(container, container.streams.video[0], [50, 100])] == [50, 100]
@@ -118,14 +118,14 @@ def test_frames_that_no_other_is_decoded_from_are_left_out(monkeypatch: pytest.M
     assert near < count() < near + (100 - near) // 2 + 8
 
 
-def test_a_packet_with_parameters_for_later_frames_is_not_left_out() -> None:
+def test_packets_with_parameter_sets_are_not_skipped() -> None:
     picture, parameters = b"\x00\x02\x01\x80", b"\x00\x02\x68\x80"  # a slice and a picture parameter set
     assert videos._is_leaf(picture, 2)
     assert not videos._is_leaf(parameters + picture, 2)
 
 
 @pytest.mark.parametrize("name", ALL_DECODED)
-def test_what_cannot_be_numbered_is_said(name: str) -> None:
+def test_videos_without_frame_numbers_are_errors(name: str) -> None:
     with open_container(MediaRef(None, video(name))) as container, pytest.raises(videos.FrameNumbersUnknown):
         list(videos.needed_frames(container, container.streams.video[0], [2, 95]))
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_numbered_is_said(name: str) -> None:
 @given(
     st.sampled_from(["H.264, Matroska", "VP9", "packets without frames"]), st.floats(0.3, 1.0), st.binary(max_size=9)
 )
-def test_frames_are_counted_as_a_decoder_counts_them(name: str, share: float, damage: bytes) -> None:
+def test_frame_count_equals_that_of_a_decoder(name: str, share: float, damage: bytes) -> None:
     """Of whole files, of what is left of those that were cut off, and of those with other bytes in the middle: where
     these cost frames, and that is not found at once, it is told when they are loaded."""
     contents, size = video(name), video(name).index(b"\x18S\x80g") + 4
@@ -158,7 +158,7 @@ def test_frames_are_counted_as_a_decoder_counts_them(name: str, share: float, da
             load_video(None, data, (), range(result))
 
 
-def test_counting_decodes_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_decodes_few_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     count, name = counted(monkeypatch), "H.264, Matroska"
     with open_container(MediaRef(None, video(name))) as container:
         assert videos.count_frames(container, container.streams.video[0]) == NUM_FRAMES
@@ -250,7 +250,7 @@ def shown(data: bytes) -> list[npt.NDArray[np.uint8]] | None:
 
 @settings(max_examples=100)
 @given(st.data())
-def test_edited_videos_are_counted_and_loaded_as_a_decoder_shows_them(data_object: st.DataObject) -> None:
+def test_edited_videos_have_the_frames_of_a_decoder(data_object: st.DataObject) -> None:
     """Cut within groups, wrongly marked keyframes, edit lists and any angle, together."""
     name = data_object.draw(st.sampled_from(sorted(EDITED)))
     start = data_object.draw(st.integers(0, 20))
@@ -311,7 +311,7 @@ def test_real_videos(realdata: Path) -> None:
         assert all(np.array_equal(loaded[i], frames[n].to_ndarray(format="rgb24")) for i, n in enumerate(indices))
 
 
-def test_a_frame_that_is_taken_twice() -> None:
+def test_repeated_frame_is_returned_twice() -> None:
     data, numbers = video("H.264, uneven"), [3, 3, 50, 90, 90]
     assert np.array_equal(load_video(None, data, (), numbers), np.stack([decoded(data)[number] for number in numbers]))
 
@@ -332,6 +332,6 @@ def test_frames_of_another_size_are_scaled_to_the_first() -> None:
 
 
 @pytest.mark.parametrize("name", ["H.264, uneven", "H.264, Matroska"])
-def test_a_frame_that_is_not_there_is_told(name: str) -> None:
+def test_missing_frame_is_an_error(name: str) -> None:
     with pytest.raises(MediaError, match="no frame 900"):
         load_video(None, video(name), (), [0, 50, 900])

@@ -28,7 +28,7 @@ def test_a_batch_continues_the_last_pack() -> None:
     assert sorted(np.diff(pack([9, 10, 1], 10, options, seed=0).offsets).tolist()) == [1, 2]
 
 
-def test_nothing() -> None:
+def test_empty_input_gives_no_batches() -> None:
     plan = pack([], 10, PackOptions(packing_algorithm="binpacking"), seed=0)
     assert plan.num_samples == plan.num_packs == 0
 

@@ -48,7 +48,7 @@ def over_bound(plan: PackPlan, media: npt.NDArray[Any], options: PackOptions) ->
         (1500, 1.0, 0.5, {"max_samples_per_pack": 16}, 0.002),
     ],
 )
-def test_fill(median: float, sigma: float, text: float, limits: dict[str, int], over: float) -> None:
+def test_fill_is_high(median: float, sigma: float, text: float, limits: dict[str, int], over: float) -> None:
     lengths, media = with_media(30_000, median=median, sigma=sigma, text=text)
     options = PackOptions(**limits)  # type: ignore[arg-type]
     plan = pack(lengths, CAPACITY, options, seed=0, media_tokens=media)
@@ -85,7 +85,7 @@ def test_epochs_differ_in_packs_but_not_in_their_number() -> None:
         assert len(crowded & companions(plans[0])) < 0.3 * len(crowded)
 
 
-def test_limits_above_all_packs_change_nothing() -> None:
+def test_limits_above_all_packs_have_no_effect() -> None:
     lengths, media = with_media(3000, median=1500, sigma=1.0, text=0.3)
     free = pack(lengths, CAPACITY, seed=1)
     options = PackOptions(max_media_tokens_per_pack=CAPACITY, max_samples_per_pack=CAPACITY)

@@ -87,7 +87,7 @@ def test_summary_without_packing() -> None:
     assert plan_epoch(lengths, lengths, alone, seed=0).summary.fill == 1.0
 
 
-def test_more_ranks_than_rows_still_have_a_fill() -> None:
+def test_fill_is_defined_with_more_ranks_than_rows() -> None:
     options = PlanOptions(balance="none", max_length=8, packing_length=8, packing=False, world_size=7)
     plan = plan_epoch(np.array([3, 5]), np.array([1, 1]), options, seed=0)
     assert plan.summary.fill == 1.0
@@ -118,7 +118,7 @@ def test_filtered_and_trained_samples_add_up_to_the_cache(
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_pure_function(packing: bool) -> None:
+def test_planning_is_deterministic(packing: bool) -> None:
     options = dataclasses.replace(OPTIONS, packing=packing)
     plans = [plan_epoch(LENGTHS.copy(), TARGETS, options, seed=s, epoch=e) for s, e in ((1, 0), (1, 0), (1, 1), (2, 0))]
     assert plans[0].fingerprint == plans[1].fingerprint
@@ -309,7 +309,7 @@ def test_device_costs_are_local_samples_and_a_share_of_sharded_ones() -> None:
     assert computed_tokens(singles, steps, places, 3).tolist() == [9, 4, 4, 3]
 
 
-def test_skrull_names_samples_that_do_not_fit() -> None:
+def test_skrull_names_oversized_samples() -> None:
     lengths, targets = random_samples()
     options = dataclasses.replace(SKRULL, skrull=SkrullOptions(bucket_size=500, sequence_parallel_size=4, alignment=8))
     with pytest.raises(ConfigError, match="--bucket-size 500"):

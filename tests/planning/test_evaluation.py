@@ -21,7 +21,7 @@ from packtool.planning.prefix_trees import Prefixes, plan_trees
     alignment=st.sampled_from([1, 4]),
     max_samples=st.sampled_from([None, 1, 3]),
 )
-def test_every_sample_once_and_back_in_order(
+def test_every_sample_is_evaluated_once_and_restored_in_order(
     lengths: list[int], num_ranks: int, alignment: int, max_samples: int | None
 ) -> None:
     array = np.array(lengths, np.int64)
@@ -92,7 +92,7 @@ def test_token_limit_is_hard_and_has_a_default() -> None:
         plan_evaluation(lengths, num_ranks=1, max_tokens=9000, alignment=16)
 
 
-def test_one_sample_each_and_fingerprints() -> None:
+def test_batches_of_one_sample_have_fingerprints() -> None:
     lengths = np.array([3, 7, 5, 5])
     plan = plan_evaluation(lengths, num_ranks=2, max_tokens=10)
     alone = plan.one_sample_each()

@@ -29,7 +29,7 @@ def test_counts_add_up(first_rows: list[int], more_rows: list[int]) -> None:
     assert [plane.tolist() for plane in again.planes] == [plane.tolist() for plane in a.planes]
 
 
-def test_planes_are_as_drawn() -> None:
+def test_count_planes_match_the_diagram() -> None:
     planes = RowCounts.of(np.array([1, 3, 1, 2, 1, 1, 0, 1])).planes
     assert [np.unpackbits(plane).tolist() for plane in planes] == [[1, 1, 1, 0, 1, 1, 0, 1], [0, 1, 0, 1, 0, 0, 0, 0]]
 

@@ -22,7 +22,7 @@ def sequences(sizes: list[int], num_ranks: int, bucket_size: int) -> _Step:
     return _Step(sizes, sizes, work, shared, num_ranks, bucket_size * num_ranks, TIMES)
 
 
-def test_the_example() -> None:
+def test_example_of_the_paper() -> None:
     step = sequences([100, 9, 8, 7, 6, 5, 4], 2, 80)
     placed = step.shard_longest(list(range(7)), math.inf)
     assert placed is not None

@@ -158,7 +158,7 @@ def companions(plan: EpochPlan) -> set[tuple[int, int]]:
         {"packing_window": 300},
     ],
 )
-def test_all_budgets_are_kept_by_every_algorithm(changes: dict[str, object]) -> None:
+def test_every_algorithm_keeps_all_budgets(changes: dict[str, object]) -> None:
     rng = np.random.default_rng(1)
     lengths = [np.full(100, 60), rng.integers(300, 1500, 300), rng.lognormal(5.5, 0.8, 300)]
     all_lengths = np.clip(np.concatenate(lengths), 1, _CAPACITY).astype(np.int32)
@@ -197,7 +197,7 @@ def test_slots_are_not_joined_where_that_costs_many_packs() -> None:
     assert np.array_equal(np.sort(slot_samples), np.arange(mixture.num_drawn))
 
 
-def test_packs_that_hold_a_few_tokens_and_samples_that_are_too_long() -> None:
+def test_tiny_capacities_and_overlong_samples() -> None:
     mixture = mixed([np.array([1, 2, 3, 5, 5]), np.array([1, 1, 4])])
     small = dataclasses.replace(options(), packing_length=5)
     packs, _ = pack_mixture(mixture.slots, small, seed=0, epoch=0)
@@ -207,7 +207,7 @@ def test_packs_that_hold_a_few_tokens_and_samples_that_are_too_long() -> None:
         pack_mixture(mixture.slots, dataclasses.replace(small, packing_length=4), seed=0, epoch=0)
 
 
-def test_samples_that_fill_their_packs_are_alone() -> None:
+def test_samples_as_long_as_a_pack_are_alone() -> None:
     mixture = mixed([np.full(7, _CAPACITY), np.full(5, _CAPACITY - 1)])
     packs, slot_samples = pack_mixture(mixture.slots, options(), seed=0, epoch=0)
     assert packs.num_packs == 12

@@ -107,7 +107,7 @@ def test_each_sample_once_and_no_pack_over_capacity(problem: tuple[list[int], in
     max_media=st.none() | st.floats(0.2, 1),
     seed=st.integers(0, 3),
 )
-def test_every_algorithm_keeps_its_promises(
+def test_every_algorithm_keeps_its_guarantees(
     problem: tuple[list[int], int],
     options: dict[str, Any],
     max_samples: int | None,
@@ -180,7 +180,7 @@ def test_worst_case_bound(capacity: int, cuts: list[list[float]]) -> None:
         pytest.param(lambda capacity: np.arange(3000) % capacity + 1, id="all different"),
     ],
 )
-def test_edges(options: dict[str, Any], capacity: int, lengths_of: Callable[[int], npt.ArrayLike]) -> None:
+def test_edge_cases(options: dict[str, Any], capacity: int, lengths_of: Callable[[int], npt.ArrayLike]) -> None:
     lengths = np.asarray(lengths_of(capacity), dtype=np.int64)
     if not options:
         check(pack_singletons(lengths, capacity, seed=1), lengths)
@@ -221,7 +221,7 @@ def test_packs_of_equal_samples() -> None:
     assert pack([1] * 2048, 1025, seed=0).num_packs == 2
 
 
-def test_nothing_to_pack() -> None:
+def test_empty_input_gives_no_packs() -> None:
     for packer in PACKERS:
         plan = packer([], 8, seed=0)
         assert (plan.num_packs, plan.num_tokens, plan.lower_bound, plan.fill) == (0, 0, 0, 1.0)
@@ -343,7 +343,7 @@ def test_fill_on_long_data() -> None:
 
 
 @pytest.mark.parametrize(("num", "median", "sigma"), [(3000, 4300, 0.7), (3000, 2500, 0.5), (50_000, 4300, 0.7)])
-def test_little_data_is_packed_as_well(num: int, median: float, sigma: float) -> None:
+def test_small_data_is_packed(num: int, median: float, sigma: float) -> None:
     lengths = lognormal_lengths(num, median=median, sigma=sigma)
     plan = pack(lengths, 10240, seed=0)
     distinct, counts = np.unique(lengths, return_counts=True)
@@ -351,7 +351,7 @@ def test_little_data_is_packed_as_well(num: int, median: float, sigma: float) ->
     assert repeated_packs(lengths, 10240) < 0.2
 
 
-def test_memory() -> None:
+def test_memory_is_bounded() -> None:
     lengths = lognormal_lengths(1_000_000, median=1500, sigma=1.0)
     tracemalloc.start()
     try:

@@ -45,7 +45,7 @@ def planned(rows: Rows, ends: Sequence[Sequence[int]] | None = None, **options: 
     return plan_trees(lengths, given_prefixes, **({"capacity": 1000, "min_shared": 1} | options)), lengths
 
 
-def test_the_trees_are_as_drawn() -> None:
+def test_trees_match_the_diagram() -> None:
     a, b, c = [1] * 5, [2] * 2, [3] * 2
     rows = [[*a, *b], [*a, *c, 4], [*a, *b], [*a, 5, 5, 5, 5], [6] * 5]
     trees, lengths = planned(rows, [[5, 7], [5, 7], [5, 7], [5], [5]])
@@ -59,7 +59,7 @@ def test_the_trees_are_as_drawn() -> None:
     assert trees.saved(lengths) == pytest.approx(14 / 36)
 
 
-def test_branches_of_a_pack_are_as_drawn() -> None:
+def test_branches_match_the_diagram() -> None:
     new, shared = np.array([8, 5, 3, 1, 5]), np.array([0, 4, 4, 6, 0])
     assert find_branches(new, shared) == [
         Branch(0, 4, 0, 4, NOTHING),  # A
@@ -106,7 +106,7 @@ def test_each_part_of_a_split_tree_computes_the_prefix() -> None:
 
 @settings(max_examples=60)
 @given(media=st.lists(st.integers(0, 9), min_size=1, max_size=12), of_prefix=st.integers(0, 5), most=st.integers(3, 20))
-def test_a_group_keeps_a_second_budget(media: list[int], of_prefix: int, most: int) -> None:
+def test_groups_respect_the_second_budget(media: list[int], of_prefix: int, most: int) -> None:
     """Ten tokens that all samples begin with, and media of each behind those of the prefix."""
     rows = [[1] * 10 + [2 + number] * 3 for number in range(len(media))]
     prefixes = prefixes_of(rows, [[10]] * len(rows))

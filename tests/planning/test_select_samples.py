@@ -10,7 +10,7 @@ from tests.planning.test_prefix_trees import Rows, planned, some_rows
 
 @settings(max_examples=50)
 @given(some_rows.filter(len), st.data())
-def test_selected_neighbors_share_what_all_between_them_shared(rows: Rows, data: st.DataObject) -> None:
+def test_selected_neighbors_share_the_prefix_of_the_removed_ones(rows: Rows, data: st.DataObject) -> None:
     trees, lengths = planned(rows)
     stay = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
     stay[data.draw(st.integers(0, len(rows) - 1))] = True

@@ -43,7 +43,7 @@ def test_bounded_displacement(
 
 
 @given(parts=st.lists(st.floats(0, 1), max_size=80), max_samples=st.none() | st.integers(1, 5))
-def test_without_looking_ahead_it_is_next_fit(parts: list[float], max_samples: int | None) -> None:
+def test_no_look_ahead_equals_next_fit(parts: list[float], max_samples: int | None) -> None:
     lengths = np.array([1 + round(99 * part) for part in parts], dtype=np.int32)
     sizes = place_next_fit(lengths, 100, max_samples or 100)
     start = 0

@@ -18,7 +18,7 @@ from packtool.planning.shuffle import RandomStream, of_window, seeded_order
 
 
 @given(num=st.integers(0, 200), seed=st.integers(0, 2**70), epoch=st.integers(0, 2**33))
-def test_every_number_once(num: int, seed: int, epoch: int) -> None:
+def test_every_number_occurs_once(num: int, seed: int, epoch: int) -> None:
     order = seeded_order(num, seed=seed, epoch=epoch, stream=0)
     assert order.dtype == np.int64
     assert sorted(order.tolist()) == list(range(num))

@@ -111,7 +111,7 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, dict[str, int], StepTime]:
 
 @settings(max_examples=200)
 @given(steps())
-def test_invariants(step: tuple[np.ndarray, dict[str, int], StepTime]) -> None:
+def test_schedule_keeps_its_invariants(step: tuple[np.ndarray, dict[str, int], StepTime]) -> None:
     lengths, options, times = step
     num, bucket, alignment = options["sequence_parallel_size"], options["bucket_size"], options["alignment"]
     flops = flops_of(lengths)
@@ -209,7 +209,7 @@ def literal(ascending: list[int], num_ranks: int, bucket_size: int) -> bool:
     return True
 
 
-def test_the_two_errors_of_the_printed_algorithm() -> None:
+def test_published_algorithm_has_two_errors() -> None:
     lengths = [9, 2, 1, 3, 5]
     ascending = sorted(lengths)
     # The first: without room given back, what fits in one micro-batch seems not to.
@@ -247,7 +247,7 @@ def test_long_sequences_are_sharded_before_adding_micro_batches() -> None:
     assert len(result) == 2
 
 
-def test_attention_hides_exchanges_and_nothing_else_does() -> None:
+def test_only_attention_overlaps_exchanges() -> None:
     behind = Exchange(1, fixed_seconds=2.0, token_seconds=0.1, overlap_local=0.5, overlap_sharded=0.25)
     times = StepTime(flops_per_second=1.0, exchanges=(behind,))
     assert behind.seconds(0) == 0
@@ -278,7 +278,7 @@ def test_exposed_seconds_of_many_ranks_equal_those_of_each(data: st.DataObject) 
     assert alone == pytest.approx(result[0], abs=1e-9)
 
 
-def test_short_sequences_lose_by_being_sharded() -> None:
+def test_sharding_short_sequences_is_slower() -> None:
     times = StepTime(flops_per_second=1.0, exchanges=(), attention_flops=0.25, square_flops=0.5, query_flops=4)
     lengths, flops = np.array([2, 100]), np.array([10.0, 1000.0])
     slower = [0.5 * 4 + 4 * 2, 0.5 * 100**2 + 4 * 100]

@@ -133,7 +133,7 @@ def test_fingerprint_is_that_of_the_contents() -> None:
     assert len({fingerprint(10, 1, 2), fingerprint(11, 1, 2), fingerprint(10, 2, 2), fingerprint(10, 1, 1)}) == 4
 
 
-def test_no_packs_no_steps() -> None:
+def test_no_packs_give_no_steps() -> None:
     steps = plan_steps(singletons(0), np.zeros(0), world_size=4, gradient_accumulation_steps=2, packs_per_micro_batch=1)
     assert (steps.num_steps, steps.num_packs, steps.num_empty_micro_batches) == (0, 0, 0)
 
@@ -168,7 +168,7 @@ def test_millions_of_packs_are_arrays() -> None:
 
 
 @given(data=st.data(), world_size=st.integers(1, 4), accumulation=st.integers(1, 3), num_packs=st.integers(1, 30))
-def test_micro_batches_in_which_some_rank_has_a_pack(
+def test_num_micro_batches_is_the_maximum_over_ranks(
     data: st.DataObject, world_size: int, accumulation: int, num_packs: int
 ) -> None:
     packs = pack_singletons(np.full(num_packs, 5), 10, seed=0, epoch=0, shuffle=True)

@@ -26,7 +26,7 @@ def test_media_are_assigned_evenly(weights: list[int], loads: list[int]) -> None
     assert assign_heaviest_first(weights, loads).tolist() == owners.tolist()
 
 
-def test_loads_of_ranks_count() -> None:
+def test_assignment_considers_earlier_loads() -> None:
     assert assign_heaviest_first([50, 100], [0, 0]).tolist() == [1, 0]
     assert assign_heaviest_first([50, 100], [0, 120]).tolist() == [0, 0]
 

@@ -50,7 +50,7 @@ def planned(each: list[int], parts: str, options: PlanOptions, **arguments: Any)
     return plan_epoch(lengths, targets, options, seed=3, trees=trees, **arguments), trees, lengths
 
 
-def test_a_tree_that_is_longer_than_a_pack_is_in_one_step() -> None:
+def test_tree_longer_than_a_pack_stays_in_one_step() -> None:
     """Ten trees of two packs, and forty rows that share nothing: each tree in one of the steps of four packs."""
     each, options = [8] * 10 + [1] * 40, options_for(CAPACITY, gradient_accumulation_steps=2)
     for epoch in (0, 1):
@@ -65,7 +65,7 @@ def test_a_tree_that_is_longer_than_a_pack_is_in_one_step() -> None:
         assert plan.lasting_fingerprint == epoch_plan.lasting_fingerprint
 
 
-def test_with_any_number_of_ranks_and_balance() -> None:
+def test_split_trees_stay_in_one_step_for_any_ranks_and_balance() -> None:
     each = [12, 20] * 6 + [1] * 60
     for world_size in (2, 4, 8):
         for balance in ("none", "within-step", "window"):

@@ -25,7 +25,7 @@ def planned(tails: list[list[int]], capacity: int, **options: int) -> tuple[Pref
     return plan_trees(lengths, prefixes_of(rows, ends), capacity=capacity, min_shared=1, **options), lengths
 
 
-def test_packs_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_match_the_diagram(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_trees, "WIDE", 2)
     lengths, capacity = np.array([5, 4, 2, 3, 1, 3]) + 2, 8
     shared, result = np.array([0, 2, 2, 2, 2, 2], np.int32), np.array([-1, 7, 7, 7, 7, 7])

@@ -50,7 +50,7 @@ def test_plan_does_not_depend_on_the_number_of_processes(options: PackOptions, m
     assert len({plan.fingerprint for plan in plans}) == 1
 
 
-def test_sorted_caches_are_packed_as_well() -> None:
+def test_sorted_caches_are_packed_well() -> None:
     # Windows of neighbours would hold the long samples only, or the short ones.
     lengths = np.sort(lognormal_lengths(20_000, median=1500, sigma=1.0))[::-1]
     plan = pack(lengths, 10240, PackOptions(packing_window=2000), seed=0)

@@ -118,7 +118,7 @@ def test_curves_in_one_chart_have_names(tmp_path: Path, charts: list[Chart]) -> 
 
 
 @pytest.mark.parametrize("records", [[], [{"step": 1, "epoch": 1.0}], [{"step": 1, "loss": math.nan}], [{"loss": 1.0}]])
-def test_nothing_to_draw(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+def test_empty_data_draws_no_chart(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     assert write_curves(write_log(tmp_path, records), str(tmp_path)) is None
     assert not (tmp_path / "curves.png").exists()
 

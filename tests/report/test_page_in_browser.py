@@ -168,7 +168,7 @@ def test_other_pages_fit(
     assert 0 < max(cells) <= width, "no cell is cut off"
 
 
-def test_light_and_dark(planned: Path, shown: Callable[..., dict[str, Any]]) -> None:
+def test_pages_are_readable_in_light_and_dark_mode(planned: Path, shown: Callable[..., dict[str, Any]]) -> None:
     light, dark = (shown(planned, DESK, dark=dark)["colours"] for dark in (False, True))
     assert luminance(light["body"]) > 0.8
     assert luminance(dark["body"]) < 0.05
@@ -209,7 +209,7 @@ def test_names_with_scripts_are_escaped(browser: Browser, shown: Callable[..., d
         assert browser.evaluate("document.title").startswith("<script>hit()")
 
 
-def test_words_do_not_break(browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
+def test_words_are_not_split_across_lines(browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
     reasons = ["over_max_length", "media_over_limit", "no_target_tokens", "turns_not_found", "media_unsupported"]
     dropped = [(f"dropped at export: {reason}", 23_456) for reason in reasons]
     shown(page(content() | {"dropped": dropped}), PHONE)

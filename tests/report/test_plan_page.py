@@ -128,7 +128,7 @@ def test_shares_are_drawn_at_their_steps() -> None:
     assert [(round(box.x), round(box.width)) for box in boxes] == [(0, 300), (300, 300), (600, 300), (900, 100)]
 
 
-def test_text_of_others_is_escaped() -> None:
+def test_foreign_text_is_escaped() -> None:
     evil = "<b>'\"&\u202e\x1b]0;t\x07_<i onload=hit()>"
     parts = content(title=evil, reason=evil, command=f"packtool {evil}")
     parts = parts | {"figures": [(evil, evil)], "headline": [(evil, evil, evil)]}

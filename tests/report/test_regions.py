@@ -56,7 +56,7 @@ def test_each_notation_of_regions() -> None:
         "<|box_start|>nothing<|box_end|>",
     ],
 )
-def test_other_numbers_are_no_regions(text: str) -> None:
+def test_other_numbers_are_not_parsed_as_regions(text: str) -> None:
     assert shown(text) == []
     assert shown('{"bbox_2d": [1, 2, 3, 4]}', None) == shown('{"bbox_2d": [1, 2, 3, 4]}', num_images=0) == []
 

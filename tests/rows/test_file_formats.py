@@ -78,7 +78,7 @@ def test_saved_datasets_keep_their_images_undecoded(tmp_path: Path) -> None:
     ]
 
 
-def test_a_reader_of_tables_goes_on_where_it_is(tmp_path: Path) -> None:
+def test_table_reader_continues_at_its_position(tmp_path: Path) -> None:
     table = pa.table({"text": [str(i) for i in range(5000)]})
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=1000)
     source = scan(SourceSpec(str(tmp_path / "rows.parquet"))).source
@@ -100,7 +100,7 @@ FIELDS = st.text(st.characters(codec="utf-8", exclude_characters="\r\x00"), max_
 
 @given(st.lists(st.tuples(FIELDS, FIELDS), max_size=25), st.integers(1, 30), st.integers(1, 6), st.sampled_from("ct"))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80)
-def test_any_csv_gives_its_records(
+def test_any_csv_is_parsed_correctly(
     tmp_path: Path, cells: list[tuple[str, str]], chunk: int, block_rows: int, kind: str
 ) -> None:
     kind = {"c": "csv", "t": "tsv"}[kind]
@@ -114,7 +114,7 @@ def test_any_csv_gives_its_records(
     assert rows_of(result) == list(enumerate(rows))
 
 
-def test_a_broken_csv_record_costs_that_record_only(tmp_path: Path) -> None:
+def test_broken_csv_record_drops_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(
         b'\xef\xbb\xbfquestion, answer\n\nq1,a1\nq2,a2,more\nq3\nq4,"a\n4"\nq5\nq\xff6,a6\nq\r7,a7\n"q""8"x,a8\n"q9,a9'
@@ -131,7 +131,7 @@ def test_a_broken_csv_record_costs_that_record_only(tmp_path: Path) -> None:
     }
 
 
-def test_a_quote_that_is_never_closed_is_given_up_in_time(tmp_path: Path) -> None:
+def test_unclosed_quote_is_abandoned_early(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("text\n" + '"open\n' + "closed\n" * 500)
     rows = rows_of(scan(SourceSpec(str(path), max_row_bytes=1000)))
@@ -154,7 +154,7 @@ def test_a_quote_that_is_never_closed_is_given_up_in_time(tmp_path: Path) -> Non
         ("a.json", b'{\n "data": []}', "the file is one JSON object"),
     ],
 )
-def test_files_that_are_broken(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_broken_files_are_errors(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         scan(SourceSpec(str(tmp_path / name)))
@@ -162,7 +162,7 @@ def test_files_that_are_broken(tmp_path: Path, name: str, content: bytes, messag
 
 
 @pytest.mark.parametrize("kind", ["csv", "txt", "jsonl", "parquet", "arrow", "json"])
-def test_files_without_rows(tmp_path: Path, kind: str) -> None:
+def test_files_without_rows_give_no_rows(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"rows.{kind}"
     if kind in ("parquet", "arrow"):
         table = pa.table({"text": pa.array([], pa.string())})
@@ -189,7 +189,7 @@ def test_a_file_that_changes_between_scan_and_reading(tmp_path: Path) -> None:
         rows_of(result)
 
 
-def test_readers_belong_to_a_thread(tmp_path: Path) -> None:
+def test_readers_are_per_thread(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", "jsonl", ROWS)
     path = compress(tmp_path / "rows.jsonl", ".gz")
     result = scan(SourceSpec(str(path)))

@@ -43,7 +43,7 @@ def assistant(content: Any, **more: Any) -> dict[str, Any]:
 Q, A = ("user", "q"), ("assistant", "a")
 
 
-def test_a_plain_row() -> None:
+def test_plain_row_is_parsed() -> None:
     row = {
         "messages": [{"role": "system", "content": "s"}, user("q"), assistant("a")],
         "channel": "chat",
@@ -110,18 +110,18 @@ def test_forms(row: dict[str, Any], turns: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("role", ["tool", "observation", "tool_response", "function-result", "function", "Tool_Result"])
-def test_names_of_a_tools_answer(role: str) -> None:
+def test_column_names_of_tool_answers(role: str) -> None:
     sample = read({"messages": [user("q"), {"role": role, "content": {"found": "é"}}, {"role": role, "content": "t"}]})
     assert text(sample)[1:] == [("tool", '{"found": "é"}'), ("tool", "t")]
 
 
-def test_texts_for_pretraining() -> None:
+def test_pretraining_texts_are_parsed() -> None:
     for row in ({"text": "a"}, {"messages": [assistant("a")]}):
         assert read(row, system="s").is_text
     assert not read({"messages": [user("q")]}).is_text
 
 
-def test_calls_that_are_texts_become_tool_calls() -> None:
+def test_textual_calls_become_tool_calls() -> None:
     call = {"name": "search", "arguments": {"for": "x"}}
     row = {
         "conversations": [
@@ -142,7 +142,7 @@ def test_calls_that_are_texts_become_tool_calls() -> None:
     assert sample.tools == ({"name": "search"},)
 
 
-def test_openais_tool_calls_are_kept_as_they_are() -> None:
+def test_openai_tool_calls_are_unchanged() -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}]
     row = {
         "messages": [
@@ -160,7 +160,7 @@ def test_openais_tool_calls_are_kept_as_they_are() -> None:
     assert turns[4].extra["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
 
 
-def test_openais_content_lists() -> None:
+def test_openai_content_lists_are_parsed() -> None:
     parts = [
         {"type": "text", "text": "see "},
         {"type": "image_url", "image_url": {"url": "https://host/a.png"}},
@@ -183,7 +183,7 @@ def test_openais_content_lists() -> None:
     assert sample.num_marks_added == 0
 
 
-def test_places_in_content_lists_are_filled_from_the_rows_list() -> None:
+def test_content_list_placeholders_use_the_media_of_the_row() -> None:
     parts = [{"type": "image"}, {"type": "text", "text": "q"}, {"type": "image", "text": None}]
     sample = read({"messages": [user(parts)], "images": ["a.png", "b.png"]})
     assert text(sample) == [("user", "<image>q<image>")]
@@ -194,7 +194,7 @@ def test_places_in_content_lists_are_filled_from_the_rows_list() -> None:
     assert "order is unknown" in problem_of(both).detail
 
 
-def test_anthropics_blocks() -> None:
+def test_anthropic_blocks_are_parsed() -> None:
     row = {
         "system": "s",
         "messages": [
@@ -236,7 +236,7 @@ def test_anthropics_blocks() -> None:
     assert [ref.data or ref.path for ref in sample.images] == [b"hi", "https://host/a.png"]
 
 
-def test_system_of_the_row_before_the_options() -> None:
+def test_system_prompt_of_the_row_takes_precedence() -> None:
     plain = {"messages": [user("q")]}
     assert text(read({**plain, "system": "row"}, system="option"))[0] == ("system", "row")
     assert text(read({**plain, "system_prompt": "row"}, system="option"))[0] == ("system", "row")
@@ -246,7 +246,7 @@ def test_system_of_the_row_before_the_options() -> None:
     assert text(read(plain)) == [Q]
 
 
-def test_loss_of_single_messages() -> None:
+def test_loss_flags_of_messages_apply() -> None:
     row = {
         "messages": [
             user("q"),
@@ -269,11 +269,11 @@ def test_loss_of_single_messages() -> None:
         assert problem_of({"messages": [user("q"), assistant("a", **bad)]}).reason == "invalid_row"
 
 
-def test_the_datasets_own_loss_scale() -> None:
+def test_loss_scale_of_the_dataset_applies() -> None:
     assert read({"messages": [user("q")]}, loss_scale="last_round").loss_scale == "last_round"
 
 
-def test_columns_and_tags_that_the_user_names() -> None:
+def test_custom_columns_and_tags_are_read() -> None:
     row = {"title": "q", "body": "a", "kind": 4}
     sample = read(row, form="query", columns=(("channel", "kind"), ("query", "title"), ("response", "body")))
     assert (text(sample), sample.channel) == ([Q, A], "4")
@@ -282,7 +282,7 @@ def test_columns_and_tags_that_the_user_names() -> None:
     assert text(read({"messages": talk}, tags=tags)) == [Q, A]
 
 
-def test_preferences_are_trained_as_their_better_side() -> None:
+def test_preference_rows_train_the_chosen_response() -> None:
     row = {"messages": [user("q"), assistant("a")], "rejected_response": "b", "margin": 1}
     assert text(read(row)) == [Q, A]
 
@@ -330,11 +330,11 @@ def test_preferences_are_trained_as_their_better_side() -> None:
         ({"text": {"a": 1}}, "invalid_content"),
     ],
 )
-def test_rows_that_cannot_be_used(row: dict[str, Any], reason: str) -> None:
+def test_unusable_rows_are_dropped(row: dict[str, Any], reason: str) -> None:
     assert problem_of(row).reason == reason
 
 
-def test_rows_of_another_form_than_their_files() -> None:
+def test_rows_of_another_form_than_their_file_are_dropped() -> None:
     query = {"form": "query", "columns": (("query", "question"), ("response", "answer"))}
     assert problem_of({"question": None, "answer": "a"}, **query).reason == "null_field"
     assert "answer is null" in problem_of({"question": "q", "answer": None}, **query).detail
@@ -343,7 +343,7 @@ def test_rows_of_another_form_than_their_files() -> None:
     assert problem_of({"question": "q", "answer": "a", "history": ["h"]}, **query).reason == "invalid_row"
 
 
-def test_marks_of_places_without_objects_are_text() -> None:
+def test_box_placeholders_without_objects_are_text() -> None:
     assert text(read({"messages": [user("<bbox>")]})) == [("user", "<bbox>")]
 
 
@@ -363,14 +363,14 @@ def test_marks_of_places_without_objects_are_text() -> None:
         ),
     ],
 )
-def test_a_form_is_told_from_the_first_rows(rows: list[dict[str, Any]], layout: tuple[str, Any]) -> None:
+def test_form_is_detected_from_the_first_rows(rows: list[dict[str, Any]], layout: tuple[str, Any]) -> None:
     assert detect(rows, (), None, "f") == layout
 
 
 @pytest.mark.parametrize(
     "named", [(("query", "title"), ("response", "body")), (("title", "query"), ("body", "response"))]
 )
-def test_columns_in_either_direction(named: tuple[tuple[str, str], ...]) -> None:
+def test_column_mappings_work_in_both_directions(named: tuple[tuple[str, str], ...]) -> None:
     rows = [{"title": "q", "body": "a", "text": "t"}]
     assert detect(rows, named, None, "f") == ("query", (("query", "title"), ("response", "body")))
 
@@ -389,7 +389,7 @@ def test_columns_in_either_direction(named: tuple[tuple[str, str], ...]) -> None
         ({"response": 1}, (), "no known form"),
     ],
 )
-def test_forms_that_are_not_recognised(row: dict[str, Any], named: Any, message: str) -> None:
+def test_unrecognized_forms_are_refused(row: dict[str, Any], named: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         detect([row], named, None, "rows.json")
 
@@ -437,7 +437,7 @@ ANY_ROWS = st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=5) | st.fi
 
 @given(ANY_ROWS, st.sampled_from([None, *FORMS]))
 @settings(max_examples=200)
-def test_no_row_does_more_harm_than_to_be_dropped(row: dict[str, Any], form: str | None) -> None:
+def test_any_row_is_parsed_or_dropped(row: dict[str, Any], form: str | None) -> None:
     try:
         sample = read(row, form=form)
     except RowProblem:
@@ -456,7 +456,7 @@ def test_no_row_does_more_harm_than_to_be_dropped(row: dict[str, Any], form: str
         {"messages": [user("q")], "weights": [1, 1, 0.5]},
     ],
 )
-def test_responses_stand_for_the_answer_that_a_row_lacks(row: dict[str, Any]) -> None:
+def test_responses_replace_a_missing_answer(row: dict[str, Any]) -> None:
     answer = {"content": "b", "reasoning_content": "r"}
     loop = [assistant("", tool_calls=[{"function": {"name": "f", "arguments": {}}}]), {"role": "tool", "content": "t"}]
     sample = read(row | {"responses": ["a", {"role": "assistant", **answer}, [*loop, assistant("c")]]})
@@ -470,7 +470,7 @@ def test_responses_stand_for_the_answer_that_a_row_lacks(row: dict[str, Any]) ->
     assert [each.weight for each in sample.responses] == ([1, 1, 0.5] if "weights" in row else [1, 1, 1])
 
 
-def test_responses_that_weigh_nothing_are_left_out_and_those_beside_an_answer_are_not_read() -> None:
+def test_zero_weight_responses_and_those_beside_an_answer_are_ignored() -> None:
     named = read({"query": "q", "all": '["a", "b"]', "score": "[0, 2]"}, form="query", columns=RENAMED)
     assert [(each.turns[0].content, each.weight) for each in named.responses] == [("b", 2.0)]
     for row in ({"messages": [user("q"), assistant("a")]}, {"query": "q", "answer": "a"}):
@@ -497,7 +497,7 @@ RENAMED = (("query", "query"), ("responses", "all"), ("response_weights", "score
         ({"responses": ["a", "b"], "response_weights": [0, 0]}, "invalid_row", "all responses have the weight 0"),
     ],
 )
-def test_responses_that_cannot_be_read(responses: dict[str, Any], reason: str, detail: str) -> None:
+def test_invalid_responses_are_refused(responses: dict[str, Any], reason: str, detail: str) -> None:
     problem = problem_of({"messages": [user("q")]} | responses)
     assert problem.reason == reason
     assert detail in problem.detail

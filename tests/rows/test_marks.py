@@ -37,7 +37,7 @@ def talk(question: str = "q", answer: str = "a", **more: Any) -> dict[str, Any]:
         ({"text": "<image>", "images": []}, "image_marks"),
     ],
 )
-def test_a_mark_whose_medium_was_lost(row: dict[str, Any], reason: str) -> None:
+def test_placeholder_without_its_medium_is_dropped(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(RowProblem) as caught:
         to_sample(row, Source("rows.jsonl"), 0)
     assert caught.value.reason == reason
@@ -55,11 +55,11 @@ def test_a_mark_whose_medium_was_lost(row: dict[str, Any], reason: str) -> None:
         (talk("q"), ""),
     ],
 )
-def test_a_mark_that_may_be_text(row: dict[str, Any], requested: str) -> None:
+def test_placeholders_without_media_are_marked(row: dict[str, Any], requested: str) -> None:
     assert to_sample(row, Source("rows.jsonl"), 0).lone_mark == requested
 
 
-def test_the_user_says_that_there_are_none() -> None:
+def test_option_declares_that_there_are_no_media() -> None:
     source = Source("rows.jsonl", form="messages", columns=(("messages", "messages"), ("images", ""), ("videos", "")))
     row = talk("<image> and <video>", image_path="a.png", images=[])
     sample = to_sample(row, source, 0)
@@ -68,7 +68,7 @@ def test_the_user_says_that_there_are_none() -> None:
 
 
 @pytest.mark.parametrize("look", [scan, follow])
-def test_a_column_of_another_name_is_told_for_the_file(tmp_path: Path, look: Any) -> None:
+def test_unread_media_column_is_reported_per_file(tmp_path: Path, look: Any) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [talk(f"<image>{i}", image_path=f"{i}.png", id=i) for i in range(5)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -106,7 +106,7 @@ MEDIA_COLUMNS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("look", [lambda spec: scan(spec).source, lambda spec: follow(spec)[0]], ids=["scan", "follow"])
 @pytest.mark.parametrize("columns", [*TEXT_COLUMNS, *MEDIA_COLUMNS], ids=str)
-def test_a_mark_is_text_where_no_column_of_the_file_could_hold_media(
+def test_placeholder_is_text_without_a_possible_media_column(
     tmp_path: Path, columns: dict[str, Any], look: Any
 ) -> None:
     """By the names and values of the file's first rows, and of the row itself."""
@@ -123,7 +123,7 @@ def test_a_mark_is_text_where_no_column_of_the_file_could_hold_media(
             assert to_sample(talk("<image>q", **columns), source, 1).lone_mark == requested
 
 
-def test_bytes_and_columns_that_the_user_named_could_hold_media() -> None:
+def test_bytes_and_named_columns_may_hold_media() -> None:
     assert could_hold_media({"x": {"y": b"1"}})
     assert could_hold_media({"x": "1"}, (("images", "x"),))
     assert not could_hold_media({"x": "1"}, (("messages", "x"), ("images", "")))

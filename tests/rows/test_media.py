@@ -49,12 +49,12 @@ def read(row: dict[str, Any], path: str = "/folder/rows.json", **source: Any) ->
         (list(BYTES), MediaRef(None, BYTES)),
     ],
 )
-def test_ways_to_name_a_picture(image: Any, ref: MediaRef) -> None:
+def test_all_image_references_are_read(image: Any, ref: MediaRef) -> None:
     assert read({"images": [image]}).images == (ref,)
     assert read({"image": image}).images == (ref,)
 
 
-def test_limits_that_a_row_gives_a_medium() -> None:
+def test_media_limits_of_a_row_are_read() -> None:
     """As Qwen's rows have them: in the object of a medium, or beside it in a part of a message."""
     limits = (("min_pixels", 4000), ("max_pixels", 90000.0))
     wanted = {"min_pixels": 4000, "max_pixels": 90000}
@@ -82,7 +82,7 @@ def test_limits_that_a_row_gives_a_medium() -> None:
             read({"images": [{"image": "a.png", key: value}]})
 
 
-def test_lists_as_text() -> None:
+def test_lists_given_as_text_are_parsed() -> None:
     two = to_sample({"text": "<image><image>", "images": '["a.png", "b.png"]'}, Source("/f/x.csv"), 0)
     assert [ref.path for ref in two.images] == ["/f/a.png", "/f/b.png"]
     assert to_sample({"text": "x", "images": ""}, Source("/f/x.csv"), 0).images == ()
@@ -146,14 +146,14 @@ def test_videos_and_their_frames() -> None:
         ({"audios": [{"array": [0.5, 0.25], "sampling_rate": 16000}]}, "its keys are: array, sampling_rate"),
     ],
 )
-def test_media_that_cannot_be_understood(row: dict[str, Any], message: str) -> None:
+def test_invalid_media_are_refused(row: dict[str, Any], message: str) -> None:
     with pytest.raises(RowProblem, match=message) as caught:
         read(row)
     assert caught.value.reason == "invalid_media"
 
 
 @pytest.mark.parametrize("fps", [1e-300, 9e-7, 1e7, 1e300])
-def test_a_frame_rate_that_no_video_has(fps: float) -> None:
+def test_invalid_frame_rates_are_refused(fps: float) -> None:
     for videos, reason in (
         ([{"frames": ["a"], "fps": fps}], "invalid_media"),
         ([{"video": "a.mp4", "fps": fps}], "media_limits"),
@@ -163,7 +163,7 @@ def test_a_frame_rate_that_no_video_has(fps: float) -> None:
         assert caught.value.reason == reason
 
 
-def test_the_media_root_comes_first_where_it_has_the_file(tmp_path: Path) -> None:
+def test_media_root_takes_precedence(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "a.png").touch()
     path, root = str(tmp_path / "rows.jsonl"), str(tmp_path / "root")
@@ -175,7 +175,7 @@ def test_the_media_root_comes_first_where_it_has_the_file(tmp_path: Path) -> Non
     assert [ref.path for ref in remote[:2]] == ["s3://bucket/root/a.png", "s3://bucket/root/b.png"]
 
 
-def test_rows_that_lie_elsewhere() -> None:
+def test_remote_rows_resolve_media_paths() -> None:
     assert read({"images": ["pictures/a.png"]}, "s3://bucket/data/rows.jsonl").images[0].path == (
         "s3://bucket/data/pictures/a.png"
     )
@@ -186,7 +186,7 @@ TEXTS = st.lists(st.sampled_from(["<image>", "<video>", "<audio>", "word "]), ma
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=4), *[st.integers(0, 4)] * 3)
-def test_as_many_marks_as_media(texts: list[str], images: int, videos: int, audios: int) -> None:
+def test_placeholder_count_must_match_the_media(texts: list[str], images: int, videos: int, audios: int) -> None:
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
     media = {"image": images, "video": videos, "audio": audios}
     row = {"messages": messages, **{f"{kind}s": [f"{i}" for i in range(count)] for kind, count in media.items()}}

@@ -47,12 +47,12 @@ def row(objects: Any, answer: str = "<ref-object><bbox>", **more: Any) -> dict[s
         ({"ref": [], "bbox": []}, "no marks", None),
     ],
 )
-def test_forms_of_objects(objects_column: Any, answer: str, objects: Objects | None) -> None:
+def test_all_object_formats_are_read(objects_column: Any, answer: str, objects: Objects | None) -> None:
     assert read(row(objects_column, answer)).objects == objects
     assert read(row(json.dumps(objects_column), answer)).objects == objects
 
 
-def test_marks_stand_in_thoughts_and_in_calls_too() -> None:
+def test_placeholders_in_thoughts_and_calls_are_read() -> None:
     call = {"role": "tool_call", "content": json.dumps({"name": "click", "arguments": {"at": "<bbox>"}})}
     turns = [user("<image><ref-object>?"), assistant("<bbox>", reasoning_content="<bbox>"), call]
     boxes = [[number, number] for number in range(3)]
@@ -64,7 +64,7 @@ def test_marks_stand_in_thoughts_and_in_calls_too() -> None:
     ).detail.startswith("the texts have 3 <bbox> placeholders, but 'objects' has 2 boxes")
 
 
-def test_what_a_row_says_of_its_json() -> None:
+def test_objects_follow_the_json_declaration() -> None:
     json_row = {"messages": [user("<image>q"), assistant('[{"point_2d": [1, 2]}]')], "images": ["a.png"]}
     assert read(json_row | {"bbox_type": "norm1000"}).objects == Objects(unit="norm1000")
     assert read(json_row).objects is None
@@ -111,7 +111,7 @@ def test_what_a_row_says_of_its_json() -> None:
         ("no JSON", "<bbox>", "invalid_row"),
     ],
 )
-def test_objects_that_cannot_be_used(objects_column: Any, answer: str, reason: str) -> None:
+def test_invalid_objects_are_refused(objects_column: Any, answer: str, reason: str) -> None:
     problem = problem_of(row(objects_column, answer))
     assert problem.reason == reason
     assert problem.detail
@@ -120,7 +120,7 @@ def test_objects_that_cannot_be_used(objects_column: Any, answer: str, reason: s
         assert read(row(objects_column, answer), columns=(("objects", ""),)).objects is None
 
 
-def test_a_box_of_a_row_without_pictures() -> None:
+def test_box_without_images_is_refused() -> None:
     problem = problem_of({"messages": [user("<bbox>")], "objects": {"bbox": [[1, 2]]}})
     assert (problem.reason, problem.detail[-29:]) == ("object_image", " 0, but the row has no images")
 
@@ -133,7 +133,7 @@ GIVEN = st.one_of(VALUES, *(st.fixed_dictionaries({}, optional=dict.fromkeys(KEY
 
 @settings(max_examples=60)
 @given(GIVEN | st.lists(GIVEN, max_size=2), st.sampled_from(["<bbox>", "<ref-object><bbox>", ""]))
-def test_whatever_stands_there_is_read_or_refused(objects_column: Any, answer: str) -> None:
+def test_any_objects_value_is_read_or_refused(objects_column: Any, answer: str) -> None:
     try:
         objects = read(row(objects_column, answer)).objects or Objects()
     except RowProblem as problem:

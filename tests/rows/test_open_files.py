@@ -35,7 +35,9 @@ CONTENTS = {
         ("cp1252", "déjà vu", "WINDOWS-1252"),
     ],
 )
-def test_another_encoding_is_told_once(tmp_path: Path, name: str, encoding: str, text: str, iconv_name: str) -> None:
+def test_other_encodings_are_reported_once(
+    tmp_path: Path, name: str, encoding: str, text: str, iconv_name: str
+) -> None:
     path = tmp_path / name
     path.write_bytes(CONTENTS[name].format(text).encode(encoding))
     for look in (scan, follow):
@@ -65,7 +67,7 @@ def test_a_file_that_is_refused_is_closed(
     assert all(file.closed for file in opened)
 
 
-def test_a_compressed_file_too(tmp_path: Path) -> None:
+def test_compressed_file_with_another_encoding_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress('{"text": "a"}\n'.encode("utf-16")))
     with pytest.raises(DataError, match="UTF-16"):
@@ -73,7 +75,7 @@ def test_a_compressed_file_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_single_rows_that_are_no_utf8_cost_those_rows(tmp_path: Path, name: str) -> None:
+def test_rows_with_invalid_utf8_are_dropped(tmp_path: Path, name: str) -> None:
     rows = [
         b'{"text": "a\xff"}',
         *[b'{"text": "plain"}'] * 3,

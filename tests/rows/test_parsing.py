@@ -17,7 +17,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.booleans())
-def test_what_json_writes_is_read_back(value: Any, ascii_only: bool) -> None:
+def test_written_json_is_read_back(value: Any, ascii_only: bool) -> None:
     assert parse_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
@@ -38,7 +38,7 @@ def test_what_json_writes_is_read_back(value: Any, ascii_only: bool) -> None:
         (b'{"a": 1, "b": {"c": 1, "c": 1}}', "duplicate_keys"),
     ],
 )
-def test_what_is_no_json_to_rely_on(text: bytes, reason: str) -> None:
+def test_ambiguous_json_is_refused(text: bytes, reason: str) -> None:
     with pytest.raises(JsonProblem) as caught:
         parse_json(text)
     assert caught.value.reason == reason
@@ -58,14 +58,14 @@ def _from_below(frames: int, text: bytes) -> str:
 @pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}"), (b'[{"a":', b"}]")])
 @pytest.mark.parametrize("inner", [b"1", b'"\\ud83d\\ude00 [[[ {{{"', b"null"])
 @pytest.mark.parametrize("depth", [100, 102, 300, 600, 900, 990, 5000])
-def test_depth_is_bounded_whoever_asks(opening: bytes, closing: bytes, inner: bytes, depth: int) -> None:
+def test_nesting_depth_is_limited(opening: bytes, closing: bytes, inner: bytes, depth: int) -> None:
     times = depth // (len(opening.strip(b'"a:')) or 1)
     text = opening * times + inner + closing * times
     message = {_from_below(frames, text) for frames in (0, 100, 400, 700)}
     assert message == ({""} if depth == 100 else {"lists and objects are nested more than 100 levels deep"})
 
 
-def test_what_only_looks_dangerous() -> None:
+def test_harmless_json_is_accepted() -> None:
     assert parse_json(b'["\\ud83d\\ude00", "\\\\ud83d", "[[[{{{"]') == ["\U0001f600", "\\ud83d", "[[[{{{"]
     assert parse_json(b" [1]\r\n") == [1]
     assert parse_json(b"[1] ") == [1]

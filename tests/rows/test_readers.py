@@ -52,7 +52,7 @@ def test_packs_come_in_order_with_the_bytes_of_their_files(tmp_path: Path) -> No
     assert all(row["images"] == [{"path": "p.png", "bytes": b"picture"}] for _, row in rows)
 
 
-def test_a_broken_pack_costs_itself_only(tmp_path: Path) -> None:
+def test_broken_pack_drops_only_itself(tmp_path: Path) -> None:
     files = [{"file": "image0.png", "frames": [{"file": "gone.png"}]}]
     members = {
         "0.image0.png": b"a picture alone",

@@ -36,7 +36,7 @@ def put(bucket: str) -> Iterator[Put]:
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind(tmp_path: Path, kind: str, compression: str, put: Put) -> None:
+def test_every_file_kind_is_read_remotely(tmp_path: Path, kind: str, compression: str, put: Put) -> None:
     write_rows(tmp_path / f"rows.{kind}", kind, ROWS)
     path = compress(tmp_path / f"rows.{kind}", compression)
     result = scan(SourceSpec(put(path, path.name)))
@@ -68,7 +68,7 @@ def test_folders_patterns_and_media(tmp_path: Path, put: Put, bucket: str) -> No
     assert to_sample(row, result[1].source, number).images[0].path == f"{bucket}/b/p.png"
 
 
-def test_what_has_changed_or_is_not_there(tmp_path: Path, put: Put, bucket: str) -> None:
+def test_changed_and_missing_files_are_errors(tmp_path: Path, put: Put, bucket: str) -> None:
     write_rows(tmp_path / "rows.jsonl", "jsonl", ROWS)
     path = put(tmp_path / "rows.jsonl", "rows.jsonl")
     result = scan(SourceSpec(path))
@@ -82,7 +82,7 @@ def test_what_has_changed_or_is_not_there(tmp_path: Path, put: Put, bucket: str)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "stream.arrow", "jsonl.gz"])
-def test_a_place_that_fails_says_so(tmp_path: Path, kind: str, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_store_is_reported(tmp_path: Path, kind: str, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows", kind.removesuffix(".gz"), ROWS)
     path = tmp_path / "rows"
     if kind.endswith(".gz"):

@@ -23,7 +23,7 @@ KINDS = ("json", "jsonl", "csv", "txt", "parquet", "arrow")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [100, 1 << 23])
 @pytest.mark.parametrize("size", [1100, 5000])
-def test_a_row_that_is_too_large(
+def test_oversized_rows_are_dropped(
     tmp_path: Path, kind: str, chunk: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk)
@@ -53,7 +53,7 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("kind", ["json", "jsonl"])
-def test_a_row_that_no_parser_takes(tmp_path: Path, kind: str, name: str) -> None:
+def test_unparsable_row_is_dropped(tmp_path: Path, kind: str, name: str) -> None:
     rows = ['{"text": "a"}', f'{{"text": {ODD[name]}}}', '{"text": "b"}', ODD[name], '{"text": "c ]}"}']
     path = tmp_path / f"rows.{kind}"
     path.write_text("\n".join(rows) if kind == "jsonl" else f"[{', '.join(rows)}]")
@@ -63,7 +63,7 @@ def test_a_row_that_no_parser_takes(tmp_path: Path, kind: str, name: str) -> Non
     assert isinstance(result[3], Dropped)
 
 
-def test_a_table_with_text_that_is_no_utf8(tmp_path: Path) -> None:
+def test_table_with_invalid_utf8_drops_its_rows(tmp_path: Path) -> None:
     text = pa.array([b"a", b"b\xff", b"c"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": text}), tmp_path / "rows.parquet")
     result = [row for _, row in rows_of(scan(SourceSpec(str(tmp_path / "rows.parquet"))))]
@@ -85,7 +85,7 @@ def test_embedded_media_do_not_count(tmp_path: Path) -> None:
     assert second_row.reason == "over_max_row_bytes"
 
 
-def test_a_line_that_is_too_long_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlong_line_is_not_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_files, "CHUNK_BYTES", 1 << 16)
     sizes: list[int] = []
     read: Callable[..., Any] = text_files.read_text

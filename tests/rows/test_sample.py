@@ -41,7 +41,7 @@ def trees() -> Iterator[ast.AST]:
         yield tree
 
 
-def test_every_reason_that_is_used_is_in_the_list() -> None:
+def test_every_used_drop_reason_is_listed() -> None:
     reasons = set()
     for tree in trees():
         for call in ast.walk(tree):
@@ -54,7 +54,7 @@ def test_every_reason_that_is_used_is_in_the_list() -> None:
     assert reasons <= DROP_REASONS.keys()
 
 
-def test_every_reason_in_the_list_is_used() -> None:
+def test_every_listed_drop_reason_is_used() -> None:
     used = {text for tree in trees() for text in texts_of(tree)}
     assert DROP_REASONS.keys() <= used
 
@@ -115,7 +115,7 @@ def test_an_unexpected_exception_drops_its_row(error: BaseException) -> None:
         RowError("rows.jsonl", 0, "over_max_length", "too long"),
     ],
 )
-def test_errors_that_are_not_the_rows_are_raised(error: BaseException) -> None:
+def test_errors_not_caused_by_a_row_are_raised(error: BaseException) -> None:
     with pytest.raises(type(error)):
         guard_row("rows.jsonl", 7, fail, error)
 

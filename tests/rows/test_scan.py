@@ -42,7 +42,7 @@ ROWS = st.lists(
 @pytest.mark.smoke
 @given(ROWS, st.sampled_from([None, 1]), st.booleans(), st.integers(1, 40), st.integers(1, 9), st.booleans())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
-def test_any_cut_gives_the_rows_of_json(
+def test_any_block_split_gives_the_same_rows(
     tmp_path: Path, rows: list[Any], indent: int | None, ascii_only: bool, chunk: int, block_rows: int, bom: bool
 ) -> None:
     mark = b"\xef\xbb\xbf" if bom else b""
@@ -65,7 +65,7 @@ def test_any_cut_gives_the_rows_of_json(
         assert [number for number, _ in rows_in(jsonl)] == [i + i // 2 for i in range(len(rows))]
 
 
-def test_a_broken_line_costs_that_row_only(tmp_path: Path) -> None:
+def test_broken_line_drops_only_its_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": 1}\n{"text": \n\n[1]\n{"text": 4}\n')
     result = rows_in(path)
@@ -79,7 +79,7 @@ def test_a_broken_line_costs_that_row_only(tmp_path: Path) -> None:
     assert no_object.reason == "invalid_row"
 
 
-def test_lines_that_are_called_json(tmp_path: Path) -> None:
+def test_jsonl_files_named_json_are_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('{"text": 1}\n{"text": 2}\n')
     assert [row for _, row in rows_in(path)] == [{"text": 1}, {"text": 2}]
@@ -95,14 +95,14 @@ def test_lines_that_are_called_json(tmp_path: Path) -> None:
         ('"text"', "one array"),
     ],
 )
-def test_a_broken_array_names_the_place(tmp_path: Path, content: str, message: str) -> None:
+def test_broken_array_reports_the_position(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "rows.json"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(DataError, match=message):
         scan(SourceSpec(str(path)))
 
 
-def test_what_is_no_file_of_rows(tmp_path: Path) -> None:
+def test_unsupported_files_are_refused(tmp_path: Path) -> None:
     for path, message in ((tmp_path / "gone.json", "no such file"), (tmp_path, "directory")):
         with pytest.raises(DataError, match=message):
             scan(SourceSpec(str(path)))
@@ -142,7 +142,7 @@ def test_empty_sources_have_no_rows(tmp_path: Path) -> None:
     assert rows_in(tmp_path / "a.jsonl") == []
 
 
-def test_an_array_never_sits_in_memory(tmp_path: Path) -> None:
+def test_arrays_are_streamed(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     row = json.dumps({"messages": [{"role": "user", "content": "x" * 10_000}]})
     with path.open("w") as file:
@@ -182,7 +182,7 @@ def test_a_small_file_is_opened_once_to_be_scanned_and_once_to_be_read(
         rows_of(result)
 
 
-def test_files_that_are_alike_are_told_apart_by_name(tmp_path: Path) -> None:
+def test_equal_files_are_distinguished_by_name(tmp_path: Path) -> None:
     """The form of files with the same keys is found once; what is wrong is told of each."""
     for name, text in (("a", '{"q": 1}'), ("b", '{"q": 1}'), ("c", '{"text": "t"}'), ("d", '{"text": null, "q": 1}')):
         (tmp_path / f"{name}.jsonl").write_text(text + "\n")

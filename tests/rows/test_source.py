@@ -31,7 +31,9 @@ def blocks_of(sizes: list[int]) -> RowBlocks:
     st.sampled_from([10**9, 1]),
 )
 @settings(max_examples=100)
-def test_as_many_rows_as_asked_for(sizes: list[list[int]], count: int, seed: int, chunk: int, most: int) -> None:
+def test_requested_number_of_rows_is_drawn(
+    sizes: list[list[int]], count: int, seed: int, chunk: int, most: int
+) -> None:
     sources = [blocks_of(own) for own in sizes]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(source, "_BLOCKS_PER_DRAW", chunk)
@@ -56,7 +58,7 @@ def test_as_many_rows_as_asked_for(sizes: list[list[int]], count: int, seed: int
     assert times <= {count // total, count // total + 1}
 
 
-def test_every_row_is_alike_likely() -> None:
+def test_every_row_is_equally_likely() -> None:
     sources = [blocks_of([1, 64]), blocks_of([35])]
     hits = np.zeros(100)
     for seed in range(2000):
@@ -74,7 +76,7 @@ def test_slices_keep_their_picks() -> None:
     assert sum(part.num_rows for part in parts) == 7
 
 
-def test_a_million_rows_in_little_memory() -> None:
+def test_sampling_a_million_rows_needs_little_memory() -> None:
     blocks = blocks_of([64] * 15_625)
     (picked,) = draw_rows([blocks], 500_000, (1, 0))
     assert picked.num_rows == 500_000
@@ -98,7 +100,7 @@ def test_picked_rows_are_read(tmp_path: Path, name: str) -> None:
     assert rows_of(scan(SourceSpec(str(path), num_sampled=100), seed=1)) != picked_rows
 
 
-def test_no_number_of_rows_costs_memory(tmp_path: Path) -> None:
+def test_sampling_memory_does_not_depend_on_the_rows(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("a\n" * 100)
     for amount in ({"num_sampled": 10**11}, {"times_sampled": 1e30}, {"num_sampled": 10**30}):
         with pytest.raises(ConfigError, match="samples of 100; at most 10,000,000 can be drawn"):

@@ -49,7 +49,7 @@ def test_files_folders_and_patterns(folder: Path) -> None:
     assert paths_of(f"file://{folder}/a.txt") == [f"{folder}/a.txt"]
 
 
-def test_what_packtool_wrote_is_no_rows(folder: Path) -> None:
+def test_outputs_of_packtool_are_not_read_as_rows(folder: Path) -> None:
     """Output directories in a folder of rows, finished or not, neither by the folder nor by a pattern."""
     names = (folder, f"{folder}/**/*.*", f"{folder}/*", f"{folder}/*/*", f"{folder}/**")
     rows = {name: paths_of(name) for name in names}
@@ -119,7 +119,7 @@ def test_rows_for_the_val_split(folder: Path) -> None:
         ("{}/dict", "has no split train; its splits are a, b"),
     ],
 )
-def test_what_is_not_there(folder: Path, name: str, message: str) -> None:
+def test_missing_sources_are_named(folder: Path, name: str, message: str) -> None:
     for inner in ("pictures/p.png", "pictures/q.png", "cache/packtool.json"):
         (folder / inner).parent.mkdir(exist_ok=True)
         (folder / inner).touch()
@@ -154,7 +154,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hub")
-def test_sets_of_the_hub() -> None:
+def test_hub_datasets_are_read() -> None:
     for name, rows in (("hf::owner/set", 3), ("hf::owner/set:default", 3), ("hf::owner/set:default:test#1", 1)):
         result = scan_sources(specs_of(name), 42)
         assert sum(source.num_rows for source in result) == rows
@@ -164,7 +164,7 @@ def test_sets_of_the_hub() -> None:
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "nobody/nothing:sub:test#5", "hf::nothing"])
-def test_a_hub_out_of_reach(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_an_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(
@@ -178,7 +178,7 @@ def info_file(folder: Path, **sets: Any) -> str:
     return str(folder / "dataset_info.json")
 
 
-def test_named_sets(folder: Path, tmp_path: Path) -> None:
+def test_named_datasets_are_read(folder: Path, tmp_path: Path) -> None:
     (folder / "alpaca.jsonl").write_text('{"ask": "q", "input": "never read", "say": "a"}\n')
     (folder / "talk.json").write_text('[{"chat": [{"who": "me", "what": "q"}, {"who": "it", "what": "a"}]}]')
     info = info_file(
@@ -212,14 +212,14 @@ def test_named_sets(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hub")
-def test_named_sets_of_the_hub(tmp_path: Path) -> None:
+def test_named_hub_datasets_are_read(tmp_path: Path) -> None:
     info = info_file(tmp_path, far={"hf_hub_url": "owner/set", "split": "test"})
     (result,) = scan_sources(specs_of("far", dataset_info=info), 42)
     assert result.num_rows == 2
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_folder_is_the_part_of_a_set_that_is_read(tmp_path: Path) -> None:
+def test_folder_selects_part_of_a_dataset(tmp_path: Path) -> None:
     """LLaMA-Factory's ``folder``, of a set of the hub and of a local directory; never the whole set instead."""
     inside = tmp_path / "owner" / "set" / "python"
     inside.mkdir()
@@ -244,7 +244,7 @@ def test_a_folder_is_the_part_of_a_set_that_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hub")
-def test_sets_of_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modelscope_datasets_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``ms_hub_url`` alone, and beside ``hf_hub_url`` with ``--use-hf false``."""
     names = []
 
@@ -284,7 +284,7 @@ def test_sets_of_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("a.json", "'s' is a str, not an object"),
     ],
 )  # fmt: skip
-def test_named_sets_that_cannot_be_understood(tmp_path: Path, entry: Any, message: str) -> None:
+def test_invalid_named_datasets_are_refused(tmp_path: Path, entry: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         specs_of("s", dataset_info=info_file(tmp_path, s=entry))
 
@@ -302,7 +302,7 @@ def test_a_bare_name_is_answered_with_dataset_info(tmp_path: Path, monkeypatch: 
         specs_of("identity")
 
 
-def test_a_name_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_dataset_name_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"--dataset txts: there is no such file.*did you mean 'texts'"):
         specs_of("txts", dataset_info=info_file(tmp_path, texts={"file_name": "a.txt"}))
@@ -330,18 +330,18 @@ def test_columns(tmp_path: Path, columns: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("columns", ["query", "=x", "{'a': 1}", "{query"])
-def test_columns_that_cannot_be_understood(tmp_path: Path, columns: str) -> None:
+def test_invalid_columns_are_refused(tmp_path: Path, columns: str) -> None:
     with pytest.raises(ConfigError, match="--columns"):
         specs_of(tmp_path, columns=(columns,))
 
 
-def test_the_form_is_an_error_with_the_files_name(tmp_path: Path) -> None:
+def test_form_errors_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"id": 1}\n')
     with pytest.raises(PacktoolError, match=r"rows.jsonl: the rows have no known form; their keys are: id\n"):
         scan_sources(specs_of(tmp_path / "rows.jsonl"), 42)
 
 
-def test_what_an_export_that_kept_no_row_leaves_is_not_read_as_rows(tmp_path: Path) -> None:
+def test_output_of_an_empty_export_is_not_read_as_rows(tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     (rows / "out").mkdir(parents=True)
     (rows / "a.jsonl").write_text('{"query": "q", "response": "a"}\n')

@@ -15,7 +15,7 @@ def bench() -> ModuleType:
     return load_script("bench_balance")
 
 
-def test_what_work_costs_evens_out_more_than_tokens(
+def test_balancing_work_is_more_even_than_balancing_tokens(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     random = np.random.default_rng(0)

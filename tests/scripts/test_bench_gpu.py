@@ -77,7 +77,7 @@ def test_without_a_gpu_nothing_is_measured(
     assert "no CUDA device: the checks ran on the CPU, and nothing was measured" in capsys.readouterr().out
 
 
-def test_a_kernel_that_leaks_is_found_and_not_measured(
+def test_leaking_kernel_is_detected_and_not_measured(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernel = KERNELS["sdpa"]
@@ -101,7 +101,7 @@ def test_a_kernel_that_leaks_is_found_and_not_measured(
         (RuntimeError("no kernel\nand more"), "failed: RuntimeError: no kernel"),
     ],
 )
-def test_a_row_that_cannot_be_measured(bench: ModuleType, error: Exception, note: str) -> None:
+def test_failed_measurement_is_a_row_with_a_reason(bench: ModuleType, error: Exception, note: str) -> None:
     def fail() -> Any:
         raise error
 
@@ -111,7 +111,7 @@ def test_a_row_that_cannot_be_measured(bench: ModuleType, error: Exception, note
     assert (row.ms, row.note) == (None, note)
 
 
-def test_memory_is_traced_and_everything_is_kept_as_json(
+def test_memory_trace_and_results_are_written_as_json(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -142,7 +142,7 @@ def test_memory_may_be_off_by_a_tenth(
     assert findings.found["memory"][0]["passed"] == passes
 
 
-def test_a_number_that_is_none_is_null_in_json(bench: ModuleType, tmp_path: Path) -> None:
+def test_nan_is_null_in_json(bench: ModuleType, tmp_path: Path) -> None:
     from scripts._gpu_checks import Check
 
     findings = bench.Findings(tmp_path / "found.json")
@@ -165,7 +165,7 @@ def test_dense_attention_has_the_same_flops(bench: ModuleType) -> None:
     assert bench.dense_shape(8192, 8 * 1024**2) == (8, 1024)
 
 
-def test_sizes_are_those_of_their_names() -> None:
+def test_model_sizes_match_their_names() -> None:
     from transformers import Qwen3ForCausalLM, Qwen3VLForConditionalGeneration
 
     from scripts._gpu_models import SIZES, text_config, vision_config

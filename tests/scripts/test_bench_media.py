@@ -9,7 +9,7 @@ import pytest
 from tests.scripts.loading import load_script
 
 
-def test_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_minute_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
     load_script("bench_media").main(["--minutes", "1", "--take", "3", "--size", "32", "--repeat", "1"])
     out = capsys.readouterr().out
     assert "1,500 frames, of which 3 are taken" in out

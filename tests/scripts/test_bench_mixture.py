@@ -16,7 +16,7 @@ def bench() -> ModuleType:
     return load_script("bench_mixture")
 
 
-def test_table(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_is_printed(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """Every source is used up, and comes about as often as the recipe has it in the packed plan and in the peer's."""
     bench.main(["--samples", "20000", "--sources", "3", "--packs-per-step", "16"])
     out = capsys.readouterr().out
@@ -29,7 +29,7 @@ def test_table(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < float(off[2]) <= float(off[1]) < 30
 
 
-def test_furthest(bench: ModuleType) -> None:
+def test_largest_deviation(bench: ModuleType) -> None:
     """100 steps of a source, then 100 of the other; and one after the other."""
     steps, halves = np.arange(200), np.array([0.5, 0.5])
     assert bench.furthest(np.arange(200) // 100, steps, halves) == pytest.approx([1, 1])

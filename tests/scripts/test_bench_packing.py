@@ -43,7 +43,7 @@ def test_table_and_plot(bench: ModuleType, tmp_path: Path, capsys: pytest.Captur
     assert "http" not in plot.read_text().replace("http://www.w3.org/2000/svg", "")
 
 
-def test_what_takes_too_long_is_not_tried_with_more(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_algorithms_skip_larger_inputs(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
     def measure(packer: object, lengths: list[int], capacity: int, time_limit: float) -> str:

@@ -18,7 +18,7 @@ def bench() -> ModuleType:
     return load_script("bench_skrull")
 
 
-def test_all_of_it(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_benchmark_runs(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench.main(["--steps", "2", "--json", str(tmp_path / "found.json")])
     out = capsys.readouterr().out
     for part in ("3.76x", "7.54x", "ablation", "out of memory", "departs from the paper", "intra_node_gb_per_s"):
@@ -34,7 +34,7 @@ def test_all_of_it(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_the_printed_algorithm_keeps_to_its_buckets(bench: ModuleType, in_turn: bool) -> None:
+def test_published_algorithm_respects_its_buckets(bench: ModuleType, in_turn: bool) -> None:
     options = bench.ABLATION.options(2, 0)
     sequences = bench.ABLATION.sequences(options)
     batches, lengths = bench.as_printed(sequences, options, in_turn=in_turn), sequences.lengths

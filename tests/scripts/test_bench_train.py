@@ -73,7 +73,7 @@ def test_packs_of_the_peer() -> None:
     assert pack_best_fit_decreasing([3, 9, 5, 2, 4], 10) == [[1], [2, 4], [0, 3]]
 
 
-def test_the_reduced_model_is_one_piece(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reduced_model_is_consistent(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from scripts import _reduced_model
 
     size = 1024

@@ -33,9 +33,7 @@ def write_rows(path: Path, count: int) -> Path:
     return path
 
 
-def test_the_loop_skips_what_is_finished(
-    repository: Path, tmp_path: Path, model: Path, environ: dict[str, str]
-) -> None:
+def test_loop_skips_finished_datasets(repository: Path, tmp_path: Path, model: Path, environ: dict[str, str]) -> None:
     rows = [str(write_rows(tmp_path / f"{name}.jsonl", 40)) for name in "ab"]
     rows.insert(1, str(tmp_path / "gone.jsonl"))
     command = ["bash", str(repository / "scripts" / "export_all.sh"), *rows]
@@ -64,7 +62,7 @@ def test_a_job_array_makes_one_cache(repository: Path, tmp_path: Path, model: Pa
         assert (tmp_path / "cache" / "packtool.json").exists() == (index == 1)
 
 
-def test_the_ci_jobs_commands_are_understood(repository: Path) -> None:
+def test_commands_of_the_ci_job_are_valid(repository: Path) -> None:
     from packtool.cli.options import option_kinds, rewrite_arguments
     from packtool.config.data import ExportConfig
 
@@ -77,7 +75,7 @@ def test_the_ci_jobs_commands_are_understood(repository: Path) -> None:
     rewrite_arguments(export[2 : export.index(">")], kinds)
 
 
-def test_slurm_starts_every_machine_and_goes_on_after_a_checkpoint(repository: Path, tmp_path: Path) -> None:
+def test_slurm_starts_every_node_and_resumes_after_a_checkpoint(repository: Path, tmp_path: Path) -> None:
     """Slurm's own commands are stood in for, and packtool prints what it was called with."""
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()

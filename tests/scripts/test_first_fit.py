@@ -31,7 +31,7 @@ def one_by_one(lengths: list[int], capacity: int, max_samples: int) -> list[list
 )
 @example(capacity=7, parts=[0.1] * 100, max_samples=1000)
 @example(capacity=11, parts=[0.2] * 9 + [0.1] * 9, max_samples=3)
-def test_as_if_placed_one_by_one(capacity: int, parts: list[float], max_samples: int) -> None:
+def test_packing_equals_placing_samples_one_by_one(capacity: int, parts: list[float], max_samples: int) -> None:
     lengths = [max(1, round(part * capacity)) for part in parts]
     counts = sorted(Counter(lengths).items(), reverse=True)
     placements = place_first_fit(

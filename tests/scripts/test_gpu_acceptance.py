@@ -25,7 +25,7 @@ def acceptance() -> ModuleType:
     return load_script("_gpu_acceptance")
 
 
-def test_without_a_gpu_it_says_so_and_does_nothing(
+def test_missing_gpu_is_reported(
     acceptance: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -40,7 +40,7 @@ def test_without_a_gpu_it_says_so_and_does_nothing(
 @pytest.mark.skipif(
     any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd", "/dev/dxg")), reason="there is a GPU here"
 )
-def test_the_command_needs_no_environment_to_say_so(repository: Path, tmp_path: Path) -> None:
+def test_missing_gpu_is_reported_without_an_environment(repository: Path, tmp_path: Path) -> None:
     """From a copy without .venv, which would be made."""
     scripts = tmp_path / "scripts"
     scripts.mkdir()
@@ -56,7 +56,7 @@ def test_the_command_needs_no_environment_to_say_so(repository: Path, tmp_path: 
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["_gpu_acceptance.py", "gpu_acceptance", "scripts"]
 
 
-def test_the_machinery_on_a_cpu(repository: Path, tmp_path: Path) -> None:
+def test_acceptance_script_runs_on_a_cpu(repository: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(repository / "scripts" / "_gpu_acceptance.py"), "--cpu", "--parts", "tests"]
     command += ["--select", "tests/attention/test_on_gpu.py", "--out", str(tmp_path)]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -78,7 +78,7 @@ def part_of(code: str) -> list[str]:
     return [sys.executable, "-c", textwrap.dedent(code)]
 
 
-def test_what_failed_is_told_and_the_rest_goes_on(
+def test_failed_parts_are_reported_and_the_others_run(
     acceptance: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     junit = tmp_path / "junit.xml"
@@ -140,7 +140,7 @@ def interrupted(acceptance: ModuleType, folder: Path) -> int:
     return int(acceptance.main(["--cpu", "--parts", "bench", "demo", "--out", str(folder)]))
 
 
-def test_ctrl_c_writes_what_there_is(acceptance: ModuleType, tmp_path: Path) -> None:
+def test_ctrl_c_writes_the_partial_report(acceptance: ModuleType, tmp_path: Path) -> None:
     output_path = tmp_path / "output"
     with started(interrupted, acceptance, tmp_path, output_path=output_path) as process:
         wait_for(lambda: output_path.exists() and "  begun" in output_path.read_text(), lambda: not process.is_alive())
@@ -153,7 +153,7 @@ def test_ctrl_c_writes_what_there_is(acceptance: ModuleType, tmp_path: Path) -> 
     assert "| flex |  |  | not here: slow |" in (tmp_path / "cpu.md").read_text()
 
 
-def test_every_test_that_wants_a_gpu_is_among_them(repository: Path) -> None:
+def test_every_gpu_test_is_included(repository: Path) -> None:
     for file in sorted((repository / "tests").rglob("test_*.py")):
         text = file.read_text(encoding="utf-8")
         wanting = re.findall(r"skipif\(\s*(?:not torch\.cuda|.*find_spec\(\"deepspeed\"\))", text)

@@ -21,7 +21,7 @@ def test_quantiles_rise(name: DistributionName) -> None:
     assert (np.diff(quantiles(name, np.linspace(0, 1, 10_001))) >= 0).all()
 
 
-def test_the_same_for_a_seed_and_the_beginning_of_more() -> None:
+def test_same_seed_gives_the_same_lengths_for_any_number() -> None:
     few, many = draw_lengths("wikipedia", 100, seed=3), draw_lengths("wikipedia", 1000, seed=3)
     assert (many[:100] == few).all()
     assert (draw_lengths("wikipedia", 100, seed=4) != few).any()

@@ -93,7 +93,7 @@ def ulysses(clock: Clock, local: float, block: float, there: float, back: float,
     st.floats(0, 0.05),
     st.sampled_from([1.0, 20.0, 450.0]),
 )
-def test_exchanges_take_the_time_of_the_runtimes_order(
+def test_exchange_times_use_the_order_of_the_runtime(
     way: Any, num: int, recompute: bool, tokens: int, local: float, sharded: float, links: float
 ) -> None:
     node = replace(NODE, intra_node_gb_per_s=links, latency_us=20)

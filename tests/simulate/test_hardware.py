@@ -27,7 +27,7 @@ def test_fields_with_defaults_are_optional() -> None:
     assert (result.name, result.gpus_per_node, result.peak) == ("mine.yaml", 8, 1e14)
 
 
-def test_all_errors_of_a_file_at_once() -> None:
+def test_all_errors_of_a_file_are_reported_at_once() -> None:
     wrong = fields(peak_tflops="fast", memory_gb=-1, matmul_share=2, gpus_per_node=1.5, colour="red", latency_us=True)
     del wrong["hbm_gb_per_s"]
     with pytest.raises(ConfigError) as error:

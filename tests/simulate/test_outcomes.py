@@ -115,7 +115,7 @@ def test_planner_of_skrull_gets_the_constants_of_the_simulation(recompute: bool)
 
 @pytest.mark.parametrize("data", ["wikipedia", "chatqa2"])
 @pytest.mark.parametrize("way", ["ring", "allgather"])
-def test_the_planner_and_the_simulation_time_a_schedule_alike(data: str, way: Any) -> None:
+def test_planner_and_simulation_agree_on_schedule_times(data: str, way: Any) -> None:
     chosen = options(replace(machine(), sequence_parallel_type=way), num_steps=1)
     sequences = sequences_for(chosen, data)
     result = schedule("skrull", sequences, chosen)
@@ -161,7 +161,7 @@ def test_recomputation_costs_a_forward_pass_and_saves_memory() -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("data", ["wikipedia", "chatqa2"])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_sequence_once_at_equal_global_batches(name: StrategyName, data: str) -> None:
+def test_every_strategy_trains_each_sequence_once(name: StrategyName, data: str) -> None:
     chosen = options()
     sequences = sequences_for(chosen, data)
     result = schedule(name, sequences, chosen)
@@ -307,7 +307,7 @@ def test_skrull_is_not_slower_than_sharding_everything(data: str, model: str) ->
     assert not skrull.out_of_memory.any()
 
 
-def test_a_sequence_that_no_gpu_holds_is_out_of_memory_where_it_is_not_shared() -> None:
+def test_unshared_oversized_sequence_is_out_of_memory() -> None:
     chosen = options(num_steps=1)
     lengths = np.full(256, 500, dtype=np.int32)
     lengths[7] = 78_000
@@ -335,7 +335,7 @@ def test_fewer_sequences_than_a_step() -> None:
         assert result.num_sequences == 5
 
 
-def test_alone_and_together() -> None:
+def test_groups_of_one_gpu_share_nothing() -> None:
     """Groups of one GPU: nothing is shared, and nothing breaks."""
     chosen = options(sequence_parallel_size=1, sequences_per_rank=8)
     for result in simulate(sequences_for(chosen), STRATEGIES, chosen):

@@ -92,7 +92,7 @@ def test_errors_name_every_operation(bucket: str, through_proxy: Through) -> Non
         assert len(proxy.heads) == 2
 
 
-def test_a_failed_upload_leaves_nothing_behind(bucket: str, s3_server: S3Server, through_proxy: Through) -> None:
+def test_failed_upload_leaves_no_files(bucket: str, s3_server: S3Server, through_proxy: Through) -> None:
     faults = [("PUT .*partNumber=2", "stall"), ("PUT .*partNumber=2", "500 InternalError")]
     through_proxy(retries=1, timeout=5.0, once=faults)
     file = storage.AtomicFile(f"{bucket}/x")
@@ -105,7 +105,7 @@ def test_a_failed_upload_leaves_nothing_behind(bucket: str, s3_server: S3Server,
     assert not storage.exists(f"{bucket}/x")
 
 
-def test_lost_responses_leave_nothing_behind(bucket: str, s3_server: S3Server, through_proxy: Through) -> None:
+def test_lost_responses_leave_no_files(bucket: str, s3_server: S3Server, through_proxy: Through) -> None:
     """The server has begun, or ended, an upload, and nobody hears of it."""
     proxy = through_proxy(once=[("POST .*uploads", "lose answer"), ("POST .*uploadId=", "lose answer")])
     data = random.Random(0).randbytes(2 * PART)
@@ -163,7 +163,7 @@ def test_missing_credentials_are_an_error(
     assert "AWS_ACCESS_KEY_ID" in str(caught.value.remedy)
 
 
-def test_a_server_that_does_not_listen_is_an_error(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server_is_an_error(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     storage.configure(storage.StorageOptions(retries=2, first_pause=0.01, s3_endpoint="http://127.0.0.1:1"))
     with pytest.raises(StorageError, match=r"given up after 3 tries.*127\.0\.0\.1"):

@@ -133,7 +133,7 @@ def test_messages_are_shown_without_secrets() -> None:
     )
 
 
-def test_runs_on_local_files_import_nothing_for_others(tmp_path: object) -> None:
+def test_local_runs_import_no_remote_clients(tmp_path: object) -> None:
     program = (
         "import sys; from packtool import storage\n"
         f"d = {str(tmp_path)!r}\n"

@@ -63,7 +63,7 @@ def contents(packs: Sequence[StreamedPack]) -> list[list[tuple[str, int]]]:
 
 
 @pytest.mark.smoke
-def test_every_row_is_in_one_pack_or_told_of(specs: list[SourceSpec], model: Path) -> None:
+def test_every_row_is_packed_or_reported_as_dropped(specs: list[SourceSpec], model: Path) -> None:
     dropped: list[Dropped] = []
     names = []
     for rank in range(2):
@@ -96,7 +96,7 @@ def full_stream(request: pytest.FixtureRequest, specs: list[SourceSpec], model: 
 
 
 @pytest.mark.parametrize("share", [0.0, 0.17, 0.5, 0.73, 1.0])
-def test_the_rest_is_the_same_from_any_pack_on(
+def test_stream_resumes_exactly_from_any_pack(
     share: float,
     full_stream: tuple[StreamOptions, list[StreamedPack], list[Dropped]],
     specs: Any,
@@ -119,7 +119,7 @@ def test_the_rest_is_the_same_from_any_pack_on(
     assert dropped[:before] + again == dropped
 
 
-def test_every_epoch_has_other_companions(specs: list[SourceSpec], model: Path) -> None:
+def test_epochs_have_different_packs(specs: list[SourceSpec], model: Path) -> None:
     packs = contents(list(stream(specs, model, options(num_epochs=2))))
     counts = Counter(name for pack in packs for name in pack)
     assert set(counts.values()) == {2}
@@ -128,7 +128,7 @@ def test_every_epoch_has_other_companions(specs: list[SourceSpec], model: Path) 
     assert sum(count - 1 for count in together.values()) <= 0.02 * len(packs)
 
 
-def test_order_is_kept_where_it_should_be(specs: list[SourceSpec], model: Path) -> None:
+def test_order_is_kept_without_shuffling(specs: list[SourceSpec], model: Path) -> None:
     chosen = options(shuffle_buffer_size=1, shuffle=False, packing_algorithm="sequential", look_ahead=0)
     names = [name for pack in contents(list(stream(specs, model, chosen))) for name in pack]
     positions = {spec.path: number for number, spec in enumerate(specs)}
@@ -168,7 +168,7 @@ def test_workers_end_with_the_stream(specs: list[SourceSpec], model: Path) -> No
     assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
 
 
-def test_nothing_is_left_in_shared_memory_however_it_ends(
+def test_shared_memory_is_always_released(
     specs: list[SourceSpec], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A named semaphore outlives a group of processes that is killed; the stream makes none."""
@@ -181,7 +181,7 @@ def test_nothing_is_left_in_shared_memory_however_it_ends(
     assert not made
 
 
-def test_a_damaged_state_is_told(tmp_path: Path) -> None:
+def test_damaged_state_is_reported(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="stream state of rank 0"):
         read_stream_state(str(tmp_path), 0)
     write_stream_state(str(tmp_path), 0, StreamState())
@@ -206,7 +206,7 @@ def test_fill_on_mixed_real_rows(realdata: Path) -> None:
     assert sum(pack.num_tokens for pack in packs) >= 0.98 * capacity * len(packs)
 
 
-def test_dirty_rows_cost_themselves(model: Path, tmp_path: Path) -> None:
+def test_invalid_rows_drop_only_themselves(model: Path, tmp_path: Path) -> None:
     good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     marked = {"messages": [{"role": "user", "content": "<image>"}], "images": []}
     (tmp_path / "rows.jsonl").write_bytes(

@@ -70,7 +70,7 @@ def test_every_row_is_read_once_by_one_rank_in_every_epoch(
     assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
 
 
-def test_the_order_is_the_seeds(specs: list[SourceSpec]) -> None:
+def test_order_depends_on_the_seed(specs: list[SourceSpec]) -> None:
     first_seed, second_seed = (numbers(take(specs, seed=seed)) for seed in (1, 2))
     assert first_seed == numbers(take(specs, seed=1))
     assert first_seed != second_seed
@@ -89,7 +89,7 @@ def test_a_large_file_is_read_among_the_small_ones(specs: list[SourceSpec]) -> N
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_every_place_is_found_again(specs: list[SourceSpec], shuffle: bool) -> None:
+def test_every_position_can_be_resumed(specs: list[SourceSpec], shuffle: bool) -> None:
     settings: dict[str, Any] = {"rank": 1, "world_size": 2, "num_epochs": 2, "shuffle": shuffle}
     blocks = take(specs, **settings)
     all_numbers = numbers(blocks)
@@ -100,6 +100,6 @@ def test_every_place_is_found_again(specs: list[SourceSpec], shuffle: bool) -> N
         assert resumed == numbers(blocks[i:])
 
 
-def test_a_sample_of_rows_is_refused(specs: list[SourceSpec]) -> None:
+def test_sampled_rows_are_refused(specs: list[SourceSpec]) -> None:
     with pytest.raises(ConfigError, match="Remove --streaming true"):
         take([SourceSpec(specs[0].path, name="a.jsonl#5", num_sampled=5)])

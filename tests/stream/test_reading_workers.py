@@ -10,7 +10,7 @@ from packtool.errors import StoreDownError
 from packtool.stream import reading
 
 
-def test_a_store_that_is_down_is_told_with_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_outage_says_how_to_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(pool: Any, blocks: Any, **_: Any) -> Any:
         raise StoreDownError("http://h: 100 media in a row could not be had", "Look at the store.")
 

@@ -54,7 +54,7 @@ def tokens_once(pack: StreamedPack) -> int:
     return len(trie)
 
 
-def test_prefixes_are_once_in_a_pack(specs: Any, model: Path) -> None:
+def test_prefixes_occur_once_per_pack(specs: Any, model: Path) -> None:
     chosen = options(shuffle_buffer_size=1, packing_interval=100)
     packs, unshared = (list(stream(specs, model, chosen, sharing=way)) for way in (sharing(model), None))
     names = [name for pack in contents(packs) for name in pack]
@@ -71,7 +71,7 @@ def test_prefixes_are_once_in_a_pack(specs: Any, model: Path) -> None:
         assert pack.amounts.targets.sum() == pack.num_targets
 
 
-def test_intervals_that_save_little_are_packed_whole(specs: Any, model: Path) -> None:
+def test_intervals_with_small_savings_are_not_shared(specs: Any, model: Path) -> None:
     """An interval of ten rows drawn from all has few that are alike."""
     chosen = options(packing_interval=10, shuffle_buffer_size=300)
     unshared = contents(list(stream(specs, model, chosen)))
@@ -81,7 +81,7 @@ def test_intervals_that_save_little_are_packed_whole(specs: Any, model: Path) ->
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.8])
-def test_the_rest_is_the_same_from_any_pack_on(share: float, specs: Any, model: Path, tmp_path: Path) -> None:
+def test_stream_resumes_exactly_from_any_pack(share: float, specs: Any, model: Path, tmp_path: Path) -> None:
     chosen = options(packing_interval=60, shuffle_buffer_size=20, num_epochs=2)
     packs = list(stream(specs, model, chosen, sharing=sharing(model)))
     at = int(share * len(packs))
@@ -93,7 +93,7 @@ def test_the_rest_is_the_same_from_any_pack_on(share: float, specs: Any, model: 
         assert all(np.array_equal(*columns) for columns in zip(one.amounts, other.amounts, strict=True))
 
 
-def test_packs_of_a_tree_that_is_cut_follow_one_another(specs: Any, model: Path) -> None:
+def test_packs_of_a_split_tree_are_adjacent(specs: Any, model: Path) -> None:
     """Five questions a text, in packs that hold a few of them: where an interval has all, one pack after the other."""
     chosen = options(shuffle_buffer_size=1, packing_interval=400, packing_length=210)
     apart = {}
@@ -111,7 +111,7 @@ def test_packs_of_a_tree_that_is_cut_follow_one_another(specs: Any, model: Path)
     assert not apart["together"]
 
 
-def test_a_tree_has_no_more_rows_than_asked(specs: Any, model: Path) -> None:
+def test_tree_respects_max_rows(specs: Any, model: Path) -> None:
     samples = [sample for pack in stream(specs, model, options()) for sample in pack.samples]
     for most in (None, 2):
         trees = sharing(model, max_rows=most).find_trees(samples, CAPACITY)

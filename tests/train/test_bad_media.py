@@ -48,7 +48,7 @@ def broken(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[T
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_run_stops_and_names_it(broken: tuple[TinyWorld, TinyWorld], packing: bool, tmp_path: Path) -> None:
+def test_run_stops_and_names_the_bad_file(broken: tuple[TinyWorld, TinyWorld], packing: bool, tmp_path: Path) -> None:
     with pytest.raises(MediaError, match=r"pictures/\d+\.png"):
         train(broken[0].config(tmp_path, packing=packing), SilentProgress())
 

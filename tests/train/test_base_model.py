@@ -53,7 +53,7 @@ def test_a_checkpoint_keeps_the_template_it_was_trained_with(base: TinyWorld, tm
     assert run(["eval", "--model", str(checkpoint), *words]) == 0
 
 
-def test_a_stream_of_conversations_asks_for_one(
+def test_stream_of_conversations_needs_a_template(
     base: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", "--model", base.model, "--dataset", base.rows, "--streaming", "--packing", "--max-length", "128"]

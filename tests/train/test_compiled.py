@@ -78,7 +78,7 @@ def test_two_processes(name: str, two_processes: Path, reference: Path) -> None:
     check_same_step(two_processes / name, reference)
 
 
-def test_a_run_is_the_same_and_compiles_for_lengths(world: TinyWorld, tmp_path: Path) -> None:
+def test_compiled_run_has_the_same_losses_and_few_lengths(world: TinyWorld, tmp_path: Path) -> None:
     """With pictures, accumulation and evaluations; the padding is told, and counted nowhere."""
     torch._dynamo.reset()
     counters.clear()
@@ -97,7 +97,7 @@ def test_a_run_is_the_same_and_compiles_for_lengths(world: TinyWorld, tmp_path: 
     assert 0 < counters["stats"]["unique_graphs"] <= 4 * LENGTHS
 
 
-def test_a_compiled_run_goes_on_to_the_last_bit(world: TinyWorld, tmp_path: Path) -> None:
+def test_compiled_run_resumes_bit_exactly(world: TinyWorld, tmp_path: Path) -> None:
     settings = RUN | COMPILED | {"train_type": "lora", "lora_dropout": 0.3, "eval_strategy": "no"}
     train(world.config(tmp_path / "whole", **settings), SilentProgress())
     resumed = {"resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-3")}
@@ -105,7 +105,7 @@ def test_a_compiled_run_goes_on_to_the_last_bit(world: TinyWorld, tmp_path: Path
     check_same_rest(tmp_path / "whole", tmp_path / "resumed", 3)
 
 
-def test_what_does_not_go_with_it(world: TinyWorld, tmp_path: Path) -> None:
+def test_incompatible_options_are_refused(world: TinyWorld, tmp_path: Path) -> None:
     padded = world.config(tmp_path, torch_compile=True, packing=False)
     assert any("--torch-compile true requires packing" in problem for problem in padded.problems())
     fused = world.config(tmp_path, torch_compile=True, use_liger_kernel=True)
@@ -115,7 +115,7 @@ def test_what_does_not_go_with_it(world: TinyWorld, tmp_path: Path) -> None:
         train(gathered, SilentProgress())
 
 
-def test_a_dry_run_tells_of_the_lengths(world: TinyWorld, tmp_path: Path) -> None:
+def test_dry_run_reports_the_compiled_lengths(world: TinyWorld, tmp_path: Path) -> None:
     progress = RecordingProgress()
     train(world.config(tmp_path, **COMPILED, dry_run=True), progress)
     assert any(line.startswith("torch.compile (eager)") for line in progress.lines)

@@ -66,14 +66,14 @@ def settings_of_runs(draw: st.DrawFn) -> dict[str, Any]:
 @example({"use_liger_kernel": True})
 @example({"optim": "galore_adamw"})
 @example({"lr_scheduler_type": "greedy"})
-def test_both_say_the_same(tiny: TinyWorld, options: dict[str, Any]) -> None:
+def test_dry_run_and_run_report_the_same_errors(tiny: TinyWorld, options: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as output_dir:
         planned = outcome(tiny, Path(output_dir), options | {"dry_run": True})
         assert outcome(tiny, Path(output_dir), options) == planned
         assert "unexpected" not in planned
 
 
-def test_a_laptop_plans_for_gpus_elsewhere(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_cpu_machine_plans_for_remote_gpus(tiny: TinyWorld, tmp_path: Path) -> None:
     def plan(**options: Any) -> str:
         progress = Recording()
         train(tiny.config(tmp_path, dry_run=True, **options), progress, World(0, 8))
@@ -93,7 +93,7 @@ def test_a_laptop_plans_for_gpus_elsewhere(tiny: TinyWorld, tmp_path: Path) -> N
             plan(**wrong)
 
 
-def test_a_run_on_a_gpu_tells_the_memory_that_was_planned(
+def test_run_on_a_gpu_reports_the_planned_memory(
     tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory_notes = []
@@ -108,7 +108,7 @@ def test_a_run_on_a_gpu_tells_the_memory_that_was_planned(
 
 
 @pytest.mark.parametrize("settings", [{"train_type": "lora", "bf16": True}, {"torch_dtype": "bfloat16"}])
-def test_it_tells_the_precision_that_the_run_tells(tiny: TinyWorld, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_dry_run_reports_the_precision_of_the_run(tiny: TinyWorld, tmp_path: Path, settings: dict[str, Any]) -> None:
     precision_notes = []
     for dry_run in (True, False):
         progress = Recording()
@@ -120,7 +120,7 @@ def test_it_tells_the_precision_that_the_run_tells(tiny: TinyWorld, tmp_path: Pa
     assert len(precision_notes[0]) == 2
 
 
-def test_the_log_says_what_packs_make_of_the_batch(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_log_reports_the_effective_batch_size(tiny: TinyWorld, tmp_path: Path) -> None:
     def plan(**options: Any) -> str:
         progress = Recording()
         train(tiny.config(tmp_path, dry_run=True, **options), progress, World(0, 2))

@@ -67,7 +67,7 @@ def samples_of(cache: str) -> list[EncodedSample]:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_tree_of_turns_is_its_samples_alone(world: TinyWorld, number: int) -> None:
+def test_tree_of_turns_equals_its_samples(world: TinyWorld, number: int) -> None:
     """Logits, loss and the gradient of every parameter, the towers' too.
 
     The first turn of row 1 is trained in its own sample, and what another one begins with, where it is not.
@@ -98,7 +98,7 @@ def test_a_tree_of_turns_is_its_samples_alone(world: TinyWorld, number: int) -> 
     same(gradients(model, [loss]), wanted)
 
 
-def test_a_step_of_shared_turns_is_that_of_padded_ones(world: TinyWorld, tmp_path: Path) -> None:
+def test_step_of_shared_turns_equals_that_of_padded_rows(world: TinyWorld, tmp_path: Path) -> None:
     run_options = DESCENT | {"packing_length": 512}
     run_options["cached_dataset"] = (f"{world.cache}-true",)
     train(
@@ -113,7 +113,7 @@ def test_a_step_of_shared_turns_is_that_of_padded_ones(world: TinyWorld, tmp_pat
     assert tree["tokens"] < 0.75 * padded["tokens"]
 
 
-def test_an_evaluation_tells_the_turns_of_a_row_apart(world: TinyWorld, tmp_path: Path) -> None:
+def test_evaluation_reports_each_turn_of_a_row(world: TinyWorld, tmp_path: Path) -> None:
     run_jobs(world, [("eval", tmp_path, {})])
     table = pq.read_table(tmp_path / "eval.parquet").to_pydict()
     samples = samples_of(world.cache)
@@ -130,7 +130,7 @@ def test_an_evaluation_tells_the_turns_of_a_row_apart(world: TinyWorld, tmp_path
         ({"expand_turns": "false"}, "--expand-turns auto, but this run sets false"),
     ],
 )
-def test_what_only_the_rows_can_tell_is_refused(
+def test_settings_that_need_the_rows_are_refused(
     world: TinyWorld, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(MismatchError, match=message) as refused:

@@ -99,7 +99,7 @@ def test_one_process(name: str, tiny: TinyWorld, reference: Path, tmp_path: Path
     check_same_step(tmp_path, reference)
 
 
-def test_the_step_moved_every_part_of_the_model(tiny: TinyWorld, reference: Path) -> None:
+def test_step_updates_every_part_of_the_model(tiny: TinyWorld, reference: Path) -> None:
     before = load_file(Path(tiny.model) / "model.safetensors")
     after = load_file(reference / "checkpoint-1" / "model.safetensors")
     still = [name for name, weight in after.items() if torch.equal(weight, before[name])]
@@ -145,13 +145,13 @@ def check_same_curve(run_dir: Path, expected: Path, first_line: int = 0) -> None
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_packed_steps_are_the_unpacked_ones(sampled: Path, unpacked: Path) -> None:
+def test_packed_steps_equal_unpacked_ones(sampled: Path, unpacked: Path) -> None:
     check_same_curve(sampled, unpacked)
     assert read_metrics(sampled)[0]["fill"] != read_metrics(unpacked)[0]["fill"]
 
 
 @pytest.mark.parametrize(("name", "first_line"), [("sampled", 0), ("sampled-from-one", 2)])
-def test_packed_steps_are_the_unpacked_ones_on_two_processes(
+def test_packed_steps_equal_unpacked_ones_on_two_processes(
     name: str, first_line: int, two_processes: Path, unpacked: Path
 ) -> None:
     """Resumed, too, by two processes where one had begun."""
@@ -217,7 +217,7 @@ def write_lines(tiny: TinyWorld, path: Path, copies: int) -> None:
     path.write_text("\n".join(json.dumps(row) for row in rows * copies))
 
 
-def test_a_rank_without_rows_changes_nothing(two_processes: Path, reference: Path) -> None:
+def test_rank_without_rows_has_no_effect(two_processes: Path, reference: Path) -> None:
     check_same_step(two_processes / "streamed", reference)
 
 
@@ -229,7 +229,7 @@ def test_two_streams_resume_exactly_and_end_together(two_processes: Path) -> Non
     assert 4 < result["steps"] < 1000
 
 
-def test_what_is_left_is_assigned_to_other_processes(alone: Path, two_processes: Path) -> None:
+def test_remaining_packs_are_assigned_to_other_processes(alone: Path, two_processes: Path) -> None:
     """With the same packs in a step, the same steps; the sums alone may be added in another order."""
     expected_lines, resumed_lines = read_metrics(alone), read_metrics(two_processes / "assigned-anew")
     assert [line["step"] for line in resumed_lines] == list(range(2, len(expected_lines) + 1))
@@ -253,7 +253,7 @@ def test_all_ranks_write_into_one_version(two_processes: Path) -> None:
     assert {"rng_state_0.pth", "rng_state_1.pth", "packtool_state.json"} <= {path.name for path in checkpoint.iterdir()}
 
 
-def test_uneven_shares_were_tried(two_processes: Path) -> None:
+def test_jobs_include_uneven_shares(two_processes: Path) -> None:
     result = json.loads((two_processes / "packed-uneven" / "packtool_train.json").read_text())
     assert result["num_processes"] == 2
     assert result["num_packs"] % 2 == 1

@@ -75,13 +75,13 @@ def plain_logits(model: PreTrainedModel, spec: InputSpec, sample: EncodedSample)
 
 
 @pytest.mark.smoke
-def test_packed_logits_equal_each_samples_own(setting: Setting) -> None:
+def test_packed_logits_equal_those_of_single_samples(setting: Setting) -> None:
     model, spec, samples = setting
     for sample, logits in zip(samples, packed_logits(model, spec, samples), strict=True):
         torch.testing.assert_close(logits, plain_logits(model, spec, sample), rtol=0, atol=1e-5)
 
 
-def test_a_changed_sample_moves_no_other(setting: Setting) -> None:
+def test_changed_sample_does_not_affect_others(setting: Setting) -> None:
     model, spec, samples = setting
     before = packed_logits(model, spec, samples)
     for changed in range(len(samples)):
@@ -92,7 +92,7 @@ def test_a_changed_sample_moves_no_other(setting: Setting) -> None:
         check_only_moves(changed, before, after)
 
 
-def test_a_changed_picture_moves_no_other(setting: Setting) -> None:
+def test_changed_image_does_not_affect_others(setting: Setting) -> None:
     model, spec, samples = setting
     before = packed_logits(model, spec, samples)
     for changed, sample in enumerate(samples):

@@ -133,7 +133,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return world
 
 
-def test_the_ledger_is_what_the_batches_say(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ledger_equals_the_trained_batches(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     rows_by_step = world.seen()
     assert set(rows_by_step) == {1, 2, 3}
     with pytest.raises(MismatchError, match="--data-change allow: the rest of the epoch is planned again") as refused:
@@ -176,7 +176,7 @@ def test_the_ledger_is_what_the_batches_say(world: World, capsys: pytest.Capture
     check_what_is_shown(world, steps, capsys)
 
 
-def test_two_processes_are_killed_and_go_on_with_other_sources(world: World) -> None:
+def test_two_killed_processes_resume_with_other_sources(world: World) -> None:
     """Of three sources one goes and another comes; what both processes were handed out is what the ledger says."""
     world.write("d", 10)
     world.export("d")
@@ -268,7 +268,7 @@ def test_a_checkpoint_of_an_older_packtool_has_a_ledger_by_its_plan(mixed: bool,
         )
 
 
-def test_what_could_not_be_loaded_was_not_trained(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_unloadable_samples_are_not_counted_as_trained(tiny: TinyWorld, tmp_path: Path) -> None:
     reader = CacheReader.open([tiny.cache])
     bad = next(position for position in range(len(reader)) if reader.sample(position).images)
     picture = Path(tiny.rows).parent / str(reader.sample(bad).images[0].path)

@@ -40,7 +40,7 @@ def test_a_weighted_pack_is_the_sum_of_its_samples(label_logits_only: bool) -> N
     torch.testing.assert_close(padded, together)
 
 
-def test_each_weight_stands_at_its_own_target() -> None:
+def test_each_weight_applies_to_its_target() -> None:
     sample = weighted(1, 9)
     batch = collate_packs([sample], reduced_spec("qwen3"))
     assert batch.loss_weights is not None

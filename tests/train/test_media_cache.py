@@ -47,7 +47,7 @@ def cache_options(directory: Path, size: int = 10**8) -> dict[str, Any]:
     return {"media_cache": str(directory / "kept"), "media_cache_size": size}
 
 
-def test_losses_are_the_same_and_the_second_epoch_decodes_nothing(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_losses_are_unchanged_and_the_second_epoch_decodes_nothing(tiny: TinyWorld, tmp_path: Path) -> None:
     run_options = {
         "num_train_epochs": 2.0,
         "verify_packing": False,
@@ -79,7 +79,7 @@ def test_losses_are_the_same_and_the_second_epoch_decodes_nothing(tiny: TinyWorl
     assert any(line.startswith("media cache: 100% of ") for line in evaluated.notes)
 
 
-def test_a_place_that_cannot_be_written_to_is_said_once_and_training_goes_on(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_unwritable_folder_is_reported_once_and_training_continues(tiny: TinyWorld, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     progress = RecordingProgress()
     options = cache_options(tmp_path / "file")
@@ -93,7 +93,7 @@ def test_a_place_that_cannot_be_written_to_is_said_once_and_training_goes_on(tin
     assert progress.notes[-1].endswith(f"; not all were kept: {options['media_cache']}: Not a directory")
 
 
-def test_streams_and_batches_of_the_library_keep_theirs(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_streams_and_library_batches_use_the_cache(tiny: TinyWorld, tmp_path: Path) -> None:
     progress = RecordingProgress()
     run_options = tiny.streamed() | {"max_steps": 1, "save_strategy": "no", "verify_packing": False}
     for _ in range(2):
@@ -110,7 +110,7 @@ def test_streams_and_batches_of_the_library_keep_theirs(tiny: TinyWorld, tmp_pat
         next(iter(batches))
 
 
-def test_what_a_mixture_leaves_out_of_the_next_epoch_is_known(
+def test_media_unused_in_the_next_epoch_are_known(
     tiny: TinyWorld, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = str(tmp_path_factory.mktemp("other") / "cache")
@@ -143,11 +143,11 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("message", MISTAKES)
-def test_what_cannot_be_is_refused_at_once(message: str, tiny: TinyWorld, tmp_path: Path) -> None:
+def test_invalid_options_are_refused_immediately(message: str, tiny: TinyWorld, tmp_path: Path) -> None:
     assert any(message in problem for problem in tiny.config(tmp_path, **MISTAKES[message]).problems())
 
 
-def test_a_file_in_its_place_and_families_by_their_processor_are_refused(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_file_as_cache_folder_and_processor_families_are_refused(tiny: TinyWorld, tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("")
     with pytest.raises(ConfigError, match="is a file: give a directory"):
         train(tiny.config(tmp_path / "run", dry_run=True, **cache_options(tmp_path)), SilentProgress())

@@ -103,7 +103,7 @@ def test_trained_logged_and_resumed(tiny: TinyWorld, caches: tuple[str, str], tm
     assert [source["fate"] for source in only["sources"]] == ["as before", "gone"]
 
 
-def test_sources_have_the_targets_of_caches_that_were_exported_so(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_relabeled_sources_equal_exports_with_that_loss_scale(tiny: TinyWorld, tmp_path: Path) -> None:
     """Losses, shares and the plan of loss scales in a recipe are those of exports with them."""
     scales, exported = ("last_round", "all"), [str(tmp_path / scale) for scale in ("last_round", "all")]
     for scale, cache in zip(scales, exported, strict=True):
@@ -218,7 +218,7 @@ def test_plan_resume_finds_shares_for_other_caches(
     assert "2 for 3 caches" in capsys.readouterr().err
 
 
-def test_recipes_of_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portable_recipes_have_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mix.yaml").write_text("temperature: 2\nsources: [a, {path: b#20%, loss_weight: 1e-1}, {path: 's3://c/d'}]")
     recipe = parse_recipe(portable_recipe("mix.yaml").decode(), "mix.yaml", MixOptions())
@@ -238,7 +238,7 @@ def test_samples_have_the_weight_and_the_name_of_their_source(
     assert run.source.logs_channels
 
 
-def test_other_processes_go_on_with_the_same_epoch(tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
+def test_epoch_resumes_on_other_ranks(tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
     config = mixed(tiny, tmp_path, cached_dataset=(caches[0], f"{caches[1]}#50%"))
     one, two = (prepared(config, size) for size in (1, 2))
     assert one.state.plan == two.state.plan
@@ -249,7 +249,7 @@ def test_other_processes_go_on_with_the_same_epoch(tiny: TinyWorld, caches: tupl
     assert np.array_equal(remaining_samples, np.sort(one.timeline.plan_of(1).packs_from(1).samples))
 
 
-def test_what_is_refused(tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
+def test_unsupported_settings_are_refused(tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"#0% takes nothing"):
         prepared(mixed(tiny, tmp_path, cached_dataset=(f"{caches[0]}#0%",)))
     with pytest.raises(ConfigError, match=r"--mix none\.yaml: there is no such file"):
@@ -330,7 +330,7 @@ def test_the_table_of_a_run_adds_up(stop: str, tiny: TinyWorld, caches: tuple[st
     assert samples - repeats + not_drawn + filtered == 80, "what the two caches hold"
 
 
-def test_rows_that_are_mixed_become_a_cache_each(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_each_mixed_row_source_gets_a_cache(tiny: TinyWorld, tmp_path: Path) -> None:
     rows = {"cached_dataset": (), "dataset": (tiny.rows, f"{tiny.rows}#50%"), "max_length": 128}
     config = mixed(tiny, tmp_path, **rows, interleave_probs=("0.5", "0.5"), cache_dir=str(tmp_path / "caches"))
     assert not config.problems()

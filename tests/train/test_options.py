@@ -45,7 +45,7 @@ def learning(model: torch.nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def test_the_optimizer_is_told_what_was_asked(tmp_path: Path) -> None:
+def test_optimizer_gets_the_requested_settings(tmp_path: Path) -> None:
     options = {"optim": "adamw_torch", "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
     options |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}
     options |= {"warmup_steps": 7, "save_only_model": True, "ddp_timeout": 99, "neftune_noise_alpha": 5.0}
@@ -54,13 +54,13 @@ def test_the_optimizer_is_told_what_was_asked(tmp_path: Path) -> None:
     assert {name: getattr(args, name) for name in options} == options
 
 
-def test_steps_of_warmup_come_before_their_share() -> None:
+def test_warmup_steps_take_precedence_over_the_ratio() -> None:
     assert run_config(warmup_ratio=0.03).num_warmup_steps(101) == 4
     assert run_config(warmup_steps=0, warmup_ratio=0.5).num_warmup_steps(101) == 0
     assert run_config(warmup_steps=30).num_warmup_steps(101) == 30
 
 
-def test_the_schedule_ends_at_its_least_rate(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_schedule_ends_at_the_minimum_rate(tiny: TinyWorld, tmp_path: Path) -> None:
     schedule = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 4e-4}}
     trained(tiny, tmp_path, max_steps=3, warmup_steps=1, optim="sgd", **schedule)
     rates = [line["learning_rate"] for line in read_metrics(tmp_path)]
@@ -68,7 +68,7 @@ def test_the_schedule_ends_at_its_least_rate(tiny: TinyWorld, tmp_path: Path) ->
     assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["max_steps"] == 3
 
 
-def test_an_adapter_is_what_the_options_say(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_adapter_has_the_requested_settings(tiny: TinyWorld, tmp_path: Path) -> None:
     options = {"lora_rank": 4, "use_rslora": True, "use_dora": True, "lora_bias": "all", "init_weights": "gaussian"}
     trained(tiny, tmp_path, target_regex=r".*layers\.0\.self_attn\.[qv]_proj", **LORA, **options)
     saved = json.loads((tmp_path / "checkpoint-1" / "adapter_config.json").read_text())
@@ -81,7 +81,7 @@ def test_an_adapter_is_what_the_options_say(tiny: TinyWorld, tmp_path: Path) -> 
     assert any(name.endswith(".bias") for name in weights)
 
 
-def test_training_goes_on_from_an_adapter(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_training_continues_from_an_adapter(tiny: TinyWorld, tmp_path: Path) -> None:
     first_run = trained(tiny, tmp_path / "first", lora_rank=4, **LORA)
     model: Any = load_model(tiny.model, reduced_config_of(tiny), dtype=torch.float32, packing=False)
     going_on = tiny.config(tmp_path / "second", adapters=(str(first_run.checkpoint),), lora_rank=4, max_steps=1, **LORA)
@@ -129,7 +129,7 @@ def eval_loss(where: Path) -> float:
     ],
     ids=["pissa", "olora", "head-and-embeddings", "dora"],
 )
-def test_what_is_saved_is_what_was_trained(
+def test_saved_weights_equal_the_trained_ones(
     tiny: TinyWorld, with_val: str, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """Evaluated as it stood in memory and as it is loaded again, with peft alone too."""
@@ -163,7 +163,7 @@ def test_adapters_begin_without_effect(tiny: TinyWorld, tmp_path: Path, begin: s
     assert torch.allclose(loaded(input_ids=words).logits, before, atol=1e-4)
 
 
-def test_names_that_match_nothing_are_told() -> None:
+def test_unmatched_module_names_are_reported() -> None:
     for settings, message in (
         ({"target_regex": "decoder.*"}, "--target-regex decoder"),
         ({"modules_to_save": ("wte",)}, "--modules-to-save wte"),
@@ -194,7 +194,7 @@ def test_parameters_are_frozen_by_name_and_share() -> None:
     assert next(iter(model.parameters())).requires_grad is False
 
 
-def test_contradictions_are_told() -> None:
+def test_conflicting_options_are_reported() -> None:
     for settings, message in (
         ({"freeze_parameters": ("a",)}, "--freeze-parameters requires --train-type full"),
         ({"train_type": "full", "use_dora": True}, "--use-dora requires --train-type lora"),
@@ -214,7 +214,7 @@ def test_contradictions_are_told() -> None:
         assert any(message in problem for problem in problems), (settings, problems)
 
 
-def test_towers_of_media_may_keep_their_activations() -> None:
+def test_vision_towers_may_keep_their_activations() -> None:
     def recomputing(**settings: Any) -> tuple[bool, bool]:
         model = make_trainable(reduced_model("qwen3_vl"), run_config(train_type="full", **settings))
         checkpointing: dict[bool, set[bool]] = {True: set(), False: set()}
@@ -288,7 +288,7 @@ def test_the_best_evaluation_is_saved_and_kept(tiny: TinyWorld, with_val: str, t
     assert set(checkpoints(tmp_path / "kept")) == {f"checkpoint-{worst}", "checkpoint-3"}
 
 
-def test_a_run_ends_early_where_evaluations_are_no_better(tiny: TinyWorld, with_val: str, tmp_path: Path) -> None:
+def test_early_stopping_ends_a_run(tiny: TinyWorld, with_val: str, tmp_path: Path) -> None:
     """More loss is said to be better here, so the first evaluation is the best; a resumed run counts on."""
     worse: dict[str, Any] = {"cached_dataset": (with_val,), "greater_is_better": True, "learning_rate": 0.1}
     worse |= {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 5, "optim": "sgd"}
@@ -302,7 +302,7 @@ def test_a_run_ends_early_where_evaluations_are_no_better(tiny: TinyWorld, with_
     assert (result.resumed_from, result.steps) == (str(tmp_path / "checkpoint-2"), 3)
 
 
-def test_settings_are_shown_as_they_are_typed() -> None:
+def test_settings_are_shown_as_typed() -> None:
     run = run_config(lr_scheduler_kwargs={"min_lr": 1e-6}, training={"tf32": True, "run_name": "a b"})
     (line,) = settings_lines(run)
     assert """--lr-scheduler-kwargs '{"min_lr": 1e-06}'""" in line
@@ -366,7 +366,7 @@ def test_each_line_shows_the_figures_of_its_own_step(settings: dict[str, Any], t
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_debugging_tells_what_each_batch_holds(
+def test_debug_log_describes_each_batch(
     tiny: TinyWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture, streaming: bool
 ) -> None:
     settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 2}

@@ -116,7 +116,7 @@ def compare(tiny: TinyWorld, rows: Sequence[Sequence[str]], jobs: dict[str, dict
 
 @settings(max_examples=1, phases=[Phase.generate])
 @given(rows=st.permutations(ROWS))
-def test_ranks_with_other_media_learn_what_one_process_learns(hearing: TinyWorld, rows: list[tuple[str, ...]]) -> None:
+def test_ranks_with_different_media_equal_one_process(hearing: TinyWorld, rows: list[tuple[str, ...]]) -> None:
     jobs = {f"{spread} {kind}": SPREAD[spread] | TRAINED[kind] for spread in SPREAD for kind in TRAINED}
     compare(hearing, rows, jobs, 2)
 
@@ -128,11 +128,11 @@ SHARED: dict[str, dict[str, Any]] = {
 
 @settings(max_examples=1, phases=[Phase.generate])
 @given(rows=st.permutations(ROWS))
-def test_four_ranks_of_which_two_share_sequences(hearing: TinyWorld, rows: list[tuple[str, ...]]) -> None:
+def test_four_ranks_in_sequence_parallel_pairs(hearing: TinyWorld, rows: list[tuple[str, ...]]) -> None:
     compare(hearing, rows, SHARED, 4)
 
 
-def test_every_trained_parameter_has_a_gradient_whatever_a_micro_batch_holds(
+def test_every_trained_parameter_has_a_gradient_in_any_micro_batch(
     hearing: TinyWorld, seeing: TinyWorld, tmp_path: Path
 ) -> None:
     """Processes wait for all of them; towers that are not to run stay still."""
@@ -153,7 +153,7 @@ def test_every_trained_parameter_has_a_gradient_whatever_a_micro_batch_holds(
             assert bool(media.keys() & {"pixel_values", "pixel_values_videos"}) == bool(sample.images or sample.videos)
 
 
-def test_the_plan_says_which_towers_run(hearing: TinyWorld, tmp_path: Path) -> None:
+def test_plan_states_which_towers_run(hearing: TinyWorld, tmp_path: Path) -> None:
     """Frozen ones where some rank has something for them, and trained ones always."""
     rows = [("text",), ("picture",), ("text",), ("text",), ("sound",), ("video", "sound")]
     tiny = export_kinds(hearing, str(tmp_path / "cache"), rows)

@@ -83,7 +83,7 @@ def full_run(
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("step", [3, 5])
-def test_the_rest_is_the_same_to_the_last_bit(
+def test_resumed_steps_are_bit_identical(
     step: int, full_run: tuple[Path, Any], tiny: TinyWorld, tmp_path: Path
 ) -> None:
     """At the end of the first epoch, and within the second; within the first, "killed while" is resumed."""
@@ -95,7 +95,7 @@ def test_the_rest_is_the_same_to_the_last_bit(
     assert result.target_tokens == sum(line["target_tokens"] for line in read_metrics(output_dir)[step:])
 
 
-def test_broken_off_and_resumed_with_true(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_interrupted_run_resumes_with_true(tiny: TinyWorld, tmp_path: Path) -> None:
     settings = SETTINGS | {"save_steps": 2}
     train(tiny.config(tmp_path / "whole", **settings), SilentProgress())
     with pytest.raises(BrokenOffError):
@@ -132,7 +132,7 @@ def resume_line(tiny: TinyWorld, output_dir: Path, settings: dict[str, Any], **c
     return line
 
 
-def test_a_resumed_run_says_where_and_with_what(full_run: tuple[Path, Any], tiny: TinyWorld) -> None:
+def test_resumed_run_reports_checkpoint_and_settings(full_run: tuple[Path, Any], tiny: TinyWorld) -> None:
     output_dir, settings = full_run
     line = resume_line(tiny, output_dir, settings)
     assert line.startswith(
@@ -175,7 +175,7 @@ REFUSED |= {"lora_alpha": 3, "neftune_noise_alpha": 3.0, "max_grad_norm": 3.0}
 
 
 @pytest.mark.parametrize("change", [{name: value} for name, value in REFUSED.items()])
-def test_settings_that_the_checkpoint_has_are_refused(
+def test_settings_fixed_by_the_checkpoint_are_refused(
     change: dict[str, Any], full_run: tuple[Path, Any], tiny: TinyWorld
 ) -> None:
     output_dir, settings = full_run
@@ -185,7 +185,7 @@ def test_settings_that_the_checkpoint_has_are_refused(
         resume_line(tiny, output_dir, settings, **change)
 
 
-def test_a_checkpoint_of_an_older_packtool_says_no_settings(
+def test_checkpoint_of_an_older_packtool_has_no_settings(
     full_run: tuple[Path, Any], tiny: TinyWorld, tmp_path: Path
 ) -> None:
     output_dir, settings = full_run
@@ -198,7 +198,7 @@ def test_a_checkpoint_of_an_older_packtool_says_no_settings(
         resume_line(tiny, tmp_path, settings, max_steps=9)
 
 
-def test_a_finished_run_has_nothing_left(full_run: tuple[Path, Any], tiny: TinyWorld) -> None:
+def test_finished_run_has_no_remaining_steps(full_run: tuple[Path, Any], tiny: TinyWorld) -> None:
     output_dir, settings = full_run
     before = (output_dir / "metrics.jsonl").read_bytes()
     result = train(tiny.config(output_dir, **settings, resume_from_checkpoint="true"), SilentProgress())
@@ -206,12 +206,12 @@ def test_a_finished_run_has_nothing_left(full_run: tuple[Path, Any], tiny: TinyW
     assert (output_dir / "metrics.jsonl").read_bytes() == before
 
 
-def test_checkpoints_say_where_they_are(full_run: tuple[Path, Any]) -> None:
+def test_checkpoints_record_their_step(full_run: tuple[Path, Any]) -> None:
     state = read_run_state(str(full_run[0] / "checkpoint-5"))
     assert (state.step, state.epoch, state.step_in_epoch) == (5, 1, 2)
 
 
-def test_unfinished_checkpoints_are_passed_over(tmp_path: Path) -> None:
+def test_unfinished_checkpoints_are_skipped(tmp_path: Path) -> None:
     assert find_checkpoint(None, str(tmp_path))[0] is None
     assert find_checkpoint("false", str(tmp_path))[0] is None
     for step in (2, 10, 9):
@@ -223,7 +223,7 @@ def test_unfinished_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert find_checkpoint(str(tmp_path / "checkpoint-2") + "/", "")[0] == str(tmp_path / "checkpoint-2")
 
 
-def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
+def test_newest_checkpoint_is_the_last_saved(tmp_path: Path) -> None:
     """An earlier, longer run left its last checkpoint in the same directory."""
     make_checkpoint(tmp_path, 500, saved_at=1.0)
     make_checkpoint(tmp_path, 20, saved_at=3.0)
@@ -281,7 +281,7 @@ def test_nothing_to_resume_from_is_an_error(tmp_path: Path) -> None:
         read_run_state(str(tmp_path))
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (1, 12, 3, 2):
         make_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-13").mkdir()
@@ -312,7 +312,7 @@ def test_tokenizer_and_processor_files_are_copied_and_nothing_else(tiny: TinyWor
         assert (tmp_path / "checkpoint" / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_killed_while_a_checkpoint_was_being_written(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_run_killed_during_a_checkpoint_resumes(tiny: TinyWorld, tmp_path: Path) -> None:
     """``kill -9`` between the weights and the state: the checkpoint before is the newest that is taken."""
     settings = SETTINGS | {"save_steps": 1}
     train(tiny.config(tmp_path / "whole", **settings), SilentProgress())

@@ -61,7 +61,7 @@ def trained(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 @pytest.mark.smoke
-def test_the_figures_add_up(trained: tuple[Path, Any, Recording], tiny: TinyWorld) -> None:
+def test_figures_add_up(trained: tuple[Path, Any, Recording], tiny: TinyWorld) -> None:
     output_dir, result, _ = trained
     assert (result.num_samples, result.filtered, result.num_packs) == (40, 0, 8)
     assert result.samples_per_pack == 5.0
@@ -74,7 +74,7 @@ def test_the_figures_add_up(trained: tuple[Path, Any, Recording], tiny: TinyWorl
     assert result.checkpoint == str(output_dir / "checkpoint-9")
 
 
-def test_it_learns_and_logs_the_first_and_the_last_step(trained: tuple[Path, Any, Recording]) -> None:
+def test_loss_falls_and_first_and_last_step_are_logged(trained: tuple[Path, Any, Recording]) -> None:
     output_dir, result, _ = trained
     lines = read_metrics(output_dir)
     assert [line["step"] for line in lines] == [1, 2, 4, 6, 8, 9]
@@ -84,7 +84,7 @@ def test_it_learns_and_logs_the_first_and_the_last_step(trained: tuple[Path, Any
     assert all({"grad_norm", "learning_rate"} <= line.keys() for line in lines)
 
 
-def test_the_progress_sees_every_step_and_the_plan_first(trained: tuple[Path, Any, Recording]) -> None:
+def test_progress_gets_the_plan_and_every_step(trained: tuple[Path, Any, Recording]) -> None:
     _, _, progress = trained
     assert progress.total == progress.num_done == 9
     assert {"epoch", "loss", "grad norm", "lr", "targets/s", "fill", "waiting", "memory"} == progress.fields.keys()
@@ -159,7 +159,7 @@ def test_longer_samples_are_filtered_and_counted(tiny: TinyWorld, tmp_path: Path
     assert f"{result.filtered} longer than 60 tokens are left out" in "\n".join(progress.notes)
 
 
-def test_a_plan_of_some_samples_says_so(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_partial_plan_is_reported(tiny: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "some.plan")
     packtool.plan(tiny.cache, packing_length=256).save(path)
     saved = read_plan(path)
@@ -175,7 +175,7 @@ def test_a_plan_of_some_samples_says_so(tiny: TinyWorld, tmp_path: Path) -> None
     assert ("  not in the plan", f"{40 - end}") in train_lines(result, has_plan=True)
 
 
-def test_a_plan_that_has_changed_is_noticed(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_changed_plan_is_refused(tiny: TinyWorld, tmp_path: Path) -> None:
     """By a run that goes on, and by who looks at its steps: its history knows the packs by their fingerprint."""
     path, out = tmp_path / "a.plan", str(tmp_path / "out")
     packtool.plan(tiny.cache, packing_length=256).save(str(path))
@@ -215,7 +215,7 @@ def test_a_dry_run_plans_for_any_number_of_processes_and_writes_nothing(tiny: Ti
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_picture_that_is_gone_stops_the_run_by_name(workers: int, tiny: TinyWorld, tmp_path: Path) -> None:
+def test_missing_image_stops_the_run_and_is_named(workers: int, tiny: TinyWorld, tmp_path: Path) -> None:
     rows = shutil.copytree(Path(tiny.rows).parent, tmp_path / "rows")
     moved = dataclasses.replace(tiny, rows=str(rows / "train.json"), cache=str(tmp_path / "cache"))
     export_rows(moved, moved.cache)
@@ -237,7 +237,7 @@ def test_a_model_that_would_leak_is_refused_before_it_is_loaded(tiny: TinyWorld,
         train(tiny.config(tmp_path / "out", model=str(model), dry_run=True), SilentProgress())
 
 
-def test_bfloat16_on_the_cpu_if_asked(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_bfloat16_on_the_cpu_if_requested(tiny: TinyWorld, tmp_path: Path) -> None:
     result = train(tiny.config(tmp_path, torch_dtype="bfloat16", max_steps=1), SilentProgress())
     weights = load_file(Path(str(result.checkpoint)) / "model.safetensors")
     # Computed in bfloat16, kept and saved as the model was.
@@ -258,7 +258,9 @@ def test_bfloat16_on_the_cpu_if_asked(tiny: TinyWorld, tmp_path: Path) -> None:
         ({"lr_scheduler_type": "zigzag"}, "zigzag"),
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, Any], message: str, tiny: TinyWorld, tmp_path: Path) -> None:
+def test_contradictory_settings_are_refused(
+    settings: dict[str, Any], message: str, tiny: TinyWorld, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         train(tiny.config(tmp_path, **settings), SilentProgress())
 
@@ -270,7 +272,7 @@ def test_settings_of_transformers_pass_through(tiny: TinyWorld, tmp_path: Path) 
     assert (args.optim, args.adam_beta2) == ("adafactor", 0.95)
 
 
-def test_parts_have_learning_rates_of_their_own(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_model_parts_have_separate_learning_rates(tiny: TinyWorld, tmp_path: Path) -> None:
     """With a rate of nothing a part stays as it was; with adapters, too."""
     before = load_file(Path(tiny.model) / "model.safetensors")
     run_options: dict[str, Any] = {"vit_lr": 0.0, "aligner_lr": 1e-2, "learning_rate": 1e-3, "warmup_ratio": 0.0}
@@ -293,7 +295,7 @@ def test_parts_have_learning_rates_of_their_own(tiny: TinyWorld, tmp_path: Path)
     assert all((value > 0) == ("visual" not in name or "merger" in name) for name, value in halves.items())
 
 
-def test_log_lines_tell_what_the_steps_held(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_log_lines_describe_their_steps(tiny: TinyWorld, tmp_path: Path) -> None:
     train(tiny.config(tmp_path, enable_channel_loss=True, max_steps=3), SilentProgress())
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 3
@@ -309,7 +311,7 @@ def test_log_lines_tell_what_the_steps_held(tiny: TinyWorld, tmp_path: Path) -> 
         assert 0 <= line["token_accuracy"] == line["token_accuracy_none"] <= 1
 
 
-def test_the_reduction_by_samples_gives_each_sample_one_voice(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_sample_reduction_weights_samples_equally(tiny: TinyWorld, tmp_path: Path) -> None:
     """The same step packed, padded and accumulated, and another one than the mean over tokens."""
     run_options: dict[str, Any] = {"loss_reduction": "sample", "max_steps": 1, "learning_rate": 1e-3}
     kinds: dict[str, dict[str, Any]] = {
@@ -328,7 +330,7 @@ def test_the_reduction_by_samples_gives_each_sample_one_voice(tiny: TinyWorld, t
     assert "objective" not in tokens
 
 
-def test_targets_are_chosen_without_another_export(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_relabeling_needs_no_new_export(tiny: TinyWorld, tmp_path: Path) -> None:
     """``--loss-scale`` of a run on a cache that has all turns is that of a cache that was exported so."""
     export_rows(tiny, tmp_path / "cache", loss_scale="last_round")
     exported = train(tiny.config(tmp_path / "a", cached_dataset=(str(tmp_path / "cache"),)), SilentProgress())
@@ -345,7 +347,7 @@ def test_targets_are_chosen_without_another_export(tiny: TinyWorld, tmp_path: Pa
         train(tiny.config(tmp_path / "d", norm_bbox="none"), SilentProgress())
 
 
-def test_evaluations_between_steps_change_nothing(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_evaluations_do_not_change_training(tiny: TinyWorld, tmp_path: Path) -> None:
     export_rows(tiny, tmp_path / "cache", split_dataset_ratio=0.2)
     run_options: dict[str, Any] = {
         "cached_dataset": (str(tmp_path / "cache"),),
@@ -369,7 +371,7 @@ def test_evaluations_between_steps_change_nothing(tiny: TinyWorld, tmp_path: Pat
         train(tiny.config(tmp_path / "none", eval_strategy="epoch"), SilentProgress())
 
 
-def test_packs_are_judged_by_the_samples_that_are_there(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_packing_length_is_checked_against_existing_samples(tiny: TinyWorld, tmp_path: Path) -> None:
     longest = 82
     config = tiny.config(tmp_path, max_length=10240, packing_length=longest, dry_run=True)
     assert train(config, SilentProgress()).packing_length == longest

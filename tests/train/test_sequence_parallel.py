@@ -126,12 +126,12 @@ def four(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_one_step_is_that_of_one_process(name: str, shared: Path, alone: Path) -> None:
+def test_step_equals_that_of_one_process(name: str, shared: Path, alone: Path) -> None:
     """Loss, gradient norm and weights, with pictures in the rows and every part of the model trained."""
     check_same_step(shared / name, alone / "step")
 
 
-def test_a_stage_may_share_its_sequences_and_the_one_before_not(shared: Path, alone: Path) -> None:
+def test_stages_may_differ_in_sequence_parallelism(shared: Path, alone: Path) -> None:
     expected, shared_lines = (read_metrics(folder / "stages") for folder in (alone, shared))
     assert len(shared_lines) == 4
     for line, other in zip(shared_lines, expected, strict=True):
@@ -165,15 +165,15 @@ def test_steps_of_four_processes(name: str, four: Path, alone: Path) -> None:
     check_same_curve(four / name, alone / "curve")
 
 
-def test_both_axes_at_once(four: Path, alone: Path) -> None:
+def test_both_parallel_axes_together(four: Path, alone: Path) -> None:
     check_same_step(four / "both-axes", alone / "step")
 
 
-def test_a_resumed_run_does_what_is_left(shared: Path) -> None:
+def test_resumed_run_trains_the_remaining_steps(shared: Path) -> None:
     check_same_rest(shared / "curve-ring", shared / "resumed", step=HALF)
 
 
-def test_streamed_rows_are_shared_too(shared: Path, alone: Path) -> None:
+def test_streamed_rows_use_sequence_parallelism(shared: Path, alone: Path) -> None:
     (line,), (expected,) = read_metrics(shared / "streamed"), read_metrics(alone / "step")
     assert line["target_tokens"] == expected["target_tokens"]
     assert line["loss"] == pytest.approx(expected["loss"], rel=1e-6)
@@ -192,7 +192,7 @@ def test_evaluation_between_steps(shared: Path, alone: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", EVALUATED)
-def test_evaluation_tells_every_sample_the_same(kind: str, shared: Path, alone: Path) -> None:
+def test_evaluation_scores_equal_those_of_one_process(kind: str, shared: Path, alone: Path) -> None:
     shared_columns, expected = (
         pq.read_table(folder / "eval.parquet").to_pydict() for folder in (shared / f"eval-{kind}", alone / "eval")
     )
@@ -203,7 +203,7 @@ def test_evaluation_tells_every_sample_the_same(kind: str, shared: Path, alone: 
 
 
 @pytest.mark.parametrize("kind", TYPES[1:])
-def test_verify_finds_nothing(kind: str, shared: Path) -> None:
+def test_verify_reports_no_errors(kind: str, shared: Path) -> None:
     errors = json.loads((shared / f"verify-{kind}" / "verify.json").read_text())
     assert set(errors) == {"isolation", "logits", "loss", "gradients"}
     assert errors["isolation"][0] == 0
@@ -212,7 +212,7 @@ def test_verify_finds_nothing(kind: str, shared: Path) -> None:
         assert error < 2e-5, name
 
 
-def test_what_is_learned_is_saved_once(shared: Path, alone: Path) -> None:
+def test_checkpoint_is_saved_once(shared: Path, alone: Path) -> None:
     """By one process, whole."""
     names = sorted(path.name for path in (shared / "curve-ring" / f"checkpoint-{NUM_STEPS}").iterdir())
     expected = sorted(path.name for path in (alone / "curve" / f"checkpoint-{NUM_STEPS}").iterdir())
@@ -225,17 +225,17 @@ def test_what_is_learned_is_saved_once(shared: Path, alone: Path) -> None:
         torch.testing.assert_close(weight, others[name], rtol=0, atol=1e-3, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_processes_that_cannot_be_grouped(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_indivisible_process_counts_are_refused(tiny: TinyWorld, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="3 processes cannot be divided into groups of 2"):
         train(tiny.config(tmp_path, **TWO, dry_run=True), SilentProgress(), World(0, 3))
 
 
-def test_heads_that_cannot_be_shared(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_indivisible_heads_are_refused(tiny: TinyWorld, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="4 heads of Q and 2 of K and V: ulysses over 3"):
         train(tiny.config(tmp_path, ulysses_size=3, dry_run=True), SilentProgress(), World(0, 3))
 
 
-def test_a_kernel_without_blocks(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_kernel_without_blocks_is_refused(tiny: TinyWorld, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="attn-impl flex"):
         train(tiny.config(tmp_path, **TWO, attn_impl="flex", dry_run=True), SilentProgress(), World(0, 2))
 
@@ -253,7 +253,7 @@ def test_a_dry_run_says_how_rows_are_shared(tiny: TinyWorld, tmp_path: Path) -> 
     assert "2 data-parallel ranks" in line
 
 
-def test_a_leak_is_found_before_training(world: TinyWorld, tmp_path: Path) -> None:
+def test_leak_is_detected_before_training(world: TinyWorld, tmp_path: Path) -> None:
     """Local documents, or sharded ones, that see each other: the check before the first step ends the run."""
     run_ranks(2, train_with_a_leak, world, tmp_path, scratch=tmp_path)
     assert sorted(path.name for path in tmp_path.glob("leak-*")) == ["leak-local", "leak-sharded"]

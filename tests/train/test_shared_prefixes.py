@@ -74,7 +74,7 @@ def alone(batch: PackedBatch) -> Batch:
     return Batch(**{field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)})
 
 
-def test_logits_are_each_samples_own(setting: Setting) -> None:
+def test_tree_logits_equal_those_of_single_samples(setting: Setting) -> None:
     model, spec, samples = setting
     plain = unpacked(model)
     for sample, logits in zip(samples, tree_logits(model, spec, samples), strict=True):
@@ -100,7 +100,7 @@ def same(gradients_found: dict[str, Tensor], wanted: dict[str, Tensor], toleranc
 
 
 @pytest.mark.parametrize("reduction", ["token", "sample"])
-def test_loss_and_gradients_are_the_sums_over_the_samples_alone(setting: Setting, reduction: str) -> None:
+def test_tree_loss_and_gradients_are_sums_over_single_samples(setting: Setting, reduction: str) -> None:
     model, spec, samples = setting
     spec = dataclasses.replace(spec, loss_reduction=reduction)
     scales = np.random.default_rng(0)
@@ -128,7 +128,7 @@ def test_loss_and_gradients_are_the_sums_over_the_samples_alone(setting: Setting
             same(gradients(model, [loss]), wanted)
 
 
-def test_in_float64_nothing_differs_but_the_last_digits(setting: Setting) -> None:
+def test_float64_results_differ_only_by_rounding(setting: Setting) -> None:
     model, spec, samples = copy.deepcopy(setting[0]).double(), *setting[1:]
     if spec.has_vision:
         samples = [sample for sample in samples if sample.images]
@@ -141,7 +141,7 @@ def test_in_float64_nothing_differs_but_the_last_digits(setting: Setting) -> Non
     same(tree_gradients, gradients(model, own), tolerance=2e-6)  # losses and rotary angles are made in float32
 
 
-def test_with_gradient_checkpointing(setting: Setting) -> None:
+def test_gradient_checkpointing_keeps_the_gradients(setting: Setting) -> None:
     model, spec, samples = setting
     batch = tree_of(samples, spec)
     wanted = gradients(model, [target_losses(model, batch, label_logits_only=True).weighted_sum()])
@@ -160,7 +160,7 @@ def changed_from(sample: EncodedSample, start: int) -> EncodedSample:
     return dataclasses.replace(sample, input_ids=ids, labels=np.where(sample.labels == -100, -100, ids))
 
 
-def test_a_changed_branch_moves_no_other(setting: Setting) -> None:
+def test_changed_branch_does_not_affect_others(setting: Setting) -> None:
     model, spec, samples = setting
     before = tree_logits(model, spec, samples)
     nodes = find_tree(samples, spec, min_shared=1)
@@ -176,7 +176,7 @@ def test_a_changed_branch_moves_no_other(setting: Setting) -> None:
         assert max(moved) == 0.0
 
 
-def test_a_changed_prefix_moves_all_that_begin_with_it_as_alone(setting: Setting) -> None:
+def test_changed_prefix_affects_all_its_samples(setting: Setting) -> None:
     model, spec, samples = setting
     before, plain = tree_logits(model, spec, samples), unpacked(model)
     node = max(find_tree(samples, spec, min_shared=1), key=lambda node: len(node.samples))
@@ -198,6 +198,6 @@ def test_a_changed_prefix_moves_all_that_begin_with_it_as_alone(setting: Setting
         torch.testing.assert_close(after, own, rtol=0, atol=1e-5)
 
 
-def test_a_tree_cannot_leak(setting: Setting) -> None:
+def test_tree_inputs_pass_the_leak_check(setting: Setting) -> None:
     _, spec, samples = setting
     refuse_leaky_inputs(tree_of(samples, spec).model_inputs())

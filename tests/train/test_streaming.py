@@ -51,7 +51,7 @@ def settings(tiny: TinyWorld, rows: str, **changes: Any) -> dict[str, Any]:
     return tiny.streamed(rows) | options | {"gradient_accumulation_steps": 3, "dataloader_num_workers": 1} | changes
 
 
-def test_the_rows_are_trained_and_the_run_ends_with_them(full_run: tuple[Path, TrainResult]) -> None:
+def test_stream_trains_all_rows_and_ends(full_run: tuple[Path, TrainResult]) -> None:
     output_dir, result = full_run
     assert (result.streaming, result.num_samples) == (True, 160)
     assert result.dropped == {"invalid_json": 2, "over_max_length": 2}
@@ -64,7 +64,7 @@ def test_the_rows_are_trained_and_the_run_ends_with_them(full_run: tuple[Path, T
 
 
 @pytest.mark.parametrize("step", [1, 5])
-def test_a_resumed_stream_goes_on_to_the_last_bit(
+def test_stream_resumes_bit_exactly(
     step: int, full_run: tuple[Path, TrainResult], tiny: TinyWorld, rows: str, tmp_path: Path
 ) -> None:
     output_dir, result = full_run
@@ -74,7 +74,7 @@ def test_a_resumed_stream_goes_on_to_the_last_bit(
     assert (resumed.steps, resumed.dropped) == (result.steps, result.dropped)
 
 
-def test_what_decides_the_packs_must_stay_when_resumed(
+def test_pack_settings_must_match_when_resuming(
     full_run: tuple[Path, TrainResult], tiny: TinyWorld, rows: str, tmp_path: Path
 ) -> None:
     checkpoint = str(full_run[0] / "checkpoint-1")
@@ -91,13 +91,13 @@ def test_what_decides_the_packs_must_stay_when_resumed(
         Run.of(tiny.config(tmp_path, **settings(tiny, rows, resume_from_checkpoint=checkpoint)), World(0, 2))
 
 
-def test_max_steps_is_the_end_as_well(tiny: TinyWorld, rows: str, tmp_path: Path) -> None:
+def test_max_steps_ends_a_stream(tiny: TinyWorld, rows: str, tmp_path: Path) -> None:
     result = train(tiny.config(tmp_path, **settings(tiny, rows, max_steps=2)), SilentProgress())
     assert result.steps == 2
     assert result.num_samples < 80
 
 
-def test_rows_of_which_nothing_is_left(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_stream_without_usable_rows_is_an_error(tiny: TinyWorld, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{\n{\n")
     config = tiny.config(tmp_path / "out", **tiny.streamed(str(tmp_path / "rows.jsonl")))
     with pytest.raises(
@@ -127,7 +127,7 @@ def test_a_dead_encoder_ends_the_command(tiny: TinyWorld, rows: str, tmp_path: P
     assert "Traceback" not in output
 
 
-def test_mistakes_in_the_settings_are_told_together(tiny: TinyWorld) -> None:
+def test_all_setting_errors_are_reported_together(tiny: TinyWorld) -> None:
     config = TrainConfig(
         model="m", output_dir="o", dataset=("r.jsonl",), streaming=True, num_train_epochs=1.5, packing=False
     )
@@ -156,7 +156,7 @@ def unchecked(config: TrainConfig) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_what_needs_no_row_is_refused_together_before_rows_are_read(
+def test_setting_errors_are_reported_before_rows_are_read(
     tiny: TinyWorld, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
     """By the run itself, or by the launcher of several processes."""
@@ -202,7 +202,7 @@ def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp
     assert lines[-1].endswith(" 3 dropped: 2 invalid_json, 1 over_max_length)")
 
 
-def test_the_cache_of_rows_keeps_what_media_may_be(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_cache_of_rows_keeps_the_media_access(tiny: TinyWorld, tmp_path: Path) -> None:
     options = {"cached_dataset": (), "dataset": (tiny.rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
     allowed = {"media_access": "any", "max_media_bytes": 10_000_000, "media_root": "https://named/folder"}
     config = with_cache(tiny.config(tmp_path / "out", **options | allowed), SilentProgress(), unchecked)
@@ -212,7 +212,7 @@ def test_the_cache_of_rows_keeps_what_media_may_be(tiny: TinyWorld, tmp_path: Pa
     assert "--media-access any" in str(plain.media_policy.refusal("https://other/a.png"))
 
 
-def test_a_stream_says_at_once_that_its_rows_reach_too_far(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_stream_warns_immediately_of_forbidden_media(tiny: TinyWorld, tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "<image>a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "images": ["../../elsewhere.png"]}) + "\n")
     progress = RecordingProgress()
@@ -229,7 +229,7 @@ def test_rows_without_streaming_are_planned_like_a_cache(tiny: TinyWorld, tmp_pa
     assert ours.num_samples == 40
 
 
-def test_a_missing_model_or_file_is_told_before_anything_starts(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_missing_model_or_file_is_reported_before_the_start(tiny: TinyWorld, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no such file"):
         train(tiny.config(tmp_path, **tiny.streamed(str(tmp_path / "gone.jsonl"))), SilentProgress())
     with pytest.raises(ConfigError, match="a sample cannot be drawn"):

@@ -69,7 +69,7 @@ def check_step(output_dir: Path, reference: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ONE_PROCESS)
-def test_a_step_is_that_of_whole_samples(name: str, alike: TinyWorld, reference: Path, tmp_path: Path) -> None:
+def test_step_equals_that_of_unshared_samples(name: str, alike: TinyWorld, reference: Path, tmp_path: Path) -> None:
     result = train(alike.config(tmp_path, **DESCENT, **ONE_PROCESS[name], share_prefix="true"), SilentProgress())
     assert result.steps == 1
     check_step(tmp_path, reference)
@@ -258,7 +258,7 @@ def test_a_missing_picture_leaves_out_all_its_samples(tiny: TinyWorld, tmp_path:
     assert [result.first_loss, result.last_loss] == [others[0]["loss"], others[-1]["loss"]]
 
 
-def test_the_command_says_what_is_saved(alike: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_the_savings(alike: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
     run(["plan", alike.cache, "--packing-length", "256"])
     shown = capsys.readouterr().out
     assert "saved by shared prefixes" in shown

@@ -97,7 +97,7 @@ def encoded(model: Path, samples: list[Sample], **spec: Any) -> tuple[list[Encod
     return [sample for result in results for sample in result], InputSpec.load(str(model), encoder.limits)
 
 
-def test_what_planning_measures_of_them(model_of: Make, media: Path) -> None:
+def test_planning_measures_videos_and_sounds(model_of: Make, media: Path) -> None:
     samples, spec = encoded(model_of("qwen3-omni"), samples_for("qwen3-omni", media))
     media_samples = [samples[5], *(sample for sample in samples if sample.videos or sample.audios)]
     sizes = {name: (media / name).stat().st_size for name in ("a.wav", "plain.mp4", "loud.mp4")}
@@ -130,7 +130,7 @@ def logits_of_pack(model: Any, batch: PackedBatch, num_samples: int) -> list[tor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_equals_alone_and_nothing_leaks(model_of: Make, media: Path, family: str) -> None:
+def test_packed_samples_equal_single_samples_without_leaks(model_of: Make, media: Path, family: str) -> None:
     directory = model_of(family)
     samples, spec = encoded(directory, samples_for(family, media))
     if "omni" in family:
@@ -192,7 +192,7 @@ def loss_of(model: Any, batch: PackedBatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_media_of_a_shared_prefix_are_looked_at_once(model_of: Make, media: Path, family: str) -> None:
+def test_media_of_a_shared_prefix_are_encoded_once(model_of: Make, media: Path, family: str) -> None:
     directory = model_of(family)
     samples, spec = encoded(directory, questions_about(family, media))
     model = load_model(str(directory), spec.config, dtype=torch.float32, packing=True).eval()
@@ -223,7 +223,7 @@ def test_media_of_a_shared_prefix_are_looked_at_once(model_of: Make, media: Path
 SHARED = {"qwen2.5-omni": Axes(2, 1, "ring"), "qwen3-omni": Axes(1, 2)}
 
 
-def test_sequences_with_sounds_that_two_ranks_share(model_of: Make, media: Path, tmp_path: Path) -> None:
+def test_two_ranks_share_sequences_with_sounds(model_of: Make, media: Path, tmp_path: Path) -> None:
     """Logits, loss, gradients of towers and text as on one rank; sounds are dealt out, and each is heard once."""
     worlds = {}
     for family in SHARED:
@@ -261,7 +261,7 @@ def check_shared(worlds: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("places", [[SHARDED] * 6, [SHARDED, 1, 0, SHARDED, SHARDED, 1]], ids=["sharded", "some local"])
-def test_each_sound_is_one_ranks(model_of: Make, media: Path, places: list[int]) -> None:
+def test_each_sound_is_encoded_by_one_rank(model_of: Make, media: Path, places: list[int]) -> None:
     """By itself, also where its tokens lie between those of a video that is another rank's."""
     samples, spec = encoded(model_of("qwen3-omni"), samples_for("qwen3-omni", media))
     ranks = [with_rank_media(samples, places, spec, SequenceSplit(2, 1, rank)) for rank in range(2)]
@@ -277,7 +277,7 @@ def test_each_sound_is_one_ranks(model_of: Make, media: Path, places: list[int])
 
 
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-omni"])
-def test_the_pixels_matter(model_of: Make, media: Path, family: str, tmp_path: Path) -> None:
+def test_logits_depend_on_the_pixels(model_of: Make, media: Path, family: str, tmp_path: Path) -> None:
     directory = model_of(family)
     (sample, *_), spec = encoded(directory, samples_for(family, media)[:1])
     model = load_model(str(directory), spec.config, dtype=torch.float32, packing=True).eval()
@@ -312,7 +312,7 @@ def test_a_changed_file_is_named(model_of: Make, media: Path, family: str, tmp_p
             collate_packs(encoded_samples, spec)
 
 
-def test_the_commands_train(model_of: Make, drawn_data: Path, tmp_path: Path) -> None:
+def test_commands_train_on_videos_and_sounds(model_of: Make, drawn_data: Path, tmp_path: Path) -> None:
     from packtool.cli.main import run
 
     directory = model_of("qwen3-omni")
@@ -340,7 +340,7 @@ def test_the_commands_train(model_of: Make, drawn_data: Path, tmp_path: Path) ->
     assert np.isfinite(result["last_loss"])
 
 
-def test_limits_given_again_must_agree(model_of: Make, media: Path, tmp_path: Path, capsys: Any) -> None:
+def test_repeated_limits_must_match_the_cache(model_of: Make, media: Path, tmp_path: Path, capsys: Any) -> None:
     from packtool.cli.main import run
 
     directory = model_of("qwen3-vl")

@@ -29,7 +29,7 @@ def chosen(heads: Heads = QWEN3_8B, *, length: int = 30_000, node: int = 8, **op
         ({"ring_size": 2}, (2, 1)),
     ],
 )
-def test_as_asked(options: dict[str, object], expected: tuple[int, int]) -> None:
+def test_requested_axes_are_used(options: dict[str, object], expected: tuple[int, int]) -> None:
     axes = chosen(**options)
     assert (axes.ring_size, axes.ulysses_size) == expected
     if options:
@@ -37,7 +37,7 @@ def test_as_asked(options: dict[str, object], expected: tuple[int, int]) -> None
 
 
 @pytest.mark.smoke
-def test_auto_sends_least() -> None:
+def test_auto_minimizes_communication() -> None:
     # (P - 1) / P * (2 Hq + 2 Hkv) against (P - 1) * 2 Hkv: 80 / 8 against 16 for P = 8; 80 / 2 against 16 for P = 2.
     assert QWEN3_8B.volume(1, 8, "ring", backward=False) == pytest.approx(7 / 8 * 80 / 8)
     assert QWEN3_8B.volume(8, 1, "ring", backward=False) == pytest.approx(7 * 16 / 8)
@@ -52,20 +52,20 @@ def test_auto_sends_least() -> None:
     assert chosen(Heads(32, 32), sequence_parallel_size=4).ulysses_size == 4
 
 
-def test_auto_names_the_volumes() -> None:
+def test_auto_reports_communication_volumes() -> None:
     reason = chosen(sequence_parallel_size=8).reason
     assert "32 heads of Q and 8 of K and V" in reason
     assert "17.5 by ulysses over 8" in reason
 
 
-def test_chunks_of_short_samples_would_be_tiny() -> None:
+def test_short_samples_are_not_split_into_chunks() -> None:
     few = Heads(32, 1)
     assert chosen(few, sequence_parallel_size=2).ring_size == 2
     assert chosen(few, sequence_parallel_size=2, length=300).ulysses_size == 2
     assert "chunks of less than 256" in chosen(few, sequence_parallel_size=2, length=300).reason
 
 
-def test_rings_of_long_chunks_and_gathers_of_short_ones() -> None:
+def test_long_chunks_use_rings_and_short_ones_gathers() -> None:
     few = Heads(32, 1)
     assert chosen(few, sequence_parallel_size=2, length=30_000).kv_exchange == "ring"
     assert chosen(few, sequence_parallel_size=2, length=2000).kv_exchange == "allgather"
@@ -73,7 +73,7 @@ def test_rings_of_long_chunks_and_gathers_of_short_ones() -> None:
     assert chosen(ring_size=2, length=30_000, sequence_parallel_type="allgather").kv_exchange == "allgather"
 
 
-def test_ulysses_stays_in_a_machine() -> None:
+def test_ulysses_stays_within_a_node() -> None:
     axes = chosen(Heads(32, 32), sequence_parallel_size=16, node=8)
     assert (axes.ring_size, axes.ulysses_size) == (2, 8)
     # Of six processes a machine, four would be on two machines every now and then.
@@ -88,11 +88,11 @@ def test_ulysses_stays_in_a_machine() -> None:
         *((Heads(*heads), size, False) for heads, size in (((6, 2), 4), ((8, 3), 2))),
     ],
 )
-def test_heads_that_can_be_shared(heads: Heads, size: int, fits: bool) -> None:
+def test_valid_head_counts_are_accepted(heads: Heads, size: int, fits: bool) -> None:
     assert heads.allow(size) is fits
 
 
-def test_heads_that_cannot_be_shared_are_refused_by_name() -> None:
+def test_invalid_head_counts_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="14 heads of Q and 2 of K and V: ulysses over 4 cannot"):
         chosen(Heads(14, 2), sequence_parallel_size=4, sequence_parallel_type="ulysses")
     # auto finds another way.
@@ -101,7 +101,7 @@ def test_heads_that_cannot_be_shared_are_refused_by_name() -> None:
     assert axes.ulysses_size in (1, 2)
 
 
-def test_windows_are_not_cut() -> None:
+def test_windows_are_not_split() -> None:
     sliding = Heads(8, 8, has_windows=True)
     assert chosen(sliding, sequence_parallel_size=2).ulysses_size == 2
     with pytest.raises(ConfigError, match="only --sequence-parallel-type ulysses"):
@@ -125,7 +125,7 @@ def test_heads_of_a_config() -> None:
     assert not Heads.of_config(text | {"sliding_window": None}).has_windows
 
 
-def test_models_whose_rows_cannot_be_shared() -> None:
+def test_unsupported_models_are_refused() -> None:
     config = {"text_config": {"layer_types": ["linear_attention", "full_attention"]}}
     with pytest.raises(UnsupportedModelError, match="for it has recurrent layers of a kind"):
         refuse_unshareable(config)

@@ -87,7 +87,7 @@ def test_blocks_of_the_cpu_equal_the_formulas(
     assert largest_error(CpuFlashBlockKernel(), shape, (8, 2), dtype, CPU) < allowed
 
 
-def test_queries_that_have_seen_nothing_stay_empty() -> None:
+def test_queries_without_keys_stay_empty() -> None:
     nothing = torch.zeros(3, 2, 4), torch.full((2, 3), -torch.inf)
     out, lse = merge_outputs(*nothing, *nothing)
     assert not out.any()
@@ -99,13 +99,13 @@ def test_queries_that_have_seen_nothing_stay_empty() -> None:
         torch.testing.assert_close(lse, partial[1])
 
 
-def test_documents_must_add_up() -> None:
+def test_document_lengths_must_match_the_tokens() -> None:
     q, k, v, _ = random_tensors(5, 5, (2, 2), torch.float32)
     with pytest.raises(AssertionError, match="add up"):
         MathBlockKernel().fwd(q, k, v, AttentionBlock(Varlen.of_lengths([4]), Varlen.of_lengths([5]), False, 1.0))
 
 
-def test_which_blocks_a_kernel_means() -> None:
+def test_blocks_are_selected_for_each_kernel() -> None:
     assert choose_blocks("auto", CPU, torch.float32, head_dims=(64, 64)).name == "cpu_flash"
     assert choose_blocks("sdpa", CPU, torch.bfloat16, head_dims=(64, 64)).name == "cpu_flash"
     assert choose_blocks("auto", CPU, torch.float32, head_dims=(96, 64)).name == "math"

@@ -153,7 +153,7 @@ def test_compiled_models_keep_copies_and_names() -> None:
     assert not torch.equal(step_of(copied, spec, PACKS[0])[0], step_of(model, spec, PACKS[0])[0])
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_backend("eager", torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"no such backend; did you mean 'inductor'\?"):
         check_backend("inducter", torch.device("cpu"))

@@ -151,7 +151,7 @@ def test_precision() -> None:
     assert checkpoint_dtype(config) == torch.float32
 
 
-def test_counting() -> None:
+def test_parameters_are_counted() -> None:
     model = torch.nn.Linear(3, 2)
     model.bias.requires_grad_(False)
     assert count_parameters(model) == (6, 8)

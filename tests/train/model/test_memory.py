@@ -48,7 +48,7 @@ def test_full_training_and_its_sharding(tiny: TinyWorld) -> None:
     assert f"{plain.total:.2f} GiB" in plain.sentence()
 
 
-def test_activations_follow_the_tokens(tiny: TinyWorld) -> None:
+def test_activation_memory_is_proportional_to_tokens(tiny: TinyWorld) -> None:
     short, middle, long = (estimate(tiny, packing_length=length) for length in (2048, 4096, 8192))
     assert long.activations - middle.activations == pytest.approx(2 * (middle.activations - short.activations))
     assert estimate(tiny, packing_length=8192, gradient_checkpointing=True).activations < long.activations

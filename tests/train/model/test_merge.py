@@ -69,7 +69,9 @@ def test_bfloat16_sum_is_rounded_once(adapter: Path, tmp_path: Path) -> None:
     assert json.loads((short / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_what_cannot_be_merged(adapter: Path, tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmergeable_adapters_are_refused(
+    adapter: Path, tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     messages = {
         str(tmp_path / "none"): "there is no such directory",
         str(adapter.parent): "whose last adapter is .*last",

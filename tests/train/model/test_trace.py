@@ -58,7 +58,9 @@ def test_traced_bytes_equal_those_of_the_pass(name: str, drawn_data: Path, tmp_p
 
 @pytest.mark.parametrize("name", OTHERWISE)
 @pytest.mark.parametrize("how", [{"adapters": True}, {"recomputes": True}], ids=str)
-def test_with_adapters_or_recomputed(name: str, how: dict[str, bool], drawn_data: Path, tmp_path: Path) -> None:
+def test_traced_bytes_with_adapters_or_recomputation(
+    name: str, how: dict[str, bool], drawn_data: Path, tmp_path: Path
+) -> None:
     config = config_of(name, drawn_data, tmp_path)
     check_same(traced_bytes(config, **how), computed_bytes(config, **how))
 

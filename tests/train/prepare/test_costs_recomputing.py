@@ -37,7 +37,7 @@ def test_recomputation_depends_on_the_size_of_the_model(tiny: TinyWorld, tmp_pat
 
 
 @pytest.mark.parametrize("form", [{"n_embd": 1600, "n_layer": 48}, {"hidden_size": 64, "intermediate_size": [64, 128]}])
-def test_a_model_of_unknown_size_recomputes(form: dict[str, Any], tiny: TinyWorld, tmp_path: Path) -> None:
+def test_model_of_unknown_size_uses_recomputation(form: dict[str, Any], tiny: TinyWorld, tmp_path: Path) -> None:
     for path in Path(tiny.model).iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **form}))

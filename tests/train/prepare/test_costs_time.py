@@ -50,7 +50,7 @@ def seconds(tiny: TinyWorld, time: ExpectedTime = TIME, **settings: Any) -> floa
     return float(time.steps(config, *planned(tiny, config)).sum())
 
 
-def test_short_packs_take_the_time_of_their_launches(tiny: TinyWorld) -> None:
+def test_short_packs_take_the_kernel_launch_time(tiny: TinyWorld) -> None:
     fast = dataclasses.replace(TIME, hardware=dataclasses.replace(TIME.hardware, peak_tflops=1e5))
     plan, index, shares = planned(tiny, config := run_config())
     launches = 36 * 150 * 5e-6
@@ -95,7 +95,7 @@ def test_gathering_weights_bounds_the_time_of_a_micro_batch(tiny: TinyWorld) -> 
     assert [exposed > 0 for _, _, exposed in stages] == [False, True, True, False]
 
 
-def test_one_process_exchanges_nothing(tiny: TinyWorld) -> None:
+def test_one_process_has_no_communication_time(tiny: TinyWorld) -> None:
     alone = dataclasses.replace(TIME, world_size=1).collectives(run_config())
     assert alone == (0, 0, 0)
 

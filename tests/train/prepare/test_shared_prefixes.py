@@ -49,7 +49,7 @@ def prepared(world: TinyWorld, folder: Path, **settings: Any) -> Run:
     return Run.of(world.config(folder, **settings), World(0, settings.pop("world", 1)))
 
 
-def test_auto_shares_where_it_saves(alike: TinyWorld, tiny: TinyWorld, tmp_path: Path) -> None:
+def test_auto_shares_if_it_saves_enough(alike: TinyWorld, tiny: TinyWorld, tmp_path: Path) -> None:
     run, unshared = prepared(alike, tmp_path), prepared(alike, tmp_path, share_prefix="false")
     assert run.source.min_shared == MIN_SHARED
     assert run.state.shares_prefixes

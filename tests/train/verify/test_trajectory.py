@@ -59,7 +59,7 @@ def test_vision_models_train_the_same_packed_and_unpacked(name: str, tmp_path: P
     ]
 
 
-def test_a_leak_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leak_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With attention that ignores sample boundaries."""
     save_image_processor(VISION_MODELS[-1], str(tmp_path))
     samples, spec = mixed_samples(VISION_MODELS[-1]), reduced_spec(VISION_MODELS[-1], str(tmp_path))
