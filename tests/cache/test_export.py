@@ -455,7 +455,7 @@ def test_ctrl_c_ends_immediately_and_says_how_to_resume(model: Path, rows: Path,
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
-    assert "run the same command again to resume" in " ".join(stderr.split())
+    assert "repeat the command to resume" in " ".join(stderr.split())
     assert "Traceback" not in stderr
 
 
@@ -469,7 +469,7 @@ def test_sigterm_ends_like_ctrl_c_and_frees_the_directory(model: Path, rows: Pat
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 143
-    assert "run the same command again to resume" in " ".join(stderr.split())
+    assert "repeat the command to resume" in " ".join(stderr.split())
     assert "resource_tracker" not in stderr
     assert not list((tmp_path / "stopped").glob(".lock-*"))
 
