@@ -131,7 +131,7 @@ def _draw_models(folder: Path) -> None:
     plain = ("<|endoftext|>", *CONTROL_TOKENS[1:], *PLAIN_ADDED_TOKENS)
     old = (*plain[:3], *(f"<|{name}|>" for name in _OLD_OMNI), *PLAIN_ADDED_TOKENS)
     new = (*plain, "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>")
-    heard = dict(zip(_OMNI_NAMES, _OLD_OMNI, strict=True)), dict(zip(_OMNI_NAMES, _NEW_OMNI, strict=True))
+    token_names = dict(zip(_OMNI_NAMES, _OLD_OMNI, strict=True)), dict(zip(_OMNI_NAMES, _NEW_OMNI, strict=True))
     _draw_model(
         folder / "qwen2.5-vl",
         plain,
@@ -152,8 +152,8 @@ def _draw_models(folder: Path) -> None:
     videos |= {"size": {"shortest_edge": 4096, "longest_edge": 25165824}}
     _write(folder / "qwen3-vl" / "video_preprocessor_config.json", sizes | videos)
     for name, tokens, names, own in (
-        ("qwen2.5-omni", old, heard[0], {"processor_class": "Qwen2_5OmniProcessor", "patch_size": 14, **_CLIP}),
-        ("qwen3-omni", new, heard[1], {"processor_class": "Qwen3OmniMoeProcessor", "patch_size": 16, **_HALF}),
+        ("qwen2.5-omni", old, token_names[0], {"processor_class": "Qwen2_5OmniProcessor", "patch_size": 14, **_CLIP}),
+        ("qwen3-omni", new, token_names[1], {"processor_class": "Qwen3OmniMoeProcessor", "patch_size": 16, **_HALF}),
     ):
         named = {f"{name}_token": f"<|{token}|>" for name, token in names.items()}
         written = [
@@ -320,12 +320,12 @@ def _draw_media(folder: Path) -> None:
         coarse = draw.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
         Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR).save(path)
 
-    for number, size in enumerate([(240, 160), (180, 300), (200, 200)]):
-        picture(folder / MEDIA / f"{number + 1}.jpg", *size)
-    for number, size in enumerate(_figure_sizes()):
-        picture(folder / FIGURES / f"{number}.jpg", *size)
-    for number in range(3):
-        picture(folder / CHARTS / f"1009{5 + number}.png", 400 + 30 * number, 301)
+    for index, size in enumerate([(240, 160), (180, 300), (200, 200)]):
+        picture(folder / MEDIA / f"{index + 1}.jpg", *size)
+    for index, size in enumerate(_figure_sizes()):
+        picture(folder / FIGURES / f"{index}.jpg", *size)
+    for index in range(3):
+        picture(folder / CHARTS / f"1009{5 + index}.png", 400 + 30 * index, 301)
     media = folder / MEDIA
     write_clip(media / "1.mp4", num_frames=150, size=(240, 320))
     write_clip(media / "2.avi", num_frames=90, size=(112, 80), fps=15)

@@ -52,8 +52,8 @@ def _call(output_path: Path | None, function: Callable[..., Any], *args: Any) ->
     if output_path is not None:
         # Pytest has put files of its own in the place of Python's streams.
         sys.stdout = sys.stderr = output_path.open("w", buffering=1)
-        for number in (1, 2):
-            os.dup2(sys.stderr.fileno(), number)
+        for fd in (1, 2):
+            os.dup2(sys.stderr.fileno(), fd)
     sys.exit(function(*args))
 
 
@@ -90,11 +90,11 @@ def started_ranks(
         function: a number that it returns is the rank's exit code.
         scratch: directory for what a rank has to say when it fails.
     """
-    with socket.socket() as held:
+    with socket.socket() as server_socket:
         # Bound until the end: else whoever connects to something would be given the port before the first rank has it.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        rank_args = size, held.getsockname()[1], scratch, function, *args
+        server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server_socket.bind(("127.0.0.1", 0))
+        rank_args = size, server_socket.getsockname()[1], scratch, function, *args
         processes = [_FORK.Process(target=_main, args=(rank, *rank_args)) for rank in range(size)]
         for process in processes:
             process.start()

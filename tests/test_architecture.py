@@ -102,7 +102,7 @@ def _functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]
 
 
 def test_a_folder_imports_only_from_those_before_it() -> None:
-    wrong = []
+    violations = []
     for path in FILES:
         room = _room(path)
         if room in ("__init__", "__main__"):
@@ -112,7 +112,9 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
             if parts[0] != "packtool":
                 continue
             if len(parts) == 1:
-                wrong.append(f"{path.relative_to(PACKAGE)}:{line}: {room} may not import the package that holds it")
+                violations.append(
+                    f"{path.relative_to(PACKAGE)}:{line}: {room} may not import the package that holds it"
+                )
                 continue
             other = parts[1]
             if other in BASE | {room}:
@@ -120,12 +122,12 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
             else:
                 allowed = room in ORDER and other in ORDER and ORDER.index(other) < ORDER.index(room)
             if not allowed:
-                wrong.append(f"{path.relative_to(PACKAGE)}:{line}: {room} may not import {name}")
-    assert not wrong
+                violations.append(f"{path.relative_to(PACKAGE)}:{line}: {room} may not import {name}")
+    assert not violations
 
 
 def test_training_folder_imports_only_from_those_before_it() -> None:
-    wrong = []
+    violations = []
     for path in FILES:
         place = path.relative_to(PACKAGE).parts
         if place[0] != "train" or place[1] not in TRAIN_ORDER:
@@ -135,10 +137,10 @@ def test_training_folder_imports_only_from_those_before_it() -> None:
             if parts[:2] != ["packtool", "train"] or len(parts) < 3:
                 continue
             if parts[2] not in TRAIN_ORDER[: TRAIN_ORDER.index(place[1]) + 1]:
-                wrong.append(f"{path.relative_to(PACKAGE)}:{line}: {place[1]} may not import {name}")
+                violations.append(f"{path.relative_to(PACKAGE)}:{line}: {place[1]} may not import {name}")
             if place[1] == "prepare" and name.split(".")[0] == "torch":
-                wrong.append(f"{path.relative_to(PACKAGE)}:{line}: what is prepared needs no torch")
-    assert not wrong
+                violations.append(f"{path.relative_to(PACKAGE)}:{line}: what is prepared needs no torch")
+    assert not violations
 
 
 def test_no_import_cycles() -> None:
@@ -154,13 +156,13 @@ def test_no_import_cycles() -> None:
 
 
 def test_heavy_dependencies_have_owners() -> None:
-    wrong = [
+    violations = [
         f"{path.relative_to(PACKAGE)}:{line}: imports {name}"
         for path in FILES
         for name, line in _imports(path)
         if not {_room(path), str(path.relative_to(PACKAGE))} & OWNERS.get(name.split(".")[0], {_room(path)})
     ]
-    assert not wrong
+    assert not violations
 
 
 # Who reads the environment: what starts processes, what takes credentials, and what makes options of variables.
@@ -184,43 +186,43 @@ def test_imports_of_every_run_are_required_packages() -> None:
     others = chain.from_iterable(lines for extra, lines in EXTRAS.items() if extra != "test")
     known = REQUIRED | {canonicalize_name(Requirement(line).name) for line in others} | {"packtool"}
     known |= {"botocore", "markupsafe", "yarl"}  # whose versions aiobotocore, jinja2 and aiohttp decide
-    wrong = []
+    violations = []
     for path in FILES:
         for name, line in _imports(path):
             packages = {canonicalize_name(owner) for owner in DISTRIBUTIONS.get(name.split(".")[0], ())}
             if packages and not packages & known:
-                wrong.append(f"{path.relative_to(PACKAGE)}:{line}: {name}: {packages} not in pyproject.toml")
-    assert not wrong
+                violations.append(f"{path.relative_to(PACKAGE)}:{line}: {name}: {packages} not in pyproject.toml")
+    assert not violations
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE.parent / "scripts").glob("bench_*.py")), ids=lambda path: path.stem)
 def test_benchmarks_need_no_package_of_the_tests(path: Path) -> None:
-    root, wrong, unread, seen = PACKAGE.parent, [], [path], {path}
+    root, violations, unread, visited = PACKAGE.parent, [], [path], {path}
     only_tests = {canonicalize_name(Requirement(line).name) for line in EXTRAS["test"]} - REQUIRED
     while unread:
         file = unread.pop()
         for name, line in _imports(file, ast.parse(file.read_text())):
             if {canonicalize_name(owner) for owner in DISTRIBUTIONS.get(name.split(".")[0], ())} & only_tests:
-                wrong.append(f"{file.relative_to(root)}:{line}: {name}")
+                violations.append(f"{file.relative_to(root)}:{line}: {name}")
             own = root.joinpath(*name.split(".")).with_suffix(".py")
-            if name.startswith(("scripts.", "tests.")) and own.is_file() and own not in seen:
-                seen.add(own)
+            if name.startswith(("scripts.", "tests.")) and own.is_file() and own not in visited:
+                visited.add(own)
                 unread.append(own)
-    assert not wrong
+    assert not violations
 
 
 def test_the_environment_is_read_in_few_places() -> None:
-    wrong = []
+    violations = []
     for path, tree in TREES.items():
         name = path.relative_to(PACKAGE).as_posix()
         if {_room(path), name} & READERS:
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"):
-                wrong.append(f"{name}:{node.lineno}: {ast.unparse(node)}: launch and config read the environment")
+                violations.append(f"{name}:{node.lineno}: {ast.unparse(node)}: launch and config read the environment")
             if isinstance(node, ast.ImportFrom) and node.module == "os":
-                wrong.append(f"{name}:{node.lineno}: import os, so that it is seen what is taken from it")
-    assert not wrong
+                violations.append(f"{name}:{node.lineno}: import os, so that it is seen what is taken from it")
+    assert not violations
 
 
 def test_json_is_read_in_one_place() -> None:
@@ -258,17 +260,17 @@ def test_the_package_is_small() -> None:
 
 def test_a_module_imports_few_others() -> None:
     """One that imports many does several things: move each to the module whose subject it is."""
-    wrong = []
+    violations = []
     for path in FILES:
         own = {name for name, _ in _imports(path) if name in MODULES and name != "packtool"}
         packages = {name for name in own if any(other.startswith(f"{name}.") for other in own)}
         if len(own - packages) > 25:
-            wrong.append(f"{_module(path)}: {len(own - packages)} of our own modules")
-    assert not wrong
+            violations.append(f"{_module(path)}: {len(own - packages)} of our own modules")
+    assert not violations
 
 
 def test_files_and_functions_are_small() -> None:
-    wrong = [
+    violations = [
         f"{path.relative_to(PACKAGE)}: more than {MAX_FILE_LINES} lines: move one of its subjects to a file of its own"
         for path in FILES
         if path.read_text().count("\n") > MAX_FILE_LINES
@@ -276,11 +278,11 @@ def test_files_and_functions_are_small() -> None:
     for where, function in _functions():
         assert function.end_lineno is not None
         if function.end_lineno - function.lineno >= MAX_FUNCTION_LINES:
-            wrong.append(f"{where}: more than {MAX_FUNCTION_LINES} lines: name its steps as functions")
+            violations.append(f"{where}: more than {MAX_FUNCTION_LINES} lines: name its steps as functions")
         arguments = function.args
         if (count := len(arguments.args) + len(arguments.kwonlyargs) + len(arguments.posonlyargs)) > MAX_PARAMETERS:
-            wrong.append(f"{where}: {count} parameters: pass the object that holds them")
-    assert not wrong
+            violations.append(f"{where}: {count} parameters: pass the object that holds them")
+    assert not violations
 
 
 def test_the_wheel_has_every_file() -> None:
@@ -289,8 +291,10 @@ def test_the_wheel_has_every_file() -> None:
     for path in PACKAGE.rglob("*"):
         if path.is_file() and path.suffix not in (".py", ".pyc"):
             owners = [PACKAGE.parent.joinpath(*name.split(".")) for name in patterns]
-            held = zip(owners, patterns.values(), strict=True)
-            assert any(path.match(f"{owner}/{pattern}") for owner, patterns in held for pattern in patterns), path
+            owner_patterns = zip(owners, patterns.values(), strict=True)
+            assert any(
+                path.match(f"{owner}/{pattern}") for owner, patterns in owner_patterns for pattern in patterns
+            ), path
 
 
 def test_every_public_name_has_a_docstring() -> None:
@@ -326,13 +330,13 @@ def _public_arrays(nodes: list[ast.stmt], holder: str = "") -> Iterator[tuple[st
 
 def test_docstrings_give_the_shapes_of_arrays() -> None:
     """A caller learns a shape from the docstring, or from the one that it names, and not from the code."""
-    wrong = [
+    violations = [
         f"{path.relative_to(PACKAGE)}:{where}"
         for path, tree in TREES.items()
         for where, text in _public_arrays(tree.body)
         if not SHAPE.search(text)
     ]
-    assert not wrong
+    assert not violations
 
 
 BARE_NAMES = {"found", "told", "asked", "given", "said", "whole", "some"}
@@ -340,25 +344,25 @@ BARE_NAMES = {"found", "told", "asked", "given", "said", "whole", "some"}
 
 def test_names_say_what_they_hold() -> None:
     """A participle names no thing: ``found`` becomes ``trees``, ``told`` becomes ``warning``."""
-    wrong = [
+    violations = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {name}"
         for path, tree in TREES.items()
         for node in ast.walk(tree)
         for name in [node.arg if isinstance(node, ast.arg) else node.id if isinstance(node, ast.Name) else ""]
         if name in BARE_NAMES
     ]
-    assert not wrong
+    assert not violations
 
 
 def test_docstrings_name_the_thing_first() -> None:
     """No question words: "What a run needs" becomes "Requirements of a run"."""
-    wrong = [
+    violations = [
         f"{path.relative_to(PACKAGE)}: {text.splitlines()[0]}"
         for path, tree in TREES.items()
         for text in _docstrings(tree)
         if re.match(r"(What|Which|Whether|Where|How|Who|Why)\b", text)
     ]
-    assert not wrong
+    assert not violations
 
 
 # Where text goes to a terminal, or becomes HTML: each escapes what others wrote.
@@ -367,7 +371,7 @@ ESCAPERS = {"report/drawing.py"}
 
 
 def test_foreign_text_is_shown_in_few_places() -> None:
-    wrong = []
+    violations = []
     for path, tree in TREES.items():
         name = path.relative_to(PACKAGE).as_posix()
         for node in ast.walk(tree):
@@ -376,17 +380,17 @@ def test_foreign_text_is_shown_in_few_places() -> None:
                 if called in ("print", "typer.echo", "typer.secho", "click.echo", "traceback.print_exc") or (
                     called.endswith((".print", "stdout.write", "stderr.write"))
                 ):
-                    wrong.append(f"{name}:{node.lineno}: {called}: packtool.terminal.show takes care of controls")
+                    violations.append(f"{name}:{node.lineno}: {called}: packtool.terminal.show takes care of controls")
             is_html = isinstance(node, ast.Constant) and isinstance(node.value, str) and "</" in node.value
             if is_html and _room(path) == "report" and name not in ESCAPERS:
-                wrong.append(f"{name}:{node.lineno}: HTML stands in report/templates/")
+                violations.append(f"{name}:{node.lineno}: HTML stands in report/templates/")
         if name not in ESCAPERS and any(module in ("html", "markupsafe") for module, _ in _imports(path)):
-            wrong.append(f"{name}: packtool.report.drawing takes care of controls")
+            violations.append(f"{name}: packtool.report.drawing takes care of controls")
     for template in (PACKAGE / "report" / "templates").iterdir():
         # The environment escapes every text; a template that says otherwise is a hole.
         if re.search(r"autoescape|\|\s*(safe|e|escape|forceescape)\b", template.read_text()):
-            wrong.append(f"{template.name}: escaping is the environment's")
-    assert not wrong
+            violations.append(f"{template.name}: escaping is the environment's")
+    assert not violations
 
 
 # What each of several clients of a store does in its own way.
@@ -402,10 +406,10 @@ def test_every_public_name_is_defined_once() -> None:
         for node in tree.body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
-    wrong = {
+    duplicates = {
         name: paths for name, paths in places.items() if len(paths) > 1 and name not in ONCE_PER_CLIENT | ONCE_MORE
     }
-    assert not wrong
+    assert not duplicates
 
 
 # A preposition or a conjunction that begins a docstring goes on from the name: it says nothing alone.
@@ -442,13 +446,13 @@ def test_docstrings_describe_results() -> None:
 
 def test_work_is_assigned_and_not_dealt() -> None:
     """One word for one thing; checkpoints alone keep "dealings", under which the first of them hold assignments."""
-    wrong = [
-        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+    violations = [
+        f"{path.relative_to(PACKAGE)}:{line_number}: {line.strip()}"
         for path in FILES
-        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for line_number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(r"\b(deal|deals|dealt)\b", line, re.IGNORECASE)
     ]
-    assert not wrong
+    assert not violations
 
 
 @pytest.mark.parametrize("module", ["packtool", "packtool.planning.packing", "tests.forked", "scripts.bench_export"])
@@ -468,19 +472,19 @@ def test_a_family_of_models_is_named_in_its_own_file_only() -> None:
     """Model types and classes of layers are told by the family's record, which all other rooms read."""
     folder = PACKAGE / "encode" / "families"
     own: dict[Path, set[str]] = {}
-    number = 0
+    num_records = 0
     for path in folder.glob("*.py"):
         module = vars(importlib.import_module(_module(path)))
         records = module.get("FAMILIES") or (module.get("FAMILY"),)
         if path.name != "__init__.py" and isinstance(records[0], Family):
-            number += len(records)
+            num_records += len(records)
             own[path] = {
                 name
                 for record in records
                 for name in (*record.model_types, *record.recurrent_types, *record.recurrent_layers)
             }
     names = set().union(*own.values())
-    wrong = [
+    violations = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: names {node.value}"
         for path, tree in TREES.items()
         for node in ast.walk(tree)
@@ -488,8 +492,8 @@ def test_a_family_of_models_is_named_in_its_own_file_only() -> None:
         and node.value in names - own.get(path, set())
         and path.relative_to(PACKAGE).as_posix() not in NAME_FAMILIES
     ]
-    assert number == len(FAMILIES)
-    assert not wrong
+    assert num_records == len(FAMILIES)
+    assert not violations
 
 
 # What is done in one way has one place.
@@ -502,14 +506,14 @@ ONE_PLACE = {
 
 
 def test_unique_operations_stay_in_their_modules() -> None:
-    wrong = []
+    violations = []
     for path, tree in TREES.items():
         where = path.relative_to(PACKAGE).as_posix()
         for node in ast.walk(tree):
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
             if ONE_PLACE.get(name, where) != where:
-                wrong.append(f"{where}:{node.lineno}: {name} belongs to {ONE_PLACE[name]}")
-    assert not wrong
+                violations.append(f"{where}:{node.lineno}: {name} belongs to {ONE_PLACE[name]}")
+    assert not violations
 
 
 def test_runs_are_prepared_without_torch() -> None:

@@ -65,10 +65,10 @@ def test_every_recipe_is_accepted(
     sections = "\n".join(block for block in blocks(DOCS / "training.md") if block.startswith(_ELSEWHERE))
     recipes = re.findall(r"^(?:[A-Z_]+=\S+ )*packtool train (?:.*\\\n)*.+", sections, re.MULTILINE)
     assert len(recipes) >= 10
-    for number, recipe in enumerate(recipes):
+    for index, recipe in enumerate(recipes):
         small = re.sub(r"--model \S+", "--model model", recipe)
         small = re.sub(r"--cached-dataset \S+", "--cached-dataset recipes --max-length 1024", small)
-        small = re.sub(r"--output-dir \S+", f"--output-dir recipe-{number}", small)
+        small = re.sub(r"--output-dir \S+", f"--output-dir recipe-{index}", small)
         run_here(small.replace("configs/", f"{repository}/configs/") + " --dry-run --hardware h100")
         assert "H100 SXM 80 GB, which has 74.5 GiB" in capsys.readouterr().err, recipe
 
@@ -150,5 +150,5 @@ def test_lines_are_short() -> None:
     for page in (*PAGES, *(DOCS.parent / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))):
         if page.name == "options.md" or page.name.startswith("from-"):
             continue
-        for number, line in enumerate(page.read_text().splitlines(), 1):
-            assert len(line) <= 120 or line.startswith(("|", "{")), f"{page.name}:{number}: {len(line)}"
+        for line_number, line in enumerate(page.read_text().splitlines(), 1):
+            assert len(line) <= 120 or line.startswith(("|", "{")), f"{page.name}:{line_number}: {len(line)}"

@@ -23,11 +23,11 @@ def test_the_two_commands(repository: Path, tmp_path: Path) -> None:
         pytest.skip("the scripts would install an environment of their own")
     output = run_in_shell(f"{quickstart} --output-dir {tmp_path / 'demo'}", repository).stdout
     page = (repository / "docs" / "getting-started.md").read_text()
-    shown = re.search(r"```text\n(.*?)```", page, re.DOTALL)
-    assert shown
+    shown_output = re.search(r"```text\n(.*?)```", page, re.DOTALL)
+    assert shown_output
     for line in output[output.index("rows ") :].strip().splitlines():
         name = re.split(r"\s{2,}", line.strip())[0]
-        assert name in shown.group(1), f"docs/getting-started.md does not show {name!r}"
+        assert name in shown_output.group(1), f"docs/getting-started.md does not show {name!r}"
     figures = {
         what.strip(): float(share) for what, share in re.findall(r"^ *(.*?) {2,}([\d.]+)% *$", output, re.MULTILINE)
     }

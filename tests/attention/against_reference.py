@@ -66,8 +66,8 @@ def random_heads(
     """Q, K and V that want gradients."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, head_dim))
-    made = [torch.randn(num_tokens, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    return [tensor.to(dtype or torch.float32).requires_grad_() for tensor in made]
+    tensors = [torch.randn(num_tokens, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [tensor.to(dtype or torch.float32).requires_grad_() for tensor in tensors]
 
 
 def check_kernel(

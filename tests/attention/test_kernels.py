@@ -159,14 +159,14 @@ Tree = tuple[list[int], list[int]]
 def trees(draw: st.DrawFn) -> Tree:
     """Parents and lengths of up to nine nodes, each going on from an earlier one or from nothing."""
     lengths = draw(st.lists(st.integers(1, 21), min_size=1, max_size=9))
-    return [draw(st.integers(-1, number - 1)) for number in range(len(lengths))], lengths
+    return [draw(st.integers(-1, node - 1)) for node in range(len(lengths))], lengths
 
 
 def _paths(parents: list[int]) -> list[list[int]]:
     """Of each node the nodes from the root down to it."""
     paths: list[list[int]] = []
-    for number, parent in enumerate(parents):
-        paths.append([*(paths[parent] if parent >= 0 else []), number])
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
     return paths
 
 
@@ -178,21 +178,21 @@ def test_tree_equals_its_rows_computed_alone(tree: Tree, window: int | None, see
     heads = random_heads(sum(lengths), 4, 2, 8, seed=seed, dtype=torch.float64)
     varlen, index = tree_varlen(parents, lengths)
     parts = list(varlen.documents(sum(lengths)))
-    alone = []
+    row_outputs = []
     for path in _paths(parents):
         row = torch.cat([torch.arange(parts[node].start, parts[node].stop) for node in path])
         row_output = KERNELS["reference"].attend(
             *(tensor[row] for tensor in heads), Varlen.of_lengths([len(row)]), window=window
         )
-        alone.append(row_output[-lengths[path[-1]] :])
-    expected = torch.cat(alone)
+        row_outputs.append(row_output[-lengths[path[-1]] :])
+    expected = torch.cat(row_outputs)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    wanted = torch.autograd.grad((expected * weight).sum(), heads)
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), heads)
     for kernel in (KERNELS["reference"], HERE["sdpa"]):
         out = kernel.attend(heads[0], heads[1][index], heads[2][index], varlen, window=window)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
         gradients = torch.autograd.grad((out * weight).sum(), heads)
-        for gradient, other in zip(gradients, wanted, strict=True):
+        for gradient, other in zip(gradients, expected_gradients, strict=True):
             torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-11)
 
 

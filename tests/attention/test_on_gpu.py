@@ -27,8 +27,8 @@ def test_equals_the_reference(name: str, lengths: list[int]) -> None:
     varlen = Varlen.of_lengths([length for length in lengths if length], GPU)
     for num_heads, num_kv_heads in HEADS:
         for window in (None, 5):
-            made = random_heads(sum(lengths), num_heads, num_kv_heads, 64, dtype=dtype)
-            heads = [tensor.detach().to(GPU).requires_grad_() for tensor in made]
+            inputs = random_heads(sum(lengths), num_heads, num_kv_heads, 64, dtype=dtype)
+            heads = [tensor.detach().to(GPU).requires_grad_() for tensor in inputs]
             check_kernel(kernel, heads, varlen, window=window)
 
 

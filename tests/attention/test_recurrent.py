@@ -68,8 +68,8 @@ def test_packed_logits_equal_those_of_single_samples(setting: Setting) -> None:
             plain["input_ids"] = plain["input_ids"][:, : sample.length]
             plain = {"input_ids": plain["input_ids"]}
         with own_attention(model), torch.no_grad():
-            alone = model(**plain).logits[0]
-        torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
+            expected = model(**plain).logits[0]
+        torch.testing.assert_close(packed, expected, rtol=0, atol=1e-5)
 
 
 def test_changed_sample_does_not_affect_others(setting: Setting) -> None:
@@ -80,7 +80,7 @@ def test_changed_sample_does_not_affect_others(setting: Setting) -> None:
         altered = dataclasses.replace(samples[changed], input_ids=((ids + 7 * (ids < 80)).astype("int32")))
         after = logits_of(model, spec, [*samples[:changed], altered, *samples[changed + 1 :]])
         moved = [not torch.equal(a, b) for a, b in zip(after, before, strict=True)]
-        assert moved == [number == changed for number in range(len(samples))]
+        assert moved == [index == changed for index in range(len(samples))]
 
 
 def test_gradients_of_the_pack_are_the_sum_over_its_samples(setting: Setting) -> None:
@@ -92,11 +92,13 @@ def test_gradients_of_the_pack_are_the_sum_over_its_samples(setting: Setting) ->
             target_losses(model, collate_packs(pack, spec), label_logits_only=True).weighted_sum().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
-    packed, alone = gradients([samples]), gradients([[sample] for sample in samples])
-    assert packed.keys() == alone.keys()
+    packed, unpacked = gradients([samples]), gradients([[sample] for sample in samples])
+    assert packed.keys() == unpacked.keys()
     assert any("linear_attn.conv1d" in name for name in packed)
     for name, gradient in packed.items():
-        torch.testing.assert_close(gradient, alone[name], rtol=1e-4, atol=5e-5, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            gradient, unpacked[name], rtol=1e-4, atol=5e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 def test_packing_leaks_without_isolation(setting: Setting) -> None:
@@ -212,8 +214,8 @@ def test_layer_isolation_is_checked_by_running_it(
     bounds = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
     out = layer(hidden, cu_seq_lens_q=bounds, max_length_q=5)
     assert len(calls) == (1 if honours else 2)
-    alone = torch.cat([real(layer, hidden[:, :4]), real(layer, hidden[:, 4:])], dim=1)
-    torch.testing.assert_close(out, alone)
+    expected = torch.cat([real(layer, hidden[:, :4]), real(layer, hidden[:, 4:])], dim=1)
+    torch.testing.assert_close(out, expected)
 
 
 def test_shared_prefixes_are_refused(setting: Setting) -> None:

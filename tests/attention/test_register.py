@@ -125,8 +125,8 @@ def test_an_unmodified_model_runs_through_the_kernel_of_that_name(impl: str, mon
     packed = model(**inputs, **bounds, use_cache=False).logits[0]
     assert used == ["sdpa" if impl == "auto" else impl] * 2
     model.set_attn_implementation("sdpa")
-    alone = [model(input_ids=torch.arange(6)[None, part]).logits[0] for part in (slice(0, 4), slice(4, 6))]
-    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-6)
+    expected = [model(input_ids=torch.arange(6)[None, part]).logits[0] for part in (slice(0, 4), slice(4, 6))]
+    torch.testing.assert_close(packed, torch.cat(expected), rtol=0, atol=1e-6)
 
 
 def _noted(name: str, attend: Any, used: list[str]) -> Any:

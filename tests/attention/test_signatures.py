@@ -38,9 +38,9 @@ LENGTHS = [5, 7]
 
 def rebuilt(signature: str) -> inspect.Signature:
     """What ``inspect.signature`` would say of the function."""
-    made: dict[str, Any] = {}
-    exec(f"def function({signature}): ...", {}, made)
-    return inspect.signature(made["function"])
+    namespace: dict[str, Any] = {}
+    exec(f"def function({signature}): ...", {}, namespace)
+    return inspect.signature(namespace["function"])
 
 
 def versions(*packages: str) -> list[tuple[str, str]]:

@@ -140,13 +140,13 @@ def make_sample(
     text = random.integers(2, FIRST_CONTROL, num_tokens).astype(np.int32)
     is_target = np.arange(num_tokens) >= num_tokens // 2
     ids, labels, images = list(text[:1]), [-100], []
-    for number, (width, height) in enumerate(pictures):
+    for index, (width, height) in enumerate(pictures):
         assert limits is not None
         grid = image_grid(height, width, limits)
         num_pads = grid[1] * grid[2] // limits.merge_size**2
         ids += [VISION_START, *[IMAGE_PAD] * num_pads, VISION_END]
         labels += [-100] * (num_pads + 2)
-        data = make_picture(width, height, seed=1000 * seed + number)
+        data = make_picture(width, height, seed=1000 * seed + index)
         images.append(EncodedImage(None, data, height, width, grid, num_pads))
     ids += list(text[1:])
     labels += [int(token) if target else -100 for token, target in zip(text[1:], is_target[1:], strict=True)]
@@ -210,7 +210,7 @@ def samples_alike(name: str) -> list[EncodedSample]:
         going_on(other, answers[2]),
         prompt,
     ]
-    return [dataclasses.replace(sample, row=number) for number, sample in enumerate(samples)]
+    return [dataclasses.replace(sample, row=index) for index, sample in enumerate(samples)]
 
 
 def untrained(sample: EncodedSample) -> EncodedSample:

@@ -47,7 +47,7 @@ def text() -> InputSpec:
 @settings(max_examples=50)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=9))
 def test_targets_stay_within_samples_and_none_is_lost(lengths: list[int]) -> None:
-    samples = [make_sample(length, seed=number) for number, length in enumerate(lengths)]
+    samples = [make_sample(length, seed=index) for index, length in enumerate(lengths)]
     packed = collate_packs(samples, reduced_spec("qwen2"))
     padded = collate_padded(samples, reduced_spec("qwen2"))
     starts = [0, *np.cumsum(lengths)]
@@ -71,7 +71,7 @@ def test_targets_stay_within_samples_and_none_is_lost(lengths: list[int]) -> Non
 @settings(max_examples=50)
 @given(lengths=st.lists(st.integers(1, 20), max_size=9), pad_to_multiple_of=st.integers(1, 40))
 def test_padding_is_a_separate_last_document(lengths: list[int], pad_to_multiple_of: int) -> None:
-    samples = [make_sample(length, seed=number) for number, length in enumerate(lengths)]
+    samples = [make_sample(length, seed=index) for index, length in enumerate(lengths)]
     bare = collate_packs(samples, reduced_spec("qwen2"))
     padded = collate_packs(samples, reduced_spec("qwen2"), pad_to_multiple_of=pad_to_multiple_of)
     size, num = bare.input_ids.shape[1], padded.num_padding
@@ -93,8 +93,8 @@ def test_positions_have_four_rows_and_restart_at_every_sample(vision: InputSpec)
     batch = collate_packs(samples, vision)
     assert batch.position_ids.shape == (4, 1, sum(batch.lengths))
     starts = batch.cu_seqlens.tolist()
-    for number, sample in enumerate(samples):
-        rows = batch.position_ids[:, 0, starts[number] : starts[number + 1]]
+    for index, sample in enumerate(samples):
+        rows = batch.position_ids[:, 0, starts[index] : starts[index + 1]]
         assert rows[0].tolist() == list(range(sample.length))
         assert rows[:, 0].tolist() == [0] * 4
         if not sample.images:
@@ -134,10 +134,10 @@ def test_images_of_caches_with_different_limits_are_batched(vision: InputSpec) -
     assert samples[0].images[0].grid != samples[1].images[0].grid
     both = collate_packs(samples, vision)
     limits = dataclasses.replace(vision.limits, image=there)
-    alone = collate_packs(samples[1:], dataclasses.replace(vision, limits=limits))
+    own_batch = collate_packs(samples[1:], dataclasses.replace(vision, limits=limits))
     assert both.pixel_values is not None
-    assert alone.pixel_values is not None
-    assert torch.equal(both.pixel_values[-len(alone.pixel_values) :], alone.pixel_values)
+    assert own_batch.pixel_values is not None
+    assert torch.equal(both.pixel_values[-len(own_batch.pixel_values) :], own_batch.pixel_values)
 
 
 @pytest.mark.parametrize("collate", [collate_packs, collate_padded])
@@ -180,9 +180,9 @@ def test_changed_image_with_the_same_grid_is_named(vision: InputSpec, tmp_path: 
 
 def test_a_missing_picture_is_named(vision: InputSpec, tmp_path: Path) -> None:
     sample = make_sample(4, ((40, 32),), seed=3, limits=vision.limits.image)
-    gone = dataclasses.replace(sample.images[0], path=str(tmp_path / "gone.png"), data=None)
+    missing_image = dataclasses.replace(sample.images[0], path=str(tmp_path / "gone.png"), data=None)
     with pytest.raises(DataError, match=r"gone\.png"):
-        collate_packs([dataclasses.replace(sample, images=(gone,))], vision)
+        collate_packs([dataclasses.replace(sample, images=(missing_image,))], vision)
 
 
 @pytest.mark.parametrize("collate", [collate_packs, collate_padded])

@@ -21,9 +21,9 @@ def test_images_of_local_samples_stay_on_their_rank(tmp_path: Path) -> None:
     spec, limits = reduced_spec("qwen3_vl", str(tmp_path)), reduced_limits(reduced_config("qwen3_vl"))
     samples = [make_sample(8, ((side, side),), seed=n, limits=limits) for n, side in enumerate((32, 64, 48, 64))]
     for places in ([0, 1, 1, 0], [1, SHARDED, 0, SHARDED], [SHARDED] * 4):
-        seen = [_media_of(samples, places, spec, SequenceSplit(2, 1, rank)) for rank in range(2)]
+        media_by_rank = [_media_of(samples, places, spec, SequenceSplit(2, 1, rank)) for rank in range(2)]
         for sample, place in enumerate(places):
-            owner = [rank for rank in range(2) if seen[rank][sample]]
+            owner = [rank for rank in range(2) if media_by_rank[rank][sample]]
             assert len(owner) == 1 if place == SHARDED else owner == [place]
     # Rank 0 has a picture of its own as large as the largest of the others, which goes to rank 1.
     assert _media_of(samples, [SHARDED, 0, SHARDED, SHARDED], spec, SequenceSplit(2, 1, 1)) == [
@@ -42,7 +42,7 @@ def test_every_ranks_part_is_padded_by_itself(data: st.DataObject) -> None:
     place = st.sampled_from([SHARDED, *range(ring * ulysses)])
     places = data.draw(st.lists(place, min_size=len(lengths), max_size=len(lengths)))
     pad_to_multiple_of = data.draw(st.integers(1, 40))
-    samples = [make_sample(length, seed=number) for number, length in enumerate(lengths)]
+    samples = [make_sample(length, seed=index) for index, length in enumerate(lengths)]
     for rank in range(ring * ulysses):
         split = SequenceSplit(ring, ulysses, rank)
         bare = collate_shard(samples, reduced_spec("qwen2"), split, places)

@@ -141,13 +141,13 @@ def test_label_weights_sum_over_samples(rows: list[list[tuple[int, float]]]) -> 
     """By the tokens before a label, and the label: the sum of its weights over the samples."""
     samples = []
     for row in rows:
-        made = sample([token for token, _ in row], [scale > 0 for _, scale in row])
-        samples.append(dataclasses.replace(made, loss_scale=np.array([scale for _, scale in row], np.float32)))
-    wanted: Counter[tuple[int, ...]] = Counter()
+        labeled = sample([token for token, _ in row], [scale > 0 for _, scale in row])
+        samples.append(dataclasses.replace(labeled, loss_scale=np.array([scale for _, scale in row], np.float32)))
+    expected_weights: Counter[tuple[int, ...]] = Counter()
     for one in samples:
         for place in range(1, one.length):
             if one.labels[place] != -100:
-                wanted[tuple(one.input_ids[: place + 1].tolist())] += float(one.loss_scale[place])  # type: ignore[index]
+                expected_weights[tuple(one.input_ids[: place + 1].tolist())] += float(one.loss_scale[place])  # type: ignore[index]
     batch = collate_tree(samples, TEXT, min_shared=1)
     assert batch.num_target_tokens == sum(int((one.labels[1:] != -100).sum()) for one in samples)
     weights: Counter[tuple[int, ...]] = Counter()
@@ -161,7 +161,7 @@ def test_label_weights_sum_over_samples(rows: list[list[tuple[int, float]]]) -> 
             if (label := int(batch.labels[0, at])) != -100:
                 tokens = batch.input_ids[0, path[: place + 1]].tolist()
                 weights[(*tokens, label)] += float(batch.loss_weights[0, at])
-    assert weights == pytest.approx(wanted)
+    assert weights == pytest.approx(expected_weights)
 
 
 def test_padding_after_a_tree_belongs_to_no_sample() -> None:

@@ -32,7 +32,7 @@ class Samples:
 
     @classmethod
     def of_lengths(cls, lengths: list[int]) -> Samples:
-        return cls([make_sample(length, seed=number) for number, length in enumerate(lengths)])
+        return cls([make_sample(length, seed=index) for index, length in enumerate(lengths)])
 
     def sample(self, position: int) -> EncodedSample:
         return self.samples[position]
@@ -79,20 +79,20 @@ def test_every_sample_is_in_its_planned_micro_batch_once(
         gradient_accumulation_steps=accumulation,
         per_device_train_batch_size=per_batch,
     )
-    seen: list[list[int]] = []
+    loaded_ids: list[list[int]] = []
     targets = np.zeros(plan.steps.num_steps, np.int64)
     for rank in range(world_size):
-        dataset, wanted = MicroBatches(reader.sample, spec, packing=packing), planned(plan, rank)
+        dataset, micro_batches = MicroBatches(reader.sample, spec, packing=packing), planned(plan, rank)
         places = [(s, m) for s in range(plan.steps.num_steps) for m in range(plan.steps.num_micro_batches(s))]
-        assert len(wanted) == len(places)
+        assert len(micro_batches) == len(places)
         for index, (step, micro_batch) in enumerate(places):
-            batch = dataset[wanted[index]]
+            batch = dataset[micro_batches[index]]
             assert isinstance(batch, PackedBatch if packing else PaddedBatch)
             positions = [int(p) for pack in plan.samples(step, rank, micro_batch) for p in pack]
             assert documents(batch) == [reader.samples[position].input_ids.tolist() for position in positions]
-            seen += documents(batch)
+            loaded_ids += documents(batch)
             targets[step] += batch.num_target_tokens
-    assert sorted(seen) == sorted(sample.input_ids.tolist() for sample in reader.samples)
+    assert sorted(loaded_ids) == sorted(sample.input_ids.tolist() for sample in reader.samples)
     assert targets.tolist() == [plan.steps.target_tokens(step) for step in range(plan.steps.num_steps)]
 
 
@@ -123,21 +123,21 @@ def test_workers_change_nothing(num_workers: int, start: int, tmp_path: Path) ->
     save_image_processor("qwen3_vl", str(tmp_path))
     spec = reduced_spec("qwen3_vl", str(tmp_path))
     reader = Samples([make_sample(30, ((40, 32),) * (n % 3), seed=n, limits=spec.limits.image) for n in range(8)])
-    dataset, wanted = MicroBatches(reader.sample, spec), planned(reader.plan())[start:]
-    expected = [dataset[micro_batch] for micro_batch in wanted]
-    batches = list(load_micro_batches(dataset, wanted, num_workers=num_workers))
+    dataset, micro_batches = MicroBatches(reader.sample, spec), planned(reader.plan())[start:]
+    expected = [dataset[micro_batch] for micro_batch in micro_batches]
+    batches = list(load_micro_batches(dataset, micro_batches, num_workers=num_workers))
     assert len(batches) == len(expected)
     for batch, other in zip(batches, expected, strict=True):
-        for name, wanted in contents(other).items():
+        for name, micro_batches in contents(other).items():
             value = contents(batch)[name]
-            assert torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted
+            assert torch.equal(value, micro_batches) if isinstance(value, torch.Tensor) else value == micro_batches
 
 
 def test_dataset_can_be_pickled() -> None:
     reader = Samples.of_lengths([3, 4, 40, 50])
-    dataset, wanted = MicroBatches(reader.sample, reduced_spec("qwen3")), planned(reader.plan())
-    copy, same = pickle.loads(pickle.dumps((dataset, wanted)))
-    batch, copied_batch = dataset[wanted[1]], copy[same[1]]
+    dataset, micro_batches = MicroBatches(reader.sample, reduced_spec("qwen3")), planned(reader.plan())
+    copy, same = pickle.loads(pickle.dumps((dataset, micro_batches)))
+    batch, copied_batch = dataset[micro_batches[1]], copy[same[1]]
     assert isinstance(batch, PackedBatch)
     assert isinstance(copied_batch, PackedBatch)
     assert torch.equal(batch.input_ids, copied_batch.input_ids)
@@ -155,24 +155,26 @@ def test_worker_errors_keep_type_remedy_and_order(num_workers: int) -> None:
     batches = load_micro_batches(MicroBatches(reader.sample, spec), planned(plan), num_workers=num_workers)
     for _ in range(position):
         next(batches)
-    with pytest.raises(DataError, match=r"row 1 of reduced\.jsonl: 1 image tokens") as caught:
+    with pytest.raises(DataError, match=r"row 1 of reduced\.jsonl: 1 image tokens") as exc_info:
         next(batches)
-    assert caught.value.remedy
-    assert "Traceback" not in str(caught.value)
+    assert exc_info.value.remedy
+    assert "Traceback" not in str(exc_info.value)
 
 
 def test_loading_does_not_use_torch_random_numbers() -> None:
     reader = Samples.of_lengths([3, 4])
-    dataset, wanted = MicroBatches(reader.sample, reduced_spec("qwen3")), planned(reader.plan())
+    dataset, micro_batches = MicroBatches(reader.sample, reduced_spec("qwen3")), planned(reader.plan())
     before = torch.random.get_rng_state()
-    list(load_micro_batches(dataset, wanted))
-    list(load_micro_batches(dataset, wanted, num_workers=1))
+    list(load_micro_batches(dataset, micro_batches))
+    list(load_micro_batches(dataset, micro_batches, num_workers=1))
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_common_prefixes_are_computed_once_if_requested() -> None:
-    reader, wanted = Samples(samples_alike("qwen3")), MicroBatch([[0, 2, 3], [6, 5, 1, 4]])
-    flat, tree = (MicroBatches(reader.sample, reduced_spec("qwen3"), min_shared=least)[wanted] for least in (None, 5))
+    reader, micro_batch = Samples(samples_alike("qwen3")), MicroBatch([[0, 2, 3], [6, 5, 1, 4]])
+    flat, tree = (
+        MicroBatches(reader.sample, reduced_spec("qwen3"), min_shared=least)[micro_batch] for least in (None, 5)
+    )
     assert type(flat) is PackedBatch
     assert type(tree) is TreeBatch
     assert tree.input_ids.shape[1] < flat.input_ids.shape[1]
@@ -182,20 +184,21 @@ def test_common_prefixes_are_computed_once_if_requested() -> None:
 def test_missing_image_removes_all_samples_of_its_prefix(tmp_path: Path) -> None:
     save_image_processor("qwen3_vl", str(tmp_path))
     spec, samples = reduced_spec("qwen3_vl", str(tmp_path)), samples_alike("qwen3_vl")
-    gone = samples[0].images[0]
-    with_it = [number for number, sample in enumerate(samples) if gone in sample.images]
+    missing_image = samples[0].images[0]
+    with_it = [index for index, sample in enumerate(samples) if missing_image in sample.images]
     assert 3 <= len(with_it) < len(samples)
-    for number in with_it:
+    for index in with_it:
         images = tuple(
-            dataclasses.replace(one, data=b"no picture") if one == gone else one for one in samples[number].images
+            dataclasses.replace(one, data=b"no picture") if one == missing_image else one
+            for one in samples[index].images
         )
-        samples[number] = dataclasses.replace(samples[number], images=images)
+        samples[index] = dataclasses.replace(samples[index], images=images)
     dataset = MicroBatches(Samples(samples).sample, spec, skip_bad_media=True, min_shared=5)
     batch = dataset[MicroBatch([list(range(len(samples)))])]
     assert type(batch) is TreeBatch
     assert [skipped.row for skipped in batch.skipped] == with_it
     assert batch.num_samples == len(samples) - len(with_it)
-    lost = sum(int((samples[number].labels[1:] != -100).sum()) for number in with_it)
+    lost = sum(int((samples[index].labels[1:] != -100).sum()) for index in with_it)
     assert sum(skipped.num_target_tokens for skipped in batch.skipped) == lost
-    remaining_batch = collate_packs([sample for number, sample in enumerate(samples) if number not in with_it], spec)
+    remaining_batch = collate_packs([sample for index, sample in enumerate(samples) if index not in with_it], spec)
     assert batch.num_target_tokens == remaining_batch.num_target_tokens

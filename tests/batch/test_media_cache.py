@@ -25,22 +25,22 @@ BLOCK = 4096
 MUCH = 1 << 30
 
 
-def frames(number: int, blocks: int = 1) -> npt.NDArray[np.uint8]:
+def frames(medium: int, blocks: int = 1) -> npt.NDArray[np.uint8]:
     """Frames of a medium whose entry takes so many blocks."""
-    return np.full((1, 3, 8, blocks * 128), number % 251, np.uint8)
+    return np.full((1, 3, 8, blocks * 128), medium % 251, np.uint8)
 
 
 def size_of(directory: Path) -> int:
     return sum(-(-path.stat().st_size // BLOCK) * BLOCK for path in (directory / "entries").iterdir())
 
 
-def load(cache: MediaCache, number: int, *, blocks: int = 1, again: bool = True) -> bool:
+def load(cache: MediaCache, medium: int, *, blocks: int = 1, is_read_again: bool = True) -> bool:
     """Whether a medium was there; it is right, and kept if it was not."""
-    cached_frames = cache.read(key_of(number), is_read_again=again)
+    cached_frames = cache.read(key_of(medium), is_read_again=is_read_again)
     if cached_frames is None:
-        cache.keep(key_of(number), frames(number, blocks), is_read_again=again)
+        cache.keep(key_of(medium), frames(medium, blocks), is_read_again=is_read_again)
         return False
-    np.testing.assert_array_equal(cached_frames, frames(number, blocks))
+    np.testing.assert_array_equal(cached_frames, frames(medium, blocks))
     return True
 
 
@@ -117,8 +117,8 @@ def test_entries_of_active_runs_are_not_evicted_for_others(tmp_path: Path) -> No
 def test_media_unused_in_the_next_epoch_are_evicted_first(tmp_path: Path) -> None:
     cache = MediaCache(str(tmp_path), 4 * BLOCK, "rows")
     for medium in range(4):
-        load(cache, medium, again=medium != 2)
-    assert not load(cache, 10, again=False)
+        load(cache, medium, is_read_again=medium != 2)
+    assert not load(cache, 10, is_read_again=False)
     assert not load(cache, 10)
     assert load(cache, 10)
     assert [load(cache, medium) for medium in (0, 1, 3, 2)] == [True, True, True, False]
@@ -195,8 +195,8 @@ def test_size_limit_holds_and_pixels_are_correct(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int, bool, str]]
 ) -> None:
     directory, limits = tmp_path_factory.mktemp("cache"), (8 * BLOCK, 8 * BLOCK, 5 * BLOCK)
-    caches = [MediaCache(str(directory), limit, f"rows {number}") for number, limit in enumerate(limits)]
-    for run, medium, again, what in steps:
+    caches = [MediaCache(str(directory), limit, f"rows {index}") for index, limit in enumerate(limits)]
+    for run, medium, is_read_again, what in steps:
         cache = caches[run]
         if what == "end":
             end(cache)
@@ -205,7 +205,7 @@ def test_size_limit_holds_and_pixels_are_correct(
         path = directory / "entries" / key_of(medium)
         if what == "damage" and path.exists():
             path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-        load(cache, medium, blocks=1 + medium % 3, again=again)
+        load(cache, medium, blocks=1 + medium % 3, is_read_again=is_read_again)
         assert size_of(directory) <= 8 * BLOCK
         assert cache.used == size_of(directory)
     for cache in caches:

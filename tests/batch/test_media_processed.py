@@ -48,11 +48,11 @@ from packtool.train.model.trace import trace_pass, traced_batch
 from packtool.train.model.trainable import make_trainable, towers_of
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.verify.checks import PackUnderTest, check_gradients, check_isolation, check_logits, check_prefixes
-from tests.attention.parallel.shared_model import Found, Setting, alone, check_setting
+from tests.attention.parallel.shared_model import Found, Setting, check_setting, forward_alone
 from tests.encode.other_families import model_of, tokens_of
 from tests.forked import run_ranks
 from tests.media.clips import write_clip
-from tests.train.model.measured import computed_bytes, made
+from tests.train.model.measured import computed_bytes, measured_model
 from tests.train.real_models import traces_float32_experts
 
 TRAINED = [
@@ -85,16 +85,16 @@ class World:
         """With weights large enough that every token matters."""
         torch.manual_seed(0)
         config = copy.deepcopy(self.spec.config)  # a model writes its choice of attention into it
-        made = auto_class(config).from_config(config).eval()
-        for parameter in made.parameters():
+        model = auto_class(config).from_config(config).eval()
+        for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.08)
-        return made
+        return model
 
 
-def row(number: int, question: str, *pictures: int) -> Sample:
+def row(row_index: int, question: str, *pictures: int) -> Sample:
     media = tuple(MediaRef(None, PICTURES[each]) for each in pictures)
-    return Sample((Turn("user", question), Turn("assistant", f"Answer {number}.")), media, "rows.jsonl", number)
+    return Sample((Turn("user", question), Turn("assistant", f"Answer {row_index}.")), media, "rows.jsonl", row_index)
 
 
 def noise(height: int, width: int) -> bytes:
@@ -111,9 +111,9 @@ def rows_for(name: str) -> list[Sample]:
     return [*rows, film(5, "<video>What?", 0), film(6, "Is <video> <video>?", 1, 0)] if name in WITH_VIDEOS else rows
 
 
-def film(number: int, question: str, *videos: int) -> Sample:
+def film(row_index: int, question: str, *videos: int) -> Sample:
     media = tuple(MediaRef(None, VIDEOS[each]) for each in videos)
-    return dataclasses.replace(row(number, question), videos=media)
+    return dataclasses.replace(row(row_index, question), videos=media)
 
 
 def encode(directory: Path, rows: list[Sample], **settings: Any) -> list[Any]:
@@ -123,12 +123,12 @@ def encode(directory: Path, rows: list[Sample], **settings: Any) -> list[Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def media(drawn_data: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    for number, size in enumerate([(100, 60), (70, 150), (30, 30)]):
-        with Image.open(drawn_data / "raw/llama-factory/data/mllm_demo_data" / f"{number + 1}.jpg") as image:
+    for index, size in enumerate([(100, 60), (70, 150), (30, 30)]):
+        with Image.open(drawn_data / "raw/llama-factory/data/mllm_demo_data" / f"{index + 1}.jpg") as image:
             image.convert("RGB").resize(size).save(file := io.BytesIO(), "PNG")
         PICTURES.append(file.getvalue())
-    for number, size in enumerate([(32, 48), (64, 40)]):
-        clip = write_clip(tmp_path_factory.mktemp("clips") / "a.mp4", size=size, num_frames=30 + 21 * number)
+    for index, size in enumerate([(32, 48), (64, 40)]):
+        clip = write_clip(tmp_path_factory.mktemp("clips") / "a.mp4", size=size, num_frames=30 + 21 * index)
         VIDEOS.append(clip.read_bytes())
 
 
@@ -155,14 +155,14 @@ def test_tokens_and_pixels_equal_those_of_the_processor(world_of: Callable[[str]
     for sample, row in zip(world.samples, rows_for(name), strict=True):
         expected = tokens_of(world.processor, row)
         np.testing.assert_array_equal(sample.input_ids, expected.pop("input_ids")[0])
-        made = load_media([sample], world.spec)
+        inputs = load_media([sample], world.spec)
         if "video_grid_thw" in expected:  # the same patches, and each step in time is a picture
             steps = [[1, *sides] for times, *sides in expected["video_grid_thw"].tolist() for _ in range(times)]
             expected["image_grid_thw"] = torch.tensor(steps)
             expected["pixel_values"] = expected["pixel_values_videos"]
         names = world.spec.family.processor_inputs or world.spec.family.image_inputs
-        assert set(made) == {key for key in expected if key in names}
-        for key, tensor in made.items():
+        assert set(inputs) == {key for key in expected if key in names}
+        for key, tensor in inputs.items():
             theirs = torch.as_tensor(expected[key])
             # Pictures of one row lie side by side in some families, without what fills up the smaller one.
             assert torch.equal(tensor[tensor != 0], theirs[theirs != 0])
@@ -175,8 +175,8 @@ def test_tiny_and_narrow_images_match_the_processor(world_of: Callable[[str], Wo
     world = world_of(name)
     names = world.spec.family.processor_inputs or world.spec.family.image_inputs
     questions = [
-        dataclasses.replace(row(number, "<image>?"), images=(MediaRef(None, noise(*size)),))
-        for number, size in enumerate(TINY)
+        dataclasses.replace(row(index, "<image>?"), images=(MediaRef(None, noise(*size)),))
+        for index, size in enumerate(TINY)
     ]
     for question, encoded in zip(questions, encode(world.directory, questions), strict=True):
         if isinstance(encoded, Dropped):
@@ -186,9 +186,9 @@ def test_tiny_and_narrow_images_match_the_processor(world_of: Callable[[str], Wo
             continue
         expected = tokens_of(world.processor, question)
         np.testing.assert_array_equal(encoded[0].input_ids, expected["input_ids"][0])
-        made = load_media(encoded, world.spec)
-        assert set(made) == {key for key in expected if key in names}
-        for key, tensor in made.items():
+        inputs = load_media(encoded, world.spec)
+        assert set(inputs) == {key for key in expected if key in names}
+        for key, tensor in inputs.items():
             assert torch.equal(tensor, torch.as_tensor(expected[key])), (key, TINY[question.row])
 
 
@@ -284,7 +284,7 @@ def test_trace_with_blank_images_equals_the_forward_pass(world_of: Callable[[str
         pytest.skip("its tower takes positions by masks of patches, whose number a trace does not know")
     spec, tokens = world_of(name).spec, RankTokens(computed=200, vision=100)
     with torch.device("meta"):
-        model = made(spec.config, adapters=False, recomputes=False)
+        model = measured_model(spec.config, adapters=False, recomputes=False)
     batch = traced_batch(spec, tokens, Axes())
     assert 64 <= int((batch.input_ids == spec.pad_ids["image"]).sum()) <= 128
     assert trace_pass(model, spec, tokens) == computed_bytes(spec.config, batch=batch)
@@ -296,8 +296,8 @@ def test_trace_with_blank_images_equals_the_forward_pass(world_of: Callable[[str
 def test_questions_about_one_image_share_a_prefix(world_of: Callable[[str], World], name: str) -> None:
     """It is looked at once, and every row has its own logits, and its part of the gradients."""
     world = world_of(name)
-    alike = [row(number, f"<image>What is it? {number}", 1) for number in range(3)]
-    samples = [sample for samples in encode(world.directory, alike) for sample in samples]
+    rows = [row(index, f"<image>What is it? {index}", 1) for index in range(3)]
+    samples = [sample for samples in encode(world.directory, rows) for sample in samples]
     model = world.model()
     set_attention(model)
     pack = PackUnderTest(model, samples, world.spec, torch.float32, min_shared=4)
@@ -331,7 +331,11 @@ def test_two_ranks_share_a_sequence(world_of: Callable[[str], World], tmp_path: 
     worlds = [world for name in TRAINED if (world := world_of(name)).spec.family.processor_inputs]
     settings: dict[str, Setting] = {world.name: (world.spec, world.model(), world.samples) for world in worlds}
     run_ranks(
-        2, check_shared, {name: (each, alone(each)) for name, each in settings.items()}, tmp_path, scratch=tmp_path
+        2,
+        check_shared,
+        {name: (each, forward_alone(each)) for name, each in settings.items()},
+        tmp_path,
+        scratch=tmp_path,
     )
     errors = json.loads((tmp_path / "errors.json").read_text())
     assert len(errors) == len(worlds) > 5
@@ -345,10 +349,10 @@ def check_shared(settings: dict[str, tuple[Setting, Found]], folder: Path) -> No
     dist.init_process_group("gloo")
     ways = [SequenceParallel.on_mesh(axes, "cpu") for axes in (Axes(2, 1, "ring"), Axes(1, 2))]
     errors = {}
-    for number, (name, (setting, expected)) in enumerate(settings.items()):
+    for index, (name, (setting, expected)) in enumerate(settings.items()):
         spec, model, samples = setting
         # Rings do not share layers with windows.
-        parallel = ways[1 if getattr(model.config.text_config, "sliding_window", None) else number % 2]
+        parallel = ways[1 if getattr(model.config.text_config, "sliding_window", None) else index % 2]
         errors[name] = check_setting(setting, expected, parallel)
         # Text alone: each looks at a blank picture, of which nothing goes anywhere.
         bare = collate_shard(samples[1:2], spec, parallel.split)

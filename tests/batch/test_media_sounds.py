@@ -30,12 +30,14 @@ def test_one_second_of_silence_has_the_features_of_minutes(seconds: float, tmp_p
     path = str(write_sound(tmp_path / "a.wav", seconds, RATE))
     count = int(seconds * RATE)
     wave = load_audio(path, None, RATE, count, MediaPolicy())
-    made = extractor(wave, sampling_rate=RATE, return_attention_mask=True, return_tensors="pt", padding="max_length")
-    num_frames = int(made["attention_mask"].sum())
+    features = extractor(
+        wave, sampling_rate=RATE, return_attention_mask=True, return_tensors="pt", padding="max_length"
+    )
+    num_frames = int(features["attention_mask"].sum())
     limits = MediaLimits(audio=AudioLimits(RATE, 160, LONGEST_S * 100, False, 25, 2))
     config: Any = SimpleNamespace()
     spec = InputSpec(str(tmp_path / "model"), config, limits, media_policy=MediaPolicy())
     sample: Any = SimpleNamespace(row=0, source="rows.jsonl")
     mel_frames = _mel_frames(EncodedAudio(path, None, count, num_frames, 1), path, None, sample, spec)
     assert mel_frames.shape == (128, num_frames)
-    assert torch.equal(mel_frames, made["input_features"][0, :, :num_frames])
+    assert torch.equal(mel_frames, features["input_features"][0, :, :num_frames])

@@ -81,8 +81,8 @@ def padded_batch(lengths: list[int], width: int, side: str, seed: int) -> tuple[
 def one_by_one(rows: Tensor, mask: Tensor, width: int, fill: int) -> Tensor:
     """Rows with their padding moved to the right."""
     moved = torch.full((len(rows), width), fill, dtype=rows.dtype)
-    for number, (row, chosen) in enumerate(zip(rows, mask.bool(), strict=True)):
-        moved[number, : int(chosen.sum())] = row[chosen]
+    for index, (row, is_token) in enumerate(zip(rows, mask.bool(), strict=True)):
+        moved[index, : int(is_token.sum())] = row[is_token]
     return moved
 
 
@@ -110,8 +110,8 @@ def test_removing_padding_inverts_restoring(lengths: list[int], side: str, align
     place = packed.seqlens, packed.cu_seqlens, max(lengths)
     rows, row_labels = restore_padding(packed.input_ids, *place), restore_padding(packed.labels, *place)
     right = (torch.arange(max(lengths)) < packed.seqlens[:, None]).long()
-    again = remove_padding(rows, row_labels, right, align_to=align_to)
-    assert all(torch.equal(one, other) for one, other in zip(packed, again, strict=True))
+    removed_again = remove_padding(rows, row_labels, right, align_to=align_to)
+    assert all(torch.equal(one, other) for one, other in zip(packed, removed_again, strict=True))
 
 
 @settings(max_examples=60)

@@ -43,9 +43,9 @@ def shape(nodes: list[Node]) -> list[tuple[tuple[int, ...], int, int, int]]:
     return [(node.samples, node.start, node.stop, node.parent) for node in nodes]
 
 
-def path(nodes: list[Node], number: int) -> list[Node]:
+def path(nodes: list[Node], sample_index: int) -> list[Node]:
     """The nodes of a sample, in order."""
-    return [node for node in nodes if number in node.samples]
+    return [node for node in nodes if sample_index in node.samples]
 
 
 def test_tree_of_two_levels_and_a_single_sample() -> None:
@@ -134,8 +134,8 @@ def test_images_with_equal_bytes_are_equal() -> None:
     one, same, another = (
         dataclasses.replace(picture("a", 2), path=None, data=bytes(data)) for data in (b"12", b"12", b"13")
     )
-    alike = [with_pictures([one, 1]), with_pictures([same, 2]), with_pictures([another, 3])]
-    assert shape(find_tree(alike, SEES, min_shared=1))[0] == ((0, 1), 0, 4, ROOT)
+    rows = [with_pictures([one, 1]), with_pictures([same, 2]), with_pictures([another, 3])]
+    assert shape(find_tree(rows, SEES, min_shared=1))[0] == ((0, 1), 0, 4, ROOT)
 
 
 @settings(max_examples=200)
@@ -146,8 +146,8 @@ def test_images_with_equal_bytes_are_equal() -> None:
 def test_tree_has_every_token_and_label_of_every_sample(rows: list[list[tuple[int, bool]]], min_shared: int) -> None:
     samples = [sample([token for token, _ in row], [target for _, target in row]) for row in rows]
     nodes = find_tree(samples, TEXT, min_shared=min_shared)
-    for number, full_sample in enumerate(samples):
-        branch = path(nodes, number)
+    for sample_index, full_sample in enumerate(samples):
+        branch = path(nodes, sample_index)
         assert [node.start for node in branch] == [0, *(node.stop for node in branch[:-1])]
         assert branch[-1].stop == full_sample.length
         for node, before in zip(branch, [None, *branch], strict=False):
@@ -160,7 +160,9 @@ def test_tree_has_every_token_and_label_of_every_sample(rows: list[list[tuple[in
     for node in nodes:
         assert len(node.samples) == 1 or node.stop >= min_shared
         for place in range(node.start + 1, node.stop + 1):
-            labels = {int(label) for number in node.samples for label in samples[number].labels[place : place + 1]}
+            labels = {
+                int(label) for sample_index in node.samples for label in samples[sample_index].labels[place : place + 1]
+            }
             assert len(labels - {-100}) <= 1
     if min_shared == 1 and not any(target for row in rows for _, target in row):
         distinct = {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
@@ -183,19 +185,21 @@ def test_no_group_is_longer_than_planned(
     """What hashes tell the planner is found in the tokens, whatever is trained and wherever turns end."""
     samples = []
     for row in rows:
-        made = with_pictures(row)
-        size = made.length
+        picture_sample = with_pictures(row)
+        size = picture_sample.length
         is_target = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
         borders = np.array(sorted(data.draw(st.sets(st.integers(1, size)))), np.int32)
-        labels = np.where(is_target & (made.input_ids < IMAGE_PAD), made.input_ids, -100).astype(np.int32)
-        samples.append(dataclasses.replace(made, labels=labels, borders=borders))
+        labels = np.where(is_target & (picture_sample.input_ids < IMAGE_PAD), picture_sample.input_ids, -100).astype(
+            np.int32
+        )
+        samples.append(dataclasses.replace(picture_sample, labels=labels, borders=borders))
     counts, hashes = prefix_hashes(samples, SEES.media_tokens, longer_than=min_shared)
     prefixes = Prefixes(np.cumsum([0, *counts]), hashes.lengths, hashes.hashes)
     lengths = np.array([one.length for one in samples])
     trees = plan_trees(lengths, prefixes, capacity=capacity, min_shared=min_shared)
     plan = trees.expand(pack(trees.sums_per_group(trees.new_tokens(lengths)), capacity, seed=0), lengths)
-    for number, tokens in enumerate(plan.tokens_per_pack().tolist()):
-        nodes = find_tree([samples[i] for i in plan.pack(number)], SEES, min_shared=min_shared)
+    for pack_index, tokens in enumerate(plan.tokens_per_pack().tolist()):
+        nodes = find_tree([samples[i] for i in plan.pack(pack_index)], SEES, min_shared=min_shared)
         assert sum(node.length for node in nodes) <= tokens <= capacity
 
 

@@ -51,14 +51,14 @@ def test_rows_share_media_with_equal_content(
     """As if all media that hold the same were one file; and hashes are equal wherever rows are, for planning."""
     samples, expected = (
         [
-            with_pictures([word if isinstance(word, int) else files[word[0]][number(word)] for word in row])
+            with_pictures([word if isinstance(word, int) else files[word[0]][number_of(word)] for word in row])
             for row in rows
         ]
-        for number in (lambda word: word[1], lambda _: 0)
+        for number_of in (lambda word: word[1], lambda _: 0)
     )
     assert find_tree(samples, SEES, min_shared=1) == find_tree(expected, SEES, min_shared=1)
-    for made in (samples, expected):
-        made[:] = [dataclasses.replace(one, borders=np.array([one.length], np.int32)) for one in made]
+    for sample_list in (samples, expected):
+        sample_list[:] = [dataclasses.replace(one, borders=np.array([one.length], np.int32)) for one in sample_list]
     assert all((a == b).all() for a, b in zip(hashes(samples), hashes(expected), strict=True))
 
 
@@ -69,8 +69,8 @@ def hashes(samples: list) -> tuple:  # type: ignore[type-arg]
 
 def test_media_with_different_token_counts_are_different(files: dict[str, list[EncodedImage]]) -> None:
     one, copy, *_ = files["a"]
-    number = MediaNumbers(ANY)
-    assert number(one) == number(copy) != number(dataclasses.replace(copy, num_tokens=3))
+    media_numbers = MediaNumbers(ANY)
+    assert media_numbers(one) == media_numbers(copy) != media_numbers(dataclasses.replace(copy, num_tokens=3))
 
 
 def test_videos_of_several_files_and_missing_files(files: dict[str, list[EncodedImage]]) -> None:
@@ -79,13 +79,17 @@ def test_videos_of_several_files_and_missing_files(files: dict[str, list[Encoded
         return EncodedVideo(None, None, pairs, 8, 8, 4, 2.0, (0, 2), (2, 2, 2), 1.0, 2)
 
     (one, copy, link, data), (other, *_) = files["a"], files["b"]
-    number = MediaNumbers(ANY)
-    assert number(video(one, other)) == number(video(copy, other)) == number(video(data, other))
-    assert number(video(other, link)) != number(video(one, other))
-    assert number(video(one)) not in (number(video(one, other)), number(one))
-    gone = [picture(name, 2) for name in ("gone.png", "lost.png", "gone.png")]
-    assert [number(each) for each in gone] == [number(gone[0]), number(gone[1]), number(gone[0])]
-    assert number(gone[0]) != number(gone[1])
+    media_numbers = MediaNumbers(ANY)
+    assert media_numbers(video(one, other)) == media_numbers(video(copy, other)) == media_numbers(video(data, other))
+    assert media_numbers(video(other, link)) != media_numbers(video(one, other))
+    assert media_numbers(video(one)) not in (media_numbers(video(one, other)), media_numbers(one))
+    missing_files = [picture(name, 2) for name in ("gone.png", "lost.png", "gone.png")]
+    assert [media_numbers(each) for each in missing_files] == [
+        media_numbers(missing_files[0]),
+        media_numbers(missing_files[1]),
+        media_numbers(missing_files[0]),
+    ]
+    assert media_numbers(missing_files[0]) != media_numbers(missing_files[1])
 
 
 def test_media_that_cannot_be_equal_are_not_read(
@@ -94,17 +98,17 @@ def test_media_that_cannot_be_equal_are_not_read(
     read: list[str | None] = []
     monkeypatch.setattr("packtool.media.files.open_medium", lambda ref, *_: read.append(ref.path))
     monkeypatch.setattr("packtool.batch.prefix_tree.content_name", lambda path, _: read.append(path) or str(path))
-    number = MediaNumbers(ANY)
+    media_numbers = MediaNumbers(ANY)
     one, copy, *_ = files["a"]
     wider = [dataclasses.replace(one, width=size) for size in (8, 16, 24)]
-    assert [number(each) for each in [*wider, *wider]] == [0, 1, 2, 0, 1, 2]
+    assert [media_numbers(each) for each in [*wider, *wider]] == [0, 1, 2, 0, 1, 2]
     assert not read
-    assert number(dataclasses.replace(copy, width=8)) == 3
+    assert media_numbers(dataclasses.replace(copy, width=8)) == 3
     assert sorted(map(str, read)) == sorted(map(str, (one.path, copy.path))), "names differ, so no more is read"
 
 
 def test_copied_media_share_a_branch(files: dict[str, list[EncodedImage]]) -> None:
-    rows = [with_pictures([5, each, 10 + number]) for number, each in enumerate(files["large"])]
+    rows = [with_pictures([5, each, 10 + index]) for index, each in enumerate(files["large"])]
     rows.append(with_pictures([5, files["deceives"][0], 3]))
     nodes = find_tree(rows, SEES, min_shared=4)
     assert nodes[0] == Node((0, 1, 2, 3), 0, 5, ROOT)

@@ -16,7 +16,7 @@ documents = st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, m
 
 def sequence(given_documents: list[tuple[int, bool]], split: SequenceSplit) -> tuple[list[int], list[int]]:
     """Lengths, padded and with a filler as collation makes them, and places: locals go round the ranks."""
-    places = [number % split.size if is_local else SHARDED for number, (_, is_local) in enumerate(given_documents)]
+    places = [index % split.size if is_local else SHARDED for index, (_, is_local) in enumerate(given_documents)]
     lengths = [
         length if place != SHARDED else -(-length // split.multiple) * split.multiple
         for (length, _), place in zip(given_documents, places, strict=True)
@@ -50,7 +50,7 @@ def test_zigzag_gives_every_rank_of_a_ring_the_same_work(lengths: list[int], rin
     positions = np.concatenate([np.arange(length) for length in padded])
     index = assign_tokens(padded, [SHARDED] * len(padded), split)
     # A query at position p sees p + 1 keys.
-    assert len({int((positions[held] + 1).sum()) for held in index}) == 1
+    assert len({int((positions[positions_of_rank] + 1).sum()) for positions_of_rank in index}) == 1
 
 
 @given(st.integers(0, 500), sizes)
@@ -75,8 +75,8 @@ def test_features_arrive_where_their_tokens_are(
     owners = generator.integers(0, split.size, len(positions))
     arrived = _exchanged(positions, owners, assigned)
     for rank, index in enumerate(assigned):
-        wanted = [position for position in index.tolist() if position in set(positions.tolist())]
-        assert arrived[rank] == wanted
+        expected = [position for position in index.tolist() if position in set(positions.tolist())]
+        assert arrived[rank] == expected
 
 
 def _exchanged(positions: np.ndarray, owners: np.ndarray, assigned: list[np.ndarray]) -> list[list[int]]:

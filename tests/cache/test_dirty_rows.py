@@ -75,9 +75,9 @@ def test_only_broken_rows_are_dropped(model: Path, tmp_path: Path) -> None:
     assert str(tmp_path / "cache" / "dropped.jsonl") in note
 
 
-@pytest.mark.parametrize("number", range(len(DIRTY)))
-def test_strict_names_the_row(model: Path, tmp_path: Path, number: int) -> None:
-    line, reason = list(DIRTY.items())[number]
+@pytest.mark.parametrize("row_index", range(len(DIRTY)))
+def test_strict_names_the_row(model: Path, tmp_path: Path, row_index: int) -> None:
+    line, reason = list(DIRTY.items())[row_index]
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join([GOOD.encode(), line]))
     with pytest.raises(RowError, match=rf"rows\.jsonl, row 1: {reason}: "):
         export(config(model, tmp_path, strict=True), Notes())
@@ -87,9 +87,9 @@ def test_the_limit_on_rows_is_a_size() -> None:
     options = {"model": "m", "max_length": 9, "dataset": ("a",), "output_dir": "o"}
     assert resolve(ExportConfig, options).max_row_bytes == 64_000_000
     assert resolve(ExportConfig, {**options, "max_row_bytes": "1.5MiB"}).max_row_bytes == 3 << 19
-    for wrong in ("much", "0"):
+    for invalid_size in ("much", "0"):
         with pytest.raises(ConfigError, match="--max-row-bytes"):
-            resolve(ExportConfig, {**options, "max_row_bytes": wrong})
+            resolve(ExportConfig, {**options, "max_row_bytes": invalid_size})
     trained = {"model": "m", "output_dir": "o", "cached_dataset": ("c",)}
     resolve(TrainConfig, trained)
     with pytest.raises(ConfigError, match="--max-row-bytes requires --dataset"):

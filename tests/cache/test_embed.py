@@ -52,8 +52,8 @@ def test_rows_whose_medium_is_removed_before_it_is_read_are_dropped(
     summary = run_export(media="embed", split_dataset_ratio=ratio, progress=progress)
     assert summary.num_rows == 600 == summary.num_samples + sum(summary.dropped.values())
     dropped = [json.loads(line) for line in (tmp_path / "cache" / "dropped.jsonl").read_text().splitlines()]
-    gone = [line["row"] for line in dropped if "2.png" in line["detail"]]
-    assert sorted(gone) == lost
+    removed_rows = [line["row"] for line in dropped if "2.png" in line["detail"]]
+    assert sorted(removed_rows) == lost
     assert {line["reason"] for line in dropped if "2.png" in line["detail"]} == {"media_missing"}
     assert progress.dropped == len(dropped) == sum(summary.dropped.values())
     for split in ("train", "val") if ratio else ("train",):

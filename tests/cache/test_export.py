@@ -94,12 +94,16 @@ def test_the_split_is_exact_and_seeded(run_export: Export, tmp_path: Path) -> No
 
 
 def test_a_finished_cache_is_not_exported_again(run_export: Export, tmp_path: Path, rows: Path, model: Path) -> None:
-    made = run_export()
+    first_summary = run_export()
     before = tree(tmp_path / "cache")
-    again = run_export()
-    assert again.already_finished
-    assert not made.already_finished
-    assert (again.num_samples, again.length, again.dropped) == (made.num_samples, made.length, made.dropped)
+    second_summary = run_export()
+    assert second_summary.already_finished
+    assert not first_summary.already_finished
+    assert (second_summary.num_samples, second_summary.length, second_summary.dropped) == (
+        first_summary.num_samples,
+        first_summary.length,
+        first_summary.dropped,
+    )
     with pytest.raises(MismatchError, match=r"spec\.max_length: 200 there, 150 here"):
         run_export(max_length=150)
     os.utime(rows)  # touched but the same
@@ -312,10 +316,10 @@ def test_workers_leave_no_semaphores(run_export: Export, monkeypatch: pytest.Mon
     """A semaphore with a name stays in ``/dev/shm`` when the whole group is killed."""
     import multiprocessing.synchronize
 
-    def made(*_: object, **__: object) -> None:
+    def refuse_semaphore(*_: object, **__: object) -> None:
         raise AssertionError("a semaphore was made")
 
-    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", made)
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", refuse_semaphore)
     assert run_export(dataset_num_proc=2).num_rows == 600
 
 
@@ -328,9 +332,9 @@ def test_rows_with_forbidden_media_cause_warnings_before_and_after(run_export: E
     lines = [json.dumps({"messages": turns, "images": [str(tmp_path / "a.png")]})] * 100
     (tmp_path / "rows" / "far.jsonl").write_text("\n".join(lines))
     dataset, progress = (str(tmp_path / "rows" / "far.jsonl"),), RecordingProgress()
-    with pytest.raises(DataError, match="none of 100 rows was kept: 100 media_not_allowed") as caught:
+    with pytest.raises(DataError, match="none of 100 rows was kept: 100 media_not_allowed") as exc_info:
         run_export(dataset=dataset, progress=progress)
-    assert "--media-root DIR" in str(caught.value.remedy)
+    assert "--media-root DIR" in str(exc_info.value.remedy)
     assert ["the first 64 rows with media will be dropped" in line for line in progress.notes] == [False, True]
     for name, allowed in {"a": {"media_root": str(tmp_path)}, "b": {"media_access": "local"}}.items():
         assert run_export(name, dataset=dataset, **allowed).num_samples == 100
@@ -342,9 +346,13 @@ def test_rows_with_forbidden_media_cause_warnings_before_and_after(run_export: E
 def test_a_dry_run_counts_and_writes_nothing(run_export: Export, tmp_path: Path) -> None:
     counted = run_export(dry_run=True)
     assert not (tmp_path / "cache").exists()
-    made = run_export()
-    assert (counted.num_samples, counted.tokens, counted.dropped) == (made.num_samples, made.tokens, made.dropped)
-    assert counted.length == made.length
+    summary = run_export()
+    assert (counted.num_samples, counted.tokens, counted.dropped) == (
+        summary.num_samples,
+        summary.tokens,
+        summary.dropped,
+    )
+    assert counted.length == summary.length
 
 
 def test_truncated_rows_are_counted_with_their_tokens(run_export: Export, tmp_path: Path) -> None:
@@ -423,8 +431,8 @@ def test_export_killed_at_random_times_resumes_exactly(model: Path, rows: Path, 
         elif output.exists():
             moments_inside += 1
     assert moments_inside, "no moment was inside the work"
-    for number in range(round_number + 1):
-        output = tmp_path / f"killed{number}"
+    for index in range(round_number + 1):
+        output = tmp_path / f"killed{index}"
         assert run(_words(model, rows, output)) == 0
         assert tree(output) == expected_files
 
@@ -475,13 +483,13 @@ def test_sigterm_ends_like_ctrl_c_and_frees_the_directory(model: Path, rows: Pat
 
 
 def test_tasks_do_not_depend_on_anything_but_rows_and_settings(run_export: Export, monkeypatch: Any) -> None:
-    seen: list[list[Any]] = []
+    tasks_by_run: list[list[Any]] = []
     real = export_module.make_tasks
-    monkeypatch.setattr(export_module, "make_tasks", lambda *args: seen.append(real(*args)) or seen[-1])
+    monkeypatch.setattr(export_module, "make_tasks", lambda *args: tasks_by_run.append(real(*args)) or tasks_by_run[-1])
     run_export("a", dataset_num_proc=1)
     run_export("b", dataset_num_proc=1)
-    assert seen[0] == seen[1]
-    assert sum(task.num_rows for task in seen[0]) == 600
+    assert tasks_by_run[0] == tasks_by_run[1]
+    assert sum(task.num_rows for task in tasks_by_run[0]) == 600
 
 
 def _python(code: str, *arguments: str) -> str:
@@ -539,8 +547,11 @@ def test_parts_of_a_job_array_make_the_same_cache(run_export: Export, tmp_path: 
     assert not (tmp_path / "cache" / "packtool.json").exists()
     with pytest.raises(DataError, match=r"cannot be finished: \d+ of 10 shards are missing \(1, 2, 4"):
         run_export(finalize=True)
-    again = run_export(task_index=0, num_tasks=3)
-    assert (again.num_rows, again.num_missing_shards) == (first_summary.num_rows, first_summary.num_missing_shards)
+    again_summary = run_export(task_index=0, num_tasks=3)
+    assert (again_summary.num_rows, again_summary.num_missing_shards) == (
+        first_summary.num_rows,
+        first_summary.num_missing_shards,
+    )
     assert run_export(task_index=2, num_tasks=3).num_missing_shards == 3
     last = run_export(task_index=1, num_tasks=3)
     assert last.num_missing_shards == 0

@@ -186,7 +186,7 @@ def test_imported_packs_are_split_into_samples(
         names = {"cu_seqlens"}
     ids = [[token for token, _ in document] for document in documents]
     labels = [[token if trained else IGNORED for token, trained in document] for document in documents]
-    alone = [make_encoder({"input_ids": a, "labels": b}) for a, b in zip(ids, labels, strict=True)]
+    alone_samples = [make_encoder({"input_ids": a, "labels": b}) for a, b in zip(ids, labels, strict=True)]
     row: dict[str, Any] = {"input_ids": list(chain(*ids)), "labels": list(chain(*labels))}
     lengths = [len(document) for document in documents]
     row |= {name: boundary_column(name, lengths, padding) for name in names}
@@ -197,7 +197,7 @@ def test_imported_packs_are_split_into_samples(
     if as_arrays:
         row = {name: np.array(value) for name, value in row.items()}
     packed = make_encoder(row)
-    assert (packed or []) == [sample for samples in alone for sample in samples or ()]
+    assert (packed or []) == [sample for samples in alone_samples for sample in samples or ()]
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -247,13 +247,13 @@ def pictures(tmp_path: Path, imported: Imported) -> tuple[list[list[int]], list[
     """Tokens of two rows with a picture each, as LLaMA-Factory would have them, and the pictures."""
     sizes, documents = [(40, 60), (100, 60)], []
     names = []
-    for number, size in enumerate(sizes):
-        name = str(tmp_path / f"p{number}.png")
+    for index, size in enumerate(sizes):
+        name = str(tmp_path / f"p{index}.png")
         Image.new("RGB", size).save(name)
         names.append(name)
         # 32 pixels a side of a token, at least 1024 in all
         pads = round(size[0] / 32) * round(size[1] / 32)
-        documents.append([1, 2, START, *[PAD] * pads, END, 3, 4 + number])
+        documents.append([1, 2, START, *[PAD] * pads, END, 3, 4 + index])
     return documents, names
 
 

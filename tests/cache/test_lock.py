@@ -57,7 +57,7 @@ def _export(model: Path, base: Path, output: str, **settings: Any) -> ExportSumm
 
 
 @contextmanager
-def _at_write(number: int | None, happens: Callable[[], None]) -> Iterator[None]:
+def _at_write(write_index: int | None, happens: Callable[[], None]) -> Iterator[None]:
     """Something happens right before the write of this number, counted from 0."""
     count = 0
 
@@ -65,7 +65,7 @@ def _at_write(number: int | None, happens: Callable[[], None]) -> Iterator[None]
         def call(*args: Any, **more: Any) -> Any:
             nonlocal count
             count += 1
-            if number is not None and count > number:
+            if write_index is not None and count > write_index:
                 happens()
             return real(*args, **more)
 
@@ -86,9 +86,9 @@ def _kill() -> None:
 @pytest.fixture
 def dead(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Runs whose process is gone; all others live."""
-    gone: set[str] = set()
-    monkeypatch.setattr(Holder, "is_live", property(lambda holder: holder.run not in gone))
-    return gone
+    dead_runs: set[str] = set()
+    monkeypatch.setattr(Holder, "is_live", property(lambda holder: holder.run not in dead_runs))
+    return dead_runs
 
 
 def _files(directory: str) -> dict[str, str]:
@@ -175,9 +175,9 @@ def test_second_export_is_refused_while_the_first_runs(
     def second_export() -> None:
         if not messages:
             messages.append("")
-            with pytest.raises(MismatchError, match="is being written by another export on host") as caught:
+            with pytest.raises(MismatchError, match="is being written by another export on host") as exc_info:
                 _export(model, base, directory, loss_scale=loss, overwrite=at % 2 == 0)
-            messages.append(str(caught.value))
+            messages.append(str(exc_info.value))
 
     with _at_write(at, second_export):
         _export(model, base, directory)

@@ -42,11 +42,11 @@ def test_an_empty_export_shows_a_row_and_the_remedy(
 ) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text((row if isinstance(row, str) else json.dumps(row)) + "\n")
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as exc_info:
         run_export(dataset=(str(file),), dry_run=dry_run, **settings)
-    assert caught.value.message.startswith(f"none of 1 rows was kept: 1 {reason}\nFirst dropped row: {file}, row 0: ")
-    assert detail in caught.value.message
-    assert remedy in str(caught.value.remedy)
+    assert exc_info.value.message.startswith(f"none of 1 rows was kept: 1 {reason}\nFirst dropped row: {file}, row 0: ")
+    assert detail in exc_info.value.message
+    assert remedy in str(exc_info.value.remedy)
 
 
 def test_a_template_that_leaves_turns_out_is_named(run_export: Export, tmp_path: Path) -> None:

@@ -23,17 +23,17 @@ def test_origins_match_the_samples_and_files_are_small(
     reader = CacheReader.open([str(tmp_path / "cache")])
     origins = read_origins(reader, 0)
     samples = [reader.sample(position) for position in range(len(reader))]
-    assert [origins.files[number] for number in origins.file] == [sample.source for sample in samples]
+    assert [origins.files[file_index] for file_index in origins.file] == [sample.source for sample in samples]
     assert origins.row.tolist() == [sample.row for sample in samples]
     digests = {source.path: source.digest for source in reader.manifests[0].sources}
     assert dict(zip(origins.files, origins.digests, strict=True)) == digests
     assert origins.part is None
     origins.write(str(tmp_path / "origins.npz"))
     assert (tmp_path / "origins.npz").stat().st_size < len(reader) + 2048
-    again = Origins.read(str(tmp_path / "origins.npz"))
-    assert (again.files, again.digests, again.part) == (origins.files, origins.digests, None)
-    assert np.array_equal(again.file, origins.file)
-    assert np.array_equal(again.row, origins.row)
+    read_back = Origins.read(str(tmp_path / "origins.npz"))
+    assert (read_back.files, read_back.digests, read_back.part) == (origins.files, origins.digests, None)
+    assert np.array_equal(read_back.file, origins.file)
+    assert np.array_equal(read_back.row, origins.row)
     (tmp_path / "origins.npz").write_bytes(b"no archive")
     with pytest.raises(MismatchError, match=r"origins\.npz cannot be read"):
         Origins.read(str(tmp_path / "origins.npz"))

@@ -50,21 +50,21 @@ def thinking_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def conversation(number: int) -> dict[str, Any]:
+def conversation(row_index: int) -> dict[str, Any]:
     """One to three turns that think, the second about a picture, the third a long one in every tenth row."""
     messages = []
-    for turn in range(number % 3 + 1):
+    for turn in range(row_index % 3 + 1):
         mark = "<image>" if turn == 1 else ""
-        messages.append({"role": "user", "content": f"{mark}question {number}.{turn}"})
-        answer = "word " * (60 if number % 10 == 2 and turn == 2 else 3)
-        messages.append({"role": "assistant", "content": answer, "reasoning_content": f"hm {number}.{turn}. "})
-    return {"messages": messages, "images": [f"{number % 5}.png"] if number % 3 else [], "channel": "c"}
+        messages.append({"role": "user", "content": f"{mark}question {row_index}.{turn}"})
+        answer = "word " * (60 if row_index % 10 == 2 and turn == 2 else 3)
+        messages.append({"role": "assistant", "content": answer, "reasoning_content": f"hm {row_index}.{turn}. "})
+    return {"messages": messages, "images": [f"{row_index % 5}.png"] if row_index % 3 else [], "channel": "c"}
 
 
 @pytest.fixture
 def talk(run_export: Export, thinking_model: Path, rows: Path) -> Export:
     """Exports thirty conversations of one, two or three turns."""
-    rows.write_text("".join(json.dumps(conversation(number)) + "\n" for number in range(NUM_ROWS)))
+    rows.write_text("".join(json.dumps(conversation(row_index)) + "\n" for row_index in range(NUM_ROWS)))
 
     def run(name: str = "cache", **settings: Any) -> ExportSummary:
         settings = {"expand_turns": "true", "model": str(thinking_model), "rows_per_shard": 64} | settings
@@ -101,9 +101,9 @@ def test_rows_are_counted_and_turns_shown(talk: Export, tmp_path: Path) -> None:
     assert lines["  turns and responses left out"] == "1"
     figures = cache_figures(str(tmp_path / "cache"))
     assert figures["dropped_examples"] == {}
-    shown = dict(figure_lines(figures))
-    assert shown["train"] == "59 samples from 30 rows in 1 shards"
-    assert shown["turns and responses left out"] == "1 over_max_length"
+    shown_figures = dict(figure_lines(figures))
+    assert shown_figures["train"] == "59 samples from 30 rows in 1 shards"
+    assert shown_figures["turns and responses left out"] == "1 over_max_length"
     assert dict(sample_view(str(tmp_path / "cache"), "train", 2)[0])["part of its row"] == "turn 2 of 2"
     assert "part of its row" not in dict(sample_view(str(tmp_path / "cache"), "train", 0)[0])
     assert talk().already_finished
@@ -136,10 +136,10 @@ def test_samples_of_a_row_share_prefixes_up_to_their_turns(talk: Export, tmp_pat
         for a, b in by_sample
     ]
     samples = samples_of(tmp_path / "cache")
-    for number, (one, other) in enumerate(itertools.pairwise(samples)):
+    for index, (one, other) in enumerate(itertools.pairwise(samples)):
         if one.row == other.row:
-            common = hashes[number].keys() & hashes[number + 1].keys()
-            assert max(hashes[number][each] for each in common) == int(one.turns[0])
+            common = hashes[index].keys() & hashes[index + 1].keys()
+            assert max(hashes[index][each] for each in common) == int(one.turns[0])
 
 
 def test_auto_does_not_change_caches_without_lost_thoughts(talk: Export, model: Path, tmp_path: Path) -> None:
@@ -203,21 +203,21 @@ def test_responses_become_samples(run_export: Export, rows: Path, tmp_path: Path
 
 def test_a_resumed_stream_keeps_the_parts_of_its_samples(talk: Export, tmp_path: Path) -> None:
     talk()
-    held = samples_of(tmp_path / "cache")[:4]
+    carried_samples = samples_of(tmp_path / "cache")[:4]
     counts = InputCounts(rows=0, dropped={}, marks_added=0, parts_left_out={"over_max_length": 2})
-    state = StreamState(carried=held[:1], shuffled=held[1:], counts=counts)
+    state = StreamState(carried=carried_samples[:1], shuffled=carried_samples[1:], counts=counts)
     write_stream_state(str(tmp_path), 0, state)
-    again = read_stream_state(str(tmp_path), 0)
-    assert places([*again.carried, *again.shuffled]) == places(held)
-    assert again.counts == counts
-    for one, other in zip(held, (*again.carried, *again.shuffled), strict=True):
+    read_back = read_stream_state(str(tmp_path), 0)
+    assert places([*read_back.carried, *read_back.shuffled]) == places(carried_samples)
+    assert read_back.counts == counts
+    for one, other in zip(carried_samples, (*read_back.carried, *read_back.shuffled), strict=True):
         assert (one.borders is None) == (other.borders is None)
         if one.borders is not None and other.borders is not None:
             np.testing.assert_array_equal(one.borders, other.borders)
 
 
 def test_an_export_notes_the_choice_of_auto(talk: Export, model: Path) -> None:
-    for name, chosen, expected in (("a", {}, "becomes several"), ("b", {"model": str(model)}, "changes nothing")):
+    for name, options, expected in (("a", {}, "becomes several"), ("b", {"model": str(model)}, "changes nothing")):
         progress = RecordingProgress()
-        talk(name, expand_turns="auto", progress=progress, **chosen)
+        talk(name, expand_turns="auto", progress=progress, **options)
         assert any("--expand-turns auto" in note and expected in note for note in progress.notes)

@@ -54,9 +54,12 @@ NAMES = {"image": "image_pad", "vision_start": "vision_start", "vision_end": "vi
 def ask(run_export: Export, model_that_names_tokens: Path, rows: Path) -> Export:
     """Exports rows in which each of three pictures is asked four questions."""
     lines = []
-    for number in range(24):
-        turns = [{"role": "user", "content": f"<image>{'abcd'[number % 4]}?"}, {"role": "assistant", "content": "yes"}]
-        row = {"messages": turns, "images": [f"{number // 4 % 3}.png"], "channel": "c" if number >= 12 else None}
+    for row_index in range(24):
+        turns = [
+            {"role": "user", "content": f"<image>{'abcd'[row_index % 4]}?"},
+            {"role": "assistant", "content": "yes"},
+        ]
+        row = {"messages": turns, "images": [f"{row_index // 4 % 3}.png"], "channel": "c" if row_index >= 12 else None}
         lines.append(json.dumps(row))
     rows.write_text("\n".join(lines))
 
@@ -81,9 +84,9 @@ def test_each_sample_has_the_hashes_of_its_own_prefixes(ask: Export, tmp_path: P
     samples = [reader.sample(i) for i in range(len(reader))]
     counts, expected = prefix_hashes(samples, MediaTokens.of(config), longer_than=3)
     assert np.diff(prefixes.offsets).tolist() == counts.tolist()
-    for name, wanted in expected._asdict().items():
-        assert getattr(prefixes.prefixes, name).tolist() == wanted.tolist()
-        assert getattr(prefixes.prefixes, name).dtype == wanted.dtype
+    for name, expected_column in expected._asdict().items():
+        assert getattr(prefixes.prefixes, name).tolist() == expected_column.tolist()
+        assert getattr(prefixes.prefixes, name).dtype == expected_column.dtype
     # The picture, the beginning of the answer and its end; a picture's hash is that of its rows, of both channels.
     assert set(np.diff(prefixes.offsets).tolist()) == {3}
     pictures = prefixes.prefixes.hashes[prefixes.offsets[:-1]]
@@ -101,12 +104,12 @@ def test_samples_with_media_files_have_prefix_hashes(ask: Export, tmp_path: Path
     reader = CacheReader.open([str(tmp_path / "first"), f"{bucket}/second", str(tmp_path / "embedded")])
     prefixes = reader.prefixes()
     assert prefixes is not None
-    for number, (start, stop) in enumerate(itertools.pairwise(prefixes.offsets)):
+    for sample_index, (start, stop) in enumerate(itertools.pairwise(prefixes.offsets)):
         here = slice(start, stop)
         hashes = dict(
             zip(prefixes.prefixes.lengths[here].tolist(), prefixes.prefixes.hashes[here].tolist(), strict=True)
         )
-        assert reader.sample(number).prefix_hashes == (hashes if reader.cache_of(number)[0] < 2 else None)
+        assert reader.sample(sample_index).prefix_hashes == (hashes if reader.cache_of(sample_index)[0] < 2 else None)
     (tmp_path / "first" / PLACE).write_bytes(b"damaged")
     assert CacheReader.open([str(tmp_path / "first")]).sample(0).prefix_hashes is None
 
@@ -122,12 +125,12 @@ def test_prefixes_do_not_depend_on_the_number_of_shards(ask: Export, tmp_path: P
 def test_several_caches_are_joined(ask: Export, run_export: Export, tmp_path: Path) -> None:
     ask("one")
     ask("other", split_dataset_ratio=0.3, seed=1)
-    alone = [told_by(tmp_path / name)[1] for name in ("one", "other")]
+    separate = [told_by(tmp_path / name)[1] for name in ("one", "other")]
     both = CacheReader.open([str(tmp_path / name) for name in ("one", "other")]).prefixes()
     assert both is not None
-    assert both.offsets.tolist() == [*alone[0].offsets, *(alone[0].offsets[-1] + alone[1].offsets[1:])]
-    assert both.prefixes.hashes.tolist() == [*alone[0].prefixes.hashes, *alone[1].prefixes.hashes]
-    assert set(both.prefixes.hashes.tolist()) == set(alone[0].prefixes.hashes.tolist())
+    assert both.offsets.tolist() == [*separate[0].offsets, *(separate[0].offsets[-1] + separate[1].offsets[1:])]
+    assert both.prefixes.hashes.tolist() == [*separate[0].prefixes.hashes, *separate[1].prefixes.hashes]
+    assert set(both.prefixes.hashes.tolist()) == set(separate[0].prefixes.hashes.tolist())
 
 
 def write_rows(rows: Path, images: list[str]) -> None:
@@ -169,9 +172,9 @@ def test_changed_pictures_have_other_hashes(
         data = bytearray((tmp_path / "0.png").read_bytes())
         data[-30] ^= 1
         (tmp_path / "0.png").write_bytes(data)
-    before, after, again = (told_by(tmp_path / name)[1].prefixes.hashes for name in ("before", "after", "again"))
+    before, after, unchanged = (told_by(tmp_path / name)[1].prefixes.hashes for name in ("before", "after", "again"))
     assert (before != after).all()
-    assert before.tolist() == again.tolist()
+    assert before.tolist() == unchanged.tolist()
 
 
 def _make_older(cache: Path) -> None:

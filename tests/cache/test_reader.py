@@ -64,9 +64,9 @@ def test_caches_with_other_settings_are_not_joined(run_export: Export, tmp_path:
     shutil.copytree(model, other)
     (other / "chat_template.jinja").write_text((model / "chat_template.jinja").read_text() + "{# other #}")
     run_export("c", model=str(other))
-    with pytest.raises(MismatchError, match="chat template") as caught:
+    with pytest.raises(MismatchError, match="chat template") as exc_info:
         CacheReader.open([str(tmp_path / "a"), str(tmp_path / "c")])
-    assert str(caught.value).count("\n  - ") == 1, "only what differs is named"
+    assert str(exc_info.value).count("\n  - ") == 1, "only what differs is named"
     settings = json.loads((other / "preprocessor_config.json").read_text())
     (other / "preprocessor_config.json").write_text(json.dumps(settings | {"patch_size": 2 * settings["patch_size"]}))
     run_export("d", model=str(other))

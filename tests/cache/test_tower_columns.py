@@ -45,9 +45,9 @@ def test_the_index_has_the_cost_of_vision_and_audio_towers(run_export: Export, t
     samples = [reader.sample(i) for i in range(len(reader))]
     assert reader.index.patch_squares.tolist() == [sample.patch_squares for sample in samples]
     assert reader.index.patch_squares.dtype == np.int64
-    seen = [sample for sample in samples if sample.images]
-    assert seen
-    assert all(sample.patch_squares == (4 * sample.num_media_tokens) ** 2 > 0 for sample in seen)
+    image_samples = [sample for sample in samples if sample.images]
+    assert image_samples
+    assert all(sample.patch_squares == (4 * sample.num_media_tokens) ** 2 > 0 for sample in image_samples)
     assert not reader.index.audio_tokens.any()
     assert reader.index.vision_tokens.tolist() == reader.index.media_tokens.tolist()
 

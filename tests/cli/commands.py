@@ -27,10 +27,10 @@ def run_here(script: str) -> None:
         for line in script.replace("\\\n", " ").strip().splitlines():
             words = [os.path.expandvars(word) for word in shlex.split(line)]
             with pytest.MonkeyPatch.context() as patch:
-                alone = not words or words[0] == "export" or all("=" in word for word in words)
+                is_single_process = not words or words[0] == "export" or all("=" in word for word in words)
                 for name, value in _settings(words):
-                    (outer_patch if alone else patch).setenv(name, value)
-                if not alone:
+                    (outer_patch if is_single_process else patch).setenv(name, value)
+                if not is_single_process:
                     assert words.pop(0) in ("packtool", "swift")
                     assert run(words) == 0, line
 

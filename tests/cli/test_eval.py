@@ -42,8 +42,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
     torch.set_num_threads(1)
     tiny = make_tiny_world(tmp_path_factory.mktemp("tiny"))
     rows = json.loads(Path(tiny.rows).read_text())
-    for number, row in enumerate(rows):
-        row["channel"] = ("colours", "shapes", None)[number % 3]
+    for row_index, row in enumerate(rows):
+        row["channel"] = ("colours", "shapes", None)[row_index % 3]
     Path(tiny.rows).write_text(json.dumps(rows))
     split = dataclasses.replace(tiny, cache=tiny.cache + "-split")
     export_rows(split, split.cache, split_dataset_ratio=0.3)
@@ -84,10 +84,10 @@ def test_evaluation_writes_a_line_per_sample_and_totals(messages: Any, tiny: Tin
     assert columns["target_tokens"] == reader.index.target_tokens.tolist()
     assert columns["perplexity"] == pytest.approx([math.exp(loss) for loss in columns["loss"]])
     for name, total in ((None, totals), *totals["channels"].items()):
-        chosen = [i for i in range(len(reader)) if name is None or columns["channel"][i] == name]
-        targets = sum(columns["target_tokens"][i] for i in chosen)
-        losses = sum(columns["loss"][i] * columns["target_tokens"][i] for i in chosen)
-        assert (total["num_samples"], total["target_tokens"]) == (len(chosen), targets)
+        selected = [i for i in range(len(reader)) if name is None or columns["channel"][i] == name]
+        targets = sum(columns["target_tokens"][i] for i in selected)
+        losses = sum(columns["loss"][i] * columns["target_tokens"][i] for i in selected)
+        assert (total["num_samples"], total["target_tokens"]) == (len(selected), targets)
         assert total["loss"] == pytest.approx(losses / targets)
     assert set(totals["channels"]) == {"colours", "shapes"}
     assert info["total"]["loss"] == totals["loss"]

@@ -62,8 +62,8 @@ def test_a_sample_is_shown_as_text(cache: str, capsys: pytest.CaptureFixture[str
     message = capsys.readouterr().out
     assert f"[image {image.width}x{image.height} -> {image.num_tokens} tokens]" in message
     assert "<|image_pad|>" not in message
-    number = reader.sample(with_picture).row
-    assert f"question {number}<|im_end|>" in message
+    row_number = reader.sample(with_picture).row
+    assert f"question {row_number}<|im_end|>" in message
     assert re.search(r"assistant\n«(word )*<\|im_end\|>»", message)
     assert run(["inspect", cache, "--row", "3", "--split", "val", "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)["parts"]
@@ -106,10 +106,10 @@ def test_a_pack_is_shown(cache: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     write_plan(path, saved)
     assert run(["inspect", cache, "--plan", path, "--pack", "3", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert [sample["sample"] for sample in shown["samples"]] == plan.pack(3).tolist()
-    assert [sample["start"] for sample in shown["samples"]] == [0, *(s["end"] for s in shown["samples"][:-1])]
-    for sample in shown["samples"]:
+    figures = json.loads(capsys.readouterr().out)
+    assert [sample["sample"] for sample in figures["samples"]] == plan.pack(3).tolist()
+    assert [sample["start"] for sample in figures["samples"]] == [0, *(s["end"] for s in figures["samples"][:-1])]
+    for sample in figures["samples"]:
         labels = reader.sample(sample["sample"]).labels
         trained = np.zeros(len(labels), bool)
         for a, b in sample["trained"]:

@@ -180,7 +180,7 @@ FOR_ALL = {"--config", "--set", "--json", "--debug", "--help"}
 def test_errors_name_options_of_their_own_command() -> None:
     """Or say whose options they are: ``packtool export --max-length 8``, ``at export``."""
     options = {name: {word for f in fields(kind) for word in option_names(f)} for name, kind in _SETTINGS.items()}
-    wrong, num_checked = [], 0
+    errors, num_checked = [], 0
     for path in sorted(PACKAGE.rglob("*.py")):
         module = path.relative_to(PACKAGE).as_posix()
         place = max((place for place in RAISED_IN if module.startswith(place)), key=len, default="")
@@ -194,9 +194,9 @@ def test_errors_name_options_of_their_own_command() -> None:
                     option in set().union(*options.values())
                 ]
                 if not (all(has_option) or option in FOR_ALL or any(option in options[command] for command in named)):
-                    wrong.append(f"{module}:{line}: {option} is no option of packtool {' and '.join(commands)}")
+                    errors.append(f"{module}:{line}: {option} is no option of packtool {' and '.join(commands)}")
     assert num_checked > 200
-    assert not wrong
+    assert not errors
 
 
 def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -219,7 +219,7 @@ SCRIPTS = (
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model and rows."""
     folder = tmp_path_factory.mktemp("work")
     make_model(str(folder / "model"), 0)
@@ -228,13 +228,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def work(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same folder as ``$WORK`` and the working directory, with the other variables of the articles."""
-    monkeypatch.setenv("WORK", str(made))
-    monkeypatch.setenv("MODEL", str(made / "model"))
-    monkeypatch.setenv("PACKTOOL_CACHE_DIR", str(made / "caches"))
-    monkeypatch.chdir(made)
-    return made
+    monkeypatch.setenv("WORK", str(work_dir))
+    monkeypatch.setenv("MODEL", str(work_dir / "model"))
+    monkeypatch.setenv("PACKTOOL_CACHE_DIR", str(work_dir / "caches"))
+    monkeypatch.chdir(work_dir)
+    return work_dir
 
 
 def here(script: str) -> str:

@@ -27,7 +27,7 @@ SHARED_BY_TWO = "--sequence-parallel-size 2"
 
 
 @pytest.fixture(scope="module")
-def alike(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+def alike_world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
     root = tmp_path_factory.mktemp("alike")
     return make_alike_world(make_tiny_world(root), root)
 
@@ -47,9 +47,9 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
             answered = [{"role": "user", "content": question}, {"role": "assistant", "content": "yes"}]
             rows.append({"messages": before + answered})
     Path(world.rows).write_text(json.dumps(rows))
-    made = dataclasses.replace(world, cache=str(root / "alike"))
-    export_rows(made, made.cache, max_length=160)
-    return made
+    recurrent_world = dataclasses.replace(world, cache=str(root / "alike"))
+    export_rows(recurrent_world, recurrent_world.cache, max_length=160)
+    return recurrent_world
 
 
 def command(verb: str, world: TinyWorld, folder: Path) -> list[str]:
@@ -82,21 +82,26 @@ def check(words: list[str], reason: str, code: int, capfd: Any) -> None:
 @pytest.mark.parametrize(
     ("verb", "words"), [("train", "--schedule skrull --bucket-size 512"), *(("plan", words) for words in REASONS)]
 )
-def test_options(verb: str, words: str, alike: TinyWorld, tmp_path: Path, capfd: Any) -> None:
+def test_options(verb: str, words: str, alike_world: TinyWorld, tmp_path: Path, capfd: Any) -> None:
     dry = ["--dry-run"] if verb == "train" else []
-    check([*command(verb, alike, tmp_path), *words.split(), *dry], f"combined with {REASONS[words]}", EXIT_USAGE, capfd)
+    check(
+        [*command(verb, alike_world, tmp_path), *words.split(), *dry],
+        f"combined with {REASONS[words]}",
+        EXIT_USAGE,
+        capfd,
+    )
 
 
-def test_trees_respect_the_media_budget(alike: TinyWorld, tmp_path: Path, capfd: Any) -> None:
+def test_trees_respect_the_media_budget(alike_world: TinyWorld, tmp_path: Path, capfd: Any) -> None:
     """Rows that begin with a text, each of which goes on with a picture of its own."""
     rows = []
-    for number in range(12):
+    for index in range(12):
         turns = [{"role": "user", "content": "text" * 20}, {"role": "assistant", "content": "read"}]
-        turns += [{"role": "user", "content": f"<image>{number}"}, {"role": "assistant", "content": "yes"}]
-        rows.append({"messages": turns, "images": [f"pictures/{number:04d}.png"]})
-    path = Path(alike.rows).parent / "pictures.json"
+        turns += [{"role": "user", "content": f"<image>{index}"}, {"role": "assistant", "content": "yes"}]
+        rows.append({"messages": turns, "images": [f"pictures/{index:04d}.png"]})
+    path = Path(alike_world.rows).parent / "pictures.json"
     path.write_text(json.dumps(rows))
-    world = dataclasses.replace(alike, rows=str(path), cache=str(tmp_path / "cache"))
+    world = dataclasses.replace(alike_world, rows=str(path), cache=str(tmp_path / "cache"))
     export_rows(world, world.cache, max_length=200)
     savings = []
     for most in ("20", "256"):
@@ -109,21 +114,23 @@ def test_trees_respect_the_media_budget(alike: TinyWorld, tmp_path: Path, capfd:
     assert "tokens saved by shared prefixes" in capfd.readouterr().out
 
 
-def test_options_of_streams_and_evaluation(alike: TinyWorld, tmp_path: Path, capfd: Any) -> None:
-    streamed = [*command("stream", alike, tmp_path), "--max-samples-per-pack", "9", "--dry-run"]
+def test_options_of_streams_and_evaluation(alike_world: TinyWorld, tmp_path: Path, capfd: Any) -> None:
+    streamed = [*command("stream", alike_world, tmp_path), "--max-samples-per-pack", "9", "--dry-run"]
     check(streamed, "combined with --max-samples-per-pack", EXIT_USAGE, capfd)
-    evaluated = [*command("eval", alike, tmp_path), "--max-samples-per-micro-batch", "9"]
+    evaluated = [*command("eval", alike_world, tmp_path), "--max-samples-per-micro-batch", "9"]
     check(evaluated, "combined with --max-samples-per-micro-batch", EXIT_USAGE, capfd)
 
 
-def test_sequence_parallelism(alike: TinyWorld, tmp_path: Path, capfd: Any) -> None:
-    planned = [*command("plan", alike, tmp_path), *SHARED_BY_TWO.split(), "--world-size", "2"]
+def test_sequence_parallelism(alike_world: TinyWorld, tmp_path: Path, capfd: Any) -> None:
+    planned = [*command("plan", alike_world, tmp_path), *SHARED_BY_TWO.split(), "--world-size", "2"]
     check(planned, "combined with sequence parallelism", EXIT_USAGE, capfd)
     for verb in ("train", "stream", "eval", "verify"):
-        assert run([*command(verb, alike, tmp_path), *SHARED_BY_TWO.split(), "--share-prefix", "true"]) == EXIT_USAGE
+        assert (
+            run([*command(verb, alike_world, tmp_path), *SHARED_BY_TWO.split(), "--share-prefix", "true"]) == EXIT_USAGE
+        )
         assert "cannot be combined with sequence parallelism (--sequence-parallel-size)" in capfd.readouterr().err
     for verb in ("train", "stream"):
-        words = [*command(verb, alike, tmp_path), *SHARED_BY_TWO.split(), "--dry-run"]
+        words = [*command(verb, alike_world, tmp_path), *SHARED_BY_TWO.split(), "--dry-run"]
         run_here(f"NPROC_PER_NODE=2 packtool {' '.join(words)}")
         output = "".join(capfd.readouterr())
         assert "each sample is computed in full: that cannot be combined with sequence parallelism" in output

@@ -46,8 +46,8 @@ def test_figures_and_their_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures["strategies"][0]["speedup"] == 1 < figures["strategies"][1]["speedup"]
     assert figures["bucket_size"] == 26 * 1024
     assert figures["baseline"] == "context-parallel"
-    again = simulated(capsys, *words)
-    assert {**again, "seconds": 0} == {**figures, "seconds": 0}
+    repeated = simulated(capsys, *words)
+    assert {**repeated, "seconds": 0} == {**figures, "seconds": 0}
     assert simulated(capsys, *words, "--seed", "7")["strategies"] != figures["strategies"]
 
 
@@ -198,5 +198,5 @@ def test_a_page_is_named_after_the_cache(
 
 
 def test_durations() -> None:
-    shown = [duration(seconds) for seconds in (0, 1.2e-5, 0.0363, 0.9994, 1.157, 12.34, 123.4)]
-    assert shown == ["0", "0.0120 ms", "36.3 ms", "999 ms", "1.16 s", "12.3 s", "123 s"]
+    durations = [duration(seconds) for seconds in (0, 1.2e-5, 0.0363, 0.9994, 1.157, 12.34, 123.4)]
+    assert durations == ["0", "0.0120 ms", "36.3 ms", "999 ms", "1.16 s", "12.3 s", "123 s"]

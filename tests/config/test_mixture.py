@@ -114,8 +114,8 @@ def test_stages_inherit_common_keys_and_a_single_stage_is_the_run() -> None:
     assert [source.path for source in first_stage.sources] == ["a", "b#9"]
     assert (first_stage.until, first_stage.temperature, second_stage.end, second_stage.temperature) == (4, 2.0, "", 1.0)
     assert not first_stage.stages
-    alone = parse_recipe(f"{{stages: [{{{common}}}]}}", "m", MixOptions())
-    assert replace(alone, place="--mix m") == parse_recipe(f"{{{common}}}", "m", MixOptions())
+    single_stage = parse_recipe(f"{{stages: [{{{common}}}]}}", "m", MixOptions())
+    assert replace(single_stage, place="--mix m") == parse_recipe(f"{{{common}}}", "m", MixOptions())
     with pytest.raises(ConfigError, match=r"the only stage is the whole run: give --packing-length"):
         parse_recipe("stages: [{packing_length: 8, sources: [a]}]", "m", MixOptions())
     with pytest.raises(ConfigError, match="temperature: every stage has its own sources"):

@@ -93,10 +93,10 @@ def test_packing_options_reach_the_packer() -> None:
     ],
 )
 def test_invalid_settings_are_reported(options: dict[str, Any], words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as exc_info:
         resolve(TrainConfig, {**TRAIN, **options})
     for word in words:
-        assert word in str(caught.value)
+        assert word in str(exc_info.value)
 
 
 def test_skrull_options_reach_the_planner() -> None:

@@ -32,12 +32,12 @@ def panels_of(command: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("command", GROUP.commands)
 def test_headings_are_in_their_order(command: str) -> None:
-    shown = list(panels_of(command))
-    assert shown == sorted(shown, key=PANELS.index)
-    assert shown[-1] == LAST
+    headings = list(panels_of(command))
+    assert headings == sorted(headings, key=PANELS.index)
+    assert headings[-1] == LAST
     first_heading = COMMON if hasattr(_SETTINGS[command], "COMMON_OPTIONS") else "Options"
-    assert shown[0] == first_heading
-    assert {COMMON, "Options"} & set(shown) == {first_heading}
+    assert headings[0] == first_heading
+    assert {COMMON, "Options"} & set(headings) == {first_heading}
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_help_texts_are_short() -> None:
 
 @pytest.mark.parametrize("command", GROUP.commands)
 def test_help_texts_are_one_sentence(command: str) -> None:
-    wrong = [
+    long_help_texts = [
         field.metadata["help"]
         for field in dataclasses.fields(_SETTINGS[command])
         if not re.fullmatch(r"[A-Z][^\n]*\.", field.metadata["help"]) or re.search(r"\. [A-Z]", field.metadata["help"])
     ]
-    assert not wrong
+    assert not long_help_texts

@@ -30,9 +30,9 @@ TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o"}
 
 
 def problems_of(cls: type, options: dict[str, Any], **sources: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as exc_info:
         resolve(cls, options, **sources)
-    return str(caught.value)
+    return str(exc_info.value)
 
 
 def test_texts_are_converted_to_the_declared_types() -> None:
@@ -79,9 +79,9 @@ def test_all_mistakes_are_reported_at_once() -> None:
     assert "--max-length is missing" not in messages
 
 
-@pytest.mark.parametrize("wrong", ["1.5", "nan", "inf", "", "1_0x", "true"])
-def test_values_that_are_not_integers_are_refused(wrong: str) -> None:
-    assert "--max-length" in problems_of(ExportConfig, {**EXPORT, "max_length": wrong})
+@pytest.mark.parametrize("value", ["1.5", "nan", "inf", "", "1_0x", "true"])
+def test_values_that_are_not_integers_are_refused(value: str) -> None:
+    assert "--max-length" in problems_of(ExportConfig, {**EXPORT, "max_length": value})
 
 
 def test_aliases_name_the_same_setting() -> None:
@@ -221,7 +221,7 @@ def test_given_options_without_effect_are_warned_about() -> None:
     for_both = {name for name, field in panel.items() if field.metadata["needs"] is None}
     assert for_both == {"freeze_vit", "freeze_aligner", "freeze_llm"}
     for name in sorted(set(panel) - for_both):
-        needed, wanted = panel[name].metadata["needs"]
+        needed, required_type = panel[name].metadata["needs"]
         for train_type in ("lora", "full"):
             default, messages = panel[name].default, list[str]()
             # Also a value that is the default's was given for a purpose.
@@ -230,9 +230,9 @@ def test_given_options_without_effect_are_warned_about() -> None:
                 resolve(TrainConfig, {**TRAIN, "train_type": train_type, name: value}, warn=messages.append)
             except ConfigError as error:
                 messages.append(str(error))
-            message = f"{settings.flag(name)} .*requires --train-type {wanted}"
+            message = f"{settings.flag(name)} .*requires --train-type {required_type}"
             assert needed == "train_type"
-            assert any(re.search(message, line) for line in messages) == (train_type != wanted), (
+            assert any(re.search(message, line) for line in messages) == (train_type != required_type), (
                 name,
                 train_type,
                 messages,

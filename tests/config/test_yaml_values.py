@@ -46,9 +46,9 @@ def test_plain_scalars(text: str, value: Any) -> None:
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_numbers_written_by_python_are_read_back(number: float) -> None:
-    for shown in (repr(number), f"{number:g}", f"{number:.3e}"):
-        assert parse_yaml(shown) == float(shown)
+def test_numbers_written_by_python_are_read_back(value: float) -> None:
+    for text in (repr(value), f"{value:g}", f"{value:.3e}"):
+        assert parse_yaml(text) == float(text)
 
 
 def test_yaml_files_and_set_read_values_alike(tmp_path: Path) -> None:

@@ -62,10 +62,10 @@ def colours_of(path: Path) -> tuple[str, str]:
     """The colour of the shapes and that of the backdrop, from nothing but the pixels."""
     names = {rgb: name for colours in (SHAPE_COLOURS, BACKDROP_COLOURS) for name, rgb in colours.items()}
     with Image.open(path) as picture:
-        seen = {names[rgb] for _, rgb in picture.getcolors()}
+        colours = {names[rgb] for _, rgb in picture.getcolors()}
         corner = names[picture.getpixel((0, 0))]
-    (shape,) = seen & set(SHAPE_COLOURS)
-    (backdrop,) = seen & set(BACKDROP_COLOURS)
+    (shape,) = colours & set(SHAPE_COLOURS)
+    (backdrop,) = colours & set(BACKDROP_COLOURS)
     assert corner == backdrop
     return shape, backdrop
 
@@ -120,10 +120,13 @@ def test_only_the_image_reveals_the_answer(world: SyntheticDataset) -> None:
     train = [one for row in rows_of(world.train) for one in asked_in(row)]
     held_out = [one for row in rows_of(world.held_out) for one in asked_in(row)]
     for what, key in keys.items():
-        seen: dict[Any, Counter[str]] = defaultdict(Counter)
+        answers_by_key: dict[Any, Counter[str]] = defaultdict(Counter)
         for one in train:
-            seen[key(one)][one.answer] += 1
-        right = [bool(seen[key(one)]) and seen[key(one)].most_common(1)[0][0] == one.answer for one in held_out]
+            answers_by_key[key(one)][one.answer] += 1
+        right = [
+            bool(answers_by_key[key(one)]) and answers_by_key[key(one)].most_common(1)[0][0] == one.answer
+            for one in held_out
+        ]
         assert float(np.mean(right)) < world.chance + 0.08, what
 
 

@@ -53,13 +53,13 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return ran
 
 
-def answer_like(seen: float, swapped: float) -> Callable[..., list[tuple[int, int, bool]]]:
+def answer_like(normal_share: float, swapped: float) -> Callable[..., list[tuple[int, int, bool]]]:
     """An evaluation with the given accuracies."""
 
     def evaluate(model: str, cached_dataset: str, **_: Any) -> list[tuple[int, int, bool]]:
         turns = num_questions(Path(cached_dataset).parent)
-        share = swapped if cached_dataset.endswith("swapped") else seen
-        return [(0, number, number < share * turns) for number in range(turns)]
+        share = swapped if cached_dataset.endswith("swapped") else normal_share
+        return [(0, turn, turn < share * turns) for turn in range(turns)]
 
     return evaluate
 

@@ -34,12 +34,12 @@ def make_processor(family: str, tokenizer_folder: Path) -> Any:
     import transformers as t
 
     def tokenizer(**tokens: str) -> Any:
-        made: Any = t.AutoTokenizer.from_pretrained(tokenizer_folder)
-        made.add_special_tokens(
+        hf_tokenizer: Any = t.AutoTokenizer.from_pretrained(tokenizer_folder)
+        hf_tokenizer.add_special_tokens(
             {"additional_special_tokens": list(tokens.values())}, replace_extra_special_tokens=False
         )
         return t.PreTrainedTokenizerFast(
-            tokenizer_object=made.backend_tokenizer,
+            tokenizer_object=hf_tokenizer.backend_tokenizer,
             extra_special_tokens=tokens,
             eos_token="<|im_end|>",
             pad_token="<|endoftext|>",
@@ -110,13 +110,15 @@ def make_processor(family: str, tokenizer_folder: Path) -> Any:
         )
     names = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global": "<global-img>"}
     rows = {f"r{i}{j}": f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)}
-    made = tokenizer(**names, **rows, end_of_utterance_token="<end_of_utterance>")
+    processor_tokenizer = tokenizer(**names, **rows, end_of_utterance_token="<end_of_utterance>")
     sizes = {"size": {"longest_edge": 224}, "max_image_size": {"longest_edge": 56}}
     if family == "smolvlm":
         # Spells numbers of frames; an optional package, and no video is read here.
         processing_smolvlm.num2words = processing_smolvlm.num2words or str
-        return t.SmolVLMProcessor(t.SmolVLMImageProcessor(**sizes), made, t.SmolVLMVideoProcessor(), image_seq_len=4)
-    return t.Idefics3Processor(t.Idefics3ImageProcessor(**sizes), made, image_seq_len=4)
+        return t.SmolVLMProcessor(
+            t.SmolVLMImageProcessor(**sizes), processor_tokenizer, t.SmolVLMVideoProcessor(), image_seq_len=4
+        )
+    return t.Idefics3Processor(t.Idefics3ImageProcessor(**sizes), processor_tokenizer, image_seq_len=4)
 
 
 _CLIP = {"vision_config": _SEES | {"model_type": "clip_vision_model"}, "vision_feature_layer": -1}
@@ -164,7 +166,7 @@ def config_of(family: str, processor: Any) -> dict[str, Any]:
     """``config.json`` of a model of two layers for a processor's tokens."""
     token = "<image_soft_token>" if family == "gemma3" else processor.image_token
     token = "<IMG_CONTEXT>" if family == "internvl" else PADS.get(family, token)
-    number = processor.tokenizer.convert_tokens_to_ids(token)
+    token_id = processor.tokenizer.convert_tokens_to_ids(token)
     # Some name it in one way and some in the other.
     name = (
         "image_token_index" if family in ("aya_vision", "gemma3", "llava", "pixtral", "vipllava") else "image_token_id"
@@ -174,7 +176,7 @@ def config_of(family: str, processor: Any) -> dict[str, Any]:
         "text_config": _TEXT,
         "tie_word_embeddings": False,
         **_CONFIGS[family],
-        name: number,
+        name: token_id,
     }
     if family.startswith("glm"):
         marks = {"image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>"}

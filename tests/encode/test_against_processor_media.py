@@ -83,19 +83,19 @@ def processed(processor: Any, row: dict[str, Any], root: Path, **settings: Any) 
     return processor(text=[text], return_tensors="pt", **processor_inputs)
 
 
-def check(sample: EncodedSample, made: Any) -> None:
-    np.testing.assert_array_equal(sample.input_ids, made["input_ids"][0])
+def check(sample: EncodedSample, inputs: Any) -> None:
+    np.testing.assert_array_equal(sample.input_ids, inputs["input_ids"][0])
     if sample.videos:
-        assert [video.grid for video in sample.videos] == [tuple(grid) for grid in made["video_grid_thw"].tolist()]
+        assert [video.grid for video in sample.videos] == [tuple(grid) for grid in inputs["video_grid_thw"].tolist()]
         for name in ("second_per_grid_ts", "video_second_per_grid"):
-            if name in made:
-                assert [video.seconds_per_grid for video in sample.videos] == pytest.approx(made[name].tolist())
-        if "video_metadata" in made:
-            for video, about in zip(sample.videos, made["video_metadata"], strict=True):
+            if name in inputs:
+                assert [video.seconds_per_grid for video in sample.videos] == pytest.approx(inputs[name].tolist())
+        if "video_metadata" in inputs:
+            for video, about in zip(sample.videos, inputs["video_metadata"], strict=True):
                 assert list(video.indices) == [int(i) for i in about.frames_indices]
-    if "feature_attention_mask" in made:
+    if "feature_attention_mask" in inputs:
         sounds = [*sample.audios, *(video.audio for video in sample.videos if video.audio is not None)]
-        assert [sound.num_features for sound in sounds] == made["feature_attention_mask"].sum(-1).tolist()
+        assert [sound.num_features for sound in sounds] == inputs["feature_attention_mask"].sum(-1).tolist()
 
 
 def encoded(directory: Path, row: dict[str, Any], root: Path, **spec: Any) -> EncodedSample:
@@ -128,9 +128,9 @@ def test_two_clips_of_a_video(drawn_data: Path, tmp_path: Path, family: str) -> 
     settings = {"do_sample_frames": False, "return_metadata": True, "return_tensors": "pt"}
     check(result[0], processor(text=[text], videos=pixels, video_metadata=metadata, **settings))
     assert [video.num_frames for video in result[0].videos] == num_frames
-    for video, shown in zip(result[0].videos, pixels, strict=True):
+    for video, processor_frames in zip(result[0].videos, pixels, strict=True):
         loaded = torch.from_numpy(load_video(video.path, None, (), video.indices)).permute(0, 3, 1, 2)
-        assert torch.equal(loaded, shown)
+        assert torch.equal(loaded, processor_frames)
 
 
 def test_sound_is_not_interleaved_with_clips(drawn_data: Path, tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_sound_is_not_interleaved_with_clips(drawn_data: Path, tmp_path: Path) -
     assert isinstance(interleaved, Dropped)
     assert interleaved.reason == "media_unsupported"
     assert "cut it into a file of its own" in interleaved.detail
-    (seen,) = cached_encoder(directory).encode([sample])
-    assert isinstance(seen, list), seen
+    (result,) = cached_encoder(directory).encode([sample])
+    assert isinstance(result, list), result
 
 
 @pytest.mark.parametrize("clip", [(12.0, None), (11.97, None)])
@@ -197,10 +197,10 @@ def test_sound_track_is_interleaved(
     assert track is not None
     assert sample.audios == ()
     sound = load_audio(str(tmp_path / "a.mp4"), None, 16000, track.num_samples)
-    made = processed(
+    inputs = processed(
         processor, row, tmp_path, fps=fps, audio=[sound], audio_from_video_indices=[0], load_audio_from_video=True
     )
-    check(sample, made)
+    check(sample, inputs)
     plain = encoded(directory, row, tmp_path, fps=fps)
     assert plain.videos[0].audio is None
     assert plain.length < sample.length

@@ -128,14 +128,14 @@ def test_box_coordinates_refer_to_the_resized_image(
     is_json: bool,
 ) -> None:
     medium = picture(*stored, orientation)
-    seen = ImageOps.exif_transpose(Image.open(io.BytesIO(base64.b64decode(medium["bytes"])))).size
-    units = {"real": seen, "norm1": (1, 1), "norm1000": (1000, 1000)}[unit]
+    shown_size = ImageOps.exif_transpose(Image.open(io.BytesIO(base64.b64decode(medium["bytes"])))).size
+    units = {"real": shown_size, "norm1": (1, 1), "norm1000": (1000, 1000)}[unit]
     boxes = [[share * units[i % 2] for i, share in enumerate(corners)] for corners in shares]
     if is_json:
         boxes_row = row({"bbox_type": unit}, json.dumps([{"bbox_2d": box, "label": "x"} for box in boxes]), medium)
     else:
         boxes_row = row({"bbox": boxes, "bbox_type": unit}, " ".join(["<bbox>"] * len(boxes)), medium)
-    written = resized(*seen) if model_type == "qwen2_5_vl" else (1000, 1000)
+    written = resized(*shown_size) if model_type == "qwen2_5_vl" else (1000, 1000)
     expected = [swift(box, units, written) for box in boxes]
     text = target_text(encoder_of(model_type), boxes_row)
     if is_json:
@@ -226,8 +226,10 @@ def test_numbers_without_a_unit_are_unchanged(encoder_of: Encoders) -> None:
     both = row({"bbox": [[320, 240]]}, '{"point_2d": <bbox>}', medium)
     assert target_text(plain, both) == '{"point_2d": [500, 500]}'
     # A form that a question shows is no box; one that it names is.
-    shown = row(None, "none", medium, question='as {"bbox_2d": [x1, y1, x2, y2]}: {"bbox_2d": [320, 240, 640, 480]}')
-    result = encoded(plain, shown)
+    question_row = row(
+        None, "none", medium, question='as {"bbox_2d": [x1, y1, x2, y2]}: {"bbox_2d": [320, 240, 640, 480]}'
+    )
+    result = encoded(plain, question_row)
     assert isinstance(result, list)
     prompt_text = text_of(plain, result[0].input_ids.tolist())
     assert 'as {"bbox_2d": [x1, y1, x2, y2]}: {"bbox_2d": [500, 500, 1000, 1000]}' in prompt_text
@@ -257,7 +259,7 @@ def test_responses_and_thoughts_have_boxes(encoder_of: Encoders) -> None:
         "messages": turns,
         "images": [picture(100, 100)],
         "responses": ["<bbox>", "none", "<bbox>"],
-        "objects": {"bbox": [[number, number] for number in (1, 2, 3, 4)]},
+        "objects": {"bbox": [[coordinate, coordinate] for coordinate in (1, 2, 3, 4)]},
     }
     result = encoded(encoder_of("qwen3_vl"), boxes_row)
     assert isinstance(result, list)
@@ -307,8 +309,8 @@ def test_invalid_boxes_drop_their_row(encoder_of: Encoders, model: Path) -> None
         '{"bbox_2d": [1, 2',
     ):
         assert problem_of(encoder, row(None, answer, medium, bbox_type="real")).reason == "invalid_objects"
-    gone = problem_of(encoder, row({"bbox": [[1, 2]]}, "<bbox>", "gone.png"))
-    assert gone.reason == "media_missing"
+    missing_row = problem_of(encoder, row({"bbox": [[1, 2]]}, "<bbox>", "gone.png"))
+    assert missing_row.reason == "media_missing"
     # Tokens of boxes that nothing closes are text, as all control tokens are that a row spells; not beside real ones.
     broken = row(None, "a <|box_end|>", medium)
     assert target_text(encoder, broken) == "a <|box_end|>"

@@ -198,8 +198,8 @@ def test_image_limits_of_a_row_apply(vision: Encoder, tmp_path: Path) -> None:
     path = str(tmp_path / "a.png")
     plain = encoded_sample(vision, "<image>?", "!", images=[path])
     small = encoded_sample(vision, "<image>?", "!", images=[{"image": path, "max_pixels": 800}])  # type: ignore[list-item]
-    again = encoded_sample(vision, "<image>?", "!", images=[path])
-    assert small.num_media_tokens < plain.num_media_tokens == again.num_media_tokens
+    repeated = encoded_sample(vision, "<image>?", "!", images=[path])
+    assert small.num_media_tokens < plain.num_media_tokens == repeated.num_media_tokens
     dropped = encode(
         vision,
         "<image>?",
@@ -306,7 +306,7 @@ def test_unwritten_media_tokens_are_counted(
     model = small_model(CHATML, CONTROL, QWEN_CONFIG)
     encoder = encoder_for(model, max_length=max_length, truncation_strategy=strategy, media_overflow=overflow)
     text = "<image>a" * len(pixels)
-    row: dict[str, Any] = {"images": [{"image": picture, "min_pixels": number} for number in pixels]}
+    row: dict[str, Any] = {"images": [{"image": picture, "min_pixels": num_pixels} for num_pixels in pixels]}
     row |= {"text": text} if is_text else {"messages": conversation(text, "b")}
     sample = to_sample(row, Source("rows.jsonl", media_access="any"), 0)
     (result,) = encoder.encode([sample])

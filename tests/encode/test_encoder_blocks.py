@@ -43,7 +43,7 @@ VALUES = st.recursive(
 
 def mostly(usual: st.SearchStrategy[Any], share: int = 12) -> st.SearchStrategy[Any]:
     """What a row should hold, but for one in so many: of many mistakes, only the first would show."""
-    return st.integers(1, share).flatmap(lambda number: VALUES if number == share else usual)
+    return st.integers(1, share).flatmap(lambda draw: VALUES if draw == share else usual)
 
 
 TEXTS = mostly(st.text(max_size=8) | NASTY)
@@ -283,9 +283,9 @@ def test_placeholders_without_media_follow_the_model(small_model: Any, tmp_path:
     (result,) = encoded(encoder_for(model), tmp_path / "rows.jsonl")
     assert isinstance(result, list)
     (tmp_path / "rows.jsonl").write_text(json.dumps(message_row) + "\n" + json.dumps({**message_row, "file": None}))
-    for seen in encoded(encoder_for(model), tmp_path / "rows.jsonl"):
-        assert isinstance(seen, Dropped)
-        assert seen.reason == "image_marks"
-        assert "--columns images=" in seen.detail
+    for dropped in encoded(encoder_for(model), tmp_path / "rows.jsonl"):
+        assert isinstance(dropped, Dropped)
+        assert dropped.reason == "image_marks"
+        assert "--columns images=" in dropped.detail
     text = encoded(encoder_for(small_model(CHATML, CONTROL)), tmp_path / "rows.jsonl")
     assert all(isinstance(row, list) for row in text)

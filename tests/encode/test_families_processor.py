@@ -22,7 +22,7 @@ FAMILIES = ("internvl", "llava_onevision", "gemma3", "llava_next", "idefics3")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def made(request: Any, drawn_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+def family_processor(request: Any, drawn_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
     """(family, directory, processor)."""
     directory, processor = model_of(request.param, drawn_data, tmp_path_factory.mktemp(request.param))
     return request.param, directory, processor
@@ -54,15 +54,17 @@ def cached_encoder(directory: Path) -> Any:
     return encoder_for(directory)
 
 
-def test_every_token_equals_that_of_the_processor(made: tuple[str, Path, Any], data: Path, tmp_path: Path) -> None:
-    family, directory, processor = made
+def test_every_token_equals_that_of_the_processor(
+    family_processor: tuple[str, Path, Any], data: Path, tmp_path: Path
+) -> None:
+    family, directory, processor = family_processor
     files = pictures(data)
     assert len(files) > 5
     for size in ((2, 3), (200, 3)):
         Image.new("RGB", size).save(tmp_path / f"{size}.png")
         files.append(str(tmp_path / f"{size}.png"))
-    for number, path in enumerate(files):
-        turns = [("user", "<image>What\n\nis it?" if number % 2 else "See <image> here."), ("assistant", "A <b>.")]
+    for index, path in enumerate(files):
+        turns = [("user", "<image>What\n\nis it?" if index % 2 else "See <image> here."), ("assistant", "A <b>.")]
         sample = encoded(directory, turns, [path])
         assert isinstance(sample, EncodedSample), sample
         np.testing.assert_array_equal(sample.input_ids, expected(processor, turns, [path]))
@@ -83,17 +85,17 @@ def test_every_token_equals_that_of_the_processor(made: tuple[str, Path, Any], d
 
 
 def test_image_exceeding_processor_memory_drops_its_row(
-    made: tuple[str, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family_processor: tuple[str, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pillow raises MemoryError for pictures of 90 million pixels in a row, which headers may declare."""
 
     def refuse(height: int, width: int) -> Any:
         raise MemoryError
 
-    cached_encoder(made[1])  # asks the processor about pictures, too
+    cached_encoder(family_processor[1])  # asks the processor about pictures, too
     monkeypatch.setattr("packtool.media.measure.blank_image", refuse)
     Image.new("RGB", (11, 7)).save(tmp_path / "a.png")
-    dropped = encoded(made[1], [("user", "<image>?"), ("assistant", "!")], [str(tmp_path / "a.png")])
+    dropped = encoded(family_processor[1], [("user", "<image>?"), ("assistant", "!")], [str(tmp_path / "a.png")])
     assert isinstance(dropped, Dropped)
     assert (dropped.reason, dropped.detail) == (
         "media_size",
@@ -101,8 +103,8 @@ def test_image_exceeding_processor_memory_drops_its_row(
     )
 
 
-def test_processor_families_warn_of_speed_and_refuse_foreign_limits(made: tuple[str, Path, Any]) -> None:
-    family, directory, _ = made
+def test_processor_families_warn_of_speed_and_refuse_foreign_limits(family_processor: tuple[str, Path, Any]) -> None:
+    family, directory, _ = family_processor
     assert "slower" in cached_encoder(directory).warnings[0]
     with pytest.raises(ConfigError, match=rf"--max-pixels \(MAX_PIXELS\) .* {family} model"):
         encoder_for(directory, max_pixels=1000)
@@ -110,8 +112,8 @@ def test_processor_families_warn_of_speed_and_refuse_foreign_limits(made: tuple[
         encoder_for(directory, fps=1.0, image_max_token_num=5)
 
 
-def test_videos_are_dropped_with_a_reason(made: tuple[str, Path, Any], tmp_path: Path) -> None:
-    family, directory, _ = made
+def test_videos_are_dropped_with_a_reason(family_processor: tuple[str, Path, Any], tmp_path: Path) -> None:
+    family, directory, _ = family_processor
     sample = Sample(
         (Turn("user", "<video>?"), Turn("assistant", "!")),
         (),

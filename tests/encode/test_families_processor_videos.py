@@ -77,7 +77,7 @@ def test_frames_and_text_equal_those_of_the_processor(
         patch.setattr("packtool.media.video.measure_video", lambda ref: size)
         refused = ""
         try:
-            made = processor(
+            inputs = processor(
                 text=[processor.video_token],
                 videos=[np.zeros((num_frames, *sides, 3), np.uint8)],
                 return_text_replacement_offsets=True,
@@ -92,14 +92,14 @@ def test_frames_and_text_equal_those_of_the_processor(
             assert refused in raised.value.detail
             return
         video = encoding.measure(MediaRef("a.mp4"))
-    ((written,),) = made["text_replacement_offsets"]
+    ((written,),) = inputs["text_replacement_offsets"]
     segments = encoding.segments(video)
     texts = [segment if isinstance(segment, str) else segment.token * segment.times for segment in segments]
     assert "".join(texts) == written["replacement"]
     assert video.num_tokens == written["replacement"].count(processor.image_token)
-    if "video_metadata" in made:
-        assert list(video.indices) == list(made["video_metadata"][0].frames_indices)
-    assert not video.grid or list(video.grid) == made["video_grid_thw"][0].tolist()
+    if "video_metadata" in inputs:
+        assert list(video.indices) == list(inputs["video_metadata"][0].frames_indices)
+    assert not video.grid or list(video.grid) == inputs["video_grid_thw"][0].tolist()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,8 +107,8 @@ def test_tokens_of_videos(name: str, encoder_of: Callable[..., Encoder], data: P
     folder = data / "raw/llama-factory/data/mllm_demo_data"
     sample = film("<video>What <|image|> is <video>?", *(MediaRef(str(folder / file)) for file in ("4.mp4", "2.avi")))
     ((encoded,),) = encoder_of(name, max_length=20_000).encode([sample])  # type: ignore[misc]
-    shown = replace(sample, turns=(Turn("user", "<video>What [] is <video>?"), sample.turns[1]))
-    expected = tokens_of(ASKED[name][1], shown)["input_ids"][0]
+    plain_sample = replace(sample, turns=(Turn("user", "<video>What [] is <video>?"), sample.turns[1]))
+    expected = tokens_of(ASKED[name][1], plain_sample)["input_ids"][0]
     decode = ASKED[name][1].tokenizer.decode
     assert decode(encoded.input_ids).replace("What <|image|> is", "What [] is") == decode(expected)
     pad = encoder_of(name, max_length=20_000).media_tokens.pads["video"]
@@ -123,7 +123,7 @@ def test_truncation_never_splits_a_video(
     long = film("<video> and <video>" + "word " * 30, *clips)
     ((full_sample,),) = encoder_of(name).encode([long])  # type: ignore[misc]
     pad = encoder_of(name).media_tokens.pads["video"]
-    each, gone = [video.num_tokens for video in full_sample.videos], set()
+    each, nums_removed = [video.num_tokens for video in full_sample.videos], set()
     step = full_sample.length // 12
     for length in range(full_sample.length - 1, 12, -step):
         limited_encoder = encoder_for(
@@ -138,8 +138,8 @@ def test_truncation_never_splits_a_video(
         assert sample.num_truncated == full_sample.length - sample.length
         assert sample.videos == full_sample.videos[num_gone:]
         assert int((sample.input_ids == pad).sum()) == sum(each[num_gone:])
-        gone.add(num_gone)
-    assert gone >= {0, 1}
+        nums_removed.add(num_gone)
+    assert nums_removed >= {0, 1}
 
 
 @pytest.mark.parametrize("name", NAMES)

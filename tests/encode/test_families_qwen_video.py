@@ -38,11 +38,13 @@ def processor(folder: Path, model_type: str, patch_size: int, pictures: str, vid
     write(place / "config.json", {"model_type": model_type})
     patches = PATCHES | {"patch_size": patch_size}
     named = {"image_processor_type": PICTURES[pictures]} if PICTURES[pictures] else {}
-    found = write(place / "preprocessor_config.json", patches | named)
+    preprocessor_config = write(place / "preprocessor_config.json", patches | named)
     if videos is not None:
-        found = write(place / "video_preprocessor_config.json", patches | {"video_processor_type": videos})
-    made: Any = AutoVideoProcessor
-    return found, made.from_pretrained(place)
+        preprocessor_config = write(
+            place / "video_preprocessor_config.json", patches | {"video_processor_type": videos}
+        )
+    processor_class: Any = AutoVideoProcessor
+    return preprocessor_config, processor_class.from_pretrained(place)
 
 
 @settings(max_examples=60)
@@ -57,24 +59,26 @@ def processor(folder: Path, model_type: str, patch_size: int, pictures: str, vid
     total=st.none() | st.integers(1000, 200_000),
     most=st.none() | st.integers(800, 40_000),
 )
-def test_grids_equal_those_of_the_processor(folder: Path, **drawn: Any) -> None:
-    wants = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": None}[drawn["model_type"]]
-    videos = drawn["videos"] if drawn["videos"] is None or wants is None else wants
-    place = drawn["model_type"], drawn["patch_size"], drawn["pictures"], videos
-    found, theirs = processor(folder, *place)
-    options = MediaOptions(video_total_pixels=drawn["total"], video_max_pixels=drawn["most"])
-    limits = video_limits(found, options, is_qwen3=drawn["model_type"] == "qwen3_vl")
-    least, most = limits.bounds(drawn["frames"])
-    pixels = torch.zeros(drawn["frames"], 3, drawn["height"], drawn["width"], dtype=torch.uint8)
-    given = {"do_sample_frames": False, "cap_pixels_per_frame": False, "return_tensors": "pt"}
+def test_grids_equal_those_of_the_processor(folder: Path, **settings_drawn: Any) -> None:
+    wants = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": None}[settings_drawn["model_type"]]
+    videos = settings_drawn["videos"] if settings_drawn["videos"] is None or wants is None else wants
+    place = settings_drawn["model_type"], settings_drawn["patch_size"], settings_drawn["pictures"], videos
+    config_values, theirs = processor(folder, *place)
+    options = MediaOptions(video_total_pixels=settings_drawn["total"], video_max_pixels=settings_drawn["most"])
+    limits = video_limits(config_values, options, is_qwen3=settings_drawn["model_type"] == "qwen3_vl")
+    least, most = limits.bounds(settings_drawn["frames"])
+    pixels = torch.zeros(
+        settings_drawn["frames"], 3, settings_drawn["height"], settings_drawn["width"], dtype=torch.uint8
+    )
+    processor_options = {"do_sample_frames": False, "cap_pixels_per_frame": False, "return_tensors": "pt"}
     try:
-        grid = video_grid(drawn["height"], drawn["width"], drawn["frames"], limits)
+        grid = video_grid(settings_drawn["height"], settings_drawn["width"], settings_drawn["frames"], limits)
     except ValueError:
         with pytest.raises((ValueError, RuntimeError, ZeroDivisionError)):
-            theirs(videos=[pixels], size={"shortest_edge": least, "longest_edge": most}, **given)
+            theirs(videos=[pixels], size={"shortest_edge": least, "longest_edge": most}, **processor_options)
         return
-    made = theirs(videos=[pixels], size={"shortest_edge": least, "longest_edge": most}, **given)
-    assert grid == tuple(made["video_grid_thw"][0].tolist())
+    inputs = theirs(videos=[pixels], size={"shortest_edge": least, "longest_edge": most}, **processor_options)
+    assert grid == tuple(inputs["video_grid_thw"][0].tolist())
 
 
 @pytest.mark.parametrize(

@@ -27,18 +27,18 @@ def image(num_tokens: int = 2, **changes: Any) -> EncodedImage:
 
 
 def video(num_tokens: int = 2, **changes: Any) -> EncodedVideo:
-    made = EncodedVideo("a.mp4", None, (), 8, 8, 4, 2.0, (0, 2), (2, 2, 2), 1.0, num_tokens)
-    return dataclasses.replace(made, **changes)
+    encoded_video = EncodedVideo("a.mp4", None, (), 8, 8, 4, 2.0, (0, 2), (2, 2, 2), 1.0, num_tokens)
+    return dataclasses.replace(encoded_video, **changes)
 
 
 def sample(ids: list[int], turns: tuple[int, ...] = (), **changes: Any) -> EncodedSample:
     tokens = np.array(ids, np.int32)
-    made = EncodedSample(tokens, np.full_like(tokens, -100), np.array(turns, np.int32), (), None, "s", 0)
-    return dataclasses.replace(made, **changes)
+    encoded_sample = EncodedSample(tokens, np.full_like(tokens, -100), np.array(turns, np.int32), (), None, "s", 0)
+    return dataclasses.replace(encoded_sample, **changes)
 
 
-def prefixes(made: EncodedSample, **options: Any) -> dict[int, int]:
-    counts, hashes = prefix_hashes([made], TOKENS, **options)
+def prefixes(encoded_sample: EncodedSample, **options: Any) -> dict[int, int]:
+    counts, hashes = prefix_hashes([encoded_sample], TOKENS, **options)
     assert counts.tolist() == [len(hashes.lengths)]
     assert hashes.lengths.dtype == np.int32
     assert hashes.hashes.dtype == np.uint64
@@ -49,10 +49,10 @@ PICTURE = [1, SEES, 90, 90, 82]
 
 
 def test_prefixes_end_after_media_and_at_turns() -> None:
-    made = sample([*PICTURE, 2, 3, 4, 5, 6, 7], (7, 9), images=(image(),))
-    assert list(prefixes(made)) == [5, 7, 9]
-    assert list(prefixes(made, longer_than=5)) == [7, 9]
-    assert prefixes(made, longer_than=5)[7] == prefixes(made)[7]
+    encoded_sample = sample([*PICTURE, 2, 3, 4, 5, 6, 7], (7, 9), images=(image(),))
+    assert list(prefixes(encoded_sample)) == [5, 7, 9]
+    assert list(prefixes(encoded_sample, longer_than=5)) == [7, 9]
+    assert prefixes(encoded_sample, longer_than=5)[7] == prefixes(encoded_sample)[7]
     assert list(prefixes(sample([*PICTURE, 2], (3, 4, 6), images=(image(),)))) == [5, 6], "and not inside of one"
     assert not prefixes(sample([1, 2, 3]))
     assert list(prefixes(sample([1, 2, 3], (1, 3)))) == [1, 3]
@@ -95,8 +95,8 @@ def test_prefix_hash_depends_only_on_preceding_tokens() -> None:
 
 
 def test_media_hashes_depend_on_bytes_not_paths() -> None:
-    made = [sample(PICTURE, images=(image(path=None, data=data),)) for data in (b"12", b"12", b"13")]
-    one, same, other = (prefixes(each)[5] for each in made)
+    samples = [sample(PICTURE, images=(image(path=None, data=data),)) for data in (b"12", b"12", b"13")]
+    one, same, other = (prefixes(each)[5] for each in samples)
     assert one == same != other
     frames = [((None, b"1"), ("b", None)), ((None, b"1"), ("b", None)), ((None, b"2"), ("b", None))]
     ids = [SEES, 91, 91, 82]
@@ -108,13 +108,19 @@ def test_a_video_ends_with_its_sound_track() -> None:
     track = EncodedAudio(None, None, 100, 8, 3)
     ids = [1, SEES, SOUNDS, 91, 91, 92, 92, 91, 92, 83, 82, 5, SOUNDS, 92, 83, 6]
     sound = EncodedAudio("a.wav", None, 50, 4, 1)
-    made = sample(ids, videos=(video(3, audio=track),), audios=(sound,))
-    placed = media_spans(made, TOKENS)
+    encoded_sample = sample(ids, videos=(video(3, audio=track),), audios=(sound,))
+    placed = media_spans(encoded_sample, TOKENS)
     assert [(each.start, each.stop) for each in placed] == [(3, 9), (13, 14)]
-    assert list(prefixes(made)) == [10, 15]
+    assert list(prefixes(encoded_sample)) == [10, 15]
     longer = dataclasses.replace(track, num_samples=101)
-    assert prefixes(dataclasses.replace(made, videos=(video(3, audio=longer),)))[10] != prefixes(made)[10]
-    assert prefixes(dataclasses.replace(made, audios=(dataclasses.replace(sound, path="b"),)))[10] == prefixes(made)[10]
+    assert (
+        prefixes(dataclasses.replace(encoded_sample, videos=(video(3, audio=longer),)))[10]
+        != prefixes(encoded_sample)[10]
+    )
+    assert (
+        prefixes(dataclasses.replace(encoded_sample, audios=(dataclasses.replace(sound, path="b"),)))[10]
+        == prefixes(encoded_sample)[10]
+    )
 
 
 def test_each_prefix_has_its_media_tokens() -> None:
@@ -133,8 +139,8 @@ def test_each_prefix_has_its_media_tokens() -> None:
 
 
 def test_missing_media_end_the_prefixes() -> None:
-    made = sample(PICTURE, (4, 5), images=(image(),))
-    counts, hashes = prefix_hashes([made, sample([1, 2], (1, 2))], MediaTokens({}))
+    encoded_sample = sample(PICTURE, (4, 5), images=(image(),))
+    counts, hashes = prefix_hashes([encoded_sample, sample([1, 2], (1, 2))], MediaTokens({}))
     assert counts.tolist() == [0, 2]
     assert hashes.lengths.tolist() == [1, 2]
 
@@ -163,8 +169,8 @@ def media_files(folder: Path) -> tuple[EncodedSample, dict[str, list[Path]]]:
     """A sample with a picture, a video, one of two pictures and a sound, and their files by kind."""
     names = {"image": ["a.png"], "video": ["a.mp4"], "frames": ["0.png", "1.png"], "audio": ["a.wav"]}
     files = {kind: [folder / name for name in each] for kind, each in names.items()}
-    for number, file in enumerate(file for each in files.values() for file in each):
-        file.write_bytes(bytes([number]) * (40_000 if number % 2 else 300))
+    for file_index, file in enumerate(file for each in files.values() for file in each):
+        file.write_bytes(bytes([file_index]) * (40_000 if file_index % 2 else 300))
     clip = video(path=str(files["video"][0]))
     frames = video(path=None, frames=tuple((str(file), None) for file in files["frames"]))
     sound = EncodedAudio(str(files["audio"][0]), None, 10, 4, 2)
@@ -177,19 +183,19 @@ def media_files(folder: Path) -> tuple[EncodedSample, dict[str, list[Path]]]:
 @given(st.data())
 def test_replaced_file_is_detected(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """By its first, middle or last bytes or its size, whichever medium it is of."""
-    made, files = media_files(tmp_path_factory.mktemp("files"))
-    least = data.draw(st.integers(0, made.length))
-    hashes = prefixes(made, longer_than=least)
-    assert changed_files(made, TOKENS, hashes) == []
+    encoded_sample, files = media_files(tmp_path_factory.mktemp("files"))
+    least = data.draw(st.integers(0, encoded_sample.length))
+    hashes = prefixes(encoded_sample, longer_than=least)
+    assert changed_files(encoded_sample, TOKENS, hashes) == []
     kind = data.draw(st.sampled_from(sorted(files)))
     file = data.draw(st.sampled_from(files[kind]))
     content = bytearray(file.read_bytes())
     place = data.draw(st.sampled_from([0, len(content) - 1, None]))
     content = content + b"x" if place is None else content[:place] + b"x" + content[place + 1 :]
     file.unlink()
-    assert str(file) not in changed_files(made, TOKENS, hashes), "which loading it tells"
+    assert str(file) not in changed_files(encoded_sample, TOKENS, hashes), "which loading it tells"
     file.write_bytes(content)
-    changed = changed_files(made, TOKENS, hashes)
+    changed = changed_files(encoded_sample, TOKENS, hashes)
     assert not changed or {str(each) for each in files[kind]} <= set(changed)
     assert bool(changed) == any(end > dict(zip(KINDS, ENDS, strict=True))[kind] for end in hashes)
     if least < ENDS[0]:
@@ -225,17 +231,17 @@ def test_unchanged_files_are_never_reported(
     }
     ends = st.lists(st.integers(0, len(ids)), max_size=6).map(sorted)
     turns, borders = (tuple(data.draw(ends)) for _ in range(2))
-    made = sample(ids, turns[: len(turns) // 2 * 2], borders=np.array(borders, np.int32), **media)
-    assert changed_files(made, TOKENS, prefixes(made, longer_than=longer_than)) == []
+    encoded_sample = sample(ids, turns[: len(turns) // 2 * 2], borders=np.array(borders, np.int32), **media)
+    assert changed_files(encoded_sample, TOKENS, prefixes(encoded_sample, longer_than=longer_than)) == []
 
 
 @pytest.mark.parametrize("options", [{"medium_key": by_address}, {"_BEGINNING": b"'c'"}])
 def test_hashes_of_older_caches_are_not_reported_as_changes(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, _ = media_files(tmp_path)
+    encoded_sample, _ = media_files(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(module, "_BEGINNING", options.pop("_BEGINNING", module._BEGINNING))
-        hashes = prefixes(made, **options)
-    assert hashes != prefixes(made)
-    assert changed_files(made, TOKENS, hashes) == []
+        hashes = prefixes(encoded_sample, **options)
+    assert hashes != prefixes(encoded_sample)
+    assert changed_files(encoded_sample, TOKENS, hashes) == []

@@ -76,9 +76,9 @@ def test_pretokenized_media_equal_their_rows(
     sample = row_of(media, kinds)
     (encoded_samples,) = encoder.encode([sample])
     assert isinstance(encoded_samples, list)
-    (again,) = encoder.encode([prepared(sample, encoded_samples)])
-    assert isinstance(again, list)
-    assert [values(each) for each in again] == [values(each) for each in encoded_samples]
+    (pretokenized,) = encoder.encode([prepared(sample, encoded_samples)])
+    assert isinstance(pretokenized, list)
+    assert [values(each) for each in pretokenized] == [values(each) for each in encoded_samples]
     (packed,) = encoder.encode([prepared(sample, [*encoded_samples, *encoded_samples])])
     assert isinstance(packed, list)
     assert [values(each) for each in packed] == [values(each) for each in encoded_samples] * 2

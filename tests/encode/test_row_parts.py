@@ -74,7 +74,7 @@ def text_of(ids: Any) -> str:
     return text.replace("Ġ", " ").replace("Ċ", "/").replace("[assistant/", "A:").replace("[user/", "U:")
 
 
-def shown(samples: Any) -> list[tuple[str, str]]:
+def texts_of(samples: Any) -> list[tuple[str, str]]:
     assert isinstance(samples, list), samples
     return [(text_of(sample.input_ids), text_of(sample.labels)) for sample in samples]
 
@@ -85,11 +85,11 @@ def parts(samples: Any) -> list[str]:
 
 @pytest.fixture
 def encoder(small_model: Any) -> Any:
-    made: dict[str, Path] = {}
+    model_dirs: dict[str, Path] = {}
 
     def make(expand: str, template: str = HYBRID, **spec: Any) -> Encoder:
-        made["model"] = small_model(template, CONTROL)
-        return encoder_for(made["model"], expand_turns=expand, **spec)
+        model_dirs["model"] = small_model(template, CONTROL)
+        return encoder_for(model_dirs["model"], expand_turns=expand, **spec)
 
     return make
 
@@ -101,7 +101,7 @@ def encoded(encoder: Encoder, sample: Sample) -> list[EncodedSample] | Dropped:
 
 def test_every_turn_is_a_sample_with_its_thoughts(encoder: Any) -> None:
     samples = encoded(encoder("true"), row(*THREE))
-    assert shown(samples) == [
+    assert texts_of(samples) == [
         ("U:a?]/A:<think>/1/</think>//A]/", "<think>/1/</think>//A]"),
         ("U:a?]/A:A]/U:b?]/A:<think>/2/</think>//B]/", "<think>/2/</think>//B]"),
         ("U:a?]/A:A]/U:b?]/A:B]/U:c?]/A:<think>/3/</think>//C]/", "<think>/3/</think>//C]"),
@@ -110,7 +110,7 @@ def test_every_turn_is_a_sample_with_its_thoughts(encoder: Any) -> None:
     assert parts(samples) == ["turn 1 of 3", "turn 2 of 3", "turn 3 of 3"]
     assert [len(sample.turns) for sample in samples] == [2, 2, 2]
     unexpanded = encoded(encoder("false"), row(*THREE))
-    assert shown(unexpanded) == [
+    assert texts_of(unexpanded) == [
         ("U:a?]/A:A]/U:b?]/A:B]/U:c?]/A:<think>/3/</think>//C]/", "A]B]<think>/3/</think>//C]")
     ]
 
@@ -118,10 +118,10 @@ def test_every_turn_is_a_sample_with_its_thoughts(encoder: Any) -> None:
 def test_tool_call_loop_is_one_sample_with_auto(encoder: Any) -> None:
     call, answer, last = "<think>/1/</think>//call]", "<think>/2/</think>//A]", "<think>/3/</think>//B]"
     samples = encoded(encoder("auto"), row(*LOOP))
-    assert [trained for _, trained in shown(samples)] == [call + answer, last]
+    assert [trained for _, trained in texts_of(samples)] == [call + answer, last]
     assert isinstance(samples, list)
     assert parts(samples) == ["turn 2 of 3", "turn 3 of 3"]
-    assert [trained for _, trained in shown(encoded(encoder("true"), row(*LOOP)))] == [call, answer, last]
+    assert [trained for _, trained in texts_of(encoded(encoder("true"), row(*LOOP)))] == [call, answer, last]
 
 
 @pytest.mark.parametrize(
@@ -136,15 +136,15 @@ def test_tool_call_loop_is_one_sample_with_auto(encoder: Any) -> None:
 )
 def test_rows_without_lost_thoughts_are_unchanged(encoder: Any, turns: tuple[Turn, ...]) -> None:
     (before,), (sample,) = (encoder(expand).encode([row(*turns)])[0] for expand in ("false", "auto"))
-    assert shown([sample]) == shown([before])
+    assert texts_of([sample]) == texts_of([before])
     assert (sample.part, sample.borders) == (None, None)
 
 
 def test_empty_thoughts_count_only_if_trained(encoder: Any) -> None:
     turns = row(*THREE[:2], user("b?"), assistant("B"), user("c?"), assistant("C"))
-    assert [trained for _, trained in shown(encoded(encoder("auto"), turns))] == ["<think>/1/</think>//A]", "B]C]"]
+    assert [trained for _, trained in texts_of(encoded(encoder("auto"), turns))] == ["<think>/1/</think>//A]", "B]C]"]
     samples = encoded(encoder("auto", loss_scale="default+keep_empty_think"), turns)
-    assert [trained for _, trained in shown(samples)] == ["<think>/1/</think>//A]", f"{EMPTY}B]", f"{EMPTY}C]"]
+    assert [trained for _, trained in texts_of(samples)] == ["<think>/1/</think>//A]", f"{EMPTY}B]", f"{EMPTY}C]"]
 
 
 @pytest.mark.parametrize("scale", ["default", "last_round"])
@@ -163,15 +163,15 @@ def test_loss_settings_of_turns_apply(encoder: Any, scale: str) -> None:
 def test_text_after_the_last_answer_is_excluded(encoder: Any) -> None:
     for expand in ("true", "auto"):
         samples = encoded(encoder(expand), row(*THREE[:2], user("b?")))
-        assert shown(samples) == [("U:a?]/A:<think>/1/</think>//A]/", "<think>/1/</think>//A]")]
+        assert texts_of(samples) == [("U:a?]/A:<think>/1/</think>//A]/", "<think>/1/</think>//A]")]
 
 
 def test_texts_and_fully_trained_rows_are_not_expanded(encoder: Any) -> None:
     text = Sample((Turn("assistant", "some text"),), (), "t.txt", 0, is_text=True)
-    assert shown(encoded(encoder("true"), text)) == [("some text", "some text")]
-    (unexpanded,) = shown(encoded(encoder("true"), row(*THREE, loss_scale="all")))
+    assert texts_of(encoded(encoder("true"), text)) == [("some text", "some text")]
+    (unexpanded,) = texts_of(encoded(encoder("true"), row(*THREE, loss_scale="all")))
     assert unexpanded[0] == unexpanded[1]
-    assert len(shown(encoded(encoder("true"), row(*THREE, loss_scale="last_round")))) == 1
+    assert len(texts_of(encoded(encoder("true"), row(*THREE, loss_scale="last_round")))) == 1
 
 
 def test_overlong_turn_is_dropped_alone(encoder: Any) -> None:
@@ -207,9 +207,9 @@ def test_media_of_later_turns_are_not_in_earlier_samples(small_model: Any, tmp_p
     control = [*CONTROL, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
     model = small_model(HYBRID, control, {"model_type": "qwen2_vl", "vision_config": {}, "image_token_id": 260})
     paths = []
-    for number in range(3):
-        Image.new("RGB", (8 + 8 * number, 8)).save(tmp_path / f"{number}.png")
-        paths.append(MediaRef(str(tmp_path / f"{number}.png")))
+    for index in range(3):
+        Image.new("RGB", (8 + 8 * index, 8)).save(tmp_path / f"{index}.png")
+        paths.append(MediaRef(str(tmp_path / f"{index}.png")))
     turns = (user("<image>?"), assistant("A", "1"), user("<image><image>?"), assistant("B", "2"))
     sample = replace(row(*turns), images=tuple(paths))
     (samples,) = encoder_for(model, expand_turns="true").encode([sample])
@@ -271,7 +271,7 @@ def test_note_states_the_choice_of_auto(encoder: Any) -> None:
 def test_responses_share_the_prompt_and_have_weights(encoder: Any) -> None:
     answers = (Response((assistant("x"),)), Response((assistant("y", "why"),), 0.5))
     samples = encoded(encoder("false", KEEPING), row(user("q?"), assistant("H"), user("r?"), responses=answers))
-    assert shown(samples) == [("U:q?]/A:H]/U:r?]/A:x]/", "H]x]"), ("U:q?]/A:H]/U:r?]/A:y]/", "y]")]
+    assert texts_of(samples) == [("U:q?]/A:H]/U:r?]/A:x]/", "H]x]"), ("U:q?]/A:H]/U:r?]/A:y]/", "y]")]
     assert isinstance(samples, list)
     assert parts(samples) == ["response 1 of 2", "response 2 of 2"]
     assert samples[0].loss_scale is None
@@ -280,16 +280,16 @@ def test_responses_share_the_prompt_and_have_weights(encoder: Any) -> None:
     every = encoded(
         encoder("false", KEEPING, loss_scale="all"), row(user("r?"), assistant("H"), user("s?"), responses=answers)
     )
-    assert [trained for _, trained in shown(every)] == ["U:r?]/A:H]/U:s?]/A:x]/", "y]"]
-    (alone,) = shown(encoded(encoder("false", KEEPING), row(user("r?"), responses=answers[:1])))
-    assert alone == ("U:r?]/A:x]/", "x]")
+    assert [trained for _, trained in texts_of(every)] == ["U:r?]/A:H]/U:s?]/A:x]/", "y]"]
+    (single,) = texts_of(encoded(encoder("false", KEEPING), row(user("r?"), responses=answers[:1])))
+    assert single == ("U:r?]/A:x]/", "x]")
 
 
 def test_turns_and_responses_at_once(encoder: Any) -> None:
     answers = (Response((assistant("x", "3"),)), Response((assistant("y", "4"),), 2.0))
     samples = encoded(encoder("auto"), row(*THREE[:5], responses=answers))
     assert isinstance(samples, list)
-    assert [trained for _, trained in shown(samples)] == [
+    assert [trained for _, trained in texts_of(samples)] == [
         f"<think>/{thought}/</think>//{text}]" for thought, text in ("1A", "2B", "3x", "4y")
     ]
     assert parts(samples)[1:] == [
@@ -310,11 +310,11 @@ STEPS = st.tuples(st.just(user("u?")) | st.just(Turn("tool", "t")), TURNS)
 
 def rendered(turns: Sequence[Turn]) -> str:
     """A conversation as ``HYBRID`` writes it, up to the end of its last turn."""
-    last = max(number for number, turn in enumerate(turns) if turn.role == "user")
+    last = max(turn_index for turn_index, turn in enumerate(turns) if turn.role == "user")
     text = ""
-    for number, turn in enumerate(turns):
+    for turn_index, turn in enumerate(turns):
         thought = turn.extra.get("reasoning_content")
-        thinks = turn.role == "assistant" and number > last and (number == len(turns) - 1 or thought)
+        thinks = turn.role == "assistant" and turn_index > last and (turn_index == len(turns) - 1 or thought)
         text += f"[{turn.role}/" + (f"<think>/{thought or ''}/</think>//" if thinks else "") + f"{turn.content}]/"
     return text.replace("[assistant/", "A:").replace("[user/", "U:").removesuffix("/")
 
@@ -333,13 +333,13 @@ def test_every_turn_is_trained_once_as_the_last_turn(
         return
     assert isinstance(samples, list)
     ends = [(sample, int(end)) for sample in samples for end in sample.turns[1::2]]
-    for (sample, end), number in zip(ends, trained, strict=True):
-        alone, here = rendered(turns[: number + 1]), text_of(sample.input_ids[:end])
-        assert here.replace(EMPTY, "") == alone.replace(EMPTY, "")
+    for (sample, end), turn_index in zip(ends, trained, strict=True):
+        alone_text, here = rendered(turns[: turn_index + 1]), text_of(sample.input_ids[:end])
+        assert here.replace(EMPTY, "") == alone_text.replace(EMPTY, "")
         if expand == "true":
-            assert (here, text_of(sample.input_ids)) == (alone, f"{alone}/")
+            assert (here, text_of(sample.input_ids)) == (alone_text, f"{alone_text}/")
         begin = int(sample.turns[list(sample.turns).index(end) - 1])
-        thought, text = turns[number].extra.get("reasoning_content"), f"{turns[number].content}]"
+        thought, text = turns[turn_index].extra.get("reasoning_content"), f"{turns[turn_index].content}]"
         target = f"<think>/{thought}/</think>//{text}" if thought else text
         assert text_of(sample.labels[begin:end]) == target
     assert sum(text_of(sample.labels).count("]") for sample in samples) == len(trained)

@@ -37,15 +37,15 @@ def test_relabeling_equals_an_export(family: str, data: Path) -> None:
     samples = []
     for name in FILES[family]:
         source = Source(str(data / name))
-        for number, line in enumerate((data / name).read_text().splitlines()[:12]):
-            samples.append(to_sample(json.loads(line), source, number))
+        for row_index, line in enumerate((data / name).read_text().splitlines()[:12]):
+            samples.append(to_sample(json.loads(line), source, row_index))
     config = json.loads((model / "config.json").read_text())
     by_base = {base: encode(model, samples, base) for base in ("default", "last_round", "all")}
     compared = 0
     for had in by_base:
-        for wanted in by_base:
-            choice = TargetChoice.of_config(wanted, config)  # type: ignore[arg-type]
-            for before, after in zip(by_base[had], by_base[wanted], strict=True):
+        for base in by_base:
+            choice = TargetChoice.of_config(base, config)  # type: ignore[arg-type]
+            for before, after in zip(by_base[had], by_base[base], strict=True):
                 if before is None or after is None:
                     continue
                 np.testing.assert_array_equal(choice(before).labels, after.labels)

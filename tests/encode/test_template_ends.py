@@ -77,8 +77,8 @@ def test_tool_call_ends_with_the_tool_turn_marker(glm: Path) -> None:
     encoder = encoder_for(glm, max_length=1000)
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
-    question, seen = {"role": "user", "content": "Why?"}, {"role": "tool", "content": "42"}
-    _, turns = trained(encoder, [question, called, seen, {"role": "assistant", "content": "So."}])
+    question, tool_turn = {"role": "user", "content": "Why?"}, {"role": "tool", "content": "42"}
+    _, turns = trained(encoder, [question, called, tool_turn, {"role": "assistant", "content": "So."}])
     assert turns == ["<tool_call>look</tool_call><|observation|>", "So.<|user|>"]
     assert trained(encoder, [question, called])[1] == turns[:1]
 

@@ -32,7 +32,7 @@ S, U, A = ("system", "s"), ("user", "q"), ("assistant", "a")
 
 
 @pytest.mark.parametrize(
-    ("turns", "number"),
+    ("turns", "turn_index"),
     [
         ((S, ("system", "t"), U, A), 1),
         ((S, S, U, A), 1),
@@ -41,11 +41,11 @@ S, U, A = ("system", "s"), ("user", "q"), ("assistant", "a")
         ((S, U, A, ("system", "user"), U, A), 3),
     ],
 )
-def test_turn_missing_from_the_template_output_drops_its_row(small_model: Any, turns: Any, number: int) -> None:
+def test_turn_missing_from_the_template_output_drops_its_row(small_model: Any, turns: Any, turn_index: int) -> None:
     encoder = encoder_for(small_model(FIRST_ONLY, CONTROL))
     for _ in range(2):
         outcome = result(encoder, *turns)
-        assert outcome == f"turn_left_out: the chat template leaves out turn {number} (role {turns[number][0]})"
+        assert outcome == f"turn_left_out: the chat template leaves out turn {turn_index} (role {turns[turn_index][0]})"
     assert result(encoder, S, U, A) == result(encoder, U, A, U, A) == "kept"
     assert result(encoder, U, A, ("system", " "), U, A) == "kept"
     assert result(encoder, U, A, ("tool", "r"), A, tools=[{"name": "f"}]) == "kept"

@@ -37,10 +37,10 @@ def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
     names: dict[str, Any] = {}
-    for number, cell in enumerate(cells):
+    for cell_index, cell in enumerate(cells):
         code, small = "".join(cell["source"]), r"\1 = 60"
         code, num_replaced = re.subn(r"^(NUM_ROWS) = \d+", small, code, flags=re.MULTILINE)
-        assert num_replaced == (number == 0)
-        exec(compile(code, f"cell {number}", "exec"), names)
+        assert num_replaced == (cell_index == 0)
+        exec(compile(code, f"cell {cell_index}", "exec"), names)
     totals: dict[str, Total] = names["totals"]
     assert totals["after"].loss < totals["before"].loss

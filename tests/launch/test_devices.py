@@ -8,9 +8,9 @@ from packtool.launch.world import gpu_names
 
 
 def test_names_are_those_of_the_driver(tmp_path: Path) -> None:
-    for number, name in enumerate(("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "information").write_text(f"Model: \t\t {name}\nIRQ:   \t\t 17\n")
+    for index, name in enumerate(("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")):
+        (tmp_path / str(index)).mkdir()
+        (tmp_path / str(index) / "information").write_text(f"Model: \t\t {name}\nIRQ:   \t\t 17\n")
     (tmp_path / "2").mkdir()
     (tmp_path / "2" / "information").write_text("nothing known\n")
     assert gpu_names(f"{tmp_path}/*/information") == ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")

@@ -36,11 +36,11 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with socket.socket() as held:
+    with socket.socket() as server_socket:
         # Bound, so that nothing else is given the port, but not listening.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
+        server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server_socket.bind(("127.0.0.1", 0))
+        yield server_socket.getsockname()[1]
 
 
 Node = Callable[..., AbstractContextManager[BaseProcess]]
@@ -101,12 +101,12 @@ def test_missing_peer_is_an_error(node: Node, output_of: ReadOutput, port: int) 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_the_first_signal_ends_a_launcher_that_waits(node: Node, output_of: ReadOutput, rank: int, number: int) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_the_first_signal_ends_a_launcher_that_waits(node: Node, output_of: ReadOutput, rank: int, signum: int) -> None:
     with node(rank) as process:
         wait_for(lambda: "waiting" in output_of(rank), lambda: not process.is_alive())
-        os.kill(process.pid or 0, number)
-        assert ended(process) == 128 + number
+        os.kill(process.pid or 0, signum)
+        assert ended(process) == 128 + signum
 
 
 def test_late_peer_is_awaited_and_both_print_start_and_end(node: Node, output_of: ReadOutput, port: int) -> None:
@@ -139,9 +139,9 @@ def test_master_restarted_while_others_wait(node: Node, output_of: ReadOutput, p
             assert [ended(each) for each in (master, peer, third)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("number", [None, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [None, signal.SIGTERM])
 def test_peer_killed_between_meeting_and_torchruns_rendezvous(
-    node: Node, output_of: ReadOutput, number: int | None, monkeypatch: pytest.MonkeyPatch
+    node: Node, output_of: ReadOutput, signum: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The main thread of the other one is inside torch's store, where Python handles no signal."""
     meet = torchrun.Nodes.meet
@@ -152,14 +152,14 @@ def test_peer_killed_between_meeting_and_torchruns_rendezvous(
             os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(torchrun.Nodes, "meet", meet_and_die)
-    if number:
+    if signum:
         monkeypatch.setattr(torchrun, "_GRACE_SECONDS", PLENTY_S)
     with node(0) as master, node(1) as peer:
         assert ended(peer) == -signal.SIGKILL
-        if number:
+        if signum:
             wait_for(lambda: "has not answered" in output_of(0), lambda: not master.is_alive())
-            os.kill(master.pid or 0, number)
-        assert ended(master) == (128 + number if number else ConfigError.exit_code)
+            os.kill(master.pid or 0, signum)
+        assert ended(master) == (128 + signum if signum else ConfigError.exit_code)
     assert re.search(r"node 1 \(\S+, rank 1 of 2\) has not answered for \d+ s: killed, or disconnected", output_of(0))
 
 

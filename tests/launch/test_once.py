@@ -29,8 +29,8 @@ def test_one_of_several_processes_prints(environ: dict[str, str]) -> None:
     same = [is_printed_elsewhere("error: no such file", {**environ, "RANK": str(rank)}) for rank in (1, 0, 2)]
     assert same == [False, True, True]
     assert not is_printed_elsewhere("error: rank 2 is out of memory", {**environ, "RANK": "2"})
-    again = {**environ, "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "1"}
-    assert not is_printed_elsewhere("error: no such file", again), "another attempt"
+    restarted = {**environ, "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert not is_printed_elsewhere("error: no such file", restarted), "another attempt"
 
 
 def test_without_a_store_every_process_prints(environ: dict[str, str]) -> None:

@@ -219,14 +219,14 @@ def test_a_rank_ends_with_a_launcher_that_is_killed(platform: str) -> None:
         env={**os.environ, "LOCAL_RANK": "0"},
     ) as process:
         assert process.stdout is not None
-        number = int(process.stdout.readline())
+        pid = int(process.stdout.readline())
         process.kill()
-        wait_for(lambda: is_gone(number))
+        wait_for(lambda: is_gone(pid))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_rank_of_an_ended_launcher_does_not_start() -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended_process:
         pass
     script = "import os; from packtool.launch.processes import end_with_launcher; end_with_launcher(); print('began')"
     done = subprocess.run(
@@ -234,7 +234,7 @@ def test_rank_of_an_ended_launcher_does_not_start() -> None:
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[1],
-        env={**os.environ, "LOCAL_RANK": "0", "PACKTOOL_LAUNCHER": str(gone.pid)},
+        env={**os.environ, "LOCAL_RANK": "0", "PACKTOOL_LAUNCHER": str(ended_process.pid)},
     )
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
@@ -251,10 +251,10 @@ def test_sigusr1_ends_the_launcher_and_its_ranks(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as process:
         assert process.stdout is not None
-        number = int(process.stdout.readline())
+        pid = int(process.stdout.readline())
         process.send_signal(signal.SIGUSR1)
         assert process.wait(PATIENCE_S) == 128 + signal.SIGUSR1
-        wait_for(lambda: is_gone(number))
+        wait_for(lambda: is_gone(pid))
 
 
 def test_a_used_port_is_an_error_of_two_lines() -> None:

@@ -40,7 +40,7 @@ def test_batches_equal_those_of_packtool_train(batches: packtool.Batches, tiny: 
     run = Run.of(config, World())
     steps = StepLoader(run, input_spec(run))
     iterator = iter(batches)
-    for number, step in enumerate(steps):
+    for micro_batch, step in enumerate(steps):
         for place, expected in enumerate(step.micro_batches, 1):
             batch = next(iterator)
             for name, value in expected.model_inputs().items():
@@ -50,10 +50,10 @@ def test_batches_equal_those_of_packtool_train(batches: packtool.Batches, tiny: 
             assert torch.equal(targets.labels, expected.labels)
             assert torch.equal(batch["shift_labels"], expected.labels)
             assert torch.equal(batch["labels"][:, 1:], expected.labels[:, :-1])
-            assert (targets.step, targets.num_items) == (number, step.figures.units)
+            assert (targets.step, targets.num_items) == (micro_batch, step.figures.units)
             assert targets.ends_step == (place == step.num_micro_batches)
     assert next(iterator, None) is None
-    assert batches.num_steps == len(steps) == number + 1
+    assert batches.num_steps == len(steps) == micro_batch + 1
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -74,7 +74,7 @@ def test_batches_reuse_the_plan(mixed: bool, tiny: TinyWorld, monkeypatch: pytes
 
 def test_indexing_and_iterating_give_the_same(batches: packtool.Batches) -> None:
     in_turn = [ids(batch) for batch in batches]
-    assert [ids(batches[number]) for number in range(len(batches))] == in_turn
+    assert [ids(batches[index]) for index in range(len(batches))] == in_turn
     assert ids(batches[-1]) == in_turn[-1]
     assert [ids(batch) for batch in DataLoader(batches, batch_size=None, num_workers=1)] == in_turn
     with pytest.raises(IndexError, match="micro-batch 16 of 16"):
@@ -102,7 +102,7 @@ def test_rank_all_has_equal_steps(tiny: TinyWorld) -> None:
     one, every = packtool.Batches(plan, 0, **HERE), packtool.Batches(plan, "all", **HERE)
     assert (one.micro_batches_per_step, one.num_steps) == (4, 6)
     assert len(one) < len(every) == 24
-    assert [number for number, batch in enumerate(every) if batch["targets"].ends_step] == [3, 7, 11, 15, 19, 23]
+    assert [index for index, batch in enumerate(every) if batch["targets"].ends_step] == [3, 7, 11, 15, 19, 23]
     few = packtool.Batches(plan, 0, max_steps=4, **HERE)
     assert (few.num_steps, len(few)) == (4, len(one) - 6)
     full = [batch for batch in every if batch["targets"].num_targets]
@@ -129,7 +129,7 @@ def test_state_resumes_with_the_next_micro_batch(plan: packtool.Plan, batches: p
 def test_state_resumes_with_another_number_of_ranks(tiny: TinyWorld) -> None:
     """Every sample that was not trained in the epoch is trained once, and later epochs are whole."""
 
-    def made(world_size: int, rank: Any = 0) -> packtool.Batches:
+    def make_batches(world_size: int, rank: Any = 0) -> packtool.Batches:
         return packtool.Batches(
             packtool.plan(tiny.cache, world_size=world_size, num_train_epochs=2, **PLAN), rank, **HERE
         )
@@ -137,36 +137,36 @@ def test_state_resumes_with_another_number_of_ranks(tiny: TinyWorld) -> None:
     def targets(rank_batches: list[dict[str, Any]]) -> int:
         return sum(batch["targets"].num_targets for batch in rank_batches)
 
-    two = [made(2, rank) for rank in range(2)]
+    two = [make_batches(2, rank) for rank in range(2)]
     num_targets = targets([batch for rank in two for batch in rank])
     before = [list(islice(rank, two[0].micro_batches_per_step)) for rank in two]
     assert before[0][-1]["targets"].ends_step
     states = [json.loads(json.dumps(rank.state_dict())) for rank in two]
     assert states[0] == states[1], "as good for any rank"
-    one = made(1)
+    one = make_batches(1)
     one.load_state_dict(states[1])
     after = list(one)
     assert len(after) == len(one)
     assert targets([*before[0], *before[1], *after]) == num_targets
     assert [batch["targets"].step for batch in after if batch["targets"].ends_step] == list(range(1, one.num_steps))
     assert {batch["targets"].world_size for batch in after} == {1}
-    assert [ids(one[number]) for number in range(len(one))] == [ids(batch) for batch in after]
+    assert [ids(one[index]) for index in range(len(one))] == [ids(batch) for batch in after]
     assert ids(pickle.loads(pickle.dumps(one))[0]) == ids(after[0])
     ids_before = [ids(batch) for batch in islice(one, 3)]
-    again, every = made(1), made(1, "all")
-    again.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert ids_before + [ids(batch) for batch in again] == [ids(batch) for batch in after]
+    resumed, every = make_batches(1), make_batches(1, "all")
+    resumed.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert ids_before + [ids(batch) for batch in resumed] == [ids(batch) for batch in after]
     every.load_state_dict(states[0])
     full = [batch for batch in every if batch["targets"].num_targets]
     assert [ids(batch) for batch in full] == [ids(batch) for batch in after]
     assert [batch["targets"].step for batch in full] == [batch["targets"].step for batch in after]
     next(iter(two[0]))
     with pytest.raises(MismatchError, match=r"within step 0, whose remaining packs .* 2 then, 1 now"):
-        made(1).load_state_dict(two[0].state_dict())
+        make_batches(1).load_state_dict(two[0].state_dict())
     with pytest.raises(MismatchError, match="count those of all ranks"):
-        made(2, "all").load_state_dict(states[0])
+        make_batches(2, "all").load_state_dict(states[0])
     with pytest.raises(MismatchError, match=r"not a state of packtool\.Batches"):
-        made(1).load_state_dict({"micro_batch": 3})
+        make_batches(1).load_state_dict({"micro_batch": 3})
 
 
 def test_compiled_models_get_few_lengths(plan: packtool.Plan, batches: packtool.Batches, model: Any) -> None:
@@ -185,9 +185,9 @@ def test_stateful_dataloader_of_torchdata(batches: packtool.Batches) -> None:
     all_ids = [ids(batch) for batch in batches]
     loader = loading.StatefulDataLoader(batches, batch_size=None)
     ids_before = [ids(batch) for batch in islice(loader, 5)]
-    again = loading.StatefulDataLoader(batches, batch_size=None)
-    again.load_state_dict(loader.state_dict())
-    assert ids_before + [ids(batch) for batch in again] == all_ids
+    resumed = loading.StatefulDataLoader(batches, batch_size=None)
+    resumed.load_state_dict(loader.state_dict())
+    assert ids_before + [ids(batch) for batch in resumed] == all_ids
 
 
 def test_all_tensors_of_a_batch_are_moved(batches: packtool.Batches, plan: packtool.Plan) -> None:

@@ -55,12 +55,12 @@ def test_plan_equals_that_of_the_command(tiny: TinyWorld, tmp_path: Path, capsys
     output = json.loads(printed(capsys, "plan", tiny.cache, *words, "--json"))
     clock = {"plan_seconds": None}
     assert plan.summary | clock == output | clock
-    shown = printed(capsys, "plan", tiny.cache, *words)
-    assert all(line in shown for line in str(plan).splitlines() if "planning time" not in line)
+    printed_plan = printed(capsys, "plan", tiny.cache, *words)
+    assert all(line in printed_plan for line in str(plan).splitlines() if "planning time" not in line)
     # Every sample once, in packs that are as full as they may be.
     assert len(plan.steps) == plan.summary["steps_per_epoch"] == 4
     packs = [pack for step in plan.steps for rank in step.micro_batches for micro in rank for pack in micro]
-    assert sorted(number for pack in packs for number in pack) == list(range(40))
+    assert sorted(sample_index for pack in packs for sample_index in pack) == list(range(40))
     lengths = packtool.Cache(tiny.cache).lengths
     assert all(lengths[list(pack)].sum() <= 256 for pack in packs)
     assert plan.steps[-1].number == plan.steps[3].number == 3
@@ -77,8 +77,8 @@ def test_plan_is_saved_and_shown_as_a_page(tiny: TinyWorld, tmp_path: Path, caps
     assert trained.fingerprint == plan.fingerprint
     plan.page(tmp_path / "plan.html")
     (command,) = re.findall(r"made by</h3><pre>(.*?)</pre>", (tmp_path / "plan.html").read_text(), re.DOTALL)
-    again = shlex.split(html.unescape(re.sub("<[^>]*>", "", command)).replace("\\\n", " "))
-    assert json.loads(printed(capsys, *again[1:], "--json"))["plan_fingerprint"] == plan.fingerprint
+    arguments = shlex.split(html.unescape(re.sub("<[^>]*>", "", command)).replace("\\\n", " "))
+    assert json.loads(printed(capsys, *arguments[1:], "--json"))["plan_fingerprint"] == plan.fingerprint
     framed = plan._repr_html_()
     assert framed.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert framed.count("<") == framed.count("</") + 1 == 2

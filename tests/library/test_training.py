@@ -34,8 +34,8 @@ def worlds(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     """Caches of plain samples, of samples with weights, and of samples that begin alike."""
     root = tmp_path_factory.mktemp("worlds")
     rows = json.loads(Path(tiny.rows).read_text())
-    for number, row in enumerate(rows):
-        row["messages"][1]["loss_scale"] = 0.5 + number % 3
+    for row_index, row in enumerate(rows):
+        row["messages"][1]["loss_scale"] = 0.5 + row_index % 3
     shutil.copytree(Path(tiny.rows).parent / "pictures", root / "rows" / "pictures")
     (root / "rows" / "train.json").write_text(json.dumps(rows))
     weighted = TinyWorld(tiny.model, str(root / "cache"), str(root / "rows" / "train.json"))

@@ -55,23 +55,26 @@ def container_file(source: Path, name: str, codecs: dict[str, str]) -> bytes:
         for stream in read.streams:
             if stream.type in codecs:
                 rate = 48000 if codecs[stream.type] == "libopus" else 44100
-                made = written.add_stream(codecs[stream.type], rate=rate, layout="mono")
-                streams[stream.index] = made, av.AudioResampler(made.codec_context.format, "mono", rate)
+                output_stream = written.add_stream(codecs[stream.type], rate=rate, layout="mono")
+                streams[stream.index] = (
+                    output_stream,
+                    av.AudioResampler(output_stream.codec_context.format, "mono", rate),
+                )
             else:
                 streams[stream.index] = written.add_stream_from_template(stream), None
         for packet in read.demux():
-            made, resampler = streams[packet.stream.index]
+            output_stream, resampler = streams[packet.stream.index]
             if resampler is None:
                 if packet.dts is not None:
-                    packet.stream = made
+                    packet.stream = output_stream
                     written.mux(packet)
                 continue
             for frame in packet.decode():
                 for part in resampler.resample(frame):
-                    written.mux(made.encode(part))
-        for made, resampler in streams.values():
+                    written.mux(output_stream.encode(part))
+        for output_stream, resampler in streams.values():
             if resampler is not None:
-                written.mux(made.encode(None))
+                written.mux(output_stream.encode(None))
     return target.read_bytes()
 
 
@@ -142,9 +145,9 @@ CUT += [("faststart.mp4", 0.97), ("faststart.m4a", 0.97)]
 
 @pytest.mark.parametrize(("kind", "share"), CUT)
 def test_truncated_files_are_detected_at_export(files: dict[str, bytes], kind: str, share: float) -> None:
-    with pytest.raises(MediaProblem, match=r"truncated|cut off|Invalid data|broken") as caught:
+    with pytest.raises(MediaProblem, match=r"truncated|cut off|Invalid data|broken") as exc_info:
         USE[kind](files[kind][: int(share * len(files[kind]))])
-    assert caught.value.reason == "media_unreadable"
+    assert exc_info.value.reason == "media_unreadable"
 
 
 @settings(max_examples=120)

@@ -89,9 +89,9 @@ def web() -> Iterator[WebServer]:
 
 
 def reason_of(path: str, **policy: Any) -> str:
-    with pytest.raises(MediaProblem) as caught:
+    with pytest.raises(MediaProblem) as exc_info:
         measure_image(MediaRef(path, policy=MediaPolicy(**{"max_failures": 0, **policy})))
-    return caught.value.reason
+    return exc_info.value.reason
 
 
 PARTS = [
@@ -175,9 +175,9 @@ def test_files_outside_the_media_root_are_explained(folder: Path) -> None:
         ("linked.png", "is a link to"),
         (str(folder / "out/a.png"), "is neither in the folder"),
     ]:
-        with pytest.raises(MediaProblem, match=rf"{message}.*--media-root DIR.*--media-access local") as caught:
+        with pytest.raises(MediaProblem, match=rf"{message}.*--media-root DIR.*--media-access local") as exc_info:
             measure_image(media_ref("image", name, source))
-        assert caught.value.reason == "media_not_allowed"
+        assert exc_info.value.reason == "media_not_allowed"
     for allowed in (Source(source.path, media_root=str(folder / "out")), Source(source.path, media_access="local")):
         assert measure_image(media_ref("image", "linked.png", allowed)) == (20, 30)
     (folder / "rows.jsonl").symlink_to("out/rows.jsonl")
@@ -226,9 +226,11 @@ def test_names_resolving_to_private_networks_are_not_followed(web: WebServer, mo
         monkeypatch.delenv(name.upper(), raising=False)
     path = web.url.replace("127.0.0.1", "data.example") + "/a.png"
     named = frozenset({storage.store_name(path)})
-    with pytest.raises(MediaProblem, match=r"resolves to 127\.0\.0\.1, an address in a private network.*any") as caught:
+    with pytest.raises(
+        MediaProblem, match=r"resolves to 127\.0\.0\.1, an address in a private network.*any"
+    ) as exc_info:
         measure_image(MediaRef(path, policy=MediaPolicy(stores=named)))
-    assert caught.value.reason == "media_not_allowed"
+    assert exc_info.value.reason == "media_not_allowed"
     assert not web.requested
     assert measure_image(MediaRef(path)) == (20, 30)
 
@@ -238,25 +240,25 @@ def test_store_outage_backs_off_and_stops_the_run(web: WebServer) -> None:
     assert measure_image(MediaRef(f"{web.url}/a", policy=policy)) == (20, 30)
     web.down = True
     tries = []
-    for number in range(5):
-        assert reason_of(f"{web.url}/{number}.png", max_failures=6) == "media_unreachable"
-        tries.append(web.requested[f"/{number}.png"])
+    for index in range(5):
+        assert reason_of(f"{web.url}/{index}.png", max_failures=6) == "media_unreachable"
+        tries.append(web.requested[f"/{index}.png"])
     assert tries == [9, 5, 3, 2, 1]
     for answer, reason in {"404": "media_missing", "text": "media_unreadable"}.items():
         web.down = False  # an answer about the file alone makes the store as good as new
         assert reason_of(f"{web.url}/{answer}") == reason
         web.down = True
-        for number in range(5):
-            assert reason_of(f"{web.url}/{number}.png", max_failures=6) == "media_unreachable"
+        for index in range(5):
+            assert reason_of(f"{web.url}/{index}.png", max_failures=6) == "media_unreachable"
     with pytest.raises(StorageError, match=rf"{web.url}: 6 media in a row could not be read; the last error: .*/6.png"):
         measure_image(MediaRef(f"{web.url}/6.png", policy=policy))
 
 
 def test_unresponsive_server_gets_fewer_retries(web: WebServer) -> None:
     web.down = True
-    for number, tries in enumerate([3, 2, 1]):
-        assert reason_of(f"{web.url}/{number}.png") == "media_unreachable"
-        assert web.requested[f"/{number}.png"] == tries
+    for index, tries in enumerate([3, 2, 1]):
+        assert reason_of(f"{web.url}/{index}.png") == "media_unreachable"
+        assert web.requested[f"/{index}.png"] == tries
 
 
 def test_denied_buckets_drop_one_row_each(bucket: str, through_proxy: Any) -> None:
@@ -287,9 +289,9 @@ def test_oversized_media_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture())
     small = MediaPolicy(max_bytes=50)
     for ref in (MediaRef(str(tmp_path / "a.png"), policy=small), MediaRef(None, picture(), policy=small)):
-        with pytest.raises(MediaProblem, match="--max-media-bytes allows 50") as caught:
+        with pytest.raises(MediaProblem, match="--max-media-bytes allows 50") as exc_info:
             measure_image(ref)
-        assert caught.value.reason == "media_size"
+        assert exc_info.value.reason == "media_size"
 
 
 def test_cache_contacts_no_web_server_without_permission(web: WebServer, tmp_path: Path) -> None:

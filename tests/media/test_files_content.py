@@ -22,12 +22,12 @@ def placed(folder: Path, place: str, data: bytes) -> tuple[str | None, bytes | N
     """A medium that holds these bytes: its path or its data."""
     if place == "bytes":
         return None, data
-    number = len(list(folder.iterdir()))
-    path = folder / f"{number}.png"
+    num_files = len(list(folder.iterdir()))
+    path = folder / f"{num_files}.png"
     path.write_bytes(data)
     if place == "link":
-        (folder / f"{number}-link").symlink_to(path)
-        path = folder / f"{number}-link"
+        (folder / f"{num_files}-link").symlink_to(path)
+        path = folder / f"{num_files}-link"
     return os.path.relpath(path) if place == "relative" else str(path), None
 
 
@@ -38,21 +38,21 @@ contents = st.tuples(st.sampled_from([1, 9, SMALL - 1, SMALL, SMALL + 1, LARGE])
 @given(media=st.lists(st.tuples(contents, st.sampled_from(PLACES)), min_size=2, max_size=5))
 def test_equal_content_gives_equal_names(tmp_path: Path, media: list[tuple[tuple[int, float | None], str]]) -> None:
     """Bytes differ in number, or in one of them: nowhere, the first, the middle one or the last."""
-    held, named, digested = [], [], []
+    contents, named, digested = [], [], []
     for (size, changed), place in media:
         data = bytearray(size)
         if changed is not None:
             data[int(changed * (size - 1))] = 1
         path, inline = placed(tmp_path, place, bytes(data))
-        held.append(bytes(data))
+        contents.append(bytes(data))
         named.append(content_name(path, inline))
         digested.append(content_digest(path, inline, ANY))
-    for one in range(len(held)):
+    for one in range(len(contents)):
         for other in range(one):
-            is_same = held[one] == held[other]
+            is_same = contents[one] == contents[other]
             assert (digested[one] == digested[other]) == is_same
             # Of what is not hashed whole, the middle is not looked at.
-            if is_same or len(held[one]) <= SMALL or len(held[one]) != len(held[other]):
+            if is_same or len(contents[one]) <= SMALL or len(contents[one]) != len(contents[other]):
                 assert (named[one] == named[other]) == is_same
 
 

@@ -59,9 +59,9 @@ def test_only_header_and_end_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_files_that_are_not_images_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(content)
-    with pytest.raises(MediaProblem, match=r"a\.png") as caught:
+    with pytest.raises(MediaProblem, match=r"a\.png") as exc_info:
         measure_image(MediaRef(str(path)))
-    assert caught.value.reason == "media_unreadable"
+    assert exc_info.value.reason == "media_unreadable"
 
 
 def test_decompression_bombs_are_refused_but_large_scans_are_not(
@@ -76,9 +76,9 @@ def test_decompression_bombs_are_refused_but_large_scans_are_not(
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(MediaProblem, match=r"gone\.png") as caught:
+    with pytest.raises(MediaProblem, match=r"gone\.png") as exc_info:
         measure_image(MediaRef(str(tmp_path / "gone.png")))
-    assert caught.value.reason == "media_missing"
+    assert exc_info.value.reason == "media_missing"
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png"])

@@ -48,19 +48,21 @@ ALL_DECODED: dict[str, tuple[str, str, dict[str, str], int, bool]] = {
 def video(name: str, size: tuple[int, int] = SIZE) -> bytes:
     form, codec, options, start, is_uneven = (VIDEOS | ALL_DECODED)[name]
     numbers, file = np.random.default_rng(0), io.BytesIO()
-    with av.open(file, "w", format=form, options={"movflags": "frag_keyframe"} if name == "fragments" else {}) as made:
-        stream = made.add_stream(codec, rate=25, options={"preset": "ultrafast", **options})
+    with av.open(
+        file, "w", format=form, options={"movflags": "frag_keyframe"} if name == "fragments" else {}
+    ) as container:
+        stream = container.add_stream(codec, rate=25, options={"preset": "ultrafast", **options})
         stream.height, stream.width, stream.pix_fmt = *size, "yuv420p"
         stream.codec_context.time_base = Fraction(1, 1000)
         time = start
-        for number in range(NUM_FRAMES):
-            picture = np.full((*size, 3), number * 7 % 256, np.uint8)
-            picture[: number % size[0], : number % size[1]] = numbers.integers(256)
+        for frame_index in range(NUM_FRAMES):
+            picture = np.full((*size, 3), frame_index * 7 % 256, np.uint8)
+            picture[: frame_index % size[0], : frame_index % size[1]] = numbers.integers(256)
             frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
             frame.pts, frame.time_base = time, Fraction(1, 1000)
             time += int(numbers.integers(10, 90)) if is_uneven else 40
-            made.mux(stream.encode(frame))
-        made.mux(stream.encode(None))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
     return file.getvalue()
 
 
@@ -90,7 +92,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 def test_frames_are_those_of_decoding_from_the_beginning(name: str, numbers: set[int]) -> None:
     data, indices = video(name), sorted(numbers)
     loaded = load_video(None, data, (), indices)
-    assert np.array_equal(loaded, np.stack([decoded(data)[number] for number in indices]))
+    assert np.array_equal(loaded, np.stack([decoded(data)[frame_index] for frame_index in indices]))
 
 
 @pytest.mark.parametrize("name", VIDEOS)
@@ -191,9 +193,9 @@ def edited(name: str, packets: Collection[int], keyframes: set[int] | None) -> b
     file = io.BytesIO()
     with av.open(io.BytesIO(clip(name))) as read, av.open(file, "w", format=EDITED[name][0]) as written:
         stream = written.add_stream_from_template(read.streams.video[0], opaque=True)
-        for number, packet in enumerate(packet for packet in read.demux(video=0) if packet.size):
-            if number in packets:
-                packet.is_keyframe = packet.is_keyframe if keyframes is None else number in keyframes
+        for packet_index, packet in enumerate(packet for packet in read.demux(video=0) if packet.size):
+            if packet_index in packets:
+                packet.is_keyframe = packet.is_keyframe if keyframes is None else packet_index in keyframes
                 packet.stream = stream
                 try:
                     written.mux(packet)
@@ -207,15 +209,15 @@ def clip(name: str) -> bytes:
     form, codec, options = EDITED[name]
     noise, file = np.random.default_rng(0), io.BytesIO()
     picture = np.zeros((64, 96, 3), np.uint8)
-    with av.open(file, "w", format=form) as made:
-        stream = made.add_stream(codec, rate=25, options={"preset": "ultrafast", **options})
+    with av.open(file, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=25, options={"preset": "ultrafast", **options})
         stream.height, stream.width = picture.shape[:2]
         stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
         for _ in range(NUM_EDITED):
             picture = np.roll(picture, 3, 1)
             picture[:, :3] = noise.integers(0, 256, (64, 3, 3))
-            made.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        made.mux(stream.encode(None))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode(None))
     return file.getvalue()
 
 
@@ -237,7 +239,7 @@ def turned(data: bytes, degrees: float) -> bytes:
     return data[:at] + struct.pack(">9i", cosine, sine, 0, -sine, cosine, 0, 0, 0, 1 << 30) + data[at + 36 :]
 
 
-def shown(data: bytes) -> list[npt.NDArray[np.uint8]] | None:
+def decoded_frames(data: bytes) -> list[npt.NDArray[np.uint8]] | None:
     """All frames as FFmpeg decodes and packtool turns them; None where FFmpeg fails."""
     try:
         with av.open(io.BytesIO(data)) as container:
@@ -270,7 +272,7 @@ def test_edited_videos_have_the_frames_of_a_decoder(data_object: st.DataObject) 
             data, *data_object.draw(st.tuples(st.sampled_from([0, 0.1, 0.5, 0.9]), st.floats(0.5, 1)))
         )
         data = turned(data, data_object.draw(st.sampled_from([0, 0, 30, 44, 46, 90, 135, 180, 250, 271, -40])))
-    expected = shown(data)
+    expected = decoded_frames(data)
     try:
         size = measure_video(MediaRef(None, data))
     except MediaProblem:
@@ -282,7 +284,7 @@ def test_edited_videos_have_the_frames_of_a_decoder(data_object: st.DataObject) 
     indices = sorted({0, count - 1, *data_object.draw(st.sets(st.integers(0, count - 1), max_size=4))})
     indices = indices[data_object.draw(st.integers(0, 1)) :] or indices  # clips do not begin at 0
     loaded = load_video(None, data, (), indices, shape=(count, size.height, size.width))
-    assert np.array_equal(loaded, np.stack([expected[number] for number in indices]))
+    assert np.array_equal(loaded, np.stack([expected[frame_index] for frame_index in indices]))
 
 
 @settings(max_examples=30)
@@ -290,7 +292,7 @@ def test_edited_videos_have_the_frames_of_a_decoder(data_object: st.DataObject) 
 def test_packets_missing_in_the_middle_are_an_error_or_not_counted(name: str, start: int, num_missing: int) -> None:
     data = edited(name, {*range(NUM_EDITED)} - {*range(start, start + num_missing)}, None)
     count = measure_video(MediaRef(None, data)).num_frames
-    expected = shown(data)
+    expected = decoded_frames(data)
     if expected is not None and len(expected) == count:
         assert np.array_equal(load_video(None, data, (), range(count)), np.stack(expected))
     else:
@@ -313,7 +315,9 @@ def test_real_videos(realdata: Path) -> None:
 
 def test_repeated_frame_is_returned_twice() -> None:
     data, numbers = video("H.264, uneven"), [3, 3, 50, 90, 90]
-    assert np.array_equal(load_video(None, data, (), numbers), np.stack([decoded(data)[number] for number in numbers]))
+    assert np.array_equal(
+        load_video(None, data, (), numbers), np.stack([decoded(data)[frame_index] for frame_index in numbers])
+    )
 
 
 def test_frames_of_another_size_are_scaled_to_the_first() -> None:

@@ -115,8 +115,8 @@ def test_packs_equal_the_micro_batches_of_training(fixed: Path) -> None:
     spec = InputSpec.load(str(fixed / "model"), reader.manifests[0].identity.media_limits)
     packs = packs_in(fixed / "planned", "parquet")
     assert len(packs) == len(saved.offsets) - 1
-    for number, pack in enumerate(packs):
-        places = saved.samples[saved.offsets[number] : saved.offsets[number + 1]]
+    for pack_index, pack in enumerate(packs):
+        places = saved.samples[saved.offsets[pack_index] : saved.offsets[pack_index + 1]]
         batch = collate_packs([reader.sample(int(place)) for place in places], spec, frozenset())
         assert pack["sample"] == places.tolist()
         assert pack["input_ids"] == batch.input_ids[0].tolist()
@@ -214,10 +214,10 @@ def test_output_does_not_depend_on_the_number_of_processes(fixed: Path, monkeypa
     words = ["pack", str(fixed / "text-cache"), "--packing-length", "160", "--packs-per-file", "2"]
     done: list[int] = []
     monkeypatch.setattr(TerminalProgress, "advance", lambda self, num_done: done.append(num_done))
-    for number in ("1", "2"):
+    for num_proc in ("1", "2"):
         done.clear()
-        assert run([*words, "--output-dir", str(fixed / f"by{number}"), "--dataset-num-proc", number]) == 0
-        assert sum(done) == len(list((fixed / f"by{number}").glob("*.parquet")))
+        assert run([*words, "--output-dir", str(fixed / f"by{num_proc}"), "--dataset-num-proc", num_proc]) == 0
+        assert sum(done) == len(list((fixed / f"by{num_proc}").glob("*.parquet")))
     for path in (fixed / "by1").iterdir():
         assert path.read_bytes() == (fixed / "by2" / path.name).read_bytes()
 
@@ -255,8 +255,8 @@ def test_reference_mode_copies_no_bytes(fixed: Path, capsys: pytest.CaptureFixtu
     words = ["--model", str(fixed / "model"), "--max-length", "160", "--media", "embed"]
     rows = conformance.rows(fixed, True)[1:3]
     rows[1]["images"] = [{"bytes": base64.b64encode((fixed / "tall.png").read_bytes()).decode()}] * 2
-    for name, number in (("named", 1), ("held", 2)):
-        (fixed / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:number]))
+    for name, num_rows in (("named", 1), ("held", 2)):
+        (fixed / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:num_rows]))
         data = ["--dataset", str(fixed / f"{name}.jsonl"), "--output-dir", str(fixed / name)]
         assert run(["export", *words, *data]) == 0
     for media, how in (((), "embed"), (("--media", "reference"), "reference")):

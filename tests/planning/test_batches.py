@@ -24,7 +24,7 @@ def test_a_batch_continues_the_last_pack() -> None:
     options = PackOptions(packing_algorithm="binpacking", packing_batch_size=2, shuffle=False)
     plan = pack([9, 3, 7, 1], 10, options, seed=0)
     # 9 | 3 from the first batch; 3 goes on and finds the 7 there.
-    assert [plan.pack(number).tolist() for number in range(plan.num_packs)] == [[0], [1, 2], [3]]
+    assert [plan.pack(pack_index).tolist() for pack_index in range(plan.num_packs)] == [[0], [1, 2], [3]]
     assert sorted(np.diff(pack([9, 10, 1], 10, options, seed=0).offsets).tolist()) == [1, 2]
 
 

@@ -83,8 +83,8 @@ def test_summary_without_packing() -> None:
     assert summary.num_packs == 5
     assert summary.fill == pytest.approx(24 / 40)  # five rows of 8
     assert summary.num_steps == summary.num_steps_without_packing == 1
-    alone = dataclasses.replace(options, per_device_train_batch_size=1)
-    assert plan_epoch(lengths, lengths, alone, seed=0).summary.fill == 1.0
+    single_rows = dataclasses.replace(options, per_device_train_batch_size=1)
+    assert plan_epoch(lengths, lengths, single_rows, seed=0).summary.fill == 1.0
 
 
 def test_fill_is_defined_with_more_ranks_than_rows() -> None:

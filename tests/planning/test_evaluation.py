@@ -60,7 +60,7 @@ def test_a_tree_is_in_one_micro_batch(sizes: list[list[int]], num_ranks: int) ->
     assert sorted(sample for batch in result for sample in batch) == list(range(len(lengths)))
     for batch in result:
         assert (lengths[batch] - shared[batch]).sum() <= 64
-    of_batch = {int(sample): number for number, batch in enumerate(result) for sample in batch}
+    of_batch = {int(sample): batch_index for batch_index, batch in enumerate(result) for sample in batch}
     for group in np.split(trees.samples, trees.offsets[1:-1]):
         assert len({of_batch[int(sample)] for sample in group}) <= 1
     assert plan.num_tokens == sum(int((lengths[batch] - shared[batch]).sum()) for batch in result)
@@ -95,7 +95,7 @@ def test_token_limit_is_hard_and_has_a_default() -> None:
 def test_batches_of_one_sample_have_fingerprints() -> None:
     lengths = np.array([3, 7, 5, 5])
     plan = plan_evaluation(lengths, num_ranks=2, max_tokens=10)
-    alone = plan.one_sample_each()
-    assert sorted(len(batch) for rank in (0, 1) for batch in alone.micro_batches(rank)) == [1, 1, 1, 1]
-    assert len({plan.fingerprint, alone.fingerprint, plan_evaluation(lengths, num_ranks=2).fingerprint}) == 3
+    single_batches = plan.one_sample_each()
+    assert sorted(len(batch) for rank in (0, 1) for batch in single_batches.micro_batches(rank)) == [1, 1, 1, 1]
+    assert len({plan.fingerprint, single_batches.fingerprint, plan_evaluation(lengths, num_ranks=2).fingerprint}) == 3
     assert plan.fingerprint == plan_evaluation(lengths, num_ranks=2, max_tokens=10).fingerprint

@@ -162,25 +162,25 @@ def _inputs(family: str) -> tuple[dict[str, Any], int, int]:
     """A row, and its tokens of pictures and sounds."""
     config = FAMILIES[family]
     inputs: dict[str, Any] = {}
-    seen = heard = 0
+    num_image_tokens = num_audio_tokens = 0
     ids: list[int] = []
     if vision := config.get("vision_config"):
         patches = sum(t * h * w for t, h, w in GRIDS)
         dim = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
         inputs |= {"pixel_values": torch.randn(patches, dim), "image_grid_thw": torch.tensor(GRIDS)}
-        seen = patches // vision["spatial_merge_size"] ** 2
-        ids += [IMAGE] * seen
+        num_image_tokens = patches // vision["spatial_merge_size"] ** 2
+        ids += [IMAGE] * num_image_tokens
     if audio := config.get("audio_config"):
         frames = 100 * CHUNKS
-        heard = CHUNKS * (13 if "n_window_infer" in audio else 25)
+        num_audio_tokens = CHUNKS * (13 if "n_window_infer" in audio else 25)
         inputs["input_features"] = torch.randn(1, audio["num_mel_bins"], frames)
         inputs["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.long)
-        ids += [AUDIO] * heard
+        ids += [AUDIO] * num_audio_tokens
     ids += [1] * (-len(ids) % 64 or 64)  # what layers with a state work on at once
     inputs["input_ids"] = torch.tensor([ids])
     positions = torch.arange(len(ids)).expand(1, -1)
-    inputs["position_ids"] = positions.expand(3, 1, -1) if seen else positions
-    return inputs, seen, heard
+    inputs["position_ids"] = positions.expand(3, 1, -1) if num_image_tokens else positions
+    return inputs, num_image_tokens, num_audio_tokens
 
 
 @pytest.mark.parametrize(
@@ -214,14 +214,14 @@ def _found_and_counted(family: str, run: TrainConfig) -> tuple[float, float]:
     """FLOPs of a row, as they are planned and as torch counts them."""
     model: Any = make_trainable(copy.deepcopy(_model(family)), run)
     model.train()
-    inputs, seen, heard = _inputs(family)
+    inputs, num_image_tokens, num_audio_tokens = _inputs(family)
     with flop_counter() as counter:
         logits = model(**inputs, use_cache=False).logits
         logits.sum().backward()
     tokens = inputs["input_ids"].shape[1]
     cost = CostModel.of_config(_config(family), run)
-    squares = sum(t * (h * w) ** 2 for t, h, w in GRIDS) if seen else 0
-    towers = cost.towers(np.array(seen), np.array(squares), np.array(heard))
+    squares = sum(t * (h * w) ** 2 for t, h, w in GRIDS) if num_image_tokens else 0
+    towers = cost.towers(np.array(num_image_tokens), np.array(squares), np.array(num_audio_tokens))
     # torch counts the whole square of causal attention, and of windows.
     attention = cost.attention_of(np.array(2 * tokens**2), np.array(2 * tokens**2))
     result = float(cost(np.array(tokens), attention, np.array(tokens), towers))
@@ -237,7 +237,7 @@ def _found_and_counted(family: str, run: TrainConfig) -> tuple[float, float]:
         narrow = sum(step.num_products for step in layers.language if step.kind == "convolution")
         result -= 2 * tokens * narrow * (3 if trained and not run.freeze_llm else 2)
         patches = sum(step.num_products for step in layers.vision if step.kind == "convolution")
-        result -= 2 * seen * patches * (2 if trained and not run.freeze_vit else 1)
+        result -= 2 * num_image_tokens * patches * (2 if trained and not run.freeze_vit else 1)
     return result, counted
 
 

@@ -25,8 +25,8 @@ def test_counts_add_up(first_rows: list[int], more_rows: list[int]) -> None:
     assert (a + b).counts().tolist() == counted(first_rows + more_rows)
     assert (a + b).total == len(first_rows + more_rows)
     assert (a + b).num_rows == len(set(first_rows + more_rows))
-    again = RowCounts.of(np.array(counted(first_rows)))
-    assert [plane.tolist() for plane in again.planes] == [plane.tolist() for plane in a.planes]
+    recounted = RowCounts.of(np.array(counted(first_rows)))
+    assert [plane.tolist() for plane in recounted.planes] == [plane.tolist() for plane in a.planes]
 
 
 def test_count_planes_match_the_diagram() -> None:
@@ -36,10 +36,10 @@ def test_count_planes_match_the_diagram() -> None:
 
 @given(ROWS, st.data())
 def test_skipped_rows_are_removed_as_often_as_listed(rows: list[int], data: st.DataObject) -> None:
-    chosen = data.draw(st.lists(st.sampled_from(range(len(rows))), unique=True) if rows else st.just([]))
-    left_out = [rows[place] for place in chosen]
+    places = data.draw(st.lists(st.sampled_from(range(len(rows))), unique=True) if rows else st.just([]))
+    left_out = [rows[place] for place in places]
     result = remove_rows(np.sort(np.array(rows, np.int64)), np.sort(np.array(left_out, np.int64)))
-    expected = [row for place, row in enumerate(rows) if place not in chosen]
+    expected = [row for place, row in enumerate(rows) if place not in places]
     assert result.tolist() == sorted(expected)
 
 

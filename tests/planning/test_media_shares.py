@@ -33,8 +33,8 @@ def media_of(pictures: list[list[int]], videos: list[int] | None = None) -> Medi
 @given(st.lists(st.lists(st.integers(1, 5000), max_size=6), min_size=1, max_size=8))
 def test_largest_image_does_not_exceed_the_estimate(pictures: list[list[int]]) -> None:
     media = media_of(pictures)
-    for number, each in enumerate(pictures):
-        mine = media.samples == number
+    for sample_index, each in enumerate(pictures):
+        mine = media.samples == sample_index
         assert mine.sum() == len(each)
         if each:
             assert media.tokens[mine].sum() == pytest.approx(sum(each))
@@ -61,8 +61,8 @@ def test_longest_sound_does_not_exceed_the_estimate(samples: list[tuple[list[int
     pictures = media_of([[7]] * len(samples))
     media = pictures.with_sounds(tokens, num_audios, num_videos)
     assert media.tokens.sum() == pictures.tokens.sum()
-    for number, (each, _) in enumerate(samples):
-        sounds = media.sounds[(media.samples == number) & (media.tokens == 0)]
+    for sample_index, (each, _) in enumerate(samples):
+        sounds = media.sounds[(media.samples == sample_index) & (media.tokens == 0)]
         assert len(sounds) == len(each)
         assert sounds.sum() == sum(each)
         assert sounds.max(initial=0) >= max(each, default=0)

@@ -16,7 +16,7 @@ from packtool.planning.options import PlanOptions
 MAX = 512
 
 
-def made(sizes: list[int], sources: list[SourceRecipe], seed: int = 0, **recipe: object) -> Mixture:
+def mixture_of(sizes: list[int], sources: list[SourceRecipe], seed: int = 0, **recipe: object) -> Mixture:
     rng = np.random.default_rng(seed)
     total = sum(sizes)
     lengths = np.clip(rng.lognormal(4, 1, total), 2, MAX).astype(np.int32)
@@ -48,19 +48,19 @@ def planned(mixture: Mixture, epoch: int = 0, **changes: object) -> EpochPlan:
 def test_amounts(text: str, amount: Amount) -> None:
     assert parse_amount(text) == amount
     assert parse_amount("2.5X") == Amount(2.5, "epochs")
-    for wrong in ("0", "0%", "1.5", "2y", ".5", "9" * 400, "9" * 20):
+    for invalid_amount in ("0", "0%", "1.5", "2y", ".5", "9" * 400, "9" * 20):
         with pytest.raises(ValueError, match="#"):
-            parse_amount(wrong)
+            parse_amount(invalid_amount)
 
 
 def test_an_epoch_that_memory_cannot_hold_is_refused() -> None:
     with pytest.raises(ConfigError, match="draws 99,999,999,999 samples of 30; at most 10,000,000"):
-        made([30], of("99999999999"))
+        mixture_of([30], of("99999999999"))
     with pytest.raises(ConfigError, match="samples of 30; at most 10,000,000"):
-        made([30], of("99999999999x"))
+        mixture_of([30], of("99999999999x"))
     weights = [SourceRecipe(path="a", weight=1.0), SourceRecipe(path="b", weight=1e-300)]
     with pytest.raises(ConfigError, match="samples of 60; at most 10,000,000"):
-        made([30, 30], weights, stop="all")
+        mixture_of([30, 30], weights, stop="all")
 
 
 @settings(max_examples=20)
@@ -70,7 +70,7 @@ def test_an_epoch_that_memory_cannot_hold_is_refused() -> None:
     seed=st.integers(0, 5),
 )
 def test_number_of_samples_of_an_epoch(sizes: list[int], amounts: list[str], seed: int) -> None:
-    mixture = made(sizes, of(*amounts[: len(sizes)]), seed)
+    mixture = mixture_of(sizes, of(*amounts[: len(sizes)]), seed)
     first_plan = planned(mixture)
     for epoch in (0, 1, 5):
         samples = mixture.draw(epoch)
@@ -88,7 +88,7 @@ def test_number_of_samples_of_an_epoch(sizes: list[int], amounts: list[str], see
         assert plan.packs.num_packs == first_plan.packs.num_packs
         assert plan.packs.tokens_per_pack().max() <= MAX
         assert np.array_equal(plan.packs.lengths, mixture.lengths[plan.packs.samples])
-    assert planned(made(sizes, of(*amounts[: len(sizes)]), seed)).fingerprint == first_plan.fingerprint
+    assert planned(mixture_of(sizes, of(*amounts[: len(sizes)]), seed)).fingerprint == first_plan.fingerprint
 
 
 @settings(max_examples=20, deadline=None)
@@ -104,7 +104,7 @@ def test_epoch_counts_after_training_with_other_data(
     """The amounts of a recipe change within an epoch; a source is taken as often as it says, in all."""
     num = len(sizes)
     before, after = (
-        replace(made(sizes, of(*own), 0), resample=resample) for own in (amounts[:num], amounts[num : 2 * num])
+        replace(mixture_of(sizes, of(*own), 0), resample=resample) for own in (amounts[:num], amounts[num : 2 * num])
     )
     drawn_samples = before.draw(1)
     trained = np.bincount(drawn_samples[: round(share * len(drawn_samples))], minlength=sum(sizes))
@@ -118,7 +118,7 @@ def test_epoch_counts_after_training_with_other_data(
 
 
 def test_samples_are_drawn_equally_often_and_differ_by_epoch() -> None:
-    mixture = made([400], of("30%"))
+    mixture = mixture_of([400], of("30%"))
     draws = [mixture.draw(epoch) for epoch in range(400)]
     often = np.bincount(np.concatenate(draws), minlength=400) / 400
     assert often.min() > 0.2  # four standard deviations of a share of 0.3 are 0.09
@@ -132,14 +132,14 @@ def test_samples_are_drawn_equally_often_and_differ_by_epoch() -> None:
 
 def test_loss_scales_are_part_of_the_fingerprint_where_there_are_some() -> None:
     half, double = of("50%", "2x")
-    plain = made([30, 20], [half, double])
+    plain = mixture_of([30, 20], [half, double])
     assert plain.fingerprint == "e28382bec2c17ec243e32bdfddb50205a1f48bdcb7e5e96a13b98538292d4360"  # as it always was
-    scaled = [made([30, 20], [half, replace(double, loss_scale=scale)]) for scale in ("last_round", "all")]
+    scaled = [mixture_of([30, 20], [half, replace(double, loss_scale=scale)]) for scale in ("last_round", "all")]
     assert len({mixture.fingerprint for mixture in (plain, *scaled)}) == 3
 
 
 def test_slots_are_little_larger_than_their_samples() -> None:
-    mixture = made([4000, 3000], of("35%", "1.3x"))
+    mixture = mixture_of([4000, 3000], of("35%", "1.3x"))
     waste = int(mixture.slots.lengths.sum()) / int(mixture.lengths[mixture.draw(2)].sum()) - 1
     assert 0 <= waste < 0.02
 
@@ -148,7 +148,7 @@ def test_slots_are_little_larger_than_their_samples() -> None:
 @pytest.mark.parametrize("stop", ["first", "all"])
 def test_weights(unit: MixUnit, stop: str) -> None:
     sources = [SourceRecipe(path=str(i), weight=weight) for i, weight in enumerate((3.0, 1.0, 1.0))]
-    mixture = made([1000, 300, 2500], sources, unit=unit, stop=stop)
+    mixture = mixture_of([1000, 300, 2500], sources, unit=unit, stop=stop)
     ends = min(mixture.epochs) if stop == "all" else max(mixture.epochs)
     assert ends == pytest.approx(1, abs=2e-3)  # the one that ends the epoch is used up
     plan = planned(mixture, 1)
@@ -158,19 +158,19 @@ def test_weights(unit: MixUnit, stop: str) -> None:
 
 def test_temperature_flattens_sizes() -> None:
     sources = [SourceRecipe(path="a"), SourceRecipe(path="b")]
-    counts = [made([1600, 100], sources, temperature=heat).counts for heat in (1.0, 2.0)]
+    counts = [mixture_of([1600, 100], sources, temperature=heat).counts for heat in (1.0, 2.0)]
     assert counts == [(1600, 100), (400, 100)]  # 16 to 1, and its root
 
 
 def test_filters_by_length() -> None:
     sources = [SourceRecipe(path="a", min_length=20, max_length=100), SourceRecipe(path="b")]
-    mixture = made([300, 50], sources)
+    mixture = mixture_of([300, 50], sources)
     own = mixture.lengths[mixture.draw(0)[mixture.draw(0) < 300]]
     assert own.min() >= 20
     assert own.max() <= 100
     assert planned(mixture).summary.num_filtered == mixture.num_filtered == 300 - len(own)
     with pytest.raises(DataError, match="no samples remain of a"):
-        made([300, 50], [replace(sources[0], min_length=MAX - 1, max_length=MAX - 1), sources[1]])
+        mixture_of([300, 50], [replace(sources[0], min_length=MAX - 1, max_length=MAX - 1), sources[1]])
 
 
 @settings(max_examples=30)
@@ -190,7 +190,7 @@ def test_filters_by_length() -> None:
     packing=st.booleans(),
 )
 def test_parts_of_the_caches_add_up(sources: list[SourceRecipe], epoch: int, packing: bool) -> None:
-    mixture = made([150] * len(sources), sources)
+    mixture = mixture_of([150] * len(sources), sources)
     summary = planned(mixture, epoch, packing=packing).summary
     assert summary.num_cached == 150 * len(sources)
     assert summary.num_distinct == len(np.unique(mixture.draw(epoch)))
@@ -200,7 +200,7 @@ def test_parts_of_the_caches_add_up(sources: list[SourceRecipe], epoch: int, pac
 
 
 def test_same_epoch_on_other_ranks_and_rest_after_resuming() -> None:
-    mixture = made([500, 200], of("1.5x", "50%"))
+    mixture = mixture_of([500, 200], of("1.5x", "50%"))
     one, four = (planned(mixture, 1, world_size=size) for size in (1, 4))
     assert one.packs.fingerprint == four.packs.fingerprint
     for step in (0, 7, four.steps.num_steps - 1):
@@ -230,7 +230,7 @@ def test_same_epoch_on_other_ranks_and_rest_after_resuming() -> None:
     ],
 )
 def test_every_algorithm_packs_repeated_samples(changes: dict[str, object]) -> None:
-    mixture = made([200, 90], of("2.5x", "40%"))
+    mixture = mixture_of([200, 90], of("2.5x", "40%"))
     plans = [planned(mixture, epoch, **changes) for epoch in (0, 1)]
     assert plans[0].packs.num_packs == plans[1].packs.num_packs
     for epoch, plan in enumerate(plans):

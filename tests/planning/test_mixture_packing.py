@@ -142,8 +142,8 @@ def test_epochs_have_equally_many_and_different_packs() -> None:
 def companions(plan: EpochPlan) -> set[tuple[int, int]]:
     """Pairs of samples that share a pack."""
     result = set()
-    for number in range(plan.packs.num_packs):
-        samples = np.sort(plan.packs.pack(number)).tolist()
+    for pack_index in range(plan.packs.num_packs):
+        samples = np.sort(plan.packs.pack(pack_index)).tolist()
         result |= {(one, other) for place, one in enumerate(samples) for other in samples[place + 1 :]}
     return result
 

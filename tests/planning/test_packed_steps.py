@@ -28,8 +28,8 @@ def micro_batches(plan: EpochPlan) -> list[list[list[list[int]]]]:
     return [
         [
             [
-                [int(position) for pack in plan.samples(step, rank, number) for position in pack]
-                for number in range(steps.num_micro_batches(step))
+                [int(position) for pack in plan.samples(step, rank, micro_batch) for position in pack]
+                for micro_batch in range(steps.num_micro_batches(step))
             ]
             for rank in range(steps.world_size)
         ]

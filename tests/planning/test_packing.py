@@ -94,9 +94,9 @@ def test_each_sample_once_and_no_pack_over_capacity(problem: tuple[list[int], in
     for packer in PACKERS:
         plan = packer(lengths, capacity, seed=seed, epoch=epoch)
         check(plan, lengths)
-        again = packer(lengths, capacity, seed=seed, epoch=epoch)
-        assert again.fingerprint == plan.fingerprint
-        assert np.array_equal(again.samples, plan.samples)
+        same_plan = packer(lengths, capacity, seed=seed, epoch=epoch)
+        assert same_plan.fingerprint == plan.fingerprint
+        assert np.array_equal(same_plan.samples, plan.samples)
 
 
 @pytest.mark.smoke
@@ -194,7 +194,7 @@ def test_packs_in_the_order_of_the_cache() -> None:
 
 
 def test_options_out_of_range() -> None:
-    wrong = PackOptions(
+    invalid_options = PackOptions(
         packing_window=0,
         packing_num_proc=0,
         packing_batch_size=0,
@@ -203,7 +203,7 @@ def test_options_out_of_range() -> None:
         max_media_tokens_per_pack=0,
     )
     with pytest.raises(ConfigError) as error:
-        pack([1], 8, wrong, seed=0)
+        pack([1], 8, invalid_options, seed=0)
     for name in ("window 0", "num-proc", "batch-size", "look-ahead", "samples-per-pack", "media-tokens-per-pack"):
         assert name.split(" ")[0] in error.value.message
     for algorithm, limit in (

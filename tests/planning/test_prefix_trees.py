@@ -87,12 +87,12 @@ def test_branches_hold_every_token_of_every_sample(rows: Rows) -> None:
         assert [branch.num_samples == 1 for branch in mine] == [False] * (len(mine) - 1) + [True]
         assert [branch.parent for branch in mine] == [NOTHING, *(branches.index(branch) for branch in mine[:-1])]
         for branch in mine:
-            inside = {tuple(rows[number][: branch.stop]) for number in trees.samples[branch.first : branch.last]}
+            inside = {tuple(rows[row_index][: branch.stop]) for row_index in trees.samples[branch.first : branch.last]}
             assert len(inside) == 1
 
 
 def test_each_part_of_a_split_tree_computes_the_prefix() -> None:
-    rows = [[1] * 10 + [2 + number] * 3 for number in range(5)]
+    rows = [[1] * 10 + [2 + index] * 3 for index in range(5)]
     ends = [[10]] * 5
     trees, lengths = planned(rows, ends, capacity=22)
     assert trees.new_tokens(lengths).tolist() == [13, 4, 4, 13, 4]
@@ -108,7 +108,7 @@ def test_each_part_of_a_split_tree_computes_the_prefix() -> None:
 @given(media=st.lists(st.integers(0, 9), min_size=1, max_size=12), of_prefix=st.integers(0, 5), most=st.integers(3, 20))
 def test_groups_respect_the_second_budget(media: list[int], of_prefix: int, most: int) -> None:
     """Ten tokens that all samples begin with, and media of each behind those of the prefix."""
-    rows = [[1] * 10 + [2 + number] * 3 for number in range(len(media))]
+    rows = [[1] * 10 + [2 + index] * 3 for index in range(len(media))]
     prefixes = prefixes_of(rows, [[10]] * len(rows))
     values, of = np.array(media) + of_prefix, np.full(len(rows), of_prefix)
     lengths = np.array([len(row) for row in rows], np.int32)
@@ -138,14 +138,14 @@ def test_media_of_a_prefix_count_once() -> None:
 
 
 def test_groups_are_packed_and_their_samples_stay_together() -> None:
-    rows = [[1] * 10 + [2 + number // 4, 9 - number % 4] for number in range(8)] + [[7] * 4, [8] * 5]
+    rows = [[1] * 10 + [2 + index // 4, 9 - index % 4] for index in range(8)] + [[7] * 4, [8] * 5]
     trees, lengths = planned(rows, min_shared=5, capacity=20)
     groups = pack(trees.sums_per_group(trees.new_tokens(lengths)), 20, seed=0)
     plan = trees.expand(groups, lengths)
     assert sorted(plan.samples.tolist()) == list(range(10))
     assert plan.tokens_per_pack().tolist() == groups.tokens_per_pack().tolist()
     assert plan.num_packs == groups.num_packs
-    together = {frozenset(plan.pack(number).tolist()) for number in range(plan.num_packs)}
+    together = {frozenset(plan.pack(pack_index).tolist()) for pack_index in range(plan.num_packs)}
     walks = [trees.samples[a:b].tolist() for a, b in zip(trees.offsets[:-1], trees.offsets[1:], strict=True)]
     assert all(any(set(walk) <= members for members in together) for walk in walks)
 
@@ -188,15 +188,15 @@ def test_epoch_is_planned_by_computed_tokens() -> None:
     without_trees = plan_epoch(lengths, targets, options, seed=1, towers=towers)
     assert plan.summary.num_target_tokens == without_trees.summary.num_target_tokens
     assert plan.packs.num_packs < 0.5 * without_trees.packs.num_packs
-    for number in range(plan.packs.num_packs):
-        members = [rows[i] for i in plan.packs.pack(number)]
+    for pack_index in range(plan.packs.num_packs):
+        members = [rows[i] for i in plan.packs.pack(pack_index)]
         # Without the last token of what is alike, which each question has for itself.
         distinct = {tuple(row[:end]) for row in members for end in range(1, 10)}
         own = sum(len(row) - 9 for row in members)
-        assert plan.packs.tokens_per_pack()[number] == len(distinct) + own
+        assert plan.packs.tokens_per_pack()[pack_index] == len(distinct) + own
         prefixes = len({tuple(row[:10]) for row in members})
         squares = sum(len(row) ** 2 for row in members) - 81 * (len(members) - prefixes)
-        assert plan.packs.sum_squares_per_pack()[number] == squares
+        assert plan.packs.sum_squares_per_pack()[pack_index] == squares
     costs = pack_costs(plan.packs, options.cost, targets, added)  # type: ignore[arg-type]
     pictures = [len({tuple(rows[i][:10]) for i in plan.packs.pack(k)}) for k in range(plan.packs.num_packs)]
     assert costs.tolist() == pytest.approx(
@@ -212,9 +212,9 @@ def test_rest_of_an_epoch_keeps_shared_prefixes() -> None:
     remaining = plan.packs_from(2)
     assert 0 < remaining.num_samples < 36
     assert remaining.tokens_per_pack().max() <= 30
-    again = assign_packs(remaining, np.ones(36, np.int64), options_for(30, world_size=1))
-    assert again.summary.num_samples == remaining.num_samples
-    assert again.packs.sum_squares_per_pack().sum() == remaining.sum_squares_per_pack().sum()
+    reassigned = assign_packs(remaining, np.ones(36, np.int64), options_for(30, world_size=1))
+    assert reassigned.summary.num_samples == remaining.num_samples
+    assert reassigned.packs.sum_squares_per_pack().sum() == remaining.sum_squares_per_pack().sum()
     assert remaining.shared is not None
     unlike = dataclasses.replace(remaining, shared=np.zeros_like(remaining.shared))
     assert unlike.fingerprint != remaining.fingerprint != dataclasses.replace(remaining, shared=None).fingerprint
@@ -288,10 +288,10 @@ def test_shared_prefixes_are_equal(rows: Rows, data: st.DataObject) -> None:
     ends = [sorted(data.draw(st.sets(st.integers(1, len(row))))) for row in rows]
     trees, lengths = planned(rows, ends)
     for place in range(1, len(rows)):
-        one, other = (rows[int(number)] for number in trees.samples[place - 1 : place + 1])
+        one, other = (rows[int(row_index)] for row_index in trees.samples[place - 1 : place + 1])
         assert trees.shared[place] <= max(_alike(one, other) - 1, 0)
-    again, _ = planned(rows, ends)
-    assert again.samples.tolist() == trees.samples.tolist()
+    replanned, _ = planned(rows, ends)
+    assert replanned.samples.tolist() == trees.samples.tolist()
     assert trees.expand(pack(trees.sums_per_group(trees.new_tokens(lengths)), 1000, seed=1), lengths).num_tokens == int(
         trees.new_tokens(lengths).sum()
     )

@@ -28,7 +28,7 @@ def test_bounded_displacement(
     waiting = set(range(len(lengths)))
     reachable: dict[int, int] = {}
     packs = np.split(order, np.cumsum(sizes)[:-1]) if len(sizes) else []
-    for number, pack in enumerate(packs):
+    for pack_index, pack in enumerate(packs):
         assert pack[0] == min(waiting)
         assert lengths[pack].sum() <= 100
         assert len(pack) <= (max_samples or len(lengths))
@@ -37,8 +37,8 @@ def test_bounded_displacement(
             earlier = sorted(waiting)[: look_ahead + 1]
             assert sample in earlier
             for reached in earlier:
-                reachable.setdefault(reached, number)
-            assert number <= reachable[sample] + look_ahead
+                reachable.setdefault(reached, pack_index)
+            assert pack_index <= reachable[sample] + look_ahead
             waiting.remove(sample)
 
 

@@ -76,7 +76,7 @@ def test_streams_keep_their_numbers() -> None:
     ]
     assert RandomStream.WITHIN_LENGTH == 0
     assert RandomStream.SHUFFLE_BUFFER == 12
-    assert [of_window(number) for number in range(3)] == [16, 32, 48]
+    assert [of_window(window) for window in range(3)] == [16, 32, 48]
 
 
 def test_all_random_numbers_use_a_stream() -> None:

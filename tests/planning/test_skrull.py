@@ -137,8 +137,8 @@ def test_schedule_keeps_its_invariants(step: tuple[np.ndarray, dict[str, int], S
                 plain = all_sharded(hand, lengths, bucket, num, alignment)
                 fastest = planned_time([plain], lengths, flops, **shared)
                 assert planned_time([rank], lengths, flops, **shared) <= fastest * (1 + 1e-9)
-    again = schedule_step(lengths.copy(), flops.copy(), **options, times=times)
-    for one, other in zip(batches, (batch for rank in again for batch in rank), strict=True):
+    same_schedule = schedule_step(lengths.copy(), flops.copy(), **options, times=times)
+    for one, other in zip(batches, (batch for rank in same_schedule for batch in rank), strict=True):
         assert one.samples.tolist() == other.samples.tolist()
         assert one.placement.tolist() == other.placement.tolist()
 
@@ -274,8 +274,8 @@ def test_exposed_seconds_of_many_ranks_equal_those_of_each(data: st.DataObject) 
     times = StepTime(flops_per_second=1.0, exchanges=tuple(exchanges))
     tokens, local, sharded = data.draw(st.integers(0, 50)), data.draw(seconds), data.draw(seconds)
     result = times.exposed_seconds(*(np.array([float(value)]) for value in (tokens, local, sharded)))
-    alone = times.micro_batch([Load(local, local)], Load(2 * sharded, 2 * sharded), tokens, 2) - local - sharded
-    assert alone == pytest.approx(result[0], abs=1e-9)
+    alone_seconds = times.micro_batch([Load(local, local)], Load(2 * sharded, 2 * sharded), tokens, 2) - local - sharded
+    assert alone_seconds == pytest.approx(result[0], abs=1e-9)
 
 
 def test_sharding_short_sequences_is_slower() -> None:

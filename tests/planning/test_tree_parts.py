@@ -25,7 +25,9 @@ CAPACITY = 30
 
 def questions(each: list[int]) -> tuple[np.ndarray, PrefixTrees, Any]:
     """So many questions of three tokens about each picture of ten; a pack has room for five."""
-    rows = [[1 + picture, *[90] * 9, 40 + number, 2, 3] for picture, num in enumerate(each) for number in range(num)]
+    rows = [
+        [1 + picture, *[90] * 9, 40 + question, 2, 3] for picture, num in enumerate(each) for question in range(num)
+    ]
     lengths = np.array([len(row) for row in rows], np.int32)
     prefixes = prefixes_of(rows, [[10]] * len(rows))
     return lengths, plan_trees(lengths, prefixes, capacity=CAPACITY, min_shared=5), prefixes
@@ -37,9 +39,9 @@ def steps_of_trees(plan: Any, trees: PrefixTrees) -> dict[int, list[int]]:
     step_of = plan.steps.locations()[:, 0].tolist()
     pairs = {(numbers[int(i)], k) for k in range(plan.packs.num_packs) for i in plan.packs.pack(k)}
     result: dict[int, list[int]] = {}
-    for tree, number in sorted(pairs):
+    for tree, pack_index in sorted(pairs):
         if tree != NOTHING:
-            result.setdefault(tree, []).append(step_of[number])
+            result.setdefault(tree, []).append(step_of[pack_index])
     return result
 
 
@@ -81,8 +83,8 @@ def test_rest_of_an_epoch_keeps_trees_in_one_step_with_other_ranks() -> None:
     remaining = plan.packs_from(4)
     for world_size in (1, 3, 8):
         options = options_for(CAPACITY, world_size=world_size, gradient_accumulation_steps=2)
-        again = assign_packs(remaining, np.ones(len(lengths), np.int64), options, trees=trees)
-        assert all(len(set(steps)) == 1 for steps in steps_of_trees(again, trees).values())
+        reassigned = assign_packs(remaining, np.ones(len(lengths), np.int64), options, trees=trees)
+        assert all(len(set(steps)) == 1 for steps in steps_of_trees(reassigned, trees).values())
 
 
 def test_trees_of_a_saved_plan_and_of_a_part_of_the_data() -> None:
@@ -92,8 +94,8 @@ def test_trees_of_a_saved_plan_and_of_a_part_of_the_data() -> None:
     plan = plan_epoch(lengths, targets, options, seed=3, trees=trees)
     result = rebuild_trees(plan.packs, prefixes, min_shared=5)
     assert result is not None
-    again = assign_packs(plan.packs, targets, options, trees=replace(result, parts="together"))
-    assert again.fingerprint == plan.fingerprint
+    reassigned = assign_packs(plan.packs, targets, options, trees=replace(result, parts="together"))
+    assert reassigned.fingerprint == plan.fingerprint
     untrained = np.flatnonzero(np.arange(len(lengths)) % 5)
     selected = select_samples(trees, np.isin(np.arange(len(lengths)), untrained))
     epoch_plan = plan_epoch(lengths, targets, options, seed=3, trees=selected, untrained=untrained)
@@ -109,7 +111,7 @@ def test_plans_without_split_trees_do_not_change() -> None:
 
 
 def test_trees_split_by_max_rows_are_in_different_packs_and_steps() -> None:
-    rows = [[1 + picture, *[90] * 9, 40 + number, 2, 3] for picture in range(12) for number in range(6)]
+    rows = [[1 + picture, *[90] * 9, 40 + question, 2, 3] for picture in range(12) for question in range(6)]
     lengths = np.array([len(row) for row in rows], np.int32)
     arguments: dict[str, Any] = {"capacity": 40, "min_shared": 5, "max_samples": 2}
     prefixes = prefixes_of(rows, [[10]] * len(rows))

@@ -17,9 +17,9 @@ TRUNK, BRANCHES = 4, 64
 def planned(tails: list[list[int]], capacity: int, **options: int) -> tuple[PrefixTrees, np.ndarray]:
     """Trees of rows that begin with one trunk; each tail is its sizes: a fork behind the first, if it has two."""
     rows, ends = [], []
-    for number, (num_own, *others) in enumerate(tails):
+    for tree_index, (num_own, *others) in enumerate(tails):
         for place, more in enumerate(others or [0]):
-            rows.append([1] * (TRUNK + 1) + [10 + number] * num_own + [9 + place] * more)
+            rows.append([1] * (TRUNK + 1) + [10 + tree_index] * num_own + [9 + place] * more)
             ends.append([TRUNK + 1, TRUNK + 1 + num_own] if num_own else [TRUNK + 1])
     lengths = np.array([len(row) for row in rows], np.int32)
     return plan_trees(lengths, prefixes_of(rows, ends), capacity=capacity, min_shared=1, **options), lengths
@@ -55,8 +55,8 @@ def test_every_sample_once_and_no_pack_over_capacity(tails: list[list[int]], cap
     assert np.isin(trees.shared[1:][~same], [0, TRUNK]).all()
     firsts = np.array([tail[0] for tail in tails])[branch[1:]]
     assert (trees.shared[1:][same] <= TRUNK + firsts[same]).all()
-    again, _ = planned(tails, capacity)
-    assert again.samples.tolist() == trees.samples.tolist()
+    replanned, _ = planned(tails, capacity)
+    assert replanned.samples.tolist() == trees.samples.tolist()
 
 
 def test_a_branch_longer_than_a_pack_is_split() -> None:

@@ -19,11 +19,11 @@ def test_numbers_are_round_and_evenly_spaced(high: float, most: int, cover: bool
     assert steps == pytest.approx([steps[0]] * len(steps))
     assert f"{steps[0]:e}".rstrip("0123456789").rstrip("+-e").rstrip("0") in ("1.", "2.", "2.5", "5.")
     axis = Axis.over("", 0, max(round(high), 1), most, integers=True)
-    assert all(number == int(number) for number, _ in axis.ticks)
+    assert all(value == int(value) for value, _ in axis.ticks)
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "settings", "wanted"),
+    ("low", "high", "settings", "expected"),
     [
         (0, 1.04e-4, {}, ["0", "2.5e-5", "5e-5", "7.5e-5", "1e-4"]),
         (90, 100, {"suffix": "%"}, ["90%", "92%", "94%", "96%", "98%", "100%"]),
@@ -35,9 +35,9 @@ def test_numbers_are_round_and_evenly_spaced(high: float, most: int, cover: bool
         (1, 1.17, {"cover": True}, ["1.00", "1.05", "1.10", "1.15", "1.20"]),
     ],
 )
-def test_labels(low: float, high: float, settings: dict[str, Any], wanted: list[str]) -> None:
+def test_labels(low: float, high: float, settings: dict[str, Any], expected: list[str]) -> None:
     axis = Axis.over("", low, high, 5, **settings)
-    assert [label for _, label in axis.ticks] == wanted
+    assert [label for _, label in axis.ticks] == expected
     assert axis.at(low) == 0
     assert axis.at(axis.high) == SIZE
     assert axis.high == (pytest.approx(1.2) if "cover" in settings else high)

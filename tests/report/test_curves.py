@@ -42,14 +42,14 @@ def record(step: int, **further: float) -> dict[str, Any]:
 @pytest.fixture
 def charts(monkeypatch: pytest.MonkeyPatch) -> list[Chart]:
     """Collect the charts of the last image."""
-    seen: list[Chart] = []
+    shown_charts: list[Chart] = []
 
     def draw(charts: list[Chart], *args: Any) -> Image.Image:
-        seen[:] = charts
+        shown_charts[:] = charts
         return draw_charts(charts, *args)
 
     monkeypatch.setattr(curves, "draw_charts", draw)
-    return seen
+    return shown_charts
 
 
 def titles(charts: list[Chart]) -> list[str]:

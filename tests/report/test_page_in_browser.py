@@ -67,7 +67,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shown(browser: Browser, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def layout_of(browser: Browser, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Return a function that opens a page and checks that it requests nothing else and logs nothing."""
 
     def look(what: Path | str, width: int, **options: Any) -> dict[str, Any]:
@@ -84,8 +84,8 @@ def shown(browser: Browser, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.mark.parametrize("width", [DESK, PHONE])
-def test_a_plan_is_drawn(width: int, planned: Path, browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
-    layout = shown(planned, width)
+def test_a_plan_is_drawn(width: int, planned: Path, browser: Browser, layout_of: Callable[..., dict[str, Any]]) -> None:
+    layout = layout_of(planned, width)
     kinds = [drawing["kind"] for drawing in layout["drawings"]]
     assert kinds == ["sign", "share", "drawn", "drawn", "packed", "padded", "drawn"]
     for drawing in layout["drawings"]:
@@ -130,8 +130,8 @@ CONTENTS = {
 
 @pytest.mark.parametrize("width", [DESK, PHONE, SMALL_PHONE])
 @pytest.mark.parametrize("name", CONTENTS)
-def test_nothing_overflows(name: str, width: int, browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
-    layout = shown(page(CONTENTS[name]), width)
+def test_nothing_overflows(name: str, width: int, browser: Browser, layout_of: Callable[..., dict[str, Any]]) -> None:
+    layout = layout_of(page(CONTENTS[name]), width)
     assert layout["width"] <= width
     for words, left_edge, right, wide, _ in layout["boxes"]:
         assert left_edge >= -0.5, words
@@ -153,12 +153,12 @@ def test_other_pages_fit(
     planned: Path,
     browser: Browser,
     monkeypatch: pytest.MonkeyPatch,
-    shown: Callable[..., dict[str, Any]],
+    layout_of: Callable[..., dict[str, Any]],
 ) -> None:
     monkeypatch.chdir(planned.parent)
     path = planned.parent / "other.html"
     assert run([*words.split(), "--html", str(path), "--json"]) == 0
-    layout = shown(path, width)
+    layout = layout_of(path, width)
     assert layout["width"] <= width
     for drawing in layout["drawings"]:
         assert drawing["shapes"] >= 2, drawing
@@ -168,15 +168,15 @@ def test_other_pages_fit(
     assert 0 < max(cells) <= width, "no cell is cut off"
 
 
-def test_pages_are_readable_in_light_and_dark_mode(planned: Path, shown: Callable[..., dict[str, Any]]) -> None:
-    light, dark = (shown(planned, DESK, dark=dark)["colours"] for dark in (False, True))
+def test_pages_are_readable_in_light_and_dark_mode(planned: Path, layout_of: Callable[..., dict[str, Any]]) -> None:
+    light, dark = (layout_of(planned, DESK, dark=dark)["colours"] for dark in (False, True))
     assert luminance(light["body"]) > 0.8
     assert luminance(dark["body"]) < 0.05
     for colours in (light, dark):
         for name in ("ink", "soft", "accent"):
             for back in ("back", "body"):
                 assert contrast(colours[name], colours[back]) >= 4.5, f"{name} on {back}: WCAG's AA for text"
-    printed = shown(planned, DESK, dark=True, media="print")["colours"]
+    printed = layout_of(planned, DESK, dark=True, media="print")["colours"]
     assert luminance(printed["body"]) == pytest.approx(1)
     assert printed["ink"] == light["ink"]
 
@@ -194,14 +194,14 @@ def test_the_checks_of_pages_detect_mistakes(browser: Browser, tmp_path: Path) -
 EVIL = "<script>hit()</script><img src=x onerror=hit()>\"'><svg onload=hit()>\u202e\x1b]0;t\x07&lt;b&gt;"
 
 
-def test_names_with_scripts_are_escaped(browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
+def test_names_with_scripts_are_escaped(browser: Browser, layout_of: Callable[..., dict[str, Any]]) -> None:
     """Names of rows, caches and manifests are shown as text, and request nothing."""
     parts = content(title=EVIL, reason=EVIL, command=f"packtool plan {EVIL}")
     parts |= {"figures": [(EVIL, EVIL), *parts["figures"]], "headline": [(EVIL, EVIL, EVIL)]}
     rows = [{name: 1 for name, *_ in _COLUMNS} | {"num_samples_in_caches": 1, "shared_prefixes": None}]
     for text in (page(parts), sweep_page(rows, EVIL, EVIL)):
         text = text.replace("<head>", "<head><script>window.hits = 0; window.hit = () => { hits += 1; };</script>")
-        layout = shown(text, DESK)
+        layout = layout_of(text, DESK)
         assert browser.evaluate("hits") == 0
         assert browser.evaluate("document.querySelectorAll('script, img').length") == 1, "the test's own"
         assert "<script>hit()</script>" in layout["text"]
@@ -209,10 +209,10 @@ def test_names_with_scripts_are_escaped(browser: Browser, shown: Callable[..., d
         assert browser.evaluate("document.title").startswith("<script>hit()")
 
 
-def test_words_are_not_split_across_lines(browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
+def test_words_are_not_split_across_lines(browser: Browser, layout_of: Callable[..., dict[str, Any]]) -> None:
     reasons = ["over_max_length", "media_over_limit", "no_target_tokens", "turns_not_found", "media_unsupported"]
     dropped = [(f"dropped at export: {reason}", 23_456) for reason in reasons]
-    shown(page(content() | {"dropped": dropped}), PHONE)
+    layout_of(page(content() | {"dropped": dropped}), PHONE)
     heights = browser.evaluate("[...document.querySelectorAll('.rows .word')].map(e => e.clientHeight)")
     assert len(heights) == len(reasons)
     assert len(set(heights)) == 1, "each on one line"

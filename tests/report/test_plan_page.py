@@ -35,8 +35,8 @@ def widths(drawing: Drawing, look: str) -> float:
 def test_plain_batches_have_the_same_samples(packs: list[list[int]], each: int) -> None:
     stretches = plain_batches([branches(pack) for pack in packs], each)
     samples = [stretch for stretch in stretches if stretch[1] is not None]
-    wanted = [(length, f"c{i % 5}") for pack in packs for i, length in enumerate(pack)]
-    assert sorted(samples) == sorted(wanted)
+    expected = [(length, f"c{i % 5}") for pack in packs for i, length in enumerate(pack)]
+    assert sorted(samples) == sorted(expected)
     padded = sum(
         max(tokens for tokens, _ in samples[start : start + each]) * len(samples[start : start + each])
         for start in range(0, len(samples), each)

@@ -20,30 +20,30 @@ PIXELS = BoxForm("lists", "pixels")
 INTERNVL = BoxForm("tokens", "thousandths", INTERNVL_TOKENS)
 
 
-def shown(text: str, form: BoxForm | None = LISTS, num_images: int = 1, **more: bool) -> list[ShownRegion]:
+def regions_in(text: str, form: BoxForm | None = LISTS, num_images: int = 1, **more: bool) -> list[ShownRegion]:
     return regions_of(text, [IMAGE] * num_images, form, LIMITS, **{"is_complete": True, **more})
 
 
 def test_each_notation_of_regions() -> None:
     box = ((0.1, 0.2), (0.5, 0.25))
     dog = ShownRegion("a dog", box, 0, True)
-    assert shown(PICTURE + TOKENS.name("a dog") + TOKENS.boxes([[100, 200, 500, 250]]), TOKENS) == [dog]
-    assert shown(PICTURE + INTERNVL.name("a dog") + INTERNVL.boxes([[100, 200, 500, 250]]), INTERNVL) == [dog]
+    assert regions_in(PICTURE + TOKENS.name("a dog") + TOKENS.boxes([[100, 200, 500, 250]]), TOKENS) == [dog]
+    assert regions_in(PICTURE + INTERNVL.name("a dog") + INTERNVL.boxes([[100, 200, 500, 250]]), INTERNVL) == [dog]
     question = PICTURE + f"Where is {INTERNVL.name('it')}?" + INTERNVL.name("a dog")
-    assert shown(question + INTERNVL.boxes([[100, 200, 500, 250]]), INTERNVL) == [dog]
+    assert regions_in(question + INTERNVL.boxes([[100, 200, 500, 250]]), INTERNVL) == [dog]
     two = [[100, 200, 500, 250], [1, 2, 3, 4]]
-    assert len(shown(PICTURE + INTERNVL.boxes(two), INTERNVL)) == 2
+    assert len(regions_in(PICTURE + INTERNVL.boxes(two), INTERNVL)) == 2
     for text in (
         '{"bbox_2d": [100, 200, 500, 250], "label": "a dog"}',
         '{"label": "a dog",\n "bbox_2d": [100,200,500,250]}',
         '{"bbox_2d": [[100, 200, 500, 250]], "label": "a d\\u006fg"}',
         f'{{"bbox_2d": {TOKENS.boxes([[100, 200, 500, 250]])}, "label": "{TOKENS.name("a dog")}"}}',
     ):
-        assert shown(text) == [dog], text
-    assert shown('{"bbox_2d": [64, 128, 320, 128], "label": "a dog"}', PIXELS) == [
+        assert regions_in(text) == [dog], text
+    assert regions_in('{"bbox_2d": [64, 128, 320, 128], "label": "a dog"}', PIXELS) == [
         ShownRegion("a dog", ((0.1, 0.25), (0.5, 0.25)), 0, True)
     ]
-    assert [region.corners for region in shown("a dog[100, 200, 500, 250] click('[100, 200]')")] == [box, box[:1]]
+    assert [region.corners for region in regions_in("a dog[100, 200, 500, 250] click('[100, 200]')")] == [box, box[:1]]
     assert dog.description(640, 480) == "a dog, box 64,96 320,120 of image 0"
 
 
@@ -57,23 +57,23 @@ def test_each_notation_of_regions() -> None:
     ],
 )
 def test_other_numbers_are_not_parsed_as_regions(text: str) -> None:
-    assert shown(text) == []
-    assert shown('{"bbox_2d": [1, 2, 3, 4]}', None) == shown('{"bbox_2d": [1, 2, 3, 4]}', num_images=0) == []
+    assert regions_in(text) == []
+    assert regions_in('{"bbox_2d": [1, 2, 3, 4]}', None) == regions_in('{"bbox_2d": [1, 2, 3, 4]}', num_images=0) == []
 
 
 def test_regions_outside_the_image_are_reported() -> None:
     """Pixels in the text of a model that uses thousandths: JSON marks them as coordinates."""
-    (region,) = shown('{"bbox_2d": [300, 200, 1200, 900]}')
+    (region,) = regions_in('{"bbox_2d": [300, 200, 1200, 900]}')
     assert not region.is_inside
     assert region.description(640, 480).endswith("of image 0, outside the image")
 
 
 def test_regions_are_listed_for_each_possible_image() -> None:
     text = f'{PICTURE}{PICTURE} {{"point_2d": [1, 2]}} {PICTURE} "[3, 4]"'
-    regions = shown(text, num_images=3)
+    regions = regions_in(text, num_images=3)
     assert [(region.image, len(region.corners)) for region in regions] == [(0, 1), (1, 1), (0, 1), (1, 1), (2, 1)]
     assert {region.is_certain for region in regions} == {False}
-    assert not shown(PICTURE + '"[3, 4]"', is_complete=False)[0].is_certain
+    assert not regions_in(PICTURE + '"[3, 4]"', is_complete=False)[0].is_certain
 
 
 NAMES = st.text(st.characters(exclude_characters="\ufffc", exclude_categories=["Cs"]), max_size=12)
@@ -89,4 +89,4 @@ def test_written_regions_are_parsed(answer_boxes: list[tuple[str, int, int, int,
     else:
         text = json.dumps([{"bbox_2d": box, "label": name} for name, box in boxes], ensure_ascii=False)
     expected = [(name.strip(), ((x / 1000, y / 1000), (p / 1000, q / 1000))) for name, (x, y, p, q) in boxes]
-    assert [(region.name, region.corners) for region in shown(PICTURE + text)] == expected
+    assert [(region.name, region.corners) for region in regions_in(PICTURE + text)] == expected

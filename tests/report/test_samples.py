@@ -83,23 +83,23 @@ def test_pages_have_the_content_of_the_cache(cache: str, most: int, tmp_path: Pa
     assert write_pages(pages, str(site), counted) == 0
     assert counted.num_done == len(pages.numbers)
     names = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
-    shown = [sample for block in sorted(site.glob("data/samples-*.js")) for sample in page_data(block.read_bytes())]
-    assert len(shown) == min(most, len(reader))
-    for entry in shown:
+    entries = [sample for block in sorted(site.glob("data/samples-*.js")) for sample in page_data(block.read_bytes())]
+    assert len(entries) == min(most, len(reader))
+    for entry in entries:
         sample = reader.sample(entry["number"])
         assert (entry["tokens"], entry["row"]) == (sample.length, sample.row)
         trained = sum(len(part["text"]) for part in entry["parts"] if part["look"] == "trained")
         assert bool(trained) == bool(entry["trained"])
-        seen = [part["seen"] for part in entry["parts"] if part["look"] == "media"]
-        assert len(seen) == len(sample.images)
-        assert names >= set(seen)
-        for place, image in zip(seen, sample.images, strict=True):
+        media_urls = [part["seen"] for part in entry["parts"] if part["look"] == "media"]
+        assert len(media_urls) == len(sample.images)
+        assert names >= set(media_urls)
+        for place, image in zip(media_urls, sample.images, strict=True):
             assert Image.open(site / place).size == (image.width, image.height)
     dropped = page_data((site / "data/dropped.js").read_bytes())
     assert len(dropped) == sum(reader.manifests[0].dropped.values())
     # Another time fewer are written, and nothing is left of these.
-    again = Pages(InspectConfig(directory=cache, max_samples=3), shows_all=False)
-    write_pages(again, str(site), SilentProgress())
+    smaller_pages = Pages(InspectConfig(directory=cache, max_samples=3), shows_all=False)
+    write_pages(smaller_pages, str(site), SilentProgress())
     assert len(list(site.glob("media/*"))) <= 3
 
 
@@ -108,9 +108,9 @@ def test_all_samples_of_a_pack_are_shown(cache: str, run_export: Callable[..., A
     assert run(["plan", cache, "--packing-length", "400", "--save", plan]) == 0
     pages = Pages(InspectConfig(directory=cache, plan=plan, max_samples=40), shows_all=False)
     packs = page_data(pages.content("data/packs-0.js"))
-    held = {number for pack in packs for number, _, _ in pack["parts"]}
-    assert held == set(pages.numbers.tolist())
-    assert 20 < len(held) < 80
+    sample_indices = {sample_index for pack in packs for sample_index, _, _ in pack["parts"]}
+    assert sample_indices == set(pages.numbers.tolist())
+    assert 20 < len(sample_indices) < 80
     all_pages = Pages(InspectConfig(directory=cache, plan=plan), shows_all=True)
     assert len(all_pages.numbers) == all_pages.num_cached
     plan_result = packtool.plan(cache, packing_length=400, world_size=2, gradient_accumulation_steps=3)
@@ -121,16 +121,16 @@ def test_all_samples_of_a_pack_are_shown(cache: str, run_export: Callable[..., A
     packs = iter([pack for i in range(2) for pack in page_data(pages.content(f"data/packs-{i}.js"))])
     steps = {name: ints(column).tolist() for name, column in cached["steps"].items()}
     rows = zip(*(steps[name] for name in ("number", "packs", "microBatches", "tokens", "least", "most")), strict=True)
-    for number, *figures in rows:
-        step = plan_result.steps[number]
+    for step_index, *figures in rows:
+        step = plan_result.steps[step_index]
         tokens = []
         for rank, micro_batches in enumerate(step.micro_batches):
-            for micro_batch, held in enumerate(micro_batches):
-                for members in held:
-                    assert places.pop(0) == [number, rank, micro_batch]
+            for micro_batch, sample_indices in enumerate(micro_batches):
+                for members in sample_indices:
+                    assert places.pop(0) == [step_index, rank, micro_batch]
                     pack = next(packs)
                     assert {part[0] for part in pack["parts"]} - {None} == set(members)
-                    place = [pack["number"], number, rank, micro_batch]
+                    place = [pack["number"], step_index, rank, micro_batch]
                     assert pages._sample(members[-1])["place"] == place
                     tokens.append((rank, sum(part[1] for part in pack["parts"])))
         of_ranks = [sum(num for rank, num in tokens if rank == r) for r in range(2)]
@@ -181,7 +181,7 @@ def test_interrupted_pages_have_no_index(cache: str, tmp_path: Path, monkeypatch
 
     partial_file = site / "data" / "samples-0.js.4711-0a1b2c3d.partial"
     with monkeypatch.context() as patched:
-        patched.setattr(pages, "media_names", lambda number: partial_file.touch() or [])
+        patched.setattr(pages, "media_names", lambda sample_index: partial_file.touch() or [])
         with pytest.raises(KeyboardInterrupt):
             write_pages(pages, str(site), Interrupted())
     assert not partial_file.exists()
@@ -196,10 +196,10 @@ def test_unreadable_media_are_left_out(tmp_path: Path) -> None:
         file.setparams((1, 2, 16_000, 0, "NONE", ""))
         file.writeframes(bytes(3200))
     (tmp_path / "a.WAV").write_bytes(sound.getvalue())
-    held = EncodedAudio(None, sound.getvalue(), 1600, 10, 3)
+    inline_audio = EncodedAudio(None, sound.getvalue(), 1600, 10, 3)
     named = EncodedAudio(str(tmp_path / "a.WAV"), None, 1600, 10, 3)
-    assert samples._media_files(4, 1, held) == samples._media_files(4, 1, named) == {"played": "media/4-1.wav"}
-    for medium in (held, named):
+    assert samples._media_files(4, 1, inline_audio) == samples._media_files(4, 1, named) == {"played": "media/4-1.wav"}
+    for medium in (inline_audio, named):
         assert samples._playable(medium, MediaPolicy()) == sound.getvalue()
     (tmp_path / "secret.wav").write_text("what a cache of somebody else's calls a sound")
     assert samples._playable(EncodedAudio(str(tmp_path / "secret.wav"), None, 1600, 10, 3), MediaPolicy()) is None
@@ -230,12 +230,12 @@ def test_requests_need_the_token(cache: str, capsys: pytest.CaptureFixture[str])
         assert b"samples.js" in body
         assert fetched(f"{address}samples.js")[2]["Content-Type"].startswith("text/javascript")
         assert len(page_data(fetched(f"{address}data/samples-1.js")[1])) == 50
-        picture = next(name for number in range(9) for name in pages.media_names(number))
+        picture = next(name for sample_index in range(9) for name in pages.media_names(sample_index))
         assert Image.open(io.BytesIO(fetched(address + picture)[1])).format == "JPEG"
-        for wrong in ("media/99999-0.jpg", "media/1-77.jpg", "data/../../x", "nothing", "data/packs-0.js/x"):
-            assert fetched(address + wrong)[0] == 404
-        for wrong in ("", token[:-1], token + "x", "%2e%2e/" + token, f"x/{token}"):
-            assert fetched(f"{base}/{wrong}/")[0] == 403
+        for invalid_path in ("media/99999-0.jpg", "media/1-77.jpg", "data/../../x", "nothing", "data/packs-0.js/x"):
+            assert fetched(address + invalid_path)[0] == 404
+        for invalid_path in ("", token[:-1], token + "x", "%2e%2e/" + token, f"x/{token}"):
+            assert fetched(f"{base}/{invalid_path}/")[0] == 403
         assert fetched(address, Host="evil.example:80")[0] == 403
         port = int(base.rsplit(":", 1)[1])
         assert run(["inspect", cache, "--serve", "--port", str(port)]) == 2
@@ -271,8 +271,8 @@ def test_pages_in_a_browser(cache: str, browser: Browser, tmp_path: Path) -> Non
         assert EVIL.split("\u202e")[0] in settled(browser, "document.getElementById('text').textContent")
         assert browser.evaluate("window.evil === undefined && document.scripts.length === 1")
         browser.evaluate(f"{type_in}('text', ''), {type_in}('media', '1'), {type_in}('order', 'down')")
-        number = sum(bool(pages._reader.sample(i).images) for i in range(pages.num_cached))
-        settled(browser, f"{status_text}.startsWith('{number} samples of')")
+        num_with_images = sum(bool(pages._reader.sample(i).images) for i in range(pages.num_cached))
+        settled(browser, f"{status_text}.startsWith('{num_with_images} samples of')")
         lengths = "[...document.querySelectorAll('.entry > :last-child')].map(e => parseInt(e.textContent))"
         shown_lengths = settled(browser, f"document.querySelectorAll('.entry').length === 25 && {lengths}")
         assert shown_lengths == sorted(shown_lengths, reverse=True)
@@ -320,10 +320,10 @@ def test_boxes_are_drawn_at_their_position(
     width: int, run_export: Callable[..., Any], rows: Path, browser: Browser, tmp_path: Path
 ) -> None:
     """An image that is stored rotated: the box of the row covers its dark part on the page."""
-    shown, exif = Image.new("RGB", (640, 480), (240, 240, 240)), Image.Exif()
-    shown.paste((20, 20, 20), (100, 80, 300, 240))
+    image, exif = Image.new("RGB", (640, 480), (240, 240, 240)), Image.Exif()
+    image.paste((20, 20, 20), (100, 80, 300, 240))
     exif[0x0112] = 6
-    shown.rotate(90, expand=True).save(tmp_path / "turned.jpg", exif=exif)
+    image.rotate(90, expand=True).save(tmp_path / "turned.jpg", exif=exif)
     answer = '[{"bbox_2d": <bbox>, "label": "<ref-object>"}] and <bbox>'
     row = {
         "messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": answer}],
@@ -344,10 +344,10 @@ def test_boxes_are_drawn_at_their_position(
     polygons = browser.evaluate(f"[...document.querySelectorAll('.seen polygon')].map({rect})")
     for polygon, expected in zip(polygons, [(100, 80, 200, 160), (200, 160, 440, 320)], strict=True):
         place = (polygon[0] - left_edge, polygon[1] - top, polygon[2], polygon[3])
-        assert place == pytest.approx([number / 640 * wide for number in expected], abs=2)
+        assert place == pytest.approx([coordinate / 640 * wide for coordinate in expected], abs=2)
     with Image.open(site / pages.media_names(0)[0]) as small:
         dark = small.convert("L").point(lambda value: 255 * (value < 128)).getbbox()
-        assert dark == pytest.approx([number / 640 * small.width for number in (100, 80, 300, 240)], abs=2)
+        assert dark == pytest.approx([coordinate / 640 * small.width for coordinate in (100, 80, 300, 240)], abs=2)
     items = browser.evaluate("[...document.querySelectorAll('.seen ~ ol li')].map(e => e.textContent)")
     assert items[0].startswith(EVIL[:9])
     assert [text.rpartition(", ")[2][-40:] for text in items] == [

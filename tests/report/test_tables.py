@@ -39,7 +39,7 @@ def test_a_table_is_one_line_for_each_row(capsys: pytest.CaptureFixture[str]) ->
 
 @given(start=st.integers(0, 20_000), gaps=st.lists(st.integers(5, 70), min_size=1, max_size=5))
 def test_lines_seconds_apart_have_different_times(start: int, gaps: list[int]) -> None:
-    times = [tables._elapsed(sum(gaps[:number], start)) for number in range(len(gaps) + 1)]
+    times = [tables._elapsed(sum(gaps[:num_gaps], start)) for num_gaps in range(len(gaps) + 1)]
     assert len(set(times)) == len(times)
 
 
@@ -50,11 +50,11 @@ def test_a_line_without_figures_shows_none(monkeypatch: pytest.MonkeyPatch) -> N
         progress.start("train", 4)
         progress.line(2, loss=1.25)
         progress.advance(1)
-    shown = printed.getvalue().splitlines()
-    assert shown[0].startswith("train: 2 of 4")
-    assert shown[0].endswith("  loss 1.25")
-    assert shown[1].startswith("train: 3 of 4")
-    assert "loss" not in shown[1]
+    output_lines = printed.getvalue().splitlines()
+    assert output_lines[0].startswith("train: 2 of 4")
+    assert output_lines[0].endswith("  loss 1.25")
+    assert output_lines[1].startswith("train: 3 of 4")
+    assert "loss" not in output_lines[1]
 
 
 def test_a_bar_names_the_step_of_its_figures() -> None:

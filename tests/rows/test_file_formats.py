@@ -43,9 +43,9 @@ def test_every_kind_gives_the_same_rows(tmp_path: Path, kind: str, compression: 
     assert to_sample(expected[5], result.source, 5).turns[0].content == ROWS[5]["text"]
     # Any order of blocks, as several workers take them.
     blocks = list(result.blocks)[::-1]
-    assert [number for block in blocks for number, _ in read_block(result.source, block)][: blocks[0].num_rows] == list(
-        range(blocks[0].first_row, len(ROWS))
-    )
+    assert [row_number for block in blocks for row_number, _ in read_block(result.source, block)][
+        : blocks[0].num_rows
+    ] == list(range(blocks[0].first_row, len(ROWS)))
     assert result.digest == scan(SourceSpec(str(path))).digest
     close_readers()
 
@@ -71,7 +71,7 @@ def test_saved_datasets_keep_their_images_undecoded(tmp_path: Path) -> None:
     data = {"text": ["a", "b"], "image": pictures}
     datasets.Dataset.from_dict(data, features=features).save_to_disk(str(tmp_path / "saved"))
     result = scan(SourceSpec(str(tmp_path / "saved" / "data-00000-of-00001.arrow")))
-    samples = [to_sample(row, result.source, number) for number, row in rows_of(result)]
+    samples = [to_sample(row, result.source, row_number) for row_number, row in rows_of(result)]
     assert [(ref.data, ref.path) for sample in samples for ref in sample.images] == [
         (b"no picture", None),
         (b"taken in by datasets", None),
@@ -120,9 +120,9 @@ def test_broken_csv_record_drops_only_itself(tmp_path: Path) -> None:
         b'\xef\xbb\xbfquestion, answer\n\nq1,a1\nq2,a2,more\nq3\nq4,"a\n4"\nq5\nq\xff6,a6\nq\r7,a7\n"q""8"x,a8\n"q9,a9'
     )
     rows = rows_of(scan(SourceSpec(str(path))))
-    assert [number for number, _ in rows] == list(range(9))
-    good_rows = {number: row for number, row in rows if not isinstance(row, Dropped)}
-    dropped = {number: row.reason for number, row in rows if isinstance(row, Dropped)}
+    assert [row_number for row_number, _ in rows] == list(range(9))
+    good_rows = {row_number: row for row_number, row in rows if not isinstance(row, Dropped)}
+    dropped = {row_number: row.reason for row_number, row in rows if isinstance(row, Dropped)}
     assert dropped == {**dict.fromkeys((1, 2, 4, 6, 8), "invalid_csv"), 5: "invalid_text"}
     assert good_rows == {
         0: {"question": "q1", "answer": "a1"},
@@ -156,9 +156,9 @@ def test_unclosed_quote_is_abandoned_early(tmp_path: Path) -> None:
 )
 def test_broken_files_are_errors(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message) as exc_info:
         scan(SourceSpec(str(tmp_path / name)))
-    assert str(tmp_path / name) in str(caught.value)
+    assert str(tmp_path / name) in str(exc_info.value)
 
 
 @pytest.mark.parametrize("kind", ["csv", "txt", "jsonl", "parquet", "arrow", "json"])
@@ -193,12 +193,12 @@ def test_readers_are_per_thread(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", "jsonl", ROWS)
     path = compress(tmp_path / "rows.jsonl", ".gz")
     result = scan(SourceSpec(str(path)))
-    seen: list[Any] = []
+    rows_by_thread: list[Any] = []
     for _ in range(2):
-        thread = threading.Thread(target=lambda: seen.append(rows_of(result)))
+        thread = threading.Thread(target=lambda: rows_by_thread.append(rows_of(result)))
         thread.start()
         thread.join()
-    assert seen[0] == seen[1] == rows_of(result)
+    assert rows_by_thread[0] == rows_by_thread[1] == rows_of(result)
     assert opened(result.source, TextReader) is not None  # the one that reading made
     close_readers()
 
@@ -252,7 +252,7 @@ def test_rows_are_the_same_in_every_kind(data: Path, tmp_path: Path) -> None:
         result = scan(SourceSpec(str(file)))
         rows = rows_of(result)
         assert [row for _, row in rows] == [json.loads(line) for line in file.read_text().splitlines()]
-        samples = [to_sample(row, result.source, number) for number, row in rows]
+        samples = [to_sample(row, result.source, row_number) for row_number, row in rows]
         assert result.source.form == "messages"
         assert all(sample.turns and not sample.num_marks_added for sample in samples)
         for sample in samples:

@@ -23,9 +23,9 @@ def read(row: dict[str, Any], **source: Any) -> Sample:
 
 
 def problem_of(row: dict[str, Any], **source: Any) -> RowProblem:
-    with pytest.raises(RowProblem) as caught:
+    with pytest.raises(RowProblem) as exc_info:
         read(row, **source)
-    return caught.value
+    return exc_info.value
 
 
 def text(sample: Sample) -> list[tuple[str, str]]:

@@ -38,10 +38,10 @@ def talk(question: str = "q", answer: str = "a", **more: Any) -> dict[str, Any]:
     ],
 )
 def test_placeholder_without_its_medium_is_dropped(row: dict[str, Any], reason: str) -> None:
-    with pytest.raises(RowProblem) as caught:
+    with pytest.raises(RowProblem) as exc_info:
         to_sample(row, Source("rows.jsonl"), 0)
-    assert caught.value.reason == reason
-    assert "--columns" in caught.value.detail
+    assert exc_info.value.reason == reason
+    assert "--columns" in exc_info.value.detail
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_unread_media_column_is_reported_per_file(tmp_path: Path, look: Any) -> 
     path = tmp_path / "rows.jsonl"
     rows = [talk(f"<image>{i}", image_path=f"{i}.png", id=i) for i in range(5)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match="image_path") as caught:
+    with pytest.raises(DataError, match="image_path") as exc_info:
         look(SourceSpec(str(path)))
-    assert "--columns images=image_path" in str(caught.value)
+    assert "--columns images=image_path" in str(exc_info.value)
     look(SourceSpec(str(path), columns=(("images", "image_path"),)))
     look(SourceSpec(str(path), columns=(("images", ""),)))
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, talk("hello")]))

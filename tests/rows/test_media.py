@@ -57,11 +57,11 @@ def test_all_image_references_are_read(image: Any, ref: MediaRef) -> None:
 def test_media_limits_of_a_row_are_read() -> None:
     """As Qwen's rows have them: in the object of a medium, or beside it in a part of a message."""
     limits = (("min_pixels", 4000), ("max_pixels", 90000.0))
-    wanted = {"min_pixels": 4000, "max_pixels": 90000}
-    listed = read({"images": [{"image": "a.png", **wanted}, {"path": "b.png", "max_pixels": None}]}).images
+    limits_of_row = {"min_pixels": 4000, "max_pixels": 90000}
+    listed = read({"images": [{"image": "a.png", **limits_of_row}, {"path": "b.png", "max_pixels": None}]}).images
     assert [ref.limits for ref in listed] == [limits, ()]
     parts = [
-        {"type": "image", "image": "a.png", **wanted},
+        {"type": "image", "image": "a.png", **limits_of_row},
         {"type": "video", "video": "v.mp4", "fps": 1, "max_frames": 8},
     ]
     parts += [
@@ -147,9 +147,9 @@ def test_videos_and_their_frames() -> None:
     ],
 )
 def test_invalid_media_are_refused(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(RowProblem, match=message) as caught:
+    with pytest.raises(RowProblem, match=message) as exc_info:
         read(row)
-    assert caught.value.reason == "invalid_media"
+    assert exc_info.value.reason == "invalid_media"
 
 
 @pytest.mark.parametrize("fps", [1e-300, 9e-7, 1e7, 1e300])
@@ -158,9 +158,9 @@ def test_invalid_frame_rates_are_refused(fps: float) -> None:
         ([{"frames": ["a"], "fps": fps}], "invalid_media"),
         ([{"video": "a.mp4", "fps": fps}], "media_limits"),
     ):
-        with pytest.raises(RowProblem, match=r"as fps; it must be a number from 1e-06 to 1,000,000") as caught:
+        with pytest.raises(RowProblem, match=r"as fps; it must be a number from 1e-06 to 1,000,000") as exc_info:
             read({"videos": videos})
-        assert caught.value.reason == reason
+        assert exc_info.value.reason == reason
 
 
 def test_media_root_takes_precedence(tmp_path: Path) -> None:
@@ -193,9 +193,9 @@ def test_placeholder_count_must_match_the_media(texts: list[str], images: int, v
     marks = {kind: sum(text.count(mark) for text in texts) for kind, mark in MEDIA_MARKS.items()}
     too_many = [kind for kind, count in media.items() if count < marks[kind]]
     if too_many:
-        with pytest.raises(RowProblem) as caught:
+        with pytest.raises(RowProblem) as exc_info:
             to_sample(row, Source("rows.json"), 0)
-        assert caught.value.reason in [f"{kind}_marks" for kind in too_many]
+        assert exc_info.value.reason in [f"{kind}_marks" for kind in too_many]
         return
     sample = to_sample(row, Source("rows.json"), 0)
     assert {"image": len(sample.images), "video": len(sample.videos), "audio": len(sample.audios)} == media

@@ -55,7 +55,7 @@ def test_all_object_formats_are_read(objects_column: Any, answer: str, objects: 
 def test_placeholders_in_thoughts_and_calls_are_read() -> None:
     call = {"role": "tool_call", "content": json.dumps({"name": "click", "arguments": {"at": "<bbox>"}})}
     turns = [user("<image><ref-object>?"), assistant("<bbox>", reasoning_content="<bbox>"), call]
-    boxes = [[number, number] for number in range(3)]
+    boxes = [[coordinate, coordinate] for coordinate in range(3)]
     sample = read({"messages": turns, "images": ["a.png"], "objects": {"ref": ["x"], "bbox": boxes}})
     assert sample.objects is not None
     assert [texts for turn in sample.turns for texts in turn.texts if "<bbox>" in texts] == ["<bbox>"] * 3
@@ -140,6 +140,6 @@ def test_any_objects_value_is_read_or_refused(objects_column: Any, answer: str) 
         reason = problem.reason
     else:
         assert (len(objects.names), len(objects.boxes)) == (answer.count("<ref-object>"), answer.count("<bbox>"))
-        assert all(number > -1e-5 for boxes in objects.boxes for box in boxes for number in box.corners)
+        assert all(coordinate > -1e-5 for boxes in objects.boxes for box in boxes for coordinate in box.corners)
         return
     assert reason in ("invalid_objects", "object_marks", "object_image", "box_outside", "invalid_row")

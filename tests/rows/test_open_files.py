@@ -41,10 +41,10 @@ def test_other_encodings_are_reported_once(
     path = tmp_path / name
     path.write_bytes(CONTENTS[name].format(text).encode(encoding))
     for look in (scan, follow):
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(DataError) as exc_info:
             look(SourceSpec(str(path)))  # type: ignore[operator]
-        assert f"iconv -f {iconv_name} -t UTF-8" in str(caught.value)
-        assert name in caught.value.message
+        assert f"iconv -f {iconv_name} -t UTF-8" in str(exc_info.value)
+        assert name in exc_info.value.message
 
 
 @pytest.mark.parametrize("name", CONTENTS)

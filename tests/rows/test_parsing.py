@@ -39,9 +39,9 @@ def test_written_json_is_read_back(value: Any, ascii_only: bool) -> None:
     ],
 )
 def test_ambiguous_json_is_refused(text: bytes, reason: str) -> None:
-    with pytest.raises(JsonProblem) as caught:
+    with pytest.raises(JsonProblem) as exc_info:
         parse_json(text)
-    assert caught.value.reason == reason
+    assert exc_info.value.reason == reason
 
 
 def _from_below(frames: int, text: bytes) -> str:

@@ -31,10 +31,13 @@ def tar(path: Path, members: Mapping[str, bytes]) -> Path:
     return path
 
 
-def pack(number: int, **columns: Any) -> dict[str, bytes]:
+def pack(pack_index: int, **columns: Any) -> dict[str, bytes]:
     """One pack with a picture, as members."""
-    row = {"input_ids": [1, 2, number], "images": [{"path": "p.png", "file": "image0.png"}], **columns}
-    return {f"folder.d/{number:09d}.json": json.dumps(row).encode(), f"folder.d/{number:09d}.image0.png": b"picture"}
+    row = {"input_ids": [1, 2, pack_index], "images": [{"path": "p.png", "file": "image0.png"}], **columns}
+    return {
+        f"folder.d/{pack_index:09d}.json": json.dumps(row).encode(),
+        f"folder.d/{pack_index:09d}.image0.png": b"picture",
+    }
 
 
 def read(path: Path) -> list[tuple[int, Any]]:
@@ -44,10 +47,10 @@ def read(path: Path) -> list[tuple[int, Any]]:
 
 def test_packs_come_in_order_with_the_bytes_of_their_files(tmp_path: Path) -> None:
     members: dict[str, bytes] = {}
-    for number in range(150):
-        members |= pack(number)
+    for pack_index in range(150):
+        members |= pack(pack_index)
     rows = read(tar(tmp_path / "packs.tar", members))
-    assert [number for number, _ in rows] == list(range(150))
+    assert [row_number for row_number, _ in rows] == list(range(150))
     assert [row["input_ids"][2] for _, row in rows] == list(range(150))
     assert all(row["images"] == [{"path": "p.png", "bytes": b"picture"}] for _, row in rows)
 

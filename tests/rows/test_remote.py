@@ -45,7 +45,7 @@ def test_every_file_kind_is_read_remotely(tmp_path: Path, kind: str, compression
 
 
 def test_tokens_of_megatron(tmp_path: Path, put: Put) -> None:
-    documents = [[number, number + 1] for number in range(100)]
+    documents = [[token, token + 1] for token in range(100)]
     path = megatron(tmp_path / "text", documents, list(range(101)))
     put(path.with_suffix(".bin"), "text.bin")
     result = scan(SourceSpec(put(path, "text.idx")))
@@ -64,8 +64,8 @@ def test_folders_patterns_and_media(tmp_path: Path, put: Put, bucket: str) -> No
     assert [spec.path.removeprefix(bucket) for spec in specs] == ["/a.jsonl", "/b/c.jsonl", "/a.jsonl", "/b/c.jsonl"]
     result = scan_sources(specs, 42)
     assert [source.num_rows for source in result] == [1, 1, 2, 1]
-    ((number, row),) = rows_of(result[1])
-    assert to_sample(row, result[1].source, number).images[0].path == f"{bucket}/b/p.png"
+    ((row_number, row),) = rows_of(result[1])
+    assert to_sample(row, result[1].source, row_number).images[0].path == f"{bucket}/b/p.png"
 
 
 def test_changed_and_missing_files_are_errors(tmp_path: Path, put: Put, bucket: str) -> None:

@@ -33,7 +33,7 @@ def test_oversized_rows_are_dropped(
     path = tmp_path / f"rows.{kind}"
     write_rows(path, kind, [{"text": text, "more": "x"} for text in texts])
     result = rows_of(scan(SourceSpec(str(path), max_row_bytes=1000)))
-    assert [number for number, _ in result] == list(range(6))
+    assert [row_number for row_number, _ in result] == list(range(6))
     row_texts = [row["text"] if isinstance(row, dict) else row.reason for _, row in result]
     too_large = "invalid_csv" if kind == "csv" and chunk > size else "over_max_row_bytes"
     assert row_texts[:4:2] + row_texts[5:] == ["a", "c", "f"]

@@ -62,14 +62,14 @@ def test_any_block_split_gives_the_same_rows(
             assert result == list(enumerate(rows))
         assert [row for _, row in rows_in(jsonl)] == rows
         # Every second row is followed by a blank line, and rows are numbered by their lines.
-        assert [number for number, _ in rows_in(jsonl)] == [i + i // 2 for i in range(len(rows))]
+        assert [row_number for row_number, _ in rows_in(jsonl)] == [i + i // 2 for i in range(len(rows))]
 
 
 def test_broken_line_drops_only_its_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": 1}\n{"text": \n\n[1]\n{"text": 4}\n')
     result = rows_in(path)
-    assert [number for number, _ in result] == [0, 1, 3, 4]
+    assert [row_number for row_number, _ in result] == [0, 1, 3, 4]
     assert result[0][1] == {"text": 1}
     assert result[3][1] == {"text": 4}
     broken, no_object = result[1][1], result[2][1]

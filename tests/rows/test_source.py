@@ -39,8 +39,8 @@ def test_requested_number_of_rows_is_drawn(
         patch.setattr(source, "_BLOCKS_PER_DRAW", chunk)
         patch.setattr(source, "_MAX_HYPERGEOMETRIC", most)
         picks = draw_rows(sources, count, (seed, 0))
-        again = draw_rows(sources, count, (seed, 0))
-    assert picks == again
+        same_picks = draw_rows(sources, count, (seed, 0))
+    assert picks == same_picks
     total = sum(map(sum, sizes))
     if not total:
         assert picks == sources
@@ -92,10 +92,10 @@ def test_picked_rows_are_read(tmp_path: Path, name: str) -> None:
     everything = rows_of(scan(SourceSpec(str(path))))
     picked_rows = rows_of(scan(SourceSpec(str(path), num_sampled=100)))
     assert len(picked_rows) == 100
-    assert len({number for number, _ in picked_rows}) == 100
+    assert len({row_number for row_number, _ in picked_rows}) == 100
     assert all(item in everything for item in picked_rows)
-    more = Counter(number for number, _ in rows_of(scan(SourceSpec(str(path), num_sampled=650))))
-    assert set(more) == {number for number, _ in everything}
+    more = Counter(row_number for row_number, _ in rows_of(scan(SourceSpec(str(path), num_sampled=650))))
+    assert set(more) == {row_number for row_number, _ in everything}
     assert set(more.values()) == {2, 3}
     assert rows_of(scan(SourceSpec(str(path), num_sampled=100), seed=1)) != picked_rows
 

@@ -19,8 +19,14 @@ def test_balancing_work_is_more_even_than_balancing_tokens(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     random = np.random.default_rng(0)
-    seen = np.where(random.random(2000) < 0.5, 0, random.integers(16, 3900, 2000))
-    samples = bench.Samples(seen + 100, np.full(2000, 50), seen, (4 * seen) ** 2, (seen > 0).astype(np.int64))
+    image_tokens = np.where(random.random(2000) < 0.5, 0, random.integers(16, 3900, 2000))
+    samples = bench.Samples(
+        image_tokens + 100,
+        np.full(2000, 50),
+        image_tokens,
+        (4 * image_tokens) ** 2,
+        (image_tokens > 0).astype(np.int64),
+    )
     monkeypatch.setattr(bench, "read_samples", lambda *args: samples)
     bench.main([".", "--ranks", "4", "--packing-length", "4096"])
     lines = capsys.readouterr().out.splitlines()[-6:]

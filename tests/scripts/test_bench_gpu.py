@@ -171,11 +171,11 @@ def test_model_sizes_match_their_names() -> None:
     from scripts._gpu_models import SIZES, text_config, vision_config
 
     billions = {"1b": (1.72, 2.13), "4b": (4.02, 4.44), "8b": (8.19, 8.77)}
-    for name, wanted in billions.items():
+    for name, expected_sizes in billions.items():
         with torch.device("meta"):
             models = (
                 Qwen3ForCausalLM(text_config(SIZES[name])),
                 Qwen3VLForConditionalGeneration(vision_config(SIZES[name])),
             )
         sizes = [sum(parameter.numel() for parameter in model.parameters()) / 1e9 for model in models]
-        assert sizes == pytest.approx(wanted, abs=0.01)
+        assert sizes == pytest.approx(expected_sizes, abs=0.01)

@@ -20,6 +20,6 @@ def test_a_row_for_each_family(bench: ModuleType, capsys: pytest.CaptureFixture[
     _, _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == ["qwen3", "qwen3_vl"], "sounds need real settings"
     for row in rows:
-        differences = [float(number) for number in re.findall(r"\(([+-][\d.]+)%\)", row)]
+        differences = [float(percent) for percent in re.findall(r"\(([+-][\d.]+)%\)", row)]
         assert len(differences) == 4
         assert all(abs(difference) < 5 for difference in differences)

@@ -54,16 +54,16 @@ def test_the_peer_keeps_samples_apart(bench: ModuleType, tmp_path: Path) -> None
     setting, _ = bench.make_small(tmp_path)
     reader = CacheReader.open([str(setting.cache)])
     spec = bench.spec_of(bench.prepared(setting))
-    samples = [reader.sample(number) for number in range(4)]
+    samples = [reader.sample(sample_index) for sample_index in range(4)]
     model: Any = AutoModelForImageTextToText.from_pretrained(setting.model, dtype=torch.float32)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.1)
     with torch.no_grad():
         theirs = model(**FlatteningCollator(spec)([samples])).loss
-        alone = [collate_padded([sample], spec) for sample in samples]
-        losses = [target_losses(model, batch, label_logits_only=False).weighted_sum() for batch in alone]
-    expected = torch.stack(losses).sum() / sum(batch.num_target_tokens for batch in alone)
+        single_batches = [collate_padded([sample], spec) for sample in samples]
+        losses = [target_losses(model, batch, label_logits_only=False).weighted_sum() for batch in single_batches]
+    expected = torch.stack(losses).sum() / sum(batch.num_target_tokens for batch in single_batches)
     torch.testing.assert_close(theirs, expected)
 
 

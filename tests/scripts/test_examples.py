@@ -42,9 +42,9 @@ def test_loop_skips_finished_datasets(repository: Path, tmp_path: Path, model: P
     assert result.returncode == 3, result.stderr  # one dataset is missing, the others are made
     for name in "ab":
         assert (tmp_path / f"{name}_cached_len200" / "packtool.json").exists()
-    again = subprocess.run(command[:3], env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert again.returncode == 0
-    assert "already finished" in again.stdout
+    second_run = subprocess.run(command[:3], env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert second_run.returncode == 0
+    assert "already finished" in second_run.stdout
 
 
 def test_a_job_array_makes_one_cache(repository: Path, tmp_path: Path, model: Path, environ: dict[str, str]) -> None:

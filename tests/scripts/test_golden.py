@@ -82,7 +82,7 @@ def test_a_comparison_shows_every_entry_that_differs(record: Any, tmp_path: Path
 
 
 def test_wrong_lines_come_from_the_options_of_help() -> None:
-    wrong = load_script("_golden_commands")
+    golden_commands = load_script("_golden_commands")
     help_text = (
         "Options:\n"
         "  --packing / --no-packing  Pack samples. (default: true)\n"
@@ -91,12 +91,12 @@ def test_wrong_lines_come_from_the_options_of_help() -> None:
         "  --packing-length, --length TOKENS\n"
         "                            Tokens of a pack.\n"
     )
-    assert [(option.name, option.kind, option.default) for option in wrong.options_of(help_text)] == [
+    assert [(option.name, option.kind, option.default) for option in golden_commands.options_of(help_text)] == [
         ("--packing", "bool", "true"),
         ("--balance", "none|window", "window"),
         ("--packing-length", "TOKENS", ""),
     ]
-    lines = wrong.wrong_lines("simulate", help_text)
+    lines = golden_commands.wrong_lines("simulate", help_text)
     base = ["simulate", "caches/none"]
     assert lines["base-0"] == [
         base,

@@ -92,7 +92,7 @@ def test_failed_parts_are_reported_and_the_others_run(
     row = {"what": "8b text", "way": "packed", "ms": 12.5, "tflops": 300.0, "mfu": 0.4, "gib": 60.0, "ratio": 1.9}
     rows = [{**row, "note": ""}]
     bench_file.write_text(json.dumps({"checks": [{**bad, "passed": False}], "rows": rows, "memory": [memory]}))
-    made = {
+    commands = {
         "tests": acceptance.Command(
             part_of("raise SystemExit(1)"), read=lambda part: acceptance.read_tests(part, junit)
         ),
@@ -102,7 +102,7 @@ def test_failed_parts_are_reported_and_the_others_run(
         "shared": acceptance.Command([], missing="it needs two GPUs, and there is one"),
         "demo": acceptance.Command(part_of("print('exact: 97 %')")),
     }
-    monkeypatch.setattr(acceptance, "commands", lambda *_: made)
+    monkeypatch.setattr(acceptance, "commands", lambda *_: commands)
     assert acceptance.main(["--cpu", "--out", str(tmp_path)]) == 1
     page = (tmp_path / "cpu.md").read_text()
     for line in (

@@ -24,12 +24,12 @@ def test_the_script_reads_archives_and_folders(tmp_path: Path) -> None:
         )
         archive.writestr("torchgen/packaged/ATen/native/native_functions.yaml", operators)
     interface = "def flash_attn_varlen_func(\n    q, k,\n    window_size=(-1, -1),  # all\n):\n    return q\n"
-    made = tmp_path / "flash_attn-9.0" / "hopper"
-    made.mkdir(parents=True)
-    (made / "flash_attn_interface.py").write_text(interface)
+    source_folder = tmp_path / "flash_attn-9.0" / "hopper"
+    source_folder.mkdir(parents=True)
+    (source_folder / "flash_attn_interface.py").write_text(interface)
     with tarfile.open(tmp_path / "flash_attn-9.0.tar.gz", "w:gz") as sources:
-        sources.add(made.parent, "flash_attn-9.0")
-    source_paths = [str(wheel), str(tmp_path / "flash_attn-9.0.tar.gz"), f"main={made.parent}"]
+        sources.add(source_folder.parent, "flash_attn-9.0")
+    source_paths = [str(wheel), str(tmp_path / "flash_attn-9.0.tar.gz"), f"main={source_folder.parent}"]
     known = {"flash-attn-3": {"flash_attn_varlen_func": {"10.0": "q", "main": "old"}}}
     varlen, attention = "q, k, window_size=(-1, -1)", "query, dropout_p, *, scale=None"
     assert script.merged(known, source_paths) == {
@@ -40,6 +40,6 @@ def test_the_script_reads_archives_and_folders(tmp_path: Path) -> None:
             "_flash_attention_backward": {"2.99.0": attention},
         },
     }
-    for wrong in ("nothing.zip", f"1={tmp_path}"):
+    for invalid_source in ("nothing.zip", f"1={tmp_path}"):
         with pytest.raises(SystemExit, match=r"neither a wheel|none of the sources"):
-            script.merged({}, [wrong])
+            script.merged({}, [invalid_source])

@@ -105,8 +105,8 @@ def test_exchange_times_use_the_order_of_the_runtime(
 
     clock = Clock()
     for _ in range(SIZES.num_layers):
-        for number in range(passes + 1):
-            goes_back = number == passes
+        for pass_index in range(passes + 1):
+            goes_back = pass_index == passes
             share = (2.5 if goes_back else 1.0) * forward / SIZES.num_layers
             own, block = local * share, sharded * share / num
             if way == "allgather":

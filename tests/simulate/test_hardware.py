@@ -28,10 +28,12 @@ def test_fields_with_defaults_are_optional() -> None:
 
 
 def test_all_errors_of_a_file_are_reported_at_once() -> None:
-    wrong = fields(peak_tflops="fast", memory_gb=-1, matmul_share=2, gpus_per_node=1.5, colour="red", latency_us=True)
-    del wrong["hbm_gb_per_s"]
+    invalid_fields = fields(
+        peak_tflops="fast", memory_gb=-1, matmul_share=2, gpus_per_node=1.5, colour="red", latency_us=True
+    )
+    del invalid_fields["hbm_gb_per_s"]
     with pytest.raises(ConfigError) as error:
-        Hardware.of_fields(wrong, "mine.yaml")
+        Hardware.of_fields(invalid_fields, "mine.yaml")
     for problem in (
         "peak_tflops",
         "memory_gb",

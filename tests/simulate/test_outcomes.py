@@ -38,12 +38,12 @@ def options(of: Machine | None = None, **changes: Any) -> SimulateOptions:
     return SimulateOptions(machine=of or machine(), **{**settings, **changes})
 
 
-def sequences_for(chosen: SimulateOptions, name: Any = "wikipedia") -> Sequences:
-    return arrange(draw_lengths(name, 1000, seed=0), chosen)
+def sequences_for(options: SimulateOptions, name: Any = "wikipedia") -> Sequences:
+    return arrange(draw_lengths(name, 1000, seed=0), options)
 
 
-def outcomes(chosen: SimulateOptions, data: Any = "wikipedia") -> dict[StrategyName, Outcome]:
-    return {result.name: result for result in simulate(sequences_for(chosen, data), STRATEGIES, chosen)}
+def outcomes(options: SimulateOptions, data: Any = "wikipedia") -> dict[StrategyName, Outcome]:
+    return {result.name: result for result in simulate(sequences_for(options, data), STRATEGIES, options)}
 
 
 def one_sequence(of: Machine, tokens: int, num_ranks: int = 1) -> Timing:
@@ -69,8 +69,8 @@ def test_sliding_layers_cost_what_samples_have_in_windows() -> None:
     for tokens, num_ranks in ((1000, 1), (20_000, 1), (20_000, 4)):
         more = one_sequence(slides, tokens, num_ranks).local + one_sequence(slides, tokens, num_ranks).sharded
         more -= one_sequence(machine(1), tokens, num_ranks).local + one_sequence(machine(1), tokens, num_ranks).sharded
-        seen = min(tokens, 4096)
-        windows = seen * (2 * tokens - seen) / num_ranks
+        window_tokens = min(tokens, 4096)
+        windows = window_tokens * (2 * tokens - window_tokens) / num_ranks
         assert more == pytest.approx(np.full(num_ranks, windows * cost.per_window / (989e12 * 0.8)))
 
 
@@ -116,11 +116,11 @@ def test_planner_of_skrull_gets_the_constants_of_the_simulation(recompute: bool)
 @pytest.mark.parametrize("data", ["wikipedia", "chatqa2"])
 @pytest.mark.parametrize("way", ["ring", "allgather"])
 def test_planner_and_simulation_agree_on_schedule_times(data: str, way: Any) -> None:
-    chosen = options(replace(machine(), sequence_parallel_type=way), num_steps=1)
-    sequences = sequences_for(chosen, data)
-    result = schedule("skrull", sequences, chosen)
-    timing = chosen.machine.time(result, sequences.targets[result.samples])
-    times = chosen.machine.step_time(8)
+    chosen_options = options(replace(machine(), sequence_parallel_type=way), num_steps=1)
+    sequences = sequences_for(chosen_options, data)
+    result = schedule("skrull", sequences, chosen_options)
+    timing = chosen_options.machine.time(result, sequences.targets[result.samples])
+    times = chosen_options.machine.step_time(8)
     true = sequences.lengths[result.samples].astype(np.int64)
     for cell in range(result.num_micro_batches):
         local, sharded, tokens = [NO_LOAD] * 8, NO_LOAD, 0
@@ -145,26 +145,26 @@ def test_a_gpu_is_never_faster_than_its_launches() -> None:
 
 def test_recomputation_costs_a_forward_pass_and_saves_memory() -> None:
     plain = machine(1)
-    again = replace(plain, recompute=True)
+    recomputing = replace(plain, recompute=True)
     tokens = np.array([5000])
     # Backward is twice forward in matrix products, and two and a half times in attention.
-    assert again.linear_seconds(tokens, tokens) == pytest.approx(plain.linear_seconds(tokens, tokens) * 4 / 3)
-    assert again.attention_seconds(tokens, 1) == pytest.approx(plain.attention_seconds(tokens, 1) * 4.5 / 3.5)
-    (seconds,), (more,) = (one_sequence(one, 5000).step_seconds for one in (plain, again))
-    linear = again.linear_seconds(tokens, tokens)
-    assert more == pytest.approx(float(linear[0] + again.attention_seconds(tokens, 1)[0]))
+    assert recomputing.linear_seconds(tokens, tokens) == pytest.approx(plain.linear_seconds(tokens, tokens) * 4 / 3)
+    assert recomputing.attention_seconds(tokens, 1) == pytest.approx(plain.attention_seconds(tokens, 1) * 4.5 / 3.5)
+    (seconds,), (more,) = (one_sequence(one, 5000).step_seconds for one in (plain, recomputing))
+    linear = recomputing.linear_seconds(tokens, tokens)
+    assert more == pytest.approx(float(linear[0] + recomputing.attention_seconds(tokens, 1)[0]))
     assert more > seconds
     assert plain.largest_bucket(1) > plain.largest_bucket(64)
-    assert again.largest_bucket(1) > plain.largest_bucket(1) > 10_000
+    assert recomputing.largest_bucket(1) > plain.largest_bucket(1) > 10_000
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("data", ["wikipedia", "chatqa2"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_trains_each_sequence_once(name: StrategyName, data: str) -> None:
-    chosen = options()
-    sequences = sequences_for(chosen, data)
-    result = schedule(name, sequences, chosen)
+    chosen_options = options()
+    sequences = sequences_for(chosen_options, data)
+    result = schedule(name, sequences, chosen_options)
     assert sorted(result.samples.tolist()) == list(range(3 * 256))
     assert (result.tokens >= sequences.lengths[result.samples]).all()
     assert (np.diff(result.micro_batch_of) >= 0).all()
@@ -192,13 +192,17 @@ def test_no_strategy_beats_perfect_balance_or_loses_work(
 ) -> None:
     of = replace(machine(world_size, Constants()), zero_stage=zero_stage, sequence_parallel_type=way)
     size = min(world_size, 4)
-    chosen = options(of, sequence_parallel_size=size, bucket_size=16_000, packing_length=16_000, sequences_per_rank=7)
+    chosen_options = options(
+        of, sequence_parallel_size=size, bucket_size=16_000, packing_length=16_000, sequences_per_rank=7
+    )
     sequences = (
-        arrange(np.array(drawn_lengths), chosen, np.array(drawn_lengths) // 2) if min(drawn_lengths) <= 16_000 else None
+        arrange(np.array(drawn_lengths), chosen_options, np.array(drawn_lengths) // 2)
+        if min(drawn_lengths) <= 16_000
+        else None
     )
     if sequences is None:
         return
-    (result,) = simulate(sequences, [name], chosen)
+    (result,) = simulate(sequences, [name], chosen_options)
     timing, plan = result.timing, result.timing.schedule
     assert sorted(plan.samples.tolist()) == list(range(result.num_sequences))
     # Tokens on devices are those of the sequences, and all of attention is done by somebody.
@@ -252,14 +256,14 @@ def test_bounds_of_figures(data: str) -> None:
         assert figures["balance"] >= 1
         assert 0 <= figures["communication_share"] < 1
         assert figures["sequences_per_step"] == 256
-        alone = result.name in ("padded", "packed", "packed-balanced")
-        assert alone <= figures["local_share"] <= (alone or result.name in ("skrull", "dynamic-cp"))
+        is_local = result.name in ("padded", "packed", "packed-balanced")
+        assert is_local <= figures["local_share"] <= (is_local or result.name in ("skrull", "dynamic-cp"))
 
 
 @pytest.mark.parametrize(("data", "least"), [("wikipedia", 0.9), ("lmsys", 0.9), ("chatqa2", 0.3)])
 def test_short_sequences_stay_local(data: str, least: float) -> None:
-    chosen = options(machine(constants=Constants()), bucket_size=26 * 1024, num_steps=8)
-    (result,) = simulate(arrange(draw_lengths(data, 2500, seed=0), chosen), ["skrull"], chosen)  # type: ignore[arg-type]
+    chosen_options = options(machine(constants=Constants()), bucket_size=26 * 1024, num_steps=8)
+    (result,) = simulate(arrange(draw_lengths(data, 2500, seed=0), chosen_options), ["skrull"], chosen_options)  # type: ignore[arg-type]
     assert result.local_share > least
 
 
@@ -273,9 +277,9 @@ def test_sharded_weights_save_memory_and_run_in_lock_step() -> None:
     assert (six.device_seconds >= two.device_seconds - 1e-12).all()
     # A round begins on all devices at once.
     plan = six.schedule
-    for number in range(int(plan.rounds.max()) + 1):
+    for round_index in range(int(plan.rounds.max()) + 1):
         for step in range(plan.num_steps):
-            starts = six.micro_batch_starts[(plan.rounds == number) & (plan.micro_batch_steps == step)]
+            starts = six.micro_batch_starts[(plan.rounds == round_index) & (plan.micro_batch_steps == step)]
             assert len(starts) == 0 or np.ptp(starts) == 0
 
 
@@ -300,33 +304,33 @@ def test_skrull_is_not_slower_than_sharding_everything(data: str, model: str) ->
         world_size=32,
         recompute=True,
     )
-    chosen = options(of, bucket_size=13_000, packing_length=13_000)
-    sequences = sequences_for(chosen, data)
-    shared, skrull = simulate(sequences, ["context-parallel", "skrull"], chosen)
+    chosen_options = options(of, bucket_size=13_000, packing_length=13_000)
+    sequences = sequences_for(chosen_options, data)
+    shared, skrull = simulate(sequences, ["context-parallel", "skrull"], chosen_options)
     assert (skrull.timing.step_seconds <= shared.timing.step_seconds).all()
     assert not skrull.out_of_memory.any()
 
 
 def test_unshared_oversized_sequence_is_out_of_memory() -> None:
-    chosen = options(num_steps=1)
+    chosen_options = options(num_steps=1)
     lengths = np.full(256, 500, dtype=np.int32)
     lengths[7] = 78_000
-    result = {one.name: one for one in simulate(arrange(lengths, chosen), STRATEGIES, chosen)}
+    result = {one.name: one for one in simulate(arrange(lengths, chosen_options), STRATEGIES, chosen_options)}
     for name, one in result.items():
         assert one.out_of_memory.tolist() == [name in ("padded", "packed", "packed-balanced")], name
     assert result["padded"].figures(result["skrull"])["out_of_memory_steps"] == 1
 
 
 def test_sequences_larger_than_a_group_are_left_out() -> None:
-    chosen = options(bucket_size=1000, packing_length=1000)
-    arranged = arrange(np.array([10, 8000, 8001, 10**6]), chosen)
+    chosen_options = options(bucket_size=1000, packing_length=1000)
+    arranged = arrange(np.array([10, 8000, 8001, 10**6]), chosen_options)
     assert sorted(arranged.lengths.tolist()) == [10, 8000]
     assert (arranged.targets == arranged.lengths).all()
     assert len(arranged) == 2
     with pytest.raises(DataError, match="none has at most 8,000"):
-        arrange(np.array([9000]), chosen)
+        arrange(np.array([9000]), chosen_options)
     with pytest.raises(DataError, match="no tokens"):
-        arrange(np.array([0, 5]), chosen)
+        arrange(np.array([0, 5]), chosen_options)
 
 
 def test_fewer_sequences_than_a_step() -> None:
@@ -337,8 +341,8 @@ def test_fewer_sequences_than_a_step() -> None:
 
 def test_groups_of_one_gpu_share_nothing() -> None:
     """Groups of one GPU: nothing is shared, and nothing breaks."""
-    chosen = options(sequence_parallel_size=1, sequences_per_rank=8)
-    for result in simulate(sequences_for(chosen), STRATEGIES, chosen):
+    chosen_options = options(sequence_parallel_size=1, sequences_per_rank=8)
+    for result in simulate(sequences_for(chosen_options), STRATEGIES, chosen_options):
         if result.name != "dynamic-cp":
             assert (result.timing.schedule.micro_batch_num_ranks == 1).all()
             assert result.timing.exposed.sum() == 0

@@ -85,10 +85,10 @@ def test_errors_name_every_operation(bucket: str, through_proxy: Through) -> Non
         "removing": storage.remove,
     }.items():
         proxy.heads.clear()
-        with pytest.raises(StorageError) as caught:
+        with pytest.raises(StorageError) as exc_info:
             act(f"{bucket}/x")
-        assert f"{bucket}/x: {name} failed: given up after 2 tries" in caught.value.message
-        assert "PACKTOOL_STORAGE_RETRIES" in str(caught.value.remedy)
+        assert f"{bucket}/x: {name} failed: given up after 2 tries" in exc_info.value.message
+        assert "PACKTOOL_STORAGE_RETRIES" in str(exc_info.value.remedy)
         assert len(proxy.heads) == 2
 
 
@@ -143,10 +143,10 @@ def test_refused_requests_are_errors_with_a_remedy(
 ) -> None:
     proxy = through_proxy(share=1.0, faults=(fault,))
     for act in (storage.read_bytes, lambda path: storage.publish(path, b"y")):
-        with pytest.raises(StorageError, match=expected_message) as caught:
+        with pytest.raises(StorageError, match=expected_message) as exc_info:
             act(f"{bucket}/x")
-        assert remedy in str(caught.value.remedy)
-        assert caught.value.__suppress_context__  # what libraries say may hold secrets
+        assert remedy in str(exc_info.value.remedy)
+        assert exc_info.value.__suppress_context__  # what libraries say may hold secrets
     assert proxy.counts["requests"] <= 4  # no use in asking again (region: botocore looks once)
 
 
@@ -158,9 +158,9 @@ def test_missing_credentials_are_an_error(
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     storage.configure(None)
     request.addfinalizer(lambda: storage.configure(None))
-    with pytest.raises(StorageError, match="no credentials") as caught:
+    with pytest.raises(StorageError, match="no credentials") as exc_info:
         storage.exists(f"{bucket}/x")
-    assert "AWS_ACCESS_KEY_ID" in str(caught.value.remedy)
+    assert "AWS_ACCESS_KEY_ID" in str(exc_info.value.remedy)
 
 
 def test_unreachable_server_is_an_error(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

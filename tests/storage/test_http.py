@@ -65,10 +65,10 @@ def test_signatures_are_not_shown(signed: str, through_proxy: Callable[..., Prox
     address = urlsplit(signed)
     path = f"{proxy.url}{address.path}?{address.query}"
     for message in ("the server refuses", "given up after 1 try", "given up after 1 try"):
-        with pytest.raises(StorageError, match=message) as caught:
+        with pytest.raises(StorageError, match=message) as exc_info:
             storage.read_bytes(path)
-        assert f"{proxy.url}{address.path}?***" in str(caught.value)
-        assert "Signature" not in str(caught.value)
+        assert f"{proxy.url}{address.path}?***" in str(exc_info.value)
+        assert "Signature" not in str(exc_info.value)
 
 
 def test_servers_without_ranges(plain_server: str) -> None:

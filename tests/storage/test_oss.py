@@ -71,6 +71,6 @@ def test_missing_oss_variables_are_named(bucket: str, proxy: Proxy, monkeypatch:
 
 def test_secrets_are_not_shown(bucket: str, proxy: Proxy) -> None:
     proxy.share, proxy.faults = 1.0, ("403 SignatureDoesNotMatch",)
-    with pytest.raises(StorageError, match="OSS_ACCESS_KEY_SECRET") as caught:
+    with pytest.raises(StorageError, match="OSS_ACCESS_KEY_SECRET") as exc_info:
         storage.read_bytes(bucket.replace("s3", "oss") + "/x")
-    assert "the-oss" not in str(caught.value)
+    assert "the-oss" not in str(exc_info.value)

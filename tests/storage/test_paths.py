@@ -85,7 +85,7 @@ def test_parents_and_names(path: str, parent: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "shown"),
+    ("path", "masked"),
     [
         ("/data/what?.json", "/data/what?.json"),
         ("s3://bucket/key", "s3://bucket/key"),
@@ -98,12 +98,12 @@ def test_parents_and_names(path: str, parent: str, name: str) -> None:
         ("data:image/png;base64,iVBORw0KGgo=", "data:image/png;base64,... (34 characters)"),
     ],
 )
-def test_paths_are_shown_without_secrets(path: str, shown: str) -> None:
-    assert storage.masked(path) == shown
+def test_paths_are_shown_without_secrets(path: str, masked: str) -> None:
+    assert storage.masked(path) == masked
 
 
 @pytest.mark.parametrize(
-    ("path", "shown"),
+    ("path", "expected"),
     [
         ("https://host/a/b?signature=1", "https://host"),
         ("https://user:password@host:8443?x", "https://***@host:8443"),
@@ -111,8 +111,8 @@ def test_paths_are_shown_without_secrets(path: str, shown: str) -> None:
         ("s3://bucket/a/b", "s3://bucket"),
     ],
 )
-def test_origins_keep_their_scheme(path: str, shown: str) -> None:
-    assert origin(path) == shown
+def test_origins_keep_their_scheme(path: str, expected: str) -> None:
+    assert origin(path) == expected
 
 
 def test_messages_are_shown_without_secrets() -> None:

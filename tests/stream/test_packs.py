@@ -47,11 +47,17 @@ def options(**settings: Any) -> StreamOptions:
 
 
 def stream(
-    specs: Sequence[SourceSpec], model: Path, chosen: StreamOptions, *, rank: int = 0, world_size: int = 1, **more: Any
+    specs: Sequence[SourceSpec],
+    model: Path,
+    stream_options: StreamOptions,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    **more: Any,
 ) -> PackStream:
     spec = EncodeSpec(model=str(model), max_length=CAPACITY)
     options: dict[str, Any] = {"log": lambda item: None, **more}
-    return PackStream(specs, spec, chosen, rank=rank, world_size=world_size, **options)
+    return PackStream(specs, spec, stream_options, rank=rank, world_size=world_size, **options)
 
 
 def names(samples: Sequence[EncodedSample]) -> list[tuple[str, int]]:
@@ -86,13 +92,13 @@ def test_the_number_of_workers_changes_nothing(specs: list[SourceSpec], model: P
 
 @pytest.fixture(scope="module", params=["shuffled", "in order", "small buffer"])
 def full_stream(request: pytest.FixtureRequest, specs: list[SourceSpec], model: Path) -> tuple[StreamOptions, Any, Any]:
-    chosen = {
+    stream_options = {
         "shuffled": options(num_epochs=2),
         "in order": options(shuffle_buffer_size=1, shuffle=False, packing_algorithm="sequential"),
         "small buffer": options(packing_interval=7, shuffle_buffer_size=3),
     }[request.param]
     dropped: list[Dropped] = []
-    return chosen, list(stream(specs, model, chosen, log=dropped.append)), dropped
+    return stream_options, list(stream(specs, model, stream_options, log=dropped.append)), dropped
 
 
 @pytest.mark.parametrize("share", [0.0, 0.17, 0.5, 0.73, 1.0])
@@ -104,19 +110,19 @@ def test_stream_resumes_exactly_from_any_pack(
     tmp_path: Path,
 ) -> None:
     """Through the file that a checkpoint keeps, with the rows that are dropped told of once."""
-    chosen, packs, dropped = full_stream
+    stream_options, packs, dropped = full_stream
     at = min(int(share * len(packs)), len(packs) - 1)
     write_stream_state(str(tmp_path), 3, packs[at].state)
     state = read_stream_state(str(tmp_path), 3)
     before = sum(state.counts.dropped.values())
-    again: list[Dropped] = []
-    resumed = list(stream(specs, model, chosen, start=state, log=again.append))
+    dropped_later: list[Dropped] = []
+    resumed = list(stream(specs, model, stream_options, start=state, log=dropped_later.append))
     assert contents(resumed) == contents(packs[at + 1 :])
     for ours, theirs in zip(resumed, packs[at + 1 :], strict=True):
         for a, b in zip(ours.samples, theirs.samples, strict=True):
             assert np.array_equal(a.input_ids, b.input_ids)
             assert np.array_equal(a.labels, b.labels)
-    assert dropped[:before] + again == dropped
+    assert dropped[:before] + dropped_later == dropped
 
 
 def test_epochs_have_different_packs(specs: list[SourceSpec], model: Path) -> None:
@@ -129,9 +135,9 @@ def test_epochs_have_different_packs(specs: list[SourceSpec], model: Path) -> No
 
 
 def test_order_is_kept_without_shuffling(specs: list[SourceSpec], model: Path) -> None:
-    chosen = options(shuffle_buffer_size=1, shuffle=False, packing_algorithm="sequential", look_ahead=0)
-    names = [name for pack in contents(list(stream(specs, model, chosen))) for name in pack]
-    positions = {spec.path: number for number, spec in enumerate(specs)}
+    stream_options = options(shuffle_buffer_size=1, shuffle=False, packing_algorithm="sequential", look_ahead=0)
+    names = [name for pack in contents(list(stream(specs, model, stream_options))) for name in pack]
+    positions = {spec.path: index for index, spec in enumerate(specs)}
     keys = [(positions[source], row) for source, row in names]
     assert keys == sorted(keys)
 
@@ -172,13 +178,15 @@ def test_shared_memory_is_always_released(
     specs: list[SourceSpec], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A named semaphore outlives a group of processes that is killed; the stream makes none."""
-    made: list[object] = []
+    semaphores: list[object] = []
     make = multiprocessing.synchronize.SemLock.__init__
     monkeypatch.setattr(
-        multiprocessing.synchronize.SemLock, "__init__", lambda self, *a, **k: (made.append(a), make(self, *a, **k))[1]
+        multiprocessing.synchronize.SemLock,
+        "__init__",
+        lambda self, *a, **k: (semaphores.append(a), make(self, *a, **k))[1],
     )
     assert list(stream(specs, model, options(dataset_num_proc=2)))
-    assert not made
+    assert not semaphores
 
 
 def test_damaged_state_is_reported(tmp_path: Path) -> None:
@@ -201,8 +209,8 @@ def test_fill_on_mixed_real_rows(realdata: Path) -> None:
     )
     specs = [SourceSpec(str(realdata / name)) for name in files]
     spec = EncodeSpec(model=str(realdata / "tokenizers" / "qwen3-vl"), max_length=capacity, image_max_token_num=512)
-    chosen = options(packing_length=capacity, packing_interval=1000, shuffle_buffer_size=1000)
-    packs = list(PackStream(specs, spec, chosen, rank=0, world_size=1, log=lambda item: None))
+    stream_options = options(packing_length=capacity, packing_interval=1000, shuffle_buffer_size=1000)
+    packs = list(PackStream(specs, spec, stream_options, rank=0, world_size=1, log=lambda item: None))
     assert sum(pack.num_tokens for pack in packs) >= 0.98 * capacity * len(packs)
 
 
@@ -223,9 +231,11 @@ def test_invalid_rows_drop_only_themselves(model: Path, tmp_path: Path) -> None:
         )
     )
     dropped: list[Dropped] = []
-    chosen = options(shuffle=False)
+    stream_options = options(shuffle=False)
     packs = list(
-        stream([SourceSpec(str(tmp_path / "rows.jsonl"), max_row_bytes=4000)], model, chosen, log=dropped.append)
+        stream(
+            [SourceSpec(str(tmp_path / "rows.jsonl"), max_row_bytes=4000)], model, stream_options, log=dropped.append
+        )
     )
     assert [row for pack in contents(packs) for _, row in pack] == [0, 6]
     assert [item.row for item in dropped] == [1, 2, 3, 4, 5]

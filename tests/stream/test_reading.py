@@ -22,12 +22,12 @@ from packtool.stream.reading import StreamBlock, StreamPosition, blocks_of_rank
 def specs(tmp_path_factory: pytest.TempPathFactory) -> list[SourceSpec]:
     """1,300 rows in ten files of six kinds, one of them much larger than the others and one empty."""
     folder = tmp_path_factory.mktemp("rows")
-    number = 0
+    num_rows = 0
 
     def rows(count: int) -> list[dict[str, str]]:
-        nonlocal number
-        number += count
-        return [{"query": f"{i}", "response": "r" * (i % 50)} for i in range(number - count, number)]
+        nonlocal num_rows
+        num_rows += count
+        return [{"query": f"{i}", "response": "r" * (i % 50)} for i in range(num_rows - count, num_rows)]
 
     def lines(rows: list[dict[str, str]]) -> str:
         return "".join(json.dumps(row) + "\n" for row in rows)
@@ -42,7 +42,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[SourceSpec]:
         writer.writeheader()
         writer.writerows(rows(90))
     pq.write_table(pa.Table.from_pylist(rows(70)), folder / "j.parquet")
-    assert number == 1300
+    assert num_rows == 1300
     return [SourceSpec(str(path)) for path in sorted(folder.iterdir())]
 
 
@@ -84,7 +84,7 @@ def test_a_large_file_is_read_among_the_small_ones(specs: list[SourceSpec]) -> N
     """Were files read one after the other, 700 rows in a row would come of one file."""
     order = numbers(take(specs))
     half = sorted(order[:650])
-    from_large = sum(number < 700 for number in half)
+    from_large = sum(row_number < 700 for row_number in half)
     assert 200 < from_large < 500
 
 

@@ -34,8 +34,8 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[SourceSpec]:
             turns += [{"role": "user", "content": f"{question}?"}, {"role": "assistant", "content": "x" * question}]
             rows.append({"messages": turns})
     for _ in range(NUM_ALONE):
-        alone = "".join(map(chr, random.integers(97, 122, int(random.integers(5, 150)))))
-        rows.append({"messages": [{"role": "user", "content": alone}, {"role": "assistant", "content": "y"}]})
+        single_text = "".join(map(chr, random.integers(97, 122, int(random.integers(5, 150)))))
+        rows.append({"messages": [{"role": "user", "content": single_text}, {"role": "assistant", "content": "y"}]})
     path = tmp_path_factory.mktemp("alike") / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [SourceSpec(str(path))]
@@ -55,8 +55,8 @@ def tokens_once(pack: StreamedPack) -> int:
 
 
 def test_prefixes_occur_once_per_pack(specs: Any, model: Path) -> None:
-    chosen = options(shuffle_buffer_size=1, packing_interval=100)
-    packs, unshared = (list(stream(specs, model, chosen, sharing=way)) for way in (sharing(model), None))
+    stream_options = options(shuffle_buffer_size=1, packing_interval=100)
+    packs, unshared = (list(stream(specs, model, stream_options, sharing=way)) for way in (sharing(model), None))
     names = [name for pack in contents(packs) for name in pack]
     assert Counter(names) == Counter(name for pack in contents(unshared) for name in pack)
     assert len(names) == len(set(names)) == NUM_TEXTS * QUESTIONS + NUM_ALONE
@@ -73,21 +73,21 @@ def test_prefixes_occur_once_per_pack(specs: Any, model: Path) -> None:
 
 def test_intervals_with_small_savings_are_not_shared(specs: Any, model: Path) -> None:
     """An interval of ten rows drawn from all has few that are alike."""
-    chosen = options(packing_interval=10, shuffle_buffer_size=300)
-    unshared = contents(list(stream(specs, model, chosen)))
-    assert contents(list(stream(specs, model, chosen, sharing=sharing(model, min_saving=0.9)))) == unshared
-    shared = list(stream(specs, model, chosen, sharing=sharing(model, min_saving=0.0)))
+    stream_options = options(packing_interval=10, shuffle_buffer_size=300)
+    unshared = contents(list(stream(specs, model, stream_options)))
+    assert contents(list(stream(specs, model, stream_options, sharing=sharing(model, min_saving=0.9)))) == unshared
+    shared = list(stream(specs, model, stream_options, sharing=sharing(model, min_saving=0.0)))
     assert sum(pack.num_tokens for pack in shared) < sum(pack.num_whole_tokens for pack in shared)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.8])
 def test_stream_resumes_exactly_from_any_pack(share: float, specs: Any, model: Path, tmp_path: Path) -> None:
-    chosen = options(packing_interval=60, shuffle_buffer_size=20, num_epochs=2)
-    packs = list(stream(specs, model, chosen, sharing=sharing(model)))
+    stream_options = options(packing_interval=60, shuffle_buffer_size=20, num_epochs=2)
+    packs = list(stream(specs, model, stream_options, sharing=sharing(model)))
     at = int(share * len(packs))
     write_stream_state(str(tmp_path), 0, packs[at].state)
     state = read_stream_state(str(tmp_path), 0)
-    resumed = list(stream(specs, model, chosen, sharing=sharing(model), start=state))
+    resumed = list(stream(specs, model, stream_options, sharing=sharing(model), start=state))
     assert contents(resumed) == contents(packs[at + 1 :])
     for one, other in zip(resumed, packs[at + 1 :], strict=True):
         assert all(np.array_equal(*columns) for columns in zip(one.amounts, other.amounts, strict=True))
@@ -95,14 +95,14 @@ def test_stream_resumes_exactly_from_any_pack(share: float, specs: Any, model: P
 
 def test_packs_of_a_split_tree_are_adjacent(specs: Any, model: Path) -> None:
     """Five questions a text, in packs that hold a few of them: where an interval has all, one pack after the other."""
-    chosen = options(shuffle_buffer_size=1, packing_interval=400, packing_length=210)
+    stream_options = options(shuffle_buffer_size=1, packing_interval=400, packing_length=210)
     apart = {}
     for parts in ("any", "together"):
-        packs = list(stream(specs, model, chosen, sharing=sharing(model, parts=parts)))
+        packs = list(stream(specs, model, stream_options, sharing=sharing(model, parts=parts)))
         of_text: dict[bytes, set[int]] = {}
-        for number, pack in enumerate(packs):
+        for pack_index, pack in enumerate(packs):
             for sample in pack.samples:
-                of_text.setdefault(sample.input_ids[:MIN_SHARED].tobytes(), set()).add(number)
+                of_text.setdefault(sample.input_ids[:MIN_SHARED].tobytes(), set()).add(pack_index)
         split_trees = [sorted(numbers) for numbers in of_text.values() if len(numbers) > 1]
         assert len(split_trees) > 5
         apart[parts] = [numbers for numbers in split_trees if numbers[-1] - numbers[0] > 4]

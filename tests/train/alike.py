@@ -19,14 +19,19 @@ def alike_rows() -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     for tree in range(NUM_TREES):
-        for number in range(QUESTIONS):
-            question = f"{'context ' * 8}{tree}<image>{'abcdefgh'[: 1 + number]}"
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "xyz"[: 1 + number % 2]}]
-            rows.append({"messages": turns, "images": [f"pictures/{tree:04d}.png"], "channel": "ab"[number % 2]})
+        for question_index in range(QUESTIONS):
+            question = f"{'context ' * 8}{tree}<image>{'abcdefgh'[: 1 + question_index]}"
+            turns = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": "xyz"[: 1 + question_index % 2]},
+            ]
+            rows.append(
+                {"messages": turns, "images": [f"pictures/{tree:04d}.png"], "channel": "ab"[question_index % 2]}
+            )
         further = [*rows[-1]["messages"], {"role": "user", "content": "?"}, {"role": "assistant", "content": f"{tree}"}]
         rows.append({"messages": further, "images": [f"pictures/{tree:04d}.png"], "channel": "a"})
-        alone = [{"role": "user", "content": f"{tree}" * 9}, {"role": "assistant", "content": "no"}]
-        rows.append({"messages": alone, "images": []})
+        single_turns = [{"role": "user", "content": f"{tree}" * 9}, {"role": "assistant", "content": "no"}]
+        rows.append({"messages": single_turns, "images": []})
     return rows
 
 

@@ -38,7 +38,7 @@ def broken(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[T
             patched.setattr(task, "MIN_SHARED", 3)
             export_rows(world, world.cache)
         worlds.append(world)
-    first_path, second_path, third = (root / "rows" / rows[number]["images"][0] for number in BAD_ROWS)
+    first_path, second_path, third = (root / "rows" / rows[row_index]["images"][0] for row_index in BAD_ROWS)
     os.remove(first_path)
     second_path.write_bytes((root / "rows" / rows[2]["images"][0]).read_bytes())
     with Image.open(third) as picture:

@@ -89,9 +89,9 @@ def test_compiled_run_has_the_same_losses_and_few_lengths(world: TinyWorld, tmp_
     lines, expected = read_metrics(tmp_path / "compiled"), read_metrics(tmp_path / "plain")
     assert any("eval_loss" in line for line in lines)
     paddings = []
-    for line, wanted in zip(lines, expected, strict=True):
+    for line, expected_line in zip(lines, expected, strict=True):
         paddings.append(line.pop("padding", 0.0))
-        assert line == pytest.approx(wanted, rel=1e-5)
+        assert line == pytest.approx(expected_line, rel=1e-5)
     assert 0 < max(paddings) < 32 / 128
     # The function in four pieces, around the attention.
     assert 0 < counters["stats"]["unique_graphs"] <= 4 * LENGTHS

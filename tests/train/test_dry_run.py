@@ -83,14 +83,14 @@ def test_cpu_machine_plans_for_remote_gpus(tiny: TinyWorld, tmp_path: Path) -> N
         notes = plan(hardware="h100", attn_impl="flash_attention_2", torch_dtype=dtype, fsdp=("full_shard",))
         assert "planned for H100" in notes
     assert "this will not fit" in plan(hardware="a100", dynamic_batch_tokens=10**9, packing=False)
-    for wrong, message in (
+    for invalid_options, message in (
         ({"hardware": "h100", "attn_impl": "varlen", "torch_dtype": "float32"}, "computes in bfloat16 or float16"),
         ({"hardware": "h1000"}, "neither h100"),
         ({"attn_impl": "flash_attention_2"}, "--attn-impl flash_attention_2"),
         ({"torch_dtype": "float16"}, "float16 needs a GPU"),
     ):
         with pytest.raises(ConfigError, match=message):
-            plan(**wrong)
+            plan(**invalid_options)
 
 
 def test_run_on_a_gpu_reports_the_planned_memory(

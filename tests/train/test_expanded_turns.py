@@ -28,7 +28,7 @@ from packtool.train.model.loss import target_losses
 from packtool.train.run import train
 from tests.train.jobs import run_jobs
 from tests.train.test_gradients import DESCENT, check_same_step
-from tests.train.test_shared_prefixes import alone, gradients, same, tree_logits, tree_of, unpacked
+from tests.train.test_shared_prefixes import batch_of, gradients, same, tree_logits, tree_of, unpacked
 from tests.train.tiny import TEMPLATE, TinyWorld, export_rows, read_metrics
 
 THOUGHT = "{%- if loop.last -%}{{- message.reasoning_content or '' -}}{%- endif -%}\n"
@@ -36,15 +36,15 @@ CONTENT = "{%- if message.content is string -%}"
 NUM_ROWS = 6
 
 
-def conversation(number: int) -> dict[str, Any]:
+def conversation(row_index: int) -> dict[str, Any]:
     """Three turns, each about one more picture than the one before; all think but the first of every odd row."""
     messages = []
     for turn in range(3):
-        question = f"{'context ' * 9}{number}?" if not turn else f"<image>{'more ' * 4}{turn}?"
+        question = f"{'context ' * 9}{row_index}?" if not turn else f"<image>{'more ' * 4}{turn}?"
         messages.append({"role": "user", "content": question})
-        thought = {"reasoning_content": "hm " * (1 + turn)} if turn or number % 2 == 0 else {}
+        thought = {"reasoning_content": "hm " * (1 + turn)} if turn or row_index % 2 == 0 else {}
         messages.append({"role": "assistant", "content": "xyz"[turn] * 3, **thought})
-    return {"messages": messages, "images": [f"pictures/{number:04d}.png", f"pictures/{number + 6:04d}.png"]}
+    return {"messages": messages, "images": [f"pictures/{row_index:04d}.png", f"pictures/{row_index + 6:04d}.png"]}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def world(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorl
     template = root / "thinking.jinja"
     template.write_text(TEMPLATE.replace(CONTENT, THOUGHT + CONTENT))
     rows = Path(tiny.rows).parent / "thinking.json"
-    rows.write_text(json.dumps([conversation(number) for number in range(NUM_ROWS)]))
+    rows.write_text(json.dumps([conversation(row_index) for row_index in range(NUM_ROWS)]))
     expanded_world = replace(tiny, rows=str(rows), cache=str(root / "cache"))
     for expand, cache in (("auto", expanded_world.cache), ("true", f"{expanded_world.cache}-true")):
         export_rows(expanded_world, cache, max_length=400, chat_template=str(template), expand_turns=expand)
@@ -66,16 +66,16 @@ def samples_of(cache: str) -> list[EncodedSample]:
     return [reader.sample(position) for position in range(len(reader))]
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_tree_of_turns_equals_its_samples(world: TinyWorld, number: int) -> None:
+@pytest.mark.parametrize("row_index", [0, 1])
+def test_tree_of_turns_equals_its_samples(world: TinyWorld, row_index: int) -> None:
     """Logits, loss and the gradient of every parameter, the towers' too.
 
     The first turn of row 1 is trained in its own sample, and what another one begins with, where it is not.
     """
-    row = [sample for sample in samples_of(f"{world.cache}-true") if sample.row == number]
+    row = [sample for sample in samples_of(f"{world.cache}-true") if sample.row == row_index]
     assert [len(sample.images) for sample in row] == [0, 1, 2]
     is_prefix = row[0].input_ids.tolist() == row[1].input_ids[: row[0].length].tolist()
-    assert is_prefix == (number == 1)
+    assert is_prefix == (row_index == 1)
     spec = InputSpec.load(world.model, CacheReader.open([world.cache]).manifests[0].identity.media_limits)
     model = AutoModelForImageTextToText.from_pretrained(world.model, dtype=torch.float32).eval()
     plain = unpacked(model)
@@ -84,18 +84,18 @@ def test_tree_of_turns_equals_its_samples(world: TinyWorld, number: int) -> None
     assert batch.input_ids.shape[1] < 0.75 * sum(sample.length for sample in row)
     for sample, logits in zip(row, tree_logits(model, spec, row), strict=True):
         with torch.no_grad():
-            own = plain(**alone(collate_packs([sample], spec)).model_inputs()).logits[0, : sample.length]
+            own = plain(**batch_of(collate_packs([sample], spec)).model_inputs()).logits[0, : sample.length]
         torch.testing.assert_close(logits, own, rtol=0, atol=1e-5)
     losses = [
-        target_losses(plain, alone(collate_packs([sample], spec)), label_logits_only=False).weighted_sum()
+        target_losses(plain, batch_of(collate_packs([sample], spec)), label_logits_only=False).weighted_sum()
         for sample in row
     ]
     total = sum(float(loss.detach()) for loss in losses)
-    wanted = gradients(plain, losses)
-    assert wanted.keys() == dict(model.named_parameters()).keys()
+    expected = gradients(plain, losses)
+    assert expected.keys() == dict(model.named_parameters()).keys()
     loss = target_losses(model, batch, label_logits_only=False).weighted_sum()
     assert float(loss.detach()) == pytest.approx(total, rel=1e-5)
-    same(gradients(model, [loss]), wanted)
+    same(gradients(model, [loss]), expected)
 
 
 def test_step_of_shared_turns_equals_that_of_padded_rows(world: TinyWorld, tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_streams_make_the_same_samples(world: TinyWorld) -> None:
     spec = replace(export_config.encode_spec, chat_template=str(exported["chat_template"]))
     scanned = scan(SourceSpec(world.rows, name=world.rows))
     block = StreamBlock(StreamPosition(0, 0, 0, [], {}), scanned.source, scanned.blocks[0])
-    _, made, dropped = reading._make_encode(None, spec)(block)
+    _, encoded_samples, dropped = reading._make_encode(None, spec)(block)
     short_samples = [sample for sample in samples if sample.length <= 200]
-    assert [(each.row, each.part) for each in made] == [(each.row, each.part) for each in short_samples]
+    assert [(each.row, each.part) for each in encoded_samples] == [(each.row, each.part) for each in short_samples]
     assert {str(item.part) for item in dropped} == {"turn 3 of 3"}
-    assert len(made) + len(dropped) == len(samples)
+    assert len(encoded_samples) + len(dropped) == len(samples)

@@ -107,7 +107,7 @@ def test_step_updates_every_part_of_the_model(tiny: TinyWorld, reference: Path) 
 
 
 @pytest.fixture(scope="module")
-def alone(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_process_run(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process, whose checkpoints two processes go on from."""
     output_dir = tmp_path_factory.mktemp("alone")
     train(tiny.config(output_dir, **ALONE | {"gradient_accumulation_steps": 2}), SilentProgress())
@@ -140,8 +140,8 @@ def check_same_curve(run_dir: Path, expected: Path, first_line: int = 0) -> None
         ]
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-6)
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    weights, wanted = (load_file(run / "checkpoint-6" / "model.safetensors") for run in (run_dir, expected))
-    for name, weight in wanted.items():
+    weights, expected_weights = (load_file(run / "checkpoint-6" / "model.safetensors") for run in (run_dir, expected))
+    for name, weight in expected_weights.items():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
@@ -163,7 +163,9 @@ def test_packed_steps_resume_exactly(two_processes: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_processes(tiny: TinyWorld, alone: Path, sampled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_processes(
+    tiny: TinyWorld, one_process_run: Path, sampled: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """All jobs of two processes, in one process group."""
     root = tmp_path_factory.mktemp("two")
     jobs: list[Job] = [("train", root / name, DESCENT | settings) for name, settings in TWO_PROCESSES.items()]
@@ -182,9 +184,13 @@ def two_processes(tiny: TinyWorld, alone: Path, sampled: Path, tmp_path_factory:
     checkpoint = str(root / "sharded" / "checkpoint-2")
     jobs.append(("train", root / "sharded-resumed", FSDP_RESUMED | {"resume_from_checkpoint": checkpoint}))
     jobs.append(
-        ("train", root / "assigned-anew", ALONE | {"save_steps": 8, "resume_from_checkpoint": f"{alone}/checkpoint-1"})
+        (
+            "train",
+            root / "assigned-anew",
+            ALONE | {"save_steps": 8, "resume_from_checkpoint": f"{one_process_run}/checkpoint-1"},
+        )
     )
-    larger = ALONE | {"gradient_accumulation_steps": 2, "resume_from_checkpoint": f"{alone}/checkpoint-3"}
+    larger = ALONE | {"gradient_accumulation_steps": 2, "resume_from_checkpoint": f"{one_process_run}/checkpoint-3"}
     jobs.append(("train", root / "assigned-to-larger-steps", larger))
     jobs.append(("train", root / "sampled", SAMPLED))
     for name, checkpoint in (("again", f"{root}/sampled/checkpoint-4"), ("from-one", f"{sampled}/checkpoint-2")):
@@ -229,9 +235,9 @@ def test_two_streams_resume_exactly_and_end_together(two_processes: Path) -> Non
     assert 4 < result["steps"] < 1000
 
 
-def test_remaining_packs_are_assigned_to_other_processes(alone: Path, two_processes: Path) -> None:
+def test_remaining_packs_are_assigned_to_other_processes(one_process_run: Path, two_processes: Path) -> None:
     """With the same packs in a step, the same steps; the sums alone may be added in another order."""
-    expected_lines, resumed_lines = read_metrics(alone), read_metrics(two_processes / "assigned-anew")
+    expected_lines, resumed_lines = read_metrics(one_process_run), read_metrics(two_processes / "assigned-anew")
     assert [line["step"] for line in resumed_lines] == list(range(2, len(expected_lines) + 1))
     for line, expected in zip(resumed_lines, expected_lines[1:], strict=True):
         assert line["target_tokens"] == expected["target_tokens"]

@@ -68,8 +68,8 @@ def plain_logits(model: PreTrainedModel, spec: InputSpec, sample: EncodedSample)
     ids = torch.from_numpy(sample.input_ids).long().unsqueeze(0)
     inputs = {"input_ids": ids}
     if sample.images:
-        alone = collate_packs([sample], spec)
-        inputs |= {"pixel_values": alone.pixel_values, "image_grid_thw": alone.image_grid_thw}
+        single_batch = collate_packs([sample], spec)
+        inputs |= {"pixel_values": single_batch.pixel_values, "image_grid_thw": single_batch.image_grid_thw}
         inputs["mm_token_type_ids"] = (ids == IMAGE_PAD).int()
     return unpacked(model)(**inputs).logits[0]
 
@@ -124,14 +124,18 @@ def test_gradients_of_the_pack_are_the_sum_over_its_samples(setting: Setting, la
     model, spec, samples = setting
     assert takes_logits_to_keep(model)
 
-    def loss(chosen: list[EncodedSample]) -> Tensor:
-        return target_losses(model, collate_packs(chosen, spec), label_logits_only=label_logits_only).weighted_sum()
+    def loss(samples_of_pack: list[EncodedSample]) -> Tensor:
+        return target_losses(
+            model, collate_packs(samples_of_pack, spec), label_logits_only=label_logits_only
+        ).weighted_sum()
 
     packed = gradients(model, [loss(samples)])
-    alone = gradients(model, [loss([sample]) for sample in samples])
-    assert packed.keys() == alone.keys() == dict(model.named_parameters()).keys()
+    expected = gradients(model, [loss([sample]) for sample in samples])
+    assert packed.keys() == expected.keys() == dict(model.named_parameters()).keys()
     for name, gradient in packed.items():
-        torch.testing.assert_close(gradient, alone[name], rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 def test_padded_rows_have_the_packs_loss_and_gradients(setting: Setting) -> None:

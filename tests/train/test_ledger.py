@@ -97,11 +97,13 @@ class World:
                 rows = [(Path(each.source).stem, each.row) for each in map(readers.sample, range(len(readers)))]
                 begun: set[int] = set()
                 continue
-            step, held = re.search(r"step (\d+), .*?packs of samples ([][0-9 ]+)", line).groups()  # type: ignore[union-attr]
+            step, sample_numbers = re.search(r"step (\d+), .*?packs of samples ([][0-9 ]+)", line).groups()  # type: ignore[union-attr]
             if int(step) not in begun:
                 rows_by_step[int(step)] = []
                 begun.add(int(step))
-            rows_by_step[int(step)] += [rows[int(number)] for number in re.findall(r"\d+", held)]
+            rows_by_step[int(step)] += [
+                rows[int(sample_number)] for sample_number in re.findall(r"\d+", sample_numbers)
+            ]
         return rows_by_step
 
 
@@ -169,8 +171,8 @@ def test_ledger_equals_the_trained_batches(world: World, capsys: pytest.CaptureF
     assert dict(zip(rows, times.tolist(), strict=True)) == {row: counted[row] for row in rows}
     # Two epochs: every row of the caches that there are twice, those of the one that went at most once.
     assert set(times.tolist()) == {2}
-    (gone,) = [source for source in ledger.retired if source.directory.endswith("/b")]
-    assert gone.trained.num_rows == gone.num_samples == sum(1 for name, _ in trained if name == "b")
+    (retired,) = [source for source in ledger.retired if source.directory.endswith("/b")]
+    assert retired.trained.num_rows == retired.num_samples == sum(1 for name, _ in trained if name == "b")
     total = sum(source.num_samples for source in (*ledger.sources, *ledger.retired))
     assert total == sum(map(len, steps.values()))
     check_what_is_shown(world, steps, capsys)
@@ -195,7 +197,7 @@ def test_two_killed_processes_resume_with_other_sources(world: World) -> None:
     ledger = read_ledger(finished_checkpoints(str(out))[-1])
     assert ledger is not None
     assert set(ranks[0]) == set(ranks[1]) == set(range(1, ledger.step + 1))
-    counted = Counter(row for seen in ranks for held in seen.values() for row in held)
+    counted = Counter(row for rows_by_step in ranks for step_rows in rows_by_step.values() for row in step_rows)
     assert set(counted.values()) == {1}
     counts_by_source = {
         Path(source.directory).name: source.trained.counts() for source in (*ledger.sources, *ledger.retired)
@@ -211,31 +213,31 @@ def test_two_killed_processes_resume_with_other_sources(world: World) -> None:
 def check_what_is_shown(world: World, steps: dict[int, list[Identity]], capsys: pytest.CaptureFixture[str]) -> None:
     """Steps since the change as they were, and when one of the samples was trained."""
 
-    def shown(*words: str, code: int = 0) -> Any:
+    def inspected(*words: str, code: int = 0) -> Any:
         assert run(["inspect", *words, "--json"]) == code
         out = capsys.readouterr()
         return out.err if code else json.loads(out.out)
 
     out = str(world.root / "out")
     for step in (3, 6, max(steps)):
-        figures = shown(out, "--step", str(step))
+        figures = inspected(out, "--step", str(step))
         packs = [pack for rank in figures["ranks"] for packs in rank["micro_batches"] for pack in packs]
-        held = [(Path(sample["source"]).stem, sample["row"]) for pack in packs for sample in pack]
-        assert held == steps[step]
-    assert "has changed since training" in shown(out, "--step", "1", code=4)
-    assert "the run has steps 1 to" in shown(out, "--step", "999", code=2)
-    trained_in = shown(str(world.root / "c"), "--row", "3", "--run", out)["trained_in"]
-    rows = [step for step, held in steps.items() if ("c", 3) in held]
+        packed_rows = [(Path(sample["source"]).stem, sample["row"]) for pack in packs for sample in pack]
+        assert packed_rows == steps[step]
+    assert "has changed since training" in inspected(out, "--step", "1", code=4)
+    assert "the run has steps 1 to" in inspected(out, "--step", "999", code=2)
+    trained_in = inspected(str(world.root / "c"), "--row", "3", "--run", out)["trained_in"]
+    rows = [step for step, step_rows in steps.items() if ("c", 3) in step_rows]
     assert [each["step"] for each in trained_in["times"]] == rows
-    assert "trained several caches" in shown(out, "--row", "3", code=2)
-    trained = shown(out, "--trained")
+    assert "trained several caches" in inspected(out, "--row", "3", code=2)
+    trained = inspected(out, "--trained")
     assert [Path(source["directory"]).name for source in trained["sources"][:2]] == ["c", "a"]
     assert [start["after_step"] for start in trained["starts"]] == [0, 2, 6]
     for words in (["--trained"], ["--step", "4"], ["--step", "4", "--model", world.tiny.model]):
         assert run(["inspect", out, *words]) == 0
     assert "with changed data" in capsys.readouterr().out
-    assert "is the --output-dir of a run, not a cache" in shown(out, code=2)
-    assert "is not the --output-dir of a run" in shown(str(world.root / "c"), "--trained", code=2)
+    assert "is the --output-dir of a run, not a cache" in inspected(out, code=2)
+    assert "is not the --output-dir of a run" in inspected(str(world.root / "c"), "--trained", code=2)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -257,9 +259,9 @@ def test_a_checkpoint_of_an_older_packtool_has_a_ledger_by_its_plan(mixed: bool,
     progress = RecordingProgress()
     train(world.config("b c", tmp_path, **on | mixture), progress)
     assert any("is from an older packtool and has no ledger" in note for note in progress.notes)
-    again = read_ledger(str(tmp_path / "checkpoint-3"))
-    assert again is not None
-    for one, other in zip(ledger.sources, again.sources, strict=True):
+    read_back = read_ledger(str(tmp_path / "checkpoint-3"))
+    assert read_back is not None
+    for one, other in zip(ledger.sources, read_back.sources, strict=True):
         assert one.trained.counts().tolist() == other.trained.counts().tolist()
         assert (one.num_samples, one.tokens, one.target_tokens) == (
             other.num_samples,

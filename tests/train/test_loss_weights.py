@@ -14,9 +14,9 @@ from packtool.train.model.loss import target_losses
 from tests.batch.reduced import make_sample, reduced_model, reduced_spec
 
 
-def weighted(number: int, length: int) -> Any:
-    sample = make_sample(length, seed=number)
-    weights = np.random.default_rng(number).choice(np.array([0.5, 1, 2], np.float32), sample.length)
+def weighted(seed: int, length: int) -> Any:
+    sample = make_sample(length, seed=seed)
+    weights = np.random.default_rng(seed).choice(np.array([0.5, 1, 2], np.float32), sample.length)
     return dataclasses.replace(sample, loss_scale=np.where(sample.labels == -100, 0, weights).astype(np.float32))
 
 
@@ -28,11 +28,11 @@ def test_a_weighted_pack_is_the_sum_of_its_samples(label_logits_only: bool) -> N
     assert packed.loss_weights is not None
     assert packed.loss_weights.shape == packed.labels.shape
     together = target_losses(model, packed, label_logits_only=label_logits_only).weighted_sum()
-    alone = [
+    losses = [
         target_losses(model, collate_packs([one], spec), label_logits_only=label_logits_only).weighted_sum()
         for one in samples
     ]
-    torch.testing.assert_close(together, torch.stack(alone).sum())
+    torch.testing.assert_close(together, torch.stack(losses).sum())
     padded_model = reduced_model("qwen3", packed=False)
     padded = target_losses(
         padded_model, collate_padded(samples, spec), label_logits_only=label_logits_only

@@ -118,20 +118,20 @@ def test_media_unused_in_the_next_epoch_are_known(
     run_options = {"cached_dataset": (f"{tiny.cache}#20", other), "resample": "epoch", "num_train_epochs": 2.0}
     run = Run.of(tiny.config(tmp_path, **run_options, **cache_options(tmp_path)), World())
     assert run.source.inputs.mixture is not None
-    wanted = run.source.inputs.epoch_counts(1) > 0
+    is_read_later = run.source.inputs.epoch_counts(1) > 0
     planned_epoch = run.source.planned_epoch(run.timeline.plan_of(0), 0)
     read_again_by_sample = {
-        sample: again
+        sample: is_read_again
         for step in planned_epoch.steps(0)
         for micro_batch in step
-        for sample, again in zip(micro_batch.samples, micro_batch.read_again or (), strict=True)
+        for sample, is_read_again in zip(micro_batch.samples, micro_batch.read_again or (), strict=True)
     }
     assert len(read_again_by_sample) == 60
-    assert 0 < sum(not again for again in read_again_by_sample.values()) < 20
-    assert all(again == wanted[sample] for sample, again in read_again_by_sample.items())
+    assert 0 < sum(not is_read_again for is_read_again in read_again_by_sample.values()) < 20
+    assert all(is_read_again == is_read_later[sample] for sample, is_read_again in read_again_by_sample.items())
     last = run.source.planned_epoch(run.timeline.plan_of(1), 1)
     assert all(micro_batch.read_again is None for step in last.steps(0) for micro_batch in step)
-    assert np.count_nonzero(wanted) == 60
+    assert np.count_nonzero(is_read_later) == 60
 
 
 MISTAKES = {

@@ -87,8 +87,8 @@ def test_trained_logged_and_resumed(tiny: TinyWorld, caches: tuple[str, str], tm
     resume = {"resume_from_checkpoint": str(tmp_path / "whole" / f"checkpoint-{step}")}
     train(mixed(tiny, tmp_path / "rest", mix=mix, **resume), SilentProgress())
     check_same_rest(tmp_path / "whole", tmp_path / "rest", step)
-    for number, change in enumerate(({"loss_weight": 1.0}, {"max_length": 100})):
-        other = mixed(tiny, tmp_path / f"other-{number}", mix=recipe(tmp_path, caches, **change), **resume)
+    for index, change in enumerate(({"loss_weight": 1.0}, {"max_length": 100})):
+        other = mixed(tiny, tmp_path / f"other-{index}", mix=recipe(tmp_path, caches, **change), **resume)
         with pytest.raises(MismatchError, match="plan: "):
             prepared(other)
     resumed_config = mixed(
@@ -120,10 +120,10 @@ def test_relabeled_sources_equal_exports_with_that_loss_scale(tiny: TinyWorld, t
         "exported": written("exported.yaml", *({"path": cache} for cache in exported)),
     }
     run_options: dict[str, Any] = {"max_steps": 2, "save_strategy": "no"}
-    chosen, there = (
+    relabeled, there = (
         train(mixed(tiny, tmp_path / name, mix=mix, **run_options), SilentProgress()) for name, mix in mixes.items()
     )
-    assert (chosen.target_tokens, chosen.sources) == (there.target_tokens, there.sources)
+    assert (relabeled.target_tokens, relabeled.sources) == (there.target_tokens, there.sources)
     names = ("loss", "grad_norm", "target_tokens", "loss_last_round", "loss_all", "share_of_target_tokens_all")
     ours, theirs = ([[line[name] for name in names] for line in read_metrics(tmp_path / run)] for run in mixes)
     assert ours == theirs
@@ -173,15 +173,15 @@ def test_stages_are_trained_shown_and_resumed(
         prepared(mixed(tiny, tmp_path / "longer", **{**settings, "max_steps": 9}, **resume))
     # An independent count of what the batches held, by stage; and the ledger.
     planned, counts = prepared(mixed(tiny, tmp_path / "other", **settings)), Counter[int]()
-    for number, step in enumerate(planned.steps(None).rank_steps()):  # type: ignore[arg-type]
-        held = [place for micro_batch in step.micro_batches for place in micro_batch.samples]
-        counts.update(held)
+    for step_index, step in enumerate(planned.steps(None).rank_steps()):  # type: ignore[arg-type]
+        step_samples = [place for micro_batch in step.micro_batches for place in micro_batch.samples]
+        counts.update(step_samples)
         lengths = planned.source.reader.index.length
         for micro_batch in step.micro_batches:
-            assert all(sum(lengths[list(pack)]) <= (128 if number < 4 else 256) for pack in micro_batch.packs)
-        figures = step_figures(str(full_run), number + 1)
-        assert figures["num_samples"] == len(held)
-        assert figures["target_tokens"] == read_metrics(full_run)[number]["target_tokens"]
+            assert all(sum(lengths[list(pack)]) <= (128 if step_index < 4 else 256) for pack in micro_batch.packs)
+        figures = step_figures(str(full_run), step_index + 1)
+        assert figures["num_samples"] == len(step_samples)
+        assert figures["target_tokens"] == read_metrics(full_run)[step_index]["target_tokens"]
     ledger = read_ledger(str(full_run / "checkpoint-8"))
     assert ledger is not None
     trained = np.concatenate([source.trained.counts() for source in ledger.sources])
@@ -191,19 +191,19 @@ def test_stages_are_trained_shown_and_resumed(
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     page = tmp_path / "plan.html"
     assert run(["plan", "--mix", str(mix), "--html", str(page), *words]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"stage 2 of 2, steps 5 to 8, packs of 256 tokens, \d+ samples\nsource", shown)
+    output = capsys.readouterr().out
+    assert re.search(r"stage 2 of 2, steps 5 to 8, packs of 256 tokens, \d+ samples\nsource", output)
     assert "Sources of the run" in page.read_text()
     assert "<h3>Stage 2 of 2, steps 5 to 8" in page.read_text()
     assert run(["plan", "--mix", str(mix), "--sweep", "128,256"]) == 2
     batches = packtool.Batches(packtool.plan(mix=str(mix), **options), model=tiny.model)
-    assert (batches.num_steps, len(batches)) == (8, sum(len(step.micro_batches) for step in again(planned)))
+    assert (batches.num_steps, len(batches)) == (8, sum(len(step.micro_batches) for step in planned_steps(planned)))
     mix.write_text(json.dumps({"stages": [{"until": 3, **stages[1]}, stages[0]]}))
     other = resumed_figures(PlanConfig(resume=str(full_run / "checkpoint-2"), mix=str(mix)))
     assert [(stage["first_step"], stage["last_step"]) for stage in other["stages"]] == [(3, 3), (4, 8)]
 
 
-def again(planned: Run) -> list[RankStep]:
+def planned_steps(planned: Run) -> list[RankStep]:
     """The steps of a run, once more."""
     return list(planned.steps(None).rank_steps())  # type: ignore[arg-type]
 
@@ -273,10 +273,10 @@ def test_plan_prints_draws_and_saves_the_shares(
     assert sources["cache"]["epochs"] == pytest.approx(1.5, abs=0.05)
     saved = str(tmp_path / "a.plan")
     assert run([*words, "--save", saved]) == 0
-    again = prepared(tiny.config(tmp_path, cached_dataset=caches, plan=saved, gradient_accumulation_steps=1))
-    trained = again.timeline.first.packs.samples
+    loaded_run = prepared(tiny.config(tmp_path, cached_dataset=caches, plan=saved, gradient_accumulation_steps=1))
+    trained = loaded_run.timeline.first.packs.samples
     assert len(trained) == sum(each["num_samples"] for each in sources.values())
-    summary = again.timeline.first.summary
+    summary = loaded_run.timeline.first.summary
     assert (summary.num_filtered, summary.num_not_drawn) == (summary.num_cached - len(np.unique(trained)), 0)
 
 

@@ -141,11 +141,11 @@ def test_saved_weights_equal_the_trained_ones(
     base: Any = AutoModelForImageTextToText.from_pretrained(tiny.model)
     words = torch.arange(40).view(1, -1)
     before = base(input_ids=words).logits
-    alone = PeftModel.from_pretrained(base, result.checkpoint).eval()(input_ids=words).logits
+    loaded_logits = PeftModel.from_pretrained(base, result.checkpoint).eval()(input_ids=words).logits
     inner = load_model(tiny.model, reduced_config_of(tiny), dtype=torch.float32, packing=False)
     here = make_trainable(inner, tiny.config(tmp_path, adapters=(result.checkpoint,), **LORA)).eval()
-    assert torch.allclose(here(input_ids=words).logits, alone, atol=1e-5)
-    assert (alone - before).abs().max() > 1e-3
+    assert torch.allclose(here(input_ids=words).logits, loaded_logits, atol=1e-5)
+    assert (loaded_logits - before).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("begin", ["pissa", "olora", "true", "gaussian"])
@@ -375,7 +375,7 @@ def test_debug_log_describes_each_batch(
         trained(tiny, tmp_path, **settings)
     lines = [record.getMessage() for record in caplog.records]
     assert [line.partition(":")[0] for line in lines] == [
-        f"rank 0, step {step}, micro-batch {number} of 2" for step in (1, 2) for number in (1, 2)
+        f"rank 0, step {step}, micro-batch {micro_batch} of 2" for step in (1, 2) for micro_batch in (1, 2)
     ]
     for line in lines:
         assert "samples " in line

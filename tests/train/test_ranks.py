@@ -73,15 +73,15 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
     return make_media_world(tmp_path_factory.mktemp("seeing"), hears=False)
 
 
-def check_same_run(output_dir: Path, alone: Path, name: str) -> None:
+def check_same_run(output_dir: Path, one_process_run: Path, name: str) -> None:
     """The losses and gradient norms of every step, and the weights in the end."""
-    lines, expected = read_metrics(output_dir), read_metrics(alone)
+    lines, expected = read_metrics(output_dir), read_metrics(one_process_run)
     assert len(lines) == len(expected) > 0, name
-    for line, wanted in zip(lines, expected, strict=True):
+    for line, expected_line in zip(lines, expected, strict=True):
         place = f"{name}, step {line['step']}"
-        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5), place
-        assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4), place
-    (weights, others) = (_weights(folder, len(expected)) for folder in (output_dir, alone))
+        assert line["loss"] == pytest.approx(expected_line["loss"], rel=1e-5), place
+        assert line["grad_norm"] == pytest.approx(expected_line["grad_norm"], rel=1e-4), place
+    (weights, others) = (_weights(folder, len(expected)) for folder in (output_dir, one_process_run))
     assert weights.keys() == others.keys()
     for key in others:
         torch.testing.assert_close(
@@ -104,14 +104,14 @@ def compare(tiny: TinyWorld, rows: Sequence[Sequence[str]], jobs: dict[str, dict
     run_ranks(size, run_jobs, tiny, ranks, scratch=root)
     for name, job in jobs.items():
         unsharded_job = {key: value for key, value in job.items() if key not in ("fsdp", "sequence_parallel_size")}
-        alone = root / ("alone-" + name.split()[-1])
-        if not alone.exists():
+        one_process_run = root / ("alone-" + name.split()[-1])
+        if not one_process_run.exists():
             together = size // job.get("sequence_parallel_size", 1)
             train(
-                tiny.config(alone, **IN_ORDER | unsharded_job | {"gradient_accumulation_steps": together}),
+                tiny.config(one_process_run, **IN_ORDER | unsharded_job | {"gradient_accumulation_steps": together}),
                 SilentProgress(),
             )
-        check_same_run(root / name, alone, f"{name} on {rows}")
+        check_same_run(root / name, one_process_run, f"{name} on {rows}")
 
 
 @settings(max_examples=1, phases=[Phase.generate])
@@ -164,10 +164,12 @@ def test_plan_states_which_towers_run(hearing: TinyWorld, tmp_path: Path) -> Non
     assert required_towers(spec, tiny.config(tmp_path)) == {"vision", "sound"}
     for rank in range(2):
         run = Run.of(frozen, World(rank, 2))
-        wanted = [batch for step in run.steps(RankExchange(run.world)).rank_steps() for batch in step.micro_batches]
-        assert [batch.towers for batch in wanted] == [{"vision"}, frozenset(), {"vision", "sound"}]
+        wanted_batches = [
+            batch for step in run.steps(RankExchange(run.world)).rank_steps() for batch in step.micro_batches
+        ]
+        assert [batch.towers for batch in wanted_batches] == [{"vision"}, frozenset(), {"vision", "sound"}]
         dataset = MicroBatches(run.source.read, spec, required_towers=required_towers(spec, frozen))
-        batches = [dataset[batch] for batch in wanted]
+        batches = [dataset[batch] for batch in wanted_batches]
         assert [isinstance(batch, Batch) and "input_features" in batch.media for batch in batches] == [
             False,
             False,

@@ -180,8 +180,8 @@ def test_settings_fixed_by_the_checkpoint_are_refused(
 ) -> None:
     output_dir, settings = full_run
     ((name, value),) = change.items()
-    shown = f"{flag(name)}: .* in the checkpoint, {str(value).lower()} now"
-    with pytest.raises(MismatchError, match=f"cannot be resumed with other settings:\n  - {shown}"):
+    expected = f"{flag(name)}: .* in the checkpoint, {str(value).lower()} now"
+    with pytest.raises(MismatchError, match=f"cannot be resumed with other settings:\n  - {expected}"):
         resume_line(tiny, output_dir, settings, **change)
 
 

@@ -221,10 +221,10 @@ def test_missing_image_stops_the_run_and_is_named(workers: int, tiny: TinyWorld,
     export_rows(moved, moved.cache)
     (rows / "pictures" / "0003.png").unlink()
     config = moved.config(tmp_path / "out", packing_length=128, dataloader_num_workers=workers)
-    with pytest.raises(DataError, match=r"0003\.png") as caught:
+    with pytest.raises(DataError, match=r"0003\.png") as exc_info:
         train(config, SilentProgress())
-    assert "Traceback" not in str(caught.value)
-    assert caught.value.remedy
+    assert "Traceback" not in str(exc_info.value)
+    assert exc_info.value.remedy
 
 
 def test_a_model_that_would_leak_is_refused_before_it_is_loaded(tiny: TinyWorld, tmp_path: Path) -> None:
@@ -334,11 +334,11 @@ def test_relabeling_needs_no_new_export(tiny: TinyWorld, tmp_path: Path) -> None
     """``--loss-scale`` of a run on a cache that has all turns is that of a cache that was exported so."""
     export_rows(tiny, tmp_path / "cache", loss_scale="last_round")
     exported = train(tiny.config(tmp_path / "a", cached_dataset=(str(tmp_path / "cache"),)), SilentProgress())
-    chosen = train(tiny.config(tmp_path / "b", loss_scale="last_round"), SilentProgress())
-    assert exported.target_tokens == chosen.target_tokens
+    relabeled = train(tiny.config(tmp_path / "b", loss_scale="last_round"), SilentProgress())
+    assert exported.target_tokens == relabeled.target_tokens
     assert read_metrics(tmp_path / "a")[-1]["loss"] == pytest.approx(read_metrics(tmp_path / "b")[-1]["loss"], rel=1e-4)
     everything = train(tiny.config(tmp_path / "c", loss_scale="all", dry_run=True), SilentProgress())
-    assert everything.target_tokens > chosen.target_tokens
+    assert everything.target_tokens > relabeled.target_tokens
     with pytest.raises(MismatchError, match="weights differently"):
         train(tiny.config(tmp_path / "d", loss_scale="last_round+react"), SilentProgress())
     with pytest.raises(MismatchError, match="--truncation-strategy delete, but this run sets left"):
@@ -395,9 +395,9 @@ def test_models_are_found_from_any_directory(tiny: TinyWorld, tmp_path: Path, mo
     assert TrainedModel.find("../out/checkpoint-1") == TrainedModel(str(model), "../out/checkpoint-1")
     assert sample_view("../cache", "train", 0, None)[0]
     model.rename(tmp_path / "moved")
-    with pytest.raises(MismatchError, match="does not exist") as caught:
+    with pytest.raises(MismatchError, match="does not exist") as exc_info:
         TrainedModel.find("../out/checkpoint-1")
-    assert "--base-model DIR" in str(caught.value.remedy)
+    assert "--base-model DIR" in str(exc_info.value.remedy)
     assert TrainedModel.find("../out/checkpoint-1", "../moved").base == "../moved"
     with pytest.raises(ConfigError, match="is not an adapter"):
         TrainedModel.find("../moved", "../moved")

@@ -80,7 +80,7 @@ def staged(world: TinyWorld, root: Path, *sizes: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_process_run(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, without any of it."""
     root = tmp_path_factory.mktemp("alone")
     torch.set_num_threads(1)
@@ -126,13 +126,13 @@ def four(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_step_equals_that_of_one_process(name: str, shared: Path, alone: Path) -> None:
+def test_step_equals_that_of_one_process(name: str, shared: Path, one_process_run: Path) -> None:
     """Loss, gradient norm and weights, with pictures in the rows and every part of the model trained."""
-    check_same_step(shared / name, alone / "step")
+    check_same_step(shared / name, one_process_run / "step")
 
 
-def test_stages_may_differ_in_sequence_parallelism(shared: Path, alone: Path) -> None:
-    expected, shared_lines = (read_metrics(folder / "stages") for folder in (alone, shared))
+def test_stages_may_differ_in_sequence_parallelism(shared: Path, one_process_run: Path) -> None:
+    expected, shared_lines = (read_metrics(folder / "stages") for folder in (one_process_run, shared))
     assert len(shared_lines) == 4
     for line, other in zip(shared_lines, expected, strict=True):
         assert line["target_tokens"] == other["target_tokens"]
@@ -151,39 +151,39 @@ def check_same_curve(output_dir: Path, expected_dir: Path, num_steps: int = NUM_
 
 
 @pytest.mark.parametrize("kind", CURVES)
-def test_steps_of_two_processes(kind: str, shared: Path, alone: Path) -> None:
-    check_same_curve(shared / f"curve-{kind}", alone / "curve")
+def test_steps_of_two_processes(kind: str, shared: Path, one_process_run: Path) -> None:
+    check_same_curve(shared / f"curve-{kind}", one_process_run / "curve")
 
 
-def test_steps_of_adapters(shared: Path, alone: Path) -> None:
-    check_same_curve(shared / "lora", alone / "lora", num_steps=4)
+def test_steps_of_adapters(shared: Path, one_process_run: Path) -> None:
+    check_same_curve(shared / "lora", one_process_run / "lora", num_steps=4)
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_steps_of_four_processes(name: str, four: Path, alone: Path) -> None:
+def test_steps_of_four_processes(name: str, four: Path, one_process_run: Path) -> None:
     """Two groups of two, with and without Skrull."""
-    check_same_curve(four / name, alone / "curve")
+    check_same_curve(four / name, one_process_run / "curve")
 
 
-def test_both_parallel_axes_together(four: Path, alone: Path) -> None:
-    check_same_step(four / "both-axes", alone / "step")
+def test_both_parallel_axes_together(four: Path, one_process_run: Path) -> None:
+    check_same_step(four / "both-axes", one_process_run / "step")
 
 
 def test_resumed_run_trains_the_remaining_steps(shared: Path) -> None:
     check_same_rest(shared / "curve-ring", shared / "resumed", step=HALF)
 
 
-def test_streamed_rows_use_sequence_parallelism(shared: Path, alone: Path) -> None:
-    (line,), (expected,) = read_metrics(shared / "streamed"), read_metrics(alone / "step")
+def test_streamed_rows_use_sequence_parallelism(shared: Path, one_process_run: Path) -> None:
+    (line,), (expected,) = read_metrics(shared / "streamed"), read_metrics(one_process_run / "step")
     assert line["target_tokens"] == expected["target_tokens"]
     assert line["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
-def test_evaluation_between_steps(shared: Path, alone: Path) -> None:
+def test_evaluation_between_steps(shared: Path, one_process_run: Path) -> None:
     shared_lines, expected = (
         [line for line in read_metrics(folder) if "eval_loss" in line]
-        for folder in (shared / "evaluated", alone / "evaluated")
+        for folder in (shared / "evaluated", one_process_run / "evaluated")
     )
     assert len(shared_lines) == len(expected) == 2
     for line, other in zip(shared_lines, expected, strict=True):
@@ -192,9 +192,10 @@ def test_evaluation_between_steps(shared: Path, alone: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", EVALUATED)
-def test_evaluation_scores_equal_those_of_one_process(kind: str, shared: Path, alone: Path) -> None:
+def test_evaluation_scores_equal_those_of_one_process(kind: str, shared: Path, one_process_run: Path) -> None:
     shared_columns, expected = (
-        pq.read_table(folder / "eval.parquet").to_pydict() for folder in (shared / f"eval-{kind}", alone / "eval")
+        pq.read_table(folder / "eval.parquet").to_pydict()
+        for folder in (shared / f"eval-{kind}", one_process_run / "eval")
     )
     losses, others = shared_columns.pop("loss"), expected.pop("loss")
     assert losses == pytest.approx(others, abs=2e-6)
@@ -212,15 +213,15 @@ def test_verify_reports_no_errors(kind: str, shared: Path) -> None:
         assert error < 2e-5, name
 
 
-def test_checkpoint_is_saved_once(shared: Path, alone: Path) -> None:
+def test_checkpoint_is_saved_once(shared: Path, one_process_run: Path) -> None:
     """By one process, whole."""
     names = sorted(path.name for path in (shared / "curve-ring" / f"checkpoint-{NUM_STEPS}").iterdir())
-    expected = sorted(path.name for path in (alone / "curve" / f"checkpoint-{NUM_STEPS}").iterdir())
+    expected = sorted(path.name for path in (one_process_run / "curve" / f"checkpoint-{NUM_STEPS}").iterdir())
     assert [name for name in names if not name.startswith("rng_state")] == [
         name for name in expected if not name.startswith("rng_state")
     ]
     weights = load_file(shared / "curve-ring" / f"checkpoint-{NUM_STEPS}" / "model.safetensors")
-    others = load_file(alone / "curve" / f"checkpoint-{NUM_STEPS}" / "model.safetensors")
+    others = load_file(one_process_run / "curve" / f"checkpoint-{NUM_STEPS}" / "model.safetensors")
     for name, weight in weights.items():
         torch.testing.assert_close(weight, others[name], rtol=0, atol=1e-3, msg=lambda text, n=name: f"{n}: {text}")
 

@@ -57,8 +57,8 @@ def tree_logits(model: PreTrainedModel, spec: InputSpec, samples: list[EncodedSa
     parts = model(**batch.model_inputs()).logits[0].split(batch.lengths)
     nodes = find_tree(samples, spec, min_shared=1)
     return [
-        torch.cat([part for node, part in zip(nodes, parts, strict=False) if number in node.samples])
-        for number in range(len(samples))
+        torch.cat([part for node, part in zip(nodes, parts, strict=False) if sample_index in node.samples])
+        for sample_index in range(len(samples))
     ]
 
 
@@ -69,7 +69,7 @@ def unpacked(model: PreTrainedModel) -> PreTrainedModel:
     return other
 
 
-def alone(batch: PackedBatch) -> Batch:
+def batch_of(batch: PackedBatch) -> Batch:
     """A batch of one sample without boundaries."""
     return Batch(**{field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)})
 
@@ -79,7 +79,7 @@ def test_tree_logits_equal_those_of_single_samples(setting: Setting) -> None:
     plain = unpacked(model)
     for sample, logits in zip(samples, tree_logits(model, spec, samples), strict=True):
         with torch.no_grad():
-            own = plain(**alone(collate_packs([sample], spec)).model_inputs()).logits[0, : sample.length]
+            own = plain(**batch_of(collate_packs([sample], spec)).model_inputs()).logits[0, : sample.length]
         torch.testing.assert_close(logits, own, rtol=0, atol=1e-5)
 
 
@@ -90,12 +90,12 @@ def gradients(model: PreTrainedModel, losses: list[Tensor]) -> dict[str, Tensor]
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def same(gradients_found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert gradients_found.keys() == wanted.keys()
+def same(gradients_found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert gradients_found.keys() == expected.keys()
     for name, gradient in gradients_found.items():
-        unit = max(1.0, float(wanted[name].abs().max()))
+        unit = max(1.0, float(expected[name].abs().max()))
         torch.testing.assert_close(
-            gradient, wanted[name], rtol=0, atol=tolerance * unit, msg=lambda text, n=name: n + text
+            gradient, expected[name], rtol=0, atol=tolerance * unit, msg=lambda text, n=name: n + text
         )
 
 
@@ -111,21 +111,21 @@ def test_tree_loss_and_gradients_are_sums_over_single_samples(setting: Setting, 
     for tree_samples in (setting[2], samples):
         plain = unpacked(model)
         own = [
-            target_losses(plain, alone(collate_packs([sample], spec)), label_logits_only=False).weighted_sum()
+            target_losses(plain, batch_of(collate_packs([sample], spec)), label_logits_only=False).weighted_sum()
             for sample in tree_samples
         ]
         batch = tree_of(tree_samples, spec)
-        wanted, total = gradients(plain, own), sum(float(loss.detach()) for loss in own)
-        assert wanted.keys() == dict(model.named_parameters()).keys()
+        expected, total = gradients(plain, own), sum(float(loss.detach()) for loss in own)
+        assert expected.keys() == dict(model.named_parameters()).keys()
         with LossFunction.temporary(model) as loss_function:
             assert loss_function.head_loss is not None
             by_head = loss_function(model, batch).weighted_sum()
             assert float(by_head.detach()) == pytest.approx(total, rel=1e-5)
-            same(gradients(model, [by_head]), wanted)
+            same(gradients(model, [by_head]), expected)
         for label_logits_only in (True, False):
             loss = target_losses(model, batch, label_logits_only=label_logits_only).weighted_sum()
             assert float(loss.detach()) == pytest.approx(total, rel=1e-5)
-            same(gradients(model, [loss]), wanted)
+            same(gradients(model, [loss]), expected)
 
 
 def test_float64_results_differ_only_by_rounding(setting: Setting) -> None:
@@ -144,11 +144,11 @@ def test_float64_results_differ_only_by_rounding(setting: Setting) -> None:
 def test_gradient_checkpointing_keeps_the_gradients(setting: Setting) -> None:
     model, spec, samples = setting
     batch = tree_of(samples, spec)
-    wanted = gradients(model, [target_losses(model, batch, label_logits_only=True).weighted_sum()])
-    again = copy.deepcopy(model).train()
-    set_attention(again)
-    enable_checkpointing(again)
-    same(gradients(again, [target_losses(again, batch, label_logits_only=True).weighted_sum()]), wanted)
+    expected = gradients(model, [target_losses(model, batch, label_logits_only=True).weighted_sum()])
+    checkpointed = copy.deepcopy(model).train()
+    set_attention(checkpointed)
+    enable_checkpointing(checkpointed)
+    same(gradients(checkpointed, [target_losses(checkpointed, batch, label_logits_only=True).weighted_sum()]), expected)
 
 
 def changed_from(sample: EncodedSample, start: int) -> EncodedSample:
@@ -167,12 +167,12 @@ def test_changed_branch_does_not_affect_others(setting: Setting) -> None:
     leaves = [node for node in nodes if len(node.samples) == 1 and node.length > 1]
     assert len(leaves) >= 4
     for leaf in leaves:
-        number = leaf.samples[0]
+        sample_index = leaf.samples[0]
         # Behind its first token: the tree stays as it is.
-        altered = [changed_from(one, leaf.start + 1) if i == number else one for i, one in enumerate(samples)]
+        altered = [changed_from(one, leaf.start + 1) if i == sample_index else one for i, one in enumerate(samples)]
         assert [node.samples for node in find_tree(altered, spec, min_shared=1)] == [node.samples for node in nodes]
         moved = [float((a - b).abs().max()) for a, b in zip(tree_logits(model, spec, altered), before, strict=True)]
-        assert moved.pop(number) > 1e-2
+        assert moved.pop(sample_index) > 1e-2
         assert max(moved) == 0.0
 
 
@@ -182,19 +182,21 @@ def test_changed_prefix_affects_all_its_samples(setting: Setting) -> None:
     node = max(find_tree(samples, spec, min_shared=1), key=lambda node: len(node.samples))
     assert len(node.samples) >= 3
     assert node.start == 0
-    altered = [changed_from(one, 0) if number in node.samples else one for number, one in enumerate(samples)]
+    altered = [
+        changed_from(one, 0) if sample_index in node.samples else one for sample_index, one in enumerate(samples)
+    ]
     if spec.has_vision:
         picture = altered[node.samples[0]].images[0]
         other = dataclasses.replace(picture, data=make_picture(picture.width, picture.height, seed=99))
         altered = [
-            dataclasses.replace(one, images=(other, *one.images[1:])) if number in node.samples else one
-            for number, one in enumerate(altered)
+            dataclasses.replace(one, images=(other, *one.images[1:])) if sample_index in node.samples else one
+            for sample_index, one in enumerate(altered)
         ]
-    for number, (after, expected) in enumerate(zip(tree_logits(model, spec, altered), before, strict=True)):
+    for sample_index, (after, expected) in enumerate(zip(tree_logits(model, spec, altered), before, strict=True)):
         moved = float((after - expected).abs().max())
-        assert moved > 1e-2 if number in node.samples else moved == 0.0
+        assert moved > 1e-2 if sample_index in node.samples else moved == 0.0
         with torch.no_grad():
-            own = plain(**alone(collate_packs([altered[number]], spec)).model_inputs()).logits[0, : len(after)]
+            own = plain(**batch_of(collate_packs([altered[sample_index]], spec)).model_inputs()).logits[0, : len(after)]
         torch.testing.assert_close(after, own, rtol=0, atol=1e-5)
 
 

@@ -102,10 +102,10 @@ def test_stream_without_usable_rows_is_an_error(tiny: TinyWorld, tmp_path: Path)
     config = tiny.config(tmp_path / "out", **tiny.streamed(str(tmp_path / "rows.jsonl")))
     with pytest.raises(
         DataError, match=r"no sample is left to train on: 2 invalid_json\nFirst dropped row: .*row 0: "
-    ) as caught:
+    ) as exc_info:
         train(config, SilentProgress())
-    assert "one JSON object per line" in str(caught.value.remedy)
-    assert "dropped-00000.jsonl" in str(caught.value.remedy)
+    assert "one JSON object per line" in str(exc_info.value.remedy)
+    assert "dropped-00000.jsonl" in str(exc_info.value.remedy)
 
 
 def test_a_dead_encoder_ends_the_command(tiny: TinyWorld, rows: str, tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_all_setting_errors_are_reported_together(tiny: TinyWorld) -> None:
     neither = TrainConfig(model="m", output_dir="o").problems()
     assert "either --cached-dataset" in both[0]
     assert "either --cached-dataset" in neither[0]
-    wrong = TrainConfig(model="m", output_dir="o", cached_dataset=("c",), strict=True, system="s").problems()
-    assert any("--strict requires --dataset" in line for line in wrong)
-    assert any("--system requires --dataset" in line for line in wrong)
+    problems = TrainConfig(model="m", output_dir="o", cached_dataset=("c",), strict=True, system="s").problems()
+    assert any("--strict requires --dataset" in line for line in problems)
+    assert any("--system requires --dataset" in line for line in problems)
 
 
 class RecordingProgress(SilentProgress):
@@ -161,13 +161,17 @@ def test_setting_errors_are_reported_before_rows_are_read(
 ) -> None:
     """By the run itself, or by the launcher of several processes."""
     monkeypatch.setattr("packtool.train.prepare.from_rows.export", lambda *_: pytest.fail("rows were read"))
-    wrong = {"attn_impl": "flash_attention_3", "report_to": ("nowhere",), "resume_from_checkpoint": "nothing/there"}
+    invalid_options = {
+        "attn_impl": "flash_attention_3",
+        "report_to": ("nowhere",),
+        "resume_from_checkpoint": "nothing/there",
+    }
     options = {"cached_dataset": (), "dataset": (rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
-    config = tiny.config(tmp_path / "out", **options | wrong)
-    with pytest.raises(ConfigError) as caught:
+    config = tiny.config(tmp_path / "out", **options | invalid_options)
+    with pytest.raises(ConfigError) as exc_info:
         train(config, SilentProgress()) if processes == 1 else _prepare_train(config, World(0, processes))
     for named in ("flash_attention_3", "--report-to nowhere", "nothing/there"):
-        assert named in str(caught.value)
+        assert named in str(exc_info.value)
 
 
 def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp_path: Path) -> None:

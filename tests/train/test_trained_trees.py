@@ -47,15 +47,15 @@ RESUMED: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "gradient_a
 
 
 @pytest.fixture(scope="module")
-def alike(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+def alike_world(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
     return make_alike_world(tiny, tmp_path_factory.mktemp("alike"))
 
 
 @pytest.fixture(scope="module")
-def reference(alike: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(alike_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All samples in one padded batch of one process, with transformers' own attention."""
     output_dir = tmp_path_factory.mktemp("reference")
-    train(alike.config(output_dir, **DESCENT, **PADDED), SilentProgress())
+    train(alike_world.config(output_dir, **DESCENT, **PADDED), SilentProgress())
     return output_dir
 
 
@@ -69,8 +69,10 @@ def check_step(output_dir: Path, reference: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ONE_PROCESS)
-def test_step_equals_that_of_unshared_samples(name: str, alike: TinyWorld, reference: Path, tmp_path: Path) -> None:
-    result = train(alike.config(tmp_path, **DESCENT, **ONE_PROCESS[name], share_prefix="true"), SilentProgress())
+def test_step_equals_that_of_unshared_samples(
+    name: str, alike_world: TinyWorld, reference: Path, tmp_path: Path
+) -> None:
+    result = train(alike_world.config(tmp_path, **DESCENT, **ONE_PROCESS[name], share_prefix="true"), SilentProgress())
     assert result.steps == 1
     check_step(tmp_path, reference)
     (line,), (padded,) = read_metrics(tmp_path), read_metrics(reference)
@@ -81,9 +83,9 @@ def streamed(world: TinyWorld, **settings: Any) -> dict[str, Any]:
     return world.streamed() | {"max_length": 160, "packing_interval": 40} | settings
 
 
-def test_a_stream_shares_within_an_interval(alike: TinyWorld, reference: Path, tmp_path: Path) -> None:
-    options = streamed(alike, **DESCENT, gradient_accumulation_steps=16)
-    result = train(alike.config(tmp_path, **options), SilentProgress())
+def test_a_stream_shares_within_an_interval(alike_world: TinyWorld, reference: Path, tmp_path: Path) -> None:
+    options = streamed(alike_world, **DESCENT, gradient_accumulation_steps=16)
+    result = train(alike_world.config(tmp_path, **options), SilentProgress())
     assert (result.steps, result.num_samples) == (1, 36)
     check_step(tmp_path, reference)
     (line,), (padded,) = read_metrics(tmp_path), read_metrics(reference)
@@ -91,26 +93,26 @@ def test_a_stream_shares_within_an_interval(alike: TinyWorld, reference: Path, t
     assert line["tokens"] == padded["tokens"] - result.num_shared_tokens
 
 
-def test_a_stream_resumes_exactly(alike: TinyWorld, tmp_path: Path) -> None:
+def test_a_stream_resumes_exactly(alike_world: TinyWorld, tmp_path: Path) -> None:
     """With prefixes shared in each interval of eleven rows, in the middle of one."""
-    options = streamed(alike, **RESUMED | {"packing_interval": 11, "shuffle_buffer_size": 3})
-    result = train(alike.config(tmp_path / "whole", **options), SilentProgress())
+    options = streamed(alike_world, **RESUMED | {"packing_interval": 11, "shuffle_buffer_size": 3})
+    result = train(alike_world.config(tmp_path / "whole", **options), SilentProgress())
     assert result.num_shared_tokens > 0
     checkpoint = str(tmp_path / "whole" / "checkpoint-4")
-    train(alike.config(tmp_path / "resumed", **options, resume_from_checkpoint=checkpoint), SilentProgress())
+    train(alike_world.config(tmp_path / "resumed", **options, resume_from_checkpoint=checkpoint), SilentProgress())
     check_same_rest(tmp_path / "whole", tmp_path / "resumed", 4)
     with pytest.raises(MismatchError, match="shares_prefixes: True in the checkpoint, False now"):
         train(
-            alike.config(tmp_path / "other", **options, resume_from_checkpoint=checkpoint, share_prefix="false"),
+            alike_world.config(tmp_path / "other", **options, resume_from_checkpoint=checkpoint, share_prefix="false"),
             SilentProgress(),
         )
 
 
-def test_every_sample_counts_once(alike: TinyWorld, tmp_path: Path) -> None:
+def test_every_sample_counts_once(alike_world: TinyWorld, tmp_path: Path) -> None:
     """With ``--loss-reduction sample`` a target in a prefix has the weights of all samples that have it."""
     options = DESCENT | {"loss_reduction": "sample"}
-    train(alike.config(tmp_path / "whole", **options, **PADDED), SilentProgress())
-    train(alike.config(tmp_path / "tree", **options, gradient_accumulation_steps=16), SilentProgress())
+    train(alike_world.config(tmp_path / "whole", **options, **PADDED), SilentProgress())
+    train(alike_world.config(tmp_path / "tree", **options, gradient_accumulation_steps=16), SilentProgress())
     check_step(tmp_path / "tree", tmp_path / "whole")
 
 
@@ -119,10 +121,12 @@ def test_every_sample_counts_once(alike: TinyWorld, tmp_path: Path) -> None:
     [({"train_type": "lora", "lora_dropout": 0.0}, 1e-5), ({"bf16": True}, 1e-2)],
     ids=["lora", "bfloat16"],
 )
-def test_adapters_and_half_precision(settings: dict[str, Any], within: float, alike: TinyWorld, tmp_path: Path) -> None:
+def test_adapters_and_half_precision(
+    settings: dict[str, Any], within: float, alike_world: TinyWorld, tmp_path: Path
+) -> None:
     options = DESCENT | settings
-    train(alike.config(tmp_path / "whole", **options, **WHOLE), SilentProgress())
-    train(alike.config(tmp_path / "tree", **options, gradient_accumulation_steps=16), SilentProgress())
+    train(alike_world.config(tmp_path / "whole", **options, **WHOLE), SilentProgress())
+    train(alike_world.config(tmp_path / "tree", **options, gradient_accumulation_steps=16), SilentProgress())
     (line,), (expected,) = read_metrics(tmp_path / "tree"), read_metrics(tmp_path / "whole")
     assert line["target_tokens"] == expected["target_tokens"]
     assert line["tokens"] < expected["tokens"]
@@ -131,17 +135,17 @@ def test_adapters_and_half_precision(settings: dict[str, Any], within: float, al
 
 
 @pytest.fixture(scope="module")
-def two_processes(alike: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_processes(alike_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All jobs of two processes, in one process group."""
     root = tmp_path_factory.mktemp("two")
     jobs: list[Job] = [("train", root / name, DESCENT | settings) for name, settings in TWO_PROCESSES.items()]
     full_run = root / "whole"
     jobs.append(("train", full_run, RESUMED))
     jobs.append(("train", root / "resumed", RESUMED | {"resume_from_checkpoint": f"{full_run}/checkpoint-2"}))
-    jobs.append(("train", root / "stream", streamed(alike, **DESCENT, gradient_accumulation_steps=8)))
+    jobs.append(("train", root / "stream", streamed(alike_world, **DESCENT, gradient_accumulation_steps=8)))
     jobs = [check_before(job, ("ddp",)) for job in jobs]
     jobs.append(("eval", root / "evaluated", {"max_tokens_per_micro_batch": 300}))
-    run_ranks(2, run_jobs, alike, jobs, scratch=root)
+    run_ranks(2, run_jobs, alike_world, jobs, scratch=root)
     return root
 
 
@@ -152,24 +156,28 @@ def test_two_processes(name: str, two_processes: Path, reference: Path) -> None:
     assert line["tokens"] < 0.75 * padded["tokens"]
 
 
-def test_two_processes_evaluate_each_sample_as_alone(alike: TinyWorld, two_processes: Path, tmp_path: Path) -> None:
-    run_jobs(alike, [("eval", tmp_path, {"share_prefix": "false", "max_samples_per_micro_batch": 1})])
-    tree, alone = (
+def test_two_processes_evaluate_each_sample_as_alone(
+    alike_world: TinyWorld, two_processes: Path, tmp_path: Path
+) -> None:
+    run_jobs(alike_world, [("eval", tmp_path, {"share_prefix": "false", "max_samples_per_micro_batch": 1})])
+    tree, single_table = (
         pq.read_table(folder / "eval.parquet").to_pydict() for folder in (two_processes / "evaluated", tmp_path)
     )
-    assert {name: tree[name] for name in COUNTED} == {name: alone[name] for name in COUNTED}
-    assert tree["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+    assert {name: tree[name] for name in COUNTED} == {name: single_table[name] for name in COUNTED}
+    assert tree["loss"] == pytest.approx(single_table["loss"], abs=1e-5)
 
 
 def test_two_processes_resume_exactly(two_processes: Path) -> None:
     check_same_rest(two_processes / "whole", two_processes / "resumed", 2)
 
 
-def test_a_run_resumes_exactly_with_other_processes(alike: TinyWorld, two_processes: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_exactly_with_other_processes(
+    alike_world: TinyWorld, two_processes: Path, tmp_path: Path
+) -> None:
     """The rest of an epoch keeps its trees when one process goes on where two were."""
     options = RESUMED | {"gradient_accumulation_steps": 2}
     checkpoint = str(two_processes / "whole" / "checkpoint-1")
-    train(alike.config(tmp_path, **options, resume_from_checkpoint=checkpoint), SilentProgress())
+    train(alike_world.config(tmp_path, **options, resume_from_checkpoint=checkpoint), SilentProgress())
     resumed_lines, full_lines = read_metrics(tmp_path), read_metrics(two_processes / "whole")
     assert [line["step"] for line in resumed_lines] == list(range(2, len(full_lines) + 1))
     for line, expected in zip(resumed_lines, full_lines[1:], strict=True):
@@ -178,9 +186,9 @@ def test_a_run_resumes_exactly_with_other_processes(alike: TinyWorld, two_proces
 
 
 def test_a_run_resumes_exactly_and_evaluates(
-    alike: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    alike_world: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    world = dataclasses.replace(alike, cache=str(tmp_path / "cache"))
+    world = dataclasses.replace(alike_world, cache=str(tmp_path / "cache"))
     export_rows(world, world.cache, max_length=160, val_dataset=(world.rows,))
     options = RESUMED | {"gradient_accumulation_steps": 2, "eval_strategy": "epoch"}
     train(world.config(tmp_path / "whole", **options), SilentProgress())
@@ -198,17 +206,17 @@ def test_a_run_resumes_exactly_and_evaluates(
     for further in ("", "--share-prefix false", "--share-prefix true", "--max-samples-per-micro-batch 1"):
         assert run([*words, *further.split()]) == 0
         tables.append((pq.read_table(tmp_path / "found.parquet").to_pydict(), capsys.readouterr().err))
-    (tree, tree_text), (unshared_table, nothing), (requested_table, _), (alone, why) = tables
+    (tree, tree_text), (unshared_table, nothing), (requested_table, _), (single_table, why) = tables
     assert "shared prefixes: computed once" in tree_text
     assert "shared prefixes" not in nothing
     no_sharing = "could be saved, but each sample is computed in full: that cannot be combined with"
     assert f"{no_sharing} --max-samples-per-micro-batch" in " ".join(why.split())
     assert tree == requested_table
-    for other in (unshared_table, alone):
+    for other in (unshared_table, single_table):
         assert {name: tree[name] for name in COUNTED} == {name: other[name] for name in COUNTED}
         assert tree["loss"] == pytest.approx(other["loss"], abs=1e-5)
-    targets = np.array(alone["target_tokens"])
-    assert evaluations[-1]["eval_loss"] == pytest.approx(targets @ alone["loss"] / targets.sum(), abs=1e-5)
+    targets = np.array(single_table["target_tokens"])
+    assert evaluations[-1]["eval_loss"] == pytest.approx(targets @ single_table["loss"] / targets.sum(), abs=1e-5)
     assert run([*words, "--share-prefix", "true", "--max-samples-per-micro-batch", "1"]) == EXIT_USAGE
     assert "--share-prefix true cannot be combined with --max-samples-per-micro-batch" in capsys.readouterr().err
 
@@ -218,12 +226,12 @@ def check_same_rest_of_steps(full_run: Path, resumed: Path, step: int) -> None:
     assert read_metrics(resumed) == expected
 
 
-def test_a_saved_plan_trains_as_planned(alike: TinyWorld, tmp_path: Path) -> None:
+def test_a_saved_plan_trains_as_planned(alike_world: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
-    config = PlanConfig(cached_dataset=(alike.cache,), packing_length=256, save=path)
+    config = PlanConfig(cached_dataset=(alike_world.cache,), packing_length=256, save=path)
     preview(config).save(config.save)
     for name, options in {"direct": {}, "saved": {"plan": path}}.items():
-        train(alike.config(tmp_path / name, **options, num_train_epochs=1.0), SilentProgress())
+        train(alike_world.config(tmp_path / name, **options, num_train_epochs=1.0), SilentProgress())
     assert read_metrics(tmp_path / "saved") == read_metrics(tmp_path / "direct")
 
 
@@ -258,12 +266,12 @@ def test_a_missing_picture_leaves_out_all_its_samples(tiny: TinyWorld, tmp_path:
     assert [result.first_loss, result.last_loss] == [others[0]["loss"], others[-1]["loss"]]
 
 
-def test_command_reports_the_savings(alike: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
-    run(["plan", alike.cache, "--packing-length", "256"])
-    shown = capsys.readouterr().out
-    assert "saved by shared prefixes" in shown
-    assert "fraction of the towers' FLOPs" in shown
-    run(["plan", alike.cache, "--packing-length", "256", "--max-samples-per-pack", "9"])
+def test_command_reports_the_savings(alike_world: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["plan", alike_world.cache, "--packing-length", "256"])
+    output = capsys.readouterr().out
+    assert "saved by shared prefixes" in output
+    assert "fraction of the towers' FLOPs" in output
+    run(["plan", alike_world.cache, "--packing-length", "256", "--max-samples-per-pack", "9"])
     assert "that cannot be combined with --max-samples-per-pack" in capsys.readouterr().out
-    run(["plan", alike.cache, "--packing-length", "256", "--share-prefix", "false", "--json"])
+    run(["plan", alike_world.cache, "--packing-length", "256", "--share-prefix", "false", "--json"])
     assert json.loads(capsys.readouterr().out)["shared_prefixes"] is None

@@ -35,7 +35,7 @@ from packtool.rows.sample import MediaRef, Sample, Turn
 from packtool.train.loop.media_times import _measured
 from packtool.train.model.load import load_model
 from packtool.train.model.loss import LossFunction
-from tests.attention.parallel.shared_model import alone, check_setting
+from tests.attention.parallel.shared_model import check_setting, forward_alone
 from tests.forked import run_ranks
 from tests.media.clips import write_clip, write_sound
 from tests.train.real_models import FAMILIES, small_model
@@ -64,9 +64,9 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples_for(family: str, media: Path) -> list[Sample]:
-    def sample(number: int, question: str, **refs: tuple[MediaRef, ...]) -> Sample:
-        turns = (Turn("user", question), Turn("assistant", f"answer {number}"))
-        return Sample(turns, refs.pop("images", ()), "rows.jsonl", number, **refs)  # type: ignore[arg-type]
+    def sample(row_index: int, question: str, **refs: tuple[MediaRef, ...]) -> Sample:
+        turns = (Turn("user", question), Turn("assistant", f"answer {row_index}"))
+        return Sample(turns, refs.pop("images", ()), "rows.jsonl", row_index, **refs)  # type: ignore[arg-type]
 
     picture = MediaRef(str(media / "a.png"))
     clip, loud = MediaRef(str(media / "plain.mp4")), MediaRef(str(media / "loud.mp4"))
@@ -142,8 +142,8 @@ def test_packed_samples_equal_single_samples_without_leaks(model_of: Make, media
     packed = logits_of_pack(model, batch, len(samples))
     largest = 0.0
     for sample, together in zip(samples, packed, strict=True):
-        (alone,) = logits_of(model, [sample], spec)
-        largest = max(largest, float((alone - together).abs().max()))
+        (single_logits,) = logits_of(model, [sample], spec)
+        largest = max(largest, float((single_logits - together).abs().max()))
     assert largest < 5e-5
     assert max(float(logits.abs().max()) for logits in packed) > 0.5, "the model must say something"
     for touched in range(len(samples)):
@@ -151,9 +151,9 @@ def test_packed_samples_equal_single_samples_without_leaks(model_of: Make, media
         changed, place = batch.input_ids.clone(), int(batch.cu_seqlens[touched + 1]) - 3
         changed[0, place] = 100 if changed[0, place] != 100 else 101
         moved = logits_of_pack(model, dataclasses.replace(batch, input_ids=changed), len(samples))
-        for number, (before, after) in enumerate(zip(packed, moved, strict=True)):
-            if number != touched:
-                assert torch.equal(before, after), (touched, number)
+        for sample_index, (before, after) in enumerate(zip(packed, moved, strict=True)):
+            if sample_index != touched:
+                assert torch.equal(before, after), (touched, sample_index)
         assert not torch.equal(packed[touched], moved[touched])
 
 
@@ -179,9 +179,9 @@ def questions_about(family: str, media: Path) -> list[Sample]:
             ("<video> or nothing", {"videos": (loud,)}),
         ]
     samples = []
-    for number, (question, refs) in enumerate(questions):
-        turns = (Turn("user", question), Turn("assistant", f"answer {number}"))
-        samples.append(Sample(turns, refs.pop("images", ()), "rows.jsonl", number, **refs))  # type: ignore[arg-type]
+    for question_index, (question, refs) in enumerate(questions):
+        turns = (Turn("user", question), Turn("assistant", f"answer {question_index}"))
+        samples.append(Sample(turns, refs.pop("images", ()), "rows.jsonl", question_index, **refs))  # type: ignore[arg-type]
     return samples
 
 
@@ -206,12 +206,12 @@ def test_media_of_a_shared_prefix_are_encoded_once(model_of: Make, media: Path, 
     loss.backward()
     gradients_by_name = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    alone = 0.0
+    expected_loss = 0.0
     for sample in samples:
         own = loss_of(model, collate_packs([sample], spec))
         own.backward()
-        alone += float(own.detach())
-    assert float(loss.detach()) == pytest.approx(alone, rel=1e-5)
+        expected_loss += float(own.detach())
+    assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-5)
     for name, parameter in model.named_parameters():
         assert (parameter.grad is None) == (name not in gradients_by_name)
         if parameter.grad is not None:
@@ -235,7 +235,7 @@ def test_two_ranks_share_sequences_with_sounds(model_of: Make, media: Path, tmp_
         # The head's own tokens.
         small = [dataclasses.replace(sample, labels=np.minimum(sample.labels, 255)) for sample in samples]
         setting = spec, model, small
-        worlds[family] = setting, alone(setting)
+        worlds[family] = setting, forward_alone(setting)
     run_ranks(2, check_shared, worlds, tmp_path, scratch=tmp_path)
     errors = json.loads((tmp_path / "errors.json").read_text())
     for family in SHARED:
@@ -265,13 +265,13 @@ def test_each_sound_is_encoded_by_one_rank(model_of: Make, media: Path, places: 
     """By itself, also where its tokens lie between those of a video that is another rank's."""
     samples, spec = encoded(model_of("qwen3-omni"), samples_for("qwen3-omni", media))
     ranks = [with_rank_media(samples, places, spec, SequenceSplit(2, 1, rank)) for rank in range(2)]
-    for number, (sample, place) in enumerate(zip(samples, places, strict=True)):
-        heard = [sound.num_tokens for sound, _, _ in sounds_in_order(sample, spec.media_tokens)]
-        own = [[sound.num_tokens for sound in rank[number].audios] for rank in ranks]
-        assert sorted(own[0] + own[1]) == sorted(heard)
-        assert not any(video.audio for rank in ranks for video in rank[number].videos)
+    for sample_index, (sample, place) in enumerate(zip(samples, places, strict=True)):
+        num_sound_tokens = [sound.num_tokens for sound, _, _ in sounds_in_order(sample, spec.media_tokens)]
+        own = [[sound.num_tokens for sound in rank[sample_index].audios] for rank in ranks]
+        assert sorted(own[0] + own[1]) == sorted(num_sound_tokens)
+        assert not any(video.audio for rank in ranks for video in rank[sample_index].videos)
         if place != SHARDED:
-            assert own[place] == heard, "in the order of their tokens"
+            assert own[place] == num_sound_tokens, "in the order of their tokens"
     # The last sample has a track and a sound; all its media are named by the files that they lie in.
     assert {Path(str(sound.path)).name for rank in ranks for sound in rank[5].audios} == {"loud.mp4", "a.wav"}
 

@@ -112,16 +112,16 @@ def make_tiny_rows(directory: Path) -> None:
     (directory / "pictures").mkdir(parents=True)
     random = np.random.default_rng(0)
     rows = []
-    for number in range(NUM_ROWS):
+    for row_index in range(NUM_ROWS):
         images = []
-        for _ in range(0 if number % 3 == 0 else 2 if number % 7 == 0 else 1):
+        for _ in range(0 if row_index % 3 == 0 else 2 if row_index % 7 == 0 else 1):
             images.append(f"pictures/{len(list((directory / 'pictures').iterdir())):04d}.png")
             width, height = random.integers(40, 140, 2)
-            (directory / images[-1]).write_bytes(make_picture(int(width), int(height), seed=number))
-        question = "<image>" * len(images) + "abcdefgh"[: 1 + number % 8]
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "yn"[number % 2]}]
-        if number % 2:
-            messages += [{"role": "user", "content": "?"}, {"role": "assistant", "content": "xyz" * (number % 5)}]
+            (directory / images[-1]).write_bytes(make_picture(int(width), int(height), seed=row_index))
+        question = "<image>" * len(images) + "abcdefgh"[: 1 + row_index % 8]
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "yn"[row_index % 2]}]
+        if row_index % 2:
+            messages += [{"role": "user", "content": "?"}, {"role": "assistant", "content": "xyz" * (row_index % 5)}]
         rows.append({"messages": messages, "images": images})
     (directory / "train.json").write_text(json.dumps(rows))
 

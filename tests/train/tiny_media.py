@@ -36,13 +36,13 @@ def write_rows(tiny: TinyWorld, rows: Sequence[Sequence[str]]) -> None:
     root = Path(tiny.rows).parent
     names = {"picture": ("image", "picture.png"), "video": ("video", "video.mp4"), "sound": ("audio", "sound.wav")}
     lines = []
-    for number, kinds in enumerate(rows):
+    for row_index, kinds in enumerate(rows):
         media = [names[kind] for kind in kinds if kind != "text"]
-        question = "".join(f"<{kind}>" for kind, _ in media) + "abcdefgh"[: 1 + number % 8]
+        question = "".join(f"<{kind}>" for kind, _ in media) + "abcdefgh"[: 1 + row_index % 8]
         row: dict[str, Any] = {"images": [], "videos": [], "audios": []}
         for kind, file in media:
             row[f"{kind}s"].append(str(root / file))
-        answer = {"role": "assistant", "content": "xyz" * (1 + number % 3)}
+        answer = {"role": "assistant", "content": "xyz" * (1 + row_index % 3)}
         lines.append(json.dumps({"messages": [{"role": "user", "content": question}, answer], **row}))
     Path(tiny.rows).write_text("\n".join(lines))
 

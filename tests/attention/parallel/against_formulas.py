@@ -33,10 +33,10 @@ def largest_error(
     exact = MathBlockKernel()
     wide = [tensor.double() for tensor in (q, k, v)]
     expected, expected_lse = exact.fwd(*wide, block)
-    wanted = exact.bwd(above.double(), *wide, expected, expected_lse, block)
+    expected_gradients = exact.bwd(above.double(), *wide, expected, expected_lse, block)
     out, lse = blocks.fwd(q, k, v, block)
     gradients = blocks.bwd(above, q, k, v, out, lse, block)
-    pairs = zip((out, lse, *gradients), (expected, expected_lse, *wanted), strict=True)
+    pairs = zip((out, lse, *gradients), (expected, expected_lse, *expected_gradients), strict=True)
     return max(float((a.double() - b).abs().max()) / max(float(b.abs().max()), 1.0) for a, b in pairs)
 
 

@@ -138,7 +138,7 @@ def _error(
     # As collation does: what makes shares even, and a token for ranks that would have none.
     bare = [rank for rank in range(split.size) if rank not in places and SHARDED not in places]
     lengths, places = [*lengths, filler, *(1 for _ in bare)], [*places, SHARDED, *bare]
-    (q, k, v, above), expected, wanted = _reference(tuple(lengths), heads, dtype, window)
+    (q, k, v, above), expected, expected_gradients = _reference(tuple(lengths), heads, dtype, window)
     index = torch.from_numpy(assign_tokens(lengths, places, split)[split.rank])
     shard = SequenceShard(
         split,
@@ -149,7 +149,7 @@ def _error(
     mine = [tensor.detach()[index].to(dtype).requires_grad_() for tensor in (q, k, v)]
     out = attend_shard(mine[0], mine[1], mine[2], shard, parallel, blocks, scale=0.4, window=window)
     gradients = torch.autograd.grad(out, mine, above[index].to(dtype))
-    pairs = zip((out, *gradients), (expected, *wanted), strict=True)
+    pairs = zip((out, *gradients), (expected, *expected_gradients), strict=True)
     return [_difference(a, b[index], float(b.detach().abs().max())) for a, b in pairs]
 
 
@@ -166,14 +166,14 @@ def _reference(
 def _row(num_tokens: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     """The same on all ranks: q, k, v in float64, of numbers that ``dtype`` has, and what comes from above."""
     generator = torch.Generator().manual_seed(num_tokens)
-    made = [
-        torch.randn(num_tokens, number, 16, generator=generator, dtype=torch.float64).to(dtype).double()
-        for number in (heads[0], heads[1], heads[1], heads[0])
+    tensors = [
+        torch.randn(num_tokens, num_heads, 16, generator=generator, dtype=torch.float64).to(dtype).double()
+        for num_heads in (heads[0], heads[1], heads[1], heads[0])
     ]
-    return [*(tensor.requires_grad_() for tensor in made[:3]), made[3]]
+    return [*(tensor.requires_grad_() for tensor in tensors[:3]), tensors[3]]
 
 
-def _difference(actual: Tensor, wanted: Tensor, largest: float) -> float:
+def _difference(actual: Tensor, expected: Tensor, largest: float) -> float:
     if not actual.numel():
         return 0.0
-    return float((actual.detach().double() - wanted.detach()).abs().max()) / max(largest, 1.0)
+    return float((actual.detach().double() - expected.detach()).abs().max()) / max(largest, 1.0)

@@ -38,7 +38,7 @@ Found = tuple[list[Tensor], float, dict[str, Tensor]]
 """Logits of each sample, the sum of losses, the gradients of parameters."""
 
 
-def alone(setting: Setting) -> Found:
+def forward_alone(setting: Setting) -> Found:
     """What the sequence gives on one rank."""
     spec, model, samples = setting
     set_attention(model)
@@ -77,11 +77,11 @@ def check_setting(
     lengths = [sample.length for sample in samples]
     set_attention(model, "auto", parallel)
     if places is None:
-        places = [number % parallel.split.size if number % 3 else SHARDED for number in range(len(samples))]
+        places = [index % parallel.split.size if index % 3 else SHARDED for index in range(len(samples))]
     batch = collate_shard(samples, spec, parallel.split, places)
     other, its_loss, its_gradients = _run(model, batch, lengths, parallel)
     assert its_gradients.keys() == gradients.keys(), "ranks wait for every one"
-    moved = _logits(model, _changed(batch, samples, number=2), lengths, parallel)
+    moved = _logits(model, _changed(batch, samples, changed_sample=2), lengths, parallel)
     assert _difference(moved[2], other[2]) > 1e-3, "the change was felt"
     return [
         max(map(_difference, other, logits)),
@@ -109,7 +109,7 @@ def _hybrid(name: str, directory: str) -> Setting:
     if limits is not None:
         save_image_processor("qwen3_vl", directory)
     samples = [make_sample(length, seed=length) for length in (75, 1, 9, 2)]
-    samples += [make_sample(7, sizes, seed=number, limits=limits) for number, sizes in enumerate(pictures)]
+    samples += [make_sample(7, sizes, seed=seed, limits=limits) for seed, sizes in enumerate(pictures)]
     return InputSpec(directory, config, MediaLimits(limits)), model, samples
 
 
@@ -142,15 +142,15 @@ def _logits(
     return [sequence[start : start + length] for start, length in zip(starts, lengths, strict=False)]
 
 
-def _changed(batch: ShardedBatch, samples: Sequence[EncodedSample], number: int) -> ShardedBatch:
+def _changed(batch: ShardedBatch, samples: Sequence[EncodedSample], changed_sample: int) -> ShardedBatch:
     """The same sequence with another last token in one sample."""
-    at = sum(batch.lengths[:number]) + samples[number].length - 2
+    at = sum(batch.lengths[:changed_sample]) + samples[changed_sample].length - 2
     ids = batch.input_ids.clone()
     ids[0, batch.index == at] += 1
     return dataclasses.replace(batch, input_ids=ids)
 
 
-def _difference(actual: Tensor, wanted: Tensor) -> float:
+def _difference(actual: Tensor, expected: Tensor) -> float:
     if not actual.numel():
         return 0.0
-    return float((actual - wanted).abs().max()) / max(float(wanted.abs().max()), 1.0)
+    return float((actual - expected).abs().max()) / max(float(expected.abs().max()), 1.0)

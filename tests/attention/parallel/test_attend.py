@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.attention.parallel.cases import MODELS, cases, find_errors
-from tests.attention.parallel.shared_model import alone, make_setting
+from tests.attention.parallel.shared_model import forward_alone, make_setting
 from tests.forked import run_ranks
 
 TOLERANCES = {"cpu_flash": 2e-6, "math": 2e-6, "float64": 1e-13, "bfloat16": 1e-2}
@@ -22,7 +22,7 @@ def largest_errors(
     torch.set_num_threads(1)
     scratch = tmp_path_factory.mktemp("shared")
     settings = {name: make_setting(name, scratch) for name in dict(MODELS[request.param])}
-    models = {name: (setting, alone(setting)) for name, setting in settings.items()}
+    models = {name: (setting, forward_alone(setting)) for name, setting in settings.items()}
     run_ranks(request.param, find_errors, models, scratch / "errors.json", scratch=scratch)
     return request.param, json.loads((scratch / "errors.json").read_text())
 

@@ -11,7 +11,7 @@ from packtool.errors import ConfigError, UnsupportedModelError
 QWEN3_8B = Heads(32, 8)
 
 
-def chosen(heads: Heads = QWEN3_8B, *, length: int = 30_000, node: int = 8, **options: object) -> Axes:
+def chosen_axes(heads: Heads = QWEN3_8B, *, length: int = 30_000, node: int = 8, **options: object) -> Axes:
     return choose_axes(ParallelOptions(**options), heads, typical_length=length, ranks_per_node=node)  # type: ignore[arg-type]
 
 
@@ -30,7 +30,7 @@ def chosen(heads: Heads = QWEN3_8B, *, length: int = 30_000, node: int = 8, **op
     ],
 )
 def test_requested_axes_are_used(options: dict[str, object], expected: tuple[int, int]) -> None:
-    axes = chosen(**options)
+    axes = chosen_axes(**options)
     assert (axes.ring_size, axes.ulysses_size) == expected
     if options:
         assert "as asked" in axes.reason
@@ -45,39 +45,39 @@ def test_auto_minimizes_communication() -> None:
     assert QWEN3_8B.volume(1, 8, "ring") == pytest.approx(2 * 7 / 8 * 80 / 8)
     assert QWEN3_8B.volume(8, 1, "ring") == pytest.approx((7 + 7 + 2 * 8) * 16 / 8)
     assert QWEN3_8B.volume(8, 1, "allgather") == pytest.approx((7 + 7 + 2 * 7) * 16 / 8)
-    assert chosen(sequence_parallel_size=8).ulysses_size == 8
-    assert chosen(sequence_parallel_size=2).ulysses_size == 2
+    assert chosen_axes(sequence_parallel_size=8).ulysses_size == 8
+    assert chosen_axes(sequence_parallel_size=2).ulysses_size == 2
     # One head of K and V for many of Q: they are small, and passing them around is cheaper than exchanging Q.
-    assert chosen(Heads(32, 1), sequence_parallel_size=4).ring_size == 4
-    assert chosen(Heads(32, 32), sequence_parallel_size=4).ulysses_size == 4
+    assert chosen_axes(Heads(32, 1), sequence_parallel_size=4).ring_size == 4
+    assert chosen_axes(Heads(32, 32), sequence_parallel_size=4).ulysses_size == 4
 
 
 def test_auto_reports_communication_volumes() -> None:
-    reason = chosen(sequence_parallel_size=8).reason
+    reason = chosen_axes(sequence_parallel_size=8).reason
     assert "32 heads of Q and 8 of K and V" in reason
     assert "17.5 by ulysses over 8" in reason
 
 
 def test_short_samples_are_not_split_into_chunks() -> None:
     few = Heads(32, 1)
-    assert chosen(few, sequence_parallel_size=2).ring_size == 2
-    assert chosen(few, sequence_parallel_size=2, length=300).ulysses_size == 2
-    assert "chunks of less than 256" in chosen(few, sequence_parallel_size=2, length=300).reason
+    assert chosen_axes(few, sequence_parallel_size=2).ring_size == 2
+    assert chosen_axes(few, sequence_parallel_size=2, length=300).ulysses_size == 2
+    assert "chunks of less than 256" in chosen_axes(few, sequence_parallel_size=2, length=300).reason
 
 
 def test_long_chunks_use_rings_and_short_ones_gathers() -> None:
     few = Heads(32, 1)
-    assert chosen(few, sequence_parallel_size=2, length=30_000).kv_exchange == "ring"
-    assert chosen(few, sequence_parallel_size=2, length=2000).kv_exchange == "allgather"
-    assert chosen(few, sequence_parallel_size=2, length=2000, sequence_parallel_type="ring").kv_exchange == "ring"
-    assert chosen(ring_size=2, length=30_000, sequence_parallel_type="allgather").kv_exchange == "allgather"
+    assert chosen_axes(few, sequence_parallel_size=2, length=30_000).kv_exchange == "ring"
+    assert chosen_axes(few, sequence_parallel_size=2, length=2000).kv_exchange == "allgather"
+    assert chosen_axes(few, sequence_parallel_size=2, length=2000, sequence_parallel_type="ring").kv_exchange == "ring"
+    assert chosen_axes(ring_size=2, length=30_000, sequence_parallel_type="allgather").kv_exchange == "allgather"
 
 
 def test_ulysses_stays_within_a_node() -> None:
-    axes = chosen(Heads(32, 32), sequence_parallel_size=16, node=8)
+    axes = chosen_axes(Heads(32, 32), sequence_parallel_size=16, node=8)
     assert (axes.ring_size, axes.ulysses_size) == (2, 8)
     # Of six processes a machine, four would be on two machines every now and then.
-    axes = chosen(Heads(32, 32), sequence_parallel_size=4, node=6)
+    axes = chosen_axes(Heads(32, 32), sequence_parallel_size=4, node=6)
     assert (axes.ring_size, axes.ulysses_size) == (2, 2)
 
 
@@ -94,20 +94,20 @@ def test_valid_head_counts_are_accepted(heads: Heads, size: int, fits: bool) -> 
 
 def test_invalid_head_counts_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="14 heads of Q and 2 of K and V: ulysses over 4 cannot"):
-        chosen(Heads(14, 2), sequence_parallel_size=4, sequence_parallel_type="ulysses")
+        chosen_axes(Heads(14, 2), sequence_parallel_size=4, sequence_parallel_type="ulysses")
     # auto finds another way.
-    axes = chosen(Heads(14, 2), sequence_parallel_size=4)
+    axes = chosen_axes(Heads(14, 2), sequence_parallel_size=4)
     assert axes.ring_size * axes.ulysses_size == 4
     assert axes.ulysses_size in (1, 2)
 
 
 def test_windows_are_not_split() -> None:
     sliding = Heads(8, 8, has_windows=True)
-    assert chosen(sliding, sequence_parallel_size=2).ulysses_size == 2
+    assert chosen_axes(sliding, sequence_parallel_size=2).ulysses_size == 2
     with pytest.raises(ConfigError, match="only --sequence-parallel-type ulysses"):
-        chosen(sliding, sequence_parallel_size=2, sequence_parallel_type="ring")
+        chosen_axes(sliding, sequence_parallel_size=2, sequence_parallel_type="ring")
     with pytest.raises(ConfigError, match="must not be cut"):
-        chosen(Heads(7, 7, has_windows=True), sequence_parallel_size=2)
+        chosen_axes(Heads(7, 7, has_windows=True), sequence_parallel_size=2)
 
 
 def test_heads_of_a_config() -> None:

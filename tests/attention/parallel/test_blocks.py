@@ -40,12 +40,12 @@ def test_causal_blocks_equal_the_reference(blocks: BlockKernel, heads: tuple[int
     wide = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     expected = KERNELS["reference"].attend(*wide, documents, scale=0.3, window=window)
     expected_lse = ReferenceKernel.scores(wide[0], wide[1], documents, 0.3, window).logsumexp(-1)
-    wanted = torch.autograd.grad(expected, wide, above.double())
+    expected_gradients = torch.autograd.grad(expected, wide, above.double())
     block = AttentionBlock(documents, documents, True, 0.3, window)
     out, lse = blocks.fwd(q, k, v, block)
     gradients = blocks.bwd(above, q, k, v, out, lse, block)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=2e-6)
-    for got, want in zip((out, *gradients), (expected, *wanted), strict=True):
+    for got, want in zip((out, *gradients), (expected, *expected_gradients), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=0, atol=5e-6)
 
 
@@ -61,8 +61,8 @@ def test_blocks_of_some_keys_merge_to_all_keys(blocks: BlockKernel) -> None:
     order = [*range(8), *range(21, 33), *range(8, 11), *range(33, 34), *range(11, 21), *range(34, 50)]
     wide = [tensor.double().requires_grad_() for tensor in (q, k[order], v[order])]
     expected = []
-    for query_slice, seen in ((slice(0, 10), slice(0, 20)), (slice(10, 30), slice(24, 50))):
-        heads = [wide[0][query_slice], *(tensor[seen].repeat_interleave(2, dim=1) for tensor in wide[1:])]
+    for query_slice, key_slice in ((slice(0, 10), slice(0, 20)), (slice(10, 30), slice(24, 50))):
+        heads = [wide[0][query_slice], *(tensor[key_slice].repeat_interleave(2, dim=1) for tensor in wide[1:])]
         scores = torch.einsum("qhd,khd->hqk", heads[0], heads[1]) * 0.3
         expected.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), heads[2]))
     torch.testing.assert_close(out.double(), torch.cat(expected), rtol=0, atol=2e-6)
@@ -74,8 +74,8 @@ def test_blocks_of_some_keys_merge_to_all_keys(blocks: BlockKernel) -> None:
         total += more
         of_keys.append(gradients)
     torch.testing.assert_close(total.double(), dq, rtol=0, atol=2e-6)
-    for number, want in enumerate((dk, dv)):
-        got = torch.cat([part[number] for part in of_keys])[order]
+    for tensor_index, want in enumerate((dk, dv)):
+        got = torch.cat([part[tensor_index] for part in of_keys])[order]
         torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
 
 

@@ -68,9 +68,9 @@ def case(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Case:
     checkpoint = str(train(tiny.config(root / "full", **SETTINGS), SilentProgress()).checkpoint)
     rows = json.loads(Path(tiny.rows).read_text())
     folder = Path(tiny.rows).parent
-    for number, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         row["images"] = [str(folder / image) for image in row["images"]]
-        row["channel"] = CHANNELS[0 if row["images"] else 1] if number % 5 else None
+        row["channel"] = CHANNELS[0 if row["images"] else 1] if row_index % 5 else None
     (root / "rows.json").write_text(json.dumps(rows))
     channels = dataclasses.replace(tiny, rows=str(root / "rows.json"), cache=str(root / "cache"))
     export_rows(channels, channels.cache, media_root=str(folder))
@@ -79,14 +79,14 @@ def case(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.fixture(scope="module")
-def alike(case: Case, tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def alike_case(case: Case, tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """The same model, and rows most of which share a prefix."""
     world = make_alike_world(tiny, tmp_path_factory.mktemp("alike"))
     return dataclasses.replace(case, cache=world.cache, rows=world.rows)
 
 
 @torch.no_grad()
-def alone(case: Case) -> list[dict[str, float]]:
+def scores_of_singles(case: Case) -> list[dict[str, float]]:
     """Compute each sample with transformers alone: its attention, mask, positions and loss."""
     model: Any = case.load()
     assert model.config.get_text_config()._attn_implementation == "sdpa"
@@ -101,13 +101,13 @@ def alone(case: Case) -> list[dict[str, float]]:
         labels = torch.from_numpy(sample.labels[1:].astype(np.int64))
         places = (labels != -100).nonzero().squeeze(1)
         correct = logits.argmax(-1)[places] == labels[places]
-        wrong = places[~correct]
+        wrong_places = places[~correct]
         scores_alone.append(
             {
                 "loss": F.cross_entropy(logits, labels).item(),
                 "target_tokens": len(places),
                 "token_accuracy": correct.double().mean().item(),
-                "first_wrong": int(wrong[0]) + 1 if len(wrong) else -1,
+                "first_wrong": int(wrong_places[0]) + 1 if len(wrong_places) else -1,
             }
         )
     return scores_alone
@@ -115,7 +115,7 @@ def alone(case: Case) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def reference(case: Case) -> list[dict[str, float]]:
-    return alone(case)
+    return scores_of_singles(case)
 
 
 def largest_error(evaluation: Evaluation, reference: list[dict[str, float]]) -> float:
@@ -159,12 +159,12 @@ def test_a_model_that_cannot_be_packed_is_evaluated_one_by_one(
 ) -> None:
     monkeypatch.setattr(module, "can_be_packed", lambda config: False)
     model: Any = case.load()
-    seen = []
+    num_rows_per_call = []
     model.register_forward_pre_hook(
-        lambda *arguments: seen.append(arguments[-1]["input_ids"].shape[0]), with_kwargs=True
+        lambda *arguments: num_rows_per_call.append(arguments[-1]["input_ids"].shape[0]), with_kwargs=True
     )
     assert largest_error(case.evaluate(model), reference) <= 1e-5
-    assert len(seen) == 40
+    assert len(num_rows_per_call) == 40
 
 
 @pytest.mark.parametrize("label_logits_only", [True, False])
@@ -191,28 +191,28 @@ class WithGaps:
         return dataclasses.replace(sample, labels=labels)
 
 
-@pytest.mark.parametrize("chosen", [False, True], ids=["all targets", "of some samples"])
+@pytest.mark.parametrize("has_gaps", [False, True], ids=["all targets", "of some samples"])
 def test_samples_with_shared_prefixes_have_the_same_scores_as_alone(
-    chosen: bool, case: Case, alike: Case, tiny: TinyWorld
+    has_gaps: bool, case: Case, alike_case: Case, tiny: TinyWorld
 ) -> None:
     """Questions about one image, one of which has a second turn."""
-    reader = alike.reader
-    samples = WithGaps(reader) if chosen else reader
+    reader = alike_case.reader
+    samples = WithGaps(reader) if has_gaps else reader
     plan = plan_of_samples(reader, World(), max_tokens=400)
-    shared, _ = find_shared(tiny.config("unused"), alike.spec.config.to_dict(), reader, capacity=400)
+    shared, _ = find_shared(tiny.config("unused"), alike_case.spec.config.to_dict(), reader, capacity=400)
     assert shared is not None
     model = case.load()
     rows: list[int] = []
     model.register_forward_pre_hook(
         lambda *arguments: rows.append(arguments[-1]["input_ids"].shape[1]), with_kwargs=True
     )
-    tree = evaluate(model, reader, alike.spec, dataclasses.replace(plan, trees=shared.trees), samples=samples)
+    tree = evaluate(model, reader, alike_case.spec, dataclasses.replace(plan, trees=shared.trees), samples=samples)
     assert sum(rows) <= dataclasses.replace(plan, trees=shared.trees).num_tokens < 0.75 * plan.num_tokens
-    alone = evaluate(model, reader, alike.spec, plan.one_sample_each(), samples=samples)
-    assert tree.loss == pytest.approx(alone.loss, abs=1e-5)
+    single_evaluation = evaluate(model, reader, alike_case.spec, plan.one_sample_each(), samples=samples)
+    assert tree.loss == pytest.approx(single_evaluation.loss, abs=1e-5)
     for name in ("tokens", "target_tokens", "num_correct", "first_wrong", "row", "channel"):
-        assert getattr(tree, name).tolist() == getattr(alone, name).tolist()
-    assert len(set(alone.first_wrong.tolist())) > 2
+        assert getattr(tree, name).tolist() == getattr(single_evaluation, name).tolist()
+    assert len(set(single_evaluation.first_wrong.tolist())) > 2
 
 
 def test_a_model_of_text_alone(tmp_path: Path) -> None:
@@ -240,10 +240,10 @@ def test_order_origins_and_totals(case: Case, reference: list[dict[str, float]])
     losses = np.array([sample["loss"] for sample in reference])
     rights = np.array([sample["token_accuracy"] for sample in reference]) * targets
     assert set(evaluation.channel_totals) == set(CHANNELS)
-    chosen = {name: np.array([reader.sample(i).channel == name for i in range(40)]) for name in CHANNELS}
+    in_channel = {name: np.array([reader.sample(i).channel == name for i in range(40)]) for name in CHANNELS}
     for total, selected in [
         (evaluation.total, targets > 0),
-        *((evaluation.channel_totals[name], chosen[name]) for name in CHANNELS),
+        *((evaluation.channel_totals[name], in_channel[name]) for name in CHANNELS),
     ]:
         assert (total.samples, total.target_tokens) == (selected.sum(), targets[selected].sum())
         assert total.loss == pytest.approx((losses * targets)[selected].sum() / targets[selected].sum(), abs=1e-5)

@@ -75,9 +75,9 @@ def test_packed_and_aligned_scores_equal_unpacked_ones(name: str, tmp_path: Path
     with evaluating(model, packed=True) as scorer:
         assert is_packed(model)
         together, aligned = scores(scorer, spec, samples), scores(scorer, spec, samples, alignment=4)
-        alone = np.concatenate([scores(scorer, spec, [sample]) for sample in samples])
-    assert together == pytest.approx(alone, rel=1e-5, abs=1e-5)
-    assert aligned == pytest.approx(alone, rel=1e-5, abs=1e-5)
+        single_scores = np.concatenate([scores(scorer, spec, [sample]) for sample in samples])
+    assert together == pytest.approx(single_scores, rel=1e-5, abs=1e-5)
+    assert aligned == pytest.approx(single_scores, rel=1e-5, abs=1e-5)
     assert together[:, 1].tolist() == [np.count_nonzero(sample.labels[1:] >= 0) for sample in samples]
     assert model.config.get_text_config()._attn_implementation == "sdpa"
     assert not any("forward" in vars(layer) for layer in recurrent_layers(model))
@@ -99,6 +99,6 @@ def test_first_wrong_and_sums_by_hand() -> None:
         sample = align_sample(EncodedSample(samples[0].input_ids, labels, np.zeros(0, np.int32), (), None, "", 0), 1)
         with evaluating(model, packed=True) as scorer:
             score = scores(scorer, spec, [samples[2], sample])[1]
-        wanted = torch.from_numpy(labels[1:].astype(np.int64))
-        assert score[0] == pytest.approx(F.cross_entropy(predicted[:-1], wanted, reduction="sum").item(), abs=1e-4)
+        target_ids = torch.from_numpy(labels[1:].astype(np.int64))
+        assert score[0] == pytest.approx(F.cross_entropy(predicted[:-1], target_ids, reduction="sum").item(), abs=1e-4)
         assert score[1:].tolist() == [4, 4 - len(wrong_at), wrong_at[0] if wrong_at else -1]

@@ -94,8 +94,8 @@ def test_target_in_a_shared_prefix_counts_for_each_sample(by_channel: bool) -> N
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.01)
-        wanted = collate_packs(samples, spec)
-        model.lm_head.weight[int(wanted.labels[0, wanted.target_positions[0]])] += 1.0
+        batch = collate_packs(samples, spec)
+        model.lm_head.weight[int(batch.labels[0, batch.target_positions[0]])] += 1.0
 
     def logged_figures(batch: Batch) -> dict[str, float]:
         measured = Meter(by_channel=by_channel)
@@ -110,7 +110,7 @@ def test_target_in_a_shared_prefix_counts_for_each_sample(by_channel: bool) -> N
     assert tree.target_counts.max() > 1
     assert (tree.target_counts > 0).sum(dim=0).max() > 1, "a target of samples of several channels"
     figures = logged_figures(tree)
-    assert figures == pytest.approx(logged_figures(wanted), rel=1e-4)
+    assert figures == pytest.approx(logged_figures(batch), rel=1e-4)
     assert len(figures) == (7 if by_channel else 1)
 
 
@@ -131,10 +131,10 @@ def test_loss_is_the_unweighted_mean_and_objective_the_weighted_one(
     samples = [
         dataclasses.replace(
             sample,
-            channel="ab"[number % 2],
+            channel="ab"[index % 2],
             loss_scale=None if weight is None else np.full(sample.length, weight, np.float32),
         )
-        for number, (sample, weight) in enumerate(zip(samples_alike("qwen3"), weights, strict=True))
+        for index, (sample, weight) in enumerate(zip(samples_alike("qwen3"), weights, strict=True))
     ]
     collate = {"packed": collate_packs, "padded": collate_padded, "tree": partial(collate_tree, min_shared=1)}[kind]
     batch = collate(samples, spec)
@@ -149,19 +149,19 @@ def test_loss_is_the_unweighted_mean_and_objective_the_weighted_one(
     def losses_alone(sample: EncodedSample) -> list[float]:
         return losses_of(collate([sample], spec)).losses.tolist()
 
-    alone = [losses_alone(sample) for sample in samples]
-    counts = [len(losses) for losses in alone]
+    losses_by_sample = [losses_alone(sample) for sample in samples]
+    counts = [len(losses) for losses in losses_by_sample]
     units = len(samples) if reduction == "sample" else sum(counts)
     measured = Meter(by_channel=by_channel)
     losses = losses_of(batch)
     measured.add_losses(losses, batch)
     measured.add_step(StepFigures(target_tokens=sum(counts), units=units))
     line = measured.logged(losses.weighted_sum().item(), ACCELERATOR, copying=None)
-    assert line["loss"] == pytest.approx(sum(map(sum, alone)) / sum(counts), rel=1e-4)
+    assert line["loss"] == pytest.approx(sum(map(sum, losses_by_sample)) / sum(counts), rel=1e-4)
     has_weights = reduction == "sample" or any(weight not in (None, 1.0) for weight in weights)
     assert ("objective" in line) == has_weights
     if has_weights:
         each = np.array(counts) if reduction == "sample" else np.ones(len(samples))
-        scaled = [sum(losses) * (1.0 if w is None else w) for losses, w in zip(alone, weights, strict=True)]
+        scaled = [sum(losses) * (1.0 if w is None else w) for losses, w in zip(losses_by_sample, weights, strict=True)]
         assert line["objective"] == pytest.approx((scaled / each).sum() / units, rel=1e-4)
     assert ("loss_a" in line) == by_channel

@@ -9,7 +9,7 @@ from packtool.train.loop.log import Outliers, is_far_above, outlier_warning
 
 
 def test_outlier_is_six_robust_deviations_above_the_median() -> None:
-    before = [2.0 + 0.1 * (number % 5 - 2) for number in range(50)]  # a median absolute deviation of 0.1
+    before = [2.0 + 0.1 * (index % 5 - 2) for index in range(50)]  # a median absolute deviation of 0.1
     assert is_far_above(2.0 + 6.1 * 0.14826, before, 0.01)
     assert not is_far_above(2.0 + 5.9 * 0.14826, before, 0.01)
     assert not is_far_above(2.0 + 6.1 * 0.14826, before, 0.2), "where numbers are expected to vary more"

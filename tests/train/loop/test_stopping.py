@@ -41,10 +41,10 @@ GIVEN: dict[str, Any] = {"gradient_accumulation_steps": 2, "verify_packing": Fal
 FOUR_STEPS = 4
 
 
-def kill_from_another_process(number: signal.Signals, pids: list[int]) -> None:
+def kill_from_another_process(signum: signal.Signals, pids: list[int]) -> None:
     """Send a signal by a process that is not the receivers' parent, without the system's ``kill``."""
     code = "import os, sys; [os.kill(int(pid), int(sys.argv[1])) for pid in sys.argv[2:]]"
-    subprocess.run([sys.executable, "-I", "-c", code, str(int(number)), *map(str, pids)], check=True)
+    subprocess.run([sys.executable, "-I", "-c", code, str(int(signum)), *map(str, pids)], check=True)
 
 
 class Sending(SilentProgress):
@@ -63,10 +63,10 @@ class Sending(SilentProgress):
         if self.left == 0:
             children = [child for child in psutil.Process().children() if "python" in child.name()]
             workers = [child.pid for child in children if child.pid not in self.others]
-            for number in self.signals:
-                os.kill(os.getpid(), number)
+            for signum in self.signals:
+                os.kill(os.getpid(), signum)
                 if workers:
-                    kill_from_another_process(number, workers)
+                    kill_from_another_process(signum, workers)
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +77,19 @@ def full_run(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "workers"), [(signal.SIGTERM, 143, 1), (signal.SIGUSR1, 138, 0), (signal.SIGINT, 130, 0)]
+    ("signum", "code", "workers"), [(signal.SIGTERM, 143, 1), (signal.SIGUSR1, 138, 0), (signal.SIGINT, 130, 0)]
 )
 def test_signal_stops_a_run_after_saving_a_checkpoint(
-    number: signal.Signals, code: int, workers: int, full_run: Path, tiny: TinyWorld, tmp_path: Path
+    signum: signal.Signals, code: int, workers: int, full_run: Path, tiny: TinyWorld, tmp_path: Path
 ) -> None:
-    before = signal.getsignal(number)
+    before = signal.getsignal(signum)
     settings = GIVEN | {"dataloader_num_workers": workers}
-    with pytest.raises(StoppedError, match=rf"stopped by {number.name} after step 2 of 4; .*checkpoint-2 is") as caught:
-        train(tiny.config(tmp_path, **settings), Sending(1, number))
-    assert caught.value.exit_code == code
-    assert signal.getsignal(number) is before
+    with pytest.raises(
+        StoppedError, match=rf"stopped by {signum.name} after step 2 of 4; .*checkpoint-2 is"
+    ) as exc_info:
+        train(tiny.config(tmp_path, **settings), Sending(1, signum))
+    assert exc_info.value.exit_code == code
+    assert signal.getsignal(signum) is before
     train(tiny.config(tmp_path, **settings, resume_from_checkpoint="true"), SilentProgress())
     assert read_metrics(tmp_path) == read_metrics(full_run)
     check_same_rest(full_run, tmp_path, 0)
@@ -129,9 +131,9 @@ def test_data_workers_ignore_stop_signals() -> None:
     with StopSignals():
         worker.start()
         assert begun.wait(PATIENCE_S)
-        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+        for signum in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
             assert worker.pid is not None
-            kill_from_another_process(number, [worker.pid])
+            kill_from_another_process(signum, [worker.pid])
         worker.join(0.3)
         assert worker.is_alive()
         worker.terminate()  # torch clearing away
@@ -141,17 +143,17 @@ def test_data_workers_ignore_stop_signals() -> None:
 
 def test_launcher_without_ranks_ends_on_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun, "_ranks", lambda: iter(()))
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
     try:
-        for number in SIGNALS:
+        for signum in SIGNALS:
             torchrun.SignalForwarder()
-            with pytest.raises(SignalException) as caught:
-                os.kill(os.getpid(), number)
-            assert caught.value.sigval == number
+            with pytest.raises(SignalException) as exc_info:
+                os.kill(os.getpid(), signum)
+            assert exc_info.value.sigval == signum
     finally:
         signal.set_wakeup_fd(-1)  # the launcher's thread would end this process at a later test's signal
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def test_launcher_forwards_signals_and_waits(tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ def bad_rows(config: TrainConfig) -> list[int]:
 def reported_rows(error: DivergedError) -> list[int]:
     """Numbers in the cache of the samples that an error names, of which there are at most six."""
     assert "rank 0, micro-batch 1:" in str(error)
-    return [int(number) for number in re.findall(r"row \d+ of \S*train.json \(sample (\d+)\)", str(error))]
+    return [int(sample_index) for sample_index in re.findall(r"row \d+ of \S*train.json \(sample (\d+)\)", str(error))]
 
 
 def strict(text: str) -> Any:
@@ -225,10 +227,10 @@ def strict(text: str) -> Any:
 def test_nan_loss_stops_a_run(tiny: TinyWorld, tmp_path: Path) -> None:
     config = tiny.config(tmp_path, **GIVEN, save_steps=1, save_total_limit=1)
     rows = bad_rows(config)
-    with pytest.raises(DivergedError, match="gradient of step 3 is infinite or not a number") as caught:
+    with pytest.raises(DivergedError, match="gradient of step 3 is infinite or not a number") as exc_info:
         train(config, SilentProgress())
-    assert caught.value.exit_code == 1
-    assert reported_rows(caught.value) == rows[:6]
+    assert exc_info.value.exit_code == 1
+    assert reported_rows(exc_info.value) == rows[:6]
     (checkpoint,) = finished_checkpoints(str(tmp_path))
     assert checkpoint.endswith("checkpoint-2")
     assert all(torch.isfinite(weight).all() for weight in load_file(Path(checkpoint) / "model.safetensors").values())
@@ -239,9 +241,9 @@ def test_bad_step_is_detected_one_step_later_if_nothing_is_stored(tiny: TinyWorl
     """The third step changes the weights; the fourth, which would be saved, finds out."""
     config = tiny.config(tmp_path, **GIVEN | {"logging_steps": 10}, save_steps=2)
     rows, progress = bad_rows(config), Sending(0)
-    with pytest.raises(DivergedError, match="gradient of step 3 is infinite or not a number") as caught:
+    with pytest.raises(DivergedError, match="gradient of step 3 is infinite or not a number") as exc_info:
         train(config, progress)
-    assert reported_rows(caught.value) == rows[:6]
+    assert reported_rows(exc_info.value) == rows[:6]
     assert progress.left == -3
     assert [Path(checkpoint).name for checkpoint in finished_checkpoints(str(tmp_path))] == ["checkpoint-2"]
 
@@ -282,9 +284,9 @@ def test_on_nan_go_on_keeps_the_last_good_checkpoint(tiny: TinyWorld, tmp_path: 
 
 @pytest.mark.usefixtures("bad_third_step")
 def test_bad_step_of_a_stream_names_its_rows(tiny: TinyWorld, tmp_path: Path) -> None:
-    with pytest.raises(DivergedError, match="gradient of step 3 is") as caught:
+    with pytest.raises(DivergedError, match="gradient of step 3 is") as exc_info:
         train(tiny.config(tmp_path, **GIVEN | tiny.streamed()), SilentProgress())
-    (rows_text,) = re.findall(r"rank 0, micro-batch 1: (.*)", str(caught.value))
+    (rows_text,) = re.findall(r"rank 0, micro-batch 1: (.*)", str(exc_info.value))
     rows = re.findall(r"row (\d+) of \S*train.json", rows_text)
     assert rows
     assert len(set(rows)) == len(rows)

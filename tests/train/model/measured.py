@@ -30,7 +30,7 @@ def tokens_of(config: Any) -> RankTokens:
     return HEARD if InputSpec("", config, MediaLimits()).has_audio else TOKENS
 
 
-def made(config: Any, *, adapters: bool, recomputes: bool) -> nn.Module:
+def measured_model(config: Any, *, adapters: bool, recomputes: bool) -> nn.Module:
     """A model on the device of the moment."""
     model: Any = auto_class(config).from_config(copy.deepcopy(config), attn_implementation="sdpa")
     if recomputes:
@@ -50,7 +50,7 @@ def traced_bytes(
 ) -> PassBytes:
     """Without computing anything."""
     with torch.device("meta"):
-        model = made(config, adapters=adapters, recomputes=recomputes)
+        model = measured_model(config, adapters=adapters, recomputes=recomputes)
     return trace_pass(model, InputSpec("", config, MediaLimits()), tokens or tokens_of(config), axes)
 
 
@@ -63,7 +63,7 @@ def computed_bytes(
     parallel: SequenceParallel | None = None,
 ) -> PassBytes:
     """Of a real pass on the CPU, whose attention keeps what flash attention does: the CPU's keeps copies of its own."""
-    real: Any = made(config, adapters=False, recomputes=recomputes)
+    real: Any = measured_model(config, adapters=False, recomputes=recomputes)
     if adapters:
         real = get_peft_model(real, LoraConfig(target_modules=ADAPTED, r=4))
     route_through_traced(real, parallel)
@@ -75,7 +75,7 @@ def computed_bytes(
 
 def saved_bytes(config: Any, batch: Batch | None = None, parallel: SequenceParallel | None = None) -> int:
     """What autograd keeps of a real forward pass, by the hooks of saved tensors."""
-    real: Any = made(config, adapters=False, recomputes=False)
+    real: Any = measured_model(config, adapters=False, recomputes=False)
     route_through_traced(real, parallel)
     real.train()
     batch = batch or _real_batch(config)

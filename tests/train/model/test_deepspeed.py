@@ -49,10 +49,10 @@ def test_every_zero_stage_trains_like_ddp(stage: str, runs: Path) -> None:
 def check_learns_the_same(stage: Path, ddp: Path) -> None:
     lines, expected = read_metrics(stage), read_metrics(ddp)
     assert len(lines) == len(expected) == STEPS["max_steps"]
-    for line, wanted in zip(lines, expected, strict=True):
-        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
-        assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
-        assert line["tokens"] == wanted["tokens"]
+    for line, expected_line in zip(lines, expected, strict=True):
+        assert line["loss"] == pytest.approx(expected_line["loss"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(expected_line["grad_norm"], rel=1e-5)
+        assert line["tokens"] == expected_line["tokens"]
     weights, others = (load_file(run / "checkpoint-3" / "model.safetensors") for run in (stage, ddp))
     assert weights.keys() - {"lm_head.weight"} == others.keys()
     for name in others:
@@ -61,13 +61,13 @@ def check_learns_the_same(stage: Path, ddp: Path) -> None:
 
 def test_shared_prefixes_train_like_ddp(tiny: TinyWorld, tmp_path: Path) -> None:
     """Samples that begin alike, with what they begin with once; with DDP, it is what whole samples learn."""
-    alike = make_alike_world(tiny, tmp_path)
+    alike_world = make_alike_world(tiny, tmp_path)
     job_settings = STEPS | {"share_prefix": "true", "num_train_epochs": 3.0}
     jobs: list[Job] = [("train", tmp_path / "ddp", job_settings)]
     jobs += [("train", tmp_path / stage, job_settings | {"deepspeed": stage}) for stage in TREE_STAGES]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
-        run_ranks(2, run_jobs, alike, jobs, scratch=tmp_path)
+        run_ranks(2, run_jobs, alike_world, jobs, scratch=tmp_path)
     for stage in TREE_STAGES:
         check_learns_the_same(tmp_path / stage, tmp_path / "ddp")
 

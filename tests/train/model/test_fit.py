@@ -163,9 +163,9 @@ def test_as_json_and_as_a_table(tiny: TinyWorld, without_traces: None, capsys: p
     best = output["proposals"][0]
     assert best["memory_gib"] < output["budget_gib"] < output["fit"] / GIB
     assert run(words) == 0
-    shown = capsys.readouterr().out
+    stdout = capsys.readouterr().out
     for part in (best["command"], f"{output['num_settings']:,} settings for A100", "packing length", "--hardware a100"):
-        assert part in shown
+        assert part in stdout
 
 
 @pytest.mark.parametrize(
@@ -206,14 +206,14 @@ def test_each_pass_is_traced_once(tiny: TinyWorld, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(memory, "traced_pass_bytes", counted)
     trace, config = CachedTracer(), tiny.config("out")
     none: Any = None
-    tokens, alone = RankTokens(computed=100, vision=10), Axes()
-    known = reported_bytes(config, none, none, tokens, alone)
+    tokens, single_axes = RankTokens(computed=100, vision=10), Axes()
+    known = reported_bytes(config, none, none, tokens, single_axes)
     for way in ((), ("full_shard",), ("shard_grad_op",)):
         sharded = dataclasses.replace(config, fsdp=way, packing_length=300)
         assert trace(sharded, none, none, tokens, Axes(reason="so it is")) == known
     assert [called for called, _ in calls] == [tokens] * 2, "with sharding and without"
 
-    def at_least(axes: Axes = alone, **token_counts: int) -> int:
+    def at_least(axes: Axes = single_axes, **token_counts: int) -> int:
         return trace.at_least(config, none, none, RankTokens(**token_counts), axes)
 
     assert at_least(computed=200, vision=10) == at_least(computed=1 << 20, vision=1 << 19) == known

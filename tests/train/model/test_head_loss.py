@@ -59,8 +59,10 @@ def test_recomputed_logits_count_as_hardware_flops() -> None:
             HeadLoss(model, chunk_logits).losses(model, batch).weighted_sum().backward()  # type: ignore[no-untyped-call]
         counted.append(counter.get_total_flops())
     config = spec.config.to_dict()
-    plain_flops, again = (CostModel.of_config(config, recomputes_head=does).per_target_token for does in (False, True))
-    assert counted[1] - counted[0] == batch.num_target_tokens * (again - plain_flops) > 0
+    plain_flops, recomputed_flops = (
+        CostModel.of_config(config, recomputes_head=does).per_target_token for does in (False, True)
+    )
+    assert counted[1] - counted[0] == batch.num_target_tokens * (recomputed_flops - plain_flops) > 0
 
 
 def test_weights_and_padding() -> None:

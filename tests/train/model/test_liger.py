@@ -61,6 +61,6 @@ def test_liger_without_a_gpu_is_refused(patched: list[Any]) -> None:
 
 def test_missing_liger_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(ConfigError, match="the package liger-kernel cannot be imported") as caught:
+    with pytest.raises(ConfigError, match="the package liger-kernel cannot be imported") as exc_info:
         refuse_without_liger(nn.Linear(1, 1), "qwen3", on_gpu=True)
-    assert "pip install liger-kernel" in str(caught.value)
+    assert "pip install liger-kernel" in str(exc_info.value)

@@ -64,14 +64,14 @@ def test_peft_adapts_exactly_the_chosen_modules() -> None:
     for settings in ({"freeze_vit": False}, {"freeze_vit": False, "freeze_llm": True}, {}):
         model = reduced_model("qwen2_5_vl")
         run = run_config(train_type="lora", **settings)
-        wanted = set(adapted_modules(model, towers_of(model, "qwen2_5_vl"), run))
+        expected = set(adapted_modules(model, towers_of(model, "qwen2_5_vl"), run))
         adapted = make_trainable(model, run)
         adapted_names = {
             name.removeprefix("base_model.model.").removesuffix(".lora_A")
             for name, module in adapted.named_modules()
             if name.endswith(".lora_A") and len(list(module.parameters()))
         }
-        assert adapted_names == wanted
+        assert adapted_names == expected
 
 
 def test_target_modules_by_name() -> None:
@@ -82,10 +82,10 @@ def test_target_modules_by_name() -> None:
         "model.layers.1.self_attn.q_proj",
         "model.layers.1.self_attn.v_proj",
     ]
-    with pytest.raises(ConfigError, match="wq") as caught:
+    with pytest.raises(ConfigError, match="wq") as exc_info:
         adapted_modules(model, Towers(), run_config(target_modules=("q_proj", "wq")))
-    assert "gate_proj" in str(caught.value.remedy)
-    assert "q_proj:" not in caught.value.message
+    assert "gate_proj" in str(exc_info.value.remedy)
+    assert "q_proj:" not in exc_info.value.message
 
 
 @pytest.mark.parametrize("train_type", ["full", "lora"])

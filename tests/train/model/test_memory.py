@@ -43,7 +43,7 @@ def test_full_training_and_its_sharding(tiny: TinyWorld) -> None:
     assert zero2.optimizer == plain.weights * 3 / 4
     kahan, none = (estimate(tiny, master_weights=way) for way in ("kahan", "none"))
     assert [way.weights + way.gradients + way.optimizer for way in (plain, kahan, none)] == [
-        number * plain.num_parameters / GIB for number in (16, 12, 8)
+        bytes_per_parameter * plain.num_parameters / GIB for bytes_per_parameter in (16, 12, 8)
     ]
     assert f"{plain.total:.2f} GiB" in plain.sentence()
 

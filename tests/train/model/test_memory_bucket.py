@@ -65,9 +65,13 @@ def test_bucket_size_fits_and_the_next_does_not(tiny: TinyWorld) -> None:
     empty = model_without_weights(config, model, torch.float32)
     needs = [
         estimate_memory(
-            tiny.config("out", **SKRULL | {"bucket_size": str(number)}), empty, model, dtype=torch.float32, world_size=1
+            tiny.config("out", **SKRULL | {"bucket_size": str(bucket_size)}),
+            empty,
+            model,
+            dtype=torch.float32,
+            world_size=1,
         ).total
-        for number in (size, size + 256)
+        for bucket_size in (size, size + 256)
     ]
     assert needs[0] <= 64 * 0.92 / 1024 < needs[1]
 

@@ -54,7 +54,7 @@ def media_of(spec: InputSpec) -> tuple[dict[str, Tensor], dict[str, int]]:
         "pixel_values_videos": torch.zeros(patches["video"], spec.patch_dim),
         "video_grid_thw": grids["video"],
     }
-    tokens = {kind: number // merged for kind, number in patches.items()}
+    tokens = {kind: num_patches // merged for kind, num_patches in patches.items()}
     if spec.has_audio:
         mask = torch.zeros(2, 200, dtype=torch.int64)
         mask[0], mask[1, :132] = 1, 1
@@ -67,8 +67,8 @@ def batch_for(spec: InputSpec) -> PackedBatch:
     """Three documents."""
     media, tokens = media_of(spec)
     ids = [5] * 9
-    for kind, number in tokens.items():
-        ids += [spec.pad_ids[kind]] * number + [7] * 4
+    for kind, num_tokens in tokens.items():
+        ids += [spec.pad_ids[kind]] * num_tokens + [7] * 4
     input_ids = torch.tensor([ids])
     positions = torch.arange(len(ids)).view(1, -1)
     labels = torch.where(positions > len(ids) // 2, input_ids, -100)
@@ -151,7 +151,7 @@ def end_of_step(norm: Tensor | float, loss: Tensor, on_nan: OnNan) -> StepWatch:
     """What watches a step, told of its numbers and asked before its update."""
     watch = StepWatch(
         StopSignals(),
-        lambda: lambda number: [str(number)],
+        lambda: lambda step: [str(step)],
         on_nan=on_nan,
         world=World(),
         progress=SilentProgress(),

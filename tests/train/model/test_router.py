@@ -55,9 +55,9 @@ def test_padding_fillers_and_recomputation_change_nothing() -> None:
     """A step of two micro-batches: packed, packed with padding, padded, with a filler beside, recomputed."""
     spec = reduced_spec("qwen3")
     first_pack, second_pack = [make_sample(7, seed=1), make_sample(5, seed=2)], [make_sample(9, seed=3)]
-    alone = gradients([collate_packs(first_pack, spec), collate_packs(second_pack, spec)], 21)
-    assert 0.9 < float(alone[-1]) < 4
-    assert any(float(weight.abs().max()) > 1e-5 for weight in alone[:-1])
+    reference = gradients([collate_packs(first_pack, spec), collate_packs(second_pack, spec)], 21)
+    assert 0.9 < float(reference[-1]) < 4
+    assert any(float(weight.abs().max()) > 1e-5 for weight in reference[:-1])
     fuller = [
         collate_packs(first_pack, spec, pad_to_multiple_of=16),
         collate_packs(second_pack, spec),
@@ -69,7 +69,7 @@ def test_padding_fillers_and_recomputation_change_nothing() -> None:
         gradients([collate_packs(first_pack, spec), collate_packs(second_pack, spec)], 21, recomputed=True),
     ]
     for other in others:
-        for ours, theirs in zip(alone, other, strict=True):
+        for ours, theirs in zip(reference, other, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
 
 

@@ -76,19 +76,21 @@ def test_sounds_are_traced(name: str, drawn_data: Path, tmp_path: Path) -> None:
     config = config_of(name, drawn_data, tmp_path)
     spec, frames = InputSpec("", config, MediaLimits()), (200, 132)
     is_qwen3 = name.startswith("qwen3")
-    heard = RankTokens(computed=160, audio=sum(num_sound_tokens(number, is_qwen3=is_qwen3) for number in frames))
+    audio_tokens = RankTokens(
+        computed=160, audio=sum(num_sound_tokens(num_frames, is_qwen3=is_qwen3) for num_frames in frames)
+    )
     text = traced_batch(spec, RankTokens(computed=160), Axes())
-    mask = torch.stack([torch.arange(max(frames)) < number for number in frames]).to(torch.int64)
+    mask = torch.stack([torch.arange(max(frames)) < num_frames for num_frames in frames]).to(torch.int64)
     media = {"input_features": torch.zeros(2, spec.num_mel_bins, max(frames)), "feature_attention_mask": mask}
     ids = text.input_ids.clone()
-    ids[0, : heard.audio] = spec.pad_ids["audio"]
+    ids[0, : audio_tokens.audio] = spec.pad_ids["audio"]
     batch = dataclasses.replace(text, input_ids=ids, media=media, towers=tower_inputs(spec, media, ids))
-    alone = traced_bytes(config, tokens=RankTokens(computed=160))
-    traced, measured = traced_bytes(config, tokens=heard), computed_bytes(config, batch=batch)
-    assert traced.kept - alone.kept == pytest.approx(measured.kept - alone.kept, rel=0.05)
-    assert traced.peak - alone.peak == pytest.approx(measured.peak - alone.peak, rel=0.05)
-    picture = traced_bytes(config, tokens=RankTokens(computed=160, vision=heard.audio))
-    assert abs(picture.kept - alone.kept) > 1.2 * (traced.kept - alone.kept), "a sound is no picture"
+    text_only = traced_bytes(config, tokens=RankTokens(computed=160))
+    traced, measured = traced_bytes(config, tokens=audio_tokens), computed_bytes(config, batch=batch)
+    assert traced.kept - text_only.kept == pytest.approx(measured.kept - text_only.kept, rel=0.05)
+    assert traced.peak - text_only.peak == pytest.approx(measured.peak - text_only.peak, rel=0.05)
+    picture = traced_bytes(config, tokens=RankTokens(computed=160, vision=audio_tokens.audio))
+    assert abs(picture.kept - text_only.kept) > 1.2 * (traced.kept - text_only.kept), "a sound is no picture"
 
 
 def test_shared_sequences_are_traced(tmp_path: Path) -> None:
@@ -125,8 +127,8 @@ def test_sounds_of_shared_sequences_are_traced(drawn_data: Path, tmp_path: Path)
     config = config_of("qwen2.5-omni", drawn_data, tmp_path)
     of = partial(RankTokens, computed=160, audio=60)
     least, even, most = (
-        traced_bytes(config, tokens=of(num_local_audio_tokens=heard), axes=SHARED["ulysses"]).peak
-        for heard in (0, 60, 240)
+        traced_bytes(config, tokens=of(num_local_audio_tokens=num_audio_tokens), axes=SHARED["ulysses"]).peak
+        for num_audio_tokens in (0, 60, 240)
     )
     assert least < even < most
 
@@ -139,17 +141,17 @@ def _measure_shared(folder: Path) -> None:
     dist.barrier()
     spec = reduced_spec("qwen3_vl", str(folder))
     sides = {0: (64, 64), 1: (16, 16), 2: (16, 32)}
-    samples = [make_sample(96, (side,), seed=number, limits=spec.limits.image) for number, side in sides.items()]
+    samples = [make_sample(96, (side,), seed=seed, limits=spec.limits.image) for seed, side in sides.items()]
     measurements = {}
     for way, axes in SHARED.items():
         parallel = SequenceParallel.on_mesh(axes, "cpu")
         batch = collate_shard(samples, spec, parallel.split)
         batch, count = _with_targets(batch), batch.input_ids.shape[1]
         for recomputes in (False, True):
-            held = computed_bytes(spec.config, recomputes=recomputes, batch=batch, parallel=parallel)
+            measured_bytes = computed_bytes(spec.config, recomputes=recomputes, batch=batch, parallel=parallel)
             measurements[f"{way} {recomputes}"] = {
-                "kept": held.kept,
-                "peak": held.peak,
+                "kept": measured_bytes.kept,
+                "peak": measured_bytes.peak,
                 "saved": saved_bytes(spec.config, batch, parallel),
                 "computed": count,
                 "vision": int((batch.input_ids == spec.pad_ids["image"]).sum()),
@@ -162,8 +164,8 @@ def _measure_shared(folder: Path) -> None:
     batch = _with_targets(collate_shard([make_sample(192, seed=0)], spec, parallel.split, towers=frozenset()))
     measured = {}
     for recomputes in (False, True):
-        held = computed_bytes(config, recomputes=recomputes, batch=batch, parallel=parallel)
-        measured[str(recomputes)] = [held.kept, held.peak]
+        measured_bytes = computed_bytes(config, recomputes=recomputes, batch=batch, parallel=parallel)
+        measured[str(recomputes)] = [measured_bytes.kept, measured_bytes.peak]
     (folder / "hybrid.json").write_text(json.dumps(measured))
 
 
@@ -171,15 +173,15 @@ def _wholly_waited_for(start: Callable[..., Any]) -> Callable[..., Any]:
     """As ``mesh._start``; whoever waits waits until gloo's threads, too, have let go of what is sent."""
 
     def started(collective: Callable[..., Any], received: Tensor, sent: Tensor, *counts: list[int], group: Any) -> Any:
-        held = [(tensor, _num_holders(tensor)) for tensor in (received, sent)]
+        holders = [(tensor, _num_holders(tensor)) for tensor in (received, sent)]
         finish = start(collective, received, sent, *counts, group=group)
 
         def wait() -> Tensor:
             nonlocal finish
             result = finish()
             finish = None
-            wait_for(lambda: all(_num_holders(tensor) <= before for tensor, before in held))
-            held.clear()
+            wait_for(lambda: all(_num_holders(tensor) <= before for tensor, before in holders))
+            holders.clear()
             return result
 
         return wait
@@ -198,7 +200,7 @@ def test_keys_of_shared_prefixes_are_traced(recomputes: bool, tmp_path: Path) ->
     save_image_processor("qwen3_vl", str(tmp_path))
     spec = reduced_spec("qwen3_vl", str(tmp_path))
     trunk = make_sample(120, ((64, 64),), seed=1, limits=spec.limits.image)
-    batch = collate_tree([going_on(trunk, make_sample(9, seed=number)) for number in range(2, 7)], spec)
+    batch = collate_tree([going_on(trunk, make_sample(9, seed=seed)) for seed in range(2, 7)], spec)
     assert isinstance(batch, TreeBatch)
     batch, count = _with_targets(batch), batch.input_ids.shape[1]
     tokens = RankTokens(computed=count, vision=16, keys=len(batch.key_index))

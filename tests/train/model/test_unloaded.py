@@ -153,9 +153,9 @@ def test_saved_model_has_every_tensor_of_its_base(name: str, tmp_path: Path) -> 
 
 def write_base(directory: Path, shards: list[dict[str, Tensor]]) -> None:
     directory.mkdir()
-    for number, shard in enumerate(shards):
-        save_file(shard, directory / f"part-{number}.safetensors")
-    weight_map = {name: f"part-{number}.safetensors" for number, shard in enumerate(shards) for name in shard}
+    for shard_index, shard in enumerate(shards):
+        save_file(shard, directory / f"part-{shard_index}.safetensors")
+    weight_map = {name: f"part-{shard_index}.safetensors" for shard_index, shard in enumerate(shards) for name in shard}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 

@@ -55,8 +55,8 @@ def test_the_first_samples_are_the_shortest_of_the_first_pack_in_its_order(tiny:
     run = Run.of(tiny.config(tmp_path), World())
     (pack,) = run.timeline.plan_of(0).samples(0, 0, 0)
     lengths = [int(run.source.reader.index.length[position]) for position in pack]
-    shortest = sorted(range(len(pack)), key=lambda number: lengths[number])[:3]
-    expected = [run.source.reader.sample(int(pack[number])).row for number in sorted(shortest)]
+    shortest = sorted(range(len(pack)), key=lambda position: lengths[position])[:3]
+    expected = [run.source.reader.sample(int(pack[position])).row for position in sorted(shortest)]
     assert [sample.row for sample in run.source.first_samples(3)] == expected
 
 

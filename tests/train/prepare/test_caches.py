@@ -41,10 +41,10 @@ def test_another_tokenizer_is_refused(tiny: TinyWorld, tmp_path: Path) -> None:
     token, other_token = list(vocab)[-2:]
     vocab[token], vocab[other_token] = vocab[other_token], vocab[token]
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(MismatchError, match=r"tokenizer: [0-9a-f]+ in the cache, [0-9a-f]+ in the model") as caught:
+    with pytest.raises(MismatchError, match=r"tokenizer: [0-9a-f]+ in the cache, [0-9a-f]+ in the model") as exc_info:
         open_for(tiny, model=str(model))
-    assert "chat template" not in caught.value.message
-    assert f"--model {model}" in str(caught.value.remedy)
+    assert "chat template" not in exc_info.value.message
+    assert f"--model {model}" in str(exc_info.value.remedy)
 
 
 def test_another_template_is_refused(tiny: TinyWorld, tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ def test_equal_limits_are_accepted(settings: dict[str, int], tiny: TinyWorld) ->
     ids=str,
 )
 def test_different_limits_are_refused(settings: dict[str, int], numbers: str, option: str, tiny: TinyWorld) -> None:
-    with pytest.raises(MismatchError, match=numbers) as caught:
+    with pytest.raises(MismatchError, match=numbers) as exc_info:
         open_for(tiny, **settings)
-    assert option in str(caught.value.remedy)
+    assert option in str(exc_info.value.remedy)
 
 
 def test_limits_do_not_matter_for_a_text_cache(tiny: TinyWorld) -> None:
@@ -90,9 +90,9 @@ def test_a_larger_maximum_length_is_refused_if_the_export_shortened_rows(tiny: T
     num_left_out = 40 - len(open_for(tiny, cached_dataset=(str(short),)))
     assert num_left_out > 0
     open_for(tiny, cached_dataset=(str(short),), max_length=48)
-    with pytest.raises(MismatchError, match=rf"--max-length 64 .* 48 .* {num_left_out} rows") as caught:
+    with pytest.raises(MismatchError, match=rf"--max-length 64 .* 48 .* {num_left_out} rows") as exc_info:
         open_for(tiny, cached_dataset=(str(short),), max_length=64, packing_length=64)
-    assert "--max-length 64" in str(caught.value.remedy)
+    assert "--max-length 64" in str(exc_info.value.remedy)
     # Of two caches, the one that lost rows decides.
     with pytest.raises(MismatchError, match=str(short)):
         open_for(tiny, cached_dataset=(tiny.cache, str(short)), max_length=64)
@@ -112,9 +112,9 @@ def test_the_suggested_command_exports_the_cache_with_the_change(tiny: TinyWorld
     assert options["--output-dir"] == f"{tiny.cache}-2", "nothing is replaced"
     assert "--overwrite" not in words
     Path(f"{tiny.cache}-2").mkdir()
-    again = shlex.split(export_command(tiny.cache, Manifest.read(tiny.cache)))
+    command = shlex.split(export_command(tiny.cache, Manifest.read(tiny.cache)))
     Path(f"{tiny.cache}-2").rmdir()
-    assert again[-1] == f"{tiny.cache}-3"
+    assert command[-1] == f"{tiny.cache}-3"
 
 
 def test_the_suggested_command_works_from_any_folder(

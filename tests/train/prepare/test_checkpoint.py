@@ -136,17 +136,17 @@ def test_checkpoints_with_weights_only_cannot_be_resumed(train_type: str, tiny: 
     train(tiny.config(tmp_path, **run_options), SilentProgress())
     on = {"max_steps": 4, "output_dir": str(tmp_path), "resume_from_checkpoint": "true", "training": {}}
     config = tiny.config(**run_options | on)
-    with pytest.raises(MismatchError, match="the optimizer's states, the schedule, the random states") as caught:
+    with pytest.raises(MismatchError, match="the optimizer's states, the schedule, the random states") as exc_info:
         train(config, SilentProgress())
-    assert "--resume-only-model true" in str(caught.value)
+    assert "--resume-only-model true" in str(exc_info.value)
     progress = Noted()
     begun = {"resume_only_model": True, "output_dir": str(tmp_path / "new")}
     begun["resume_from_checkpoint"] = str(tmp_path / "checkpoint-2")
     train(tiny.config(**run_options | on | begun), progress)
     assert any("optimizer, schedule and data start from the beginning" in line for line in progress.lines)
-    original, again = read_metrics(tmp_path), read_metrics(tmp_path / "new")
-    assert [line["step"] for line in again] == [1, 2, 3, 4]
-    assert again[0]["loss"] < original[0]["loss"]
+    original, resumed_lines = read_metrics(tmp_path), read_metrics(tmp_path / "new")
+    assert [line["step"] for line in resumed_lines] == [1, 2, 3, 4]
+    assert resumed_lines[0]["loss"] < original[0]["loss"]
 
 
 def test_a_full_disk_keeps_older_checkpoints(tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,9 +158,9 @@ def test_a_full_disk_keeps_older_checkpoints(tiny: TinyWorld, tmp_path: Path, mo
         save(self, output_dir)
 
     monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", full)
-    with pytest.raises(StorageError, match=r"checkpoint-2 could not be written: .*No space left") as caught:
+    with pytest.raises(StorageError, match=r"checkpoint-2 could not be written: .*No space left") as exc_info:
         train(tiny.config(tmp_path, **GIVEN, save_total_limit=1), SilentProgress())
-    assert "--save-total-limit" in str(caught.value)
+    assert "--save-total-limit" in str(exc_info.value)
     assert finished_checkpoints(str(tmp_path)) == [str(tmp_path / "checkpoint-1")]
     assert not (tmp_path / "checkpoint-2").exists()
     assert find_checkpoint("true", str(tmp_path))[0] == str(tmp_path / "checkpoint-1")
@@ -182,12 +182,12 @@ def test_a_limit_on_file_size_ends_the_run_and_is_named(
     try:
         with pytest.raises(
             StorageError, match=r"checkpoint-2 could not be written: File too large: .*ulimit"
-        ) as caught:
+        ) as exc_info:
             train(tiny.config(tmp_path, **GIVEN), SilentProgress())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "inline_container" not in str(caught.value)
-    assert caught.value.exit_code == 5
+    assert "inline_container" not in str(exc_info.value)
+    assert exc_info.value.exit_code == 5
     assert finished_checkpoints(str(tmp_path)) == [str(tmp_path / "checkpoint-1")]
     assert (tmp_path / "last").resolve().name == "checkpoint-1"
 
@@ -211,8 +211,8 @@ def test_damaged_checkpoints_are_all_named_if_none_is_intact(full_run: Path, tmp
     output_dir = linked(full_run, tmp_path / "out")
     for step in (1, 2, 3):
         damage(output_dir / f"checkpoint-{step}" / "scheduler.pt", "delete", 0)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as exc_info:
         find_checkpoint("true", str(output_dir))
-    assert all(f"checkpoint-{step} is damaged: scheduler.pt is missing" in str(caught.value) for step in (1, 2, 3))
+    assert all(f"checkpoint-{step} is damaged: scheduler.pt is missing" in str(exc_info.value) for step in (1, 2, 3))
     assert not (output_dir / "checkpoint-1" / MASTER_NAME).exists()
     assert find_checkpoint("true", str(output_dir), only_model=True)[0] == str(output_dir / "checkpoint-3")

@@ -56,9 +56,9 @@ def test_module_names_of_unknown_families_are_accepted() -> None:
 
 def test_recomputation_counts_for_the_hardware_only() -> None:
     plain = RunCosts.of(run_config(gradient_checkpointing=False, packing_length=256), MODEL)
-    again = RunCosts.of(run_config(gradient_checkpointing=True, packing_length=256), MODEL)
-    assert plain.model == plain.hardware == again.model
-    assert again.hardware.per_token > again.model.per_token
+    recomputing = RunCosts.of(run_config(gradient_checkpointing=True, packing_length=256), MODEL)
+    assert plain.model == plain.hardware == recomputing.model
+    assert recomputing.hardware.per_token > recomputing.model.per_token
     # 448 logits of 151,936 numbers are more than are made at a time.
     long, short = (RunCosts.of(run_config(packing_length=length), MODEL) for length in (448, 256))
     assert long.hardware.per_target_token > long.model.per_target_token == short.hardware.per_target_token

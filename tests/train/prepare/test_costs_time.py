@@ -77,8 +77,8 @@ def test_a_slow_device_takes_the_time_of_its_slowest_rank(tiny: TinyWorld) -> No
 def test_recomputation_adds_time_and_sequence_parallelism_saves_it(tiny: TinyWorld) -> None:
     slow = dataclasses.replace(TIME, hardware=dataclasses.replace(TIME.hardware, peak_tflops=1.0))
     assert 1.2 < seconds(tiny, slow, gradient_checkpointing=True) / seconds(tiny, slow) < 1.4
-    alone, shared = seconds(tiny, slow), seconds(tiny, slow, sequence_parallel_size=4)
-    assert alone / 4 < shared
+    one_rank, shared = seconds(tiny, slow), seconds(tiny, slow, sequence_parallel_size=4)
+    assert one_rank / 4 < shared
 
 
 def test_gathering_weights_bounds_the_time_of_a_micro_batch(tiny: TinyWorld) -> None:
@@ -96,8 +96,8 @@ def test_gathering_weights_bounds_the_time_of_a_micro_batch(tiny: TinyWorld) -> 
 
 
 def test_one_process_has_no_communication_time(tiny: TinyWorld) -> None:
-    alone = dataclasses.replace(TIME, world_size=1).collectives(run_config())
-    assert alone == (0, 0, 0)
+    communication = dataclasses.replace(TIME, world_size=1).collectives(run_config())
+    assert communication == (0, 0, 0)
 
 
 def test_an_image_is_encoded_by_one_rank(tiny: TinyWorld) -> None:
@@ -107,11 +107,11 @@ def test_an_image_is_encoded_by_one_rank(tiny: TinyWorld) -> None:
     time = dataclasses.replace(TIME, model=model, hardware=peak, weight_bytes=0, gradient_bytes=0, trained_bytes=0)
     config = run_config(sequence_parallel_size=4)
     cost, seconds_by_shares, towers = RunCosts.of(config, model).hardware, [], []
-    for number in (1, 4):
+    for num_images in (1, 4):
         column = {name: np.zeros(1, np.int32) for name in ("num_videos", "num_audios", "audio_tokens", "channel")}
         column |= {"length": np.array([200]), "target_tokens": np.array([10]), "media_tokens": np.array([160])}
-        squares = np.array([number * (4 * 160 // number) ** 2])
-        index = SplitIndex(**column, num_images=np.array([number]), patch_squares=squares, channels=())
+        squares = np.array([num_images * (4 * 160 // num_images) ** 2])
+        index = SplitIndex(**column, num_images=np.array([num_images]), patch_squares=squares, channels=())
         options = dataclasses.replace(plan_options(config, max_length=256, world_size=1), balance="none")
         plan = plan_epoch(index.length, index.target_tokens, options, seed=0)
         shares = assign_media(media_of_caches(index, model), model, plan, 4)

@@ -25,9 +25,9 @@ def samples_of_micro_batches(run: Run) -> list[tuple[list[Any], list[int]]]:
     plan, micro_batch_samples = run.timeline.first, []
     for step in range(plan.steps.num_steps):
         for rank in range(plan.steps.world_size):
-            for number in range(plan.steps.num_micro_batches(step)):
-                positions = [int(p) for pack in plan.samples(step, rank, number) for p in pack]
-                places = plan.placement_of(step, rank, number)
+            for micro_batch in range(plan.steps.num_micro_batches(step)):
+                positions = [int(p) for pack in plan.samples(step, rank, micro_batch) for p in pack]
+                places = plan.placement_of(step, rank, micro_batch)
                 micro_batch_samples.append(
                     (
                         [run.source.reader.sample(position) for position in positions],
@@ -48,20 +48,20 @@ def test_a_rank_encodes_whole_images(size: int, settings: dict[str, Any], tiny: 
     run = Run.of(config, World(0, size, size))
     (peak_batch,) = run.peak_memory_batches()
     spec = InputSpec.load(run.source.files.directory, run.source.media_limits, config)
-    most = largest = held = 0
+    most = largest = num_held = 0
     for samples, places in samples_of_micro_batches(run):
         for rank in range(size):
             own = with_rank_media(samples, places, spec, SequenceSplit(size, 1, rank))
             most = max(most, sum(sample.num_media_tokens for sample in own if sample.images))
         pictures = [image.num_tokens for sample in samples for image in sample.images]
-        largest, held = max([largest, *pictures]), max(held, sum(pictures))
+        largest, num_held = max([largest, *pictures]), max(num_held, sum(pictures))
     assert peak_batch.num_local_vision_tokens is not None
-    assert max(largest, held // size) <= most
+    assert max(largest, num_held // size) <= most
     assert most <= peak_batch.num_local_vision_tokens <= 1.15 * most
     assert peak_batch.computed == (128 if "schedule" in settings else 256 * config.per_device_train_batch_size // size)
-    assert peak_batch.vision == min(held, peak_batch.computed - 1)
+    assert peak_batch.vision == min(num_held, peak_batch.computed - 1)
     if not settings:
-        assert peak_batch.num_local_vision_tokens > held / size + 1, "an even part would be too little"
+        assert peak_batch.num_local_vision_tokens > num_held / size + 1, "an even part would be too little"
 
 
 def test_keys_of_packs_with_trees(tiny: TinyWorld, tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_keys_of_packs_with_trees(tiny: TinyWorld, tmp_path: Path) -> None:
     assert packs.shared is not None
     spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
     max_keys, num_keys = max_keys_per_pack(packs), []
-    for number in range(packs.num_packs):
-        samples = [run.source.reader.sample(int(position)) for position in packs.pack(number)]
+    for pack_index in range(packs.num_packs):
+        samples = [run.source.reader.sample(int(position)) for position in packs.pack(pack_index)]
         batch = collate_tree(samples, spec, frozenset())
         num_keys.append(len(getattr(batch, "key_index", batch.input_ids[0])))
     assert (max_keys >= num_keys).all()
@@ -93,8 +93,8 @@ def test_compiled_lengths_are_padded(tiny: TinyWorld) -> None:
 
 
 def test_media_of_a_stream_are_estimated(tiny: TinyWorld) -> None:
-    (alone,) = Run.of(tiny.config("unused", **tiny.streamed()), World()).peak_memory_batches()
-    assert alone == RankTokens(computed=256, vision=255)
+    (peak_batch,) = Run.of(tiny.config("unused", **tiny.streamed()), World()).peak_memory_batches()
+    assert peak_batch == RankTokens(computed=256, vision=255)
     config = tiny.config("unused", **tiny.streamed(), sequence_parallel_size=4)
     (shared,) = Run.of(config, World(0, 4, 4)).peak_memory_batches()
     assert (shared.computed, shared.vision) == (64, 63)

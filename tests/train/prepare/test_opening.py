@@ -70,9 +70,9 @@ def test_targets_and_limits_that_need_the_rows_are_refused(
     source: dict[str, Any], message: str, remedy: str, tiny: TinyWorld
 ) -> None:
     reader = CacheReader.open([tiny.cache, tiny.cache])
-    with pytest.raises(MismatchError, match=message) as caught:
+    with pytest.raises(MismatchError, match=message) as exc_info:
         planned_targets(reader, recipe(tiny, {}, source), None)
-    assert remedy in str(caught.value.remedy)
+    assert remedy in str(exc_info.value.remedy)
 
 
 def test_limits_of_the_cache_may_be_repeated(tiny: TinyWorld) -> None:

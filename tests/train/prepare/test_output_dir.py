@@ -57,10 +57,10 @@ def test_the_directory_of_an_active_run_is_refused_before_loading(
     config = tiny.config(tmp_path, **settings, model="no such model")
     with locked_output_dir(tiny.config(tmp_path), World()):
         before = sorted(path.name for path in tmp_path.iterdir())
-        with pytest.raises(MismatchError, match=r"another training on host .*, process \d+, since \d{4}-") as caught:
+        with pytest.raises(MismatchError, match=r"another training on host .*, process \d+, since \d{4}-") as exc_info:
             train(config, SilentProgress())
         assert sorted(path.name for path in tmp_path.iterdir()) == before
-        assert (caught.value.exit_code, run_command("train", config)) == (4, 4)
+        assert (exc_info.value.exit_code, run_command("train", config)) == (4, 4)
         with locked_output_dir(dataclasses.replace(config, dry_run=False), World(1, 2)) as (_, lock):
             assert lock is None, "only the first process of a run locks"
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
@@ -139,10 +139,12 @@ def test_a_used_directory_is_refused_replaced_or_resumed(tiny: TinyWorld, tmp_pa
     run()
     before = (tmp_path / METRICS_NAME).read_text()
     for settings in ({}, {"dry_run": True}, {"seed": 1}):
-        with pytest.raises(ConfigError, match=r"already contains a run: checkpoint-1, checkpoint-2, metrics") as caught:
+        with pytest.raises(
+            ConfigError, match=r"already contains a run: checkpoint-1, checkpoint-2, metrics"
+        ) as exc_info:
             run(**settings)
     for option in ("--resume-from-checkpoint true", "--overwrite-output-dir true", "--add-version true"):
-        assert option in str(caught.value.remedy)
+        assert option in str(exc_info.value.remedy)
     assert (tmp_path / METRICS_NAME).read_text() == before
     with pytest.raises(ConfigError, match="checkpoint-2, from which this run resumes"):
         run(resume_from_checkpoint="true", overwrite_output_dir=True)
@@ -157,9 +159,9 @@ def test_a_used_directory_is_refused_replaced_or_resumed(tiny: TinyWorld, tmp_pa
 
 def test_metrics_of_a_run_without_checkpoints_are_protected(tiny: TinyWorld, tmp_path: Path) -> None:
     (tmp_path / METRICS_NAME).write_text('{"step": 1}\n')
-    with pytest.raises(ConfigError, match="already contains a run") as caught:
+    with pytest.raises(ConfigError, match="already contains a run") as exc_info:
         train(tiny.config(tmp_path), SilentProgress())
-    assert "--resume-from-checkpoint" not in str(caught.value.remedy)
+    assert "--resume-from-checkpoint" not in str(exc_info.value.remedy)
     assert (tmp_path / METRICS_NAME).read_text() == '{"step": 1}\n'
 
 
@@ -188,8 +190,8 @@ def test_the_next_number_follows_the_largest(tiny: TinyWorld, tmp_path: Path) ->
         locked_output_dir(config, World()) as (first_placement, _),
         locked_output_dir(config, World()) as (second_placement, _),
     ):
-        for placed, number in ((first_placement, 11), (second_placement, 12)):
-            assert Path(placed.output_dir).name.startswith(f"v{number}-")
+        for placed, version in ((first_placement, 11), (second_placement, 12)):
+            assert Path(placed.output_dir).name.startswith(f"v{version}-")
             assert Path(placed.output_dir).is_dir()
     assert not Path(second_placement.output_dir).exists(), "nothing was written there"
 

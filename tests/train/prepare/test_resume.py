@@ -51,8 +51,8 @@ class Caches:
         return Inputs(config=config, options=options, lengths=self.index.length, targets=self.index.length)
 
 
-def origins(caches: Caches, number: int) -> Origins:
-    file, rows = caches.caches[number]
+def origins(caches: Caches, cache_index: int) -> Origins:
+    file, rows = caches.caches[cache_index]
     named = (f"{file}.jsonl",)
     return Origins(named, (f"digest of {file}",), np.zeros(len(rows), np.int64), np.array(rows, np.int64), None)
 
@@ -75,11 +75,11 @@ def trained(caches: Caches, timeline: Timeline, steps: range) -> Counter[tuple[i
     sample_counts: Counter[tuple[int, int]] = Counter()
     for step in steps:
         stretch = timeline.stretch(step)
-        plan, number = stretch.plan, step - stretch.first
+        plan, step_index = stretch.plan, step - stretch.first
         for rank in range(plan.steps.world_size):
-            for micro_batch in range(plan.steps.num_micro_batches(number)):
+            for micro_batch in range(plan.steps.num_micro_batches(step_index)):
                 sample_counts.update(
-                    caches.samples[at] for pack in plan.samples(number, rank, micro_batch) for at in pack
+                    caches.samples[at] for pack in plan.samples(step_index, rank, micro_batch) for at in pack
                 )
     return sample_counts
 
@@ -92,7 +92,7 @@ SOURCES = st.dictionaries(st.integers(0, 3), EXPORT, min_size=1).map(lambda sour
 @given(st.lists(st.tuples(SOURCES, st.integers(1, 3), st.integers(0, 6)), min_size=2, max_size=4))
 def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], int, int]]) -> None:
     """Any sources, added, removed, exported again and brought back; any world size; killed after any step."""
-    seen: Counter[tuple[int, int]] = Counter()
+    trained_counts: Counter[tuple[int, int]] = Counter()
     ledger: Ledger | None = None
     for sources, world_size, num_steps in runs:
         caches = Caches(sources)
@@ -101,21 +101,23 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
         if ledger is None:
             ledger = begin_ledger(reader)
         else:
-            wanted = partial(inputs.epoch_counts, 0)
-            ledger, changes = with_changed_data(ledger, reader, lambda _, reader, wanted=wanted: wanted(reader), "", 10)
+            counts_of = partial(inputs.epoch_counts, 0)
+            ledger, changes = with_changed_data(
+                ledger, reader, lambda _, reader, counts_of=counts_of: counts_of(reader), "", 10
+            )
             num_left = sum(source.left for source in changes)
-            assert num_left == sum(1 for sample in caches.samples if not seen[sample])
+            assert num_left == sum(1 for sample in caches.samples if not trained_counts[sample])
         timeline = Timeline.of(inputs, ((step, world_size, 1, 1),), ledger.change)
         ends = next(at for at in range(step, step + 99) if timeline.locate(at)[0] == 1)
         stop = min(step + num_steps, ends - 1)  # within the epoch
         if stop > step:
-            seen += trained(caches, timeline, range(step, stop))
+            trained_counts += trained(caches, timeline, range(step, stop))
             ledger = ledger_after(ledger, timeline, stop)
         counts = concatenate_counts([source.epoch for source in ledger.sources])
-        assert counts.tolist() == [seen[sample] for sample in caches.samples]
-    seen += trained(caches, timeline, range(ledger.step, ends))
-    assert all(seen[sample] == 1 for sample in caches.samples)
-    assert max(seen.values()) == 1
+        assert counts.tolist() == [trained_counts[sample] for sample in caches.samples]
+    trained_counts += trained(caches, timeline, range(ledger.step, ends))
+    assert all(trained_counts[sample] == 1 for sample in caches.samples)
+    assert max(trained_counts.values()) == 1
     # The epoch after it has every sample again, and it is the last.
     remaining_counts = trained(caches, timeline, range(ends, timeline.num_steps))
     assert remaining_counts == Counter(caches.samples)
@@ -127,7 +129,7 @@ def test_the_change_of_each_cache_is_described() -> None:
     reader: Any = before
     timeline = Timeline.of(before.inputs(), ((0, 1, 1, 1),))
     ledger = ledger_after(begin_ledger(reader), timeline, timeline.steps_per_epoch - 1)
-    seen = {
+    trained_samples = {
         sample
         for sample, count in zip(
             before.samples, concatenate_counts([source.epoch for source in ledger.sources]), strict=True
@@ -135,12 +137,16 @@ def test_the_change_of_each_cache_is_described() -> None:
         if count
     }
     changed, changes = with_changed_data(ledger, after, lambda *_: np.ones(7, np.int64), "", 10)
-    first_change, again, new, replaced, gone = changes
+    first_change, reexported, new, replaced, removed = changes
     fates = [source.fate for source in changes]
     assert fates == ["as before", "exported again", "new", "replaced", "gone"]
     assert (first_change.trained + first_change.left, new.new, new.left) == (3, 1, 1)
-    assert (again.new, again.trained, again.left) == (2, int((1, 1) in seen), 3 - ((1, 1) in seen))
-    assert (replaced.samples, replaced.gone, gone.gone) == (2, 1, 1)
+    assert (reexported.new, reexported.trained, reexported.left) == (
+        2,
+        int((1, 1) in trained_samples),
+        3 - ((1, 1) in trained_samples),
+    )
+    assert (replaced.samples, replaced.gone, removed.gone) == (2, 1, 1)
     lines = list(change_lines(changed.change, changes, 3, "and that is all"))
     assert lines[0] == f"the data changed after step {ledger.step}, in epoch 1:"
     assert lines[2].startswith("  /1: exported again, 2 samples new; ")
@@ -148,7 +154,9 @@ def test_the_change_of_each_cache_is_described() -> None:
     _, back = with_changed_data(changed, reader, lambda *_: np.ones(6, np.int64), "", 10)
     assert [source.fate for source in back][:3] == ["as before", "back", "back"]
     assert [source.new for source in back[1:3]] == [0, 0]
-    assert back[2].sentence == f"/2: back again; {gone.trained} of 1 trained in this epoch, {1 - gone.trained} left"
+    assert (
+        back[2].sentence == f"/2: back again; {removed.trained} of 1 trained in this epoch, {1 - removed.trained} left"
+    )
 
 
 def test_a_changed_file_is_refused_if_its_rows_cannot_be_matched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +164,8 @@ def test_a_changed_file_is_refused_if_its_rows_cannot_be_matched(monkeypatch: py
     reader: Any = before
     ledger = begin_ledger(reader)
 
-    def edited(caches: Caches, number: int) -> Origins:
-        return dataclasses.replace(origins(caches, number), digests=("another digest",))
+    def edited(caches: Caches, cache_index: int) -> Origins:
+        return dataclasses.replace(origins(caches, cache_index), digests=("another digest",))
 
     monkeypatch.setattr(resume, "read_origins", edited)
     reader = after

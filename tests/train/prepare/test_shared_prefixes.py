@@ -41,7 +41,7 @@ from tests.train.tiny import TinyWorld, export_rows
 
 
 @pytest.fixture(scope="module")
-def alike(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+def alike_world(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
     return make_alike_world(tiny, tmp_path_factory.mktemp("alike"))
 
 
@@ -49,8 +49,8 @@ def prepared(world: TinyWorld, folder: Path, **settings: Any) -> Run:
     return Run.of(world.config(folder, **settings), World(0, settings.pop("world", 1)))
 
 
-def test_auto_shares_if_it_saves_enough(alike: TinyWorld, tiny: TinyWorld, tmp_path: Path) -> None:
-    run, unshared = prepared(alike, tmp_path), prepared(alike, tmp_path, share_prefix="false")
+def test_auto_shares_if_it_saves_enough(alike_world: TinyWorld, tiny: TinyWorld, tmp_path: Path) -> None:
+    run, unshared = prepared(alike_world, tmp_path), prepared(alike_world, tmp_path, share_prefix="false")
     assert run.source.min_shared == MIN_SHARED
     assert run.state.shares_prefixes
     assert unshared.source.min_shared is None
@@ -67,7 +67,7 @@ def test_auto_shares_if_it_saves_enough(alike: TinyWorld, tiny: TinyWorld, tmp_p
     assert "80% of the towers' work" in line
     steps = unshared.timeline.first.summary.num_steps
     assert f" {steps - run.timeline.first.summary.num_steps} of {steps} optimizer steps of an epoch" in line
-    assert preview(planned(alike)).shared_line == line
+    assert preview(planned(alike_world)).shared_line == line
     # What shares nothing is planned as it always was.
     other = prepared(tiny, tmp_path)
     assert other.source.min_shared is None
@@ -77,35 +77,35 @@ def test_auto_shares_if_it_saves_enough(alike: TinyWorld, tiny: TinyWorld, tmp_p
     assert any("no two samples share" in note for note in shared_run.notes)
 
 
-def test_copies_of_an_image_are_shared(alike: TinyWorld, tmp_path: Path) -> None:
+def test_copies_of_an_image_are_shared(alike_world: TinyWorld, tmp_path: Path) -> None:
     """Every question has a file of its own: the same packs, which collation lays out as planned."""
     rows = alike_rows()
-    pictures = Path(alike.rows).parent / "pictures"
+    pictures = Path(alike_world.rows).parent / "pictures"
     (pictures / "copies").mkdir()
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         for picture in row["images"]:
-            shutil.copy(pictures.parent / picture, pictures / "copies" / f"{number}.png")
-            row["images"] = [f"pictures/copies/{number}.png"]
+            shutil.copy(pictures.parent / picture, pictures / "copies" / f"{index}.png")
+            row["images"] = [f"pictures/copies/{index}.png"]
     file = pictures.parent / "copies.json"
     file.write_text(json.dumps(rows))
-    world = dataclasses.replace(alike, rows=str(file), cache=str(tmp_path / "cache"))
+    world = dataclasses.replace(alike_world, rows=str(file), cache=str(tmp_path / "cache"))
     export_rows(world, world.cache, max_length=160, split_dataset_ratio=0.0)
-    run, expected = prepared(world, tmp_path), prepared(alike, tmp_path)
+    run, expected = prepared(world, tmp_path), prepared(alike_world, tmp_path)
     packs = run.timeline.first.packs
     assert packs.fingerprint == expected.timeline.first.packs.fingerprint
     spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
-    for number, tokens in enumerate(packs.tokens_per_pack().tolist()):
-        batch = collate_tree([run.source.reader.sample(int(at)) for at in packs.pack(number)], spec)
+    for index, tokens in enumerate(packs.tokens_per_pack().tolist()):
+        batch = collate_tree([run.source.reader.sample(int(at)) for at in packs.pack(index)], spec)
         assert batch.input_ids.shape[1] <= tokens
         assert isinstance(batch, TreeBatch)
-    both = prepared(world, tmp_path, cached_dataset=(alike.cache, world.cache))
+    both = prepared(world, tmp_path, cached_dataset=(alike_world.cache, world.cache))
     assert both.source.inputs.shared is not None
     assert both.source.inputs.shared.trees.num_shared_tokens > 2 * packs.shared.sum()  # type: ignore[union-attr]
 
 
-def test_added_tokens_and_costs_are_counted(alike: TinyWorld, tmp_path: Path) -> None:
+def test_added_tokens_and_costs_are_counted(alike_world: TinyWorld, tmp_path: Path) -> None:
     """Each picture once, and FLOPs that add up to less than those of whole samples."""
-    run, unshared = prepared(alike, tmp_path), prepared(alike, tmp_path, share_prefix="false")
+    run, unshared = prepared(alike_world, tmp_path), prepared(alike_world, tmp_path, share_prefix="false")
     pictures = run.source.reader.index.media_tokens[:: QUESTIONS + 2]
     assert len(pictures) == NUM_TREES
     assert run.source.figures.media_tokens.sum() == pictures.sum()
@@ -118,7 +118,7 @@ def test_added_tokens_and_costs_are_counted(alike: TinyWorld, tmp_path: Path) ->
     assert run.source.figures.flops.sum() == pytest.approx(costs.flops)
 
 
-def test_costs_of_a_tree_equal_the_flops_counted_by_torch(alike: TinyWorld, tmp_path: Path) -> None:
+def test_costs_of_a_tree_equal_the_flops_counted_by_torch(alike_world: TinyWorld, tmp_path: Path) -> None:
     """Tower, layers whose keys are gathered, and head of a micro-batch that is a tree with answers in its prefixes."""
     prompt = f"{'context ' * 8}<image>"
     first_turns = [{"role": "user", "content": f"{prompt}who?"}, {"role": "assistant", "content": "a man and his dog"}]
@@ -130,9 +130,9 @@ def test_costs_of_a_tree_equal_the_flops_counted_by_torch(alike: TinyWorld, tmp_
     third = [*further[:2], {"role": "user", "content": "old? " * 9}, {"role": "assistant", "content": "ten " * 9}]
     other = [{"role": "user", "content": f"{prompt}{'how many? ' * 9}"}, {"role": "assistant", "content": "two " * 9}]
     rows = [{"messages": turns, "images": ["pictures/0000.png"]} for turns in (further, third, other)]
-    file = Path(alike.rows).parent / "tree.json"
+    file = Path(alike_world.rows).parent / "tree.json"
     file.write_text(json.dumps(rows))
-    world = dataclasses.replace(alike, rows=str(file), cache=str(tmp_path / "cache"))
+    world = dataclasses.replace(alike_world, rows=str(file), cache=str(tmp_path / "cache"))
     export_rows(world, world.cache, max_length=500, split_dataset_ratio=0.0)
     run = prepared(world, tmp_path, gradient_checkpointing=False, packing_length=1024)
     assert run.source.inputs.shared is not None
@@ -158,12 +158,12 @@ def test_costs_of_a_tree_equal_the_flops_counted_by_torch(alike: TinyWorld, tmp_
     )
     assert logits.sum() == len(batch.target_positions) < targets.sum()
     # Prefixes do not tell of targets that were chosen among turns: as many as there is room for.
-    chosen = run.source.inputs.shared.logits(run.source.reader.index.length)[mine]
-    assert chosen.tolist() == run.source.inputs.shared.trees.new_tokens(run.source.reader.index.length).tolist()
+    num_logits = run.source.inputs.shared.logits(run.source.reader.index.length)[mine]
+    assert num_logits.tolist() == run.source.inputs.shared.trees.new_tokens(run.source.reader.index.length).tolist()
 
 
-def test_max_rows_per_tree_limits_trees(alike: TinyWorld, tmp_path: Path) -> None:
-    run = prepared(alike, tmp_path, max_rows_per_tree=2)
+def test_max_rows_per_tree_limits_trees(alike_world: TinyWorld, tmp_path: Path) -> None:
+    run = prepared(alike_world, tmp_path, max_rows_per_tree=2)
     assert run.source.inputs.shared is not None
     assert np.diff(run.source.inputs.shared.trees.offsets).max() == 2
 
@@ -180,13 +180,13 @@ def test_max_rows_per_tree_limits_trees(alike: TinyWorld, tmp_path: Path) -> Non
     ],
 )
 def test_options_that_exclude_shared_prefixes(
-    settings: dict[str, Any], named: str, alike: TinyWorld, tiny: TinyWorld, tmp_path: Path
+    settings: dict[str, Any], named: str, alike_world: TinyWorld, tiny: TinyWorld, tmp_path: Path
 ) -> None:
     """Asked for, it is refused; else a run says what it could have saved, and one that could not save says nothing."""
-    problems = alike.config(tmp_path, share_prefix="true", **settings).problems()
+    problems = alike_world.config(tmp_path, share_prefix="true", **settings).problems()
     assert any("--share-prefix true cannot be combined with" in problem and named in problem for problem in problems)
     world = World(0, 2).shared_by(2) if "sequence_parallel_size" in settings else World()
-    for each, num_notes in ((alike, 1), (tiny, 0)):
+    for each, num_notes in ((alike_world, 1), (tiny, 0)):
         config = each.config(tmp_path, **settings)
         assert not config.problems()
         run = Run.of(config, world)
@@ -196,31 +196,31 @@ def test_options_that_exclude_shared_prefixes(
         assert run.source.min_shared is None
 
 
-def test_other_contradictions(alike: TinyWorld, tmp_path: Path) -> None:
-    assert not alike.config(tmp_path, share_prefix="true", **alike.streamed()).problems()
-    off = alike.config(tmp_path, share_prefix="false", max_rows_per_tree=4)
+def test_other_contradictions(alike_world: TinyWorld, tmp_path: Path) -> None:
+    assert not alike_world.config(tmp_path, share_prefix="true", **alike_world.streamed()).problems()
+    off = alike_world.config(tmp_path, share_prefix="false", max_rows_per_tree=4)
     assert any("--max-rows-per-tree requires" in problem for problem in off.problems())
     lengths = PlanConfig(lengths="lengths.npy", packing_length=256, share_prefix="true")
     assert any("lengths alone do not show" in problem for problem in lengths.problems())
-    fit = PlanConfig(cached_dataset=(alike.cache,), fit=10**10, share_prefix="true")
+    fit = PlanConfig(cached_dataset=(alike_world.cache,), fit=10**10, share_prefix="true")
     assert any("--fit does not support shared prefixes" in problem for problem in fit.problems())
 
 
-def test_a_model_with_recurrent_layers(alike: TinyWorld, tmp_path: Path) -> None:
-    run = prepared(alike, tmp_path)
+def test_a_model_with_recurrent_layers(alike_world: TinyWorld, tmp_path: Path) -> None:
+    run = prepared(alike_world, tmp_path)
     model = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}, "vision_config": {}}
-    config = alike.config(tmp_path)
+    config = alike_world.config(tmp_path)
     shared, note = find_shared(config, model, run.source.reader, capacity=256)
     assert shared is None
     assert note is not None
     assert "recurrent layers" in note
-    shared_config = alike.config(tmp_path, share_prefix="true")
+    shared_config = alike_world.config(tmp_path, share_prefix="true")
     with pytest.raises(UnsupportedModelError, match="recurrent layers"):
         find_shared(shared_config, model, run.source.reader, capacity=256)
 
 
-def test_a_cache_of_an_older_packtool(alike: TinyWorld, tmp_path: Path) -> None:
-    world = make_alike_world(alike, tmp_path)
+def test_a_cache_of_an_older_packtool(alike_world: TinyWorld, tmp_path: Path) -> None:
+    world = make_alike_world(alike_world, tmp_path)
     path = Path(world.cache) / "packtool.json"
     manifest = json.loads(path.read_text())
     for split in manifest["splits"].values():
@@ -235,18 +235,18 @@ def test_a_cache_of_an_older_packtool(alike: TinyWorld, tmp_path: Path) -> None:
     assert "packtool export" in str(error.value)
 
 
-def test_samples_longer_than_a_pack_are_an_error(alike: TinyWorld, tmp_path: Path) -> None:
+def test_samples_longer_than_a_pack_are_an_error(alike_world: TinyWorld, tmp_path: Path) -> None:
     with pytest.raises(PacktoolError, match="longer than a pack"):
-        prepared(alike, tmp_path, packing_length=64, max_length=160)
+        prepared(alike_world, tmp_path, packing_length=64, max_length=160)
 
 
 def planned(world: TinyWorld, **settings: Any) -> PlanConfig:
     return PlanConfig(cached_dataset=(world.cache,), packing_length=256, **settings)
 
 
-def test_a_preview_reports_savings(alike: TinyWorld, tiny: TinyWorld) -> None:
-    schedule = preview(planned(alike))
-    figures, unshared_figures = schedule.figures(), preview(planned(alike, share_prefix="false")).figures()
+def test_a_preview_reports_savings(alike_world: TinyWorld, tiny: TinyWorld) -> None:
+    schedule = preview(planned(alike_world))
+    figures, unshared_figures = schedule.figures(), preview(planned(alike_world, share_prefix="false")).figures()
     shared = figures["shared_prefixes"]
     assert unshared_figures["shared_prefixes"] is None
     assert preview(planned(tiny)).figures()["shared_prefixes"] is None
@@ -266,70 +266,70 @@ def test_a_preview_reports_savings(alike: TinyWorld, tiny: TinyWorld) -> None:
     assert figures["flops_per_epoch"] < unshared_figures["flops_per_epoch"]
 
 
-def test_a_saved_plan_decides_whether_prefixes_are_shared(alike: TinyWorld, tmp_path: Path) -> None:
+def test_a_saved_plan_decides_whether_prefixes_are_shared(alike_world: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
-    config = planned(alike, save=path)
+    config = planned(alike_world, save=path)
     preview(config).save(config.save)
     saved = read_plan(path)
     assert saved.shared is not None
     assert saved.format == "packtool plan 2"
-    direct, run = prepared(alike, tmp_path), prepared(alike, tmp_path, plan=path, packing_length=None)
+    direct, run = prepared(alike_world, tmp_path), prepared(alike_world, tmp_path, plan=path, packing_length=None)
     assert run.timeline.first.packs.fingerprint == direct.timeline.first.packs.fingerprint
     assert run.timeline.first.fingerprint == direct.timeline.first.fingerprint
     assert run.state == direct.state
     assert (run.source.figures.media_tokens == direct.source.figures.media_tokens).all()
     assert run.source.figures.flops == pytest.approx(direct.source.figures.flops)
-    assert prepared(alike, tmp_path, plan=path, share_prefix="true").source.min_shared == MIN_SHARED
+    assert prepared(alike_world, tmp_path, plan=path, share_prefix="true").source.min_shared == MIN_SHARED
     with pytest.raises(MismatchError, match="--share-prefix: true in the plan, false in this run"):
-        prepared(alike, tmp_path, plan=path, share_prefix="false")
+        prepared(alike_world, tmp_path, plan=path, share_prefix="false")
     with pytest.raises(MismatchError, match="shares prefixes, which cannot be combined with --neftune-noise-alpha"):
-        prepared(alike, tmp_path, plan=path, neftune_noise_alpha=5.0)
+        prepared(alike_world, tmp_path, plan=path, neftune_noise_alpha=5.0)
 
 
-def test_trees_split_over_packs_are_placed_and_reported(alike: TinyWorld, tmp_path: Path) -> None:
+def test_trees_split_over_packs_are_placed_and_reported(alike_world: TinyWorld, tmp_path: Path) -> None:
     """In one step where they fit, apart with --max-rows-per-tree, and as they come with --shuffle false."""
     path = str(tmp_path / "plan.arrow")
     ways: list[tuple[dict[str, Any], str]] = [({}, "together"), ({"max_rows_per_tree": 2}, "apart")]
-    for options, wanted in [*ways, ({"shuffle": False}, "")]:
+    for options, expected_parts in [*ways, ({"shuffle": False}, "")]:
         plan_options = {"packing_length": 150, "gradient_accumulation_steps": 4, **options}
-        schedule = preview(PlanConfig(cached_dataset=(alike.cache,), save=path, **plan_options))
+        schedule = preview(PlanConfig(cached_dataset=(alike_world.cache,), save=path, **plan_options))
         figures = schedule.figures()["shared_prefixes"]
         schedule.save(path)
-        assert read_plan(path).parts == wanted
-        if wanted:
+        assert read_plan(path).parts == expected_parts
+        if expected_parts:
             in_one, meeting = figures["of_them_in_one_step"], figures["of_them_meeting_in_a_step"]
             assert figures["trees_in_several_packs"] == NUM_TREES
-            assert (in_one, meeting) == ((NUM_TREES, NUM_TREES) if wanted == "together" else (0, 0))
-            shown = f"{NUM_TREES}; {in_one} within one step, {meeting} with several packs in the same step"
-            assert ("    trees split over packs", shown) in plan_lines(schedule.figures())
+            assert (in_one, meeting) == ((NUM_TREES, NUM_TREES) if expected_parts == "together" else (0, 0))
+            expected = f"{NUM_TREES}; {in_one} within one step, {meeting} with several packs in the same step"
+            assert ("    trees split over packs", expected) in plan_lines(schedule.figures())
         else:
             assert "trees_in_several_packs" not in figures
-        direct = prepared(alike, tmp_path, **plan_options)
+        direct = prepared(alike_world, tmp_path, **plan_options)
         # What a plan was made with is not asked for again.
-        run = prepared(alike, tmp_path, plan=path, gradient_accumulation_steps=4, packing_length=None)
+        run = prepared(alike_world, tmp_path, plan=path, gradient_accumulation_steps=4, packing_length=None)
         assert run.timeline.first.fingerprint == direct.timeline.first.fingerprint == schedule.plan.fingerprint
 
 
-def test_a_plan_without_split_trees_reports_none(alike: TinyWorld, tmp_path: Path) -> None:
+def test_a_plan_without_split_trees_reports_none(alike_world: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
-    config = planned(alike, save=path)
+    config = planned(alike_world, save=path)
     schedule = preview(config)
     schedule.save(config.save)
     assert "trees_in_several_packs" not in schedule.figures()["shared_prefixes"]
     assert b'"parts"' not in Path(path).read_bytes()
 
 
-def test_inspect_draws_the_trees_of_a_pack(alike: TinyWorld, tmp_path: Path) -> None:
+def test_inspect_draws_the_trees_of_a_pack(alike_world: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
-    config = planned(alike, save=path)
+    config = planned(alike_world, save=path)
     schedule = preview(config)
     schedule.save(config.save)
-    reader = CacheReader.open([alike.cache])
+    reader = CacheReader.open([alike_world.cache])
     num_pictures = 0
-    for number in range(schedule.plan.packs.num_packs):
-        pack = pack_figures(alike.cache, path, number)
-        assert pack["tokens"] == schedule.plan.packs.tokens_per_pack()[number] <= pack["packing_length"]
-        assert pack["tokens_without"] == reader.index.length[schedule.plan.packs.pack(number)].sum()
+    for pack_index in range(schedule.plan.packs.num_packs):
+        pack = pack_figures(alike_world.cache, path, pack_index)
+        assert pack["tokens"] == schedule.plan.packs.tokens_per_pack()[pack_index] <= pack["packing_length"]
+        assert pack["tokens_without"] == reader.index.length[schedule.plan.packs.pack(pack_index)].sum()
         parts = sorted([*pack["prefixes"], *pack["samples"]], key=lambda part: part["start"])
         assert [part["start"] for part in parts] == [0, *(part["end"] for part in parts[:-1])]
         for part in parts:
@@ -350,43 +350,48 @@ def test_inspect_draws_the_trees_of_a_pack(alike: TinyWorld, tmp_path: Path) -> 
     assert num_pictures == NUM_TREES
 
 
-def test_inspect_needs_the_model_for_the_media_of_a_prefix(alike: TinyWorld, tmp_path: Path) -> None:
+def test_inspect_needs_the_model_for_the_media_of_a_prefix(alike_world: TinyWorld, tmp_path: Path) -> None:
     for name, share in (("tree", "auto"), ("whole", "false")):
-        config = planned(alike, save=str(tmp_path / name), share_prefix=share)
+        config = planned(alike_world, save=str(tmp_path / name), share_prefix=share)
         preview(config).save(config.save)
     nowhere = str(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="nowhere"):
-        pack_figures(alike.cache, str(tmp_path / "tree"), 0, nowhere)
-    assert pack_figures(alike.cache, str(tmp_path / "whole"), 0, nowhere)["prefixes"] == []
+        pack_figures(alike_world.cache, str(tmp_path / "tree"), 0, nowhere)
+    assert pack_figures(alike_world.cache, str(tmp_path / "whole"), 0, nowhere)["prefixes"] == []
 
 
-def test_a_saved_plan_without_shared_prefixes_is_trained_without(alike: TinyWorld, tmp_path: Path) -> None:
+def test_a_saved_plan_without_shared_prefixes_is_trained_without(alike_world: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
-    config = planned(alike, save=path, share_prefix="false")
+    config = planned(alike_world, save=path, share_prefix="false")
     preview(config).save(config.save)
     assert read_plan(path).format == "packtool plan 1"
-    assert prepared(alike, tmp_path, plan=path).source.min_shared is None
+    assert prepared(alike_world, tmp_path, plan=path).source.min_shared is None
     with pytest.raises(MismatchError, match="--share-prefix: false in the plan, true in this run"):
-        prepared(alike, tmp_path, plan=path, share_prefix="true")
+        prepared(alike_world, tmp_path, plan=path, share_prefix="true")
 
 
-def test_the_first_samples_share_a_prefix(alike: TinyWorld, tmp_path: Path) -> None:
+def test_the_first_samples_share_a_prefix(alike_world: TinyWorld, tmp_path: Path) -> None:
     """Packing is verified on a tree."""
-    run = prepared(alike, tmp_path)
+    run = prepared(alike_world, tmp_path)
     first_sample, second_sample = run.source.first_samples(4)
     assert (first_sample.input_ids[:MIN_SHARED] == second_sample.input_ids[:MIN_SHARED]).all()
 
 
-def test_a_run_with_shared_prefixes_is_not_resumed_without(alike: TinyWorld, tmp_path: Path) -> None:
-    state = prepared(alike, tmp_path).state
-    unshared_state = prepared(alike, tmp_path, share_prefix="false").state
+def test_a_run_with_shared_prefixes_is_not_resumed_without(alike_world: TinyWorld, tmp_path: Path) -> None:
+    state = prepared(alike_world, tmp_path).state
+    unshared_state = prepared(alike_world, tmp_path, share_prefix="false").state
     with pytest.raises(MismatchError, match="shares_prefixes: True in the checkpoint, False now"):
         unshared_state.check_continues("checkpoint-1", state)
 
 
-def test_values_of_share_prefix(alike: TinyWorld) -> None:
+def test_values_of_share_prefix(alike_world: TinyWorld) -> None:
     for raw, meant in ((True, "true"), ("yes", "true"), (False, "false"), ("off", "false"), ("auto", "auto")):
-        options = {"model": alike.model, "cached_dataset": alike.cache, "output_dir": "out", "share_prefix": raw}
+        options = {
+            "model": alike_world.model,
+            "cached_dataset": alike_world.cache,
+            "output_dir": "out",
+            "share_prefix": raw,
+        }
         assert resolve(TrainConfig, {}, file=options).share_prefix == meant
     with pytest.raises(ConfigError):
         resolve(TrainConfig, {}, file={"model": "m", "cached_dataset": "c", "output_dir": "o", "share_prefix": "maybe"})

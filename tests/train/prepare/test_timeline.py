@@ -158,10 +158,10 @@ def test_every_pack_is_trained_once_on_any_number_of_processes(step: int, world_
     assert sorted(done + packs_trained(resumed, step, resumed.num_steps)) == expected
     targets = sum(int(TARGETS[list(pack)].sum()) for _, pack in packs_trained(resumed, step, resumed.num_steps))
     assert resumed.target_tokens_from(step) == targets
-    again = min(step + 1, resumed.num_steps - 1)
-    third = make_timeline(world_size=before, later=[(step, after), (again, before)])
-    middle = packs_trained(resumed, step, again)
-    assert sorted(done + middle + packs_trained(third, again, third.num_steps)) == expected
+    later_step = min(step + 1, resumed.num_steps - 1)
+    third = make_timeline(world_size=before, later=[(step, after), (later_step, before)])
+    middle = packs_trained(resumed, step, later_step)
+    assert sorted(done + middle + packs_trained(third, later_step, third.num_steps)) == expected
     # Steps that were trained before are where they were.
     assert sorted(packs_trained(third, 0, third.num_steps)) == expected
     assert third.target_tokens_from(0) == uninterrupted.target_tokens_from(0)
@@ -217,10 +217,10 @@ def test_epochs_end_at_the_same_step_after_a_partial_epoch() -> None:
     """Evaluation and checkpoints by epochs follow it: after a rest of other size the ends are no multiples."""
     uninterrupted = make_timeline()
     assert [step for step in range(1, uninterrupted.num_steps + 1) if uninterrupted.locate(step)[1] == 0] == [
-        number * uninterrupted.steps_per_epoch for number in (1, 2, 3)
+        epoch * uninterrupted.steps_per_epoch for epoch in (1, 2, 3)
     ]
     resumed = make_timeline(later=[(3, 2)])
     first_stop = resumed.stretch(3).stop
     assert first_stop % resumed.steps_per_epoch
     ends = [step for step in range(4, resumed.num_steps + 1) if resumed.locate(step)[1] == 0]
-    assert ends == [first_stop + number * resumed.steps_per_epoch for number in range(3)]
+    assert ends == [first_stop + epoch * resumed.steps_per_epoch for epoch in range(3)]

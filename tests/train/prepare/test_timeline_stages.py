@@ -38,7 +38,7 @@ def reader(*sizes: int, seed: int = 0) -> Any:
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4.2, 1, sum(sizes)), 4, LONG).astype(np.int32)
     index = SimpleNamespace(length=lengths, media_tokens=np.zeros_like(lengths))
-    names = tuple(f"/{number}" for number in range(len(sizes)))
+    names = tuple(f"/{index}" for index in range(len(sizes)))
     manifests = tuple(SimpleNamespace(fingerprint=f"{name} {size}") for name, size in zip(names, sizes, strict=True))
     return SimpleNamespace(index=index, offsets=np.cumsum([0, *sizes]), directories=names, manifests=manifests)
 
@@ -115,7 +115,7 @@ def runs(draw: st.DrawFn) -> tuple[Any, Recipe, dict[str, Any]]:
     mode = draw(st.sampled_from(["steps", "shares", "shares of steps", "epochs"]))
     ends = sorted(draw(st.lists(st.integers(1, 19), min_size=num - 1, max_size=num - 1, unique=True)))
     stages = []
-    for number in range(num):
+    for stage_index in range(num):
         names = draw(st.lists(st.sampled_from("abc"[: len(sizes)]), min_size=1, max_size=3, unique=True))
         amounts = draw(st.booleans())
         sources = [
@@ -124,8 +124,8 @@ def runs(draw: st.DrawFn) -> tuple[Any, Recipe, dict[str, Any]]:
             for name in sorted(names)
         ]  # fmt: skip
         stage: dict[str, Any] = {"sources": sources, "packing_length": draw(st.sampled_from([512, LONG]))}
-        if mode != "epochs" and number < num - 1:
-            stage["until"] = ends[number] if mode == "steps" else f"{5 * ends[number]}%"
+        if mode != "epochs" and stage_index < num - 1:
+            stage["until"] = ends[stage_index] if mode == "steps" else f"{5 * ends[stage_index]}%"
         stages.append(stage)
     length = {"num_train_epochs": draw(st.sampled_from([1.0, 2.5]))}
     recipe = named(stages)
@@ -154,12 +154,12 @@ def test_stages_begin_with_the_least_trained_samples(
 ) -> None:
     of, recipe, length = run
     timeline = Timeline.of(inputs(of, recipe, **length), ((0, 2, 1, 1),))
-    again = Timeline.of(inputs(of, recipe, **length), ((0, 2, 1, 1),))
-    assert timeline.num_steps == again.num_steps == length.get("max_steps", timeline.num_steps)
+    resumed = Timeline.of(inputs(of, recipe, **length), ((0, 2, 1, 1),))
+    assert timeline.num_steps == resumed.num_steps == length.get("max_steps", timeline.num_steps)
     trained = np.zeros(len(of.index.length), np.int64)
     step = 0
-    for number, part in enumerate(timeline.stages):
-        assert (part.number, part.first) == (number, step)
+    for stage_index, part in enumerate(timeline.stages):
+        assert (part.number, part.first) == (stage_index, step)
         assert part.stop > step
         epoch, done = timeline.locate(step)
         assert (epoch, done) == (part.epoch, 0)
@@ -172,7 +172,7 @@ def test_stages_begin_with_the_least_trained_samples(
                     order
                 )
         assert np.array_equal(
-            np.sort(samples_of(timeline, step, part.stop)), np.sort(samples_of(again, step, part.stop))
+            np.sort(samples_of(timeline, step, part.stop)), np.sort(samples_of(resumed, step, part.stop))
         )
         counts = np.bincount(samples_of(timeline, step, part.stop), minlength=len(trained))
         assert np.array_equal(counts, part.training_counts())
@@ -191,10 +191,10 @@ def test_a_run_with_stages_resumes_at_any_step(
 ) -> None:
     """Killed after any step, or exactly where a stage ends, and resumed by any number of processes."""
     of, recipe, length = run
-    made = inputs(of, recipe, **length)
+    run_inputs = inputs(of, recipe, **length)
     lengths = of.index.length
     assignments: list[tuple[int, int, int, int]] = [(0, 2, 1, 1)]
-    timeline = Timeline.of(made, assignments)
+    timeline = Timeline.of(run_inputs, assignments)
     ledger, counted = begin_of(of), np.zeros(len(lengths), np.int64)
     for ahead, world_size in kills:
         stop = min(ledger.step + ahead, timeline.num_steps)
@@ -221,7 +221,7 @@ def test_a_run_with_stages_resumes_at_any_step(
         assert timeline.num_steps == 20
         return
     # Other processes pack nothing anew: what a stage has to train, it trains.
-    uninterrupted = Timeline.of(made, ((0, 1, 1, 1),))
+    uninterrupted = Timeline.of(run_inputs, ((0, 1, 1, 1),))
     assert np.array_equal(counted, sum(part.training_counts() for part in uninterrupted.stages))
 
 
@@ -232,8 +232,8 @@ def test_data_may_change_in_any_stage(
 ) -> None:
     """A cache comes, or other weights: of what was trained in the epoch nothing comes again in it."""
     of, recipe, length = run
-    made = inputs(of, recipe, **length)
-    timeline = Timeline.of(made, ((0, 2, 1, 1),))
+    run_inputs = inputs(of, recipe, **length)
+    timeline = Timeline.of(run_inputs, ((0, 2, 1, 1),))
     step = min(timeline.stage(step).stop if is_end else step, timeline.num_steps - 1)
     ledger = ledger_after(begin_of(of), timeline, step)
     more = replace(
@@ -255,14 +255,14 @@ def test_data_may_change_in_any_stage(
     if epoch == ledger.epoch:
         trained = concatenate_counts([each.epoch for each in ledger.sources])
         planned_counts = np.bincount(after.plan_of(epoch).packs.samples, minlength=len(trained))
-        wanted = epoch_counts(concatenate_counts([source.before for source in ledger.sources]), trained)
-        assert np.array_equal(planned_counts, np.maximum(wanted - trained, 0))
+        expected_counts = epoch_counts(concatenate_counts([source.before for source in ledger.sources]), trained)
+        assert np.array_equal(planned_counts, np.maximum(expected_counts - trained, 0))
     # Written down, and read, it goes on as it was planned; and once more from a later step.
     remaining = samples_of(after, step, after.num_steps)
     later = ledger_after(changed, after, min(step + 3, after.num_steps))
-    again = Timeline.of(inputs(of, more, **length), ((step, *mine),), later.change)
-    assert np.array_equal(samples_of(again, step, again.num_steps), remaining)
-    assert [part.stop for part in again.stages] == [part.stop for part in after.stages]
+    resumed = Timeline.of(inputs(of, more, **length), ((step, *mine),), later.change)
+    assert np.array_equal(samples_of(resumed, step, resumed.num_steps), remaining)
+    assert [part.stop for part in resumed.stages] == [part.stop for part in after.stages]
     if "max_steps" in length:
         assert after.num_steps == 20
 

@@ -178,9 +178,9 @@ def test_a_run_with_leaking_packs_does_not_start(
     monkeypatch.setattr(
         "packtool.train.verify.checks.verify_cheaply", lambda *args, **kwargs: [Check("loss", 1.0, 0.1, "")]
     )
-    with pytest.raises(MismatchError, match="the loss of a pack differs from its samples alone") as caught:
+    with pytest.raises(MismatchError, match="the loss of a pack differs from its samples alone") as exc_info:
         train(tiny.config(tmp_path, verify_packing=True), SilentProgress())
-    assert "--packing false" in str(caught.value)
+    assert "--packing false" in str(exc_info.value)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
@@ -242,20 +242,20 @@ def test_identical_samples_pass() -> None:
 
 
 def test_packs_that_share_prefixes_are_verified(tiny: TinyWorld, tmp_path: Path, monkeypatch: Any) -> None:
-    alike = make_alike_world(tiny, tmp_path)
-    report = verify(config(alike, num_packs=1))
+    alike_world = make_alike_world(tiny, tmp_path)
+    report = verify(config(alike_world, num_packs=1))
     assert [check.name for check in report.checks] == ["isolation", "prefixes", "logits", "loss", "gradients"]
     assert report.passed
     assert report.checks[0].error == 0
     assert report.checks[1].error < 1e-5
     assert 0 < report.num_shared_tokens < report.num_tokens
-    unshared_report = verify(config(alike, num_packs=1, share_prefix="false"))
+    unshared_report = verify(config(alike_world, num_packs=1, share_prefix="false"))
     assert unshared_report.num_shared_tokens == 0
     assert [check.name for check in unshared_report.checks] == ["isolation", "logits", "loss", "gradients"]
     monkeypatch.setattr("packtool.batch.collate.key_index", _with_the_node_before)
     monkeypatch.setattr("packtool.train.verify.run.refuse_leaky_inputs", lambda inputs: None)
     with pytest.raises(MismatchError, match="packed samples leak") as error:
-        verify(config(alike, num_packs=1)).raise_if_failed()
+        verify(config(alike_world, num_packs=1)).raise_if_failed()
     assert "--share-prefix false" in str(error.value)
 
 
@@ -315,11 +315,11 @@ class Largest(TorchDispatchMode):
         self.numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor):
                 self.numel = max(self.numel, tensor.numel())
-        return made
+        return result
 
 
 def test_cheap_checks_need_less_memory_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
