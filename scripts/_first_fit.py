@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from packtool.planning.best_fit import PackRange, Placements
+from packtool.planning.best_fit import PackRange, Placement, Placements
 
 _NONE = 1 << 62
 
@@ -51,7 +51,7 @@ class _RowOfPacks:
         self._bits = capacity.bit_length()
         self._leaves = 1 << self._bits
         self._tree: dict[int, int] = {}
-        self.placements: list[int] = []  # five numbers each, as in Placements
+        self.placements: list[Placement] = []
 
     def place(self, length: int, count: int) -> None:
         """Put ``count`` samples of ``length`` tokens into the first packs that take them."""
@@ -59,7 +59,7 @@ class _RowOfPacks:
             found = self._first(length)
             if found == _NONE:
                 num_new = -(-count // min(self._capacity // length, self._max_samples))
-                self._shelve(self._capacity, (self._num_packs, num_new, 0))
+                self._shelve(self._capacity, PackRange(self._num_packs, num_new, 0))
                 self._num_packs += num_new
                 continue
             free = found & ((1 << self._bits) - 1)
@@ -70,18 +70,18 @@ class _RowOfPacks:
                 per_pack = count
             num_filled = min(num, count // per_pack)
             if num_filled < num:
-                heapq.heappush(shelf, (first + num_filled, num - num_filled, slot))
+                heapq.heappush(shelf, PackRange(first + num_filled, num - num_filled, slot))
             self._update(free)
             count -= num_filled * per_pack
-            self.placements += (first, num_filled, slot, per_pack, length)
-            self._shelve(free - per_pack * length, (first, num_filled, slot + per_pack))
+            self.placements.append(Placement(first, num_filled, slot, per_pack, length))
+            self._shelve(free - per_pack * length, PackRange(first, num_filled, slot + per_pack))
 
     def all_ranges(self) -> list[PackRange]:
         """Every pack, in no particular order."""
         return [*self._closed, *(entry for shelf in self._shelves.values() for entry in shelf)]
 
     def _shelve(self, free: int, packs: PackRange) -> None:
-        if free < self._shortest or packs[2] == self._max_samples:
+        if free < self._shortest or packs.num_samples == self._max_samples:
             self._closed.append(packs)
             return
         shelf = self._shelves.setdefault(free, [])

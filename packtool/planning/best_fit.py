@@ -11,13 +11,17 @@ Where the number of samples per pack is limited, too, short samples must not be 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from packtool.planning.pack_plan import (
+    Costs,
     Int32Array,
     Int64Array,
     PackPlan,
@@ -29,34 +33,47 @@ from packtool.planning.pack_plan import (
 )
 from packtool.planning.shuffle import CHUNK, RandomStream, seeded_order, seeded_uniform
 
-PackRange = tuple[int, int, int]
-"""Consecutive packs that are alike: (number of the first, how many, samples in each)."""
+
+class PackRange(NamedTuple):
+    """Consecutive packs that hold ``num_samples`` samples each."""
+
+    first_pack: int
+    num_packs: int
+    num_samples: int
+
+
+class Placement(NamedTuple):
+    """Samples of one length in each of consecutive packs, after the ``first_slot`` samples that each holds already."""
+
+    first_pack: int
+    num_packs: int
+    first_slot: int
+    samples_per_pack: int
+    length: int
 
 
 @dataclass(frozen=True, eq=False)
 class Placements:
-    """Number of samples that packs take, in the order in which the lengths were placed; int64 (P,) each.
+    """All ``Placement``s in the order in which the lengths were placed, as columns; int64 (P,) each.
 
-    Placement ``i`` gives ``per_pack[i]`` samples of ``length[i]`` tokens to each of the ``num_packs[i]`` packs from
-    ``first_pack[i]`` on, after the ``slot[i]`` samples that each of them holds already. ``pack_sizes``, int64 (K,), are
-    the numbers of samples of all packs.
+    ``pack_sizes``, int64 (K,), are the numbers of samples of all packs.
     """
 
     first_pack: Int64Array
     num_packs: Int64Array
-    slot: Int64Array
-    per_pack: Int64Array
+    first_slot: Int64Array
+    samples_per_pack: Int64Array
     length: Int64Array
     pack_sizes: Int64Array
 
     @classmethod
-    def from_rows(cls, rows: Sequence[int], ranges: Sequence[PackRange]) -> Placements:
-        """Build placements from a flat list of five numbers each, as above, and from all packs, in any order."""
-        table = np.array(rows, dtype=np.int64).reshape(-1, 5)
-        first_pack, num_packs, slot, per_pack, length = np.ascontiguousarray(table.T)
-        sorted_ranges = np.array(sorted(ranges), dtype=np.int64).reshape(-1, 3)
+    def from_rows(cls, rows: Sequence[Placement], ranges: Iterable[PackRange]) -> Placements:
+        """Build placements; ``ranges`` are all packs, in any order."""
+        table = np.array(rows, dtype=np.int64).reshape(-1, len(Placement._fields))
+        first_pack, num_packs, first_slot, samples_per_pack, length = np.ascontiguousarray(table.T)
+        sorted_ranges = np.array(sorted(ranges), dtype=np.int64).reshape(-1, len(PackRange._fields))
         pack_sizes = np.repeat(sorted_ranges[:, 2], sorted_ranges[:, 1])
-        return cls(first_pack, num_packs, slot, per_pack, length, pack_sizes)
+        return cls(first_pack, num_packs, first_slot, samples_per_pack, length, pack_sizes)
 
     @property
     def total_packs(self) -> int:
@@ -80,35 +97,36 @@ def count_lengths(lengths: Int32Array) -> tuple[Int64Array, Int64Array]:
     return values, bins[values]
 
 
-def fill_slots(by_length: Int64Array, placements: Placements, starts: Int64Array) -> tuple[Int64Array, Int32Array]:
+def fill_slots(by_length: Int64Array, placements: Placements, pack_starts: Int64Array) -> tuple[Int64Array, Int32Array]:
     """Assign samples to the slots of their lengths; return ``samples`` and ``lengths`` of the plan, (N,) each.
 
-    ``by_length``, (N,), are sample numbers, grouped by length in the order of the placements; ``starts``, (K,), is the
-    first position of each pack of ``placements`` in the plan.
+    ``by_length``, (N,), are sample numbers, grouped by length in the order of the placements; ``pack_starts``, (K,), is
+    the first position of each pack of ``placements`` in the plan.
     """
     num = len(by_length)
     samples = np.empty(num, dtype=np.int64)
-    pack_lengths = np.empty(num, dtype=np.int32)
-    item_offsets = to_offsets(placements.num_packs * placements.per_pack)
-    assert item_offsets[-1] == num
+    lengths = np.empty(num, dtype=np.int32)
+    placement_starts = to_offsets(placements.num_packs * placements.samples_per_pack)  # in by_length
+    assert placement_starts[-1] == num
     for start in range(0, num, CHUNK):
         stop = min(start + CHUNK, num)
-        first = int(np.searchsorted(item_offsets, start, side="right")) - 1
-        last = int(np.searchsorted(item_offsets, stop, side="left"))
-        edges = np.clip(item_offsets[first : last + 1], start, stop)
-        repeats = edges[1:] - edges[:-1]
+        # The placements with samples in this chunk, and how many each has there.
+        first = int(np.searchsorted(placement_starts, start, side="right")) - 1
+        last = int(np.searchsorted(placement_starts, stop, side="left"))
+        bounds: Int64Array = np.clip(placement_starts[first : last + 1], start, stop)
+        counts = bounds[1:] - bounds[:-1]
         chunk = slice(first, last)
-        # Item (sample) i of a placement goes to its pack i // per_pack, after i % per_pack others of the placement.
-        item = np.arange(start, stop) - np.repeat(item_offsets[chunk], repeats)
-        per_pack = np.repeat(placements.per_pack[chunk], repeats)
-        pack = item // per_pack
-        item -= pack * per_pack
-        item += np.repeat(placements.slot[chunk], repeats)
-        pack += np.repeat(placements.first_pack[chunk], repeats)
-        item += starts[pack]
-        samples[item] = by_length[start:stop]
-        pack_lengths[item] = np.repeat(placements.length[chunk], repeats)
-    return samples, pack_lengths
+        # Sample i of a placement with n samples per pack goes to its pack i // n, after i % n others.
+        index = np.arange(start, stop) - np.repeat(placement_starts[chunk], counts)
+        per_pack = np.repeat(placements.samples_per_pack[chunk], counts)
+        pack = index // per_pack
+        slot = index - pack * per_pack
+        pack += np.repeat(placements.first_pack[chunk], counts)
+        slot += np.repeat(placements.first_slot[chunk], counts)
+        positions = pack_starts[pack] + slot
+        samples[positions] = by_length[start:stop]
+        lengths[positions] = np.repeat(placements.length[chunk], counts)
+    return samples, lengths
 
 
 _LENGTH_BITS = 10
@@ -188,33 +206,35 @@ def place_best_fit(
 ) -> Placements:
     """Place one length after the other where its samples fit most tightly, or in new packs.
 
-    ``lengths`` are distinct, from 1 to ``capacity``; descending order is best-fit decreasing. ``counts`` are their
-    samples, 1 or more.
+    ``lengths`` are distinct, from 1 to ``capacity``; with the longest first, this is best-fit decreasing. ``counts``
+    are the samples of each, 1 or more.
     """
     shortest, max_samples = min(lengths, default=1), max_samples or capacity
-    shelves: dict[int, list[PackRange]] = {}  # packs by their free tokens
-    free_tokens = LengthSet(longest=capacity)  # keys of ``shelves``
-    closed: list[PackRange] = []  # packs without space
-    placements: list[int] = []  # five numbers each, as in Placements
+    open_packs: dict[int, list[PackRange]] = {}  # by their free tokens
+    free_tokens = LengthSet(longest=capacity)  # keys of ``open_packs``
+    full_packs: list[PackRange] = []
+    placements: list[Placement] = []
 
-    def fill(shelf: list[PackRange], free: int, length: int, count: int) -> int:
-        """Fill the packs of one shelf as far as possible; return the number of samples left over."""
-        while shelf and count:
-            first, num, slot = shelf.pop()
-            per_pack = min(free // length, max_samples - slot, count)  # one more pack takes the last few
-            num_filled = min(count // per_pack, num)
-            if num_filled < num:
-                shelf.append((first + num_filled, num - num_filled, slot))
+    def fill(ranges: list[PackRange], free: int, length: int, count: int) -> int:
+        """Place up to ``count`` samples in ``ranges`` of packs with ``free`` tokens each; return those left over."""
+        while ranges and count:
+            first_pack, num_packs, num_samples = ranges.pop()
+            # Every pack takes as many as fit; if fewer are left, one pack takes these.
+            per_pack = min(free // length, max_samples - num_samples, count)
+            num_filled = min(count // per_pack, num_packs)
+            if num_filled < num_packs:
+                ranges.append(PackRange(first_pack + num_filled, num_packs - num_filled, num_samples))
+            placements.append(Placement(first_pack, num_filled, num_samples, per_pack, length))
             count -= num_filled * per_pack
-            placements.extend((first, num_filled, slot, per_pack, length))
-            left, packs = free - per_pack * length, (first, num_filled, slot + per_pack)
-            if left < shortest or packs[2] == max_samples:
-                closed.append(packs)
-            elif left in shelves:
-                shelves[left].append(packs)
+            filled = PackRange(first_pack, num_filled, num_samples + per_pack)
+            free_after = free - per_pack * length
+            if free_after < shortest or filled.num_samples == max_samples:
+                full_packs.append(filled)
+            elif free_after in open_packs:
+                open_packs[free_after].append(filled)
             else:
-                shelves[left] = [packs]
-                free_tokens.add(left)
+                open_packs[free_after] = [filled]
+                free_tokens.add(free_after)
         return count
 
     num_packs = 0
@@ -224,17 +244,16 @@ def place_best_fit(
             free = free_tokens.at_least(free)
             if free < 0:
                 num_new = -(-count // min(capacity // length, max_samples))
-                count = fill([(num_packs, num_new, 0)], capacity, length, count)
+                count = fill([PackRange(num_packs, num_new, 0)], capacity, length, count)
                 num_packs += num_new
                 continue
-            shelf = shelves[free]
-            count = fill(shelf, free, length, count)
-            if not shelf:
-                del shelves[free]
+            count = fill(open_packs[free], free, length, count)
+            if not open_packs[free]:
+                del open_packs[free]
                 free_tokens.remove(free)
             # The filled packs have no space for this length any more, or nothing is left to place.
             free += 1
-    return Placements.from_rows(placements, [*closed, *itertools.chain.from_iterable(shelves.values())])
+    return Placements.from_rows(placements, [*full_packs, *itertools.chain.from_iterable(open_packs.values())])
 
 
 MAX_BITS_FOR_PAIRS = 1 << 17
@@ -268,67 +287,71 @@ def place_exact_fit(
             of the mean length of the remaining samples: the larger x, the earlier.
         noise: numbers from 0 to 1, used in turn, that vary which samples come together; 0 gives the strict order.
     """
-    stock = _UnplacedSamples(lengths, counts)
+    unplaced = _UnplacedSamples(lengths, counts)
     noise_values = itertools.cycle(noise)
-    rows: list[tuple[int, ...]] = []
+    placements: list[Placement] = []
     ranges: list[PackRange] = []
     num_packs = 0
-    while stock.num:
-        pattern = _fill_pack(stock, capacity, max_samples or capacity, evenness, noise_values)
-        runs = [(length, sum(1 for _ in same)) for length, same in itertools.groupby(pattern)]
-        # The same pattern is taken as often as its samples last.
-        num_more = min(stock.counts.get(length, 0) // per_pack for length, per_pack in runs)
-        num, slot = 1 + num_more, 0
-        for length, per_pack in runs:
+    while unplaced.num:
+        count_by_length = Counter(_fill_pack(unplaced, capacity, max_samples or capacity, evenness, noise_values))
+        # Further packs get the same lengths while there are enough samples.
+        num_more = min(unplaced.counts.get(length, 0) // count for length, count in count_by_length.items())
+        num_samples = 0
+        for length, count in count_by_length.items():
             if num_more:
-                stock.take(length, num_more * per_pack)
-            rows.append((num_packs, num, slot, per_pack, length))
-            slot += per_pack
-        ranges.append((num_packs, num, slot))
-        num_packs += num
-    rows.sort(key=lambda row: -row[4])  # samples are handed out length by length, the longest first
-    return Placements.from_rows([value for row in rows for value in row], ranges)
+                unplaced.take(length, num_more * count)
+            placements.append(Placement(num_packs, 1 + num_more, num_samples, count, length))
+            num_samples += count
+        ranges.append(PackRange(num_packs, 1 + num_more, num_samples))
+        num_packs += 1 + num_more
+    placements.sort(key=lambda placement: -placement.length)  # samples are handed out longest first
+    return Placements.from_rows(placements, ranges)
 
 
 def _fill_pack(
-    stock: _UnplacedSamples, capacity: int, max_samples: int, evenness: float, noise_values: Iterator[float]
+    unplaced: _UnplacedSamples, capacity: int, max_samples: int, evenness: float, noise_values: Iterator[float]
 ) -> list[int]:
-    """Take the samples of one pack; return their lengths, descending."""
-    head = stock.longest()
+    """Take the samples of one pack; return their lengths, the longest first."""
+    first = unplaced.longest()
     if noise := next(noise_values):
-        head = stock.at_least(head - int(head * HEAD_SPREAD * noise))
-    stock.take(head, 1)
-    pattern = [head]
-    free, slots = capacity - head, max_samples - 1
-    while free and slots and stock.num:
-        lengths = _next_lengths(stock, free, slots, evenness, int(capacity * GAP), next(noise_values))
-        for length in lengths:
-            stock.take(length, 1)
+        first = unplaced.at_least(first - int(first * HEAD_SPREAD * noise))
+    unplaced.take(first, 1)
+    taken = [first]
+    free, slots = capacity - first, max_samples - 1
+    while free and slots and unplaced.num:
+        lengths = _next_lengths(unplaced, free, slots, evenness, int(capacity * GAP), next(noise_values))
         if not lengths:
             break
-        pattern += lengths
+        for length in lengths:
+            unplaced.take(length, 1)
+        taken += lengths
         free -= sum(lengths)
         slots -= len(lengths)
-    return sorted(pattern, reverse=True)
+    return sorted(taken, reverse=True)
 
 
 def _next_lengths(
-    stock: _UnplacedSamples, free: int, slots: int, evenness: float, gap: int, noise: float
+    unplaced: _UnplacedSamples, free: int, slots: int, evenness: float, max_gap: int, noise: float
 ) -> tuple[int, ...]:
-    """Choose what a pack with ``free`` tokens and slots takes next; nothing if nothing fits."""
-    is_scarce = slots > 1 and free * evenness * stock.num >= stock.num_tokens * slots
+    """Choose what a pack with ``free`` tokens and slots takes next; nothing if nothing fits.
+
+    A sample that leaves at most ``max_gap`` tokens free; or else two that fill the pack exactly; or else the longest.
+    """
+    # Slots are scarce where a slot has, on average, more space than the mean remaining sample needs.
+    is_scarce = slots > 1 and free * evenness * unplaced.num >= unplaced.num_tokens * slots
     if not is_scarce:
-        nearly = stock.at_most(max(free - int(gap * noise), 0))
-        if nearly >= max(free - gap, 1):
-            return (nearly,)
+        min_gap = int(max_gap * noise)
+        length = unplaced.at_most(max(free - min_gap, 0))
+        if length >= max(free - max_gap, 1):
+            return (length,)
     if slots == 2 or (slots > 2 and not is_scarce):
-        pair = stock.pair(free, int(free * _PAIR_SPREAD * noise))
+        pair = unplaced.pair(free, int(free * _PAIR_SPREAD * noise))
         if pair is not None:
             return pair
-    longest = stock.at_most(free)
+    longest = unplaced.at_most(free)
     if longest < 0:
         return ()
-    return (stock.nearest(free // slots, longest),) if is_scarce else (longest,)
+    return (unplaced.nearest(free // slots, longest),) if is_scarce else (longest,)
 
 
 class _UnplacedSamples(LengthSet):
@@ -360,24 +383,27 @@ class _UnplacedSamples(LengthSet):
                 self._bits ^= 1 << length
                 self._mirror ^= 1 << (self._longest - length)
 
-    def pair(self, total: int, off_center: int) -> tuple[int, int] | None:
-        """Find two lengths of ``total`` together, the most alike of those at least ``off_center`` apart if any are."""
+    def pair(self, total: int, min_difference: int) -> tuple[int, int] | None:
+        """Find two lengths with a sum of ``total``, the most alike, or None.
+
+        They differ by about twice ``min_difference`` tokens or more, if there are any such lengths.
+        """
         if not self._has_pairs or total > 2 * self._longest:
             return None
-        # Bit x of the mirror image, shifted, is set where total - x is left.
+        # Bit x of ``has_partner`` is set where samples of x tokens, and of total - x, are left.
         shift = self._longest - total
-        both = self._bits & (self._mirror >> shift if shift >= 0 else self._mirror << -shift)
-        half = (total + 1) // 2
-        upper = both >> (half + off_center)
-        if upper:
-            half += off_center
-        else:
-            upper = both >> half
-        while upper:
-            longer = (upper & -upper).bit_length() - 1 + half
+        has_partner = self._bits & (self._mirror >> shift if shift >= 0 else self._mirror << -shift)
+        min_longer = (total + 1) // 2 + min_difference
+        longer_bits = has_partner >> min_longer
+        if not longer_bits:
+            min_longer -= min_difference
+            longer_bits = has_partner >> min_longer
+        while longer_bits:
+            lowest_bit = longer_bits & -longer_bits
+            longer = min_longer + lowest_bit.bit_length() - 1
             if 2 * longer != total or self.counts[longer] > 1:
                 return longer, total - longer
-            upper &= upper - 1
+            longer_bits ^= lowest_bit
         return None
 
 
@@ -416,28 +442,29 @@ def pack_histogram(
     """
     distinct, counts = count_lengths(lengths)
     if max_samples is not None and len(distinct) and capacity // int(distinct[-1]) <= max_samples:
-        max_samples = None
+        max_samples = None  # no pack can have more
     noise = None
     if shuffle and len(lengths) < MIN_SAMPLES_PER_LENGTH * len(distinct):
         noise = seeded_uniform(len(distinct), seed=seed, epoch=epoch, stream=stream + RandomStream.JITTER)
     placements, order, num_packs = _place(distinct, counts, capacity, max_samples, noise)
     sizes = placements.pack_sizes
-    if shuffle:
-        by_length = seeded_order(
-            len(lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.WITHIN_LENGTH, descending_by=lengths
-        )
-        if order is not None:
-            by_length = by_length[gather_groups(to_offsets(counts), order)[0]]
-        pack_order = seeded_order(len(sizes), seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
-        offsets = to_offsets(sizes[pack_order])
-        starts = offsets[:-1][invert_order(pack_order)]
-    else:
+    if not shuffle:
         by_length = np.argsort(-lengths, kind="stable").astype(np.int64, copy=False)
         offsets = to_offsets(sizes)
-        starts = offsets[:-1]
-    samples, pack_lengths = fill_slots(by_length, placements, starts)
-    plan = PackPlan(samples, offsets, pack_lengths, capacity)
-    return split_to_count(plan, num_packs) if shuffle else sort_by_sample(plan)
+        samples, pack_lengths = fill_slots(by_length, placements, offsets[:-1])
+        return sort_by_sample(PackPlan(samples, offsets, pack_lengths, capacity))
+
+    # Samples of each length in random order, the lengths in the order of the placements.
+    by_length = seeded_order(
+        len(lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.WITHIN_LENGTH, descending_by=lengths
+    )
+    if order is not None:
+        by_length = by_length[gather_groups(to_offsets(counts), order)[0]]
+    # Packs in random order.
+    pack_order = seeded_order(len(sizes), seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
+    offsets = to_offsets(sizes[pack_order])
+    samples, pack_lengths = fill_slots(by_length, placements, offsets[:-1][invert_order(pack_order)])
+    return split_to_count(PackPlan(samples, offsets, pack_lengths, capacity), num_packs)
 
 
 def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None = None) -> int:
@@ -449,65 +476,73 @@ def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_sampl
     """
     if len(distinct) == 0:
         return 0
-    rising = distinct[::-1]
-    num_below = to_offsets(counts[::-1])  # samples, and below that tokens, of all shorter lengths
-    tokens_below = to_offsets(rising * counts[::-1])
+    ascending, half = distinct[::-1], capacity // 2
+    num_before, tokens_before = to_offsets(counts[::-1]), to_offsets(ascending * counts[::-1])
 
-    def up_to(length: npt.NDArray[np.int64], sums: Int64Array) -> Int64Array:
-        return sums[np.searchsorted(rising, length, side="right")]
+    def up_to(length: npt.NDArray[np.int64] | int) -> tuple[Int64Array, Int64Array]:
+        """Return the number of samples of at most ``length`` tokens, and their tokens."""
+        index = np.searchsorted(ascending, length, side="right")
+        return num_before[index], tokens_before[index]
 
-    half = np.array(capacity // 2)
-    smallest = np.concatenate(([0], rising[rising <= capacity // 2]))
-    num_alone = num_below[-1] - up_to(capacity - smallest, num_below)
-    num_long = up_to(capacity - smallest, num_below) - up_to(half, num_below)
-    free_tokens = num_long * capacity - (up_to(capacity - smallest, tokens_below) - up_to(half, tokens_below))
-    short_tokens = up_to(half, tokens_below) - up_to(smallest - 1, tokens_below)
-    num_short = np.maximum(0, -((free_tokens - short_tokens) // capacity))
-    bound = int((num_alone + num_long + num_short).max())
-    return max(bound, -(-int(num_below[-1]) // max_samples)) if max_samples else bound
+    k = np.concatenate(([0], ascending[ascending <= half]))
+    num_up_to_half, tokens_up_to_half = up_to(half)
+    num_paired, tokens_paired = up_to(capacity - k)
+    _, tokens_below_k = up_to(k - 1)
+    num_alone = num_before[-1] - num_paired
+    num_long = num_paired - num_up_to_half
+    free_tokens = num_long * capacity - (tokens_paired - tokens_up_to_half)
+    short_tokens = tokens_up_to_half - tokens_below_k
+    num_more = np.maximum(0, -((free_tokens - short_tokens) // capacity))
+    bound = int((num_alone + num_long + num_more).max())
+    return max(bound, -(-int(num_before[-1]) // max_samples)) if max_samples else bound
+
+
+class _Placed(NamedTuple):
+    """Placements, the order (D,) of distinct lengths in them (None: the longest first), and the packs of each epoch."""
+
+    placements: Placements
+    order: Int64Array | None
+    num_packs: int
 
 
 def _place(
-    distinct: Int64Array,
-    counts: Int64Array,
-    capacity: int,
-    max_samples: int | None,
-    noise: npt.NDArray[np.float64] | None,
-) -> tuple[Placements, Int64Array | None, int]:
+    distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None, noise: Costs | None
+) -> _Placed:
     """Place by best fit or, where that needs fewer packs, by exact fit.
 
-    Returns placements, the order (D,) in which they placed ``distinct`` (None: the longest first), and the number of
-    packs of every epoch.
+    ``distinct``, (D,), are the lengths, the longest first, and ``counts`` the samples of each. ``noise``, (D,), from 0
+    to 1, varies which lengths come together; the number of packs is the same for any.
     """
-    lengths, nums = distinct.tolist(), counts.tolist()
-    best = best_fit = place_best_fit(lengths, nums, capacity, max_samples)
-    evenness = None
+    lengths = distinct.tolist()
+    best_fit = place_best_fit(lengths, counts.tolist(), capacity, max_samples)
+    exact_fit = partial(place_exact_fit, lengths, counts.tolist(), capacity, max_samples=max_samples)
     enough_packs = int(min_packs(distinct, counts, capacity, max_samples) * (1 + MAX_EXCESS))
+    fewest, evenness = best_fit, None
     if best_fit.total_packs > enough_packs and (max_samples or lengths[0] <= MAX_BITS_FOR_PAIRS):
         for candidate in _EVENNESS if max_samples else (0.0,):
-            exact = place_exact_fit(lengths, nums, capacity, max_samples=max_samples, evenness=candidate)
-            if exact.total_packs < best.total_packs:
-                best, evenness = exact, candidate
-            if best.total_packs <= enough_packs:
+            exact = exact_fit(evenness=candidate)
+            if exact.total_packs < fewest.total_packs:
+                fewest, evenness = exact, candidate
+            if fewest.total_packs <= enough_packs:
                 break
-    # With noise, exact fit may need a few more packs than without; all epochs get as many.
-    num_packs = best.total_packs + (0 if noise is None else 1 + int(best.total_packs * _SLACK))
-    if evenness is not None and num_packs < best_fit.total_packs:
-        if noise is not None:
-            exact = place_exact_fit(
-                lengths, nums, capacity, max_samples=max_samples, evenness=evenness, noise=noise.tolist()
-            )
-            best = exact if exact.total_packs <= num_packs else best
-        return best, None, num_packs
-    num_packs = best_fit.total_packs
-    if noise is not None:
-        # Falling order with the most noise that leaves the number of packs unchanged. On 3,000 lognormal lengths,
-        # strictly falling order repeats 69 % of its packs in the next epoch, with noise 7 %. The more samples a length
-        # has, the less noise is needed, and the more packs it costs.
-        rarity = len(counts) / int(counts.sum())
-        for divisor in (1, 4, 16):
-            order = np.argsort(-distinct * (1 + 0.1 * rarity * rarity / divisor * noise), kind="stable")
-            varied = place_best_fit(distinct[order].tolist(), counts[order].tolist(), capacity, max_samples)
-            if varied.total_packs == num_packs:
-                return varied, order, num_packs
-    return best_fit, None, num_packs
+    if evenness is not None and noise is None:
+        return _Placed(fewest, None, fewest.total_packs)
+    if noise is None:
+        return _Placed(best_fit, None, best_fit.total_packs)
+    if evenness is not None:
+        # With noise, exact fit may need a few more packs than without; all epochs get as many.
+        num_packs = fewest.total_packs + 1 + int(fewest.total_packs * _SLACK)
+        if num_packs < best_fit.total_packs:
+            varied = exact_fit(evenness=evenness, noise=noise.tolist())
+            return _Placed(varied if varied.total_packs <= num_packs else fewest, None, num_packs)
+    # The longest first, with the most noise that leaves the number of packs unchanged. On 3,000 lognormal lengths, the
+    # strict order repeats 69 % of its packs in the next epoch, with noise 7 %. The more samples a length has, the less
+    # noise is needed, and the more packs it costs.
+    rarity = len(counts) / int(counts.sum())
+    for divisor in (1, 4, 16):
+        max_change = 0.1 * rarity * rarity / divisor
+        order = np.argsort(-distinct * (1 + max_change * noise), kind="stable")
+        varied = place_best_fit(distinct[order].tolist(), counts[order].tolist(), capacity, max_samples)
+        if varied.total_packs == best_fit.total_packs:
+            return _Placed(varied, order, best_fit.total_packs)
+    return _Placed(best_fit, None, best_fit.total_packs)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,11 +35,20 @@ from packtool.planning.pack_plan import (
 from packtool.planning.shuffle import RandomStream, seeded_order, seeded_uniform
 
 _NUM_CLASSES = 16
-_NUM_TRIED = 20_000
+_MAX_SUBSET = 20_000
 _EVENNESS = (1.5, 2.0, 4.0, 1e9, 0.0)
 _MAX_CLASSES_TRIED = 4
 _SLACK = 3e-4
 _HEAD_STREAMS = (RandomStream.JITTER, RandomStream.BUDGET_JITTER_2, RandomStream.BUDGET_JITTER_3)  # one an attempt
+
+
+class PackLimits(NamedTuple):
+    """Maximum tokens, media tokens and samples of a pack."""
+
+    tokens: int
+    media_tokens: int
+    samples: int
+
 
 _num_packs_of_first_epoch: dict[str, int] = {}
 
@@ -71,14 +81,14 @@ def check_media_tokens(
 def pack_within_budgets(
     lengths: Int32Array,
     media_tokens: Int32Array,
-    limits: tuple[int, int, int],
+    limits: PackLimits,
     *,
     shuffle: bool,
     seed: int,
     epoch: int,
     stream: int,
 ) -> PackPlan:
-    """Pack by best fit within ``limits``, maximum tokens, media tokens and samples of a pack; lengths (N,) are checked.
+    """Pack by best fit within ``limits``; lengths (N,) are checked.
 
     All epochs have as many packs as the first and a few more, so that a random order can always be packed; the number
     depends on the seed, too. Further arguments are as for ``best_fit.pack_histogram``.
@@ -92,20 +102,25 @@ def pack_within_budgets(
         noise = seeded_uniform(len(lengths), seed=seed, epoch=epoch, stream=stream + head_stream)
         return place_within_budgets(lengths, media_tokens, limits, order, noise)
 
-    first = draw(0) if epoch == 0 else None
+    first_plan = draw(0) if epoch == 0 else None
     key = digest_arrays(hashlib.sha256(f"{limits} {seed} {stream}".encode()), lengths, media_tokens)
     if key not in _num_packs_of_first_epoch:
-        _num_packs_of_first_epoch[key] = (first or draw(0)).num_packs
-    num_packs = _num_packs_of_first_epoch[key]
-    num_packs = min(num_packs + 2 + int(num_packs * _SLACK), len(lengths))
-    attempts = (draw(epoch, head_stream) for head_stream in _HEAD_STREAMS)
-    plan = first or next((plan for plan in attempts if plan.num_packs <= num_packs), None) or draw(0)
+        _num_packs_of_first_epoch[key] = (first_plan or draw(0)).num_packs
+    num_first_packs = _num_packs_of_first_epoch[key]
+    num_packs = min(num_first_packs + 2 + int(num_first_packs * _SLACK), len(lengths))
+    # A later epoch has other packs, in one of several attempts; if none has few enough, it has those of the first.
+    plan = first_plan
+    for head_stream in _HEAD_STREAMS:
+        if plan is None:
+            attempt = draw(epoch, head_stream)
+            plan = attempt if attempt.num_packs <= num_packs else None
+    plan = plan or draw(0)
     order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
     return split_to_count(select_packs(plan, order), num_packs)
 
 
 def place_within_budgets(
-    lengths: Int32Array, media_tokens: Int32Array, limits: tuple[int, int, int], order: Int64Array, noise: Costs | None
+    lengths: Int32Array, media_tokens: Int32Array, limits: PackLimits, order: Int64Array, noise: Costs | None
 ) -> PackPlan:
     """Fill packs one after the other, within hard limits; return them in the order in which they were filled.
 
@@ -115,38 +130,38 @@ def place_within_budgets(
     mean size (``evenness`` of ``place_exact_fit``), by the value that needs the fewest packs for 20,000 of the samples.
     Cost: about six microseconds a sample.
 
-    ``limits`` are maximum tokens, media tokens and samples of a pack, and all arrays (N,): ``order`` is the precedence
-    of samples that are alike; ``noise``, from 0 to 1, varies the first sample of packs.
+    All arrays are (N,): ``order`` is the precedence of samples that are alike; ``noise``, from 0 to 1, varies the first
+    sample of packs.
     """
-    capacity, max_media_tokens, max_samples = limits
-    size = np.maximum(lengths / capacity, media_tokens / max_media_tokens)
+    size = np.maximum(lengths / limits.tokens, media_tokens / limits.media_tokens)
     if noise is not None:
         size *= 1 - HEAD_SPREAD * noise
     evenness = 0.0
-    if max_samples * int(lengths.min(initial=capacity)) < capacity and len(lengths):
+    if len(lengths) and limits.samples * int(lengths.min()) < limits.tokens:
         # Every k-th sample in order: the order is random, or that of the cache.
-        tried = order[:: -(-len(order) // _NUM_TRIED)]
-        heads = np.argsort(-size[tried], kind="stable")
+        subset = order[:: -(-len(order) // _MAX_SUBSET)]
+        largest_first = np.argsort(-size[subset], kind="stable")
 
         def num_packs(evenness: float) -> int:
-            packer = _Packer(lengths[tried], media_tokens[tried], np.arange(len(tried)), limits, evenness)
-            return len(packer.pack(heads)[1])
+            packer = _Packer(lengths[subset], media_tokens[subset], np.arange(len(subset)), limits, evenness)
+            _, pack_sizes = packer.pack(largest_first)
+            return len(pack_sizes)
 
         evenness = min(_EVENNESS, key=num_packs)
     packer = _Packer(lengths, media_tokens, order, limits, evenness)
-    return build_plan(*packer.pack(np.argsort(-size, kind="stable"), noise), lengths, capacity)
+    samples, pack_sizes = packer.pack(np.argsort(-size, kind="stable"), noise)
+    return build_plan(samples, pack_sizes, lengths, limits.tokens)
 
 
 class _Packer:
-    """Unpacked samples in *cells* of one class and length; classes ascend by share of media, at most ``_shares``."""
+    """Unpacked samples, in groups of one length and one density class.
+
+    The density of a sample is its media tokens divided by its tokens. Class c has the densities up to
+    ``_max_density[c]``, which ascend.
+    """
 
     def __init__(
-        self,
-        lengths: Int32Array,
-        media_tokens: Int32Array,
-        order: Int64Array,
-        limits: tuple[int, int, int],
-        evenness: float,
+        self, lengths: Int32Array, media_tokens: Int32Array, order: Int64Array, limits: PackLimits, evenness: float
     ) -> None:
         self._limits = limits
         self._evenness = evenness
@@ -154,86 +169,99 @@ class _Packer:
         self._media: list[int] = media_tokens.tolist()
         self._num_left = len(lengths)
         self._tokens_left = int(lengths.sum(dtype=np.int64))
-        self._is_used = bytearray(len(lengths))
-        share = media_tokens / lengths
-        edges = np.unique(np.quantile(share, np.linspace(0, 1, _NUM_CLASSES + 1), method="higher"))
-        used_edges, classes = np.unique(np.searchsorted(edges, share), return_inverse=True)
-        self._shares: list[float] = edges[used_edges].tolist()
-        # Samples cell by cell, those first in ``order`` last: cells are used up from their ends.
-        by_cell = np.lexsort((invert_order(order[::-1]), lengths, classes))
-        keys = classes[by_cell].astype(np.int64) << 32 | lengths[by_cell]
-        starts = np.flatnonzero(np.diff(keys, prepend=-1))
-        cell_of = np.empty(len(lengths), dtype=np.int64)
-        cell_of[by_cell] = np.cumsum(np.bincount(starts, minlength=len(lengths))) - 1
-        self._by_cell: list[int] = by_cell.tolist()
-        self._cell_of: list[int] = cell_of.tolist()
-        self._ends: list[int] = np.append(starts[1:], len(lengths)).tolist()
-        self._counts: list[int] = np.diff(np.append(starts, len(lengths))).tolist()
-        self._class_of: list[int] = (keys[starts] >> 32).tolist()
-        self._cells: list[dict[int, int]] = [{} for _ in self._shares]
-        for cell, key in enumerate(keys[starts].tolist()):
-            self._cells[key >> 32][key & 0xFFFFFFFF] = cell
-        self._sets = [LengthSet(cells) for cells in self._cells]
-        self._shortest = [1] * len(self._shares)  # lower bound of each class's lengths; saves most vain searches
+        self._is_packed = bytearray(len(lengths))
+        # Classes of about equally many samples; those without any are left out.
+        density = media_tokens / lengths
+        edges = np.unique(np.quantile(density, np.linspace(0, 1, _NUM_CLASSES + 1), method="higher"))
+        used_edges, class_of = np.unique(np.searchsorted(edges, density), return_inverse=True)
+        self._max_density: list[float] = edges[used_edges].tolist()
+        # Samples group by group, those first in ``order`` last: groups are used up from their ends.
+        by_group = np.lexsort((invert_order(order[::-1]), lengths, class_of))
+        classes, group_lengths = class_of[by_group], lengths[by_group]
+        begins_group = (np.diff(classes, prepend=-1) != 0) | (np.diff(group_lengths, prepend=-1) != 0)
+        starts = np.flatnonzero(begins_group)
+        stops = np.append(starts[1:], len(lengths))
+        group_of = np.empty(len(lengths), dtype=np.int64)
+        group_of[by_group] = np.cumsum(begins_group) - 1
+        self._by_group: list[int] = by_group.tolist()
+        self._group_of: list[int] = group_of.tolist()
+        self._stops: list[int] = stops.tolist()  # in ``_by_group``; no unpacked sample of the group comes later
+        self._group_sizes: list[int] = (stops - starts).tolist()
+        self._class_of_group: list[int] = classes[starts].tolist()
+        self._group_by_length: list[dict[int, int]] = [{} for _ in self._max_density]
+        for group, length in enumerate(group_lengths[starts].tolist()):
+            self._group_by_length[self._class_of_group[group]][length] = group
+        self._lengths_in_class = [LengthSet(groups) for groups in self._group_by_length]
+        # Lower bound of the lengths in each class, which saves most searches without a result.
+        self._min_length = [1] * len(self._max_density)
 
     def pack(self, heads: Int64Array, noise: Costs | None = None) -> tuple[Int64Array, Int64Array]:
-        """Return samples in pack order and the sizes of packs, each beginning with the next unused of ``heads``."""
+        """Return samples in pack order and the sizes of packs, each beginning with the next unpacked of ``heads``."""
         packed: list[int] = []
         sizes: list[int] = []
         # Tokens that may stay free in a pack whose last sample is chosen; noise varies which gap is aimed at.
-        gap = int(self._limits[0] * GAP)
-        min_gaps = np.zeros(len(heads)) if noise is None else (gap + 1) * noise
+        max_gap = int(self._limits.tokens * GAP)
+        min_gaps = np.zeros(len(heads)) if noise is None else (max_gap + 1) * noise
         for head, min_gap in zip(heads.tolist(), min_gaps.astype(np.int64).tolist(), strict=True):
-            if not self._is_used[head]:
+            if not self._is_packed[head]:
                 before = len(packed)
-                self._fill(head, packed, min_gap, gap)
+                self._fill(head, packed, min_gap, max_gap)
                 sizes.append(len(packed) - before)
         return np.array(packed, dtype=np.int64), np.array(sizes, dtype=np.int64)
 
     def _fill(self, sample: int, packed: list[int], min_gap: int, max_gap: int) -> None:
-        """Append the samples of one pack, ``sample`` first."""
+        """Append the samples of one pack to ``packed``, ``sample`` first."""
         free, free_media, slots = self._limits
         while True:
             packed.append(sample)
-            self._is_used[sample] = 1
-            length = self._lengths[sample]
-            cell = self._cell_of[sample]
-            self._counts[cell] -= 1
-            if not self._counts[cell]:
-                self._sets[self._class_of[cell]].remove(length)
-                del self._cells[self._class_of[cell]][length]
-            self._num_left -= 1
-            self._tokens_left -= length
-            free -= length
+            self._remove(sample)
+            free -= self._lengths[sample]
             free_media -= self._media[sample]
             slots -= 1
             if not (free and slots and self._num_left):
                 return
-            cell = self._next_cell(free, free_media, slots, min_gap, max_gap)
-            if cell < 0:
+            group = self._next_group(free, free_media, slots, min_gap, max_gap)
+            if group < 0:
                 return
-            # The first samples of packs were taken from anywhere in their cells.
-            while self._is_used[self._by_cell[self._ends[cell] - 1]]:
-                self._ends[cell] -= 1
-            sample = self._by_cell[self._ends[cell] - 1]
+            # The first samples of packs were taken from anywhere in their groups.
+            while self._is_packed[self._by_group[self._stops[group] - 1]]:
+                self._stops[group] -= 1
+            sample = self._by_group[self._stops[group] - 1]
 
-    def _next_cell(self, free: int, free_media: int, slots: int, min_gap: int, max_gap: int) -> int:
-        """Choose the cell to take the next sample from, or -1."""
+    def _remove(self, sample: int) -> None:
+        length, group = self._lengths[sample], self._group_of[sample]
+        self._is_packed[sample] = 1
+        self._num_left -= 1
+        self._tokens_left -= length
+        self._group_sizes[group] -= 1
+        if not self._group_sizes[group]:
+            density_class = self._class_of_group[group]
+            self._lengths_in_class[density_class].remove(length)
+            del self._group_by_length[density_class][length]
+
+    def _next_group(self, free: int, free_media: int, slots: int, min_gap: int, max_gap: int) -> int:
+        """Choose the group to take the next sample from, or -1 if nothing fits."""
+        # Slots are scarce where a slot has, on average, more space than the mean remaining sample needs.
         is_scarce = slots > 1 and free * self._evenness * self._num_left >= self._tokens_left * slots
-        nearest = bisect_right(self._shares, free_media / free) - 1
+        # The densest class that could use up all free tokens without exceeding the media tokens; -1 if there is none.
+        densest = bisect_right(self._max_density, free_media / free) - 1
         if not is_scarce:
-            for number in range(nearest, max(nearest - _MAX_CLASSES_TRIED, -1), -1):
-                length = self._sets[number].at_most(max(free - min_gap, 0))
+            # A sample that fills the pack.
+            for density_class in range(densest, max(densest - _MAX_CLASSES_TRIED, -1), -1):
+                length = self._lengths_in_class[density_class].at_most(max(free - min_gap, 0))
                 if length >= max(free - max_gap, 1):
-                    return self._cells[number][length]
-        for number in (*range(nearest, -1, -1), *range(nearest + 1, len(self._shares))):
-            limit = free if number <= nearest else int(free_media / self._shares[number])
-            if limit < self._shortest[number]:
+                    return self._group_by_length[density_class][length]
+        # Or the longest that fits, from that class down, and then from the denser classes.
+        for density_class in (*range(densest, -1, -1), *range(densest + 1, len(self._max_density))):
+            max_length = free
+            if density_class > densest:
+                max_length = int(free_media / self._max_density[density_class])
+            if max_length < self._min_length[density_class]:
                 continue
-            length = self._sets[number].at_most(limit)
+            length = self._lengths_in_class[density_class].at_most(max_length)
             if length > 0:
                 if is_scarce:
-                    length = self._sets[number].nearest(free // slots, length)
-                return self._cells[number][length]
-            self._shortest[number] = limit + 1
+                    length = self._lengths_in_class[density_class].nearest(free // slots, length)
+                return self._group_by_length[density_class][length]
+            self._min_length[density_class] = max_length + 1
         return -1

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from packtool.config.settings import bound_problems
 from packtool.errors import ConfigError, PacktoolError
 from packtool.launch.worker import Job, Result, WorkerDied, WorkerPool
 from packtool.planning.best_fit import pack_histogram
-from packtool.planning.budgets import check_media_tokens, pack_within_budgets
+from packtool.planning.budgets import PackLimits, check_media_tokens, pack_within_budgets
 from packtool.planning.pack_plan import (
     Int32Array,
     Int64Array,
@@ -61,9 +62,10 @@ def pack(
     media = check_media_tokens(media_tokens, checked, options.max_media_tokens_per_pack, capacity)
     if options.packing_algorithm == "binpacking":
         return _pack_in_batches(checked, capacity, options, seed, epoch)
+    job = _Job(checked, media, capacity, options, seed, epoch)
     if options.packing_window is None or len(checked) <= options.packing_window:
-        return _pack_window((checked, media, capacity, options, seed, epoch, 0))
-    return _pack_windows(checked, media, capacity, options, options.packing_window, seed, epoch)
+        return _pack_job(job)
+    return _pack_windows(job, options.packing_window)
 
 
 def pack_trees(
@@ -76,18 +78,19 @@ def pack_trees(
     epoch: int = 0,
     media_tokens: IntArray | None = None,
 ) -> PackPlan:
-    """Pack groups of samples with shared prefixes, each as one, by its computed tokens; arguments as for ``pack``.
+    """Pack the groups of prefix trees, each like one sample of its computed tokens; arguments as for ``pack``.
 
     ``lengths``, (N,), include prefixes; ``media_tokens``, (N,), are what each sample adds to its group. Each group has
     at most ``capacity`` tokens.
     """
     assert options.max_samples_per_pack is None, "a group is packed as one, however many samples it has"
-    media = None if media_tokens is None else trees.sums_per_group(media_tokens[trees.samples])
-    tokens = trees.sums_per_group(trees.new_tokens(lengths))
-    groups = pack(tokens, capacity, options, seed=seed, epoch=epoch, media_tokens=media)
+    group_media = None if media_tokens is None else trees.sums_per_group(media_tokens[trees.samples])
+    group_tokens = trees.sums_per_group(trees.new_tokens(lengths))
+    packs = pack(group_tokens, capacity, options, seed=seed, epoch=epoch, media_tokens=group_media)
     if trees.parts == "apart":
-        groups = separate_parts(groups, trees.tree_ids[trees.offsets[:-1]], media, options.max_media_tokens_per_pack)
-    return trees.expand(groups, lengths)
+        tree_of_group = trees.tree_ids[trees.offsets[:-1]]
+        packs = separate_parts(packs, tree_of_group, group_media, options.max_media_tokens_per_pack)
+    return trees.expand(packs, lengths)
 
 
 def pack_singletons(lengths: Lengths, capacity: int, *, seed: int, epoch: int = 0, shuffle: bool = True) -> PackPlan:
@@ -99,17 +102,26 @@ def pack_singletons(lengths: Lengths, capacity: int, *, seed: int, epoch: int = 
     return build_plan(samples, np.ones(len(checked), dtype=np.int64), checked, capacity)
 
 
-_Window = tuple[Int32Array, Int32Array | None, int, PackOptions, int, int, int]
-"""Lengths, media tokens, capacity, options, seed, epoch and stream offset of samples that one process packs."""
+class _Job(NamedTuple):
+    """Samples to pack by themselves; processes compute jobs of windows."""
+
+    lengths: Int32Array
+    media_tokens: Int32Array | None
+    capacity: int
+    options: PackOptions
+    seed: int
+    epoch: int
+    stream: int = 0
 
 
-def _pack_window(window: _Window) -> PackPlan:
-    lengths, media_tokens, capacity, options, seed, epoch, stream = window
+def _pack_job(job: _Job) -> PackPlan:
+    lengths, media_tokens, capacity, options, seed, epoch, stream = job
     max_samples, shuffle = options.max_samples_per_pack, options.shuffle
     # Without media tokens, their limit is not used.
-    limits = (capacity, options.max_media_tokens_per_pack or 0, max_samples or capacity)
+    limits = PackLimits(capacity, options.max_media_tokens_per_pack or 0, max_samples or capacity)
     if options.packing_algorithm == "sequential":
-        return build_plan(*place_sequential(lengths, media_tokens, limits, options.look_ahead), lengths, capacity)
+        samples, pack_sizes = place_sequential(lengths, media_tokens, limits, options.look_ahead)
+        return build_plan(samples, pack_sizes, lengths, capacity)
     if media_tokens is not None:
         return pack_within_budgets(
             lengths, media_tokens, limits, shuffle=shuffle, seed=seed, epoch=epoch, stream=stream
@@ -119,37 +131,24 @@ def _pack_window(window: _Window) -> PackPlan:
     )
 
 
-def _pack_windows(
-    lengths: Int32Array,
-    media_tokens: Int32Array | None,
-    capacity: int,
-    options: PackOptions,
-    window_size: int,
-    seed: int,
-    epoch: int,
-) -> PackPlan:
-    """Pack windows of at most ``window_size`` samples separately."""
+def _pack_windows(job: _Job, window_size: int) -> PackPlan:
+    """Divide the samples into windows of at most ``window_size``, and pack each by itself."""
+    lengths, media_tokens, options, num = job.lengths, job.media_tokens, job.options, len(job.lengths)
     keeps_order = options.packing_algorithm == "sequential"
-    windows = list(np.split(np.arange(len(lengths)), range(window_size, len(lengths), window_size)))
-    if not keeps_order:
-        windows = draw_windows(len(lengths), window_size, seed=seed)
-    jobs: list[_Window] = [
-        (
-            lengths[samples],
-            None if media_tokens is None else media_tokens[samples],
-            capacity,
-            options,
-            seed,
-            epoch,
-            of_window(number),
-        )
-        for number, samples in enumerate(windows)
-    ]
-    num_proc = options.packing_num_proc if len(lengths) >= _MIN_SAMPLES_FOR_PROCESSES else 1
-    plans = map_on_processes(_pack_window, jobs, num_proc)
+    if keeps_order:
+        windows = [np.arange(num)[start : start + window_size] for start in range(0, num, window_size)]
+    else:
+        windows = draw_windows(num, window_size, seed=job.seed)
+    jobs = []
+    for number, samples in enumerate(windows):
+        window_media = None if media_tokens is None else media_tokens[samples]
+        jobs.append(job._replace(lengths=lengths[samples], media_tokens=window_media, stream=of_window(number)))
+    num_proc = options.packing_num_proc if num >= _MIN_SAMPLES_FOR_PROCESSES else 1
+    plans = map_on_processes(_pack_job, jobs, num_proc)
     order = np.concatenate([samples[plan.samples] for samples, plan in zip(windows, plans, strict=True)])
-    plan = build_plan(order, np.concatenate([np.diff(plan.offsets) for plan in plans]), lengths, capacity)
-    return plan if keeps_order else _order_packs(plan, options, seed, epoch)
+    pack_sizes = np.concatenate([np.diff(plan.offsets) for plan in plans])
+    plan = build_plan(order, pack_sizes, lengths, job.capacity)
+    return plan if keeps_order else _order_packs(plan, options, job.seed, job.epoch)
 
 
 def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
@@ -175,11 +174,12 @@ def _pack_in_batches(lengths: Int32Array, capacity: int, options: PackOptions, s
     chains = [order[start : start + chain_size] for start in range(0, len(order), chain_size)]
     jobs = [(samples, lengths[samples], capacity, options.packing_batch_size) for samples in chains]
     num_proc = options.packing_num_proc if len(order) >= _MIN_SAMPLES_FOR_CHAIN_PROCESSES else 1
-    results = map_on_processes(_pack_chain, jobs, num_proc)
-    packed = np.concatenate([order[:0], *(packed for packed, _ in results)])
-    sizes = np.concatenate([order[:0], *(sizes for _, sizes in results)])
-    assert len(packed) == len(lengths) == sizes.sum(), "binpacking neither loses samples nor makes empty packs"
-    plan = build_plan(packed, sizes, lengths, capacity)
+    packed_chains = map_on_processes(_pack_chain, jobs, num_proc)
+    empty = np.zeros(0, np.int64)  # there may be no chain
+    packed = np.concatenate([empty, *(samples for samples, _ in packed_chains)])
+    pack_sizes = np.concatenate([empty, *(sizes for _, sizes in packed_chains)])
+    assert len(packed) == len(lengths) == pack_sizes.sum(), "binpacking neither loses samples nor makes empty packs"
+    plan = build_plan(packed, pack_sizes, lengths, capacity)
     if options.shuffle:
         by_length = np.argsort(-plan.lengths, kind="stable")
         stream = RandomStream.WITHIN_LENGTH_OF_BATCHES
@@ -229,11 +229,12 @@ def map_on_processes(
     with contextlib.ExitStack() as stack:
         # Workers of data loaders may not have children.
         if num_proc <= 1 or multiprocessing.current_process().daemon:
-            iterator: Iterator[Result] = map(function, jobs)
+            lazy_results: Iterator[Result] = map(function, jobs)
         else:
-            iterator = stack.enter_context(WorkerPool[Job, Result](num_proc, _make_runner, function)).map(jobs)
+            pool = stack.enter_context(WorkerPool[Job, Result](num_proc, _make_runner, function))
+            lazy_results = pool.map(jobs)
         try:
-            for result in iterator:
+            for result in lazy_results:
                 results.append(result)
                 on_progress(len(results))
         except WorkerDied:
@@ -263,7 +264,7 @@ def place_next_fit(lengths: Int32Array, capacity: int, max_samples: int) -> Int6
 
 
 def place_sequential(
-    lengths: Int32Array, media_tokens: Int32Array | None, limits: tuple[int, int, int], look_ahead: int
+    lengths: Int32Array, media_tokens: Int32Array | None, limits: PackLimits, look_ahead: int
 ) -> tuple[Int64Array, Int64Array]:
     """Start each pack with the first waiting sample, and fill it from the ``look_ahead`` samples waiting after it.
 
@@ -272,18 +273,17 @@ def place_sequential(
     sample is packed, at most ``look_ahead`` earlier samples still wait, and a sample waits for at most ``look_ahead +
     1`` packs. Cost: O(log look_ahead) searches a sample, about four microseconds.
 
-    Lengths and media tokens (None for no limit), (N,), are in order; no sample exceeds ``limits``, maximum tokens,
-    media tokens and samples of a pack. Returns samples in pack order, int64 (N,), and the samples of each pack, (K,).
+    Lengths and media tokens (None for no limit), (N,), are in order; no sample exceeds ``limits``. Returns samples in
+    pack order, int64 (N,), and the number of samples in each pack, (K,).
     """
-    capacity, max_media_tokens, max_samples = limits
     if look_ahead == 0 and media_tokens is None:
-        return np.arange(len(lengths)), place_next_fit(lengths, capacity, max_samples)
+        return np.arange(len(lengths)), place_next_fit(lengths, limits.tokens, limits.samples)
     media = [0] * len(lengths) if media_tokens is None else media_tokens.tolist()
     queue = _Queue(lengths.tolist(), media, look_ahead)
     order: list[int] = []
-    sizes: list[int] = []
+    pack_sizes: list[int] = []
     while queue.refill():
-        free, free_media, size = capacity, max_media_tokens, 0
+        free, free_media, size = limits.tokens, limits.media_tokens, 0
         index = queue.first()
         while index >= 0:
             sample = queue.take(index)
@@ -291,13 +291,13 @@ def place_sequential(
             free -= queue.lengths[sample]
             free_media -= queue.media[sample]
             size += 1
-            if size == max_samples:
+            if size == limits.samples:
                 break
             if size > 1:
                 queue.refill()
             index = queue.best(free, free_media)
-        sizes.append(size)
-    return np.array(order, dtype=np.int64), np.array(sizes, dtype=np.int64)
+        pack_sizes.append(size)
+    return np.array(order, dtype=np.int64), np.array(pack_sizes, dtype=np.int64)
 
 
 class _Queue:
@@ -338,28 +338,34 @@ class _Queue:
         return sample
 
     def best(self, free: int, free_media: int) -> int:
-        """Find the index of the sample that best fills ``free`` tokens and ``free_media`` media tokens, or -1."""
-        waiting, num = self._waiting, self._num
-        longest = self._last_fitting(bisect_right(waiting, (free + 1) * num - 1) - 1, free_media)
-        if longest < 0:
+        """Find the index of the sample that best fills ``free`` tokens and ``free_media`` media tokens, or -1.
+
+        Samples are tried longest first, each together with the longest second sample that then still fits.
+        """
+        index = best = self._longest_fitting(free, free_media)
+        if index < 0:
             return -1
-        best, min_free = longest, free - waiting[longest] // num
-        index = longest
+        min_free = free - self._length(index)
         for _ in range(_MAX_ATTEMPTS):
             if min_free == 0 or index < 0:
                 break
-            length = waiting[index] // num
+            length = self._length(index)
             if 2 * length < free:
                 break
             free_after = free - length
-            second = bisect_right(waiting, (free_after + 1) * num - 1) - 1
-            if second == index:
-                second -= 1
-            second = self._last_fitting(second, free_media - self.media[self._sample(index)])
-            if second >= 0 and free_after - waiting[second] // num < min_free:
-                best, min_free = index, free_after - waiting[second] // num
+            media_after = free_media - self.media[self._sample(index)]
+            second = self._longest_fitting(free_after, media_after, excluded=index)
+            if second >= 0 and free_after - self._length(second) < min_free:
+                best, min_free = index, free_after - self._length(second)
             index = self._last_fitting(index - 1, free_media)
         return best
+
+    def _longest_fitting(self, free: int, free_media: int, excluded: int = -1) -> int:
+        """Find the index of the longest sample that fits, the earliest of equally long ones; or -1."""
+        index = bisect_right(self._waiting, (free + 1) * self._num - 1) - 1
+        if index == excluded:
+            index -= 1
+        return self._last_fitting(index, free_media)
 
     def _last_fitting(self, index: int, free_media: int) -> int:
         """Find the last index, from ``index`` down, of a sample whose media tokens fit; or -1."""
@@ -373,3 +379,6 @@ class _Queue:
 
     def _sample(self, index: int) -> int:
         return self._num - 1 - self._waiting[index] % self._num
+
+    def _length(self, index: int) -> int:
+        return self._waiting[index] // self._num

@@ -27,8 +27,8 @@ def contents(placements: Placements) -> list[list[int]]:
     columns = zip(
         placements.first_pack.tolist(),
         placements.num_packs.tolist(),
-        placements.slot.tolist(),
-        placements.per_pack.tolist(),
+        placements.first_slot.tolist(),
+        placements.samples_per_pack.tolist(),
         placements.length.tolist(),
         strict=True,
     )
@@ -69,5 +69,5 @@ def test_placements_are_in_falling_order_of_length() -> None:
 
 def test_number_of_placements_does_not_grow_with_the_samples() -> None:
     lengths = list(range(400, 0, -1))
-    few, many = (len(place_best_fit(lengths, [count] * 400, 1000).slot) for count in (100, 10_000))
+    few, many = (len(place_best_fit(lengths, [count] * 400, 1000).first_slot) for count in (100, 10_000))
     assert many < 2 * few

@@ -16,7 +16,13 @@ from packtool.planning.best_fit import Placements, place_exact_fit
 def pack_sums(placements: Placements) -> list[list[int]]:
     """Lengths in each pack, by slot; checks that every slot is given once."""
     packs: list[dict[int, int]] = [{} for _ in placements.pack_sizes]
-    columns = (placements.first_pack, placements.num_packs, placements.slot, placements.per_pack, placements.length)
+    columns = (
+        placements.first_pack,
+        placements.num_packs,
+        placements.first_slot,
+        placements.samples_per_pack,
+        placements.length,
+    )
     for first_pack, num, slot, per_pack, length in zip(*(column.tolist() for column in columns), strict=True):
         for pack in packs[first_pack : first_pack + num]:
             for place in range(slot, slot + per_pack):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packtool.planning.budgets import PackLimits
 from packtool.planning.packing import place_next_fit, place_sequential
 from tests.planning.test_packing import lognormal_lengths, next_fit
 
@@ -22,7 +23,7 @@ def test_bounded_displacement(
 ) -> None:
     lengths = np.array([1 + round(99 * part) for part in parts], dtype=np.int32)
     media = (lengths * 7 % 60).astype(np.int32)
-    limits = (100, max_media or 0, max_samples or 100)
+    limits = PackLimits(100, max_media or 0, max_samples or 100)
     order, sizes = place_sequential(lengths, media if max_media else None, limits, look_ahead)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     waiting = set(range(len(lengths)))
@@ -56,7 +57,7 @@ def test_no_look_ahead_equals_next_fit(parts: list[float], max_samples: int | No
     assert start == len(lengths)
     if max_samples is None:
         assert len(sizes) == next_fit(lengths, 100)
-    order, same = place_sequential(lengths, None, (100, 0, max_samples or 100), 0)
+    order, same = place_sequential(lengths, None, PackLimits(100, 0, max_samples or 100), 0)
     assert order.tolist() == list(range(len(lengths)))
     assert same.tolist() == sizes.tolist()
 
@@ -69,5 +70,5 @@ def test_looking_ahead_fills_packs(median: float, sigma: float, reached: tuple[f
     bound = -(-int(lengths.sum(dtype=np.int64)) // 10240)
     assert next_fit(lengths, 10240) > 1.2 * bound
     for look_ahead, over in zip((16, 64, 256), reached, strict=True):
-        _, sizes = place_sequential(lengths, None, (10240, 0, 10240), look_ahead)
+        _, sizes = place_sequential(lengths, None, PackLimits(10240, 0, 10240), look_ahead)
         assert len(sizes) <= (1 + over) * bound
