@@ -69,10 +69,10 @@ class Placements:
     @classmethod
     def from_rows(cls, rows: Sequence[Placement], ranges: Iterable[PackRange]) -> Placements:
         """Build placements; ``ranges`` are all packs, in any order."""
-        table = np.array(rows, dtype=np.int64).reshape(-1, len(Placement._fields))
+        table = np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, len(Placement._fields))
         first_pack, num_packs, first_slot, samples_per_pack, length = np.ascontiguousarray(table.T)
-        sorted_ranges = np.array(sorted(ranges), dtype=np.int64).reshape(-1, len(PackRange._fields))
-        pack_sizes = np.repeat(sorted_ranges[:, 2], sorted_ranges[:, 1])
+        packs = np.fromiter(itertools.chain.from_iterable(sorted(ranges)), np.int64).reshape(-1, len(PackRange._fields))
+        pack_sizes = np.repeat(packs[:, 2], packs[:, 1])
         return cls(first_pack, num_packs, first_slot, samples_per_pack, length, pack_sizes)
 
     @property

@@ -16,7 +16,7 @@ split, packed and counted as a sequence of numbers: the sum of ``length - shared
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,10 @@ class Prefixes:
     def num_samples(self) -> int:
         """The number N of samples."""
         return len(self.offsets) - 1
+
+    def owners(self) -> Int64Array:
+        """Return the sample of each prefix, int64 (M,)."""
+        return np.repeat(np.arange(self.num_samples), np.diff(self.offsets))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,48 +147,47 @@ def plan_trees(
     """
     assert len(lengths) == prefixes.num_samples
     forest = _Forest.from_prefixes(prefixes, min_shared)
+    # Samples in depth-first order, and what each shares with the one before it: tokens, and the index of the prefix.
     order = np.lexsort((np.arange(len(lengths)), forest.preorder()[forest.ends]))
     order = order[lengths[order] <= (capacity if max_length is None else max_length)]
-    ends = forest.ends[order]
     common_nodes = np.full(len(order), NOTHING, np.int64)
-    common_nodes[1:] = forest.common_ancestors(ends[:-1], ends[1:])
-    # Tokens that each sample shares with the one before it, and the index of that prefix.
-    shared, entries = forest.lengths[common_nodes], forest.entries[common_nodes]
+    common_nodes[1:] = forest.common_ancestors(forest.ends[order[:-1]], forest.ends[order[1:]])
+    shared, shared_prefixes = forest.lengths[common_nodes], forest.prefixes[common_nodes]
     # Trees in the order of their first samples.
     starts = np.flatnonzero(shared == 0)
     if len(starts):
-        first = np.minimum.reduceat(order, starts)
-        by_first = np.argsort(np.repeat(first, np.diff(np.append(starts, len(order)))), kind="stable")
-        order, shared, entries = order[by_first], shared[by_first], entries[by_first]
+        first_samples = np.minimum.reduceat(order, starts)
+        tree_sizes = np.diff(np.append(starts, len(order)))
+        by_first = np.argsort(np.repeat(first_samples, tree_sizes), kind="stable")
+        order, shared, shared_prefixes = order[by_first], shared[by_first], shared_prefixes[by_first]
     tree_ids = forest.roots()[order]  # trees are split, and branches reordered, within a tree
     if max_media_tokens is None and max_samples is None:
-        positions, shared, entries = _pack_wide_trees(lengths[order], shared, entries, capacity)
+        positions, shared, shared_prefixes = _pack_wide_trees(lengths[order], shared, shared_prefixes, capacity)
         order = order[positions]
-    limits: list[_Limit] = [(lengths[order].astype(np.int64), shared, capacity)]
+    limits = [_Limit(lengths[order].astype(np.int64), shared, capacity)]
     if media_tokens is not None and max_media_tokens is not None:
-        values, prefix_values = media_tokens
-        shared_values = np.append(prefix_values, 0)[entries]  # the last one where nothing is shared
-        limits.append((values[order].astype(np.int64), shared_values, max_media_tokens))
+        sample_media, prefix_media = media_tokens
+        shared_media = np.append(prefix_media, 0)[shared_prefixes]  # ``NOTHING`` selects the last one
+        limits.append(_Limit(sample_media[order].astype(np.int64), shared_media, max_media_tokens))
     starts = _split_trees(shared, limits, max_samples or max(len(order), 1))
-    shared[starts], entries[starts] = 0, NOTHING
-    return PrefixTrees(order.astype(np.int64), np.append(starts, len(order)), shared, entries, tree_ids)
+    shared[starts], shared_prefixes[starts] = 0, NOTHING
+    return PrefixTrees(order.astype(np.int64), np.append(starts, len(order)), shared, shared_prefixes, tree_ids)
 
 
 def rebuild_trees(packs: PackPlan, prefixes: Prefixes, *, min_shared: int) -> PrefixTrees | None:
     """Rebuild the trees of a plan made with ``min_shared``, each pack a group; None if its prefixes were others."""
     assert packs.shared is not None, "the plan has shared prefixes"
-    owners = np.repeat(np.arange(prefixes.num_samples), np.diff(prefixes.offsets))
     # Sample and prefix length in one number, ascending.
-    keys = owners << 31 | prefixes.lengths
+    keys = prefixes.owners() << 31 | prefixes.lengths
     has_prefix = packs.shared > 0
-    wanted = (packs.samples << 31 | packs.shared + 1)[has_prefix]
-    places = np.searchsorted(keys, wanted)
-    if (places == len(keys)).any() or (keys[places] != wanted).any():
+    wanted_keys = (packs.samples << 31 | packs.shared + 1)[has_prefix]
+    indices = np.searchsorted(keys, wanted_keys)
+    if (indices == len(keys)).any() or (keys[indices] != wanted_keys).any():
         return None
-    entries = np.full(packs.num_samples, NOTHING, np.int64)
-    entries[has_prefix] = places
+    shared_prefixes = np.full(packs.num_samples, NOTHING, np.int64)
+    shared_prefixes[has_prefix] = indices
     tree_ids = _Forest.from_prefixes(prefixes, min_shared).roots()[packs.samples]
-    return PrefixTrees(packs.samples, packs.offsets, packs.shared, entries, tree_ids)
+    return PrefixTrees(packs.samples, packs.offsets, packs.shared, shared_prefixes, tree_ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,30 +196,32 @@ class _Forest:
 
     parents: Int64Array  # (H + 1,), the next shorter prefix of the same samples
     lengths: Int32Array  # (H + 1,), tokens that samples with the prefix share
-    entries: Int64Array  # (H + 1,), index of the prefix among all, in the first sample that has it
+    prefixes: Int64Array  # (H + 1,), index of the prefix among all, in the first sample that has it
     ends: Int64Array  # (N,), the longest node of each sample
 
     @classmethod
     def from_prefixes(cls, prefixes: Prefixes, min_shared: int) -> _Forest:
-        owners = np.repeat(np.arange(prefixes.num_samples), np.diff(prefixes.offsets))
-        entries = np.flatnonzero(prefixes.lengths > min_shared)
+        """Find the prefixes with more than ``min_shared`` tokens that several samples have, by equal hashes."""
         # Most hashes occur once: a plain sort, which is cheap, removes them first.
-        hashes = prefixes.hashes[entries]
-        sorted_hashes = np.sort(hashes)
-        entries = entries[np.isin(hashes, sorted_hashes[1:][sorted_hashes[1:] == sorted_hashes[:-1]], kind="sort")]
-        _, first, node = np.unique(prefixes.hashes[entries], return_index=True, return_inverse=True)
+        long = np.flatnonzero(prefixes.lengths > min_shared)
+        hashes = np.sort(prefixes.hashes[long])
+        repeated_hashes = hashes[1:][hashes[1:] == hashes[:-1]]
+        shared = long[np.isin(prefixes.hashes[long], repeated_hashes, kind="sort")]
+        # ``node_of`` is the node of each shared prefix, ``first`` the first prefix of each node.
+        _, first, node_of = np.unique(prefixes.hashes[shared], return_index=True, return_inverse=True)
         # Numbered by first occurrence, so that a parent's number is below its children's.
         by_first = np.argsort(first)
-        first, node = first[by_first], invert_order(by_first)[node]
-        owner = owners[entries]
+        first, node_of = first[by_first], invert_order(by_first)[node_of]
+        # The parent is the next shorter shared prefix of the same sample, the one before it.
+        owners = prefixes.owners()[shared]
         parents = np.full(len(first) + 1, NOTHING, np.int64)
         if len(first):
-            has_parent = (first > 0) & (owner[first - 1] == owner[first])
-            parents[:-1][has_parent] = node[first[has_parent] - 1]
+            has_parent = (first > 0) & (owners[first - 1] == owners[first])
+            parents[:-1][has_parent] = node_of[first[has_parent] - 1]
         ends = np.full(prefixes.num_samples, NOTHING, np.int64)
-        ends[owner] = node  # of several, the last one stays: the longest
-        lengths = np.append(prefixes.lengths[entries[first]] - 1, 0).astype(np.int32)
-        return cls(parents, lengths, np.append(entries[first], NOTHING), ends)
+        ends[owners] = node_of  # of several, the last one stays: the longest
+        lengths = np.append(prefixes.lengths[shared[first]] - 1, 0).astype(np.int32)
+        return cls(parents, lengths, np.append(shared[first], NOTHING), ends)
 
     def depths(self) -> Int64Array:
         """Count the ancestors of each node, (H + 1,); -1 for ``NOTHING``."""
@@ -238,61 +243,73 @@ class _Forest:
     def preorder(self) -> Int64Array:
         """Number the nodes in depth-first order, siblings by number, (H + 1,); the last is H."""
         depths = self.depths()[:-1]
-        sizes = np.ones(len(depths), np.int64)
         levels = [np.flatnonzero(depths == depth) for depth in range(int(depths.max(initial=-1)) + 1)]
-        for level in levels[:0:-1]:
-            np.add.at(sizes, self.parents[level], sizes[level])
-        positions = np.full(len(self.parents), len(depths), np.int64)
-        for level in levels:
-            level = level[np.argsort(self.parents[level], kind="stable")]
-            parents = self.parents[level]
-            before = np.cumsum(sizes[level]) - sizes[level]
-            starts = np.flatnonzero(np.diff(parents, prepend=NOTHING - 1))
-            own = before - np.repeat(before[starts], np.diff(np.append(starts, len(level))))
-            positions[level] = own + np.where(parents == NOTHING, 0, positions[parents] + 1)
-        return positions
+        subtree_sizes = np.ones(len(depths), np.int64)
+        for nodes in levels[:0:-1]:
+            np.add.at(subtree_sizes, self.parents[nodes], subtree_sizes[nodes])
+        numbers = np.full(len(self.parents), len(depths), np.int64)
+        for nodes in levels:
+            # A node follows its parent and the subtrees of its earlier siblings.
+            nodes = nodes[np.argsort(self.parents[nodes], kind="stable")]
+            parents = self.parents[nodes]
+            before = np.cumsum(subtree_sizes[nodes]) - subtree_sizes[nodes]
+            first_siblings = np.flatnonzero(np.diff(parents, prepend=NOTHING - 1))
+            num_siblings = np.diff(np.append(first_siblings, len(nodes)))
+            before_in_parent = before - np.repeat(before[first_siblings], num_siblings)
+            numbers[nodes] = before_in_parent + np.where(parents == NOTHING, 0, numbers[parents] + 1)
+        return numbers
 
     def common_ancestors(self, one: Int64Array, other: Int64Array) -> Int64Array:
         """Find the deepest common ancestors of pairs of nodes, which may be one of the two; or ``NOTHING``."""
         depths = self.depths()
         one, other = one.copy(), other.copy()
-        while len(apart := np.flatnonzero(one != other)):
-            a, b = one[apart], other[apart]
-            one[apart] = np.where(depths[a] >= depths[b], self.parents[a], a)
-            other[apart] = np.where(depths[b] >= depths[a], self.parents[b], b)
+        while len(pairs := np.flatnonzero(one != other)):
+            # The deeper node of a pair moves up to its parent, or both do.
+            a, b = one[pairs], other[pairs]
+            one[pairs] = np.where(depths[a] >= depths[b], self.parents[a], a)
+            other[pairs] = np.where(depths[b] >= depths[a], self.parents[b], b)
         return one
 
 
-_Limit = tuple[Int64Array, IntArray, int]
-"""Amount of each sample, (N,), the part of it shared with the sample before, (N,), and the maximum of a group."""
+class _Limit(NamedTuple):
+    """Maximum tokens, or media tokens, of a group.
+
+    ``values``, (N,), are of samples in depth-first order; ``shared``, (N,), is the part of them that each sample shares
+    with the one before it, which is counted for the first sample of a group only.
+    """
+
+    values: Int64Array
+    shared: IntArray
+    maximum: int
 
 
 def _split_trees(shared: Int32Array, limits: list[_Limit], max_samples: int) -> Int64Array:
     """Find the first samples of groups: of each tree, and wherever a group would exceed a limit or ``max_samples``."""
     trees = np.flatnonzero(shared == 0)
     stops = np.append(trees, len(shared))[1:]
+    cumulative = [np.cumsum(limit.values - limit.shared) for limit in limits]
     fits = stops - trees <= max_samples
-    sums = [np.cumsum(values - before) for values, before, _ in limits]
-    for (values, _, limit), total in zip(limits, sums, strict=True):
-        fits &= total[stops - 1] - total[trees] + values[trees] <= limit
+    for limit, total in zip(limits, cumulative, strict=True):
+        fits &= total[stops - 1] - total[trees] + limit.values[trees] <= limit.maximum
     starts = trees[fits].tolist()
-    for start, stop in zip(trees[~fits].tolist(), stops[~fits].tolist(), strict=True):
+    for tree, stop in zip(trees[~fits].tolist(), stops[~fits].tolist(), strict=True):
+        start = tree
         while start < stop:
             starts.append(start)
-            end = min(
-                int(np.searchsorted(total, limit - int(values[start]) + int(total[start]), side="right"))
-                for (values, _, limit), total in zip(limits, sums, strict=True)
-            )
-            start = min(max(end, start + 1), start + max_samples, stop)
+            group_stop = min(start + max_samples, stop)
+            for limit, total in zip(limits, cumulative, strict=True):
+                max_total = limit.maximum - int(limit.values[start]) + int(total[start])
+                group_stop = min(group_stop, int(np.searchsorted(total, max_total, side="right")))
+            start = max(group_stop, start + 1)
     return np.sort(np.array(starts, np.int64))
 
 
-WIDE = 64
-"""Branches of a tree from which it is packed by itself."""
+MIN_BRANCHES = 64
+"""Branches of a tree from which they are packed by best fit."""
 
 
 def _pack_wide_trees(
-    lengths: IntArray, shared: Int32Array, entries: Int64Array, capacity: int
+    lengths: IntArray, shared: Int32Array, shared_prefixes: Int64Array, capacity: int
 ) -> tuple[Int64Array, Int32Array, Int64Array]:
     """Distribute the branches of wide trees over packs, each with the trunk, by best-fit decreasing.
 
@@ -302,41 +319,48 @@ def _pack_wide_trees(
         depth-first   2 5 | 2 4 2 | 2 3 1 | 2 3       four packs
         best fit      2 5 1 | 2 4 2 | 2 3 3           three
 
-    Takes lengths, ``shared`` and ``entries``, (N,) each, of samples in depth-first order. Returns a new order, and
-    ``shared`` and ``entries`` in it: each pack is then a tree.
+    The trunk is the prefix that all samples of a tree share; a branch is samples that share more than that. All arrays,
+    (N,), are of samples in depth-first order. Returns a new order, and ``shared`` and ``shared_prefixes`` in it, in
+    which each pack is a tree of its own.
     """
-    positions, shared, entries = np.arange(len(shared)), shared.copy(), entries.copy()
-    trees = np.flatnonzero(shared == 0)
-    sizes = np.diff(np.append(trees, len(shared)))
-    for start, size in zip(trees[sizes >= WIDE].tolist(), sizes[sizes >= WIDE].tolist(), strict=True):
+    positions, shared, shared_prefixes = np.arange(len(shared)), shared.copy(), shared_prefixes.copy()
+    starts = np.flatnonzero(shared == 0)
+    sizes = np.diff(np.append(starts, len(shared)))
+    is_wide = sizes >= MIN_BRANCHES
+    for start, size in zip(starts[is_wide].tolist(), sizes[is_wide].tolist(), strict=True):
         tree = slice(start, start + size)
-        trunk_end = 1 + int(shared[tree][1:].argmin())
-        trunk, trunk_entry = int(shared[tree][trunk_end]), entries[tree][trunk_end]
-        branches = np.flatnonzero(shared[tree] <= trunk)
-        tokens = np.add.reduceat(lengths[tree] - np.maximum(shared[tree], trunk), branches)
-        fits = np.flatnonzero(tokens <= capacity - trunk)
-        if len(fits) < WIDE or tokens.sum() <= capacity - trunk:
+        least_shared = start + 1 + int(shared[tree][1:].argmin())
+        trunk_tokens, trunk_prefix = int(shared[least_shared]), shared_prefixes[least_shared]
+        branches = np.flatnonzero(shared[tree] <= trunk_tokens)
+        branch_tokens = np.add.reduceat(lengths[tree] - np.maximum(shared[tree], trunk_tokens), branches)
+        space = capacity - trunk_tokens
+        fits = np.flatnonzero(branch_tokens <= space)
+        if len(fits) < MIN_BRANCHES or branch_tokens.sum() <= space:
             continue
-        packs = pack_histogram(tokens[fits].astype(np.int32), capacity - trunk, shuffle=False, seed=0, epoch=0)
+        packs = pack_histogram(branch_tokens[fits].astype(np.int32), space, shuffle=False, seed=0, epoch=0)
         too_long = np.setdiff1d(np.arange(len(branches)), fits)
-        order = np.concatenate([fits[packs.samples], too_long])
-        members, branch_starts = gather_groups(np.append(branches, size), order)
-        members, branch_starts = members + start, branch_starts[:-1] + start
-        positions[tree], shared[tree], entries[tree] = members, shared[members], entries[members]
-        shared[branch_starts], entries[branch_starts] = trunk, trunk_entry
-        pack_starts = branch_starts[np.append(packs.offsets[:-1], np.arange(len(fits), len(order)))]
-        shared[pack_starts], entries[pack_starts] = 0, NOTHING
-    return positions, shared, entries
+        branch_order = np.concatenate([fits[packs.samples], too_long])
+        members, branch_offsets = gather_groups(np.append(branches, size), branch_order)
+        # Move the branches. Each shares the trunk with the one before it, but for the first of a pack.
+        positions[tree] = start + members
+        shared[tree], shared_prefixes[tree] = shared[start + members], shared_prefixes[start + members]
+        branch_starts = start + branch_offsets[:-1]
+        shared[branch_starts], shared_prefixes[branch_starts] = trunk_tokens, trunk_prefix
+        first_branches = np.append(packs.offsets[:-1], np.arange(len(fits), len(branches)))
+        pack_starts = branch_starts[first_branches]
+        shared[pack_starts], shared_prefixes[pack_starts] = 0, NOTHING
+    return positions, shared, shared_prefixes
 
 
 def select_samples(trees: PrefixTrees, is_selected: npt.NDArray[np.bool_]) -> PrefixTrees:
     """Keep flagged samples, (n,), at least one; two that become neighbors share what all between them shared."""
     positions: IntArray = np.flatnonzero(is_selected[trees.samples])
-    # The minimum shared since the previous neighbor, and its position, in one number.
+    # The minimum shared since the previous kept sample: tokens and position are compared as one number.
     keys = trees.shared.astype(np.int64) * len(is_selected) + np.arange(len(trees.samples))
-    min_positions = np.minimum.reduceat(keys[: positions[-1] + 1], np.append(0, positions[:-1] + 1)) % len(is_selected)
+    starts = np.append(0, positions[:-1] + 1)
+    least_shared = np.minimum.reduceat(keys[: positions[-1] + 1], starts) % len(is_selected)
     offsets = np.unique(np.searchsorted(positions, trees.offsets))
-    shared, prefixes = trees.shared[min_positions], trees.prefixes[min_positions]
+    shared, prefixes = trees.shared[least_shared], trees.prefixes[least_shared]
     shared[offsets[:-1]], prefixes[offsets[:-1]] = 0, NOTHING
     return replace(
         trees,
@@ -375,29 +399,31 @@ class Branch:
         return self.stop - self.start
 
 
-def find_branches(new: IntArray, shared: IntArray | None = None) -> list[Branch]:
+def find_branches(new_tokens: IntArray, shared: IntArray | None = None) -> list[Branch]:
     """List the branches of one pack, each after its parent, in the order of their tokens in the pack.
 
-    Cost: each sample is visited once for each prefix that it shares. ``new``, (S,), are tokens that each sample adds to
-    the pack, 1 or more, and ``shared``, (S,), those that it shares with the one before it, fewer than either has.
+    ``new_tokens``, (S,), are what each sample adds to the pack, 1 or more, and ``shared``, (S,), what it shares with
+    the one before it, fewer than either has. Cost: each sample is visited once for each prefix that it shares.
     """
-    shared_tokens = [0] * (len(new) + 1) if shared is None else [*shared.tolist(), 0]
-    lengths = [added + before for added, before in zip(new.tolist(), shared_tokens, strict=False)]
+    num_samples = len(new_tokens)
+    shared_tokens = [0] * num_samples if shared is None else shared.tolist()
+    lengths = [new + old for new, old in zip(new_tokens.tolist(), shared_tokens, strict=True)]
+    shared_tokens.append(0)  # the end of the pack ends all prefixes
     branches: list[Branch] = []
     path: list[int] = []  # branches of the current sample
     for sample, length in enumerate(lengths):
         while path and branches[path[-1]].stop > shared_tokens[sample]:
             path.pop()
-        # Prefixes of this sample end where the following samples share less of it.
-        prefix_length, last_of_prefix = length, dict[int, int]()
-        for other in range(sample + 1, len(shared_tokens)):
-            if prefix_length > shared_tokens[other]:
-                last_of_prefix[prefix_length] = other
-                prefix_length = shared_tokens[other]
-            if prefix_length <= shared_tokens[sample]:
-                break
-        for stop in sorted(last_of_prefix):
+        # A prefix of this sample ends at the first of the following samples that shares less of it.
+        end_of_prefix = dict[int, int]()
+        prefix_length, following = length, sample + 1
+        while prefix_length > shared_tokens[sample] and following <= num_samples:
+            if prefix_length > shared_tokens[following]:
+                end_of_prefix[prefix_length] = following
+                prefix_length = shared_tokens[following]
+            following += 1
+        for stop in sorted(end_of_prefix):
             start, parent = (branches[path[-1]].stop, path[-1]) if path else (0, NOTHING)
             path.append(len(branches))
-            branches.append(Branch(sample, last_of_prefix[stop], start, stop, parent))
+            branches.append(Branch(sample, end_of_prefix[stop], start, stop, parent))
     return branches

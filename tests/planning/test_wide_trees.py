@@ -26,7 +26,7 @@ def planned(tails: list[list[int]], capacity: int, **options: int) -> tuple[Pref
 
 
 def test_packs_match_the_diagram(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_trees, "WIDE", 2)
+    monkeypatch.setattr(prefix_trees, "MIN_BRANCHES", 2)
     lengths, capacity = np.array([5, 4, 2, 3, 1, 3]) + 2, 8
     shared, result = np.array([0, 2, 2, 2, 2, 2], np.int32), np.array([-1, 7, 7, 7, 7, 7])
     places, shared, result = prefix_trees._pack_wide_trees(lengths, shared, result, capacity)
