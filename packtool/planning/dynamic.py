@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,16 @@ from packtool.planning.pack_plan import Costs, Int64Array, IntArray, PackPlan, t
 from packtool.planning.prefix_trees import PrefixTrees
 from packtool.planning.steps import StepAssignment
 
-_CELLS_AT_ONCE = 1 << 22
+_BINS_AT_ONCE = 1 << 22
 _MAX_LARGE_SAMPLES = 8
 """Samples per micro-batch up to which their sizes, not only their sum, bound the number of micro-batches."""
 
-Limit = tuple[IntArray, int]
-"""Sizes of the samples, (K,), and their maximum sum in a micro-batch."""
+
+class Limit(NamedTuple):
+    """Sizes of the samples, (K,) or (S, n), and their maximum sum in a micro-batch."""
+
+    sizes: IntArray
+    maximum: int
 
 
 def assign_by_tokens(
@@ -55,11 +59,11 @@ def assign_by_tokens(
             f"Raise it to {longest}, or leave those samples out with --max-length {max_tokens}.",
         )
     limits = _limits(lengths, max_tokens, max_samples)
-    return _divide(lengths, limits, samples_per_step, num_ranks, is_assigned=False)
+    return _divide(lengths, limits, samples_per_step, num_ranks, ranks_first=False)
 
 
 def assign_samples(
-    units: PackPlan, costs: Costs | None, options: PlanOptions, media_tokens: IntArray | None = None
+    samples: PackPlan, costs: Costs | None, options: PlanOptions, media_tokens: IntArray | None = None
 ) -> StepAssignment:
     """Divide the samples of each step of unpacked training into packs of equal work, few for each rank.
 
@@ -71,77 +75,91 @@ def assign_samples(
     A step has the samples of the unpacked run with the same seed: loss, gradient and weights are the same in exact
     arithmetic. Every rank has equally many micro-batches in a step; some may be empty.
 
-    ``units`` are the N samples of the epoch, in its order, and ``costs``, (N,), their work, by default their tokens;
-    ``media_tokens`` are by sample number, and needed with ``max_media_tokens_per_pack``.
+    ``samples`` are the N samples of the epoch, one a pack, in its order, and ``costs``, (N,), their work, by default
+    their tokens; ``media_tokens`` are by sample number, and needed with ``max_media_tokens_per_pack``.
     """
     assert options.samples_per_step is not None
-    limits = _limits(units.lengths, units.capacity, options.max_samples_per_pack)
-    max_media, media = options.max_media_tokens_per_pack, None if media_tokens is None else media_tokens[units.samples]
-    media = check_media_tokens(media, units.lengths, max_media, units.capacity)
+    limits = _limits(samples.lengths, samples.capacity, options.max_samples_per_pack)
+    max_media = options.max_media_tokens_per_pack
+    media = None if media_tokens is None else media_tokens[samples.samples]
+    media = check_media_tokens(media, samples.lengths, max_media, samples.capacity)
     if media is not None and max_media is not None:
-        limits.append((media, max_media))
-    work = units.lengths.astype(np.float64) if costs is None else costs
-    return _divide(work, limits, options.samples_per_step, options.world_size, is_assigned=True)
+        limits.append(Limit(media, max_media))
+    work = samples.lengths.astype(np.float64) if costs is None else costs
+    return _divide(work, limits, options.samples_per_step, options.world_size, ranks_first=True)
 
 
 def _limits(lengths: IntArray, max_tokens: int, max_samples: int | None) -> list[Limit]:
-    counts = [] if max_samples is None else [(np.ones(len(lengths), np.int64), max_samples)]
-    return [(lengths, max_tokens), *counts]
+    limits = [Limit(lengths, max_tokens)]
+    if max_samples is not None:
+        limits.append(Limit(np.ones(len(lengths), np.int64), max_samples))
+    return limits
 
 
 def _divide(
-    work: npt.NDArray[Any], limits: Sequence[Limit], samples_per_step: int, num_ranks: int, *, is_assigned: bool
+    work: npt.NDArray[Any], limits: Sequence[Limit], samples_per_step: int, num_ranks: int, *, ranks_first: bool
 ) -> StepAssignment:
-    """Place the samples (K,) of each step in bins by LPT, and order the bins as cells, those of a rank heaviest first.
+    """Place the samples (K,) of each step in bins, and order the bins as micro-batches, those of a rank heaviest first.
 
-    With ``is_assigned``, samples are placed in ranks first, and there in bins; otherwise bins are assigned to ranks
+    With ``ranks_first``, samples are assigned to ranks, and there to bins; otherwise bins are assigned to ranks
     afterwards, the heaviest ones to different ranks, then the next ones.
     """
-    num_full = len(work) // samples_per_step
-    bin_of, num_bins = np.zeros(len(work), np.int64), np.zeros(-(-len(work) // samples_per_step), np.int64)
-    full, rest = np.split(np.arange(len(work)), [num_full * samples_per_step])
-    for steps, samples in (
-        (slice(num_full), full.reshape(num_full, samples_per_step)),
-        (slice(num_full, None), rest[None]),
-    ):
+    num_samples = len(work)
+    num_full_steps, num_in_full_steps = num_samples // samples_per_step, num_samples - num_samples % samples_per_step
+    positions = np.arange(num_samples)
+    full_steps = positions[:num_in_full_steps].reshape(num_full_steps, samples_per_step)
+    last_step = positions[num_in_full_steps:][None]
+    # The bin of each sample, numbered within its step, and the number of bins of each step.
+    bin_of, num_bins = np.zeros(num_samples, np.int64), np.zeros(-(-num_samples // samples_per_step), np.int64)
+    for steps, samples in ((slice(num_full_steps), full_steps), (slice(num_full_steps, None), last_step)):
         if samples.size:
-            step_limits = [(sizes[samples], limit) for sizes, limit in limits]
-            num_groups = num_ranks if is_assigned else 1
+            step_limits = [Limit(limit.sizes[samples], limit.maximum) for limit in limits]
+            num_groups = num_ranks if ranks_first else 1
             bin_of[samples], num_bins[steps] = _bins_of_steps(work[samples], step_limits, num_ranks, num_groups)
-    first = to_offsets(num_bins)
-    bin_of += first[np.arange(len(work)) // samples_per_step]
-    loads = np.bincount(bin_of, weights=work, minlength=int(first[-1]))
-    cell_of_bin = np.empty(len(loads), np.int64)
-    for bins in np.unique(num_bins).tolist():
-        per_rank = bins // num_ranks
-        step_bins = first[:-1][num_bins == bins, None] + np.arange(bins)  # of all steps with so many bins
-        by_rank = step_bins.reshape(-1, num_ranks, per_rank)
-        if not is_assigned:
-            descending = np.take_along_axis(step_bins, np.argsort(-loads[step_bins], axis=1, kind="stable"), axis=1)
-            by_rank = descending.reshape(-1, per_rank, num_ranks).transpose(0, 2, 1)
-        by_rank = np.take_along_axis(by_rank, np.argsort(-loads[by_rank], axis=2, kind="stable"), axis=2)
-        cell_of_bin[by_rank.reshape(-1, bins)] = step_bins
-    cells = cell_of_bin[bin_of]
-    return StepAssignment(np.argsort(cells, kind="stable"), np.bincount(cells, minlength=len(loads)), num_bins)
+    first_bins = to_offsets(num_bins)
+    bin_of += first_bins[positions // samples_per_step]
+    loads = np.bincount(bin_of, weights=work, minlength=int(first_bins[-1]))
+
+    def heaviest_first(bins: Int64Array) -> Int64Array:
+        return np.take_along_axis(bins, np.argsort(-loads[bins], axis=-1, kind="stable"), axis=-1)
+
+    # Renumber the bins: those of a step rank by rank, all steps with equally many bins at once.
+    micro_batch_of_bin = np.empty(len(loads), np.int64)
+    for num in np.unique(num_bins).tolist():
+        bins = first_bins[:-1][num_bins == num, None] + np.arange(num)
+        if ranks_first:
+            by_rank = bins.reshape(-1, num_ranks, num // num_ranks)
+        else:
+            by_rank = heaviest_first(bins).reshape(-1, num // num_ranks, num_ranks).transpose(0, 2, 1)
+        micro_batch_of_bin[heaviest_first(by_rank).reshape(-1, num)] = bins
+    micro_batch_of = micro_batch_of_bin[bin_of]
+    sizes = np.bincount(micro_batch_of, minlength=len(loads))
+    return StepAssignment(np.argsort(micro_batch_of, kind="stable"), sizes, num_bins)
 
 
 def _bins_of_steps(
     work: npt.NDArray[Any], limits: Sequence[Limit], num_ranks: int, num_groups: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Return the bin of each sample within its step, (S, n), and the number of bins of each step, (S,)."""
-    descending = np.argsort(-work, axis=1, kind="stable")
-    num_bins = -(-np.max([_min_bins(*limit) for limit in limits], axis=0) // num_ranks) * num_ranks
+    """Return the bin of each sample within its step, (S, n), and the number of bins of each step, (S,).
+
+    A step gets the fewest bins, a multiple of ``num_ranks``, with which its samples fit; each of ``num_groups`` has as
+    many of them. ``work`` and ``limits`` are (S, n).
+    """
+    heaviest_first = np.argsort(-work, axis=1, kind="stable")
+    min_bins = np.max([_min_bins(*limit) for limit in limits], axis=0)
+    num_bins = -(-min_bins // num_ranks) * num_ranks
     bin_of, open_steps = np.zeros(work.shape, np.int64), np.arange(len(work))
     while len(open_steps):
         fits = np.zeros(len(work), np.bool_)
-        for bins in np.unique(num_bins[open_steps]).tolist():
+        for num in np.unique(num_bins[open_steps]).tolist():
             # Steps with equally many bins are placed at once, in chunks that bound the memory.
-            same_bins = open_steps[num_bins[open_steps] == bins]
-            chunk_size = max(1, _CELLS_AT_ONCE // bins)
-            for start in range(0, len(same_bins), chunk_size):
-                steps = same_bins[start : start + chunk_size]
-                step_limits = [(sizes[steps], limit) for sizes, limit in limits]
-                bin_of[steps], fits[steps] = _place(work[steps], descending[steps], step_limits, num_groups, bins)
+            same_steps = open_steps[num_bins[open_steps] == num]
+            chunk_size = max(1, _BINS_AT_ONCE // num)
+            for start in range(0, len(same_steps), chunk_size):
+                steps = same_steps[start : start + chunk_size]
+                step_limits = [Limit(limit.sizes[steps], limit.maximum) for limit in limits]
+                bin_of[steps], fits[steps] = _place(work[steps], heaviest_first[steps], step_limits, num_groups, num)
+        # Where a sample did not fit, try again with one more bin for every rank.
         open_steps = open_steps[~fits[open_steps]]
         num_bins[open_steps] += num_ranks
     return bin_of, num_bins
@@ -158,28 +176,33 @@ def _min_bins(sizes: IntArray, limit: int) -> Int64Array:
 
 
 def _place(
-    work: npt.NDArray[Any], descending: Int64Array, limits: Sequence[Limit], num_groups: int, num_bins: int
+    work: npt.NDArray[Any], order: Int64Array, limits: Sequence[Limit], num_groups: int, num_bins: int
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Place samples in the lightest group and bin with space; return bins, (S, n), and whether all fit, (S,)."""
+    """Place one sample of every step after the other, each in the lightest group, and in its lightest bin with space.
+
+    ``work`` and ``order``, (S, n), are the work of samples, and the order in which they are placed. Returns bins,
+    (S, n), and whether all samples of a step fit, (S,).
+    """
     num_steps, num_samples = work.shape
-    shape, rows = (num_steps, num_groups, num_bins // num_groups), np.arange(num_steps)
-    loads, used = np.zeros(shape), [np.zeros(shape, np.int64) for _ in limits]
-    group_loads = np.zeros(shape[:2])
+    bins_per_group = num_bins // num_groups
+    shape = num_steps, num_groups, bins_per_group
+    bin_loads, group_loads = np.zeros(shape), np.zeros((num_steps, num_groups))
+    used = [np.zeros(shape, np.int64) for _ in limits]
     bin_of, fits = np.empty((num_steps, num_samples), np.int64), np.ones(num_steps, np.bool_)
-    for i in range(num_samples):
-        sample = descending[:, i]
-        added, sizes = work[rows, sample], [sizes[rows, sample] for sizes, _ in limits]
+    steps = np.arange(num_steps)
+    for sample in order.T:
+        sizes = [limit.sizes[steps, sample] for limit in limits]
         has_space = np.ones(shape, np.bool_)
-        for (_, limit), taken, size in zip(limits, used, sizes, strict=True):
-            has_space &= taken <= (limit - size)[:, None, None]
+        for limit, used_sizes, size in zip(limits, used, sizes, strict=True):
+            has_space &= used_sizes <= (limit.maximum - size)[:, None, None]
         group = np.where(has_space.any(axis=2), group_loads, np.inf).argmin(axis=1)
-        bins = rows, group, np.where(has_space[rows, group], loads[rows, group], np.inf).argmin(axis=1)
-        fits &= has_space[bins]
-        for taken, size in zip(used, sizes, strict=True):
-            taken[bins] += size
-        loads[bins] += added
-        group_loads[bins[:2]] += added
-        bin_of[rows, sample] = group * shape[2] + bins[2]
+        bin_in_group = np.where(has_space[steps, group], bin_loads[steps, group], np.inf).argmin(axis=1)
+        fits &= has_space[steps, group, bin_in_group]
+        for used_sizes, size in zip(used, sizes, strict=True):
+            used_sizes[steps, group, bin_in_group] += size
+        bin_loads[steps, group, bin_in_group] += work[steps, sample]
+        group_loads[steps, group] += work[steps, sample]
+        bin_of[steps, sample] = group * bins_per_group + bin_in_group
     return bin_of, fits
 
 
@@ -218,25 +241,27 @@ class EvaluationPlan:
     def batches(self) -> StepAssignment:
         """Micro-batches of samples of similar lengths, as many as the token limit allows."""
         trees = self.trees
-        tokens = aligned_lengths(self.lengths, self.alignment)
-        if trees is not None:
+        if trees is None:
+            tokens = aligned_lengths(self.lengths, self.alignment)
+        else:
             tokens = trees.sums_per_group(trees.new_tokens(self.lengths))
         mean = float(tokens.mean()) if len(tokens) else 1.0
         samples_per_batch = min(self.max_tokens / mean, self.max_samples or self.max_tokens)
-        window = int(min(_BATCHES_PER_RANK * self.num_ranks, _MAX_BATCHES) * samples_per_batch)
+        samples_per_window = int(min(_BATCHES_PER_RANK * self.num_ranks, _MAX_BATCHES) * samples_per_batch)
         batches = assign_by_tokens(
             tokens,
-            samples_per_step=min(max(window, _MIN_SAMPLES), _MAX_SAMPLES),
+            samples_per_step=min(max(samples_per_window, _MIN_SAMPLES), _MAX_SAMPLES),
             num_ranks=self.num_ranks,
             max_tokens=self.max_tokens,
             max_samples=self.max_samples,
         )
         if trees is None:
             return batches
+        # The batches are of groups of samples.
         group_tokens = tokens[batches.order].astype(np.int32)
         groups = PackPlan(batches.order, to_offsets(batches.micro_batch_sizes), group_tokens, self.max_tokens)
-        cells = trees.expand(groups, self.lengths)
-        return StepAssignment(cells.samples, np.diff(cells.offsets), batches.micro_batches_per_step)
+        packs = trees.expand(groups, self.lengths)
+        return StepAssignment(packs.samples, np.diff(packs.offsets), batches.micro_batches_per_step)
 
     @property
     def num_tokens(self) -> int:
@@ -253,12 +278,8 @@ class EvaluationPlan:
 
     def micro_batches(self, rank: int) -> list[Int64Array]:
         """Return the samples (n,) of each micro-batch of a rank; one may be empty."""
-        batches = self.batches
-        offsets = to_offsets(batches.micro_batch_sizes)
-        return [
-            batches.order[offsets[cell] : offsets[cell + 1]]
-            for cell in np.flatnonzero(self._rank_of_micro_batch == rank)
-        ]
+        all_batches = np.split(self.batches.order, np.cumsum(self.batches.micro_batch_sizes)[:-1])
+        return [all_batches[number] for number in np.flatnonzero(self._rank_of_micro_batch == rank)]
 
     def order_positions(self, rank: int) -> Int64Array:
         """Return the positions (n,) in ``batches.order`` of a rank's samples, micro-batch by micro-batch."""
@@ -270,10 +291,10 @@ class EvaluationPlan:
 
     @cached_property
     def _rank_of_micro_batch(self) -> Int64Array:
-        """int64 (C,): within a window the cells of rank 0 come first, then those of rank 1."""
-        cells = self.batches.micro_batches_per_step
-        first = np.cumsum(cells) - cells
-        return (np.arange(cells.sum()) - np.repeat(first, cells)) // np.repeat(cells // self.num_ranks, cells)
+        """int64 (C,): within a window the micro-batches of rank 0 come first, then those of rank 1."""
+        per_window = self.batches.micro_batches_per_step
+        index_in_window = np.arange(per_window.sum()) - np.repeat(np.cumsum(per_window) - per_window, per_window)
+        return index_in_window // np.repeat(per_window // self.num_ranks, per_window)
 
 
 def plan_evaluation(

@@ -8,7 +8,9 @@ the order of packs changes, by which steps take them, and nothing changes where 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -39,16 +41,17 @@ class TreeParts:
         """Find the parts in a plan of all or some samples of the trees; None if there are none to place."""
         if trees is None or trees.parts == "any" or not packs.num_samples:
             return None
-        tree_of = np.full(max(int(trees.samples.max(initial=0)), int(packs.samples.max())) + 1, NOTHING, np.int64)
-        tree_of[trees.samples] = trees.tree_ids
-        own = tree_of[packs.samples]
+        num_samples = 1 + max(int(trees.samples.max(initial=0)), int(packs.samples.max()))
+        tree_of_sample = np.full(num_samples, NOTHING, np.int64)
+        tree_of_sample[trees.samples] = trees.tree_ids
+        # Pairs of tree and pack, each as one number; first those of every sample, then the distinct ones.
+        tree_of = tree_of_sample[packs.samples]
         pack_of = np.repeat(np.arange(packs.num_packs), np.diff(packs.offsets))
-        begins = own != NOTHING
-        begins[1:] &= (own[1:] != own[:-1]) | (pack_of[1:] != pack_of[:-1])
-        keys = np.unique(own[begins] * packs.num_packs + pack_of[begins])
+        has_tree = tree_of != NOTHING
+        keys = np.unique(tree_of[has_tree] * packs.num_packs + pack_of[has_tree])
         tree, pack = np.divmod(keys, packs.num_packs)
-        same = tree[1:] == tree[:-1]
-        is_split = np.append(same, False) | np.append(False, same)
+        is_same = tree[1:] == tree[:-1]
+        is_split = np.append(is_same, False) | np.append(False, is_same)
         return cls(tree[is_split], pack[is_split], trees.parts) if is_split.any() else None
 
     def figures(self, step_of: IntArray) -> dict[str, int]:
@@ -82,73 +85,78 @@ class TreeParts:
         return np.argsort(first, kind="stable")
 
     def _join(self, order: Int64Array, packs_per_step: int) -> Int64Array:
-        place = invert_order(order)
+        """Reorder packs so that those connected by trees are in one step: the largest clusters first."""
+        position = invert_order(order)
+        positions = position.tolist()
         free = np.full(-(-len(order) // packs_per_step), packs_per_step)
         free[-1] = len(order) - packs_per_step * (len(free) - 1)
-        step_of, places = np.full(len(order), NOTHING), place.tolist()
-        clusters = self._clusters(place, packs_per_step)
-        for _, begin, cluster in sorted(
-            (-len(packs), min(places[pack] for pack in packs), packs) for packs in clusters
+        step_of = np.full(len(order), NOTHING)
+        clusters = self._clusters(position, packs_per_step)
+        for _, first, packs in sorted(
+            (-len(packs), min(positions[pack] for pack in packs), packs) for packs in clusters
         ):
-            step = _find_free_step(free, begin // packs_per_step, len(cluster))
+            step = _find_free_step(free, first // packs_per_step, len(packs))
             if step != NOTHING:
-                step_of[cluster] = step
-                free[step] -= len(cluster)
+                step_of[packs] = step
+                free[step] -= len(packs)
+        # The other packs fill up the steps in their order.
         step_of[order[step_of[order] == NOTHING]] = np.repeat(np.arange(len(free)), free)
         return order[np.argsort(step_of[order], kind="stable")]
 
-    def _clusters(self, place: Int64Array, max_packs: int) -> list[list[int]]:
+    def _clusters(self, position: Int64Array, max_packs: int) -> list[list[int]]:
         """Group packs connected by trees, at most ``max_packs`` each, trees of few packs first."""
         starts = np.flatnonzero(np.diff(self.trees, prepend=NOTHING - 1))
         sizes = np.diff(np.append(starts, len(self.trees)))
-        packs, first = self.packs.tolist(), np.minimum.reduceat(place[self.packs], starts)
-        cluster_of: dict[int, list[int]] = {}
+        packs, first = self.packs.tolist(), np.minimum.reduceat(position[self.packs], starts)
+        cluster_of: dict[int, list[int]] = {}  # packs of one cluster have the same list
         for tree in np.lexsort((first, sizes)).tolist():
             start, stop = int(starts[tree]), int(starts[tree] + sizes[tree])
-            clusters = {id(own): own for own in (cluster_of.get(pack, [pack]) for pack in packs[start:stop])}
-            if sum(map(len, clusters.values())) <= max_packs:
-                joined = [pack for own in clusters.values() for pack in own]
+            clusters = _distinct(cluster_of.get(pack, [pack]) for pack in packs[start:stop])
+            if sum(map(len, clusters)) <= max_packs:
+                joined = list(chain.from_iterable(clusters))
                 cluster_of.update(dict.fromkeys(joined, joined))
-        return list({id(cluster): cluster for cluster in cluster_of.values()}.values())
+        return _distinct(cluster_of.values())
 
     def _separate(self, order: Int64Array, packs_per_step: int) -> Int64Array:
+        """Swap packs of nearby steps so that no step has two packs of one tree, as far as possible."""
         new_order, steps = order.tolist(), invert_order(order) // packs_per_step
         by_pack = np.argsort(self.packs, kind="stable")
         starts = np.searchsorted(self.packs[by_pack], np.arange(len(order) + 1)).tolist()
         trees = self.trees[by_pack].tolist()
-        counts = dict[int, Counter[int]]()
+        step_counts = dict[int, Counter[int]]()
 
         def trees_in(pack: int) -> list[int]:
             return trees[starts[pack] : starts[pack + 1]]
 
         def counts_in(step: int) -> Counter[int]:
-            if step not in counts:
+            """Count the packs of a step that have each tree."""
+            if step not in step_counts:
                 packs = new_order[step * packs_per_step : (step + 1) * packs_per_step]
-                counts[step] = Counter(tree for pack in packs for tree in trees_in(pack))
-            return counts[step]
+                step_counts[step] = Counter(tree for pack in packs for tree in trees_in(pack))
+            return step_counts[step]
 
-        def may_replace(other: int, step: int, pack: int) -> bool:
-            there, leaving = counts_in(step), trees_in(other)
-            return all(there[tree] == (tree in leaving) for tree in trees_in(pack))
+        def may_replace(leaving: int, step: int, entering: int) -> bool:
+            """Return whether no tree of ``entering`` would be in another pack of the step without ``leaving``."""
+            counts, leaving_trees = counts_in(step), trees_in(leaving)
+            return all(counts[tree] == (tree in leaving_trees) for tree in trees_in(entering))
 
-        # Packs with parts of a tree that another pack of their step has, too, but for the first of each tree there.
+        # Packs with a tree that an earlier pack of their step has, too.
         keys = self.trees * (int(steps.max()) + 1) + steps[self.packs]
         by_key = np.argsort(keys, kind="stable")
         repeated = by_key[1:][keys[by_key][1:] == keys[by_key][:-1]]
-        attempts = _MAX_ATTEMPTS
+        attempts, stride = _MAX_ATTEMPTS, max(packs_per_step // _MAX_ATTEMPTS_PER_STEP, 1)
         for pack in dict.fromkeys(self.packs[np.sort(repeated)].tolist()):
             step = int(steps[pack])
             if all(counts_in(step)[tree] == 1 for tree in trees_in(pack)):
                 continue  # the other part has moved
-            stride = max(packs_per_step // _MAX_ATTEMPTS_PER_STEP, 1)
-            for at in _nearby_indices(step * packs_per_step, len(new_order), packs_per_step, stride):
+            for other_index in _nearby_indices(step * packs_per_step, len(new_order), packs_per_step, stride):
                 attempts -= 1
-                other_step, other = at // packs_per_step, new_order[at]
+                other_step, other = other_index // packs_per_step, new_order[other_index]
                 if may_replace(other, other_step, pack) and may_replace(pack, step, other):
-                    place = new_order.index(pack, step * packs_per_step, (step + 1) * packs_per_step)
-                    new_order[place], new_order[at] = other, pack
+                    index = new_order.index(pack, step * packs_per_step, (step + 1) * packs_per_step)
+                    new_order[index], new_order[other_index] = other, pack
                     steps[pack], steps[other] = other_step, step
-                    counts.pop(step), counts.pop(other_step)
+                    del step_counts[step], step_counts[other_step]
                     break
             if attempts <= 0:
                 break
@@ -156,60 +164,70 @@ class TreeParts:
 
 
 def separate_parts(
-    groups: PackPlan, trees: Int64Array, media: IntArray | None, max_media_tokens: int | None
+    packs: PackPlan, tree_of_group: Int64Array, media_tokens: IntArray | None, max_media_tokens: int | None
 ) -> PackPlan:
-    """Exchange groups of samples between packs so that no pack has two groups of one tree, as far as possible.
+    """Swap groups of samples between packs so that no pack has two groups of one tree, as far as possible.
 
-    Groups of about equal tokens are exchanged, so no pack exceeds its limits. ``groups`` are packs of groups by number;
-    ``trees`` and ``media``, (G,), are the tree of each group, or ``NOTHING``, and its media tokens, None without limit.
+    ``packs`` are of groups, by number. ``tree_of_group``, (G,), may be ``NOTHING``; ``media_tokens``, (G,), is None
+    without a limit. Groups of about equal tokens are swapped, and no pack exceeds its limits.
     """
-    pack_of = np.repeat(np.arange(groups.num_packs), np.diff(groups.offsets))
-    tree_of = trees[groups.samples]
+    # All arrays below are by position in ``packs.samples``; a swap changes the groups at two positions.
+    pack_of = np.repeat(np.arange(packs.num_packs), np.diff(packs.offsets))
+    tree_of, groups = tree_of_group[packs.samples], packs.samples.copy()
+    tokens = packs.lengths.astype(np.int64)
+    limits = [(tokens, packs.capacity)]
+    if media_tokens is not None and max_media_tokens is not None:
+        limits.append((media_tokens[groups].astype(np.int64), max_media_tokens))
+    # Positions with a tree that an earlier position of their pack has, too.
     by_tree = np.lexsort((tree_of, pack_of))
-    repeated = (np.diff(pack_of[by_tree]) == 0) & (np.diff(tree_of[by_tree]) == 0) & (tree_of[by_tree][1:] != NOTHING)
-    if not repeated.any():
-        return groups
-    limits = [(groups.lengths.astype(np.int64), groups.capacity)]
-    if media is not None and max_media_tokens is not None:
-        limits.append((media[groups.samples].astype(np.int64), max_media_tokens))
-    by_tokens = np.argsort(groups.lengths, kind="stable")
-    rank, samples, attempts = invert_order(by_tokens), groups.samples.copy(), _MAX_ATTEMPTS
+    is_same = (np.diff(pack_of[by_tree]) == 0) & (np.diff(tree_of[by_tree]) == 0)
+    repeated = by_tree[1:][is_same & (tree_of[by_tree][1:] != NOTHING)].tolist()
+    if not repeated:
+        return packs
 
-    def pack_slice(index: int) -> slice:
-        return slice(*groups.offsets[pack_of[index] : pack_of[index] + 2])
+    def pack_slice(position: int) -> slice:
+        return slice(*packs.offsets[pack_of[position] : pack_of[position] + 2])
 
-    def num_of_tree(index: int, tree: int) -> int:
-        return int((tree_of[pack_slice(index)] == tree).sum()) if tree != NOTHING else 0
+    def count_in_pack(position: int, tree: int) -> int:
+        return int((tree_of[pack_slice(position)] == tree).sum()) if tree != NOTHING else 0
 
-    def may_swap(index: int, other: int) -> bool:
-        if pack_of[index] == pack_of[other] or num_of_tree(other, tree_of[index]) or num_of_tree(index, tree_of[other]):
+    def may_swap(one: int, other: int) -> bool:
+        if pack_of[one] == pack_of[other] or count_in_pack(other, tree_of[one]) or count_in_pack(one, tree_of[other]):
             return False
         for values, limit in limits:
-            more = values[other] - values[index]
-            if values[pack_slice(index)].sum() + more > limit or values[pack_slice(other)].sum() - more > limit:
+            added = values[other] - values[one]
+            if values[pack_slice(one)].sum() + added > limit or values[pack_slice(other)].sum() - added > limit:
                 return False
         return True
 
-    for index in by_tree[1:][repeated].tolist():
-        if num_of_tree(index, tree_of[index]) < 2:
+    by_tokens = np.argsort(packs.lengths, kind="stable")
+    rank_by_tokens, attempts = invert_order(by_tokens), _MAX_ATTEMPTS
+    for position in repeated:
+        if count_in_pack(position, tree_of[position]) < 2:
             continue  # the other part has moved
-        for at in _nearby_indices(int(rank[index]), len(by_tokens), 1, 1):
+        for rank in _nearby_indices(int(rank_by_tokens[position]), len(by_tokens), 1, 1):
             attempts -= 1
-            other = int(by_tokens[at])
-            if may_swap(index, other):
-                for array in (tree_of, samples, *(values for values, _ in limits)):
-                    array[[index, other]] = array[[other, index]]
+            other = int(by_tokens[rank])
+            if may_swap(position, other):
+                for array in (tree_of, groups, *(values for values, _ in limits)):
+                    array[[position, other]] = array[[other, position]]
                 break
         if attempts <= 0:
             break
-    return replace(groups, samples=samples, lengths=limits[0][0].astype(np.int32))
+    return replace(packs, samples=groups, lengths=tokens.astype(np.int32))
 
 
-def _nearby_indices(place: int, num: int, width: int, stride: int) -> list[int]:
-    """List indices below ``num``, the nearest to the ``width`` indices from ``place`` on, without these."""
-    distances = range(0, _MAX_ATTEMPTS_PER_PACK * stride, stride)
-    places = [at for distance in distances for at in (place + width + distance, place - 1 - distance)]
-    return [at for at in places if 0 <= at < num][:_MAX_ATTEMPTS_PER_PACK]
+def _distinct(lists: Iterable[list[int]]) -> list[list[int]]:
+    """Return the lists that are different objects, in order of their first occurrence."""
+    return list({id(each): each for each in lists}.values())
+
+
+def _nearby_indices(start: int, num: int, width: int, stride: int) -> list[int]:
+    """List indices below ``num``, the nearest to the ``width`` indices from ``start`` on, without these."""
+    indices = []
+    for distance in range(0, _MAX_ATTEMPTS_PER_PACK * stride, stride):
+        indices += [start + width + distance, start - 1 - distance]
+    return [index for index in indices if 0 <= index < num][:_MAX_ATTEMPTS_PER_PACK]
 
 
 def _find_free_step(free: IntArray, step: int, size: int) -> int:
