@@ -9,20 +9,37 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from itertools import count
 
 import numpy as np
 import pyarrow as pa
 
 from packtool import storage
 from packtool.cache import output_dir
-from packtool.cache.index import prefix_batch, read_index, with_fields
+from packtool.cache.index import prefix_batch, read_index, with_prefix_fields
 from packtool.cache.local import check_all
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import ExportSummary, InputCounts, Manifest, SampleCounts, SourceInfo
 from packtool.cache.reader import ShardFile
-from packtool.cache.shard import ADDED, INDEX, PREFIX, PREFIX_BEFORE, arrow_bytes, atomic_file, index_batch, index_part
-from packtool.cache.task import MIN_SHARD_ROWS, TASKS_DIR, Executor, RayExecutor, Task, TaskResult, Work, make_tasks
+from packtool.cache.shard import (
+    ADDED_COLUMNS,
+    INDEX,
+    OLD_PREFIX,
+    PREFIX,
+    arrow_bytes,
+    atomic_file,
+    index_batch,
+    index_columns,
+)
+from packtool.cache.task import (
+    MIN_SHARD_ROWS,
+    TASKS_DIR,
+    Executor,
+    RayExecutor,
+    Task,
+    TaskResult,
+    TaskSettings,
+    make_tasks,
+)
 from packtool.config.data import ExportConfig
 from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, MIN_SHARED, PREFIXES_NAME
 from packtool.encode.encoded import EncodedSample
@@ -42,7 +59,8 @@ from packtool.rows.sources import sources_of, unread_splits
 
 _NUM_CHECKED = 8  # sources whose first rows are checked before the work begins
 _CHUNK_BYTES = 4 * 2**20
-_MAX_DESCRIBED = 20  # sources with a line each; of more sources only the progress is shown, in steps of this size
+_MAX_NOTES = 20  # sources with a note each; of more sources only the progress is shown
+_PROGRESS_SOURCES = 20  # sources per step of the progress
 
 
 def export(config: ExportConfig, progress: Progress) -> ExportSummary:
@@ -69,27 +87,37 @@ def _summary_of_finished(directory: str, manifest: Manifest) -> ExportSummary:
 
 def _scan(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: Executor) -> list[ScannedSource]:
     """Scan all sources and announce their rows to the executor; print a note for each, or progress for more than 20."""
-    is_described = len(specs) <= _MAX_DESCRIBED
-    numbers = count(1)  # of sources
 
-    def report(scanned: ScannedSource) -> None:
+    def print_note(scanned: ScannedSource) -> None:
         executor.expect(scanned.num_rows)
-        if is_described:
-            form = "" if scanned.source.form in (None, "messages") else f", {scanned.source.form}"
-            progress.note(
-                f"{scanned.source.label}: {scanned.num_rows:,} rows, {scanned.source.size / 1e6:,.1f} MB{form}"
-            )
-        elif next(numbers) % _MAX_DESCRIBED == 0:
-            progress.advance(_MAX_DESCRIBED)
+        source = scanned.source
+        form = "" if source.form in (None, "messages") else f", {source.form}"
+        progress.note(f"{source.label}: {scanned.num_rows:,} rows, {source.size / 1e6:,.1f} MB{form}")
 
-    if is_described:
-        return scan_sources(specs, seed, report)
+    if len(specs) <= _MAX_NOTES:
+        return scan_sources(specs, seed, print_note)
+    num_scanned = 0
+
+    def advance(scanned: ScannedSource) -> None:
+        nonlocal num_scanned
+        executor.expect(scanned.num_rows)
+        num_scanned += 1
+        if num_scanned % _PROGRESS_SOURCES == 0:
+            progress.advance(_PROGRESS_SOURCES)
+
     progress.start("scan files", len(specs))
-    scanned = scan_sources(specs, seed, report)
+    sources = scan_sources(specs, seed, advance)
     progress.finish()
-    rows, size = sum(each.num_rows for each in scanned), sum(max(each.source.size, 0) for each in scanned)
-    progress.note(f"{len(scanned):,} files: {rows:,} rows, {size / 1e6:,.1f} MB")
-    return scanned
+    num_rows = sum(scanned.num_rows for scanned in sources)
+    num_bytes = sum(max(scanned.source.size, 0) for scanned in sources)
+    progress.note(f"{len(sources):,} files: {num_rows:,} rows, {num_bytes / 1e6:,.1f} MB")
+    return sources
+
+
+def _source_info(scanned: ScannedSource) -> SourceInfo:
+    source = scanned.source
+    path = storage.absolute(source.label)
+    return SourceInfo(path, source.size, source.modified, scanned.digest, scanned.num_rows, scanned.spec.settings)
 
 
 class _Export:
@@ -130,6 +158,7 @@ class _Export:
         self.executor.check_ready(None)
         if directory is None:
             return self._count()
+        # Other parts of the same job array may hold the lock, too.
         part = "--finalize" if config.task_index is None else f"{config.task_index} of {config.num_tasks}"
         with DirectoryLock(directory, part if config.is_part else "") as lock:
             if config.repair:
@@ -143,17 +172,7 @@ class _Export:
         """Scan the sources, divide their rows into tasks, and print notes about the rows."""
         config, progress = self.config, self.progress
         scanned = _scan(self.specs, config.seed, progress, self.executor)
-        self.sources = tuple(
-            SourceInfo(
-                storage.absolute(each.source.label),
-                each.source.size,
-                each.source.modified,
-                each.digest,
-                each.num_rows,
-                each.spec.settings,
-            )
-            for each in scanned
-        )
+        self.sources = tuple(map(_source_info, scanned))
         for note in (*unread_splits(config), *prepared_notes(scanned, config.TAKES_TOKENS)):
             progress.note(note)
         check_template(config.model, self.files, ((each.source, each.blocks) for each in scanned))
@@ -161,41 +180,43 @@ class _Export:
         if not self.tasks:
             raise DataError(f"no rows in {', '.join(config.dataset)}")
         # Warn early about rows that name media which they may not access.
-        warnings = (first_row_error(each.source, each.blocks) for each in scanned[:_NUM_CHECKED])
-        if (warning := next(filter(None, warnings), None)) is not None:
-            progress.note(warning)
+        for scanned_source in scanned[:_NUM_CHECKED]:
+            if warning := first_row_error(scanned_source.source, scanned_source.blocks):
+                progress.note(warning)
+                break
         close_readers()  # workers have their own
-        columns = {name for task in self.tasks for source, _ in task.stretches for name, _ in source.columns}
         # True if rows may become several samples; the cache then stores each sample's part of its row.
-        self.has_parts = "expand_turns" in self.identity.spec or "responses" in columns
+        exported_sources = (source for task in self.tasks for source, _ in task.stretches)
+        has_responses = any("responses" in dict(source.columns) for source in exported_sources)
+        self.has_parts = "expand_turns" in self.identity.spec or has_responses
 
     def _count(self) -> ExportSummary:
         """Encode all rows and write nothing."""
-        work = Work(self.config.encode_spec, None, self.config.strict, self.has_parts)
-        results = self._run(self.tasks, {}, work, lambda: None)
+        settings = TaskSettings(self.config.encode_spec, None, self.config.strict, self.has_parts)
+        results = self._run_tasks(self.tasks, {}, settings, lambda: None)
         ordered = [results[task.number] for task in self.tasks]
         manifest = output_dir.build_manifest(self.identity, self.sources, ordered)
         output_dir.refuse_empty(manifest, ordered, None)
         return self._summary(manifest, ordered, {}, f"{DROPPED_NAME} of a run without --dry-run")
 
     def _write(self, directory: str, lock: DirectoryLock) -> ExportSummary:
-        """Write the cache, or this part of it."""
+        """Write the cache, or this part of a job array; the part that finishes last publishes the cache."""
         config = self.config
         if config.overwrite:
             output_dir.clear(directory)  # only now, so that wrong settings do not destroy the old cache
         state = output_dir.export_state(self.identity, self.sources)
         export_id = output_dir.export_id(state)
         splits = {split for task in self.tasks for split in task.shards}
-        done = output_dir.begin(directory, state, splits, is_part=config.is_part)
-        work = Work(config.encode_spec, directory, config.strict, self.has_parts, export_id, lock.is_held)
-        results = self._run(self.tasks, done, work, lock.check_last_renewal)
-        if config.is_part:
+        reused = output_dir.begin(directory, state, splits, is_part=config.is_part)
+        settings = TaskSettings(config.encode_spec, directory, config.strict, self.has_parts, export_id, lock.is_held)
+        results = self._run_tasks(self.tasks, reused, settings, lock.check_last_renewal)
+        if config.is_part:  # with the results of the other parts
             results = output_dir.finished_tasks(directory, export_id)
         if missing := [task.number for task in self.tasks if task.number not in results]:
             manifest = output_dir.read_published(directory, self.identity, self.sources) if config.is_part else None
             if manifest is not None:  # another part has finished the cache and removed .tasks
                 return _summary_of_finished(directory, manifest)
-            return self._part(results, missing)
+            return self._partial_summary(results, missing)
         ordered = [results[task.number] for task in self.tasks]
         manifest = output_dir.build_manifest(self.identity, self.sources, ordered)
         output_dir.refuse_empty(manifest, ordered, directory)
@@ -205,10 +226,13 @@ class _Export:
             # Two parts that finish last at the same time publish the same cache; the slower one fails here.
             if not config.is_part or output_dir.read_published(directory, self.identity, self.sources) is None:
                 raise
-        return self._summary(manifest, ordered, done, storage.join(directory, DROPPED_NAME))
+        return self._summary(manifest, ordered, reused, storage.join(directory, DROPPED_NAME))
 
-    def _part(self, results: Mapping[int, TaskResult], missing: Sequence[int]) -> ExportSummary:
-        """Return the summary of one part of a job array whose other parts are unfinished; ``--finalize`` raises."""
+    def _partial_summary(self, results: Mapping[int, TaskResult], missing: Sequence[int]) -> ExportSummary:
+        """Return the summary of this part of a job array while other parts are unfinished; ``--finalize`` raises.
+
+        ``missing`` has the numbers of the unfinished tasks.
+        """
         config = self.config
         if config.finalize:
             shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
@@ -217,17 +241,17 @@ class _Export:
                 f"({shown})",
                 "Run the missing parts: --task-index n of --num-tasks N makes the shards whose number modulo N is n.",
             )
-        own_results = [result for number, result in results.items() if self._is_mine(number)]
-        rows = InputCounts.total(result.counts for result in own_results)
+        own_results = [result for number, result in results.items() if self._is_own_task(number)]
+        row_counts = InputCounts.total(result.counts for result in own_results)
         return ExportSummary.of(
-            rows,
+            row_counts,
             SampleCounts.total(split.counts for result in own_results for split in result.splits.values()),
             num_samples_by_split={},
             length=output_dir.percentiles(output_dir.length_counts(own_results)),
             seconds=time.perf_counter() - self.started,
             output_dir=config.output_dir,
             num_missing_shards=len(missing),
-            rows_made=rows.rows,
+            rows_made=row_counts.rows,
         )
 
     def _repair(self, directory: str, lock: DirectoryLock, manifest: Manifest | None) -> ExportSummary:
@@ -240,7 +264,6 @@ class _Export:
         damaged = [file for file, problem, _ in check_all(directory, manifest) if problem]
         for file in damaged:
             self.progress.note(f"{file} is damaged and will be recreated")
-
         if damaged:
             self._recreate(directory, lock, manifest, damaged)
         return _summary_of_finished(directory, manifest)
@@ -256,23 +279,25 @@ class _Export:
         try:
             for name in (TASKS_DIR, *manifest.splits):
                 storage.make_directory(storage.join(scratch, name))
-            work = Work(self.config.encode_spec, scratch, self.config.strict, self.has_parts, is_locked=lock.is_held)
-            tasks = [
-                task
-                for task in self.tasks
-                if any(f"{split}/{name}" in damaged for split, (_, name) in task.shards.items())
-            ]
-            results = self._run(tasks, {}, work, lock.check_last_renewal) if tasks else {}
-            made = {
-                f"{split}/{part.file}": part.sha256 for each in results.values() for split, part in each.splits.items()
+            # Run the tasks of the damaged shards again, in a scratch directory.
+            spec, strict = self.config.encode_spec, self.config.strict
+            settings = TaskSettings(spec, scratch, strict, self.has_parts, is_locked=lock.is_held)
+            damaged_tasks = [task for task in self.tasks if not task.shard_files.isdisjoint(damaged)]
+            results = self._run_tasks(damaged_tasks, {}, settings, lock.check_last_renewal) if damaged_tasks else {}
+            recreated_sha256 = {
+                f"{split}/{shard.file}": shard.sha256
+                for result in results.values()
+                for split, shard in result.splits.items()
             }
+            # Replace the damaged files in the order of the manifest.
             for split, info in manifest.splits.items():
-                for file, sha256 in ((f"{split}/{shard.file}", shard.sha256) for shard in info.shards):
+                for shard in info.shards:
+                    file = f"{split}/{shard.file}"
                     if file in damaged:
-                        if made.get(file) != sha256:
+                        if recreated_sha256.get(file) != shard.sha256:
                             raise _differs_error(directory, file)
-                        copy, path = storage.join(scratch, file), storage.join(directory, file)
-                        with storage.open_read(copy) as source, atomic_file(path) as target:
+                        recreated, path = storage.join(scratch, file), storage.join(directory, file)
+                        with storage.open_read(recreated) as source, atomic_file(path) as target:
                             shutil.copyfileobj(source, target, _CHUNK_BYTES)
                 if f"{split}/{INDEX_NAME}" in damaged:
                     _rebuild_index(directory, manifest, split)
@@ -282,9 +307,12 @@ class _Export:
             storage.remove(storage.join(directory, TASKS_DIR))
 
     def _summary(
-        self, manifest: Manifest, results: Sequence[TaskResult], done: Mapping[int, TaskResult], dropped_file: str
+        self, manifest: Manifest, results: Sequence[TaskResult], reused: Mapping[int, TaskResult], dropped_file: str
     ) -> ExportSummary:
-        """Return the counts of this run, after a note about errors in rows that point to a bug in packtool."""
+        """Return the counts of this run, after a note about errors in rows that point to a bug in packtool.
+
+        ``reused`` has the results of tasks that an earlier run finished.
+        """
         if note := unexpected_note(manifest.dropped, dropped_file):
             self.progress.note(note)
         return ExportSummary.of_manifest(
@@ -292,44 +320,52 @@ class _Export:
             length=output_dir.percentiles(output_dir.length_counts(results)),
             seconds=time.perf_counter() - self.started,
             output_dir=self.config.output_dir,
-            num_reused=len(done),
-            rows_made=sum(result.counts.rows for result in results if result.number not in done),
+            num_reused=len(reused),
+            rows_made=sum(result.counts.rows for result in results if result.number not in reused),
         )
 
-    def _run(
-        self, tasks: Sequence[Task], done: Mapping[int, TaskResult], work: Work, check: Callable[[], None]
+    def _run_tasks(
+        self,
+        tasks: Sequence[Task],
+        reused: Mapping[int, TaskResult],
+        settings: TaskSettings,
+        check_lock: Callable[[], None],
     ) -> dict[int, TaskResult]:
-        """Run this part's unfinished tasks; return the results of all finished ones, with ``done``, by task number.
+        """Run this part's unfinished tasks; return their results and ``reused``, by task number.
 
-        ``check`` raises a MismatchError if this run has lost the directory's lock.
+        Args:
+            reused: results of tasks that an earlier run finished.
+            check_lock: raises a MismatchError if this run has lost the directory's lock.
         """
-        config, progress = self.config, self.progress
-        unfinished = [task for task in tasks if self._is_mine(task.number) and task.number not in done]
-        unfinished = [] if config.finalize else unfinished
-        if done:
-            progress.note(f"{len(done)} of {len(tasks)} shards were finished by an earlier run")
+        progress = self.progress
+        unfinished = [task for task in tasks if self._is_own_task(task.number) and task.number not in reused]
+        if self.config.finalize:
+            unfinished = []
+        if reused:
+            progress.note(f"{len(reused)} of {len(tasks)} shards were finished by an earlier run")
         progress.start("export", sum(task.num_rows for task in unfinished))
-        begin_time, totals = time.perf_counter(), [0, 0]  # drops and tokens
+        begin_time, num_dropped, num_tokens = time.perf_counter(), 0, 0
 
         def report(rows: int, dropped: int, tokens: int) -> None:
-            check()
-            totals[0] += dropped
-            totals[1] += tokens
+            nonlocal num_dropped, num_tokens
+            check_lock()
+            num_dropped += dropped
+            num_tokens += tokens
             seconds = max(time.perf_counter() - begin_time, 1e-9)
-            progress.advance(rows, dropped=totals[0], tokens=totals[1], tokens_per_s=round(totals[1] / seconds))
+            progress.advance(rows, dropped=num_dropped, tokens=num_tokens, tokens_per_s=round(num_tokens / seconds))
 
-        results = dict(done)
+        results = dict(reused)
         try:
-            for result in self.executor.run(unfinished, work, self.encoder, report):
+            for result in self.executor.run(unfinished, settings, self.encoder, report):
                 results[result.number] = result
         except StoreDownError as error:
-            if work.directory is None:
+            if settings.directory is None:
                 raise
             raise error.with_resume_advice("Finished shards are kept: run the same command again to resume.") from error
         progress.finish()
         return results
 
-    def _is_mine(self, task_number: int) -> bool:
+    def _is_own_task(self, task_number: int) -> bool:
         """Return whether this part of a job array runs a task."""
         config = self.config
         return not config.is_part or task_number % (config.num_tasks or 1) == config.task_index
@@ -348,12 +384,12 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
     info = manifest.splits[split]
     channel_codes = {name: code for code, name in enumerate(manifest.channels)}
     batches = [
-        index_batch(index_part(samples, number, 0, channel_codes))
+        index_batch(index_columns(samples, number, 0, channel_codes))
         for number, samples in enumerate(_samples_of_shards(directory, manifest, split))
     ]
     # Older caches have fewer columns.
-    older = pa.schema([field for field in INDEX if field.name not in ADDED])
-    for schema in (INDEX, older):
+    old_index = pa.schema([field for field in INDEX if field.name not in ADDED_COLUMNS])
+    for schema in (INDEX, old_index):
         data = arrow_bytes([batch.select(schema.names) for batch in batches], schema)
         if info.index_sha256 in ("", hashlib.sha256(data).hexdigest()):
             storage.publish(storage.join(directory, split, INDEX_NAME), data)
@@ -363,22 +399,22 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
 
 def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens) -> None:
     """Write ``prefixes.arrow`` again from the shards of a split; raise a MismatchError if it cannot be the original."""
-    # Older caches identify media by their addresses instead of their contents, or have fewer fields.
+    path = storage.join(directory, split, PREFIXES_NAME)
+    # Try all formats: older caches identify media by their addresses instead of their contents, or have fewer fields.
     for medium_key in (by_content, by_address):
-        batches = [
-            prefix_batch(*prefix_hashes(samples, media_tokens, longer_than=MIN_SHARED, medium_key=medium_key))
-            for samples in _samples_of_shards(directory, manifest, split)
-            if samples
-        ]
-        for fields in (PREFIX, PREFIX_BEFORE):
-            schema = pa.schema([("prefixes", pa.list_(fields))])
-            data = arrow_bytes([with_fields(batch, fields) for batch in batches], schema)
+        batches = []
+        for samples in _samples_of_shards(directory, manifest, split):
+            if samples:
+                hashes = prefix_hashes(samples, media_tokens, longer_than=MIN_SHARED, medium_key=medium_key)
+                batches.append(prefix_batch(*hashes))
+        for prefix_type in (PREFIX, OLD_PREFIX):
+            schema = pa.schema([("prefixes", pa.list_(prefix_type))])
+            data = arrow_bytes([with_prefix_fields(batch, prefix_type) for batch in batches], schema)
             if hashlib.sha256(data).hexdigest() == manifest.splits[split].prefixes_sha256:
-                storage.publish(storage.join(directory, split, PREFIXES_NAME), data)
+                storage.publish(path, data)
                 return
-    made_by = manifest.packtool_version
     raise MismatchError(
-        f"{storage.join(directory, split, PREFIXES_NAME)} cannot be recreated: packtool {made_by} wrote it, and older "
+        f"{path} cannot be recreated: packtool {manifest.packtool_version} wrote it, and older "
         "versions computed other hashes for rows with a channel or a long system prompt; or media files have changed "
         "since the export",
         "The samples themselves are intact: train with --share-prefix false, which does not read this file; or "
@@ -389,5 +425,5 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_toke
 def _samples_of_shards(directory: str, manifest: Manifest, split: str) -> Iterator[list[EncodedSample]]:
     """Yield all samples of each shard of a split."""
     for shard in manifest.splits[split].shards:
-        rows = ShardFile(storage.join(directory, split, shard.file))
-        yield [rows.sample(row) for row in range(len(rows))]
+        file = ShardFile(storage.join(directory, split, shard.file))
+        yield [file.sample(row) for row in range(len(file))]

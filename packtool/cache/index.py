@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from packtool import storage
 from packtool.cache.manifest import Manifest
-from packtool.cache.shard import ADDED, INDEX, PREFIX, PREFIX_BEFORE, PREFIXES, UNKNOWN, with_added_columns
+from packtool.cache.shard import ADDED_COLUMNS, INDEX, OLD_PREFIX, PREFIX, PREFIXES, UNKNOWN, with_added_columns
 from packtool.constants import INDEX_NAME
 from packtool.encode.encoded import IntArray
 from packtool.encode.families import MediaLimits
@@ -61,23 +61,30 @@ def read_index(directory: str, manifest: Manifest, split: str, copy: str | None 
         if any(table.column(field.name).null_count for field in INDEX):
             raise ValueError("it has empty rows")
     # A cache may come from anyone: every row must refer to an existing sample.
-    info = manifest.splits[split]
-    shard_rows = np.array([shard.rows for shard in info.shards], np.int64)
-    minimums = {"channel": -1} | dict.fromkeys(ADDED, UNKNOWN)
-    limits = {"shard": len(shard_rows), "channel": len(manifest.channels), "patch_squares": _MAX_SQUARES}
-    problem = "" if len(columns["length"]) == info.rows else f"it has {len(columns['length'])} rows, not {info.rows}"
-    for name, column in columns.items():
-        if problem or not len(column):
-            continue
-        if column.min() < minimums.get(name, 0) or column.max() >= limits.get(name, 2**31):
-            problem = f"{name} has values from {column.min()} to {column.max()}"
-    if not problem and len(shard_rows) and (columns["row_in_shard"] >= shard_rows[columns["shard"]]).any():
-        problem = "row_in_shard exceeds the number of rows of a shard"
-    if problem:
+    if problem := _index_problem(columns, manifest, split):
         raise MismatchError(
             f"{path} is not the index of this cache: {problem}", "Copy the cache again, or export it again."
         )
     return columns
+
+
+def _index_problem(columns: Mapping[str, IntArray], manifest: Manifest, split: str) -> str:
+    """Describe the first reason why index columns do not belong to a cache; "" for none."""
+    info = manifest.splits[split]
+    num_rows = len(columns["length"])
+    if num_rows != info.rows:
+        return f"it has {num_rows} rows, not {info.rows}"
+    if not num_rows:
+        return ""
+    minimums = {"channel": -1} | dict.fromkeys(ADDED_COLUMNS, UNKNOWN)  # of other columns 0
+    limits = {"shard": len(info.shards), "channel": len(manifest.channels), "patch_squares": _MAX_SQUARES}
+    for name, column in columns.items():
+        if column.min() < minimums.get(name, 0) or column.max() >= limits.get(name, 2**31):
+            return f"{name} has values from {column.min()} to {column.max()}"
+    rows_per_shard = np.array([shard.rows for shard in info.shards], np.int64)
+    if (columns["row_in_shard"] >= rows_per_shard[columns["shard"]]).any():
+        return "row_in_shard exceeds the number of rows of a shard"
+    return ""
 
 
 class SplitPrefixes(NamedTuple):
@@ -110,24 +117,26 @@ def prefix_batch(counts: npt.NDArray[np.int64], prefixes: PrefixHashes) -> pa.Re
     return pa.record_batch([pa.ListArray.from_arrays(offsets, entries)], schema=PREFIXES)
 
 
-def with_fields(batch: pa.RecordBatch, prefix_type: pa.StructType) -> pa.RecordBatch:
+def with_prefix_fields(batch: pa.RecordBatch, prefix_type: pa.StructType) -> pa.RecordBatch:
     """Convert a batch of ``prefixes.arrow`` so that each prefix has the fields of ``prefix_type``.
 
     Fields that only newer caches have are ``UNKNOWN``. A batch with nulls is returned as it is.
     """
-    rows = batch.column("prefixes")
-    if rows.type == pa.list_(prefix_type) or rows.null_count or rows.values.null_count:
+    lists = batch.column("prefixes")
+    if lists.type == pa.list_(prefix_type) or lists.null_count or lists.values.null_count:
         return batch
-    entries = rows.flatten()
-    columns = [
-        entries.field(field.name)
-        if entries.type.get_field_index(field.name) >= 0 or PREFIX_BEFORE.get_field_index(field.name) >= 0
-        else pa.repeat(pa.scalar(UNKNOWN, field.type), len(entries))
-        for field in prefix_type
-    ]
-    offsets = rows.offsets.to_numpy() - rows.offsets[0].as_py()
-    entries = pa.StructArray.from_arrays(columns, fields=list(prefix_type))
-    return pa.record_batch([pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), entries)], names=["prefixes"])
+    prefixes = lists.flatten()
+    columns = []
+    for field in prefix_type:
+        is_new = OLD_PREFIX.get_field_index(field.name) < 0
+        if is_new and prefixes.type.get_field_index(field.name) < 0:
+            columns.append(pa.repeat(pa.scalar(UNKNOWN, field.type), len(prefixes)))
+        else:
+            columns.append(prefixes.field(field.name))
+    # The batch may be a slice: its offsets need not begin at 0.
+    offsets = pa.array(lists.offsets.to_numpy() - lists.offsets[0].as_py(), pa.int32())
+    structs = pa.StructArray.from_arrays(columns, fields=list(prefix_type))
+    return pa.record_batch([pa.ListArray.from_arrays(offsets, structs)], names=["prefixes"])
 
 
 def read_prefixes(path: str, sha256: str | None, lengths: IntArray, copy: str | None = None) -> SplitPrefixes:
@@ -141,24 +150,25 @@ def read_prefixes(path: str, sha256: str | None, lengths: IntArray, copy: str | 
     with _read_errors(path):
         table = _read_table(path, sha256, copy)
         table.validate(full=True)
-        parts = []
+        batches = []
         for batch in table.to_batches():
-            rows = with_fields(batch, PREFIX).column("prefixes")
-            entries = rows.flatten()
-            if rows.null_count or entries.null_count:
+            lists = with_prefix_fields(batch, PREFIX).column("prefixes")
+            prefixes = lists.flatten()
+            if lists.null_count or prefixes.null_count:
                 raise ValueError("it has empty rows")
-            starts = rows.offsets.to_numpy().astype(np.int64)
-            columns = [column.to_numpy(zero_copy_only=False) for column in entries.flatten()]
-            parts.append(SplitPrefixes(starts - starts[0], PrefixHashes(*columns)))
-        split = SplitPrefixes.joined(parts)
-    counts = np.diff(split.offsets)
-    prefix_lengths, samples = split.prefixes.lengths, np.repeat(np.arange(len(counts)), counts)
+            offsets = lists.offsets.to_numpy().astype(np.int64)
+            columns = [column.to_numpy(zero_copy_only=False) for column in prefixes.flatten()]  # as in PrefixHashes
+            batches.append(SplitPrefixes(offsets - offsets[0], PrefixHashes(*columns)))
+        split = SplitPrefixes.joined(batches)
+    num_prefixes = np.diff(split.offsets)
+    prefix_lengths = split.prefixes.lengths
+    sample_of_prefix = np.repeat(np.arange(len(num_prefixes)), num_prefixes)
     problem = ""
-    if len(counts) != len(lengths):
-        problem = f"it has {len(counts)} rows, not {len(lengths)}"
-    elif len(samples) and ((prefix_lengths < 1) | (prefix_lengths > lengths[samples])).any():
+    if len(num_prefixes) != len(lengths):
+        problem = f"it has {len(num_prefixes)} rows, not {len(lengths)}"
+    elif ((prefix_lengths < 1) | (prefix_lengths > lengths[sample_of_prefix])).any():
         problem = "a prefix is longer than its sample"
-    elif ((np.diff(prefix_lengths) <= 0) & (np.diff(samples) == 0)).any():
+    elif ((np.diff(prefix_lengths) <= 0) & (np.diff(sample_of_prefix) == 0)).any():
         problem = "the prefixes of a sample are not in ascending order"
     if problem:
         raise MismatchError(
@@ -176,19 +186,27 @@ _FRAME_TOKENS = 256
 def with_estimates(columns: Mapping[str, Column], limits: MediaLimits) -> dict[str, Column]:
     """Return the columns of an index, (N,) each, with estimates in place of ``UNKNOWN``.
 
-    All media of a sample are assumed to have the same number of tokens, and video frames 256 tokens each. ``limits``
-    of the cache give the number of patches per token.
+    ``patch_squares`` is the sum over images and video frames of their squared number of patches. All media of a sample
+    are assumed to have the same number of tokens, and video frames 256 tokens each. ``limits`` of the cache give the
+    number of patches per token.
     """
     columns = dict(columns)
-    images, videos, audios = (columns[f"num_{kind}"].astype(np.float64) for kind in ("images", "videos", "audios"))
-    if (unknown := columns["audio_tokens"] == UNKNOWN).any():
-        tokens = columns["media_tokens"] / np.maximum(images + videos + audios, 1) * audios
-        columns["audio_tokens"] = np.where(unknown, tokens.astype(np.int32), columns["audio_tokens"])
-    if (unknown := columns["patch_squares"] == UNKNOWN).any():
+    num_images, num_videos, num_audios = (
+        columns[name].astype(np.float64) for name in ("num_images", "num_videos", "num_audios")
+    )
+    is_unknown = columns["audio_tokens"] == UNKNOWN
+    if is_unknown.any():
+        num_media = np.maximum(num_images + num_videos + num_audios, 1)
+        estimate = (columns["media_tokens"] / num_media * num_audios).astype(np.int32)
+        columns["audio_tokens"] = np.where(is_unknown, estimate, columns["audio_tokens"])
+    is_unknown = columns["patch_squares"] == UNKNOWN
+    if is_unknown.any():
         patches_per_token = limits.image.merge_size**2 if limits.image is not None else 0
-        tokens_per_medium = (columns["media_tokens"] - columns["audio_tokens"]) / np.maximum(images + videos, 1)
-        patches = tokens_per_medium * patches_per_token  # of each picture or video
-        # A picture attends over all its patches, a video frame over its own.
-        squares = patches * (images * patches + videos * np.minimum(patches, _FRAME_TOKENS * patches_per_token))
-        columns["patch_squares"] = np.where(unknown, squares.astype(np.int64), columns["patch_squares"])
+        vision_tokens = columns["media_tokens"] - columns["audio_tokens"]
+        # An image attends over all its patches, a video frame over its own.
+        patches_per_medium = vision_tokens / np.maximum(num_images + num_videos, 1) * patches_per_token
+        patches_per_frame = np.minimum(patches_per_medium, _FRAME_TOKENS * patches_per_token)
+        attended = num_images * patches_per_medium + num_videos * patches_per_frame
+        estimate = (patches_per_medium * attended).astype(np.int64)
+        columns["patch_squares"] = np.where(is_unknown, estimate, columns["patch_squares"])
     return columns

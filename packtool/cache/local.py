@@ -72,39 +72,44 @@ _COPY_AGAIN = (
 )
 
 
-def check_file(path: str, sha256: str, notes: str, since: float | None = None) -> bytes:
-    """Verify a local file; return the checksums of its blocks, or raise a MismatchError.
+def check_file(path: str, sha256: str, records: str, since: float | None = None) -> bytes:
+    """Verify a local file; return the CRC-32 of each of its blocks, or raise a MismatchError.
+
+    A record of the checksums is written, so that the file is read again only if it has changed.
 
     Args:
-        notes: directory of the notes.
-        since: Unix time in seconds; older notes are not trusted. None trusts all.
+        records: directory of the records.
+        since: Unix time in seconds; older records are not trusted. None trusts all.
     """
-    note = os.path.join(notes, hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:24] + _SUFFIX)
-    with suppress(OSError), open(note, "rb") as file:
-        if (sums := _known_sums(file, path, sha256, since)) is not None:
-            return sums
+    record_name = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:24] + _SUFFIX
+    record_path = os.path.join(records, record_name)
+    with suppress(OSError), open(record_path, "rb") as record:
+        if (block_sums := _recorded_sums(record, path, sha256, since)) is not None:
+            return block_sums
     try:
-        os.makedirs(notes, exist_ok=True)
-        with locked(note) as file:
-            if (sums := _known_sums(file, path, sha256, since)) is None:
+        os.makedirs(records, exist_ok=True)
+        with locked(record_path) as record:
+            # Another process may have written the record since.
+            if (block_sums := _recorded_sums(record, path, sha256, since)) is None:
                 state = _state(path)
-                sums = _compare(path, sha256)
-                file.seek(0)
-                file.truncate()
-                file.write(json.dumps([*state, sha256, zlib.crc32(sums), time.time()]).encode() + b"\n" + sums)
-            return sums
-    except OSError:  # the note cannot be written
-        return _compare(path, sha256)
+                block_sums = _verified_sums(path, sha256)
+                header = [*state, sha256, zlib.crc32(block_sums), time.time()]
+                record.seek(0)
+                record.truncate()
+                record.write(json.dumps(header).encode() + b"\n" + block_sums)
+            return block_sums
+    except OSError:  # the record cannot be written
+        return _verified_sums(path, sha256)
 
 
-def _known_sums(file: BinaryIO, path: str, sha256: str, since: float | None) -> bytes | None:
-    """Return the block checksums in a note; None if the note is older than ``since`` or the file has changed."""
-    file.seek(0)
+def _recorded_sums(record: BinaryIO, path: str, sha256: str, since: float | None) -> bytes | None:
+    """Return the block checksums in a record; None if it is older than ``since`` or the file has changed."""
+    record.seek(0)
     try:
-        *state, digest, crc, checked = load_json(file.readline())
-        sums = file.read()
-        is_same = [*state, digest, crc] == [*_state(path), sha256, zlib.crc32(sums)]
-        return sums if is_same and (since is None or checked >= since) else None
+        *state, digest, crc, checked_at = load_json(record.readline())
+        block_sums = record.read()
+        is_same = [*state, digest, crc] == [*_state(path), sha256, zlib.crc32(block_sums)]
+        return block_sums if is_same and (since is None or checked_at >= since) else None
     except (ValueError, TypeError):
         return None  # empty, incomplete, or of an older packtool
 
@@ -115,7 +120,7 @@ def _state(path: str) -> list[str | int]:
     return [os.path.realpath(path), state.st_size, state.st_mtime_ns, state.st_ctime_ns]
 
 
-def _compare(path: str, sha256: str) -> bytes:
+def _verified_sums(path: str, sha256: str) -> bytes:
     """Read a file; return its block checksums, or raise a MismatchError if its SHA-256 is another."""
     digest, sums = digests_of(path)
     if digest != sha256:

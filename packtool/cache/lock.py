@@ -170,6 +170,7 @@ class DirectoryLock:
     def __init__(self, directory: str, part: str = "", what: str = "export") -> None:
         self._directory = directory
         self._holder = Holder.this_process(part, what)
+        # Known beforehand only for a part of an export.
         self._name = f"{_PREFIX}part-{self._holder.run}{_SUFFIX}" if part else ""
         self._is_lost = False
         self._end = threading.Event()
@@ -186,6 +187,7 @@ class DirectoryLock:
             if self._holder.part:
                 refuse_if_busy(self._directory, is_part=True)
                 storage.publish(storage.join(self._directory, self._name), self._holder.to_json())
+            # A lock that excludes others has the next free number; its name is set once the file was created.
             while not self._name:
                 refuse_if_busy(self._directory)
                 numbers = [_number(name) for name in storage.list_names(self._directory) if is_lock(name)]

@@ -19,7 +19,7 @@ from packtool.config.settings import load_json
 from packtool.encode.encoded import EncodedAudio, EncodedVideo
 from packtool.errors import MismatchError
 
-_PART = ("turn", "num_turns", "response", "num_responses")
+_PART_FIELDS = ("turn", "num_turns", "response", "num_responses")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Origins:
             "row": _small(np.diff(self.row, prepend=0)),
         }
         if self.part is not None:
-            columns |= {name: _small(column) for name, column in zip(_PART, self.part.T, strict=True)}
+            columns |= {name: _small(column) for name, column in zip(_PART_FIELDS, self.part.T, strict=True)}
         np.savez_compressed(sink, **columns)  # type: ignore[arg-type]
         storage.publish(path, sink.getvalue())
 
@@ -62,7 +62,9 @@ class Origins:
             with np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False) as arrays:
                 names = load_json(arrays["told"].tobytes())
                 file, row = (np.cumsum(arrays[name], dtype=np.int64) for name in ("source", "row"))
-                part = np.stack([arrays[name].astype(np.int32) for name in _PART], 1) if "turn" in arrays else None
+                part = None
+                if "turn" in arrays:
+                    part = np.stack([arrays[name].astype(np.int32) for name in _PART_FIELDS], 1)
         except (OSError, ValueError, KeyError) as error:
             raise MismatchError(
                 f"{path} cannot be read: {error}", "Remove it; the next checkpoint writes it again."
@@ -79,35 +81,37 @@ def _small(values: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]
 
 def read_origins(reader: CacheReader, cache: int) -> Origins:
     """Return the origins of the samples of cache number ``cache``; reads three columns of all its shards."""
-    shard, row_in_shard = reader.locations(cache)
-    names: dict[str, int] = {}  # of source files as samples name them, with their position in ``files``
-    num_samples = len(shard)
+    shard_of_sample, row_in_shard = reader.locations(cache)
+    file_numbers: dict[str, int] = {}  # position in ``Origins.files`` by the source's name in the samples
+    num_samples = len(shard_of_sample)
     file, row = np.zeros(num_samples, np.int64), np.zeros(num_samples, np.int64)
-    part: npt.NDArray[np.int32] | None = None
-    for number in range(int(shard.max(initial=-1)) + 1):
-        in_shard = np.flatnonzero(shard == number)
-        table = reader.shard_table(cache, number, ("source", "row", "part")).take(pa.array(row_in_shard[in_shard]))
+    part = np.zeros((num_samples, len(_PART_FIELDS)), np.int32)
+    for shard in range(int(shard_of_sample.max(initial=-1)) + 1):
+        in_shard = np.flatnonzero(shard_of_sample == shard)
+        table = reader.shard_table(cache, shard, ("source", "row", "part")).take(pa.array(row_in_shard[in_shard]))
         sources = table.column("source").combine_chunks().dictionary_encode()
-        codes = np.array([names.setdefault(name, len(names)) for name in sources.dictionary.to_pylist()], np.int64)
-        file[in_shard] = codes[sources.indices.to_numpy()]
+        numbers = [file_numbers.setdefault(name, len(file_numbers)) for name in sources.dictionary.to_pylist()]
+        file[in_shard] = np.array(numbers, np.int64)[sources.indices.to_numpy()]
         row[in_shard] = table.column("row").to_numpy()
         if "part" in table.column_names:
-            part = np.zeros((num_samples, len(_PART)), np.int32) if part is None else part
-            column = table.column("part").combine_chunks()
-            part[in_shard] = np.stack([column.field(name).fill_null(0).to_numpy() for name in _PART], 1)
+            parts = table.column("part").combine_chunks()
+            part[in_shard] = np.stack([parts.field(name).fill_null(0).to_numpy() for name in _PART_FIELDS], 1)
     files, digests = [], []
-    for name in names:
+    for name in file_numbers:
         # Samples have the absolute path of the source, or a relative one, which is its end.
         tail = "/" + name.removeprefix("./").lstrip("/")
         same_path = [source for source in reader.manifests[cache].sources if source.path == name]
         same_end = [source for source in reader.manifests[cache].sources if source.path.endswith(tail)]
-        source = next(iter([*same_path, *same_end]), None)
-        files.append(name if source is None else source.path)
-        digests.append(name if source is None else source.digest)  # without a digest, the name identifies it
-    return Origins(tuple(files), tuple(digests), file, row, None if part is None or not part.any() else part)
+        if matching := same_path or same_end:
+            files.append(matching[0].path)
+            digests.append(matching[0].digest)
+        else:
+            files.append(name)
+            digests.append(name)  # without a digest, the name identifies it
+    return Origins(tuple(files), tuple(digests), file, row, part if part.any() else None)
 
 
-def read_contents(reader: CacheReader, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+def hash_contents(reader: CacheReader, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     """Return a hash of the tokens and media of each of M samples, uint64 (M,); reads the samples.
 
     Media are identified by file name (without folder), embedded bytes, and size.

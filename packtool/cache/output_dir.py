@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from packtool import storage
-from packtool.cache.index import with_fields
+from packtool.cache.index import with_prefix_fields
 from packtool.cache.local import sha256_of
 from packtool.cache.lock import is_of_lock, remove_stale
 from packtool.cache.manifest import (
@@ -352,9 +352,8 @@ def publish_cache(
         digest = write_arrow_file(storage.join(folder, INDEX_NAME), INDEX, index)
         prefixes_digest = ""  # where tasks of an older packtool wrote no prefixes
         if all(result.splits[split].prefixes_sha256 for result in results if split in result.splits):
-            prefixes = (
-                with_fields(batch, PREFIX) for _, batch in _batches_of(directory, split, results, of_prefixes=True)
-            )
+            batches = _batches_of(directory, split, results, of_prefixes=True)
+            prefixes = (with_prefix_fields(batch, PREFIX) for _, batch in batches)
             prefixes_digest = write_arrow_file(storage.join(folder, PREFIXES_NAME), PREFIXES, prefixes)
         splits[split] = replace(info, index_sha256=digest, prefixes_sha256=prefixes_digest)
         storage.publish(storage.join(folder, "dataset_info.json"), dataset_info(has_parts))

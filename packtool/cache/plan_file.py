@@ -26,7 +26,7 @@ _FORMAT = "packtool plan 1"
 _SHARED_FORMAT = "packtool plan 2"
 """Format of plans with shared prefixes, so that older versions refuse them."""
 _METADATA = ("capacity", "max_length", "seed", "cache", "plan", "num_cached", "format", "parts")
-_KEY = b"packtool"
+_METADATA_KEY = b"packtool"
 _SCHEMA = pa.schema([("pack", pa.int64()), ("sample", pa.int64()), ("length", pa.int32())])
 _LOCATIONS = [pa.field(name, pa.int32()) for name in ("step", "rank", "micro_batch")]
 _SHARED = pa.field("shared", pa.int32())
@@ -72,22 +72,24 @@ class SavedPlan:
 
 
 def write_plan(path: str, plan: SavedPlan) -> None:
-    """Write a plan file."""
-    pack_sizes = np.diff(plan.offsets)
-    packs = np.repeat(np.arange(len(pack_sizes), dtype=np.int64), pack_sizes)
+    """Write a plan file: an Arrow table with a row for each sample, and settings in the metadata of its schema."""
+    samples_per_pack = np.diff(plan.offsets)
+    pack_of_sample = np.repeat(np.arange(len(samples_per_pack), dtype=np.int64), samples_per_pack)
     schema = _SCHEMA
-    columns: list[npt.NDArray[np.integer[Any]]] = [packs, plan.samples, plan.lengths]
+    columns: list[npt.NDArray[np.integer[Any]]] = [pack_of_sample, plan.samples, plan.lengths]
     if plan.locations is not None:
         schema = pa.schema([*schema, *_LOCATIONS])
         columns.extend(plan.locations.T)
     if plan.shared is not None:
         schema = schema.append(_SHARED)
         columns.append(plan.shared)
-    metadata = {name: value for name in _METADATA if (value := getattr(plan, name)) or name != "parts"}
-    schema = schema.with_metadata({_KEY: json.dumps(metadata).encode()})
+    metadata = {name: getattr(plan, name) for name in _METADATA}
+    if not plan.parts:
+        del metadata["parts"]
+    schema = schema.with_metadata({_METADATA_KEY: json.dumps(metadata).encode()})
     batches = (
         pa.record_batch([pa.array(column[start : start + _BATCH_ROWS]) for column in columns], schema=schema)
-        for start in range(0, len(packs), _BATCH_ROWS)
+        for start in range(0, len(pack_of_sample), _BATCH_ROWS)
     )
     storage.publish(path, arrow_bytes(batches, schema))
 
@@ -97,15 +99,14 @@ def read_plan(path: str) -> SavedPlan:
     data = storage.read_bytes(path)
     try:
         reader = pa.ipc.open_file(pa.py_buffer(data))
-        metadata = load_json((reader.schema.metadata or {})[_KEY])
+        metadata = load_json((reader.schema.metadata or {})[_METADATA_KEY])
         file_format = metadata.pop("format", _FORMAT)
         table = reader.read_all()
         columns = {name: table.column(name).to_numpy() for name in table.schema.names}
-        has_locations = _LOCATIONS[0].name in columns
-        locations = (
-            np.stack([columns[field.name].astype(np.int32) for field in _LOCATIONS], axis=1) if has_locations else None
-        )
-        starts = np.flatnonzero(np.diff(columns["pack"], prepend=-1))
+        locations = None
+        if _LOCATIONS[0].name in columns:
+            locations = np.stack([columns[field.name].astype(np.int32) for field in _LOCATIONS], axis=1)
+        starts = np.flatnonzero(np.diff(columns["pack"], prepend=-1))  # the first sample of each pack
         plan = SavedPlan(
             samples=columns["sample"].astype(np.int64),
             offsets=np.append(starts, len(columns["pack"])).astype(np.int64),

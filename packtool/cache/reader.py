@@ -91,19 +91,20 @@ class CacheReader:
         self.manifests = tuple(manifests)
         self.split = split
         self.copies = copies or LocalCopies()
-        parts = [self._index_of(number) for number in range(len(self.directories))]
-        self.offsets = np.cumsum([0, *(len(part["length"]) for part in parts)])
-        self._shard = np.concatenate([part["shard"] for part in parts])
-        self._row_in_shard = np.concatenate([part["row_in_shard"] for part in parts])
+        indexes = [self._index_of(cache) for cache in range(len(self.directories))]
+        self.offsets = np.cumsum([0, *(len(index["length"]) for index in indexes)])
+        self._shard = np.concatenate([index["shard"] for index in indexes])
+        self._row_in_shard = np.concatenate([index["row_in_shard"] for index in indexes])
+        # One numbering of the channels of all caches, in the order of their first appearance.
         channels = tuple(dict.fromkeys(name for manifest in manifests for name in manifest.channels))
-        channel_columns, estimated_parts = [], []
-        for part, manifest in zip(parts, manifests, strict=True):
-            # Position of each of the cache's channels in ``channels``; its last element is what -1 selects.
-            positions = np.array([*map(channels.index, manifest.channels), -1], np.int32)
-            channel_columns.append(positions[part["channel"]])
-            estimated_parts.append(with_estimates(part, manifest.identity.media_limits))
-        names = [field.name for field in fields(SplitIndex) if not field.name.startswith("channel")]
-        columns: dict[str, Any] = {name: np.concatenate([part[name] for part in estimated_parts]) for name in names}
+        channel_columns, estimated_indexes = [], []
+        for index, manifest in zip(indexes, manifests, strict=True):
+            # The new number of each of the cache's channels; samples without a channel have -1, the last element.
+            new_numbers = np.array([*map(channels.index, manifest.channels), -1], np.int32)
+            channel_columns.append(new_numbers[index["channel"]])
+            estimated_indexes.append(with_estimates(index, manifest.identity.media_limits))
+        names = [field.name for field in fields(SplitIndex) if field.name not in ("channel", "channels")]
+        columns: dict[str, Any] = {name: np.concatenate([index[name] for index in estimated_indexes]) for name in names}
         self.index = SplitIndex(channel=np.concatenate(channel_columns), channels=channels, **columns)
         self._open: OrderedDict[tuple[int, int], ShardFile] = OrderedDict()
         self._prefixes: dict[int, pa.ChunkedArray | None] = {}
@@ -174,8 +175,8 @@ class CacheReader:
         except MismatchError as error:
             raise MismatchError(f"{error.message} (when row {row} of it was read)", error.remedy) from error
         sample = file.sample(row)
-        files = [file for medium in sample.media for file in files_of(medium)]
-        if not any(path is not None and data is None and not storage.is_remote(path) for path, data in files):
+        paths = [path for medium in sample.media for path, data in files_of(medium) if data is None]
+        if not any(path is not None and not storage.is_remote(path) for path in paths):
             return sample  # it has no media files that may have changed since the export
         if cache not in self._prefixes:
             self._prefixes[cache] = self._mapped_prefixes(cache)
@@ -284,9 +285,10 @@ class CacheReader:
             except PacktoolError:
                 return
 
-        thread = threading.Thread(target=fetch, name="prefetch", daemon=True) if remote_shards else None
-        if thread is not None:
-            thread.start()
+        if not remote_shards:
+            return None
+        thread = threading.Thread(target=fetch, name="prefetch", daemon=True)
+        thread.start()
         return thread
 
     def __getstate__(self) -> dict[str, Any]:
@@ -310,17 +312,20 @@ class ShardFile:
             is_remote = storage.is_remote(path)
             data = pa.py_buffer(storage.read_bytes(path)) if is_remote else pa.memory_map(path).read_buffer()
             self._blocks = None if sums is None else MappedBlocks(path, data, sums, remedy)
-            head, *messages = pa.ipc.MessageReader.open_stream(data)
-            headers = [message.metadata for message in (head, *messages)]
-            if self._blocks and not all(self._blocks.verify(each.address, each.size) for each in headers):
+            # A stream has a message with the schema, then one for each record batch: a header and the batch's buffers.
+            schema_message, *messages = pa.ipc.MessageReader.open_stream(data)
+            headers = [message.metadata for message in (schema_message, *messages)]
+            if self._blocks and not all(self._blocks.verify(header.address, header.size) for header in headers):
                 raise self._blocks.damaged("the headers of its record batches changed after they were verified")
-            self._batches = [pa.ipc.read_record_batch(message, pa.ipc.read_schema(head)) for message in messages]
+            schema = pa.ipc.read_schema(schema_message)
+            self._batches = [pa.ipc.read_record_batch(message, schema) for message in messages]
             for batch in self._batches:
                 batch.validate()
         except (OSError, ValueError, pa.ArrowException) as error:
             if self._blocks:
                 raise self._blocks.damaged(f"it cannot be read ({error})") from error
             raise MismatchError(f"{path} cannot be read: {error}", "Export the cache again.") from error
+        # Memory range of each batch's buffers, and the first row of each batch.
         self._bodies = [(message.body.address, message.body.size) for message in messages]
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
 
@@ -340,17 +345,17 @@ class ShardFile:
             return
         self._blocks.note_changes()
         if not self._blocks.are_verified(*self._bodies[number]):
-            ranges = (each for column in columns.columns for each in _ranges(column, start, stop))
-            if not all(self._blocks.verify(*each) for each in ranges):
+            ranges = (memory for column in columns.columns for memory in _memory_ranges(column, start, stop))
+            if not all(self._blocks.verify(address, num_bytes) for address, num_bytes in ranges):
                 first, last = (int(self._starts[number]) + row for row in (start, stop - 1))
                 rows = f"row {first}" if first == last else f"rows {first} to {last}"
                 raise self._blocks.damaged(f"{rows} changed after it was verified")
 
     def sample(self, row: int) -> EncodedSample:
         """Return the sample in a row."""
-        number = int(np.searchsorted(self._starts, row, side="right")) - 1
-        batch, i = self._batches[number], row - int(self._starts[number])
-        self._check(number, batch, i, i + 1)
+        batch_number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        batch, i = self._batches[batch_number], row - int(self._starts[batch_number])
+        self._check(batch_number, batch, i, i + 1)
         part = batch.column("part")[i].as_py() if "part" in batch.schema.names else None
         return EncodedSample(
             input_ids=_values(batch.column("input_ids"), i),
@@ -369,31 +374,30 @@ class ShardFile:
         )
 
 
-def _ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _memory_ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yield (address, size in bytes) of the memory of elements [start, stop) of an array, nested arrays included.
 
     The range of offsets is yielded before they are read, so that the caller has verified them by then.
     """
     if start == stop:
         return
-    validity, *values = array.buffers()
-    if validity is not None:
+    validity, *buffers = array.buffers()
+    if validity is not None:  # one bit for each element
         yield validity.address + start // 8, (stop + 7) // 8 - start // 8
-    kind = array.type
-    if pa.types.is_struct(kind):
-        for number in range(kind.num_fields):
-            yield from _ranges(array.field(number), start, stop)
-    elif pa.types.is_primitive(kind):
-        width = kind.bit_width // 8
-        yield values[0].address + start * width, (stop - start) * width
-    else:  # lists, strings and bytes
-        yield values[0].address + 4 * start, 4 * (stop - start + 1)
-        offsets = np.frombuffer(values[0], np.int32)
-        first, last = int(offsets[start]), int(offsets[stop])
-        if pa.types.is_list(kind):
-            yield from _ranges(array.values, first, last)
-        elif first < last:
-            yield values[1].address + first, last - first
+    if pa.types.is_struct(array.type):
+        for number in range(array.type.num_fields):
+            yield from _memory_ranges(array.field(number), start, stop)
+    elif pa.types.is_primitive(array.type):
+        element_bytes = array.type.bit_width // 8
+        yield buffers[0].address + start * element_bytes, (stop - start) * element_bytes
+    else:  # lists, strings and bytes: int32 offsets into the values
+        yield buffers[0].address + 4 * start, 4 * (stop - start + 1)
+        offsets = np.frombuffer(buffers[0], np.int32)
+        values_start, values_stop = int(offsets[start]), int(offsets[stop])
+        if pa.types.is_list(array.type):
+            yield from _memory_ranges(array.values, values_start, values_stop)
+        elif values_start < values_stop:
+            yield buffers[1].address + values_start, values_stop - values_start
 
 
 def _values(column: pa.ListArray, i: int) -> Any:
@@ -500,9 +504,12 @@ class RelabeledReader:
 def _bare_samples(table: pa.Table) -> Iterator[EncodedSample]:
     """Yield the samples of a table with ``_TARGET_COLUMNS``, without media and origin."""
     for batch in table.to_batches():
-        ids, labels, turns = (_lists(batch.column(name)) for name in _TARGET_COLUMNS[:3])
-        for each in zip(ids, labels, turns, batch.column("truncated").to_pylist(), strict=True):
-            yield EncodedSample(*each[:3], images=(), channel=None, source="", row=0, num_truncated=each[3])
+        columns = [_lists(batch.column(name)) for name in ("input_ids", "labels", "turns")]
+        truncated = batch.column("truncated").to_pylist()
+        for ids, labels, turns, num_truncated in zip(*columns, truncated, strict=True):
+            yield EncodedSample(
+                ids, labels, turns, images=(), channel=None, source="", row=0, num_truncated=num_truncated
+            )
 
 
 def _lists(column: pa.ListArray) -> Iterator[npt.NDArray[np.int32]]:

@@ -96,8 +96,8 @@ sounds, and the sum over frames of (patches of the frame)^2.
 """
 
 UNKNOWN = -1
-"""Value in the columns ``ADDED`` for a cache that lacks them."""
-ADDED = ("audio_tokens", "patch_squares")
+"""Value in the columns ``ADDED_COLUMNS`` for a cache that lacks them."""
+ADDED_COLUMNS = ("audio_tokens", "patch_squares")
 
 
 PREFIX = pa.struct(
@@ -112,7 +112,7 @@ PREFIX = pa.struct(
 )
 """A prefix of a sample: the fields of ``PrefixHashes``."""
 
-PREFIX_BEFORE = pa.struct([field for field in PREFIX if field.name != "target_tokens"])
+OLD_PREFIX = pa.struct([field for field in PREFIX if field.name != "target_tokens"])
 """The fields of a prefix in older caches."""
 
 PREFIXES = pa.schema([("prefixes", pa.list_(PREFIX))])
@@ -121,7 +121,7 @@ PREFIXES = pa.schema([("prefixes", pa.list_(PREFIX))])
 
 def with_added_columns(table: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
     """Add the columns that the index of an older cache lacks, filled with ``UNKNOWN``."""
-    for name in ADDED:
+    for name in ADDED_COLUMNS:
         if name not in table.schema.names:
             field = INDEX.field(name)
             table = table.append_column(field, pa.repeat(pa.scalar(UNKNOWN, field.type), table.num_rows))
@@ -196,7 +196,7 @@ def write_arrow_file(path: str, schema: pa.Schema, batches: Iterable[pa.RecordBa
     return sink.digest.hexdigest()
 
 
-IndexPart = dict[str, npt.NDArray[np.integer[Any]]]
+IndexColumns = dict[str, npt.NDArray[np.integer[Any]]]
 """The index columns of some samples, (S,) each."""
 
 
@@ -296,9 +296,9 @@ def num_targets(sample: EncodedSample) -> int:
     return int(np.count_nonzero(sample.labels[1:] >= 0))
 
 
-def index_part(
+def index_columns(
     samples: Sequence[EncodedSample], shard: int, first_row: int, channel_codes: dict[str, int]
-) -> IndexPart:
+) -> IndexColumns:
     """Return the index columns of S consecutive samples of a shard, (S,) each.
 
     Args:
@@ -310,10 +310,10 @@ def index_part(
         -1 if sample.channel is None else channel_codes.setdefault(sample.channel, len(channel_codes))
         for sample in samples
     ]
-    count = len(samples)
+    num_samples = len(samples)
     return {
-        "shard": np.full(count, shard, np.int32),
-        "row_in_shard": np.arange(first_row, first_row + count, dtype=np.int32),
+        "shard": np.full(num_samples, shard, np.int32),
+        "row_in_shard": np.arange(first_row, first_row + num_samples, dtype=np.int32),
         "length": np.array([sample.length for sample in samples], np.int32),
         "target_tokens": np.array([num_targets(sample) for sample in samples], np.int32),
         "media_tokens": np.array([sample.num_media_tokens for sample in samples], np.int32),
@@ -326,7 +326,7 @@ def index_part(
     }
 
 
-def index_batch(columns: IndexPart) -> pa.RecordBatch:
+def index_batch(columns: IndexColumns) -> pa.RecordBatch:
     """Return index columns, (S,) each, as a record batch."""
     return pa.record_batch([pa.array(columns[field.name], field.type) for field in INDEX], schema=INDEX)
 
@@ -348,7 +348,7 @@ def embed_media(
         drop: called for each row with a medium that cannot be read any more; the row is left out.
     """
     group: list[list[EncodedSample]] = []
-    size = 0
+    num_bytes = 0
     for row in rows:
         try:
             group.append([_with_bytes(sample, policies[sample.source]) for sample in row])
@@ -356,10 +356,10 @@ def embed_media(
             drop(Dropped(row[0].source, row[0].row, problem.reason, problem.detail))
             continue
         files = (file for sample in group[-1] for medium in sample.media for file in files_of(medium))
-        size += sum(len(data) for _, data in files if data is not None)
-        if size > _GROUP_BYTES:
+        num_bytes += sum(len(data) for _, data in files if data is not None)
+        if num_bytes > _GROUP_BYTES:
             yield group
-            group, size = [], 0
+            group, num_bytes = [], 0
     if group:
         yield group
 
@@ -373,15 +373,18 @@ def _with_bytes(sample: EncodedSample, policy: MediaPolicy) -> EncodedSample:
         with open_medium(MediaRef(path, policy=policy), storage.ROWS_BLOCK) as file:
             return file.read()
 
-    def file_fields(medium: Any) -> dict[str, Any]:
-        path = None if medium.path is None else storage.masked(medium.path)
-        if not isinstance(medium, EncodedVideo) or not medium.frames:
-            return {"path": path, "data": read(medium.path, medium.data)}
-        frames = [(None if name is None else storage.masked(name), read(name, data)) for name, data in medium.frames]
-        return {"path": path, "data": None, "frames": tuple(frames)}
+    def masked(path: str | None) -> str | None:
+        return None if path is None else storage.masked(path)
 
-    media_fields: dict[str, tuple[Any, ...]] = {name: getattr(sample, name) for name in ("images", "audios", "videos")}
-    embedded: dict[str, Any] = {
-        name: tuple(replace(medium, **file_fields(medium)) for medium in media) for name, media in media_fields.items()
-    }
-    return replace(sample, **embedded)
+    def embedded(medium: Any) -> Any:
+        if isinstance(medium, EncodedVideo) and medium.frames:
+            frames = tuple((masked(path), read(path, data)) for path, data in medium.frames)
+            return replace(medium, path=masked(medium.path), data=None, frames=frames)
+        return replace(medium, path=masked(medium.path), data=read(medium.path, medium.data))
+
+    return replace(
+        sample,
+        images=tuple(map(embedded, sample.images)),
+        audios=tuple(map(embedded, sample.audios)),
+        videos=tuple(map(embedded, sample.videos)),
+    )

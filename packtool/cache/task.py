@@ -14,15 +14,18 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, groupby, islice
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from packtool import storage
@@ -32,12 +35,12 @@ from packtool.cache.manifest import InputCounts, SampleCounts
 from packtool.cache.shard import (
     INDEX,
     PREFIXES,
-    IndexPart,
+    IndexColumns,
     ShardWriter,
     arrow_bytes,
     embed_media,
     index_batch,
-    index_part,
+    index_columns,
 )
 from packtool.config.data import EncodeSpec, ExportConfig
 from packtool.config.settings import load_json
@@ -74,13 +77,18 @@ class Task:
     shards: Mapping[str, tuple[int, str]]
 
     @property
+    def shard_files(self) -> set[str]:
+        """Paths of the task's shards below the cache's directory."""
+        return {f"{split}/{file}" for split, (_, file) in self.shards.items()}
+
+    @property
     def num_rows(self) -> int:
         """Number of rows of the task."""
         return sum(blocks.num_rows for _, blocks in self.stretches)
 
 
 @dataclass(frozen=True)
-class Work:
+class TaskSettings:
     """Settings that all tasks of an export share.
 
     Args:
@@ -168,32 +176,31 @@ Report = Callable[[int, int, int], None]
 """Called with the numbers of rows, drops and tokens since its last call."""
 
 
-def run_task(task: Task, encoder: Encoder, work: Work, report: Report = lambda *_: None) -> TaskResult:
+def run_task(task: Task, encoder: Encoder, settings: TaskSettings, report: Report = lambda *_: None) -> TaskResult:
     """Encode a task's rows; write its shards, its parts of index, prefixes and drops, and at the end its marker."""
     embeds = encoder.spec.media == "embed"
-    outputs = _Outputs(task, work, encoder.media_tokens, embed=embeds)
+    outputs = _Outputs(task, settings, encoder.media_tokens, embed=embeds)
     val_rows = frozenset(task.val_rows)
-    position = 0  # of a row in the task
+    row_number = 0  # in the task
     rows = chain.from_iterable(samples_of(*stretch, may_hold_secrets=embeds) for stretch in task.stretches)
     try:
-        while group := tuple(islice(rows, BATCH_ROWS)):
-            samples_of_rows: dict[str, list[list[EncodedSample]]] = {name: [] for name in task.shards}
-            num_dropped_before = outputs.num_dropped
-            for item in encode_samples(group, encoder):  # the samples of a row, or a Dropped
-                split = VAL_SPLIT if position in val_rows or TRAIN_SPLIT not in task.shards else TRAIN_SPLIT
-                position += 1
-                if isinstance(item, Dropped):
-                    outputs.drop(item)
+        while batch := tuple(islice(rows, BATCH_ROWS)):
+            samples_by_row: dict[str, list[list[EncodedSample]]] = {split: [] for split in task.shards}
+            num_dropped_before, num_tokens = outputs.num_dropped, 0
+            for result in encode_samples(batch, encoder):  # the samples of a row, or why it was dropped
+                split = VAL_SPLIT if row_number in val_rows or TRAIN_SPLIT not in task.shards else TRAIN_SPLIT
+                row_number += 1
+                if isinstance(result, Dropped):
+                    outputs.drop(result)
                     continue
-                samples_of_rows[split].append(item)
-                for part in left_out_of(item):
-                    outputs.drop(part)
-            num_marked = sum(isinstance(item, Sample) and item.num_marks_added > 0 for item in group)
-            outputs.result.counts += InputCounts(rows=len(group), dropped={}, marks_added=num_marked)
-            outputs.write(samples_of_rows)
-            samples = (sample for of_split in samples_of_rows.values() for row in of_split for sample in row)
-            num_tokens = sum(sample.length for sample in samples)
-            report(len(group), outputs.num_dropped - num_dropped_before, num_tokens)
+                samples_by_row[split].append(result)
+                num_tokens += sum(sample.length for sample in result)
+                for dropped_part in left_out_of(result):
+                    outputs.drop(dropped_part)
+            num_marked = sum(isinstance(row, Sample) and row.num_marks_added > 0 for row in batch)
+            outputs.result.counts += InputCounts(rows=len(batch), dropped={}, marks_added=num_marked)
+            outputs.write(samples_by_row)
+            report(len(batch), outputs.num_dropped - num_dropped_before, num_tokens)
         return outputs.commit()
     except BaseException:
         outputs.discard()
@@ -203,20 +210,20 @@ def run_task(task: Task, encoder: Encoder, work: Work, report: Report = lambda *
 class _Outputs:
     """The files of one task and their counts, which ``commit`` publishes; only counts if there is no directory."""
 
-    def __init__(self, task: Task, work: Work, media_tokens: MediaTokens, embed: bool) -> None:
-        self.result = TaskResult(task.number, work.export)
-        self._embed, self._strict, self._media_tokens = embed, work.strict, media_tokens
-        self._task, self._directory, self._is_locked = task, work.directory, work.is_locked
+    def __init__(self, task: Task, settings: TaskSettings, media_tokens: MediaTokens, embed: bool) -> None:
+        self.result = TaskResult(task.number, settings.export)
+        self._embed, self._strict, self._media_tokens = embed, settings.strict, media_tokens
+        self._task, self._directory, self._is_locked = task, settings.directory, settings.is_locked
         self._drops: list[str] = []
         self._channel_codes: dict[str, int] = {}
         self._policies = {source.label: source.media_policy for source, _ in task.stretches} if embed else {}
-        self._index: dict[str, list[IndexPart]] = {name: [] for name in task.shards}
+        self._index: dict[str, list[IndexColumns]] = {name: [] for name in task.shards}
         self._prefixes: dict[str, list[pa.RecordBatch]] = {name: [] for name in task.shards}
         self._writers: dict[str, ShardWriter] = {}
         for split, (shard, name) in task.shards.items():
             self.result.splits[split] = SplitResult(shard=shard, file=name)
-            if work.directory is not None:
-                self._writers[split] = ShardWriter(storage.join(work.directory, split, name), work.has_parts)
+            if settings.directory is not None:
+                self._writers[split] = ShardWriter(storage.join(settings.directory, split, name), settings.has_parts)
 
     @property
     def num_dropped(self) -> int:
@@ -232,23 +239,25 @@ class _Outputs:
         self.result.counts += InputCounts.of_dropped(item)
         self._drops.append(item.to_json())
 
-    def write(self, samples_of_rows: Mapping[str, list[list[EncodedSample]]]) -> None:
-        """Append the samples of rows, given by split, to the shards and to the parts of index and prefixes."""
-        for split, of_split in samples_of_rows.items():
+    def write(self, samples_by_row: Mapping[str, list[list[EncodedSample]]]) -> None:
+        """Append the samples of rows, given by split, to the shards and to the task's index and prefixes."""
+        for split, all_rows in samples_by_row.items():
             result = self.result.splits[split]
-            embeds = self._embed and self._directory is not None
-            # With their media, rows come in groups that fit into memory.
-            for rows in embed_media(of_split, self._policies, self.drop) if embeds else (of_split,):
+            groups: Iterable[list[list[EncodedSample]]] = [all_rows]
+            if self._embed and self._directory is not None:
+                # With their media, rows come in groups that fit into memory.
+                groups = embed_media(all_rows, self._policies, self.drop)
+            for rows in groups:
                 samples = [sample for row in rows for sample in row]
-                index = index_part(samples, result.shard, result.counts.rows, self._channel_codes)
-                num_removed = [sample.num_truncated for sample in samples]  # tokens
+                index = index_columns(samples, result.shard, result.counts.rows, self._channel_codes)
+                truncated_tokens = [sample.num_truncated for sample in samples]
                 result.counts += SampleCounts(
                     rows=len(samples),
                     tokens=int(index["length"].sum()),
                     target_tokens=int(index["target_tokens"].sum()),
                     media_tokens=int(index["media_tokens"].sum()),
-                    truncated=sum(num > 0 for num in num_removed),
-                    truncated_tokens=sum(num_removed),
+                    truncated=sum(num_tokens > 0 for num_tokens in truncated_tokens),
+                    truncated_tokens=sum(truncated_tokens),
                     pieces_added=len(samples) - len(rows),
                 )
                 for length in index["length"].tolist():
@@ -260,7 +269,10 @@ class _Outputs:
                     self._writers[split].write(samples)
 
     def commit(self) -> TaskResult:
-        """Publish the files, the marker last; raise a MismatchError if the directory's lock was lost."""
+        """Publish the files, and last the marker, by which the task counts as finished.
+
+        Raises a MismatchError if the directory's lock was lost.
+        """
         self.result.channels = list(self._channel_codes)
         if self._directory is None:
             return self.result
@@ -277,10 +289,11 @@ class _Outputs:
             result = self.result.splits[split]
             result.sha256, state = writer.close()
             result.bytes, result.modified = state.size, state.modified
-            parts = self._index[split]
-            columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else None
-            index = arrow_bytes([] if columns is None else [index_batch(columns)], INDEX, pa.ipc.new_stream)
-            result.index_sha256 = publish(f"{split}.arrow", index)
+            index = []
+            if groups := self._index[split]:
+                columns = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
+                index = [index_batch(columns)]
+            result.index_sha256 = publish(f"{split}.arrow", arrow_bytes(index, INDEX, pa.ipc.new_stream))
             prefixes = pa.Table.from_batches(self._prefixes[split], PREFIXES).combine_chunks().to_batches()
             data = arrow_bytes(prefixes, PREFIXES, pa.ipc.new_stream)
             result.prefixes_sha256 = publish(f"{split}.prefixes.arrow", data)
@@ -296,6 +309,7 @@ class _Outputs:
 
 
 Stretches = tuple[tuple[Source, RowBlocks], ...]
+"""Rows of a task: some blocks of one source, or of several small ones."""
 
 MIN_SHARD_ROWS = 256
 """Minimum rows of a shard, unless ``--rows-per-shard`` is given or there are fewer."""
@@ -307,25 +321,27 @@ def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[T
 
     ``--split-dataset-ratio`` of the rows of ``--dataset``, drawn at random from all, belong to the val split.
     """
-    total = sum(source.num_rows for source in scanned)
-    shard_rows = config.rows_per_shard or min(max(-(-total // _NUM_SHARDS), MIN_SHARD_ROWS), _MAX_SHARD_ROWS)
-    num_train = sum(source.num_rows for source in scanned if source.spec.split == TRAIN_SPLIT)
-    ratio = config.split_dataset_ratio
-    num_val = max(round(num_train * ratio), 1) if ratio and num_train > 1 else 0
-    val_rows = np.sort(np.random.default_rng(config.seed).choice(num_train, num_val, replace=False, shuffle=False))
-    first = 0  # position of the task's first row among the rows of --dataset
-    plans: list[tuple[Stretches, tuple[int, ...], list[str]]] = []  # stretches, val rows and splits of each task
+    num_rows = sum(source.num_rows for source in scanned)
+    even_rows = math.ceil(num_rows / _NUM_SHARDS)
+    shard_rows = config.rows_per_shard or min(max(even_rows, MIN_SHARD_ROWS), _MAX_SHARD_ROWS)
+    num_dataset_rows = sum(source.num_rows for source in scanned if source.spec.split == TRAIN_SPLIT)
+    val_rows = _draw_val_rows(num_dataset_rows, config.split_dataset_ratio, config.seed)
+    # Stretches, val rows and splits of each task.
+    first_row = 0  # position of the task's first row among the rows of --dataset
+    plans: list[tuple[Stretches, tuple[int, ...], list[str]]] = []
     for split, sources in groupby(scanned, key=lambda scanned_source: scanned_source.spec.split):
-        for stretches in _divide([(each.source, each.blocks) for each in sources], shard_rows):
+        blocks_of_sources = [(scanned_source.source, scanned_source.blocks) for scanned_source in sources]
+        for stretches in _divide(blocks_of_sources, shard_rows):
             if split == VAL_SPLIT:
                 plans.append((stretches, (), [VAL_SPLIT]))
                 continue
-            num_rows = sum(blocks.num_rows for _, blocks in stretches)
-            low, high = np.searchsorted(val_rows, (first, first + num_rows))
-            task_val_rows = tuple(int(row) for row in val_rows[low:high] - first)
+            num_task_rows = sum(blocks.num_rows for _, blocks in stretches)
+            low, high = np.searchsorted(val_rows, (first_row, first_row + num_task_rows))
+            task_val_rows = tuple((val_rows[low:high] - first_row).tolist())
             plans.append((stretches, task_val_rows, [TRAIN_SPLIT, VAL_SPLIT] if task_val_rows else [TRAIN_SPLIT]))
-            first += num_rows
-    num_shards = {split: sum(split in splits for *_, splits in plans) for split in (TRAIN_SPLIT, VAL_SPLIT)}
+            first_row += num_task_rows
+    # Shards are numbered within their split, and their names have the number of shards.
+    num_shards = Counter(split for *_, splits in plans for split in splits)
     next_shard = dict.fromkeys(num_shards, 0)
     tasks: list[Task] = []
     for number, (stretches, task_val_rows, splits) in enumerate(plans):
@@ -338,24 +354,30 @@ def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[T
     return tasks
 
 
-def _divide(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Iterator[Stretches]:
-    """Divide the blocks of all sources, in order, into stretches of at least ``shard_rows`` rows; the last has fewer.
+def _draw_val_rows(num_rows: int, ratio: float, seed: int) -> npt.NDArray[np.int64]:
+    """Draw the rows of the val split, ascending; at least one if ``ratio`` is not 0 and two rows exist."""
+    num_val = max(round(num_rows * ratio), 1) if ratio and num_rows > 1 else 0
+    return np.sort(np.random.default_rng(seed).choice(num_rows, num_val, replace=False, shuffle=False))
 
-    A block is never divided. A stretch continues in the next source if the present one is too small.
+
+def _divide(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Iterator[Stretches]:
+    """Divide the blocks of all sources, in order, into tasks of at least ``shard_rows`` rows; the last has fewer.
+
+    A block is never divided. A task continues in the next source if the present one is too small.
     """
     stretches: list[tuple[Source, RowBlocks]] = []
-    rows = 0
+    num_rows = 0
     for source, blocks in sources:
-        if len(blocks) and rows + blocks.num_rows < shard_rows:  # fast path for thousands of small files
+        if len(blocks) and num_rows + blocks.num_rows < shard_rows:  # fast path for thousands of small files
             stretches.append((source, blocks))
-            rows += blocks.num_rows
+            num_rows += blocks.num_rows
             continue
         begin = 0
-        for i, count in enumerate(blocks.rows_of_each.tolist()):
-            rows += count
-            if rows >= shard_rows:
+        for i, num_block_rows in enumerate(blocks.rows_of_each.tolist()):
+            num_rows += num_block_rows
+            if num_rows >= shard_rows:
                 yield (*stretches, (source, blocks[begin : i + 1]))
-                stretches, begin, rows = [], i + 1, 0
+                stretches, begin, num_rows = [], i + 1, 0
         if begin < len(blocks):
             stretches.append((source, blocks[begin:]))
     if stretches:
@@ -367,7 +389,7 @@ _CHECK_EVERY_S = 0.5
 _MAX_ATTEMPTS = 3
 
 
-class Executor(WorkerPool[tuple[Task, Work], TaskResult]):
+class Executor(WorkerPool[tuple[Task, TaskSettings], TaskResult]):
     """Worker processes of this machine that run an export's tasks; a context manager that kills them at its end.
 
     Workers may start before there are tasks, because loading a tokenizer takes a second.
@@ -378,7 +400,7 @@ class Executor(WorkerPool[tuple[Task, Work], TaskResult]):
     """
 
     def __init__(self, spec: EncodeSpec, num_proc: int, start_at_rows: int) -> None:
-        super().__init__(num_proc, _run_tasks, spec)
+        super().__init__(num_proc, _make_run_task, spec)
         self._missing_rows = start_at_rows
         self._next_check = 0.0
 
@@ -401,7 +423,7 @@ class Executor(WorkerPool[tuple[Task, Work], TaskResult]):
             raise _worker_died_error("0") from None
 
     def run(
-        self, tasks: Sequence[Task], work: Work, encoder: Callable[[], Encoder], report: Report
+        self, tasks: Sequence[Task], settings: TaskSettings, encoder: Callable[[], Encoder], report: Report
     ) -> Iterator[TaskResult]:
         """Run tasks and yield their results as they finish, in any order.
 
@@ -414,11 +436,11 @@ class Executor(WorkerPool[tuple[Task, Work], TaskResult]):
         """
         if self.num_proc == 1 or len(tasks) <= 1:
             for task in tasks:
-                yield run_task(task, encoder(), work, report)
+                yield run_task(task, encoder(), settings, report)
             return
         num_done = 0
         try:
-            for result in self.map(((task, work) for task in tasks), in_order=False, report=report):
+            for result in self.map(((task, settings) for task in tasks), in_order=False, report=report):
                 num_done += 1
                 yield result
         except WorkerDied:
@@ -433,27 +455,29 @@ def _worker_died_error(num_done: str) -> PacktoolError:
     )
 
 
-def _run_tasks(report: Callable[..., None], spec: EncodeSpec) -> Callable[[tuple[Task, Work]], TaskResult]:
-    """Load the tokenizer, and return the function that runs a task in a worker process."""
+def _make_run_task(report: Report, spec: EncodeSpec) -> Callable[[tuple[Task, TaskSettings]], TaskResult]:
+    """Load the tokenizer in a worker process, and return the function that runs a task there."""
     tokenize_in_one_thread()
     _block_pandas()
     encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
     gc.freeze()  # garbage collections skip the loaded files, which stay alive
 
-    def run(job: tuple[Task, Work]) -> TaskResult:
-        counts, reported_at = [0, 0, 0], time.monotonic()
+    def run(job: tuple[Task, TaskSettings]) -> TaskResult:
+        num_rows, num_dropped, num_tokens = 0, 0, 0  # not yet reported
+        reported_at = time.monotonic()
 
-        def add(rows: int, dropped: int, tokens: int) -> None:
-            """Add to the counts that are not yet reported; report them four times a second."""
-            nonlocal counts, reported_at
-            counts = [count + more for count, more in zip(counts, (rows, dropped, tokens), strict=True)]
+        def report_sometimes(rows: int, dropped: int, tokens: int) -> None:
+            """Add to the numbers that are not yet reported; report them four times a second."""
+            nonlocal num_rows, num_dropped, num_tokens, reported_at
+            num_rows, num_dropped, num_tokens = num_rows + rows, num_dropped + dropped, num_tokens + tokens
             if time.monotonic() - reported_at >= _REPORT_EVERY_S:
-                report(*counts)
-                counts, reported_at = [0, 0, 0], time.monotonic()
+                report(num_rows, num_dropped, num_tokens)
+                num_rows, num_dropped, num_tokens = 0, 0, 0
+                reported_at = time.monotonic()
 
-        task, work = job
-        result = run_task(task, encoder, work, add)
-        report(*counts)
+        task, settings = job
+        result = run_task(task, encoder, settings, report_sometimes)
+        report(num_rows, num_dropped, num_tokens)
         return result
 
     return run
@@ -489,7 +513,7 @@ class RayExecutor(Executor):
         self._address = address
 
     def run(
-        self, tasks: Sequence[Task], work: Work, encoder: Callable[[], Encoder], report: Report
+        self, tasks: Sequence[Task], settings: TaskSettings, encoder: Callable[[], Encoder], report: Report
     ) -> Iterator[TaskResult]:
         """Run tasks and yield their results as they finish; ``report`` is called at the end of each."""
         try:
@@ -500,7 +524,7 @@ class RayExecutor(Executor):
         if started:
             _connect(ray, self._address, self.num_proc)
         try:
-            yield from _run(ray, tasks, work, self.num_proc, report)
+            yield from _run_on_actors(ray, tasks, settings, self.num_proc, report)
         finally:
             if started:
                 ray.shutdown()
@@ -515,35 +539,39 @@ def _connect(ray: Any, address: str | None, num_actors: int) -> None:
         raise ConfigError(f"--ray-address {address}: {error}", "Start the cluster, or check its address.") from error
 
 
-def _run(ray: Any, tasks: Sequence[Task], work: Work, num_actors: int, report: Report) -> Iterator[TaskResult]:
+def _run_on_actors(
+    ray: Any, tasks: Sequence[Task], settings: TaskSettings, num_actors: int, report: Report
+) -> Iterator[TaskResult]:
     """Run tasks on actors of a connected cluster; replace actors that died and run their tasks again."""
     actor_class = ray.remote(num_cpus=1, max_restarts=0)(_Actor)
-    waiting, attempts = list(reversed(tasks)), dict.fromkeys((task.number for task in tasks), 0)
-    running: dict[Any, tuple[Any, Task]] = {}
+    waiting = list(reversed(tasks))  # the next one last
+    num_attempts = dict.fromkeys((task.number for task in tasks), 0)
+    running: dict[Any, tuple[Any, Task]] = {}  # actor and task, by the reference to its result
 
-    def assign(actor: Any) -> None:
+    def start_next(actor: Any) -> None:
         if waiting:
             task = waiting.pop()
-            attempts[task.number] += 1
+            num_attempts[task.number] += 1
             running[actor.run.remote(task)] = actor, task
 
     for _ in range(min(num_actors, len(tasks))):
-        assign(actor_class.remote(work))
+        start_next(actor_class.remote(settings))
     while running:
-        (done, *_), _ = ray.wait(list(running), num_returns=1)
-        actor, task = running.pop(done)
+        finished, _ = ray.wait(list(running), num_returns=1)
+        actor, task = running.pop(finished[0])
         try:
-            result = ray.get(done)
+            result = ray.get(finished[0])
         except ray.exceptions.RayActorError as error:
-            if attempts[task.number] == _MAX_ATTEMPTS:
+            if num_attempts[task.number] == _MAX_ATTEMPTS:
                 raise PacktoolError(
                     f"the Ray actor of shard {task.number} died {_MAX_ATTEMPTS} times: {error}",
                     "Run the same command again on machines with more memory to resume after the finished shards.",
                 ) from error
             waiting.append(task)
-            assign(actor_class.remote(work))
+            start_next(actor_class.remote(settings))
             continue
         except ray.exceptions.RayTaskError as error:
+            # The exception that the task raised, if Ray could send it.
             raise error.cause if isinstance(error.cause, Exception) else error from None
         report(
             result.counts.rows,
@@ -551,16 +579,16 @@ def _run(ray: Any, tasks: Sequence[Task], work: Work, num_actors: int, report: R
             sum(split.counts.tokens for split in result.splits.values()),
         )
         yield result
-        assign(actor)
+        start_next(actor)
 
 
 class _Actor:
     """A Ray actor with one encoder, which runs a task at a time."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, settings: TaskSettings) -> None:
         tokenize_in_one_thread()
-        self._work = work
-        self._encoder = Encoder(work.spec, ModelFiles.load(work.spec.model, work.spec.chat_template))
+        self._settings = settings
+        self._encoder = Encoder(settings.spec, ModelFiles.load(settings.spec.model, settings.spec.chat_template))
 
     def run(self, task: Task) -> TaskResult:
-        return run_task(task, self._encoder, self._work)
+        return run_task(task, self._encoder, self._settings)

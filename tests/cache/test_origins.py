@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtool.cache.origins import Origins, read_contents, read_origins
+from packtool.cache.origins import Origins, hash_contents, read_origins
 from packtool.cache.reader import CacheReader
 from packtool.errors import MismatchError
 
@@ -57,7 +57,7 @@ def test_content_keys_do_not_depend_on_the_order_of_rows(
     (tmp_path / "turned.jsonl").write_text("".join(lines[::-1]))
     run_export("new", dataset=(str(tmp_path / "turned.jsonl"),))
     old, new = (CacheReader.open([str(tmp_path / name)]) for name in ("old", "new"))
-    keys = [read_contents(reader, range(len(reader))) for reader in (old, new)]
+    keys = [hash_contents(reader, range(len(reader))) for reader in (old, new)]
     assert len(keys[0]) == len(old) == len(new)
     assert set(keys[0].tolist()) == set(keys[1].tolist())
     assert len(set(keys[0].tolist())) == len(old), "questions are numbered"

@@ -19,10 +19,10 @@ import pytest
 from packtool import storage
 from packtool.cache import export as export_module
 from packtool.cache import task as task_module
-from packtool.cache.index import SplitPrefixes, prefix_batch, with_fields
+from packtool.cache.index import SplitPrefixes, prefix_batch, with_prefix_fields
 from packtool.cache.manifest import ExportSummary
 from packtool.cache.reader import CacheReader
-from packtool.cache.shard import PREFIX_BEFORE, PREFIXES
+from packtool.cache.shard import OLD_PREFIX, PREFIXES
 from packtool.encode.media_spans import MediaTokens
 from packtool.encode.prefix_hashes import PrefixHashes, by_address, prefix_hashes
 from packtool.errors import MismatchError
@@ -243,7 +243,7 @@ def test_prefixes_of_an_older_packtool_have_unknown_targets(ask: Export, tmp_pat
     file, manifest = tmp_path / "cache" / PLACE, tmp_path / "cache" / "packtool.json"
     batches = pa.ipc.open_file(file).read_all().to_batches()
     _, expected = told_by(tmp_path / "cache")
-    older = [with_fields(batch, PREFIX_BEFORE) for batch in batches]
+    older = [with_prefix_fields(batch, OLD_PREFIX) for batch in batches]
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, older[0].schema) as writer:
         for batch in older:
             writer.write_batch(batch)

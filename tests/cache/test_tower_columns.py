@@ -15,13 +15,13 @@ from packtool.cache import task as task_module
 from packtool.cache.index import with_estimates
 from packtool.cache.manifest import ExportSummary
 from packtool.cache.reader import CacheReader
-from packtool.cache.shard import ADDED, INDEX, UNKNOWN
+from packtool.cache.shard import ADDED_COLUMNS, INDEX, UNKNOWN
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.families import ImageLimits, MediaLimits
 from tests.cache.conftest import tree
 
 Export = Callable[..., ExportSummary]
-OLDER = pa.schema([field for field in INDEX if field.name not in ADDED])
+OLDER = pa.schema([field for field in INDEX if field.name not in ADDED_COLUMNS])
 
 
 def _make_older(cache: Path) -> None:

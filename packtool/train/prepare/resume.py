@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from packtool import storage
 from packtool.cache.manifest import Manifest
-from packtool.cache.origins import Origins, read_contents, read_origins
+from packtool.cache.origins import Origins, hash_contents, read_origins
 from packtool.cache.reader import CacheReader
 from packtool.config.settings import flag, load_json
 from packtool.config.train import TrainConfig
@@ -157,11 +157,11 @@ def _match_contents(
             removed = _open_unchanged(source)
             if removed is None:
                 return None
-            contents[here] = read_contents(removed, missing[here] - starts[number])
+            contents[here] = hash_contents(removed, missing[here] - starts[number])
     old = content_keys(contents, counts[missing])
     by_cache = {}
     for cache, samples in unmatched.items():
-        new = read_contents(reader, samples + reader.offsets[cache])
+        new = hash_contents(reader, samples + reader.offsets[cache])
         same = match(old, content_keys(new, np.zeros(len(new), np.int64))).same
         by_cache[cache] = samples[same >= 0], missing[same[same >= 0]]
     return by_cache
