@@ -17,7 +17,7 @@ from packtool.cli.options import Invocation, interruptible_progress
 from packtool.config.commands import DemoConfig, EvalConfig, MergeConfig, VerifyConfig
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH, EXIT_OK, EXIT_UNEXPECTED, PacktoolError
-from packtool.launch.processes import begins_run, imported_at_once, launch_ranks, share_cores_politely
+from packtool.launch.processes import begins_run, imported_at_once, launch_ranks, set_passive_omp_wait
 from packtool.launch.world import LOST_PEER, is_lost_peer
 from packtool.terminal import show, show_json
 
@@ -75,8 +75,8 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
         config.sequence_parallel_ranks,
         partial(_prepare_train, config),
         # DeepSpeed reads torchrun's environment; without it, MPI's.
-        even_one=config.deepspeed is not None,
-        starts_none=config.dry_run,
+        launches_single=config.deepspeed is not None,
+        launches_none=config.dry_run,
         max_wait=config.ddp_timeout,
     )
     from packtool.cache.evaluation_file import plain_json
@@ -200,7 +200,7 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
         axes_of(config, world, ModelFiles.load(config.model), np.zeros(0, np.int64))
 
     ranks = config.sequence_parallel_ranks
-    world = launch_ranks(invocation.arguments, ranks, prepare, starts_none=ranks == 1, max_wait=config.ddp_timeout)
+    world = launch_ranks(invocation.arguments, ranks, prepare, launches_none=ranks == 1, max_wait=config.ddp_timeout)
     from packtool.report.results import verify_figures, verify_lines, write_page
     from packtool.report.tables import TerminalProgress
 
@@ -221,7 +221,7 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
 
 def run_merge(config: MergeConfig, invocation: Invocation) -> None:
     """Merge a LoRA adapter into its base model."""
-    share_cores_politely()
+    set_passive_omp_wait()
     from packtool.report.tables import TerminalProgress
 
     with imported_at_once():
@@ -235,7 +235,7 @@ def run_merge(config: MergeConfig, invocation: Invocation) -> None:
 
 def run_demo_command(config: DemoConfig, invocation: Invocation) -> None:
     """Run the demo and print its table; exit with code 1 if the model fails the check at the end."""
-    share_cores_politely()
+    set_passive_omp_wait()
     from packtool.demo.run import run_demo
     from packtool.report.tables import table
 

@@ -62,10 +62,10 @@ class Processes:
         A ConfigError lists all wrong and missing values.
         """
         problems: list[str] = []
-        per_node = _number(environ, "NPROC_PER_NODE", 1, 1, None, problems)
-        num_nodes = _number(environ, "NNODES", 1, 1, None, problems)
-        node_rank = _number(environ, "NODE_RANK", 0, 0, None, problems)
-        port = _number(environ, "MASTER_PORT", 0, 1, _MAX_PORT, problems)
+        per_node = _number_from(environ, "NPROC_PER_NODE", problems, default=1, minimum=1)
+        num_nodes = _number_from(environ, "NNODES", problems, default=1, minimum=1)
+        node_rank = _number_from(environ, "NODE_RANK", problems, default=0, minimum=0)
+        port = _number_from(environ, "MASTER_PORT", problems, default=0, minimum=1, maximum=_MAX_PORT)
         address = environ.get("MASTER_ADDR") or None
         if node_rank >= num_nodes:
             problems.append(f"NODE_RANK={node_rank}: with NNODES={num_nodes} it must be below {num_nodes}")
@@ -88,7 +88,7 @@ def launch_command(
     environ: Mapping[str, str],
     python: str = sys.executable,
     *,
-    even_one: bool = False,
+    launches_single: bool = False,
     max_wait: int | None = None,
 ) -> list[str] | None:
     """Return the torchrun command that runs ``packtool ARGUMENTS`` in all processes of this machine.
@@ -98,16 +98,16 @@ def launch_command(
 
     Args:
         arguments: of packtool, from the subcommand on.
-        even_one: also return a command for a single process, which then has torchrun's environment.
+        launches_single: return a command for a single process too, which then has torchrun's environment.
         max_wait: seconds to wait for other machines; by default 1800.
 
     Returns:
-        None inside torchrun, and for a single process unless ``even_one``.
+        None inside torchrun, and for a single process unless ``launches_single``.
     """
     if is_launched(environ):
         return None
     processes = Processes.from_environment(environ)
-    if processes.total == 1 and not even_one:
+    if processes.total == 1 and not launches_single:
         return None
     options = ["--nnodes", str(processes.num_nodes), "--nproc-per-node", str(processes.per_node)]
     address = processes.address if processes.num_nodes > 1 and processes.address else _THIS_MACHINE
@@ -123,7 +123,7 @@ def launch_command(
     return [python, "-m", "packtool.launch.torchrun", *options, "--module", "packtool", *arguments]
 
 
-def share_cores_politely() -> None:
+def set_passive_omp_wait() -> None:
     """Let waiting OpenMP threads sleep instead of spin; call it before torch is imported.
 
     Spinning made CPU training ten times slower on a shared machine; sleeping has no measurable cost on an idle one. If
@@ -151,7 +151,7 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=poll, daemon=True).start()
-    # The launcher may have ended before the call.
+    # The launcher may have ended before the call: its process id is in the environment.
     has_ended = os.getppid() != launcher
     if (launcher_id := os.environ.get(_LAUNCHER, "")).isdecimal():
         try:
@@ -162,12 +162,14 @@ def end_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def launch_if_requested(arguments: Sequence[str], *, even_one: bool = False, max_wait: int | None = None) -> None:
+def launch_if_requested(
+    arguments: Sequence[str], *, launches_single: bool = False, max_wait: int | None = None
+) -> None:
     """Replace this process by torchrun if ``launch_command`` returns a command for these arguments; else return.
 
     Unless ``OMP_NUM_THREADS`` is set, the processes get equal numbers of threads, together as many as there are cores.
     """
-    command = launch_command(arguments, os.environ, even_one=even_one, max_wait=max_wait)
+    command = launch_command(arguments, os.environ, launches_single=launches_single, max_wait=max_wait)
     if command is None:
         return
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -179,16 +181,22 @@ def launch_if_requested(arguments: Sequence[str], *, even_one: bool = False, max
     os.execvpe(command[0], command, environ)
 
 
-def _number(
-    environ: Mapping[str, str], name: str, default: int, low: int, high: int | None, problems: list[str]
+def _number_from(
+    environ: Mapping[str, str],
+    name: str,
+    problems: list[str],
+    *,
+    default: int,
+    minimum: int,
+    maximum: int | None = None,
 ) -> int:
-    """Return an integer from the environment within inclusive bounds; else the default, and append a problem."""
+    """Return a whole number from the environment, or the default; append a problem if it is out of bounds."""
     text = environ.get(name)
     if not text:
         return default
-    if not text.strip().isdecimal() or int(text) < low or (high is not None and int(text) > high):
-        bound = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        problems.append(f"{name}={text}: expected a whole number {bound}")
+    if not text.strip().isdecimal() or int(text) < minimum or (maximum is not None and int(text) > maximum):
+        bounds = f"from {minimum} to {maximum}" if maximum is not None else f"of at least {minimum}"
+        problems.append(f"{name}={text}: expected a whole number {bounds}")
         return default
     return int(text)
 
@@ -203,26 +211,27 @@ def launch_ranks(
     sequence_parallel_size: int,
     prepare: Callable[[World], object],
     *,
-    even_one: bool = False,
-    starts_none: bool = False,
+    launches_single: bool = False,
+    launches_none: bool = False,
     max_wait: int | None = None,
 ) -> World:
     """Return the rank of this process; replace it by torchrun if the environment requests several processes.
 
     Args:
-        arguments, even_one, max_wait: as for ``launch_command``.
+        arguments, launches_single, max_wait: as for ``launch_command``.
         sequence_parallel_size: number of processes that share each sequence.
         prepare: called with rank 0 before processes are started, to report problems once.
-        starts_none: start no processes, because the run is only previewed or one process does all the work.
+        launches_none: start no processes, because the run is only previewed or one process does all the work; the
+            returned rank is then the first of those that the environment requests.
     """
-    share_cores_politely()
+    set_passive_omp_wait()
     world = World.from_environment()
     if is_launched():
         return world
     world = World(0, Processes.from_environment(os.environ).total).shared_by(sequence_parallel_size)
-    if (world.size > 1 or even_one) and not starts_none:
+    if (world.size > 1 or launches_single) and not launches_none:
         prepare(world)
-        launch_if_requested(arguments, even_one=even_one, max_wait=max_wait)
+        launch_if_requested(arguments, launches_single=launches_single, max_wait=max_wait)
     return world
 
 

@@ -142,9 +142,10 @@ class Nodes:
         self._store: TCPStore | None = None
         self._store_error: str = "not connected yet"
         self._port_error: ConfigError | None = None
-        # What node 0 publishes: records by rank, and once all have met, their ids by rank.
+        # What node 0 publishes: the launchers' records by node rank, and once all have met, their ids by node rank.
         self._state: dict[str, Any] = {"nodes": {}, "met": None}
-        self._seen: dict[str, tuple[tuple[str, int], float]] = {}  # by rank: id and counter, and when they changed
+        # On node 0, by node rank: id and beat of the last record, and the time when they changed.
+        self._seen: dict[str, tuple[tuple[str, int], float]] = {}
         self._has_met, self._is_leaving = threading.Event(), threading.Event()
         self._last_status = ""
         self._failed_since: float | None = None
@@ -191,19 +192,20 @@ class Nodes:
             return
         self._record["end"] = {"code": code, "reason": reason}
         is_cause_unknown = code == EXIT_UNEXPECTED and not reason
-        until = time.monotonic() + _LEAVE_SECONDS
-        while time.monotonic() < until:
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while time.monotonic() < deadline:
             self._exchange()
             failures = self._failures()
             succeeded = [rank for rank, record in self._other_nodes() if record["end"] and not record["end"]["code"]]
             # The store ends with node 0, which must wait until all others have ended too.
-            is_read = self.rank > 0 or len(failures) + len(succeeded) == self.num_nodes - 1
-            if (failures or not is_cause_unknown) and is_read:
+            is_store_unused = self.rank > 0 or len(failures) + len(succeeded) == self.num_nodes - 1
+            if is_store_unused and (failures or not is_cause_unknown):
                 break
             time.sleep(_BEAT_SECONDS / 2)
-        for text in self._failures().values() if is_cause_unknown else ():
-            if text not in self._last_status:
-                show(f"{self.title}: {text}", error=True)
+        if is_cause_unknown:
+            for failure in self._failures().values():
+                if failure not in self._last_status:
+                    show(f"{self.title}: {failure}", error=True)
         minutes = (time.monotonic() - self._begin) / 60
         show(f"{self.title}: ended with exit code {code} after {minutes:.1f} min", error=True)
 
@@ -218,6 +220,7 @@ class Nodes:
     def _exchange(self) -> None:
         """Write this machine's record and read those of the others; connect to the store if necessary.
 
+        Each machine writes its record. Node 0 reads all records and publishes them as one state, which the others read.
         An error of the store is kept in ``_store_error``, and the next call connects again.
         """
         try:
@@ -225,7 +228,7 @@ class Nodes:
             self._record["beat"] += 1
             store.set(f"{_NODE}{self.rank}", json.dumps(self._record))
             if self.rank == 0:
-                self._gather(store)
+                self._read_records(store)
                 store.set(_NODES, json.dumps(self._state))
             elif store.check([_NODES]):
                 self._state = load_json(store.get(_NODES))
@@ -234,8 +237,8 @@ class Nodes:
             self._store = None
             self._store_error = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
             return
-        met = self._state["met"] or {}
-        if met.get(str(self.rank)) == self._record["id"]:
+        met_ids = self._state["met"] or {}
+        if met_ids.get(str(self.rank)) == self._record["id"]:
             self._has_met.set()
         elif self._has_met.is_set():
             self._store, self._store_error = None, "another run uses this address now"
@@ -264,10 +267,11 @@ class Nodes:
             multi_tenant=True,  # torchrun shares this server
         )
 
-    def _gather(self, store: TCPStore) -> None:
+    def _read_records(self, store: TCPStore) -> None:
         """Read all records, on node 0. Once all launchers are live and have equal settings, the run begins.
 
-        ``_state["met"]`` then has their ids, which stay the same.
+        ``_state["met"]`` then has their ids, which stay the same. A record's ``beat`` counts its updates; ``silent`` is
+        the time since the last one in seconds.
         """
         nodes, now = {}, time.monotonic()
         for rank in map(str, range(self.num_nodes)):
@@ -321,21 +325,18 @@ class Nodes:
 
     def _status(self) -> str:
         """Describe the event that this launcher waits for, or the failure of other machines; empty for none."""
-        met = self._state["met"]
         if self._has_met.is_set():
             return "; ".join(self._failures().values())
         if self._store is None:
-            condition = (
-                f"MASTER_ADDR={self.address} to lead to this machine"
-                if self.rank == 0
-                else f"node 0 at {self.store_address}"
-            )
+            condition = f"node 0 at {self.store_address}"
+            if self.rank == 0:
+                condition = f"MASTER_ADDR={self.address} to lead to this machine"
             return f"waiting for {condition}: {self._store_error}"
-        if met is not None:
-            record = self._state["nodes"][str(self.rank)]
+        if self._state["met"] is not None:
+            started = self._state["nodes"][str(self.rank)]
             return (
                 f"waiting for the next run: the one at {self.store_address} has started with another "
-                f"NODE_RANK={self.rank} ({record['host']})"
+                f"NODE_RANK={self.rank} ({started['host']})"
             )
         if different := self._unequal_settings():
             return f"waiting for equal settings: {different}"
@@ -366,18 +367,24 @@ class Nodes:
 
         Without ranks, the launcher exits, as its main thread may be waiting inside torch's store.
         """
-        failures, now = self._failures(), time.monotonic()
-        has_ranks = _signal_ranks(0)
+        now = time.monotonic()
+        has_ranks = any(_ranks())
         self._had_ranks |= has_ranks
-        self._failed_since = (self._failed_since or now) if failures else None
-        if self._failed_since is None or (self._had_ranks and not has_ranks):
+        if not self._failures():
+            self._failed_since = None
             return
-        # A machine that only does not answer may come back within the limit.
-        has_failed = not has_ranks or any(record["end"] and record["end"]["code"] for _, record in self._other_nodes())
-        seconds_late = now - self._failed_since - (min(_GRACE_SECONDS, self.limit) if has_failed else self.limit)
-        if seconds_late >= 0 and has_ranks:
+        self._failed_since = self._failed_since or now
+        if self._had_ranks and not has_ranks:
+            return  # they have ended, and torchrun is about to return
+        # A machine that only does not answer may come back within the limit; one with an exit code does not.
+        has_failed = any(record["end"] and record["end"]["code"] for _, record in self._other_nodes())
+        patience = min(_GRACE_SECONDS, self.limit) if has_failed or not has_ranks else self.limit
+        seconds_late = now - self._failed_since - patience
+        if seconds_late < 0:
+            return
+        if has_ranks:
             _signal_ranks(signal.SIGTERM if seconds_late < _GRACE_SECONDS else signal.SIGKILL)
-        elif seconds_late >= 0:
+        else:
             show(f"packtool: error: {self.failure()}", error=True)
             os._exit(ConfigError.exit_code)
 
@@ -429,13 +436,13 @@ def _run(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[int, str
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         # If a rank was killed, the others fail too, and torchrun may notice one of them first.
-        for other, each in error.failures.items():
-            if each.exitcode < 0 and each.exitcode != -signal.SIGTERM:
-                rank, failure = other, each
-        code = int(failure.exitcode)
-        number = forwarder.received
-        if number and code in (-number, _SIGNAL_BASE + number):
-            return _SIGNAL_BASE + number, signal.Signals(number).name  # the ranks ended by the forwarded signal
+        for failed_rank, rank_failure in error.failures.items():
+            if rank_failure.exitcode < 0 and rank_failure.exitcode != -signal.SIGTERM:
+                rank, failure = failed_rank, rank_failure
+        code = int(failure.exitcode)  # -n for a rank that was ended by signal n
+        forwarded = forwarder.received  # 0 for none
+        if forwarded and code in (-forwarded, _SIGNAL_BASE + forwarded):
+            return _SIGNAL_BASE + forwarded, signal.Signals(forwarded).name
         if code >= 0:
             return code or EXIT_UNEXPECTED, ""
         # The killed rank could not print anything.

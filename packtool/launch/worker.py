@@ -122,7 +122,7 @@ class WorkerPool(Generic[Job, Result]):
         context = multiprocessing.get_context("spawn")
         while len(self._workers) < min(num, self.num_proc):
             pipe, worker_end = context.Pipe()
-            process = context.Process(target=_work, args=(*self._target, worker_end), daemon=True)
+            process = context.Process(target=_run_worker, args=(*self._target, worker_end), daemon=True)
             with _worker_start():
                 process.start()
             worker_end.close()  # so that the pipe is closed when the process ends
@@ -156,7 +156,7 @@ class WorkerPool(Generic[Job, Result]):
         pending = deque[Future[Result]]()
         while True:
             for job in islice(jobs, num_ahead - len(pending)):
-                self.start(len(self._workers) + 1)
+                self.start(len(self._workers) + 1)  # one process more for each job, up to num_proc
                 pending.append(self._threads.submit(self._run, job))
             if not pending:
                 return
@@ -195,13 +195,13 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
     return message
 
 
-def _work(make: Callable[..., Callable[[Job], Result]], arguments: tuple[object, ...], pipe: Connection) -> None:
+def _run_worker(make: Callable[..., Callable[[Job], Result]], arguments: tuple[object, ...], pipe: Connection) -> None:
     """Run jobs until the pipe is closed; the main function of a worker process."""
     begin_worker()
     threading.Thread(target=end_with_parent, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):  # the parent has closed the pipe
         try:
-            function = make(lambda *progress: pipe.send(("progress", progress)), *arguments)
+            run_job = make(lambda *progress: pipe.send(("progress", progress)), *arguments)
         except Exception as error:
             pipe.send(("error", portable(error)))
             return
@@ -209,7 +209,7 @@ def _work(make: Callable[..., Callable[[Job], Result]], arguments: tuple[object,
         while True:
             job = pipe.recv()
             try:
-                message: tuple[str, Any] = "result", function(job)
+                message: tuple[str, Any] = "result", run_job(job)
             except Exception as error:
                 message = "error", portable(error)
             pipe.send(message)

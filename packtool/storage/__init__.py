@@ -196,33 +196,38 @@ def glob(pattern: str) -> list[str]:
     if (pattern := normalize(pattern)).startswith("http"):
         return [pattern]
     scheme, _, path = pattern.partition("://")
-    bucket, *parts = path.rstrip("/").split("/")
-    return sorted(set(_expand(f"{scheme}://{bucket}", parts)))
+    bucket, *patterns = path.rstrip("/").split("/")
+    return sorted(set(_matching_paths(f"{scheme}://{bucket}", patterns)))
 
 
-def _expand(base: str, parts: list[str]) -> Iterator[str]:
-    """Yield the paths below ``base`` that match a pattern, given as its parts between slashes."""
-    if not parts:
+def _matching_paths(base: str, patterns: list[str]) -> Iterator[str]:
+    """Yield the paths below ``base`` whose names match ``patterns``, one per level; ``**`` is any number of levels.
+
+    A path may be yielded more than once.
+    """
+    if not patterns:
         yield base
         return
-    part, *rest = parts
-    if part == "**":
-        if rest:
-            yield from _expand(base, rest)
-        for child, state in entries(base).items():
-            if not child.startswith("."):
-                if state is None:
-                    yield from _expand(f"{base}/{child}", parts)
-                if not rest:
-                    yield f"{base}/{child}"
-    elif _glob.has_magic(part):
-        matches = re.compile(translate(part)).match
-        for child, state in entries(base).items():
-            is_hidden = child.startswith(".") and not part.startswith(".")
-            if matches(child) and not is_hidden and (state is None or not rest):
-                yield from _expand(f"{base}/{child}", rest)
-    elif rest or exists(f"{base}/{part}"):
-        yield from _expand(f"{base}/{part}", rest)
+    pattern, *deeper_patterns = patterns
+    if pattern == "**":
+        if deeper_patterns:  # ``**`` for no level
+            yield from _matching_paths(base, deeper_patterns)
+        for name, state in entries(base).items():
+            if name.startswith("."):
+                continue
+            if state is None:  # a directory
+                yield from _matching_paths(f"{base}/{name}", patterns)
+            if not deeper_patterns:
+                yield f"{base}/{name}"
+    elif _glob.has_magic(pattern):
+        matches = re.compile(translate(pattern)).match
+        for name, state in entries(base).items():
+            is_hidden = name.startswith(".") and not pattern.startswith(".")
+            can_continue = state is None or not deeper_patterns
+            if matches(name) and not is_hidden and can_continue:
+                yield from _matching_paths(f"{base}/{name}", deeper_patterns)
+    elif deeper_patterns or exists(f"{base}/{pattern}"):
+        yield from _matching_paths(f"{base}/{pattern}", deeper_patterns)
 
 
 def make_directory(path: str) -> None:

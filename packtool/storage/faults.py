@@ -78,19 +78,23 @@ def storage_error(path: str, operation: str, error: BaseException) -> RemoteErro
 
 
 def _explain(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
-    """Return cause, remedy and kind of a failed request."""
-    text = scrubbed(" ".join(str(error).split())) or type(error).__name__
-    scheme, code, kind, status = scheme_of(path), code_of(error), type(error).__name__, status_of(error)
+    """Return the cause, the remedy and the fault of a failed request, without secrets."""
+    error_class = type(error).__name__
+    text = scrubbed(" ".join(str(error).split())) or error_class
+    scheme, code, status = scheme_of(path), code_of(error), status_of(error)
     bucket = masked(path).partition("://")[2].partition("/")[0]
     keys, region = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE", "AWS_REGION"
     if scheme == "oss":
         keys = "OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET (and OSS_SESSION_TOKEN)"
         region = "OSS_ENDPOINT and OSS_REGION"
     endpoint = {"oss": "OSS_ENDPOINT", "s3": "AWS_ENDPOINT_URL"}.get(scheme, "the address")
-    is_unreachable = is_temporary(error) or "SSL" in kind or "Certificate" in kind
-    is_answer = status is not None and status >= 400
-    fault: RemoteFault = "unreachable" if is_unreachable else "refused" if is_answer else "invalid"
-    if kind in _NO_CREDENTIALS:
+    # The fault of errors that the cases below do not decide.
+    fault: RemoteFault = "invalid"
+    if is_temporary(error) or "SSL" in error_class or "Certificate" in error_class:
+        fault = "unreachable"
+    elif status is not None and status >= 400:
+        fault = "refused"
+    if error_class in _NO_CREDENTIALS:
         return f"no credentials ({text})", f"Set {keys} in the environment.", "unreachable"
     if code == "NoSuchBucket":
         return f"there is no bucket {bucket}", f"Create it, or check its name and {endpoint}.", "unreachable"
@@ -112,14 +116,14 @@ def _explain(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
     if code in _MISSING:
         return "no such file", "Check the path.", "missing"
     if is_temporary(error):
-        tries = getattr(error, "tries", options().retries + 1)
-        text = "no answer in time" if kind == "TimeoutError" else text
+        tries = getattr(error, "tries", options().retries + 1)  # set by ``with_retries``
+        text = "no answer in time" if error_class == "TimeoutError" else text
         return (
             f"given up after {tries} {'try' if tries == 1 else 'tries'}: {text}",
             f"Check network and {endpoint}, then run again; PACKTOOL_STORAGE_RETRIES and "
             "PACKTOOL_STORAGE_TIMEOUT make it wait longer.",
             fault,
         )
-    if kind == "TooManyRedirects":
+    if error_class == "TooManyRedirects":
         return "the address redirects in a loop", "Check the address.", fault
-    return f"{kind}: {text}", f"Check the path and {endpoint}.", fault
+    return f"{error_class}: {text}", f"Check the path and {endpoint}.", fault

@@ -15,7 +15,7 @@ from packtool.storage.faults import HttpStatus, is_missing
 from packtool.storage.local import Bounds, FileState, RedirectRefused, TooLarge
 from packtool.storage.options import options
 from packtool.storage.paths import masked, origin
-from packtool.storage.remote import Range, answer, check_complete, connection, open_ranges, with_retries
+from packtool.storage.remote import Range, check_complete, connection, open_ranges, result_of, with_retries
 
 _IN_MEMORY = 16 * 2**20
 _CHUNK = 2**20
@@ -102,7 +102,7 @@ class HttpStore:
     """The functions of ``packtool.storage`` for files on web servers, which can only be read."""
 
     def find(self, path: str) -> FileState | None:
-        return answer(path, "looking", self._find(path))
+        return result_of(path, "looking", self._find(path))
 
     async def _find(self, path: str) -> FileState | None:
         # Not HEAD: addresses signed for reading refuse it.
@@ -147,7 +147,7 @@ class HttpStore:
         try:
             return open_ranges(path, fetch, first_block)
         except _NoRanges:
-            return answer(path, "reading", self._download(path, bounds))
+            return result_of(path, "reading", self._download(path, bounds))
 
     async def _download(self, path: str, bounds: Bounds | None) -> BinaryIO:
         """Return a temporary file with the content; it is in memory up to 16 MiB."""

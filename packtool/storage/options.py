@@ -58,8 +58,8 @@ class StorageOptions:
         problems: list[str] = []
         endpoint = environ.get("OSS_ENDPOINT")
         options = cls(
-            retries=int(_number(environ, "PACKTOOL_STORAGE_RETRIES", cls.retries, 0, _MAX_RETRIES, problems)),
-            timeout=_number(environ, "PACKTOOL_STORAGE_TIMEOUT", cls.timeout, 0.1, 3600.0, problems),
+            retries=int(_number_from(environ, "PACKTOOL_STORAGE_RETRIES", problems, cls.retries, 0, _MAX_RETRIES)),
+            timeout=_number_from(environ, "PACKTOOL_STORAGE_TIMEOUT", problems, cls.timeout, 0.1, 3600.0),
             s3_endpoint=environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or None,
             oss_endpoint=endpoint if not endpoint or "://" in endpoint else f"https://{endpoint}",
             oss_access_key_id=environ.get("OSS_ACCESS_KEY_ID"),
@@ -71,7 +71,7 @@ class StorageOptions:
             raise ConfigError.from_problems(problems)
         return options
 
-    def pause(self, attempt: int) -> float:
+    def pause_s(self, attempt: int) -> float:
         """Return the seconds to wait after failed attempt ``attempt`` (0-based), before random shortening."""
         return float(min(self.first_pause * 2.0**attempt, _MAX_PAUSE_S))
 
@@ -99,10 +99,10 @@ def set_options(new: StorageOptions | None) -> None:
     _responsive.clear()
 
 
-def _number(
-    environ: Mapping[str, str], name: str, default: float, low: float, high: float, problems: list[str]
+def _number_from(
+    environ: Mapping[str, str], name: str, problems: list[str], default: float, low: float, high: float
 ) -> float:
-    """Return a number from the environment within inclusive bounds; else the default, and append a problem."""
+    """Return a number from the environment, or the default; append a problem if it is not from ``low`` to ``high``."""
     text = environ.get(name)
     if not text:
         return default

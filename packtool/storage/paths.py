@@ -51,12 +51,14 @@ def normalize(path: str) -> str:
         return path
     rest = path[match.end() :]
     if match[1].lower() == "file":
-        host, slash, tail = rest[1:].partition("/") if rest.startswith("/") else ("", "/", rest)
+        host, slash, local_path = "", "/", rest
+        if rest.startswith("/"):
+            host, slash, local_path = rest[1:].partition("/")
         if host not in ("", "localhost"):
             raise StorageError(
                 f"{masked(path)}: a file:// path on another machine, {host}", "Mount it, or copy it here."
             )
-        return slash + tail.lstrip("/")
+        return slash + local_path.lstrip("/")
     scheme = scheme_of(path)
     if scheme not in REMOTE_SCHEMES:
         known = ", ".join(f"{name}://" for name in REMOTE_SCHEMES)

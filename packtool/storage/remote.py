@@ -93,7 +93,7 @@ def wait(work: Coroutine[Any, Any, T] | Future[T]) -> T:
         raise
 
 
-def answer(path: str, operation: str, work: Coroutine[Any, Any, T] | Future[T]) -> T:
+def result_of(path: str, operation: str, work: Coroutine[Any, Any, T] | Future[T]) -> T:
     """Wait for a coroutine and return its result; raise every error as a StorageError with path and operation."""
     try:
         return wait(work)
@@ -119,9 +119,9 @@ async def with_retries(work: Callable[[], Awaitable[T]], num_bytes: int = 0, ret
             return await asyncio.wait_for(work(), settings.time_limit(num_bytes))
         except Exception as error:
             if attempt == retries or not is_temporary(error):
-                error.__dict__["tries"] = attempt + 1  # for the message
+                error.__dict__["tries"] = attempt + 1  # for the message of ``storage_error``
                 raise
-        await asyncio.sleep(settings.pause(attempt) * random.uniform(0.5, 1.0))
+        await asyncio.sleep(settings.pause_s(attempt) * random.uniform(0.5, 1.0))
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -243,7 +243,7 @@ class RemoteReader(io.RawIOBase):
 
     def _checked(self, begin: int, work: Coroutine[Any, Any, Range] | Future[Range]) -> bytes:
         """Return the data of a request; raise a StorageError if it comes from another version of the file."""
-        block = answer(self._path, "reading", work)
+        block = result_of(self._path, "reading", work)
         if (block.size, block.tag) != (self._size, self.tag) or (not block.data and begin < self._size):
             raise StorageError(
                 f"{self._path} was replaced while it was being read", "Run again when no process writes to it."
@@ -258,5 +258,5 @@ def open_ranges(
 
     The first block is fetched at once, so that a missing file raises a StorageError here.
     """
-    first = answer(path, "opening", fetch(0, first_block))
+    first = result_of(path, "opening", fetch(0, first_block))
     return io.BufferedReader(RemoteReader(path, fetch, first_block, first), min(first_block, 2**17))

@@ -20,7 +20,7 @@ from packtool.errors import RemoteError, StorageError
 from packtool.storage.faults import code_of, is_missing, status_of, storage_error
 from packtool.storage.local import Bounds, FileState
 from packtool.storage.options import StorageOptions, options
-from packtool.storage.remote import Range, answer, check_complete, connection, open_ranges, start, wait, with_retries
+from packtool.storage.remote import Range, check_complete, connection, open_ranges, result_of, start, wait, with_retries
 
 PART_BYTES = 8 * 2**20
 _MAX_PARTS_IN_FLIGHT = 3
@@ -122,7 +122,7 @@ class S3Writer:
         if self._upload is None:
             data, self._buffer = bytes(self._buffer), bytearray()
             put = self._store.request("put_object", len(data), **self._object, Body=data)
-            self._num_bytes, self._tag = len(data), _tag(answer(self._path, "writing", put))
+            self._num_bytes, self._tag = len(data), _tag(result_of(self._path, "writing", put))
             return
         if self._buffer:
             self._send()
@@ -272,7 +272,7 @@ class S3Store:
         bucket, key = split(path)
         if not key or key.endswith("/"):
             return None
-        return answer(path, "looking", self._find(bucket, key))
+        return result_of(path, "looking", self._find(bucket, key))
 
     async def _find(self, bucket: str, key: str) -> FileState | None:
         try:
@@ -286,7 +286,7 @@ class S3Store:
     def is_directory(self, path: str) -> bool:
         bucket, key = split(path)
         prefix = _prefix(key)
-        page = answer(path, "looking", self.request("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1))
+        page = result_of(path, "looking", self.request("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1))
         return bool(page.get("Contents")) or not prefix
 
     def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
@@ -342,7 +342,7 @@ class S3Store:
         async def next_page() -> dict[str, Any] | None:
             return await anext(pages, None)
 
-        while page := answer(path, "listing", next_page()):
+        while page := result_of(path, "listing", next_page()):
             yield page
 
     def make_directory(self, path: str) -> None:
@@ -350,11 +350,11 @@ class S3Store:
 
     def publish(self, path: str, data: bytes, durable: bool = True) -> None:
         bucket, key = split(path)
-        answer(path, "writing", self.request("put_object", len(data), Bucket=bucket, Key=key, Body=data))
+        result_of(path, "writing", self.request("put_object", len(data), Bucket=bucket, Key=key, Body=data))
 
     def publish_new(self, path: str, data: bytes) -> bool:
         bucket, key = split(path)
-        return answer(path, "writing", self._publish_new(bucket, key, data))
+        return result_of(path, "writing", self._publish_new(bucket, key, data))
 
     async def _publish_new(self, bucket: str, key: str, data: bytes) -> bool:
         """Write an object unless it exists; return whether it then has this content."""
@@ -390,7 +390,7 @@ class S3Store:
         bucket, key = split(path)
         if not key.strip("/"):
             raise StorageError(f"{path}: packtool does not remove a whole bucket", "Name a directory in it.")
-        answer(path, "removing", self._remove(bucket, key.rstrip("/")))
+        result_of(path, "removing", self._remove(bucket, key.rstrip("/")))
 
     async def _remove(self, bucket: str, key: str) -> None:
         """Remove an object and all objects below ``key/``."""
@@ -404,7 +404,7 @@ class S3Store:
 
     def discard_unfinished(self, path: str) -> None:
         bucket, key = split(path)
-        answer(path, "clearing", self.abort_uploads(bucket, _prefix(key), lambda name, upload: True))
+        result_of(path, "clearing", self.abort_uploads(bucket, _prefix(key), lambda name, upload: True))
 
     async def abort_uploads(self, bucket: str, prefix: str, matches: Callable[[str, str], bool]) -> None:
         """Abort the unfinished uploads below a prefix for which ``matches(key, upload id)`` is true."""

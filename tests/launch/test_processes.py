@@ -140,7 +140,7 @@ def test_process_is_replaced_only_if_requested(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name, raising=False)
     launch_if_requested(ARGUMENTS)
     assert not calls
-    launch_if_requested(ARGUMENTS, even_one=True)
+    launch_if_requested(ARGUMENTS, launches_single=True)
     assert calls.pop()[1][3:8] == ["--nnodes", "1", "--nproc-per-node", "1", "--local-addr"]
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     launch_if_requested(ARGUMENTS)
