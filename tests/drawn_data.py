@@ -151,7 +151,7 @@ def _draw_models(folder: Path) -> None:
     videos = {"video_processor_type": "Qwen3VLVideoProcessor"}
     videos |= {"size": {"shortest_edge": 4096, "longest_edge": 25165824}}
     _write(folder / "qwen3-vl" / "video_preprocessor_config.json", sizes | videos)
-    for name, tokens, names, own in (
+    for name, tokens, names, model_settings in (
         ("qwen2.5-omni", old, token_names[0], {"processor_class": "Qwen2_5OmniProcessor", "patch_size": 14, **_CLIP}),
         ("qwen3-omni", new, token_names[1], {"processor_class": "Qwen3OmniMoeProcessor", "patch_size": 16, **_HALF}),
     ):
@@ -162,7 +162,7 @@ def _draw_models(folder: Path) -> None:
         ]
         system = (_HELPS, False) if name == "qwen2.5-omni" else ("", True)
         pixels = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": _LARGEST}
-        settings = _SOUNDS | pixels | own | _PATCHES
+        settings = _SOUNDS | pixels | model_settings | _PATCHES
         settings |= {"chunk_length": 300} if name == "qwen2.5-omni" else {}
         _draw_model(folder / name, tokens, (*system, False, *written), settings, named)
     for name, switches in _TEXT_TEMPLATES.items():
@@ -368,7 +368,7 @@ def _rows() -> dict[str, list[dict[str, Any]]]:
     """Rows by the name of their file."""
     draw = random.Random(2)
 
-    def talk(num_turns: int, before: str = "", words: int = 15) -> list[dict[str, Any]]:
+    def conversation(num_turns: int, before: str = "", words: int = 15) -> list[dict[str, Any]]:
         texts = (_text(draw, draw.randrange(1, words)) for _ in range(2 * num_turns))
         messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
         messages[0]["content"] = before + messages[0]["content"]
@@ -376,15 +376,18 @@ def _rows() -> dict[str, list[dict[str, Any]]]:
 
     def media(question: str, **files: list[str]) -> dict[str, Any]:
         media_paths = {kind: [f"{MEDIA}/{name}" for name in names] for kind, names in files.items()}
-        return {"messages": talk(1 + draw.randrange(3), question), **media_paths}
+        return {"messages": conversation(1 + draw.randrange(3), question), **media_paths}
 
     figures = [
-        {"messages": talk(1, draw.choice(("<image>", "<image>\n", "See <image> "))), "images": [f"{FIGURES}/{n}.jpg"]}
+        {
+            "messages": conversation(1, draw.choice(("<image>", "<image>\n", "See <image> "))),
+            "images": [f"{FIGURES}/{n}.jpg"],
+        }
         for n in range(len(_figure_sizes()))
     ]
     two = [media("<image>" * n + "\n", images=["1.jpg", "3.jpg"][:n]) for n in (1, 2, 1, 2, 2, 1)]
-    charts = [{"messages": talk(1, "<image>"), "images": [f"{CHARTS}/1009{n}.png"]} for n in (5, 6, 7)]
-    texts = [{"messages": talk(1, words=60)} for _ in range(120)]
+    charts = [{"messages": conversation(1, "<image>"), "images": [f"{CHARTS}/1009{n}.png"]} for n in (5, 6, 7)]
+    texts = [{"messages": conversation(1, words=60)} for _ in range(120)]
     texts[7]["messages"][1]["content"] += " 🙂 e\u0301 ﬁ"
     return {
         "mm_mathvision_a": figures,
@@ -397,8 +400,11 @@ def _rows() -> dict[str, list[dict[str, Any]]]:
             media("<video><audio>", videos=[f"{n}.mp4"], audios=[f"{n - 1}.wav"]) for n in (3, 4)
         ],
         "text_gsm8k_test": texts,
-        "text_gpteacher_toolformer": [{"messages": talk(1)} for _ in range(60)],
-        "tool_glaive_en": [*_agents(draw, 40, thinking=False), *({"messages": talk(2), "tools": []} for _ in range(9))],
+        "text_gpteacher_toolformer": [{"messages": conversation(1)} for _ in range(60)],
+        "tool_glaive_en": [
+            *_agents(draw, 40, thinking=False),
+            *({"messages": conversation(2), "tools": []} for _ in range(9)),
+        ],
         "tool_reasoning_50": [*_agents(draw, 20, thinking=True)],
     }
 

@@ -204,10 +204,10 @@ def test_benchmarks_need_no_package_of_the_tests(path: Path) -> None:
         for name, line in _imports(file, ast.parse(file.read_text())):
             if {canonicalize_name(owner) for owner in DISTRIBUTIONS.get(name.split(".")[0], ())} & only_tests:
                 violations.append(f"{file.relative_to(root)}:{line}: {name}")
-            own = root.joinpath(*name.split(".")).with_suffix(".py")
-            if name.startswith(("scripts.", "tests.")) and own.is_file() and own not in visited:
-                visited.add(own)
-                unread.append(own)
+            imported_file = root.joinpath(*name.split(".")).with_suffix(".py")
+            if name.startswith(("scripts.", "tests.")) and imported_file.is_file() and imported_file not in visited:
+                visited.add(imported_file)
+                unread.append(imported_file)
     assert not violations
 
 
@@ -262,10 +262,10 @@ def test_a_module_imports_few_others() -> None:
     """One that imports many does several things: move each to the module whose subject it is."""
     violations = []
     for path in FILES:
-        own = {name for name, _ in _imports(path) if name in MODULES and name != "packtool"}
-        packages = {name for name in own if any(other.startswith(f"{name}.") for other in own)}
-        if len(own - packages) > 25:
-            violations.append(f"{_module(path)}: {len(own - packages)} of our own modules")
+        own_modules = {name for name, _ in _imports(path) if name in MODULES and name != "packtool"}
+        packages = {name for name in own_modules if any(other.startswith(f"{name}.") for other in own_modules)}
+        if len(own_modules - packages) > 25:
+            violations.append(f"{_module(path)}: {len(own_modules - packages)} of our own modules")
     assert not violations
 
 
@@ -275,13 +275,13 @@ def test_files_and_functions_are_small() -> None:
         for path in FILES
         if path.read_text().count("\n") > MAX_FILE_LINES
     ]
-    for where, function in _functions():
+    for location, function in _functions():
         assert function.end_lineno is not None
         if function.end_lineno - function.lineno >= MAX_FUNCTION_LINES:
-            violations.append(f"{where}: more than {MAX_FUNCTION_LINES} lines: name its steps as functions")
+            violations.append(f"{location}: more than {MAX_FUNCTION_LINES} lines: name its steps as functions")
         arguments = function.args
         if (count := len(arguments.args) + len(arguments.kwonlyargs) + len(arguments.posonlyargs)) > MAX_PARAMETERS:
-            violations.append(f"{where}: {count} parameters: pass the object that holds them")
+            violations.append(f"{location}: {count} parameters: pass the object that holds them")
     assert not violations
 
 
@@ -331,9 +331,9 @@ def _public_arrays(nodes: list[ast.stmt], holder: str = "") -> Iterator[tuple[st
 def test_docstrings_give_the_shapes_of_arrays() -> None:
     """A caller learns a shape from the docstring, or from the one that it names, and not from the code."""
     violations = [
-        f"{path.relative_to(PACKAGE)}:{where}"
+        f"{path.relative_to(PACKAGE)}:{location}"
         for path, tree in TREES.items()
-        for where, text in _public_arrays(tree.body)
+        for location, text in _public_arrays(tree.body)
         if not SHAPE.search(text)
     ]
     assert not violations
@@ -471,25 +471,25 @@ NAME_FAMILIES: set[str] = set()
 def test_a_family_of_models_is_named_in_its_own_file_only() -> None:
     """Model types and classes of layers are told by the family's record, which all other rooms read."""
     folder = PACKAGE / "encode" / "families"
-    own: dict[Path, set[str]] = {}
+    imports_by_file: dict[Path, set[str]] = {}
     num_records = 0
     for path in folder.glob("*.py"):
         module = vars(importlib.import_module(_module(path)))
         records = module.get("FAMILIES") or (module.get("FAMILY"),)
         if path.name != "__init__.py" and isinstance(records[0], Family):
             num_records += len(records)
-            own[path] = {
+            imports_by_file[path] = {
                 name
                 for record in records
                 for name in (*record.model_types, *record.recurrent_types, *record.recurrent_layers)
             }
-    names = set().union(*own.values())
+    names = set().union(*imports_by_file.values())
     violations = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: names {node.value}"
         for path, tree in TREES.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant)
-        and node.value in names - own.get(path, set())
+        and node.value in names - imports_by_file.get(path, set())
         and path.relative_to(PACKAGE).as_posix() not in NAME_FAMILIES
     ]
     assert num_records == len(FAMILIES)
@@ -508,11 +508,11 @@ ONE_PLACE = {
 def test_unique_operations_stay_in_their_modules() -> None:
     violations = []
     for path, tree in TREES.items():
-        where = path.relative_to(PACKAGE).as_posix()
+        module_path = path.relative_to(PACKAGE).as_posix()
         for node in ast.walk(tree):
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-            if ONE_PLACE.get(name, where) != where:
-                violations.append(f"{where}:{node.lineno}: {name} belongs to {ONE_PLACE[name]}")
+            if ONE_PLACE.get(name, module_path) != module_path:
+                violations.append(f"{module_path}:{node.lineno}: {name} belongs to {ONE_PLACE[name]}")
     assert not violations
 
 

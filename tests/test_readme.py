@@ -29,9 +29,9 @@ def test_the_two_commands(repository: Path, tmp_path: Path) -> None:
         name = re.split(r"\s{2,}", line.strip())[0]
         assert name in shown_output.group(1), f"docs/getting-started.md does not show {name!r}"
     figures = {
-        what.strip(): float(share) for what, share in re.findall(r"^ *(.*?) {2,}([\d.]+)% *$", output, re.MULTILINE)
+        label.strip(): float(share) for label, share in re.findall(r"^ *(.*?) {2,}([\d.]+)% *$", output, re.MULTILINE)
     }
-    (accuracy,) = (share for what, share in figures.items() if what.startswith("accuracy on"))
+    (accuracy,) = (share for label, share in figures.items() if label.startswith("accuracy on"))
     assert accuracy >= 90
     assert abs(figures["with the pictures swapped"] - figures["chance"]) < 8
     assert "test_readme" in run_in_shell(f"{test} --collect-only -q tests/test_readme.py", repository).stdout

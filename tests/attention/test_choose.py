@@ -19,7 +19,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
-def _chosen_anew() -> Any:
+def _fresh_choice() -> Any:
     for cached in (choose, flash._flash_function, flash._varlen_module):
         cached.cache_clear()
     yield

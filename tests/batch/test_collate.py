@@ -127,10 +127,12 @@ def test_pixels_equal_those_of_the_processor_at_the_limits_of_the_cache(vision: 
 
 def test_images_of_caches_with_different_limits_are_batched(vision: InputSpec) -> None:
     """Caches of unlike limits are trained together: each picture has the size that its cache counted tokens for."""
-    own = vision.limits.image
-    assert own is not None
-    there = dataclasses.replace(own, min_pixels=1, max_pixels=own.pixels_per_token * 2)
-    samples = [make_sample(3, ((90, 70), (30, 30)), seed=seed, limits=each) for seed, each in enumerate((own, there))]
+    cache_limits = vision.limits.image
+    assert cache_limits is not None
+    there = dataclasses.replace(cache_limits, min_pixels=1, max_pixels=cache_limits.pixels_per_token * 2)
+    samples = [
+        make_sample(3, ((90, 70), (30, 30)), seed=seed, limits=each) for seed, each in enumerate((cache_limits, there))
+    ]
     assert samples[0].images[0].grid != samples[1].images[0].grid
     both = collate_packs(samples, vision)
     limits = dataclasses.replace(vision.limits, image=there)

@@ -173,7 +173,8 @@ def test_loading_does_not_use_torch_random_numbers() -> None:
 def test_common_prefixes_are_computed_once_if_requested() -> None:
     reader, micro_batch = Samples(samples_alike("qwen3")), MicroBatch([[0, 2, 3], [6, 5, 1, 4]])
     flat, tree = (
-        MicroBatches(reader.sample, reduced_spec("qwen3"), min_shared=least)[micro_batch] for least in (None, 5)
+        MicroBatches(reader.sample, reduced_spec("qwen3"), min_shared=min_shared)[micro_batch]
+        for min_shared in (None, 5)
     )
     assert type(flat) is PackedBatch
     assert type(tree) is TreeBatch

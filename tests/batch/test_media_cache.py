@@ -196,14 +196,14 @@ def test_size_limit_holds_and_pixels_are_correct(
 ) -> None:
     directory, limits = tmp_path_factory.mktemp("cache"), (8 * BLOCK, 8 * BLOCK, 5 * BLOCK)
     caches = [MediaCache(str(directory), limit, f"rows {index}") for index, limit in enumerate(limits)]
-    for run, medium, is_read_again, what in steps:
+    for run, medium, is_read_again, action in steps:
         cache = caches[run]
-        if what == "end":
+        if action == "end":
             end(cache)
             caches[run] = MediaCache(str(directory), limits[run], f"rows {run}")
             continue
         path = directory / "entries" / key_of(medium)
-        if what == "damage" and path.exists():
+        if action == "damage" and path.exists():
             path.write_bytes(path.read_bytes()[:-1] + b"\xff")
         load(cache, medium, blocks=1 + medium % 3, is_read_again=is_read_again)
         assert size_of(directory) <= 8 * BLOCK

@@ -163,10 +163,10 @@ def test_tokens_and_pixels_equal_those_of_the_processor(world_of: Callable[[str]
         names = world.spec.family.processor_inputs or world.spec.family.image_inputs
         assert set(inputs) == {key for key in expected if key in names}
         for key, tensor in inputs.items():
-            theirs = torch.as_tensor(expected[key])
+            expected_tensor = torch.as_tensor(expected[key])
             # Pictures of one row lie side by side in some families, without what fills up the smaller one.
-            assert torch.equal(tensor[tensor != 0], theirs[theirs != 0])
-            assert (tensor.shape == theirs.shape) or len(sample.images) > 1
+            assert torch.equal(tensor[tensor != 0], expected_tensor[expected_tensor != 0])
+            assert (tensor.shape == expected_tensor.shape) or len(sample.images) > 1
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -218,9 +218,9 @@ def test_videos_as_images_give_the_logits_of_videos(world_of: Callable[[str], Wo
     """Its own forward of its own processor's videos: the same positions, and the same logits."""
     world = world_of(name)
     model = world.model()
-    own = tokens_of(world.processor, rows_for(name)[-1])
-    kinds = torch.tensor(own.pop("mm_token_type_ids"))
-    inputs = {key: torch.as_tensor(value) for key, value in own.items()}
+    model_inputs = tokens_of(world.processor, rows_for(name)[-1])
+    kinds = torch.tensor(model_inputs.pop("mm_token_type_ids"))
+    inputs = {key: torch.as_tensor(value) for key, value in model_inputs.items()}
     del inputs["attention_mask"]
     assert len(inputs["video_grid_thw"]) == 2
     with torch.no_grad():
@@ -347,12 +347,12 @@ def test_two_ranks_share_a_sequence(world_of: Callable[[str], World], tmp_path: 
 def check_shared(settings: dict[str, tuple[Setting, Found]], folder: Path) -> None:
     """On each rank, one way after the other."""
     dist.init_process_group("gloo")
-    ways = [SequenceParallel.on_mesh(axes, "cpu") for axes in (Axes(2, 1, "ring"), Axes(1, 2))]
+    splits = [SequenceParallel.on_mesh(axes, "cpu") for axes in (Axes(2, 1, "ring"), Axes(1, 2))]
     errors = {}
     for index, (name, (setting, expected)) in enumerate(settings.items()):
         spec, model, samples = setting
         # Rings do not share layers with windows.
-        parallel = ways[1 if getattr(model.config.text_config, "sliding_window", None) else index % 2]
+        parallel = splits[1 if getattr(model.config.text_config, "sliding_window", None) else index % 2]
         errors[name] = check_setting(setting, expected, parallel)
         # Text alone: each looks at a blank picture, of which nothing goes anywhere.
         bare = collate_shard(samples[1:2], spec, parallel.split)

@@ -116,20 +116,20 @@ def world(tmp_path: Path) -> tuple[InputSpec, InputSpec]:
     return spec, kept_in(tmp_path, spec)
 
 
-@pytest.mark.parametrize("how", ["written", "replaced", "times kept"])
-def test_changed_file_gives_new_pixels(how: str, world: tuple[InputSpec, InputSpec], tmp_path: Path) -> None:
+@pytest.mark.parametrize("replacement", ["written", "replaced", "times kept"])
+def test_changed_file_gives_new_pixels(replacement: str, world: tuple[InputSpec, InputSpec], tmp_path: Path) -> None:
     spec, cached_spec = world
     path, sample = picture_on_disk(tmp_path, spec)
     check_same([sample], spec, cached_spec)
     before, other = path.stat(), make_picture(40, 64, seed=5)
     other += bytes(max(before.st_size - len(other), 0))
-    if how == "replaced":
+    if replacement == "replaced":
         (tmp_path / "b.png").write_bytes(other)
         os.utime(tmp_path / "b.png", ns=(before.st_atime_ns, before.st_mtime_ns))
         os.replace(tmp_path / "b.png", path)
     else:
         path.write_bytes(other)
-        if how == "times kept":
+        if replacement == "times kept":
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     check_same([sample], spec, cached_spec)
     assert take_reads(cached_spec) == MediaReads(hits=0, misses=2)

@@ -36,10 +36,10 @@ def test_every_token_is_on_one_rank(given_documents: list[tuple[int, bool]], siz
     assert np.sort(np.concatenate(assigned)).tolist() == list(range(sum(lengths)))
     for rank, index in enumerate(assigned):
         # What is local comes first, and of what is sharded every rank has as much.
-        own = sum(length for length, place in zip(lengths, places, strict=True) if place == rank)
+        num_local = sum(length for length, place in zip(lengths, places, strict=True) if place == rank)
         sharded = sum(length for length, place in zip(lengths, places, strict=True) if place == SHARDED)
-        assert len(index) == own + sharded // split.size
-        documents_of = np.repeat(np.arange(len(lengths)), lengths)[index[:own]]
+        assert len(index) == num_local + sharded // split.size
+        documents_of = np.repeat(np.arange(len(lengths)), lengths)[index[:num_local]]
         assert all(places[document] == rank for document in documents_of)
 
 

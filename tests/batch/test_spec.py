@@ -15,12 +15,12 @@ def test_talker_of_released_models_causes_no_warning(
     name: str, drawn_data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     transformers = logging.getLogger("transformers")
-    talk = transformers.level
+    level = transformers.level
     transformers.addHandler(caplog.handler)
     try:
         assert "thinker" in model_config(str(drawn_data / "tokenizers" / name)).model_type
         assert not caplog.records
-        assert transformers.level == talk
+        assert transformers.level == level
         transformers.warning("is heard")
         assert set(caplog.messages) == {"is heard"}  # twice where CI is set, for then the root hears it, too
     finally:

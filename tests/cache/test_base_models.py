@@ -61,39 +61,42 @@ def test_texts_need_no_template(base: Path, num_proc: int) -> None:
 
 
 def test_conversations_need_a_template(base: Path, template: Path) -> None:
-    talk = conversations_of(base.parent)
+    conversations = conversations_of(base.parent)
     with pytest.raises(
         ConfigError, match=r"talk\.jsonl holds conversations\nGive a template with --chat-template FILE"
     ):
-        exported(base, "talk", dataset=(talk,))
+        exported(base, "talk", dataset=(conversations,))
     assert not (base.parent / "talk").exists()
-    assert exported(base, "talk", dataset=(talk, *texts_of(base.parent)), chat_template=str(template)).num_samples == 16
+    assert (
+        exported(base, "talk", dataset=(conversations, *texts_of(base.parent)), chat_template=str(template)).num_samples
+        == 16
+    )
     # The same as the model that has the template itself; the path is only told.
     (base / "chat_template.jinja").write_text(CHATML)
-    exported(base, "own", dataset=(talk, *texts_of(base.parent)))
-    packaged, own = (Manifest.read(str(base.parent / name)) for name in ("talk", "own"))
-    assert packaged.fingerprint == own.fingerprint
+    exported(base, "own", dataset=(conversations, *texts_of(base.parent)))
+    packaged, custom = (Manifest.read(str(base.parent / name)) for name in ("talk", "own"))
+    assert packaged.fingerprint == custom.fingerprint
     assert packaged.identity.spec["chat_template"] == str(template)
-    assert "chat_template" not in own.identity.spec
+    assert "chat_template" not in custom.identity.spec
 
 
 def test_later_conversations_are_dropped_with_a_warning(base: Path) -> None:
     """No row ends an export, so those that the first look did not see are counted like others that cannot be used."""
-    talk = Path(conversations_of(base.parent))
-    talk.write_text("{broken\n" * 64 + talk.read_text())
-    summary = exported(base, "mixed", dataset=(*texts_of(base.parent), str(talk)))
+    conversations_file = Path(conversations_of(base.parent))
+    conversations_file.write_text("{broken\n" * 64 + conversations_file.read_text())
+    summary = exported(base, "mixed", dataset=(*texts_of(base.parent), str(conversations_file)))
     assert summary.num_samples == 11
     assert summary.dropped == {"invalid_json": 64, "no_chat_template": 5}
 
 
 def test_the_template_is_identified_by_its_content(base: Path, template: Path, tmp_path: Path) -> None:
-    talk = conversations_of(tmp_path)
-    exported(base, "talk", dataset=(talk,), chat_template=str(template))
+    conversations = conversations_of(tmp_path)
+    exported(base, "talk", dataset=(conversations,), chat_template=str(template))
     moved = template.rename(tmp_path / "moved.jinja")
-    assert exported(base, "talk", dataset=(talk,), chat_template=str(moved)).already_finished
+    assert exported(base, "talk", dataset=(conversations,), chat_template=str(moved)).already_finished
     moved.write_text(CHATML.replace("\n", "\n\n"))
     with pytest.raises(MismatchError, match="template_hash"):
-        exported(base, "talk", dataset=(talk,), chat_template=str(moved))
+        exported(base, "talk", dataset=(conversations,), chat_template=str(moved))
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,11 @@ class Counted(SilentProgress):
 def take_away(monkeypatch: pytest.MonkeyPatch, picture: Path) -> None:
     """From now on a picture is gone as soon as the first rows are encoded."""
 
-    def then_gone(*args: Any) -> Iterator[Any]:
+    def delete_after_encoding(*args: Any) -> Iterator[Any]:
         yield from list(encode_samples(*args))
         picture.unlink(missing_ok=True)
 
-    monkeypatch.setattr(task, "encode_samples", then_gone)
+    monkeypatch.setattr(task, "encode_samples", delete_after_encoding)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.2])

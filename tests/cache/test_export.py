@@ -161,12 +161,12 @@ def test_small_files_share_shards(run_export: Export, rows: Path, tmp_path: Path
     summary = run_export("many", dataset=(str(tmp_path / "small" / "*.jsonl"),), split_dataset_ratio=0.1)
     run_export("one", split_dataset_ratio=0.1)
     assert summary.num_rows == 600
-    many, one = (CacheReader.open([str(tmp_path / name)]) for name in ("many", "one"))
-    assert len(many.manifests[0].sources) == 200
-    assert len(many.manifests[0].splits["train"].shards) == 12  # 600 rows, no less than 50 each
-    np.testing.assert_array_equal(many.index.length, one.index.length)
+    many_files, one = (CacheReader.open([str(tmp_path / name)]) for name in ("many", "one"))
+    assert len(many_files.manifests[0].sources) == 200
+    assert len(many_files.manifests[0].splits["train"].shards) == 12  # 600 rows, no less than 50 each
+    np.testing.assert_array_equal(many_files.index.length, one.index.length)
     for position in range(0, len(one), 41):
-        np.testing.assert_array_equal(many.sample(position).labels, one.sample(position).labels)
+        np.testing.assert_array_equal(many_files.sample(position).labels, one.sample(position).labels)
 
 
 def test_workers_start_while_many_files_are_scanned(
@@ -397,7 +397,7 @@ def test_the_manifest_is_written_last(run_export: Export, tmp_path: Path, monkey
     order: list[str] = []
     for name in ("publish", "publish_new"):
         real = getattr(storage, name)
-        recorded = lambda path, data, real=real, **how: (order.append(path), real(path, data, **how))[1]  # noqa: E731
+        recorded = lambda path, data, real=real, **options: (order.append(path), real(path, data, **options))[1]  # noqa: E731
         monkeypatch.setattr(storage, name, recorded)
     run_export()
     assert order[-1] == str(tmp_path / "cache" / "packtool.json")

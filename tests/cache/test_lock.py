@@ -215,7 +215,7 @@ def test_shards_changed_by_another_process_are_not_published(
     """A shard of the same name and size that is not the one that was written."""
     real = output_dir.publish_cache
 
-    def meddled(directory: str, *args: Any) -> None:
+    def publish_after_change(directory: str, *args: Any) -> None:
         shard = sorted(Path(directory, "train").glob("data-*"))[1]
         data = bytearray(shard.read_bytes())
         data[len(data) // 2] ^= 1
@@ -223,7 +223,7 @@ def test_shards_changed_by_another_process_are_not_published(
         real(directory, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(output_dir, "publish_cache", meddled)
+        patch.setattr(output_dir, "publish_cache", publish_after_change)
         with pytest.raises(MismatchError, match=r"1 shards differ from those .*train/data-00001-of-00004\.arrow"):
             _export(model, base, str(tmp_path / "cache"))
     assert _export(model, base, str(tmp_path / "cache")).num_reused == 3

@@ -62,7 +62,7 @@ def conversation(row_index: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def talk(run_export: Export, thinking_model: Path, rows: Path) -> Export:
+def export_conversations(run_export: Export, thinking_model: Path, rows: Path) -> Export:
     """Exports thirty conversations of one, two or three turns."""
     rows.write_text("".join(json.dumps(conversation(row_index)) + "\n" for row_index in range(NUM_ROWS)))
 
@@ -82,8 +82,8 @@ def places(samples: list[EncodedSample]) -> list[tuple[int, str]]:
     return [(sample.row, "" if sample.part is None else str(sample.part)) for sample in samples]
 
 
-def test_rows_are_counted_and_turns_shown(talk: Export, tmp_path: Path) -> None:
-    summary = talk()
+def test_rows_are_counted_and_turns_shown(export_conversations: Export, tmp_path: Path) -> None:
+    summary = export_conversations()
     samples = samples_of(tmp_path / "cache")
     expected = [
         (row, f"turn {turn} of {row % 3 + 1}" if row % 3 else "")
@@ -106,26 +106,28 @@ def test_rows_are_counted_and_turns_shown(talk: Export, tmp_path: Path) -> None:
     assert shown_figures["turns and responses left out"] == "1 over_max_length"
     assert dict(sample_view(str(tmp_path / "cache"), "train", 2)[0])["part of its row"] == "turn 2 of 2"
     assert "part of its row" not in dict(sample_view(str(tmp_path / "cache"), "train", 0)[0])
-    assert talk().already_finished
+    assert export_conversations().already_finished
 
 
-def test_splits_and_samples_of_rows_keep_their_turns_together(talk: Export, rows: Path, tmp_path: Path) -> None:
-    summary = talk("split", split_dataset_ratio=0.2)
+def test_splits_and_samples_of_rows_keep_their_turns_together(
+    export_conversations: Export, rows: Path, tmp_path: Path
+) -> None:
+    summary = export_conversations("split", split_dataset_ratio=0.2)
     train, val = (samples_of(tmp_path / "split", split) for split in ("train", "val"))
     assert not {sample.row for sample in train} & {sample.row for sample in val}
     assert len({sample.row for sample in val}) == 6
-    talk("whole", max_length=2000)
+    export_conversations("whole", max_length=2000)
     per_row = Counter(sample.row for sample in samples_of(tmp_path / "whole"))
-    talk("drawn", dataset=(f"{rows}#7",), max_length=2000)
+    export_conversations("drawn", dataset=(f"{rows}#7",), max_length=2000)
     num_drawn = Counter(sample.row for sample in samples_of(tmp_path / "drawn"))
     assert len(num_drawn) == 7
     assert all(num_drawn[row] == per_row[row] for row in num_drawn)
     assert summary.num_rows == 30
 
 
-def test_samples_of_a_row_share_prefixes_up_to_their_turns(talk: Export, tmp_path: Path) -> None:
+def test_samples_of_a_row_share_prefixes_up_to_their_turns(export_conversations: Export, tmp_path: Path) -> None:
     """Two samples of a row have in common what comes before the answer of the shorter one."""
-    talk()
+    export_conversations()
     reader = CacheReader.open([str(tmp_path / "cache")])
     prefixes = reader.prefixes()
     assert prefixes is not None
@@ -142,37 +144,41 @@ def test_samples_of_a_row_share_prefixes_up_to_their_turns(talk: Export, tmp_pat
             assert max(hashes[index][each] for each in common) == int(one.turns[0])
 
 
-def test_auto_does_not_change_caches_without_lost_thoughts(talk: Export, model: Path, tmp_path: Path) -> None:
+def test_auto_does_not_change_caches_without_lost_thoughts(
+    export_conversations: Export, model: Path, tmp_path: Path
+) -> None:
     """Byte for byte, where the template keeps what turns thought; and with it, where rows are not expanded."""
-    talk("false", expand_turns="false", model=str(model))
-    talk("auto", expand_turns="auto", model=str(model))
+    export_conversations("false", expand_turns="false", model=str(model))
+    export_conversations("auto", expand_turns="auto", model=str(model))
     assert tree(tmp_path / "auto") == tree(tmp_path / "false")
     manifest = json.loads((tmp_path / "false" / "packtool.json").read_text())
     assert "expand_turns" not in manifest["identity"]["spec"]
     assert "parts_left_out" not in manifest
 
 
-def test_datasets_reads_the_columns(talk: Export, tmp_path: Path) -> None:
+def test_datasets_reads_the_columns(export_conversations: Export, tmp_path: Path) -> None:
     import datasets
 
-    talk()
+    export_conversations()
     dataset = datasets.load_from_disk(str(tmp_path / "cache" / "train"))
     assert dataset[2]["part"] == {"turn": 2, "num_turns": 2, "response": 0, "num_responses": 0}
     assert dataset[0]["part"] is None
 
 
 @pytest.mark.parametrize("file", ["data-00000-of-00001.arrow", "index.arrow", "prefixes.arrow"])
-def test_damaged_files_are_recreated(talk: Export, tmp_path: Path, file: str) -> None:
-    talk()
+def test_damaged_files_are_recreated(export_conversations: Export, tmp_path: Path, file: str) -> None:
+    export_conversations()
     expected_files = tree(tmp_path / "cache")
     (tmp_path / "cache" / "train" / file).write_bytes(b"")
-    talk(repair=True)
+    export_conversations(repair=True)
     assert tree(tmp_path / "cache") == expected_files
 
 
-def test_a_missing_picture_drops_the_row(talk: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_picture_drops_the_row(
+    export_conversations: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     take_away(monkeypatch, tmp_path / "2.png")
-    summary = talk(media="embed", max_length=2000)
+    summary = export_conversations(media="embed", max_length=2000)
     lost = {row for row in range(NUM_ROWS) if row % 5 == 2 and row % 3}
     assert summary.dropped == {"media_missing": len(lost)}
     samples = samples_of(tmp_path / "cache")
@@ -180,9 +186,9 @@ def test_a_missing_picture_drops_the_row(talk: Export, tmp_path: Path, monkeypat
     assert (summary.num_rows, summary.num_samples - summary.pieces_added) == (30, 30 - len(lost))
 
 
-def test_strict_names_the_turn(talk: Export) -> None:
+def test_strict_names_the_turn(export_conversations: Export) -> None:
     with pytest.raises(RowError, match=r"row 2: over_max_length: turn 3 of 3: \d+ tokens"):
-        talk(strict=True)
+        export_conversations(strict=True)
 
 
 def test_responses_become_samples(run_export: Export, rows: Path, tmp_path: Path) -> None:
@@ -201,8 +207,8 @@ def test_responses_become_samples(run_export: Export, rows: Path, tmp_path: Path
     assert samples[1].loss_scale is None
 
 
-def test_a_resumed_stream_keeps_the_parts_of_its_samples(talk: Export, tmp_path: Path) -> None:
-    talk()
+def test_a_resumed_stream_keeps_the_parts_of_its_samples(export_conversations: Export, tmp_path: Path) -> None:
+    export_conversations()
     carried_samples = samples_of(tmp_path / "cache")[:4]
     counts = InputCounts(rows=0, dropped={}, marks_added=0, parts_left_out={"over_max_length": 2})
     state = StreamState(carried=carried_samples[:1], shuffled=carried_samples[1:], counts=counts)
@@ -216,8 +222,8 @@ def test_a_resumed_stream_keeps_the_parts_of_its_samples(talk: Export, tmp_path:
             np.testing.assert_array_equal(one.borders, other.borders)
 
 
-def test_an_export_notes_the_choice_of_auto(talk: Export, model: Path) -> None:
+def test_an_export_notes_the_choice_of_auto(export_conversations: Export, model: Path) -> None:
     for name, options, expected in (("a", {}, "becomes several"), ("b", {"model": str(model)}, "changes nothing")):
         progress = RecordingProgress()
-        talk(name, expand_turns="auto", progress=progress, **options)
+        export_conversations(name, expand_turns="auto", progress=progress, **options)
         assert any("--expand-turns auto" in note and expected in note for note in progress.notes)

@@ -69,7 +69,7 @@ def ask(run_export: Export, model_that_names_tokens: Path, rows: Path) -> Export
     return run
 
 
-def told_by(cache: Path) -> tuple[CacheReader, SplitPrefixes]:
+def prefixes_of_cache(cache: Path) -> tuple[CacheReader, SplitPrefixes]:
     reader = CacheReader.open([str(cache)])
     prefixes = reader.prefixes()
     assert prefixes is not None
@@ -79,7 +79,7 @@ def told_by(cache: Path) -> tuple[CacheReader, SplitPrefixes]:
 @pytest.mark.parametrize("media", ["reference", "embed"])
 def test_each_sample_has_the_hashes_of_its_own_prefixes(ask: Export, tmp_path: Path, media: str) -> None:
     ask(media=media)
-    reader, prefixes = told_by(tmp_path / "cache")
+    reader, prefixes = prefixes_of_cache(tmp_path / "cache")
     config = json.loads((tmp_path / "named" / "config.json").read_text())
     samples = [reader.sample(i) for i in range(len(reader))]
     counts, expected = prefix_hashes(samples, MediaTokens.of(config), longer_than=3)
@@ -117,15 +117,15 @@ def test_samples_with_media_files_have_prefix_hashes(ask: Export, tmp_path: Path
 def test_prefixes_do_not_depend_on_the_number_of_shards(ask: Export, tmp_path: Path) -> None:
     for name, rows_per_shard in (("few", 100), ("many", 5)):
         ask(name, rows_per_shard=rows_per_shard)
-    few, many = (told_by(tmp_path / name)[1] for name in ("few", "many"))
-    assert few.offsets.tolist() == many.offsets.tolist()
-    assert few.prefixes.hashes.tolist() == many.prefixes.hashes.tolist()
+    few_shards, many_shards = (prefixes_of_cache(tmp_path / name)[1] for name in ("few", "many"))
+    assert few_shards.offsets.tolist() == many_shards.offsets.tolist()
+    assert few_shards.prefixes.hashes.tolist() == many_shards.prefixes.hashes.tolist()
 
 
 def test_several_caches_are_joined(ask: Export, run_export: Export, tmp_path: Path) -> None:
     ask("one")
     ask("other", split_dataset_ratio=0.3, seed=1)
-    separate = [told_by(tmp_path / name)[1] for name in ("one", "other")]
+    separate = [prefixes_of_cache(tmp_path / name)[1] for name in ("one", "other")]
     both = CacheReader.open([str(tmp_path / name) for name in ("one", "other")]).prefixes()
     assert both is not None
     assert both.offsets.tolist() == [*separate[0].offsets, *(separate[0].offsets[-1] + separate[1].offsets[1:])]
@@ -139,7 +139,7 @@ def write_rows(rows: Path, images: list[str]) -> None:
     rows.write_text("\n".join(json.dumps({"messages": turns, "images": [image]}) for image in images))
 
 
-def test_hashes_of_pictures_do_not_depend_on_their_paths(
+def test_image_hashes_do_not_depend_on_paths(
     run_export: Export, model_that_names_tokens: Path, rows: Path, tmp_path: Path
 ) -> None:
     """A copy, a link, an absolute path, and bytes in the row; one of another content, of the same size, is not."""
@@ -155,7 +155,7 @@ def test_hashes_of_pictures_do_not_depend_on_their_paths(
     hashes_by_cache = []
     for media in ("reference", "embed"):
         run_export(media, model=str(model_that_names_tokens), media=media)
-        _, prefixes = told_by(tmp_path / media)
+        _, prefixes = prefixes_of_cache(tmp_path / media)
         hashes = prefixes.prefixes.hashes.reshape(7, 3)
         assert (hashes[[0, 1, 2, 3, 4, 6]] == hashes[0]).all()
         assert (hashes[5] != hashes[0]).all()
@@ -163,7 +163,7 @@ def test_hashes_of_pictures_do_not_depend_on_their_paths(
     assert hashes_by_cache[0] == hashes_by_cache[1], "rows of both caches share"
 
 
-def test_changed_pictures_have_other_hashes(
+def test_changed_images_have_other_hashes(
     run_export: Export, model_that_names_tokens: Path, rows: Path, tmp_path: Path
 ) -> None:
     write_rows(rows, ["0.png"])
@@ -172,7 +172,9 @@ def test_changed_pictures_have_other_hashes(
         data = bytearray((tmp_path / "0.png").read_bytes())
         data[-30] ^= 1
         (tmp_path / "0.png").write_bytes(data)
-    before, after, unchanged = (told_by(tmp_path / name)[1].prefixes.hashes for name in ("before", "after", "again"))
+    before, after, unchanged = (
+        prefixes_of_cache(tmp_path / name)[1].prefixes.hashes for name in ("before", "after", "again")
+    )
     assert (before != after).all()
     assert before.tolist() == unchanged.tolist()
 
@@ -221,7 +223,7 @@ def _interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_damage_is_found_and_repaired(ask: Export, tmp_path: Path) -> None:
+def test_damage_is_detected_and_repaired(ask: Export, tmp_path: Path) -> None:
     ask()
     expected_files = tree(tmp_path / "cache")
     file = tmp_path / "cache" / PLACE
@@ -242,7 +244,7 @@ def test_prefixes_of_an_older_packtool_have_unknown_targets(ask: Export, tmp_pat
     ask()
     file, manifest = tmp_path / "cache" / PLACE, tmp_path / "cache" / "packtool.json"
     batches = pa.ipc.open_file(file).read_all().to_batches()
-    _, expected = told_by(tmp_path / "cache")
+    _, expected = prefixes_of_cache(tmp_path / "cache")
     older = [with_prefix_fields(batch, OLD_PREFIX) for batch in batches]
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, older[0].schema) as writer:
         for batch in older:
@@ -250,7 +252,7 @@ def test_prefixes_of_an_older_packtool_have_unknown_targets(ask: Export, tmp_pat
     document = json.loads(manifest.read_text())
     document["splits"]["train"]["prefixes_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     manifest.write_text(json.dumps(document))
-    _, prefixes = told_by(tmp_path / "cache")
+    _, prefixes = prefixes_of_cache(tmp_path / "cache")
     assert (prefixes.prefixes.target_tokens == -1).all()
     assert prefixes.prefixes.hashes.tolist() == expected.prefixes.hashes.tolist()
     contents = file.read_bytes()
@@ -266,7 +268,7 @@ def test_prefixes_with_media_hashed_by_path_are_repaired(
     ask()
     monkeypatch.setattr(task_module, "prefix_hashes", prefix_hashes)
     ask("new")
-    older, new = (told_by(tmp_path / name)[1] for name in ("cache", "new"))
+    older, new = (prefixes_of_cache(tmp_path / name)[1] for name in ("cache", "new"))
     assert older.offsets.tolist() == new.offsets.tolist()
     assert not set(older.prefixes.hashes.tolist()) & set(new.prefixes.hashes.tolist())
     expected_files = tree(tmp_path / "cache")

@@ -53,13 +53,15 @@ def test_the_index_has_the_cost_of_vision_and_audio_towers(run_export: Export, t
 
 
 def test_patch_squares_count_frames_and_audio_tracks() -> None:
-    nothing = np.zeros(0, np.int32)
+    no_tokens = np.zeros(0, np.int32)
     track = EncodedAudio(None, None, 1, 1, 7)
     image = EncodedImage("a", None, 1, 1, (1, 4, 6), 6)
     video = EncodedVideo("b", None, (), 1, 1, 1, 1.0, (0,), (3, 4, 2), 1.0, 6, track)
     plain = EncodedImage("c", None, 1, 1, (), 5)  # of a family without grids
     sound = EncodedAudio("d", None, 1, 1, 3)
-    sample = EncodedSample(nothing, nothing, nothing, (image, plain), None, "s", 0, videos=(video,), audios=(sound,))
+    sample = EncodedSample(
+        no_tokens, no_tokens, no_tokens, (image, plain), None, "s", 0, videos=(video,), audios=(sound,)
+    )
     assert sample.patch_squares == 24**2 + 3 * 8**2
     assert (sample.num_media_tokens, sample.num_audio_tokens) == (6 + 5 + 6 + 7 + 3, 10)
 

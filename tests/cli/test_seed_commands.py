@@ -401,10 +401,10 @@ def test_settings_of_the_fourth_article(work: Path, dynamic: bool, capsys: pytes
     }
     source = {"cached_dataset": "c"} | ({} if dynamic else {"packing": False})
     config = resolve(TrainConfig, {}, file={**seed, **source})
-    ours = (
+    batch_options = (
         {"dynamic_batch_tokens": 2048, "dynamic_max_batch_size": 4} if dynamic else {"per_device_train_batch_size": 2}
     )
-    same = resolve(TrainConfig, {}, file={"packing": False, "cached_dataset": "c", **ours})
+    same = resolve(TrainConfig, {}, file={"packing": False, "cached_dataset": "c", **batch_options})
     ignored = {"use_dynamic_bsz", "padding_free"}
     assert {k: v for k, v in vars(config).items() if k not in ignored} == {
         k: v for k, v in vars(same).items() if k not in ignored

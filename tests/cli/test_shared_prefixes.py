@@ -104,8 +104,8 @@ def test_trees_respect_the_media_budget(alike_world: TinyWorld, tmp_path: Path, 
     world = dataclasses.replace(alike_world, rows=str(path), cache=str(tmp_path / "cache"))
     export_rows(world, world.cache, max_length=200)
     savings = []
-    for most in ("20", "256"):
-        words = [*command("plan", world, tmp_path), "--max-media-tokens-per-pack", most, "--json"]
+    for max_media_tokens in ("20", "256"):
+        words = [*command("plan", world, tmp_path), "--max-media-tokens-per-pack", max_media_tokens, "--json"]
         assert run(words) == 0, capfd.readouterr().err
         savings.append(json.loads(capfd.readouterr().out)["shared_prefixes"]["tokens_saved"])
     assert 0 < savings[0] < savings[1]

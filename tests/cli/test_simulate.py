@@ -68,10 +68,10 @@ def test_sharded_weights_and_ways_to_share(capsys: pytest.CaptureFixture[str]) -
     words = ("--distribution", "wikipedia", "--steps", "1", "--bucket-size", "8K", "--strategies", "packed-shared")
     times = {}
     for stage in ("2", "3"):
-        for way in ("ulysses", "ring", "allgather"):
-            figures = simulated(capsys, *words, "--zero-stage", stage, "--sequence-parallel-type", way)
-            assert (figures["zero_stage"], figures["sequence_parallel_type"]) == (int(stage), way)
-            times[stage, way] = figures["strategies"][0]["step_seconds"]
+        for parallel_type in ("ulysses", "ring", "allgather"):
+            figures = simulated(capsys, *words, "--zero-stage", stage, "--sequence-parallel-type", parallel_type)
+            assert (figures["zero_stage"], figures["sequence_parallel_type"]) == (int(stage), parallel_type)
+            times[stage, parallel_type] = figures["strategies"][0]["step_seconds"]
     assert len(set(times.values())) == 6
     assert simulated(capsys, *words)["sequence_parallel_type"] == "ulysses"
 

@@ -97,9 +97,9 @@ def test_every_rule_reports_its_message(rule_index: int) -> None:
 def test_options_that_only_affect_memory_need_a_model() -> None:
     """A new one is added to the rule about ``--model`` and ``--fit``."""
     rule = next(terms for _, terms, message in RULES if "which estimate memory" in message)
-    own = [field.name for part in (AdapterOptions, MemoryOptions) for field in dataclasses.fields(part)]
+    option_names = [field.name for part in (AdapterOptions, MemoryOptions) for field in dataclasses.fields(part)]
     learning = {field.name for field in dataclasses.fields(LearningOptions)}
-    assert [each[1] for each in rule[-1]] == [name for name in own if name not in learning]
+    assert [each[1] for each in rule[-1]] == [name for name in option_names if name not in learning]
 
 
 def test_rules_name_existing_options_and_values() -> None:

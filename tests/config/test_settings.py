@@ -237,12 +237,12 @@ def test_given_options_without_effect_are_warned_about() -> None:
                 train_type,
                 messages,
             )
-    assert not list(told_of_training(lora_rank="8"))
-    (line,) = told_of_training(lora_rank="8", train_type="full")
+    assert not list(training_warnings(lora_rank="8"))
+    (line,) = training_warnings(lora_rank="8", train_type="full")
     assert line == "--lora-rank has no effect with --train-type full: it requires --train-type lora"
 
 
-def told_of_training(**options: str) -> list[str]:
+def training_warnings(**options: str) -> list[str]:
     messages: list[str] = []
     resolve(TrainConfig, {**TRAIN, **options}, warn=messages.append)
     return messages

@@ -21,7 +21,7 @@ MARK = "<image>"
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """A question with all that stands before it, its answer, and the picture that it is about."""
 
     before: tuple[str, ...]
@@ -45,14 +45,14 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return loaded
 
 
-def asked_in(row: dict[str, Any]) -> list[Asked]:
+def questions_in(row: dict[str, Any]) -> list[Question]:
     """The picture questions of a row; a picture is what was shown last before the question."""
     questions, before, images, image = [], [], iter(row["images"]), ""
     for turn, answer in zip(row["messages"], row["messages"][1:], strict=False):
         for _ in range(turn["content"].count(MARK)):
             image = next(images)
         if turn["role"] == "user" and image:
-            questions.append(Asked(tuple(before), turn["content"].replace(MARK, ""), answer["content"], image))
+            questions.append(Question(tuple(before), turn["content"].replace(MARK, ""), answer["content"], image))
         before.append(turn["content"])
     return questions
 
@@ -95,7 +95,7 @@ def test_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_images_show_the_answers(folder: Path, world: SyntheticDataset) -> None:
-    questions = [one for path in (world.train, world.held_out) for row in rows_of(path) for one in asked_in(row)]
+    questions = [one for path in (world.train, world.held_out) for row in rows_of(path) for one in questions_in(row)]
     there = [one for one in questions if (folder / one.image).exists()]
     assert len(there) > NUM_ROWS
     for one in there:
@@ -107,7 +107,7 @@ def test_evaluated_questions_are_those_of_the_rows(world: SyntheticDataset) -> N
     assert len(rows) == len(world.held_out_questions) == NUM_ROWS // HELD_OUT_SHARE
     for row, questions in zip(rows, world.held_out_questions, strict=True):
         assert row["images"]
-        assert [(one.text, one.answer) for one in asked_in(row)] == [(q.text, q.answer) for q in questions]
+        assert [(one.text, one.answer) for one in questions_in(row)] == [(q.text, q.answer) for q in questions]
 
 
 def test_only_the_image_reveals_the_answer(world: SyntheticDataset) -> None:
@@ -117,9 +117,9 @@ def test_only_the_image_reveals_the_answer(world: SyntheticDataset) -> None:
         "question and last answer": lambda one: (one.text, one.before[-1:]),
         "all before": lambda one: (one.before, one.text),
     }
-    train = [one for row in rows_of(world.train) for one in asked_in(row)]
-    held_out = [one for row in rows_of(world.held_out) for one in asked_in(row)]
-    for what, key in keys.items():
+    train = [one for row in rows_of(world.train) for one in questions_in(row)]
+    held_out = [one for row in rows_of(world.held_out) for one in questions_in(row)]
+    for key_name, key in keys.items():
         answers_by_key: dict[Any, Counter[str]] = defaultdict(Counter)
         for one in train:
             answers_by_key[key(one)][one.answer] += 1
@@ -127,13 +127,13 @@ def test_only_the_image_reveals_the_answer(world: SyntheticDataset) -> None:
             bool(answers_by_key[key(one)]) and answers_by_key[key(one)].most_common(1)[0][0] == one.answer
             for one in held_out
         ]
-        assert float(np.mean(right)) < world.chance + 0.08, what
+        assert float(np.mean(right)) < world.chance + 0.08, key_name
 
 
 def test_answers_are_balanced(world: SyntheticDataset) -> None:
     counts: dict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
     for row in rows_of(world.train):
-        for one in asked_in(row):
+        for one in questions_in(row):
             counts[one.text][tuple(named_colours(one.answer))] += 1
     for text, answers in counts.items():
         total = sum(answers.values())
@@ -154,7 +154,7 @@ def test_swapped_rows_differ_only_in_their_pictures(folder: Path, world: Synthet
 
 
 def test_answers_from_swapped_images_are_right_by_chance(folder: Path, world: SyntheticDataset) -> None:
-    questions = [one for row in rows_of(world.swapped) for one in asked_in(row)]
+    questions = [one for row in rows_of(world.swapped) for one in questions_in(row)]
     agree = [named_colours(one.answer) == true_colours(one.text, folder / one.image) for one in questions]
     assert abs(float(np.mean(agree)) - world.chance) < 0.08
 

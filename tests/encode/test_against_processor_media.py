@@ -229,7 +229,7 @@ def test_user_limits_apply_to_videos(data: Path) -> None:
         assert small.num_tokens // small.grid[0] <= 20 * (2 if family == "qwen3-vl" else 1) < unlimited.num_tokens
         slow = encoded(directory, row, data, fps=1.0).videos[0]
         assert slow.grid[0] < unlimited.grid[0]
-        few = encoded(directory, row, data, fps_max_frames=6).videos[0]
-        assert len(few.indices) == 6
+        short_video = encoded(directory, row, data, fps_max_frames=6).videos[0]
+        assert len(short_video.indices) == 6
         total = encoded(directory, row, data, video_total_pixels=60 * factor**2 * 4).videos[0]
         assert total.num_tokens < unlimited.num_tokens

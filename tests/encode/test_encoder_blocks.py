@@ -179,7 +179,7 @@ def test_nan_and_infinity_are_not_trained(encoder: Encoder, tmp_path: Path) -> N
 
 NUMBERS = st.one_of(
     st.integers(1, 5000),
-    *(st.integers(-most, most).map(lambda exponent: 10.0**exponent) for most in (14, 300)),
+    *(st.integers(-max_exponent, max_exponent).map(lambda exponent: 10.0**exponent) for max_exponent in (14, 300)),
     st.sampled_from([0, -1, 0.3, 2**31, 2**32, 10**12, 2**53, 2**63, 2**64, 10**400]),
 )
 SMALL = st.integers(0, 3) | NUMBERS

@@ -44,8 +44,8 @@ def test_image_bounds_reproduce_the_size_under_other_limits(sides: tuple[int, in
         grid = image_grid(*sides, there)
     except ValueError:
         return
-    least, most = image_bounds(*sides, grid, OWN)
-    assert image_grid(*sides, replace(OWN, min_pixels=least, max_pixels=most)) == grid
+    min_pixels, max_pixels = image_bounds(*sides, grid, OWN)
+    assert image_grid(*sides, replace(OWN, min_pixels=min_pixels, max_pixels=max_pixels)) == grid
     assert image_bounds(*sides, image_grid(*sides, OWN), OWN) == (OWN.min_pixels, OWN.max_pixels)
 
 
@@ -54,17 +54,17 @@ def test_image_bounds_reproduce_the_size_under_other_limits(sides: tuple[int, in
 @given(
     sides=st.tuples(st.integers(40, 1200), st.integers(40, 1200)),
     num_frames=st.integers(2, 9),
-    most=st.integers(20_000, 10**6),
+    max_pixels=st.integers(20_000, 10**6),
 )
 @example(
-    sides=(195, 299), num_frames=3, most=200_348
+    sides=(195, 299), num_frames=3, max_pixels=200_348
 )  # shrunk as three frames, larger than as the four it is counted as
 def test_video_bounds_reproduce_the_size_under_other_limits(
-    over_all_frames: bool, sides: tuple[int, int], num_frames: int, most: int
+    over_all_frames: bool, sides: tuple[int, int], num_frames: int, max_pixels: int
 ) -> None:
     limits = videos(over_all_frames)
     try:
-        grid = video_grid(*sides, num_frames, replace(limits, max_pixels=most))
+        grid = video_grid(*sides, num_frames, replace(limits, max_pixels=max_pixels))
     except ValueError:
         return
     assert video_grid(*sides, num_frames, limits, video_bounds(*sides, num_frames, grid, limits)) == grid

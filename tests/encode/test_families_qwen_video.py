@@ -57,16 +57,16 @@ def processor(folder: Path, model_type: str, patch_size: int, pictures: str, vid
     height=st.integers(1, 300),
     width=st.integers(1, 300),
     total=st.none() | st.integers(1000, 200_000),
-    most=st.none() | st.integers(800, 40_000),
+    max_pixels=st.none() | st.integers(800, 40_000),
 )
 def test_grids_equal_those_of_the_processor(folder: Path, **settings_drawn: Any) -> None:
     wants = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": None}[settings_drawn["model_type"]]
     videos = settings_drawn["videos"] if settings_drawn["videos"] is None or wants is None else wants
     place = settings_drawn["model_type"], settings_drawn["patch_size"], settings_drawn["pictures"], videos
-    config_values, theirs = processor(folder, *place)
+    config_values, video_processor = processor(folder, *place)
     options = MediaOptions(video_total_pixels=settings_drawn["total"], video_max_pixels=settings_drawn["most"])
     limits = video_limits(config_values, options, is_qwen3=settings_drawn["model_type"] == "qwen3_vl")
-    least, most = limits.bounds(settings_drawn["frames"])
+    min_pixels, max_pixels = limits.bounds(settings_drawn["frames"])
     pixels = torch.zeros(
         settings_drawn["frames"], 3, settings_drawn["height"], settings_drawn["width"], dtype=torch.uint8
     )
@@ -75,9 +75,13 @@ def test_grids_equal_those_of_the_processor(folder: Path, **settings_drawn: Any)
         grid = video_grid(settings_drawn["height"], settings_drawn["width"], settings_drawn["frames"], limits)
     except ValueError:
         with pytest.raises((ValueError, RuntimeError, ZeroDivisionError)):
-            theirs(videos=[pixels], size={"shortest_edge": least, "longest_edge": most}, **processor_options)
+            video_processor(
+                videos=[pixels], size={"shortest_edge": min_pixels, "longest_edge": max_pixels}, **processor_options
+            )
         return
-    inputs = theirs(videos=[pixels], size={"shortest_edge": least, "longest_edge": most}, **processor_options)
+    inputs = video_processor(
+        videos=[pixels], size={"shortest_edge": min_pixels, "longest_edge": max_pixels}, **processor_options
+    )
     assert grid == tuple(inputs["video_grid_thw"][0].tolist())
 
 

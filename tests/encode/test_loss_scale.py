@@ -34,9 +34,9 @@ def model(small_model: Any) -> str:
     return str(small_model(CHATML, ["<|im_start|>", "<|im_end|>"]))
 
 
-def encoded(model: str, *turns: Turn, scale: str = "default", own: str | None = None) -> EncodedSample:
+def encoded(model: str, *turns: Turn, scale: str = "default", row_scale: str | None = None) -> EncodedSample:
     encoder: Encoder = encoder_for(Path(model), loss_scale=scale)
-    (result,) = encoder.encode([Sample(turns, (), "rows.jsonl", 0, loss_scale=own)])
+    (result,) = encoder.encode([Sample(turns, (), "rows.jsonl", 0, loss_scale=row_scale)])
     assert isinstance(result, list), result
     return result[0]
 
@@ -67,7 +67,7 @@ def test_bases(model: str, scale: str, expected: str) -> None:
     assert sample.loss_scale is None
     # Training can choose among the turns whatever the export's choice was.
     assert len(sample.turns) == 4
-    assert trained(encoded(model, *CHAT, scale="default", own=scale)) == expected
+    assert trained(encoded(model, *CHAT, scale="default", row_scale=scale)) == expected
 
 
 def test_loss_setting_of_a_message_takes_precedence(model: str) -> None:
@@ -167,7 +167,7 @@ def test_empty_thoughts_of_hybrid_models_carry_no_loss(
     sample = encoded(model, *turns)
     assert trained(sample) == expected
     assert sample.loss_scale is None
-    assert trained(encoded(model, *turns, own="last_round")) == expected
+    assert trained(encoded(model, *turns, row_scale="last_round")) == expected
     encoded_row = encoded(model, *turns, scale="default+keep_empty_think")
     assert trained(encoded_row) in (f"{answer}#", f"{answer}#".removeprefix("<think>\n"))
     warnings = encoder_for(Path(model)).warnings

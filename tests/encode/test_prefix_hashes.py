@@ -184,8 +184,8 @@ def media_files(folder: Path) -> tuple[EncodedSample, dict[str, list[Path]]]:
 def test_replaced_file_is_detected(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """By its first, middle or last bytes or its size, whichever medium it is of."""
     encoded_sample, files = media_files(tmp_path_factory.mktemp("files"))
-    least = data.draw(st.integers(0, encoded_sample.length))
-    hashes = prefixes(encoded_sample, longer_than=least)
+    min_length = data.draw(st.integers(0, encoded_sample.length))
+    hashes = prefixes(encoded_sample, longer_than=min_length)
     assert changed_files(encoded_sample, TOKENS, hashes) == []
     kind = data.draw(st.sampled_from(sorted(files)))
     file = data.draw(st.sampled_from(files[kind]))
@@ -198,7 +198,7 @@ def test_replaced_file_is_detected(tmp_path_factory: pytest.TempPathFactory, dat
     changed = changed_files(encoded_sample, TOKENS, hashes)
     assert not changed or {str(each) for each in files[kind]} <= set(changed)
     assert bool(changed) == any(end > dict(zip(KINDS, ENDS, strict=True))[kind] for end in hashes)
-    if least < ENDS[0]:
+    if min_length < ENDS[0]:
         assert changed == [str(each) for each in files[kind]]
 
 
@@ -219,7 +219,7 @@ def test_unchanged_files_are_never_reported(
     """Whatever media, turns and borders come next to each other, and whichever prefixes are kept."""
     file = str(tmp_path_factory.getbasetemp() / "medium")
     Path(file).write_bytes(b"medium")
-    of = {
+    media_by_field = {
         "images": image(path=file),
         "videos": video(path=file),
         "audios": EncodedAudio(file, None, 10, 4, 2),
@@ -227,7 +227,9 @@ def test_unchanged_files_are_never_reported(
     }
     ids = [token for kind in kinds for token in SEGMENTS[kind][0]]
     media: dict[str, Any] = {
-        name: tuple(of[name] for kind in kinds if SEGMENTS[kind][1] == name) for name in of if name
+        name: tuple(media_by_field[name] for kind in kinds if SEGMENTS[kind][1] == name)
+        for name in media_by_field
+        if name
     }
     ends = st.lists(st.integers(0, len(ids)), max_size=6).map(sorted)
     turns, borders = (tuple(data.draw(ends)) for _ in range(2))

@@ -52,8 +52,8 @@ CONTROL = ["<|im_start|>", "<|im_end|>"]
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def assistant(text: str, thought: str | None = None, **own: Any) -> Turn:
-    return Turn("assistant", text, {} if thought is None else {"reasoning_content": thought}, **own)
+def assistant(text: str, thought: str | None = None, **turn_options: Any) -> Turn:
+    return Turn("assistant", text, {} if thought is None else {"reasoning_content": thought}, **turn_options)
 
 
 def user(text: str) -> Turn:
@@ -181,10 +181,10 @@ def test_overlong_turn_is_dropped_alone(encoder: Any) -> None:
     (lost,) = left_out_of(samples)
     assert (lost.reason, lost.part) == ("over_max_length", RowPart(3, 3))
     assert json.loads(lost.to_json())["part"] == "turn 3 of 3"
-    nothing = encoded(encoder("true", max_length=10), row(*THREE))
-    assert isinstance(nothing, Dropped)
-    assert (nothing.reason, nothing.row, nothing.part) == ("over_max_length", 7, None)
-    assert "turn 1 of 3: " in nothing.detail
+    dropped = encoded(encoder("true", max_length=10), row(*THREE))
+    assert isinstance(dropped, Dropped)
+    assert (dropped.reason, dropped.row, dropped.part) == ("over_max_length", 7, None)
+    assert "turn 1 of 3: " in dropped.detail
     with pytest.raises(RowError, match="turn 3 of 3"):
         encoded(encoder("true", max_length=80, truncation_strategy="raise"), row(*THREE))
 

@@ -88,7 +88,7 @@ def test_answers_end_only_at_stop_tokens(glm: Path, model: Path, tmp_path: Path)
     (tmp_path / "model" / "generation_config.json").unlink()
     with pytest.raises(ConfigError, match="does not open and end the assistant's turns with control tokens"):
         encoder_for(tmp_path / "model")
-    own = ModelFiles.load(str(model)).chat_template
-    assert ended_template(own, {}, lambda: ("<|im_start|>", "<|im_end|>")) == (own, "")
+    own_template = ModelFiles.load(str(model)).chat_template
+    assert ended_template(own_template, {}, lambda: ("<|im_start|>", "<|im_end|>")) == (own_template, "")
     assert ended_template("{% broken", {}, tuple) == ("{% broken", "")
     assert ended_template("", {}, tuple) == ("", "")

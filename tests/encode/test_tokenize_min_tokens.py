@@ -54,10 +54,10 @@ TEXTS = st.text(st.sampled_from("ab  \n1.,é\u0301\u1f82\u0313\u0342\u0345你\U0
 @given(text=TEXTS | st.text(max_size=40), times=st.integers(1, 5), enough=st.integers(1, 100))
 def test_min_token_estimate_is_a_lower_bound(kind: str, text: str, times: int, enough: int) -> None:
     tokenizer = tokenizer_of(kind)
-    least = min_tokens(tokenizer, text * times, enough)
+    lower_bound = min_tokens(tokenizer, text * times, enough)
     num_tokens = len(tokenizer.encode(text * times, add_special_tokens=False).ids)
-    assert least <= num_tokens
-    assert least > 0 or not text
+    assert lower_bound <= num_tokens
+    assert lower_bound > 0 or not text
 
 
 def test_lossy_tokenizers_have_no_lower_bound() -> None:

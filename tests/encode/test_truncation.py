@@ -142,10 +142,10 @@ def test_split_text_keeps_all_tokens(length: int, limit: int) -> None:
 
 
 def test_split_drops_samples_that_are_not_texts() -> None:
-    talk = truncate(tokenized([("user", 3), ("assistant", 3)]), spec(100, truncation_strategy="split"))
+    conversation = truncate(tokenized([("user", 3), ("assistant", 3)]), spec(100, truncation_strategy="split"))
     image_result = truncate(
         tokenized([("image", 3), ("assistant", 3)], is_text=True), spec(100, truncation_strategy="split")
     )
-    for dropped, what in ((talk, "this row is a conversation"), (image_result, "this row has media")):
+    for dropped, description in ((conversation, "this row is a conversation"), (image_result, "this row has media")):
         assert isinstance(dropped, Dropped)
-        assert (dropped.reason, what in dropped.detail) == ("cannot_be_split", True)
+        assert (dropped.reason, description in dropped.detail) == ("cannot_be_split", True)

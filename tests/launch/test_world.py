@@ -49,8 +49,8 @@ STATE = RunState(
 def test_ranks_with_different_plans_are_named(monkeypatch: pytest.MonkeyPatch, plan_of_rank_1: str) -> None:
     """The exchange itself happens in every test with two processes."""
 
-    def gather(gathered: list[Any], mine: dict[str, Any], **_: Any) -> None:
-        gathered[:] = [mine, mine | {"plan": plan_of_rank_1}]
+    def gather(gathered: list[Any], own_plan: dict[str, Any], **_: Any) -> None:
+        gathered[:] = [own_plan, own_plan | {"plan": plan_of_rank_1}]
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     if plan_of_rank_1 == "abc":
@@ -61,8 +61,8 @@ def test_ranks_with_different_plans_are_named(monkeypatch: pytest.MonkeyPatch, p
 
 
 def test_ranks_with_different_sequence_parallelism_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gather(gathered: list[Any], mine: dict[str, Any], **_: Any) -> None:
-        gathered[:] = [mine, mine | {"sequence parallel": "ring over 2"}]
+    def gather(gathered: list[Any], own_plan: dict[str, Any], **_: Any) -> None:
+        gathered[:] = [own_plan, own_plan | {"sequence parallel": "ring over 2"}]
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     with pytest.raises(MismatchError, match="sequence parallel: ulysses over 2 on rank 0, ring over 2 on rank 1"):

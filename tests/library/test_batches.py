@@ -103,8 +103,8 @@ def test_rank_all_has_equal_steps(tiny: TinyWorld) -> None:
     assert (one.micro_batches_per_step, one.num_steps) == (4, 6)
     assert len(one) < len(every) == 24
     assert [index for index, batch in enumerate(every) if batch["targets"].ends_step] == [3, 7, 11, 15, 19, 23]
-    few = packtool.Batches(plan, 0, max_steps=4, **HERE)
-    assert (few.num_steps, len(few)) == (4, len(one) - 6)
+    short_run = packtool.Batches(plan, 0, max_steps=4, **HERE)
+    assert (short_run.num_steps, len(short_run)) == (4, len(one) - 6)
     full = [batch for batch in every if batch["targets"].num_targets]
     assert [ids(batch) for batch in full] == [ids(batch) for batch in one]
     assert [batch["targets"].num_items for batch in full] == [batch["targets"].num_items for batch in one]

@@ -90,10 +90,10 @@ def test_losses_equal_those_of_packtool_train(
 @torch.no_grad()
 def test_loss_from_all_logits_or_those_at_targets(model: PreTrainedModel, plan: packtool.Plan) -> None:
     batch = packtool.Batches(plan, **HERE)[0]
-    few = model(**batch).logits
+    target_logits = model(**batch).logits
     every = model(**{name: value for name, value in batch.items() if name != "logits_to_keep"}).logits
-    assert few.shape[1] == batch["targets"].num_targets < every.shape[1]
-    assert float(packtool.loss(few, batch)) == pytest.approx(float(packtool.loss(every, batch)), rel=1e-6)
+    assert target_logits.shape[1] == batch["targets"].num_targets < every.shape[1]
+    assert float(packtool.loss(target_logits, batch)) == pytest.approx(float(packtool.loss(every, batch)), rel=1e-6)
     with pytest.raises(ValueError, match="do not belong to labels"):
         packtool.loss(every[:, :5], batch)
 

@@ -35,9 +35,9 @@ SETTINGS = {"faststart": {"movflags": "faststart"}, "fragmented": {"movflags": "
 def picture_file(kind: str) -> bytes:
     noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     picture, file = Image.fromarray(noise), io.BytesIO()
-    kind, _, how = kind.partition("-")
+    kind, _, variant = kind.partition("-")
     form = {"jpg": "JPEG", "tif": "TIFF", "tiff": "TIFF", "jp2": "JPEG2000"}.get(kind, kind.upper())
-    extra = {"lzw": {"compression": "tiff_lzw"}, "lossless": {"lossless": True}}.get(how, {})
+    extra = {"lzw": {"compression": "tiff_lzw"}, "lossless": {"lossless": True}}.get(variant, {})
     if form == "JPEG":
         thumbnail = io.BytesIO()
         picture.resize((15, 10)).save(thumbnail, "JPEG")  # with an end mark of its own, in the middle of the file

@@ -233,7 +233,7 @@ def with_edit_list(data: bytes, skipped_seconds: float, share: float) -> bytes:
 
 def turned(data: bytes, degrees: float) -> bytes:
     """An mp4 or mov file whose track is turned by its matrix."""
-    cosine, sine = (round(of(math.radians(degrees)) * 65536) for of in (math.cos, math.sin))
+    cosine, sine = (round(function(math.radians(degrees)) * 65536) for function in (math.cos, math.sin))
     plain = struct.pack(">9i", 65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30)
     at = data.find(plain, data.find(b"tkhd"))
     return data[:at] + struct.pack(">9i", cosine, sine, 0, -sine, cosine, 0, 0, 0, 1 << 30) + data[at + 36 :]

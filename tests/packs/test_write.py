@@ -192,8 +192,8 @@ def test_imported_packs_equal_the_packed_samples(
         lines.append({"messages": turns, "images": [f"{fixed}/{name}.png" for name in pictures], "channel": channel})
         is_plain &= not pictures and weight is None
     for name in ("text", "messages"):
-        own = [json.dumps(line) + "\n" for line in lines if name in line]
-        (folder / f"{name}.jsonl").write_text("".join(own or ['{"text": "ab"}\n']))
+        matching_lines = [json.dumps(line) + "\n" for line in lines if name in line]
+        (folder / f"{name}.jsonl").write_text("".join(matching_lines or ['{"text": "ab"}\n']))
     model = ["--model", str(fixed / "model"), "--max-length", "400", "--media-root", str(fixed)]
     data = [str(folder / f"{name}.jsonl") for name in ("text", "messages")]
     assert run(["export", *model, "--dataset", *data, "--output-dir", str(folder / "cache")]) == 0
@@ -259,12 +259,12 @@ def test_reference_mode_copies_no_bytes(fixed: Path, capsys: pytest.CaptureFixtu
         (fixed / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:num_rows]))
         data = ["--dataset", str(fixed / f"{name}.jsonl"), "--output-dir", str(fixed / name)]
         assert run(["export", *words, *data]) == 0
-    for media, how in (((), "embed"), (("--media", "reference"), "reference")):
-        place = fixed / f"packs-{how}"
+    for media, mode in (((), "embed"), (("--media", "reference"), "reference")):
+        place = fixed / f"packs-{mode}"
         assert run(["pack", str(fixed / "named"), *media, "--output-dir", str(place)]) == 0
-        assert json.loads((place / "packs.json").read_text())["media"] == how
+        assert json.loads((place / "packs.json").read_text())["media"] == mode
         (image,) = packs_in(place, "parquet")[0]["images"]
-        assert (image["bytes"] is not None) == (how == "embed")
+        assert (image["bytes"] is not None) == (mode == "embed")
         assert Path(image["path"]).name == "wide.png"
     capsys.readouterr()
     assert run(["pack", str(fixed / "held"), "--media", "reference", "--output-dir", str(fixed / "lost")]) == 2

@@ -69,5 +69,5 @@ def test_placements_are_in_falling_order_of_length() -> None:
 
 def test_number_of_placements_does_not_grow_with_the_samples() -> None:
     lengths = list(range(400, 0, -1))
-    few, many = (len(place_best_fit(lengths, [count] * 400, 1000).first_slot) for count in (100, 10_000))
-    assert many < 2 * few
+    num_few, num_many = (len(place_best_fit(lengths, [count] * 400, 1000).first_slot) for count in (100, 10_000))
+    assert num_many < 2 * num_few

@@ -46,7 +46,7 @@ def test_every_sample_is_evaluated_once_and_restored_in_order(
 )
 def test_a_tree_is_in_one_micro_batch(sizes: list[list[int]], num_ranks: int) -> None:
     """Each tree has a prefix of 20 tokens, and the cap holds for what is computed of it."""
-    lengths = np.array([20 + own for tree in sizes for own in tree], np.int64)
+    lengths = np.array([20 + num_own for tree in sizes for num_own in tree], np.int64)
     offsets = np.cumsum([0, *(1 for tree in sizes for _ in tree)]).astype(np.int64)
     hashes = np.repeat(np.arange(len(sizes)), [len(tree) for tree in sizes]).astype(np.uint64)
     prefixes = Prefixes(offsets, np.full(len(lengths), 20, np.int32), hashes)

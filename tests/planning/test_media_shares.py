@@ -34,13 +34,13 @@ def media_of(pictures: list[list[int]], videos: list[int] | None = None) -> Medi
 def test_largest_image_does_not_exceed_the_estimate(pictures: list[list[int]]) -> None:
     media = media_of(pictures)
     for sample_index, each in enumerate(pictures):
-        mine = media.samples == sample_index
-        assert mine.sum() == len(each)
+        is_of_sample = media.samples == sample_index
+        assert is_of_sample.sum() == len(each)
         if each:
-            assert media.tokens[mine].sum() == pytest.approx(sum(each))
-            assert media.squares[mine].sum() == pytest.approx(sum((MERGED * tokens) ** 2 for tokens in each))
-            assert media.tokens[mine].max() >= max(each) - 1e-6
-            assert media.tokens[mine].min() >= 0
+            assert media.tokens[is_of_sample].sum() == pytest.approx(sum(each))
+            assert media.squares[is_of_sample].sum() == pytest.approx(sum((MERGED * tokens) ** 2 for tokens in each))
+            assert media.tokens[is_of_sample].max() >= max(each) - 1e-6
+            assert media.tokens[is_of_sample].min() >= 0
 
 
 def test_one_large_image_is_estimated_exactly() -> None:

@@ -32,7 +32,7 @@ def mixture_of(sizes: list[int], sources: list[SourceRecipe], seed: int = 0, **r
     )
 
 
-def of(*amounts: str) -> list[SourceRecipe]:
+def sources_of(*amounts: str) -> list[SourceRecipe]:
     return [SourceRecipe(path=f"c{i}", amount=parse_amount(text)) for i, text in enumerate(amounts)]
 
 
@@ -55,9 +55,9 @@ def test_amounts(text: str, amount: Amount) -> None:
 
 def test_an_epoch_that_memory_cannot_hold_is_refused() -> None:
     with pytest.raises(ConfigError, match="draws 99,999,999,999 samples of 30; at most 10,000,000"):
-        mixture_of([30], of("99999999999"))
+        mixture_of([30], sources_of("99999999999"))
     with pytest.raises(ConfigError, match="samples of 30; at most 10,000,000"):
-        mixture_of([30], of("99999999999x"))
+        mixture_of([30], sources_of("99999999999x"))
     weights = [SourceRecipe(path="a", weight=1.0), SourceRecipe(path="b", weight=1e-300)]
     with pytest.raises(ConfigError, match="samples of 60; at most 10,000,000"):
         mixture_of([30, 30], weights, stop="all")
@@ -70,17 +70,17 @@ def test_an_epoch_that_memory_cannot_hold_is_refused() -> None:
     seed=st.integers(0, 5),
 )
 def test_number_of_samples_of_an_epoch(sizes: list[int], amounts: list[str], seed: int) -> None:
-    mixture = mixture_of(sizes, of(*amounts[: len(sizes)]), seed)
+    mixture = mixture_of(sizes, sources_of(*amounts[: len(sizes)]), seed)
     first_plan = planned(mixture)
     for epoch in (0, 1, 5):
         samples = mixture.draw(epoch)
         times = np.bincount(samples, minlength=sum(sizes))
         for start, size, count in zip(mixture.offsets, sizes, mixture.counts, strict=False):
-            own = times[start : start + size]
-            assert own.sum() == count
+            times_of_source = times[start : start + size]
+            assert times_of_source.sum() == count
             # Everything comes as often as everything else, or once more.
-            assert own.min() == count // size
-            assert own.max() == -(-count // size)
+            assert times_of_source.min() == count // size
+            assert times_of_source.max() == -(-count // size)
         assert (mixture.lengths[samples] <= mixture.slots.lengths).all()
         assert (mixture.media_tokens[samples] <= mixture.slots.media_tokens).all()
         plan = planned(mixture, epoch)
@@ -88,7 +88,7 @@ def test_number_of_samples_of_an_epoch(sizes: list[int], amounts: list[str], see
         assert plan.packs.num_packs == first_plan.packs.num_packs
         assert plan.packs.tokens_per_pack().max() <= MAX
         assert np.array_equal(plan.packs.lengths, mixture.lengths[plan.packs.samples])
-    assert planned(mixture_of(sizes, of(*amounts[: len(sizes)]), seed)).fingerprint == first_plan.fingerprint
+    assert planned(mixture_of(sizes, sources_of(*amounts[: len(sizes)]), seed)).fingerprint == first_plan.fingerprint
 
 
 @settings(max_examples=20, deadline=None)
@@ -104,21 +104,22 @@ def test_epoch_counts_after_training_with_other_data(
     """The amounts of a recipe change within an epoch; a source is taken as often as it says, in all."""
     num = len(sizes)
     before, after = (
-        replace(mixture_of(sizes, of(*own), 0), resample=resample) for own in (amounts[:num], amounts[num : 2 * num])
+        replace(mixture_of(sizes, sources_of(*source_amounts), 0), resample=resample)
+        for source_amounts in (amounts[:num], amounts[num : 2 * num])
     )
     drawn_samples = before.draw(1)
     trained = np.bincount(drawn_samples[: round(share * len(drawn_samples))], minlength=sum(sizes))
     assert np.array_equal(before.epoch_counts(1, trained * 0), np.bincount(drawn_samples, minlength=sum(sizes)))
     num_missing = np.maximum(after.epoch_counts(1, trained) - trained, 0)
     for start, stop, count in zip(after.offsets, after.offsets[1:], after.counts, strict=False):
-        own = slice(start, stop)
+        source_slice = slice(start, stop)
         # More than it says only where a sample that all epochs have was not trained, and others were too often.
-        least = np.maximum(count // (stop - start) - trained[own], 0).sum()
-        assert num_missing[own].sum() == max(count - trained[own].sum(), least)
+        min_missing = np.maximum(count // (stop - start) - trained[source_slice], 0).sum()
+        assert num_missing[source_slice].sum() == max(count - trained[source_slice].sum(), min_missing)
 
 
 def test_samples_are_drawn_equally_often_and_differ_by_epoch() -> None:
-    mixture = mixture_of([400], of("30%"))
+    mixture = mixture_of([400], sources_of("30%"))
     draws = [mixture.draw(epoch) for epoch in range(400)]
     often = np.bincount(np.concatenate(draws), minlength=400) / 400
     assert often.min() > 0.2  # four standard deviations of a share of 0.3 are 0.09
@@ -131,7 +132,7 @@ def test_samples_are_drawn_equally_often_and_differ_by_epoch() -> None:
 
 
 def test_loss_scales_are_part_of_the_fingerprint_where_there_are_some() -> None:
-    half, double = of("50%", "2x")
+    half, double = sources_of("50%", "2x")
     plain = mixture_of([30, 20], [half, double])
     assert plain.fingerprint == "e28382bec2c17ec243e32bdfddb50205a1f48bdcb7e5e96a13b98538292d4360"  # as it always was
     scaled = [mixture_of([30, 20], [half, replace(double, loss_scale=scale)]) for scale in ("last_round", "all")]
@@ -139,7 +140,7 @@ def test_loss_scales_are_part_of_the_fingerprint_where_there_are_some() -> None:
 
 
 def test_slots_are_little_larger_than_their_samples() -> None:
-    mixture = mixture_of([4000, 3000], of("35%", "1.3x"))
+    mixture = mixture_of([4000, 3000], sources_of("35%", "1.3x"))
     waste = int(mixture.slots.lengths.sum()) / int(mixture.lengths[mixture.draw(2)].sum()) - 1
     assert 0 <= waste < 0.02
 
@@ -165,10 +166,10 @@ def test_temperature_flattens_sizes() -> None:
 def test_filters_by_length() -> None:
     sources = [SourceRecipe(path="a", min_length=20, max_length=100), SourceRecipe(path="b")]
     mixture = mixture_of([300, 50], sources)
-    own = mixture.lengths[mixture.draw(0)[mixture.draw(0) < 300]]
-    assert own.min() >= 20
-    assert own.max() <= 100
-    assert planned(mixture).summary.num_filtered == mixture.num_filtered == 300 - len(own)
+    filtered_lengths = mixture.lengths[mixture.draw(0)[mixture.draw(0) < 300]]
+    assert filtered_lengths.min() >= 20
+    assert filtered_lengths.max() <= 100
+    assert planned(mixture).summary.num_filtered == mixture.num_filtered == 300 - len(filtered_lengths)
     with pytest.raises(DataError, match="no samples remain of a"):
         mixture_of([300, 50], [replace(sources[0], min_length=MAX - 1, max_length=MAX - 1), sources[1]])
 
@@ -200,7 +201,7 @@ def test_parts_of_the_caches_add_up(sources: list[SourceRecipe], epoch: int, pac
 
 
 def test_same_epoch_on_other_ranks_and_rest_after_resuming() -> None:
-    mixture = mixture_of([500, 200], of("1.5x", "50%"))
+    mixture = mixture_of([500, 200], sources_of("1.5x", "50%"))
     one, four = (planned(mixture, 1, world_size=size) for size in (1, 4))
     assert one.packs.fingerprint == four.packs.fingerprint
     for step in (0, 7, four.steps.num_steps - 1):
@@ -230,7 +231,7 @@ def test_same_epoch_on_other_ranks_and_rest_after_resuming() -> None:
     ],
 )
 def test_every_algorithm_packs_repeated_samples(changes: dict[str, object]) -> None:
-    mixture = mixture_of([200, 90], of("2.5x", "40%"))
+    mixture = mixture_of([200, 90], sources_of("2.5x", "40%"))
     plans = [planned(mixture, epoch, **changes) for epoch in (0, 1)]
     assert plans[0].packs.num_packs == plans[1].packs.num_packs
     for epoch, plan in enumerate(plans):

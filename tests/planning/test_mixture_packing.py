@@ -24,7 +24,7 @@ _FEW = 4
 
 def mixed(lengths: list[np.ndarray], unit: MixUnit = "samples", media: np.ndarray | None = None) -> Mixture:
     """Every sample of every source once."""
-    sizes = [len(own) for own in lengths]
+    sizes = [len(source_lengths) for source_lengths in lengths]
     together = np.clip(np.concatenate(lengths), 1, _CAPACITY).astype(np.int32)
     sources = tuple(SourceRecipe(path=f"s{i}", amount=Amount(size, "samples")) for i, size in enumerate(sizes))
     mixture = make_mixture(
@@ -49,21 +49,27 @@ def amounts_of_windows(packs: PackPlan, mixture: Mixture, packs_per_step: int) -
     Returns:
         (windows, S), and (windows, S) what they should have.
     """
-    of, amounts, num_sources = mixture.source_of(packs.samples), mixture.amounts(packs.samples), len(mixture.counts)
-    own = np.stack([packs.sums_per_pack(np.where(of == source, amounts, 0)) for source in range(num_sources)], 1)
+    source_of, amounts, num_sources = (
+        mixture.source_of(packs.samples),
+        mixture.amounts(packs.samples),
+        len(mixture.counts),
+    )
+    sums_by_source = np.stack(
+        [packs.sums_per_pack(np.where(source_of == source, amounts, 0)) for source in range(num_sources)], 1
+    )
     num_steps = packs.num_packs // packs_per_step
-    steps = own[: num_steps * packs_per_step].reshape(num_steps, packs_per_step, -1).sum(axis=1)
+    steps = sums_by_source[: num_steps * packs_per_step].reshape(num_steps, packs_per_step, -1).sum(axis=1)
     until = np.concatenate((np.zeros((1, num_sources)), steps.cumsum(axis=0)))
     windows = until[_WINDOW:] - until[:-_WINDOW]
-    due = windows.sum(axis=1, keepdims=True) * own.sum(axis=0) / own.sum()
+    due = windows.sum(axis=1, keepdims=True) * sums_by_source.sum(axis=0) / sums_by_source.sum()
     return np.stack((windows - due, due))
 
 
 def excess(packs: PackPlan, mixture: Mixture, packs_per_step: int) -> float:
     """The most that a source is off in any window, over what it may be: a tenth, or a few of its longest samples."""
     off, due = amounts_of_windows(packs, mixture, packs_per_step)
-    of, amounts = mixture.source_of(packs.samples), mixture.amounts(packs.samples)
-    longest = np.array([amounts[of == source].max() for source in range(len(mixture.counts))])
+    source_of, amounts = mixture.source_of(packs.samples), mixture.amounts(packs.samples)
+    longest = np.array([amounts[source_of == source].max() for source in range(len(mixture.counts))])
     return float((np.abs(off) / np.maximum(due / 10, _FEW * longest)).max())
 
 
@@ -114,8 +120,8 @@ def few_short_ones(num: int = 12_000) -> Mixture:
 def packed_one_by_one(mixture: Mixture) -> PackPlan:
     """The mixture's packs in an even order, but as they are without items."""
     packs = pack(mixture.lengths, _CAPACITY, seed=0)
-    of, amounts = mixture.source_of(packs.samples), mixture.amounts(packs.samples)
-    return select_packs(packs, order_mixture_packs(packs, of, amounts, seed=0, epoch=0))
+    source_of, amounts = mixture.source_of(packs.samples), mixture.amounts(packs.samples)
+    return select_packs(packs, order_mixture_packs(packs, source_of, amounts, seed=0, epoch=0))
 
 
 def test_short_samples_fill_no_packs_of_their_own() -> None:
@@ -171,8 +177,11 @@ def test_every_algorithm_keeps_all_budgets(changes: dict[str, object]) -> None:
     for packs in plans:
         assert np.array_equal(np.sort(packs.samples), np.arange(mixture.num_drawn))
         assert packs.tokens_per_pack().max() <= _CAPACITY
-        most = pack_options.max_media_tokens_per_pack
-        assert most is None or packs.sums_per_pack(mixture.media_tokens[packs.samples]).max() <= most
+        max_media_tokens = pack_options.max_media_tokens_per_pack
+        assert (
+            max_media_tokens is None
+            or packs.sums_per_pack(mixture.media_tokens[packs.samples]).max() <= max_media_tokens
+        )
         assert np.diff(packs.offsets).max() <= (pack_options.max_samples_per_pack or _CAPACITY)
 
 

@@ -16,18 +16,18 @@ _WINDOW = 100
 def worst_windows(packs: PackPlan, source_of: np.ndarray, amounts: np.ndarray, packs_per_step: int) -> np.ndarray:
     """By source, the most that a window of 100 steps has more or less than its share, over that share."""
     num_sources = int(source_of.max()) + 1
-    own = [packs.sums_per_pack(np.where(source_of == source, amounts, 0)) for source in range(num_sources)]
+    sums_by_source = [packs.sums_per_pack(np.where(source_of == source, amounts, 0)) for source in range(num_sources)]
     num_steps = packs.num_packs // packs_per_step
-    steps = np.stack(own, 1)[: num_steps * packs_per_step].reshape(num_steps, packs_per_step, -1).sum(1)
+    steps = np.stack(sums_by_source, 1)[: num_steps * packs_per_step].reshape(num_steps, packs_per_step, -1).sum(1)
     until = np.concatenate((np.zeros((1, num_sources)), steps.cumsum(0)))
     windows = until[_WINDOW:] - until[:-_WINDOW]
     shares = windows / windows.sum(axis=1, keepdims=True)
-    return np.abs(shares / (np.stack(own, 1).sum(0) / amounts.sum()) - 1).max(axis=0)
+    return np.abs(shares / (np.stack(sums_by_source, 1).sum(0) / amounts.sum()) - 1).max(axis=0)
 
 
 def ordered(packs: PackPlan, sources: np.ndarray, values: np.ndarray, seed: int = 0) -> PackPlan:
-    of, amounts = sources[packs.samples], values[packs.samples]
-    return select_packs(packs, order_mixture_packs(packs, of, amounts, seed=seed, epoch=0))
+    source_of, amounts = sources[packs.samples], values[packs.samples]
+    return select_packs(packs, order_mixture_packs(packs, source_of, amounts, seed=seed, epoch=0))
 
 
 @pytest.mark.parametrize("is_packed", [True, False])

@@ -30,6 +30,6 @@ def test_recomputation_keeps_layers_inputs_and_one_layer() -> None:
 def test_memory_counts_all_experts_and_activations_the_routed_ones() -> None:
     dense = MODEL_PRESETS["qwen2.5-0.5b"]
     sparse = {**dense, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 4864}
-    one, many = ModelSizes.of_config(dense), ModelSizes.of_config(sparse)
-    assert many.num_parameters - one.num_parameters == 7 * 24 * 3 * 896 * 4864
-    assert many.kept_bytes - one.kept_bytes == 2 * 4 * 4864
+    one, sparse_sizes = ModelSizes.of_config(dense), ModelSizes.of_config(sparse)
+    assert sparse_sizes.num_parameters - one.num_parameters == 7 * 24 * 3 * 896 * 4864
+    assert sparse_sizes.kept_bytes - one.kept_bytes == 2 * 4 * 4864

@@ -126,8 +126,8 @@ def test_every_algorithm_keeps_its_guarantees(
     for plan in plans:
         check(plan, lengths)
         assert np.diff(plan.offsets).max(initial=0) <= (limits.get("max_samples_per_pack") or len(lengths))
-        most = limits.get("max_media_tokens_per_pack") or media.sum()
-        assert plan.sums_per_pack(media[plan.samples]).max(initial=0) <= most
+        max_media_tokens = limits.get("max_media_tokens_per_pack") or media.sum()
+        assert plan.sums_per_pack(media[plan.samples]).max(initial=0) <= max_media_tokens
     assert len({plan.num_packs for plan in plans}) == 1
     assert plans[1].fingerprint == plans[2].fingerprint
     if not pack_options.shuffle:
@@ -278,10 +278,12 @@ def test_order_of_packs_is_not_sorted() -> None:
 
 def test_plans_are_pinned() -> None:
     # A resumed run, perhaps with another numpy, must find the plan that it left.
-    few, many = ((np.arange(num) * 37) % 97 + 1 for num in (80, 5000))
-    assert pack(few, 128, seed=42, epoch=1).fingerprint.startswith("3b237827b1be794ec763e15656949db7")
-    assert pack(many, 128, seed=42, epoch=1).fingerprint.startswith("6f61a5511104432f357f3a00a144c1db")
-    assert pack_singletons(few, 128, seed=42, epoch=1).fingerprint.startswith("9d27be94b52134ebdc3a7a7a8d3ac34c")
+    few_lengths, many_lengths = ((np.arange(num) * 37) % 97 + 1 for num in (80, 5000))
+    assert pack(few_lengths, 128, seed=42, epoch=1).fingerprint.startswith("3b237827b1be794ec763e15656949db7")
+    assert pack(many_lengths, 128, seed=42, epoch=1).fingerprint.startswith("6f61a5511104432f357f3a00a144c1db")
+    assert pack_singletons(few_lengths, 128, seed=42, epoch=1).fingerprint.startswith(
+        "9d27be94b52134ebdc3a7a7a8d3ac34c"
+    )
 
 
 def test_fingerprint_depends_on_every_field() -> None:

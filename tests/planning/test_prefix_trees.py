@@ -81,12 +81,20 @@ def test_branches_hold_every_token_of_every_sample(rows: Rows) -> None:
     branches = find_branches(new, trees.shared)
     assert sum(branch.num_tokens for branch in branches) == new.sum()
     for place, sample in enumerate(trees.samples):
-        mine = [branch for branch in branches if branch.first <= place < branch.last]
-        assert [branch.start for branch in mine] == [0, *(branch.stop for branch in mine[:-1])]
-        assert mine[-1].stop == lengths[sample]
-        assert [branch.num_samples == 1 for branch in mine] == [False] * (len(mine) - 1) + [True]
-        assert [branch.parent for branch in mine] == [NOTHING, *(branches.index(branch) for branch in mine[:-1])]
-        for branch in mine:
+        branches_of_sample = [branch for branch in branches if branch.first <= place < branch.last]
+        assert [branch.start for branch in branches_of_sample] == [
+            0,
+            *(branch.stop for branch in branches_of_sample[:-1]),
+        ]
+        assert branches_of_sample[-1].stop == lengths[sample]
+        assert [branch.num_samples == 1 for branch in branches_of_sample] == [False] * (len(branches_of_sample) - 1) + [
+            True
+        ]
+        assert [branch.parent for branch in branches_of_sample] == [
+            NOTHING,
+            *(branches.index(branch) for branch in branches_of_sample[:-1]),
+        ]
+        for branch in branches_of_sample:
             inside = {tuple(rows[row_index][: branch.stop]) for row_index in trees.samples[branch.first : branch.last]}
             assert len(inside) == 1
 
@@ -105,20 +113,26 @@ def test_each_part_of_a_split_tree_computes_the_prefix() -> None:
 
 
 @settings(max_examples=60)
-@given(media=st.lists(st.integers(0, 9), min_size=1, max_size=12), of_prefix=st.integers(0, 5), most=st.integers(3, 20))
-def test_groups_respect_the_second_budget(media: list[int], of_prefix: int, most: int) -> None:
+@given(
+    media=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    of_prefix=st.integers(0, 5),
+    max_media_tokens=st.integers(3, 20),
+)
+def test_groups_respect_the_second_budget(media: list[int], of_prefix: int, max_media_tokens: int) -> None:
     """Ten tokens that all samples begin with, and media of each behind those of the prefix."""
     rows = [[1] * 10 + [2 + index] * 3 for index in range(len(media))]
     prefixes = prefixes_of(rows, [[10]] * len(rows))
-    values, of = np.array(media) + of_prefix, np.full(len(rows), of_prefix)
+    values, prefix_values = np.array(media) + of_prefix, np.full(len(rows), of_prefix)
     lengths = np.array([len(row) for row in rows], np.int32)
     given_prefixes = {"capacity": 40, "min_shared": 1}
-    trees = plan_trees(lengths, prefixes, **given_prefixes, media_tokens=(values, of), max_media_tokens=most)
+    trees = plan_trees(
+        lengths, prefixes, **given_prefixes, media_tokens=(values, prefix_values), max_media_tokens=max_media_tokens
+    )
     assert sorted(trees.samples.tolist()) == list(range(len(rows)))
-    sums = trees.sums_per_group(trees.added(values, of)[trees.samples])
-    assert ((sums <= most) | (np.diff(trees.offsets) == 1)).all()
+    sums = trees.sums_per_group(trees.added(values, prefix_values)[trees.samples])
+    assert ((sums <= max_media_tokens) | (np.diff(trees.offsets) == 1)).all()
     assert (trees.sums_per_group(trees.new_tokens(lengths)) <= 40).all()
-    ample = plan_trees(lengths, prefixes, **given_prefixes, media_tokens=(values, of), max_media_tokens=1000)
+    ample = plan_trees(lengths, prefixes, **given_prefixes, media_tokens=(values, prefix_values), max_media_tokens=1000)
     assert ample.offsets.tolist() == plan_trees(lengths, prefixes, **given_prefixes).offsets.tolist()
 
 
@@ -192,8 +206,8 @@ def test_epoch_is_planned_by_computed_tokens() -> None:
         members = [rows[i] for i in plan.packs.pack(pack_index)]
         # Without the last token of what is alike, which each question has for itself.
         distinct = {tuple(row[:end]) for row in members for end in range(1, 10)}
-        own = sum(len(row) - 9 for row in members)
-        assert plan.packs.tokens_per_pack()[pack_index] == len(distinct) + own
+        num_own = sum(len(row) - 9 for row in members)
+        assert plan.packs.tokens_per_pack()[pack_index] == len(distinct) + num_own
         prefixes = len({tuple(row[:10]) for row in members})
         squares = sum(len(row) ** 2 for row in members) - 81 * (len(members) - prefixes)
         assert plan.packs.sum_squares_per_pack()[pack_index] == squares
@@ -266,9 +280,9 @@ def test_neighbors_share_their_whole_common_prefix(
     starts = set(trees.offsets[:-1].tolist())
     for place in range(len(rows)):
         before, here = (rows[int(trees.samples[at])] for at in (max(place - 1, 0), place))
-        most = _alike(before, here) - 1 if place else 0
-        assert trees.shared[place] == (0 if place in starts else most)
-        assert place in starts or most >= min_shared
+        num_common = _alike(before, here) - 1 if place else 0
+        assert trees.shared[place] == (0 if place in starts else num_common)
+        assert place in starts or num_common >= min_shared
     tokens, sizes = trees.sums_per_group(trees.new_tokens(lengths)), np.diff(trees.offsets)
     assert (tokens <= capacity).all()
     assert (sizes <= max_samples).all()
@@ -276,9 +290,12 @@ def test_neighbors_share_their_whole_common_prefix(
     # Nothing is cut that would have fitted.
     for group in range(len(sizes) - 1):
         first_sample = int(trees.offsets[group + 1])
-        most = _alike(rows[int(trees.samples[first_sample - 1])], rows[int(trees.samples[first_sample])]) - 1
-        if most >= max(min_shared, 1):
-            assert sizes[group] == max_samples or tokens[group] + lengths[trees.samples[first_sample]] - most > capacity
+        num_common = _alike(rows[int(trees.samples[first_sample - 1])], rows[int(trees.samples[first_sample])]) - 1
+        if num_common >= max(min_shared, 1):
+            assert (
+                sizes[group] == max_samples
+                or tokens[group] + lengths[trees.samples[first_sample]] - num_common > capacity
+            )
 
 
 @settings(max_examples=200)

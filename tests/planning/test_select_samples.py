@@ -17,13 +17,13 @@ def test_selected_neighbors_share_the_prefix_of_the_removed_ones(rows: Rows, dat
     result = select_samples(trees, stay)
     remaining_samples = [int(sample) for sample in trees.samples if stay[sample]]
     assert result.samples.tolist() == remaining_samples
-    expected, last, least = [], -1, 0
+    expected, last, min_shared = [], -1, 0
     group = np.repeat(np.arange(len(trees.offsets) - 1), np.diff(trees.offsets))
     for at, sample in enumerate(trees.samples):
-        least = min(least, int(trees.shared[at]))
+        min_shared = min(min_shared, int(trees.shared[at]))
         if stay[sample]:
-            expected.append(least if last == group[at] else 0)
-            last, least = group[at], len(rows[sample])
+            expected.append(min_shared if last == group[at] else 0)
+            last, min_shared = group[at], len(rows[sample])
     assert result.shared.tolist() == expected
     assert result.offsets[-1] == len(remaining_samples)
     assert (result.shared[result.offsets[:-1]] == 0).all()

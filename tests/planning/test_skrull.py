@@ -95,10 +95,10 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, dict[str, int], StepTime]:
     sequence_parallel_size = draw(st.integers(1, 5))
     alignment = draw(st.sampled_from([1, 2 * sequence_parallel_size]))
     bucket_size = draw(st.integers(2 * alignment, 200)) * draw(st.sampled_from([1, 60]))
-    most = SkrullOptions(
+    max_tokens = SkrullOptions(
         bucket_size=bucket_size, sequence_parallel_size=sequence_parallel_size, alignment=alignment
     ).max_length
-    sizes = st.one_of(st.integers(1, most), st.integers(1, max(most // 10, 1)))
+    sizes = st.one_of(st.integers(1, max_tokens), st.integers(1, max(max_tokens // 10, 1)))
     lengths = np.array(draw(st.lists(sizes, max_size=40)), dtype=np.int64)
     options = {
         "num_ranks": draw(st.integers(1, 4)),
@@ -289,8 +289,8 @@ def test_sharding_short_sequences_is_slower() -> None:
     # On each of four ranks as many queries' worth is lost as on one.
     for size, one, shared in zip((2, 100), times.loads(lengths, flops), times.loads(lengths, flops, 4), strict=True):
         assert shared.flops - one.flops == shared.attention - one.attention == 3 * 4 * size
-    least = dataclasses.replace(times, launch_seconds=50.0)
-    assert least.micro_batch([Load(1, 0), Load(3, 0)], Load(8, 0), 0, 2) == 50
+    launch_bound = dataclasses.replace(times, launch_seconds=50.0)
+    assert launch_bound.micro_batch([Load(1, 0), Load(3, 0)], Load(8, 0), 0, 2) == 50
     # Even links that cost nothing do not make it worth while to share what is short.
     sizes = [4, 4, 4, 5]
     free = StepTime(flops_per_second=1.0, exchanges=())

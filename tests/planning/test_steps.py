@@ -111,14 +111,14 @@ def test_targets_of_packed_samples() -> None:
 
 def test_samples_of_a_step_do_not_depend_on_the_ranks() -> None:
     plan = singletons(100)
-    ways = [(1, 12, 1), (12, 1, 1), (2, 3, 2), (3, 1, 4)]
+    shapes = [(1, 12, 1), (12, 1, 1), (2, 3, 2), (3, 1, 4)]
     plans = [
         plan_steps(plan, np.ones(100), world_size=w, gradient_accumulation_steps=g, packs_per_micro_batch=b)
-        for w, g, b in ways
+        for w, g, b in shapes
     ]
     contents = [[sorted(flat(step)) for step in cells(steps)] for steps in plans]
     assert all(content == contents[0] for content in contents)
-    assert len({steps.fingerprint for steps in plans}) == len(ways)
+    assert len({steps.fingerprint for steps in plans}) == len(shapes)
 
 
 def test_fingerprint_is_that_of_the_contents() -> None:

@@ -118,10 +118,10 @@ def test_trees_split_by_max_rows_are_in_different_packs_and_steps() -> None:
     trees = plan_trees(lengths, prefixes, **arguments)
     targets, met = np.ones(len(rows), np.int64), []
     for parts in ("any", "apart"):
-        of = replace(trees, parts=parts)  # type: ignore[arg-type]
+        split_trees = replace(trees, parts=parts)  # type: ignore[arg-type]
         worst = 0
         for seed in range(8):
-            plan = plan_epoch(lengths, targets, options_for(40), seed=seed, trees=of)
+            plan = plan_epoch(lengths, targets, options_for(40), seed=seed, trees=split_trees)
             steps = steps_of_trees(plan, trees).values()
             worst += sum(len(result) - len(set(result)) for result in steps)
             worst += sum(3 - len(result) for result in steps)  # two parts in one pack
@@ -176,7 +176,10 @@ def test_reordering_keeps_all_packs_and_satisfies_more_trees(
         after[placed] = np.arange(num) // each
         was, now = parts.figures(before), parts.figures(after)
         if placement == "apart":
-            meeting = [sum(len(packs) - len({int(of[k]) for k in packs}) for packs in trees) for of in (before, after)]
+            meeting = [
+                sum(len(packs) - len({int(pack_steps[k]) for k in packs}) for packs in trees)
+                for pack_steps in (before, after)
+            ]
             assert meeting[1] <= meeting[0]
         # A tree alone fits wherever a step has as many packs.
         elif len(trees) == 1 and len(trees[0]) <= each and num >= 2 * each:

@@ -59,21 +59,21 @@ class Browser:
         self._rest = b""
         self._session: str | None = None
         self.events: list[dict[str, Any]] = []
-        theirs, self._out = _pipe(reader=True)
+        input_fd, self._out = _pipe(reader=True)
         self._in, answers = _pipe(reader=False)
         # The browser reads from 3 and writes to 4.
         shell = 'exec 3<&"$1" 4>&"$2"; shift 2; exec "$@"'
-        command = ["bash", "-c", shell, "browser", str(theirs), str(answers), path, *_FLAGS]
+        command = ["bash", "-c", shell, "browser", str(input_fd), str(answers), path, *_FLAGS]
         with (profile / "browser.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [*command, f"--user-data-dir={profile}", "about:blank"],
-                pass_fds=(theirs, answers),
+                pass_fds=(input_fd, answers),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        os.close(theirs)
+        os.close(input_fd)
         os.close(answers)
 
     def attach(self) -> None:
@@ -169,7 +169,7 @@ def started(path: str, profile: Path) -> Iterator[Browser]:
 def _pipe(reader: bool) -> tuple[int, int]:
     """Return a pipe whose end for the browser has a high number, so that 3 and 4 stay free."""
     read, write = os.pipe()
-    theirs = read if reader else write
-    high = fcntl.fcntl(theirs, fcntl.F_DUPFD, 64)
-    os.close(theirs)
+    own_fd = read if reader else write
+    high = fcntl.fcntl(own_fd, fcntl.F_DUPFD, 64)
+    os.close(own_fd)
     return (high, write) if reader else (read, high)

@@ -11,14 +11,14 @@ from packtool.report.drawing import SIZE, Axis
 
 
 @given(st.floats(0.01, 1e9), st.integers(3, 6), st.booleans())
-def test_numbers_are_round_and_evenly_spaced(high: float, most: int, cover: bool) -> None:
-    numbers = [value for value, _ in Axis.over("", 0, high, most, cover=cover).ticks]
-    assert 2 <= len(numbers) <= most + 2
+def test_numbers_are_round_and_evenly_spaced(high: float, max_ticks: int, cover: bool) -> None:
+    numbers = [value for value, _ in Axis.over("", 0, high, max_ticks, cover=cover).ticks]
+    assert 2 <= len(numbers) <= max_ticks + 2
     assert numbers[-1] >= high * (1 - 1e-6) if cover else numbers[-1] <= high * (1 + 1e-6)
     steps = [later - earlier for earlier, later in pairwise(numbers)]
     assert steps == pytest.approx([steps[0]] * len(steps))
     assert f"{steps[0]:e}".rstrip("0123456789").rstrip("+-e").rstrip("0") in ("1.", "2.", "2.5", "5.")
-    axis = Axis.over("", 0, max(round(high), 1), most, integers=True)
+    axis = Axis.over("", 0, max(round(high), 1), max_ticks, integers=True)
     assert all(value == int(value) for value, _ in axis.ticks)
 
 

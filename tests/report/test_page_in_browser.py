@@ -70,10 +70,10 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def layout_of(browser: Browser, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Return a function that opens a page and checks that it requests nothing else and logs nothing."""
 
-    def look(what: Path | str, width: int, **options: Any) -> dict[str, Any]:
-        path = what if isinstance(what, Path) else tmp_path / "page.html"
-        if isinstance(what, str):
-            path.write_text(what)
+    def look(page_or_path: Path | str, width: int, **options: Any) -> dict[str, Any]:
+        path = page_or_path if isinstance(page_or_path, Path) else tmp_path / "page.html"
+        if isinstance(page_or_path, str):
+            path.write_text(page_or_path)
         browser.open(path.as_uri(), width, **options)
         layout = browser.evaluate(LOOK)
         assert browser.errors() == []

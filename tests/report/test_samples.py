@@ -76,15 +76,15 @@ def ints(packed: str) -> Any:
     return np.frombuffer(base64.b64decode(packed), "<i4")
 
 
-@pytest.mark.parametrize("most", [7, 10_000])
-def test_pages_have_the_content_of_the_cache(cache: str, most: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_samples", [7, 10_000])
+def test_pages_have_the_content_of_the_cache(cache: str, max_samples: int, tmp_path: Path) -> None:
     site, reader, counted = tmp_path / "site", CacheReader.open([cache]), Counted()
-    pages = Pages(InspectConfig(directory=cache, max_samples=most), shows_all=False)
+    pages = Pages(InspectConfig(directory=cache, max_samples=max_samples), shows_all=False)
     assert write_pages(pages, str(site), counted) == 0
     assert counted.num_done == len(pages.numbers)
     names = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
     entries = [sample for block in sorted(site.glob("data/samples-*.js")) for sample in page_data(block.read_bytes())]
-    assert len(entries) == min(most, len(reader))
+    assert len(entries) == min(max_samples, len(reader))
     for entry in entries:
         sample = reader.sample(entry["number"])
         assert (entry["tokens"], entry["row"]) == (sample.length, sample.row)
@@ -138,8 +138,8 @@ def test_all_samples_of_a_pack_are_shown(cache: str, run_export: Callable[..., A
     assert next(packs, None) is None
     assert not places
     # A step alone that is too large has fewer of its packs shown.
-    few = Pages(InspectConfig(directory=cache, plan=plan, max_samples=4), shows_all=False)
-    assert 1 <= len(page_data(few.content("data/packs-0.js"))) < 6
+    first_pages = Pages(InspectConfig(directory=cache, plan=plan, max_samples=4), shows_all=False)
+    assert 1 <= len(page_data(first_pages.content("data/packs-0.js"))) < 6
     run_export("other")
     with pytest.raises(MismatchError, match="was made for the cache"):
         Pages(InspectConfig(directory=str(tmp_path / "other"), plan=plan), shows_all=False)

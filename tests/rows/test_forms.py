@@ -241,8 +241,8 @@ def test_system_prompt_of_the_row_takes_precedence() -> None:
     assert text(read({**plain, "system": "row"}, system="option"))[0] == ("system", "row")
     assert text(read({**plain, "system_prompt": "row"}, system="option"))[0] == ("system", "row")
     assert text(read({**plain, "system": ""}, system="option"))[0] == ("system", "option")
-    own = {"messages": [{"role": "system", "content": "own"}, user("q")], "system": "row"}
-    assert text(read(own, system="option"))[0] == ("system", "own")
+    own_row = {"messages": [{"role": "system", "content": "own"}, user("q")], "system": "row"}
+    assert text(read(own_row, system="option"))[0] == ("system", "own")
     assert text(read(plain)) == [Q]
 
 
@@ -278,8 +278,8 @@ def test_custom_columns_and_tags_are_read() -> None:
     sample = read(row, form="query", columns=(("channel", "kind"), ("query", "title"), ("response", "body")))
     assert (text(sample), sample.channel) == ([Q, A], "4")
     tags = (("role_tag", "who"), ("content_tag", "says"), ("user_tag", "Me"), ("assistant_tag", "It"))
-    talk = [{"who": "Me", "says": "q"}, {"who": "It", "says": "a"}]
-    assert text(read({"messages": talk}, tags=tags)) == [Q, A]
+    tagged_turns = [{"who": "Me", "says": "q"}, {"who": "It", "says": "a"}]
+    assert text(read({"messages": tagged_turns}, tags=tags)) == [Q, A]
 
 
 def test_preference_rows_train_the_chosen_response() -> None:

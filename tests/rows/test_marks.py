@@ -16,23 +16,23 @@ from packtool.rows.read import follow, scan
 from packtool.rows.source import Source, SourceSpec
 
 
-def talk(question: str = "q", answer: str = "a", **more: Any) -> dict[str, Any]:
+def conversation(question: str = "q", answer: str = "a", **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], **more}
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (talk("<image>q", images=[]), "image_marks"),
-        (talk("<image>q", images=None), "image_marks"),
-        (talk("<image>q", image=""), "image_marks"),
-        (talk("q", "<image>", images=[]), "image_marks"),
-        (talk("<image><video>q", images=["a.png"], videos=None), "video_marks"),
-        (talk("<audio>q", audio=[]), "audio_marks"),
-        (talk("<image>q", image_path="a.png"), "image_marks"),
-        (talk("<image>q", pictures=["a"]), "image_marks"),
-        (talk("<image>q", where={"path": "b/c.JPG"}), "image_marks"),
-        (talk("<video>q", films=["x.mp4"]), "video_marks"),
+        (conversation("<image>q", images=[]), "image_marks"),
+        (conversation("<image>q", images=None), "image_marks"),
+        (conversation("<image>q", image=""), "image_marks"),
+        (conversation("q", "<image>", images=[]), "image_marks"),
+        (conversation("<image><video>q", images=["a.png"], videos=None), "video_marks"),
+        (conversation("<audio>q", audio=[]), "audio_marks"),
+        (conversation("<image>q", image_path="a.png"), "image_marks"),
+        (conversation("<image>q", pictures=["a"]), "image_marks"),
+        (conversation("<image>q", where={"path": "b/c.JPG"}), "image_marks"),
+        (conversation("<video>q", films=["x.mp4"]), "video_marks"),
         ({"query": "<image>q", "response": "a", "img": "a.png"}, "image_marks"),
         ({"text": "<image>", "images": []}, "image_marks"),
     ],
@@ -47,12 +47,12 @@ def test_placeholder_without_its_medium_is_dropped(row: dict[str, Any], reason: 
 @pytest.mark.parametrize(
     ("row", "requested"),
     [
-        (talk("what is <video> for?"), "video"),
-        (talk("<image>q", id="17", notes="see below"), "image"),
-        (talk("q", "use <video> for that"), ""),
+        (conversation("what is <video> for?"), "video"),
+        (conversation("<image>q", id="17", notes="see below"), "image"),
+        (conversation("q", "use <video> for that"), ""),
         ({"text": "an <image> tag"}, ""),
         ({"messages": [{"role": "assistant", "content": "an <image> tag"}]}, ""),
-        (talk("q"), ""),
+        (conversation("q"), ""),
     ],
 )
 def test_placeholders_without_media_are_marked(row: dict[str, Any], requested: str) -> None:
@@ -61,7 +61,7 @@ def test_placeholders_without_media_are_marked(row: dict[str, Any], requested: s
 
 def test_option_declares_that_there_are_no_media() -> None:
     source = Source("rows.jsonl", form="messages", columns=(("messages", "messages"), ("images", ""), ("videos", "")))
-    row = talk("<image> and <video>", image_path="a.png", images=[])
+    row = conversation("<image> and <video>", image_path="a.png", images=[])
     sample = to_sample(row, source, 0)
     assert (sample.lone_mark, sample.images) == ("", ())
     assert sample.turns[0].content == "<image> and <video>"
@@ -70,14 +70,14 @@ def test_option_declares_that_there_are_no_media() -> None:
 @pytest.mark.parametrize("look", [scan, follow])
 def test_unread_media_column_is_reported_per_file(tmp_path: Path, look: Any) -> None:
     path = tmp_path / "rows.jsonl"
-    rows = [talk(f"<image>{i}", image_path=f"{i}.png", id=i) for i in range(5)]
+    rows = [conversation(f"<image>{i}", image_path=f"{i}.png", id=i) for i in range(5)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match="image_path") as exc_info:
         look(SourceSpec(str(path)))
     assert "--columns images=image_path" in str(exc_info.value)
     look(SourceSpec(str(path), columns=(("images", "image_path"),)))
     look(SourceSpec(str(path), columns=(("images", ""),)))
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, talk("hello")]))
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, conversation("hello")]))
     look(SourceSpec(str(path)))  # not all rows: each tells for itself
 
 
@@ -111,16 +111,18 @@ def test_placeholder_is_text_without_a_possible_media_column(
 ) -> None:
     """By the names and values of the file's first rows, and of the row itself."""
     path, requested = tmp_path / "rows.jsonl", "image" if columns in MEDIA_COLUMNS else ""
-    path.write_text("".join(json.dumps(row) + "\n" for row in ({**talk(), **columns}, talk("<image>q"))))
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in ({**conversation(), **columns}, conversation("<image>q")))
+    )
     source = look(SourceSpec(str(path)))
     assert source.holds_media is bool(requested)
-    assert to_sample(talk("<image>q"), source, 1).lone_mark == requested
-    path.write_text(json.dumps(talk()) + "\n")
+    assert to_sample(conversation("<image>q"), source, 1).lone_mark == requested
+    path.write_text(json.dumps(conversation()) + "\n")
     source = look(SourceSpec(str(path)))
     assert not source.holds_media
     if requested and columns.keys() <= {"x"}:  # and the row alone has such a column
         with suppress(RowProblem):
-            assert to_sample(talk("<image>q", **columns), source, 1).lone_mark == requested
+            assert to_sample(conversation("<image>q", **columns), source, 1).lone_mark == requested
 
 
 def test_bytes_and_named_columns_may_hold_media() -> None:

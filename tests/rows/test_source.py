@@ -32,12 +32,12 @@ def blocks_of(sizes: list[int]) -> RowBlocks:
 )
 @settings(max_examples=100)
 def test_requested_number_of_rows_is_drawn(
-    sizes: list[list[int]], count: int, seed: int, chunk: int, most: int
+    sizes: list[list[int]], count: int, seed: int, chunk: int, max_hypergeometric: int
 ) -> None:
-    sources = [blocks_of(own) for own in sizes]
+    sources = [blocks_of(source_sizes) for source_sizes in sizes]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(source, "_BLOCKS_PER_DRAW", chunk)
-        patch.setattr(source, "_MAX_HYPERGEOMETRIC", most)
+        patch.setattr(source, "_MAX_HYPERGEOMETRIC", max_hypergeometric)
         picks = draw_rows(sources, count, (seed, 0))
         same_picks = draw_rows(sources, count, (seed, 0))
     assert picks == same_picks

@@ -197,9 +197,9 @@ def test_named_datasets_are_read(folder: Path, tmp_path: Path) -> None:
     assert (spec.path, spec.loss_scale, spec.num_sampled) == (f"{folder}/a.txt", "last_round", 3)
     assert specs_of("texts#9", dataset_info=info)[0].num_sampled == 9
     assert len(specs_of("all", "texts", str(folder / "a.txt"), dataset_info=info)) == 4
-    talk = scan(specs_of("talk", dataset_info=info)[0])
-    ((_, row),) = rows_of(talk)
-    assert [(turn.role, turn.content) for turn in to_sample(row, talk.source, 0).turns] == [
+    scanned = scan(specs_of("talk", dataset_info=info)[0])
+    ((_, row),) = rows_of(scanned)
+    assert [(turn.role, turn.content) for turn in to_sample(row, scanned.source, 0).turns] == [
         ("user", "q"),
         ("assistant", "a"),
     ]

@@ -54,11 +54,11 @@ def test_checks_and_table_with_torch_and_transformers_alone(repository: Path) ->
     assert len(re.findall(r" ok$", checks, re.MULTILINE)) == 10
     assert "FAILED" not in checks
     rows = [line.split("  ") for line in table.splitlines()[1:]]
-    ways = [[part.strip() for part in row if part][:2] for row in rows]
-    assert [way for what, way in ways if what == "tiny attention, mixed lengths"][1:] == ["sdpa"]
+    labeled_rows = [[part.strip() for part in row if part][:2] for row in rows]
+    assert [variant for label, variant in labeled_rows if label == "tiny attention, mixed lengths"][1:] == ["sdpa"]
     for kind in ("text", "vision"):
-        variants = [way for what, way in ways if what.startswith(f"tiny {kind}")]
-        assert [way.split(" fill")[0] for way in variants] == [
+        variants = [variant for label, variant in labeled_rows if label.startswith(f"tiny {kind}")]
+        assert [variant.split(" fill")[0] for variant in variants] == [
             "padded,",
             "padded, grouped,",
             "packed, sdpa",

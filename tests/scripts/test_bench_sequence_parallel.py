@@ -60,6 +60,6 @@ def test_a_loss_that_differs_ends_the_run(bench: ModuleType) -> None:
 
     step = bench.Step(8, 8, 1.0, 0, 0.0, 0.0, 0.0)
     other = bench.Step(8, 8, 1.001, 0, 0.0, 0.0, 0.0)
-    ways = [bench.Way("packed", Ranks(), [step]), bench.Way("ring", Ranks(), [other])]
+    variants = [bench.Way("packed", Ranks(), [step]), bench.Way("ring", Ranks(), [other])]
     with pytest.raises(SystemExit, match=r"ring on 2: the loss is off by 1\.0e-03"):
-        bench.check_losses(ways, 1e-5)
+        bench.check_losses(variants, 1e-5)

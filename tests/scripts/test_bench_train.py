@@ -33,17 +33,17 @@ def test_quick_run(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> Non
     assert next(iter(rows)) == "packed"
     assert [match[5] is None for match in rows.values()] == [True, False, False, False, False]
     fill = {name: float(match[2]) for name, match in rows.items()}
-    padded, few, grouped = (name for name in rows if name.startswith("padded"))
+    padded, ungrouped, grouped = (name for name in rows if name.startswith("padded"))
     assert fill[padded] < fill[grouped] < fill["packed"]
     assert rows["packed"][3] == rows["Trainer, TRL's packing"][3]
     assert rows[padded][3] == rows[grouped][3]
-    assert int(rows[few][3]) >= int(rows[few][4])
+    assert int(rows[ungrouped][3]) >= int(rows[ungrouped][4])
     for name in ("planning", "collating", "waiting for data"):
         assert re.search(rf"^  {name} +[\d.]+%", out, re.MULTILINE)
     for name in ("logits of all tokens", "logits of targets", "losses in the head"):
         assert re.search(rf"^  {name} +[\d,]+ MiB", out, re.MULTILINE)
-    for way in ("without", "with --media-cache"):
-        assert re.search(rf"^{way} +[\d.]+% +[\d.]+% +[\d.]+ +[\d.]+$", out, re.MULTILINE)
+    for variant in ("without", "with --media-cache"):
+        assert re.search(rf"^{variant} +[\d.]+% +[\d.]+% +[\d.]+ +[\d.]+$", out, re.MULTILINE)
     assert re.search(r"^second epoch: [\d.]+ \(.*\) times as fast$", out, re.MULTILINE)
     assert re.search(r"of the FLOPs: head \d+%, vision \d+%; of a Qwen3-VL-2B's", out)
 
@@ -60,11 +60,11 @@ def test_the_peer_keeps_samples_apart(bench: ModuleType, tmp_path: Path) -> None
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.1)
     with torch.no_grad():
-        theirs = model(**FlatteningCollator(spec)([samples])).loss
+        peer_loss = model(**FlatteningCollator(spec)([samples])).loss
         single_batches = [collate_padded([sample], spec) for sample in samples]
         losses = [target_losses(model, batch, label_logits_only=False).weighted_sum() for batch in single_batches]
     expected = torch.stack(losses).sum() / sum(batch.num_target_tokens for batch in single_batches)
-    torch.testing.assert_close(theirs, expected)
+    torch.testing.assert_close(peer_loss, expected)
 
 
 def test_packs_of_the_peer() -> None:

@@ -22,7 +22,7 @@ def test_quantiles_rise(name: DistributionName) -> None:
 
 
 def test_same_seed_gives_the_same_lengths_for_any_number() -> None:
-    few, many = draw_lengths("wikipedia", 100, seed=3), draw_lengths("wikipedia", 1000, seed=3)
-    assert (many[:100] == few).all()
-    assert (draw_lengths("wikipedia", 100, seed=4) != few).any()
-    assert few.dtype == np.int64
+    first_lengths, more_lengths = draw_lengths("wikipedia", 100, seed=3), draw_lengths("wikipedia", 1000, seed=3)
+    assert (more_lengths[:100] == first_lengths).all()
+    assert (draw_lengths("wikipedia", 100, seed=4) != first_lengths).any()
+    assert first_lengths.dtype == np.int64

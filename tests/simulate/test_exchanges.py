@@ -94,7 +94,7 @@ def ulysses(clock: Clock, local: float, block: float, there: float, back: float,
     st.sampled_from([1.0, 20.0, 450.0]),
 )
 def test_exchange_times_use_the_order_of_the_runtime(
-    way: Any, num: int, recompute: bool, tokens: int, local: float, sharded: float, links: float
+    exchange_type: Any, num: int, recompute: bool, tokens: int, local: float, sharded: float, links: float
 ) -> None:
     node = replace(NODE, intra_node_gb_per_s=links, latency_us=20)
     kv, queries = SIZES.kv_bytes, SIZES.query_bytes
@@ -108,21 +108,21 @@ def test_exchange_times_use_the_order_of_the_runtime(
         for pass_index in range(passes + 1):
             goes_back = pass_index == passes
             share = (2.5 if goes_back else 1.0) * forward / SIZES.num_layers
-            own, block = local * share, sharded * share / num
-            if way == "allgather":
+            local_load, block = local * share, sharded * share / num
+            if exchange_type == "allgather":
                 gather = travel(kv, node.bytes_per_second(num))
                 scatter = travel(2 * kv, node.bytes_per_second(num, all_to_all=True)) if goes_back else 0
-                all_gather(clock, own, block, gather, scatter, num)
-            elif way == "ring":
+                all_gather(clock, local_load, block, gather, scatter, num)
+            elif exchange_type == "ring":
                 rate = node.hop_bytes_per_second(num)
                 gradients = travel(2 * kv / num, rate) if goes_back else 0
-                ring(clock, own, block, travel(kv / num, rate), gradients, num)
+                ring(clock, local_load, block, travel(kv / num, rate), gradients, num)
             else:
                 rate, inputs = node.bytes_per_second(num, all_to_all=True), queries + max(num // 8, 1) * kv
                 there, back = travel(inputs / num, rate), travel(queries / num, rate)
-                ulysses(clock, own, block, *((back, there) if goes_back else (there, back)), num)
-    times = StepTime(exchanges=exchanges_of(way, SIZES, node, num, recompute=recompute))
+                ulysses(clock, local_load, block, *((back, there) if goes_back else (there, back)), num)
+    times = StepTime(exchanges=exchanges_of(exchange_type, SIZES, node, num, recompute=recompute))
     result = times.exposed_seconds(np.array([float(tokens)]), np.array([local]), np.array([sharded]))
     # A hop of K and V beside gradients is one message here, of which only one part may be below the fixed time.
-    slack = 20e-6 * SIZES.num_layers * num if way == "ring" else 0.0
+    slack = 20e-6 * SIZES.num_layers * num if exchange_type == "ring" else 0.0
     assert local + sharded + result[0] == pytest.approx(clock.now, rel=1e-9, abs=slack + 1e-12)

@@ -28,14 +28,14 @@ def machine(world_size: int = 32, constants: Constants = NO_LAUNCHES, **hardware
     return Machine(sizes=SIZES, hardware=changed, world_size=world_size, constants=constants)
 
 
-def options(of: Machine | None = None, **changes: Any) -> SimulateOptions:
+def options(cluster: Machine | None = None, **changes: Any) -> SimulateOptions:
     settings: dict[str, Any] = {
         "sequence_parallel_size": 8,
         "bucket_size": 26_000,
         "packing_length": 26_000,
         "num_steps": 3,
     }
-    return SimulateOptions(machine=of or machine(), **{**settings, **changes})
+    return SimulateOptions(machine=cluster or machine(), **{**settings, **changes})
 
 
 def sequences_for(options: SimulateOptions, name: Any = "wikipedia") -> Sequences:
@@ -46,11 +46,11 @@ def outcomes(options: SimulateOptions, data: Any = "wikipedia") -> dict[Strategy
     return {result.name: result for result in simulate(sequences_for(options, data), STRATEGIES, options)}
 
 
-def one_sequence(of: Machine, tokens: int, num_ranks: int = 1) -> Timing:
+def one_sequence(cluster: Machine, tokens: int, num_ranks: int = 1) -> Timing:
     zero, num = np.zeros(1, dtype=np.int64), np.array([tokens])
     place = np.array([SHARDED if num_ranks > 1 else 0])
     plan = SimulatedSchedule(num_ranks, 1, zero, num, place, zero, zero, np.array([num_ranks]), zero)
-    return of.time(plan, num)
+    return cluster.time(plan, num)
 
 
 def test_one_rank_and_one_sequence() -> None:
@@ -77,8 +77,8 @@ def test_sliding_layers_cost_what_samples_have_in_windows() -> None:
 def test_only_labels_cost_logits() -> None:
     result, zero = machine(1), np.zeros(1, dtype=np.int64)
     plan = SimulatedSchedule(1, 1, zero, np.array([1000]), zero, zero, zero, np.array([1]), zero)
-    most, few = (result.time(plan, np.array([num])).local[0] for num in (1000, 100))
-    assert most - few == pytest.approx(900 * SIZES.cost.per_target_token / (989e12 * 0.8))
+    thousand_lengths, hundred_lengths = (result.time(plan, np.array([num])).local[0] for num in (1000, 100))
+    assert thousand_lengths - hundred_lengths == pytest.approx(900 * SIZES.cost.per_target_token / (989e12 * 0.8))
 
 
 def test_one_sharded_sequence() -> None:
@@ -114,9 +114,9 @@ def test_planner_of_skrull_gets_the_constants_of_the_simulation(recompute: bool)
 
 
 @pytest.mark.parametrize("data", ["wikipedia", "chatqa2"])
-@pytest.mark.parametrize("way", ["ring", "allgather"])
-def test_planner_and_simulation_agree_on_schedule_times(data: str, way: Any) -> None:
-    chosen_options = options(replace(machine(), sequence_parallel_type=way), num_steps=1)
+@pytest.mark.parametrize("exchange_type", ["ring", "allgather"])
+def test_planner_and_simulation_agree_on_schedule_times(data: str, exchange_type: Any) -> None:
+    chosen_options = options(replace(machine(), sequence_parallel_type=exchange_type), num_steps=1)
     sequences = sequences_for(chosen_options, data)
     result = schedule("skrull", sequences, chosen_options)
     timing = chosen_options.machine.time(result, sequences.targets[result.samples])
@@ -188,12 +188,12 @@ def test_every_strategy_trains_each_sequence_once(name: StrategyName, data: str)
     st.sampled_from(["auto", "ring", "allgather"]),
 )
 def test_no_strategy_beats_perfect_balance_or_loses_work(
-    drawn_lengths: list[int], world_size: int, name: StrategyName, zero_stage: int, way: Any
+    drawn_lengths: list[int], world_size: int, name: StrategyName, zero_stage: int, exchange_type: Any
 ) -> None:
-    of = replace(machine(world_size, Constants()), zero_stage=zero_stage, sequence_parallel_type=way)
+    cluster = replace(machine(world_size, Constants()), zero_stage=zero_stage, sequence_parallel_type=exchange_type)
     size = min(world_size, 4)
     chosen_options = options(
-        of, sequence_parallel_size=size, bucket_size=16_000, packing_length=16_000, sequences_per_rank=7
+        cluster, sequence_parallel_size=size, bucket_size=16_000, packing_length=16_000, sequences_per_rank=7
     )
     sequences = (
         arrange(np.array(drawn_lengths), chosen_options, np.array(drawn_lengths) // 2)
@@ -207,9 +207,9 @@ def test_no_strategy_beats_perfect_balance_or_loses_work(
     assert sorted(plan.samples.tolist()) == list(range(result.num_sequences))
     # Tokens on devices are those of the sequences, and all of attention is done by somebody.
     assert timing.tokens.sum() == pytest.approx(plan.tokens.sum())
-    hardware = of.hardware
-    ideal = of.sizes.cost(plan.tokens, 0 * plan.tokens, sequences.targets[plan.samples]) / hardware.matmul_share
-    ideal = (ideal + of.sizes.cost.per_square * plan.tokens.astype(float) ** 2 / hardware.attention_share).sum()
+    hardware = cluster.hardware
+    ideal = cluster.sizes.cost(plan.tokens, 0 * plan.tokens, sequences.targets[plan.samples]) / hardware.matmul_share
+    ideal = (ideal + cluster.sizes.cost.per_square * plan.tokens.astype(float) ** 2 / hardware.attention_share).sum()
     assert timing.busy.sum() >= ideal / hardware.peak * (1 - 1e-9)
     assert (timing.step_seconds >= timing.busy.mean(axis=1) + timing.synchronisation - 1e-12).all()
     assert (timing.device_seconds >= timing.busy - 1e-12).all()
@@ -260,11 +260,11 @@ def test_bounds_of_figures(data: str) -> None:
         assert is_local <= figures["local_share"] <= (is_local or result.name in ("skrull", "dynamic-cp"))
 
 
-@pytest.mark.parametrize(("data", "least"), [("wikipedia", 0.9), ("lmsys", 0.9), ("chatqa2", 0.3)])
-def test_short_sequences_stay_local(data: str, least: float) -> None:
+@pytest.mark.parametrize(("data", "min_share"), [("wikipedia", 0.9), ("lmsys", 0.9), ("chatqa2", 0.3)])
+def test_short_sequences_stay_local(data: str, min_share: float) -> None:
     chosen_options = options(machine(constants=Constants()), bucket_size=26 * 1024, num_steps=8)
     (result,) = simulate(arrange(draw_lengths(data, 2500, seed=0), chosen_options), ["skrull"], chosen_options)  # type: ignore[arg-type]
-    assert result.local_share > least
+    assert result.local_share > min_share
 
 
 def test_sharded_weights_save_memory_and_run_in_lock_step() -> None:
@@ -298,13 +298,13 @@ def test_links_without_limits_cost_nothing() -> None:
 @pytest.mark.parametrize("data", ["wikipedia", "lmsys", "chatqa2"])
 @pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen2.5-7b"])
 def test_skrull_is_not_slower_than_sharding_everything(data: str, model: str) -> None:
-    of = Machine(
+    cluster = Machine(
         sizes=ModelSizes.of_config(MODEL_PRESETS[model]),
         hardware=HARDWARE_PRESETS["h100"],
         world_size=32,
         recompute=True,
     )
-    chosen_options = options(of, bucket_size=13_000, packing_length=13_000)
+    chosen_options = options(cluster, bucket_size=13_000, packing_length=13_000)
     sequences = sequences_for(chosen_options, data)
     shared, skrull = simulate(sequences, ["context-parallel", "skrull"], chosen_options)
     assert (skrull.timing.step_seconds <= shared.timing.step_seconds).all()

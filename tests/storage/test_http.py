@@ -23,8 +23,8 @@ DATA = random.Random(0).randbytes(5_000_000)
 def signed(bucket: str, s3_server: S3Server) -> str:
     """A signed address of an object that holds DATA."""
     storage.publish(f"{bucket}/a b+ü.bin", DATA)
-    where = {"Bucket": bucket.removeprefix("s3://"), "Key": "a b+ü.bin"}
-    return str(s3_server.client().generate_presigned_url("get_object", Params=where))
+    location = {"Bucket": bucket.removeprefix("s3://"), "Key": "a b+ü.bin"}
+    return str(s3_server.client().generate_presigned_url("get_object", Params=location))
 
 
 @pytest.fixture

@@ -73,8 +73,8 @@ def test_every_row_is_packed_or_reported_as_dropped(specs: list[SourceSpec], mod
     dropped: list[Dropped] = []
     names = []
     for rank in range(2):
-        ours = stream(specs, model, options(), rank=rank, world_size=2, log=dropped.append)
-        packs = list(ours)
+        pack_stream = stream(specs, model, options(), rank=rank, world_size=2, log=dropped.append)
+        packs = list(pack_stream)
         assert all(pack.num_tokens <= CAPACITY for pack in packs)
         assert all(pack.samples for pack in packs)
         names += [name for pack in contents(packs) for name in pack]
@@ -118,8 +118,8 @@ def test_stream_resumes_exactly_from_any_pack(
     dropped_later: list[Dropped] = []
     resumed = list(stream(specs, model, stream_options, start=state, log=dropped_later.append))
     assert contents(resumed) == contents(packs[at + 1 :])
-    for ours, theirs in zip(resumed, packs[at + 1 :], strict=True):
-        for a, b in zip(ours.samples, theirs.samples, strict=True):
+    for pack, expected_pack in zip(resumed, packs[at + 1 :], strict=True):
+        for a, b in zip(pack.samples, expected_pack.samples, strict=True):
             assert np.array_equal(a.input_ids, b.input_ids)
             assert np.array_equal(a.labels, b.labels)
     assert dropped[:before] + dropped_later == dropped
@@ -145,8 +145,8 @@ def test_order_is_kept_without_shuffling(specs: list[SourceSpec], model: Path) -
 @pytest.mark.parametrize("budget", ["max_samples_per_pack", "max_media_tokens_per_pack"])
 def test_budgets_are_kept(specs: list[SourceSpec], model: Path, budget: str) -> None:
     packs = list(stream(specs, model, options(**{budget: 3})))
-    most = max(len(pack.samples) for pack in packs)
-    assert most == 3 if budget == "max_samples_per_pack" else most > 3
+    max_samples = max(len(pack.samples) for pack in packs)
+    assert max_samples == 3 if budget == "max_samples_per_pack" else max_samples > 3
 
 
 def test_strict_stops_at_the_first_bad_row(specs: list[SourceSpec], model: Path) -> None:

@@ -56,7 +56,10 @@ def tokens_once(pack: StreamedPack) -> int:
 
 def test_prefixes_occur_once_per_pack(specs: Any, model: Path) -> None:
     stream_options = options(shuffle_buffer_size=1, packing_interval=100)
-    packs, unshared = (list(stream(specs, model, stream_options, sharing=way)) for way in (sharing(model), None))
+    packs, unshared = (
+        list(stream(specs, model, stream_options, sharing=interval_sharing))
+        for interval_sharing in (sharing(model), None)
+    )
     names = [name for pack in contents(packs) for name in pack]
     assert Counter(names) == Counter(name for pack in contents(unshared) for name in pack)
     assert len(names) == len(set(names)) == NUM_TEXTS * QUESTIONS + NUM_ALONE
@@ -113,9 +116,9 @@ def test_packs_of_a_split_tree_are_adjacent(specs: Any, model: Path) -> None:
 
 def test_tree_respects_max_rows(specs: Any, model: Path) -> None:
     samples = [sample for pack in stream(specs, model, options()) for sample in pack.samples]
-    for most in (None, 2):
-        trees = sharing(model, max_rows=most).find_trees(samples, CAPACITY)
+    for max_rows in (None, 2):
+        trees = sharing(model, max_rows=max_rows).find_trees(samples, CAPACITY)
         assert trees is not None
-        assert np.diff(trees[0].offsets).max() == (most or QUESTIONS)
+        assert np.diff(trees[0].offsets).max() == (max_rows or QUESTIONS)
         assert trees[0].shared[trees[0].shared > 0].min() >= MIN_SHARED
         assert SampleAmounts.of(samples, trees).media_tokens.sum() == 0

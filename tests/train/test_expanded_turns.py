@@ -84,8 +84,8 @@ def test_tree_of_turns_equals_its_samples(world: TinyWorld, row_index: int) -> N
     assert batch.input_ids.shape[1] < 0.75 * sum(sample.length for sample in row)
     for sample, logits in zip(row, tree_logits(model, spec, row), strict=True):
         with torch.no_grad():
-            own = plain(**batch_of(collate_packs([sample], spec)).model_inputs()).logits[0, : sample.length]
-        torch.testing.assert_close(logits, own, rtol=0, atol=1e-5)
+            sample_logits = plain(**batch_of(collate_packs([sample], spec)).model_inputs()).logits[0, : sample.length]
+        torch.testing.assert_close(logits, sample_logits, rtol=0, atol=1e-5)
     losses = [
         target_losses(plain, batch_of(collate_packs([sample], spec)), label_logits_only=False).weighted_sum()
         for sample in row

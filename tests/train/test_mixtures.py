@@ -125,8 +125,10 @@ def test_relabeled_sources_equal_exports_with_that_loss_scale(tiny: TinyWorld, t
     )
     assert (relabeled.target_tokens, relabeled.sources) == (there.target_tokens, there.sources)
     names = ("loss", "grad_norm", "target_tokens", "loss_last_round", "loss_all", "share_of_target_tokens_all")
-    ours, theirs = ([[line[name] for name in names] for line in read_metrics(tmp_path / run)] for run in mixes)
-    assert ours == theirs
+    relabeled_lines, exported_lines = (
+        [[line[name] for name in names] for line in read_metrics(tmp_path / run)] for run in mixes
+    )
+    assert relabeled_lines == exported_lines
     # plan knows it without a run, and a checkpoint goes on with the same scales only.
     sources = [packtool.plan(mix=mix, packing_length=256).summary["sources"] for mix in mixes.values()]
     assert sources[0] == sources[1]
@@ -308,7 +310,7 @@ def test_parts_of_the_samples_add_up_everywhere(
         assert figures["num_samples_in_caches"] == cached
         assert figures["num_distinct_samples"] + figures["not_drawn"] + figures["filtered"] == cached
         assert min(figures["not_drawn"], figures["filtered"]) >= 0
-    figures_by_name = {what.strip(): figure for what, figure in plan.lines}
+    figures_by_name = {label.strip(): figure for label, figure in plan.lines}
     names = ("samples", "repeated samples", "not drawn", "filtered by length", "samples in the caches")
     samples, repeats, not_drawn, filtered, in_caches = (int(figures_by_name[name].replace(",", "")) for name in names)
     assert samples - repeats + not_drawn + filtered == in_caches == cached
@@ -322,7 +324,7 @@ def test_parts_of_the_samples_add_up_everywhere(
 def test_the_table_of_a_run_adds_up(stop: str, tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
     mix = recipe(tmp_path, caches, min_length=60)
     result = train(mixed(tiny, tmp_path / "run", mix=mix, mix_stop=stop, dry_run=True), SilentProgress())
-    figures_by_name = {what.strip(): figure for what, figure in train_lines(result)}
+    figures_by_name = {label.strip(): figure for label, figure in train_lines(result)}
     names = ("samples", "repeated samples", "not drawn", "filtered by length")
     samples, repeats, not_drawn, filtered = (int(figures_by_name.get(name, "0").replace(",", "")) for name in names)
     assert (repeats if stop == "all" else not_drawn) > 0

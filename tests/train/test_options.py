@@ -33,8 +33,8 @@ def run_config(**settings: Any) -> TrainConfig:
     return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **settings)
 
 
-def trained(tiny: TinyWorld, where: Path, **settings: Any) -> Any:
-    return train(tiny.config(where, **{"max_steps": 1, "verify_packing": False, **settings}), SilentProgress())
+def trained(tiny: TinyWorld, output_dir: Path, **settings: Any) -> Any:
+    return train(tiny.config(output_dir, **{"max_steps": 1, "verify_packing": False, **settings}), SilentProgress())
 
 
 def reduced_config_of(tiny: TinyWorld) -> Any:
@@ -115,8 +115,8 @@ def with_val(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(cache)
 
 
-def eval_loss(where: Path) -> float:
-    return float([line["eval_loss"] for line in read_metrics(where) if "eval_loss" in line][-1])
+def eval_loss(output_dir: Path) -> float:
+    return float([line["eval_loss"] for line in read_metrics(output_dir) if "eval_loss" in line][-1])
 
 
 @pytest.mark.parametrize(
@@ -256,8 +256,8 @@ def test_bf16_with_weights_in_float32(tiny: TinyWorld, tmp_path: Path) -> None:
     assert result.last_loss != exact.last_loss
 
 
-def checkpoints(where: Path) -> list[str]:
-    return sorted(path.name for path in where.glob("checkpoint-*"))
+def checkpoints(output_dir: Path) -> list[str]:
+    return sorted(path.name for path in output_dir.glob("checkpoint-*"))
 
 
 def test_when_checkpoints_are_saved(tiny: TinyWorld, tmp_path: Path) -> None:

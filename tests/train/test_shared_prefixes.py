@@ -79,8 +79,8 @@ def test_tree_logits_equal_those_of_single_samples(setting: Setting) -> None:
     plain = unpacked(model)
     for sample, logits in zip(samples, tree_logits(model, spec, samples), strict=True):
         with torch.no_grad():
-            own = plain(**batch_of(collate_packs([sample], spec)).model_inputs()).logits[0, : sample.length]
-        torch.testing.assert_close(logits, own, rtol=0, atol=1e-5)
+            sample_logits = plain(**batch_of(collate_packs([sample], spec)).model_inputs()).logits[0, : sample.length]
+        torch.testing.assert_close(logits, sample_logits, rtol=0, atol=1e-5)
 
 
 def gradients(model: PreTrainedModel, losses: list[Tensor]) -> dict[str, Tensor]:
@@ -110,12 +110,12 @@ def test_tree_loss_and_gradients_are_sums_over_single_samples(setting: Setting, 
     ]
     for tree_samples in (setting[2], samples):
         plain = unpacked(model)
-        own = [
+        sample_losses = [
             target_losses(plain, batch_of(collate_packs([sample], spec)), label_logits_only=False).weighted_sum()
             for sample in tree_samples
         ]
         batch = tree_of(tree_samples, spec)
-        expected, total = gradients(plain, own), sum(float(loss.detach()) for loss in own)
+        expected, total = gradients(plain, sample_losses), sum(float(loss.detach()) for loss in sample_losses)
         assert expected.keys() == dict(model.named_parameters()).keys()
         with LossFunction.temporary(model) as loss_function:
             assert loss_function.head_loss is not None
@@ -134,11 +134,13 @@ def test_float64_results_differ_only_by_rounding(setting: Setting) -> None:
         samples = [sample for sample in samples if sample.images]
     loss = target_losses(model, tree_of(samples, spec), label_logits_only=True).weighted_sum()
     tree_gradients = gradients(model, [loss])
-    own = [
+    sample_losses = [
         target_losses(model, collate_packs([sample], spec), label_logits_only=True).weighted_sum() for sample in samples
     ]
-    assert float(loss.detach()) == pytest.approx(sum(float(one.detach()) for one in own), rel=1e-6)
-    same(tree_gradients, gradients(model, own), tolerance=2e-6)  # losses and rotary angles are made in float32
+    assert float(loss.detach()) == pytest.approx(sum(float(one.detach()) for one in sample_losses), rel=1e-6)
+    same(
+        tree_gradients, gradients(model, sample_losses), tolerance=2e-6
+    )  # losses and rotary angles are made in float32
 
 
 def test_gradient_checkpointing_keeps_the_gradients(setting: Setting) -> None:
@@ -196,8 +198,10 @@ def test_changed_prefix_affects_all_its_samples(setting: Setting) -> None:
         moved = float((after - expected).abs().max())
         assert moved > 1e-2 if sample_index in node.samples else moved == 0.0
         with torch.no_grad():
-            own = plain(**batch_of(collate_packs([altered[sample_index]], spec)).model_inputs()).logits[0, : len(after)]
-        torch.testing.assert_close(after, own, rtol=0, atol=1e-5)
+            sample_logits = plain(**batch_of(collate_packs([altered[sample_index]], spec)).model_inputs()).logits[
+                0, : len(after)
+            ]
+        torch.testing.assert_close(after, sample_logits, rtol=0, atol=1e-5)
 
 
 def test_tree_inputs_pass_the_leak_check(setting: Setting) -> None:

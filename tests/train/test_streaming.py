@@ -227,10 +227,10 @@ def test_stream_warns_immediately_of_forbidden_media(tiny: TinyWorld, tmp_path: 
 
 def test_rows_without_streaming_are_planned_like_a_cache(tiny: TinyWorld, tmp_path: Path) -> None:
     options = {"cached_dataset": (), "dataset": (tiny.rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
-    ours = train(tiny.config(tmp_path / "rows", max_steps=2, **options), SilentProgress())
+    cached_result = train(tiny.config(tmp_path / "rows", max_steps=2, **options), SilentProgress())
     train(tiny.config(tmp_path / "cache", max_steps=2), SilentProgress())
     assert read_metrics(tmp_path / "rows") == read_metrics(tmp_path / "cache")
-    assert ours.num_samples == 40
+    assert cached_result.num_samples == 40
 
 
 def test_missing_model_or_file_is_reported_before_the_start(tiny: TinyWorld, tmp_path: Path) -> None:

@@ -206,9 +206,9 @@ def test_a_run_resumes_exactly_and_evaluates(
     for further in ("", "--share-prefix false", "--share-prefix true", "--max-samples-per-micro-batch 1"):
         assert run([*words, *further.split()]) == 0
         tables.append((pq.read_table(tmp_path / "found.parquet").to_pydict(), capsys.readouterr().err))
-    (tree, tree_text), (unshared_table, nothing), (requested_table, _), (single_table, why) = tables
+    (tree, tree_text), (unshared_table, unshared_text), (requested_table, _), (single_table, why) = tables
     assert "shared prefixes: computed once" in tree_text
-    assert "shared prefixes" not in nothing
+    assert "shared prefixes" not in unshared_text
     no_sharing = "could be saved, but each sample is computed in full: that cannot be combined with"
     assert f"{no_sharing} --max-samples-per-micro-batch" in " ".join(why.split())
     assert tree == requested_table

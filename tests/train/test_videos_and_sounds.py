@@ -208,9 +208,9 @@ def test_media_of_a_shared_prefix_are_encoded_once(model_of: Make, media: Path, 
     model.zero_grad()
     expected_loss = 0.0
     for sample in samples:
-        own = loss_of(model, collate_packs([sample], spec))
-        own.backward()
-        expected_loss += float(own.detach())
+        sample_loss = loss_of(model, collate_packs([sample], spec))
+        sample_loss.backward()
+        expected_loss += float(sample_loss.detach())
     assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-5)
     for name, parameter in model.named_parameters():
         assert (parameter.grad is None) == (name not in gradients_by_name)
@@ -267,11 +267,11 @@ def test_each_sound_is_encoded_by_one_rank(model_of: Make, media: Path, places: 
     ranks = [with_rank_media(samples, places, spec, SequenceSplit(2, 1, rank)) for rank in range(2)]
     for sample_index, (sample, place) in enumerate(zip(samples, places, strict=True)):
         num_sound_tokens = [sound.num_tokens for sound, _, _ in sounds_in_order(sample, spec.media_tokens)]
-        own = [[sound.num_tokens for sound in rank[sample_index].audios] for rank in ranks]
-        assert sorted(own[0] + own[1]) == sorted(num_sound_tokens)
+        num_tokens_by_rank = [[sound.num_tokens for sound in rank[sample_index].audios] for rank in ranks]
+        assert sorted(num_tokens_by_rank[0] + num_tokens_by_rank[1]) == sorted(num_sound_tokens)
         assert not any(video.audio for rank in ranks for video in rank[sample_index].videos)
         if place != SHARDED:
-            assert own[place] == num_sound_tokens, "in the order of their tokens"
+            assert num_tokens_by_rank[place] == num_sound_tokens, "in the order of their tokens"
     # The last sample has a track and a sound; all its media are named by the files that they lie in.
     assert {Path(str(sound.path)).name for rank in ranks for sound in rank[5].audios} == {"loud.mp4", "a.wav"}
 

@@ -146,9 +146,11 @@ def _error(
         tuple(n for n, place in zip(lengths, places, strict=True) if place == SHARDED and n),
         {},
     )
-    mine = [tensor.detach()[index].to(dtype).requires_grad_() for tensor in (q, k, v)]
-    out = attend_shard(mine[0], mine[1], mine[2], shard, parallel, blocks, scale=0.4, window=window)
-    gradients = torch.autograd.grad(out, mine, above[index].to(dtype))
+    local_tensors = [tensor.detach()[index].to(dtype).requires_grad_() for tensor in (q, k, v)]
+    out = attend_shard(
+        local_tensors[0], local_tensors[1], local_tensors[2], shard, parallel, blocks, scale=0.4, window=window
+    )
+    gradients = torch.autograd.grad(out, local_tensors, above[index].to(dtype))
     pairs = zip((out, *gradients), (expected, *expected_gradients), strict=True)
     return [_difference(a, b[index], float(b.detach().abs().max())) for a, b in pairs]
 

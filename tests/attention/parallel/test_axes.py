@@ -59,17 +59,20 @@ def test_auto_reports_communication_volumes() -> None:
 
 
 def test_short_samples_are_not_split_into_chunks() -> None:
-    few = Heads(32, 1)
-    assert chosen_axes(few, sequence_parallel_size=2).ring_size == 2
-    assert chosen_axes(few, sequence_parallel_size=2, length=300).ulysses_size == 2
-    assert "chunks of less than 256" in chosen_axes(few, sequence_parallel_size=2, length=300).reason
+    mqa_heads = Heads(32, 1)
+    assert chosen_axes(mqa_heads, sequence_parallel_size=2).ring_size == 2
+    assert chosen_axes(mqa_heads, sequence_parallel_size=2, length=300).ulysses_size == 2
+    assert "chunks of less than 256" in chosen_axes(mqa_heads, sequence_parallel_size=2, length=300).reason
 
 
 def test_long_chunks_use_rings_and_short_ones_gathers() -> None:
-    few = Heads(32, 1)
-    assert chosen_axes(few, sequence_parallel_size=2, length=30_000).kv_exchange == "ring"
-    assert chosen_axes(few, sequence_parallel_size=2, length=2000).kv_exchange == "allgather"
-    assert chosen_axes(few, sequence_parallel_size=2, length=2000, sequence_parallel_type="ring").kv_exchange == "ring"
+    mqa_heads = Heads(32, 1)
+    assert chosen_axes(mqa_heads, sequence_parallel_size=2, length=30_000).kv_exchange == "ring"
+    assert chosen_axes(mqa_heads, sequence_parallel_size=2, length=2000).kv_exchange == "allgather"
+    assert (
+        chosen_axes(mqa_heads, sequence_parallel_size=2, length=2000, sequence_parallel_type="ring").kv_exchange
+        == "ring"
+    )
     assert chosen_axes(ring_size=2, length=30_000, sequence_parallel_type="allgather").kv_exchange == "allgather"
 
 

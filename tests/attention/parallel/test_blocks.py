@@ -88,12 +88,12 @@ def test_blocks_of_the_cpu_equal_the_formulas(
 
 
 def test_queries_without_keys_stay_empty() -> None:
-    nothing = torch.zeros(3, 2, 4), torch.full((2, 3), -torch.inf)
-    out, lse = merge_outputs(*nothing, *nothing)
+    empty_part = torch.zeros(3, 2, 4), torch.full((2, 3), -torch.inf)
+    out, lse = merge_outputs(*empty_part, *empty_part)
     assert not out.any()
     assert torch.isneginf(lse).all()
     partial = torch.randn(3, 2, 4), torch.randn(2, 3)
-    for pair in ((nothing, partial), (partial, nothing)):
+    for pair in ((empty_part, partial), (partial, empty_part)):
         out, lse = merge_outputs(*pair[0], *pair[1])
         torch.testing.assert_close(out, partial[0])
         torch.testing.assert_close(lse, partial[1])

@@ -324,9 +324,9 @@ def test_evaluation_does_not_change_training(in_training: nn.Module, case: Case)
     head: Any = head_of(model)
     assert "forward" not in vars(head)
     # With the Trainer's own losses in the head, which stay there.
-    theirs = HeadLoss(model)
+    original_head = HeadLoss(model)
     assert evaluate(model, reader, case.spec, plan, world=World()).metrics() == metrics
-    assert head.forward.__self__ is theirs
+    assert head.forward.__self__ is original_head
     del head.forward
     packed = load_model(case.checkpoint, case.spec.config, dtype=torch.float32, packing=True)
     without_adapter = evaluate(packed, reader, case.spec, plan).total.loss

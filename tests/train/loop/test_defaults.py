@@ -28,12 +28,16 @@ def table() -> dict[str, list[str]]:
 
 
 def test_docs_list_every_default_that_differs_from_transformers() -> None:
-    theirs = {field.name: default_of(field) for field in dataclasses.fields(TrainingArguments)}
-    mine = {field.name: default_of(field) for field in dataclasses.fields(TrainConfig) if field.name in theirs}
-    differing = {name for name, value in mine.items() if value != theirs[name]} - NOT_SAID
+    transformers_defaults = {field.name: default_of(field) for field in dataclasses.fields(TrainingArguments)}
+    packtool_defaults = {
+        field.name: default_of(field)
+        for field in dataclasses.fields(TrainConfig)
+        if field.name in transformers_defaults
+    }
+    differing = {name for name, value in packtool_defaults.items() if value != transformers_defaults[name]} - NOT_SAID
     assert differing - table().keys() == set()
     for name in differing & table().keys():
         default_text, _, other, _ = table()[name]
-        for value, cell in ((mine[name], default_text), (theirs[name], other)):
+        for value, cell in ((packtool_defaults[name], default_text), (transformers_defaults[name], other)):
             if isinstance(value, int | float) and not isinstance(value, bool) and re.fullmatch(r"[\d.e-]+", cell):
                 assert float(cell) == pytest.approx(value), name

@@ -44,9 +44,9 @@ def test_noise_is_bounded_by_sample_length() -> None:
     noise_size = (embeddings(noise.batch.input_ids) - plain).abs()[0]
     width = plain.shape[-1]
     for part, length in ((noise_size[:4], 4), (noise_size[4:], 400)):
-        most = ALPHA / (length * width) ** 0.5
-        assert part.max() <= most * 1.001
-        assert part.max() > 0.9 * most
+        max_noise = ALPHA / (length * width) ** 0.5
+        assert part.max() <= max_noise * 1.001
+        assert part.max() > 0.9 * max_noise
     model.eval()
     assert torch.equal(embeddings(noise.batch.input_ids), plain)
     model.train()

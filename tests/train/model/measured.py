@@ -79,8 +79,10 @@ def saved_bytes(config: Any, batch: Batch | None = None, parallel: SequenceParal
     route_through_traced(real, parallel)
     real.train()
     batch = batch or _real_batch(config)
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*real.parameters(), *real.buffers())}
-    own |= {value.untyped_storage().data_ptr() for value in vars(batch).values() if isinstance(value, Tensor)}
+    model_storages = {tensor.untyped_storage().data_ptr() for tensor in (*real.parameters(), *real.buffers())}
+    model_storages |= {
+        value.untyped_storage().data_ptr() for value in vars(batch).values() if isinstance(value, Tensor)
+    }
     saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def saved_bytes(config: Any, batch: Batch | None = None, parallel: SequenceParal
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         HeadLoss(real).losses(real, batch)
-    return sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in own)
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in model_storages)
 
 
 def _real_batch(config: Any) -> Any:

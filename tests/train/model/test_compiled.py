@@ -35,7 +35,7 @@ TWO_LENGTHS = ((9, 17, 5), (12, 30), (3, 3, 20, 1))
 
 
 @pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
+def _fresh_compilation() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
     yield

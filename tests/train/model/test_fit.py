@@ -49,8 +49,8 @@ def check(fit: Fit, budget: float) -> None:
     assert 0 < len(fit.proposals) <= MAX_PROPOSALS
     assert fit.num_tried <= fit.num_settings
     assert all(each.memory is not None and each.memory.total * GIB <= budget for each in fit.proposals)
-    least = min(each.seconds_per_token for each in fit.proposals)
-    assert fit.proposals[0].seconds_per_token <= 1.01 * least
+    min_seconds = min(each.seconds_per_token for each in fit.proposals)
+    assert fit.proposals[0].seconds_per_token <= 1.01 * min_seconds
 
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
@@ -63,16 +63,19 @@ def test_proposals_fit_and_more_memory_is_never_slower(
         "gradient_accumulation_steps": data.draw(st.sampled_from([1, 2])),
         "world_size": data.draw(st.sampled_from([1, 2, 4])),
     }
-    least = []
+    min_seconds_by_size = []
     for size in (int(fit), int(fit * more)):
         try:
             fit_result = find_fit(plan_config(tiny, size, **plan_options), SilentProgress())
         except ConfigError:
-            assert not least, "what fits into little fits into more"
+            assert not min_seconds_by_size, "what fits into little fits into more"
             continue
         check(fit_result, size * Constants().usable_memory)
-        least.append(fit_result.proposals[0].seconds_per_token)
-    assert least == sorted(least, reverse=True) or least[1] <= 1.01 * least[0]
+        min_seconds_by_size.append(fit_result.proposals[0].seconds_per_token)
+    assert (
+        min_seconds_by_size == sorted(min_seconds_by_size, reverse=True)
+        or min_seconds_by_size[1] <= 1.01 * min_seconds_by_size[0]
+    )
 
 
 def test_proposal_equals_the_dry_run_of_its_command(
@@ -92,9 +95,9 @@ def test_proposal_equals_the_dry_run_of_its_command(
 
     monkeypatch.setattr(checks, "estimate_training", noted)
     monkeypatch.chdir(tmp_path)
-    ways = {(each.sharding, each.run.sequence_parallel_ranks): each for each in fit.proposals}
-    assert len(ways) > 2
-    for each in list(ways.values())[:4]:
+    proposals_by_sharding = {(each.sharding, each.run.sequence_parallel_ranks): each for each in fit.proposals}
+    assert len(proposals_by_sharding) > 2
+    for each in list(proposals_by_sharding.values())[:4]:
         processes, *words = shlex.split(each.command(WORLD_SIZE, 8))
         assert processes == f"NPROC_PER_NODE={WORLD_SIZE}"
         assert words.pop(0) == "packtool"
@@ -208,8 +211,8 @@ def test_each_pass_is_traced_once(tiny: TinyWorld, monkeypatch: pytest.MonkeyPat
     none: Any = None
     tokens, single_axes = RankTokens(computed=100, vision=10), Axes()
     known = reported_bytes(config, none, none, tokens, single_axes)
-    for way in ((), ("full_shard",), ("shard_grad_op",)):
-        sharded = dataclasses.replace(config, fsdp=way, packing_length=300)
+    for fsdp_option in ((), ("full_shard",), ("shard_grad_op",)):
+        sharded = dataclasses.replace(config, fsdp=fsdp_option, packing_length=300)
         assert trace(sharded, none, none, tokens, Axes(reason="so it is")) == known
     assert [called for called, _ in calls] == [tokens] * 2, "with sharding and without"
 

@@ -36,9 +36,9 @@ def test_head_losses_and_gradients_equal_those_from_logits(setting: Any, chunk_l
     head = HeadLoss(model, chunk_logits)
     head_losses = head.losses(model, batch)
     assert len(head_losses.losses) == batch.num_target_tokens
-    ours = gradients(model, [head_losses.weighted_sum()])
-    assert ours.keys() == expected.keys()
-    for name, gradient in ours.items():
+    head_gradients = gradients(model, [head_losses.weighted_sum()])
+    assert head_gradients.keys() == expected.keys()
+    for name, gradient in head_gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=5e-6)
     logits = model(**batch.model_inputs()).logits  # the head is itself again
     labels = batch.labels.flatten()

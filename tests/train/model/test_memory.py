@@ -41,10 +41,11 @@ def test_full_training_and_its_sharding(tiny: TinyWorld) -> None:
     zero2 = estimate(tiny, deepspeed="zero2")
     assert (zero2.weights, zero2.gradients) == (plain.weights / 2, plain.gradients / 8)
     assert zero2.optimizer == plain.weights * 3 / 4
-    kahan, none = (estimate(tiny, master_weights=way) for way in ("kahan", "none"))
-    assert [way.weights + way.gradients + way.optimizer for way in (plain, kahan, none)] == [
-        bytes_per_parameter * plain.num_parameters / GIB for bytes_per_parameter in (16, 12, 8)
-    ]
+    kahan, none = (estimate(tiny, master_weights=master_weights) for master_weights in ("kahan", "none"))
+    assert [
+        memory_estimate.weights + memory_estimate.gradients + memory_estimate.optimizer
+        for memory_estimate in (plain, kahan, none)
+    ] == [bytes_per_parameter * plain.num_parameters / GIB for bytes_per_parameter in (16, 12, 8)]
     assert f"{plain.total:.2f} GiB" in plain.sentence()
 
 

@@ -111,13 +111,13 @@ def truncated(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-@pytest.mark.parametrize("way", ["fewer layers", "lacks a weight", "truncated"])
-def test_adapters_that_do_not_fit_are_refused(way: str, adapter: Path, tiny: TinyWorld, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage_kind", ["fewer layers", "lacks a weight", "truncated"])
+def test_adapters_that_do_not_fit_are_refused(damage_kind: str, adapter: Path, tiny: TinyWorld, tmp_path: Path) -> None:
     copy, base = Path(shutil.copytree(adapter, tmp_path / "adapter")), tiny.model
     weights = copy / "adapter_model.safetensors"
-    if way == "fewer layers":
+    if damage_kind == "fewer layers":
         base = fewer_layers(tiny, tmp_path / "base")
-    elif way == "lacks a weight":
+    elif damage_kind == "lacks a weight":
         save_file(dict(list(load_file(weights).items())[1:]), weights)
     else:
         truncated(weights)

@@ -23,12 +23,16 @@ def memory_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return line[line.index(SENTENCE) :]
 
 
-@pytest.mark.parametrize("way", ["shared sequences", "shared prefixes"])
+@pytest.mark.parametrize("parallelism", ["shared sequences", "shared prefixes"])
 def test_plan_shows_the_memory_of_the_dry_run(
-    way: str, tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    parallelism: str,
+    tiny: TinyWorld,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shared = ["--sequence-parallel-size", "2", "--fsdp", "full_shard"] * (way == "shared sequences")
-    cache = make_alike_world(tiny, tmp_path / "alike").cache if way == "shared prefixes" else tiny.cache
+    shared = ["--sequence-parallel-size", "2", "--fsdp", "full_shard"] * (parallelism == "shared sequences")
+    cache = make_alike_world(tiny, tmp_path / "alike").cache if parallelism == "shared prefixes" else tiny.cache
     planned = memory_line(["plan", cache, "--model", tiny.model, "--world-size", "2", *WORDS, *shared], capsys)
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     train_options = [

@@ -83,8 +83,14 @@ def test_gradients_equal_those_of_dequantized_weights(tmp_path: Path, bits: int)
         load_model(str(tmp_path), settings, dtype=torch.float32, packing=False, quantization=quantization)
         for quantization in (options, None)
     ]
-    for few, full_layer in zip(*(quantized_layers(model, "qwen3", options) for model in models), strict=True):
-        restored = few(torch.eye(few.in_features)).T.detach() if bits == 4 else _restored(few)
+    for quantized_layer, full_layer in zip(
+        *(quantized_layers(model, "qwen3", options) for model in models), strict=True
+    ):
+        restored = (
+            quantized_layer(torch.eye(quantized_layer.in_features)).T.detach()
+            if bits == 4
+            else _restored(quantized_layer)
+        )
         full_layer.weight.data.copy_(restored)
     inputs = torch.arange(24).reshape(1, -1)
     gradients_by_model = []
@@ -96,9 +102,11 @@ def test_gradients_equal_those_of_dequantized_weights(tmp_path: Path, bits: int)
         adapted.train()
         adapted(input_ids=inputs, labels=inputs).loss.backward()
         gradients_by_model.append([weight.grad for weight in adapted.parameters() if weight.requires_grad])
-    for ours, theirs in zip(*gradients_by_model, strict=True):
+    for gradient, expected_gradient in zip(*gradients_by_model, strict=True):
         # Eight bits round what comes in, too.
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if bits == 4 else 0.05 * float(theirs.abs().max()))
+        torch.testing.assert_close(
+            gradient, expected_gradient, rtol=0, atol=1e-5 if bits == 4 else 0.05 * float(expected_gradient.abs().max())
+        )
     assert any(float(gradient.abs().max()) > 0 for gradient in gradients_by_model[0])
 
 

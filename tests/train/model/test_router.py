@@ -47,8 +47,8 @@ def gradients(batches: list[Batch], step_tokens: int, *, recomputed: bool = Fals
 def test_loss_of_one_layer_equals_that_of_transformers() -> None:
     torch.manual_seed(1)
     logits, tokens = torch.randn(50, 8), torch.rand(50) > 0.3
-    ours = load_balance(logits, logits.topk(2).indices, tokens)
-    torch.testing.assert_close(ours, load_balancing_loss_func((logits,), 8, 2, tokens[None].long()))
+    balance_loss = load_balance(logits, logits.topk(2).indices, tokens)
+    torch.testing.assert_close(balance_loss, load_balancing_loss_func((logits,), 8, 2, tokens[None].long()))
 
 
 def test_padding_fillers_and_recomputation_change_nothing() -> None:
@@ -69,8 +69,8 @@ def test_padding_fillers_and_recomputation_change_nothing() -> None:
         gradients([collate_packs(first_pack, spec), collate_packs(second_pack, spec)], 21, recomputed=True),
     ]
     for other in others:
-        for ours, theirs in zip(reference, other, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
+        for gradient, other_gradient in zip(reference, other, strict=True):
+            torch.testing.assert_close(gradient, other_gradient, rtol=1e-4, atol=1e-7)
 
 
 def test_model_without_routers_is_refused() -> None:

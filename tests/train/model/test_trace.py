@@ -57,12 +57,12 @@ def test_traced_bytes_equal_those_of_the_pass(name: str, drawn_data: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
-@pytest.mark.parametrize("how", [{"adapters": True}, {"recomputes": True}], ids=str)
+@pytest.mark.parametrize("options", [{"adapters": True}, {"recomputes": True}], ids=str)
 def test_traced_bytes_with_adapters_or_recomputation(
-    name: str, how: dict[str, bool], drawn_data: Path, tmp_path: Path
+    name: str, options: dict[str, bool], drawn_data: Path, tmp_path: Path
 ) -> None:
     config = config_of(name, drawn_data, tmp_path)
-    check_same(traced_bytes(config, **how), computed_bytes(config, **how))
+    check_same(traced_bytes(config, **options), computed_bytes(config, **options))
 
 
 def check_same(traced: PassBytes, measured: PassBytes) -> None:
@@ -100,11 +100,11 @@ def test_shared_sequences_are_traced(tmp_path: Path) -> None:
     assert [rank["ring False"]["num_local_vision_tokens"] for rank in ranks] == [16, 3]
     peaks = {}
     for key in ranks[0]:
-        way, recomputes = key.split()
+        parallel_type, recomputes = key.split()
         heaviest = max((rank[key] for rank in ranks), key=lambda figures: int(figures["peak"]))
         tokens = RankTokens(**{name: heaviest[name] for name in ("computed", "vision", "num_local_vision_tokens")})
         config = reduced_config("qwen3_vl")
-        traced = traced_bytes(config, recomputes=recomputes == "True", tokens=tokens, axes=SHARED[way])
+        traced = traced_bytes(config, recomputes=recomputes == "True", tokens=tokens, axes=SHARED[parallel_type])
         assert traced.kept == pytest.approx(heaviest["kept"], rel=0.01), key
         assert traced.peak == pytest.approx(heaviest["peak"], rel=0.01), key
         if recomputes == "False":
@@ -125,12 +125,12 @@ def test_shared_sequences_are_traced(tmp_path: Path) -> None:
 def test_sounds_of_shared_sequences_are_traced(drawn_data: Path, tmp_path: Path) -> None:
     """A rank may hear more than it holds the tokens of, or nothing."""
     config = config_of("qwen2.5-omni", drawn_data, tmp_path)
-    of = partial(RankTokens, computed=160, audio=60)
-    least, even, most = (
-        traced_bytes(config, tokens=of(num_local_audio_tokens=num_audio_tokens), axes=SHARED["ulysses"]).peak
+    rank_tokens = partial(RankTokens, computed=160, audio=60)
+    min_peak, even, max_peak = (
+        traced_bytes(config, tokens=rank_tokens(num_local_audio_tokens=num_audio_tokens), axes=SHARED["ulysses"]).peak
         for num_audio_tokens in (0, 60, 240)
     )
-    assert least < even < most
+    assert min_peak < even < max_peak
 
 
 def _measure_shared(folder: Path) -> None:
@@ -143,13 +143,13 @@ def _measure_shared(folder: Path) -> None:
     sides = {0: (64, 64), 1: (16, 16), 2: (16, 32)}
     samples = [make_sample(96, (side,), seed=seed, limits=spec.limits.image) for seed, side in sides.items()]
     measurements = {}
-    for way, axes in SHARED.items():
+    for parallel_type, axes in SHARED.items():
         parallel = SequenceParallel.on_mesh(axes, "cpu")
         batch = collate_shard(samples, spec, parallel.split)
         batch, count = _with_targets(batch), batch.input_ids.shape[1]
         for recomputes in (False, True):
             measured_bytes = computed_bytes(spec.config, recomputes=recomputes, batch=batch, parallel=parallel)
-            measurements[f"{way} {recomputes}"] = {
+            measurements[f"{parallel_type} {recomputes}"] = {
                 "kept": measured_bytes.kept,
                 "peak": measured_bytes.peak,
                 "saved": saved_bytes(spec.config, batch, parallel),

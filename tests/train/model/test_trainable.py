@@ -34,9 +34,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_adapter_that_fits_is_loaded_completely(saved: Path) -> None:
     attached, taking = attach_adapter(reduced_model("qwen3"), str(saved)), adapted()
     load_adapter_weights(taking, str(saved))
-    theirs, ours = (get_peft_model_state_dict(model, save_embedding_layers=False) for model in (attached, taking))
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
+    peft_state, own_state = (
+        get_peft_model_state_dict(model, save_embedding_layers=False) for model in (attached, taking)
+    )
+    assert peft_state.keys() == own_state.keys()
+    assert all(torch.equal(weight, own_state[name]) for name, weight in peft_state.items())
 
 
 @pytest.mark.parametrize(

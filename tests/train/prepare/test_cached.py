@@ -94,8 +94,8 @@ def test_a_val_split_is_evaluated_when_checkpoints_are_saved(tiny: TinyWorld, tm
     assert decided(**split, save_strategy="best") == ("steps", 7, True, True)
     assert decided(**split, save_strategy="epoch", eval_steps=3) == ("epoch", 3, True, True)
     assert decided(**split, eval_strategy="steps", eval_steps=3) == ("steps", 3, True, False)
-    for nothing in ({"eval_strategy": "no"}, {"save_strategy": "no"}):
-        assert decided(**split, **nothing)[2:] == (False, False)
+    for disabling_options in ({"eval_strategy": "no"}, {"save_strategy": "no"}):
+        assert decided(**split, **disabling_options)[2:] == (False, False)
     assert decided()[2:] == (False, False)
     both = {"cached_dataset": (str(tmp_path / "with"), tiny.cache)}
     (note,) = Run.of(tiny.config(tmp_path, **both), World()).notes

@@ -48,14 +48,14 @@ def linked(full_run: Path, target: Path) -> Path:
     return target
 
 
-def damage(file: Path, way: str, at: int) -> None:
+def damage(file: Path, damage_kind: str, at: int) -> None:
     """Truncate, delete, or change bytes, leaving other links to the file alone."""
     data = file.read_bytes()
     file.unlink()
     at %= len(data)
-    if way == "truncate":
+    if damage_kind == "truncate":
         file.write_bytes(data[:at])
-    elif way == "garbage":
+    elif damage_kind == "garbage":
         file.write_bytes(data[:at] + bytes(byte ^ 0x5A for byte in data[at : at + 16]) + data[at + 16 :])
 
 
@@ -69,8 +69,8 @@ def test_the_newest_intact_checkpoint_is_found_and_damaged_ones_are_named(
     checkpoint = output_dir / f"checkpoint-{step}"
     read = [*checksums_of(str(checkpoint)), STATE_NAME]
     name = data.draw(st.sampled_from(sorted(path.name for path in checkpoint.iterdir())))
-    way = data.draw(st.sampled_from(["truncate", "delete", "garbage"]))
-    damage(checkpoint / name, way, data.draw(st.integers(0, 2**20)))
+    damage_kind = data.draw(st.sampled_from(["truncate", "delete", "garbage"]))
+    damage(checkpoint / name, damage_kind, data.draw(st.integers(0, 2**20)))
     newest, messages = find_checkpoint("true", str(output_dir))
     if name not in read or (step < 3 and name != STATE_NAME):
         assert newest == str(output_dir / "checkpoint-3")
@@ -116,10 +116,10 @@ def test_checkpoints_of_older_versions_have_no_checksums(full_run: Path, tiny: T
         (Path(checkpoint) / STATE_NAME).write_text(json.dumps(remaining_state))
     assert find_checkpoint("true", str(output_dir))[0] == str(output_dir / "checkpoint-3")
     config = tiny.config(output_dir, **GIVEN, resume_from_checkpoint="true")
-    for name, what in (("model.safetensors", "the weights"), ("optimizer.pt", "the optimizer's states")):
+    for name, content in (("model.safetensors", "the weights"), ("optimizer.pt", "the optimizer's states")):
         kept_bytes = (output_dir / "checkpoint-3" / name).read_bytes()
         damage(output_dir / "checkpoint-3" / name, "truncate", 1000)
-        with pytest.raises(MismatchError, match=f"{what}.* of .*checkpoint-3 cannot be read"):
+        with pytest.raises(MismatchError, match=f"{content}.* of .*checkpoint-3 cannot be read"):
             train(config, SilentProgress())
         (output_dir / "checkpoint-3" / name).write_bytes(kept_bytes)
     train(config, SilentProgress())

@@ -84,7 +84,10 @@ def test_recomputation_adds_time_and_sequence_parallelism_saves_it(tiny: TinyWor
 def test_gathering_weights_bounds_the_time_of_a_micro_batch(tiny: TinyWorld) -> None:
     links = dataclasses.replace(TIME.hardware, intra_node_gb_per_s=10)
     slow = dataclasses.replace(TIME, hardware=links)
-    each = {way: slow.collectives(run_config(fsdp=(way,)))[0] for way in ("full_shard", "shard_grad_op")}
+    each = {
+        fsdp_option: slow.collectives(run_config(fsdp=(fsdp_option,)))[0]
+        for fsdp_option in ("full_shard", "shard_grad_op")
+    }
     gathered, reduced = (num_bytes * 3 / 4 / 8e9 for num_bytes in (TIME.weight_bytes, TIME.gradient_bytes))
     assert list(each.values()) == pytest.approx([2 * gathered + reduced, gathered + reduced])
     plan, _, _ = planned(tiny, run_config())

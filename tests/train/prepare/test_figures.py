@@ -48,16 +48,18 @@ def test_a_rank_encodes_whole_images(size: int, settings: dict[str, Any], tiny: 
     run = Run.of(config, World(0, size, size))
     (peak_batch,) = run.peak_memory_batches()
     spec = InputSpec.load(run.source.files.directory, run.source.media_limits, config)
-    most = largest = num_held = 0
+    max_media_tokens = largest = num_held = 0
     for samples, places in samples_of_micro_batches(run):
         for rank in range(size):
-            own = with_rank_media(samples, places, spec, SequenceSplit(size, 1, rank))
-            most = max(most, sum(sample.num_media_tokens for sample in own if sample.images))
+            rank_samples = with_rank_media(samples, places, spec, SequenceSplit(size, 1, rank))
+            max_media_tokens = max(
+                max_media_tokens, sum(sample.num_media_tokens for sample in rank_samples if sample.images)
+            )
         pictures = [image.num_tokens for sample in samples for image in sample.images]
         largest, num_held = max([largest, *pictures]), max(num_held, sum(pictures))
     assert peak_batch.num_local_vision_tokens is not None
-    assert max(largest, num_held // size) <= most
-    assert most <= peak_batch.num_local_vision_tokens <= 1.15 * most
+    assert max(largest, num_held // size) <= max_media_tokens
+    assert max_media_tokens <= peak_batch.num_local_vision_tokens <= 1.15 * max_media_tokens
     assert peak_batch.computed == (128 if "schedule" in settings else 256 * config.per_device_train_batch_size // size)
     assert peak_batch.vision == min(num_held, peak_batch.computed - 1)
     if not settings:

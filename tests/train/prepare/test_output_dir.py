@@ -205,11 +205,11 @@ def test_messages_after_ctrl_c_are_correct(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("packtool.train.run.train", interrupted)
-    nothing: Any = None
+    no_progress: Any = None
     messages = []
     for folder in (tmp_path / "none", tmp_path):
         with pytest.raises(typer.Exit):
-            _train(tiny.config(folder), nothing, World())
+            _train(tiny.config(folder), no_progress, World())
         messages.append("".join(capsys.readouterr()).replace("\n", " "))
     assert "--resume" not in messages[0]
     assert f"to resume from {tmp_path}/checkpoint-1, repeat the command" in messages[1]

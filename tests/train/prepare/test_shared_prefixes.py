@@ -60,8 +60,8 @@ def test_auto_shares_if_it_saves_enough(alike_world: TinyWorld, tiny: TinyWorld,
     assert run.timeline.first.summary.longest == unshared.timeline.first.summary.longest
     assert run.timeline.num_steps < unshared.timeline.num_steps
     (line,) = [line for line in run.source.lines(run.config) if line.startswith("shared prefixes: computed once")]
-    saved, of = re.search(r"saves ([\d,]+) of ([\d,]+) tokens", line).groups()  # type: ignore[union-attr]
-    assert int(of.replace(",", "")) == unshared.timeline.first.summary.num_tokens
+    saved, num_unshared = re.search(r"saves ([\d,]+) of ([\d,]+) tokens", line).groups()  # type: ignore[union-attr]
+    assert int(num_unshared.replace(",", "")) == unshared.timeline.first.summary.num_tokens
     saved_tokens = unshared.timeline.first.summary.num_tokens - run.timeline.first.summary.num_tokens
     assert int(saved.replace(",", "")) == saved_tokens
     assert "80% of the towers' work" in line
@@ -137,8 +137,8 @@ def test_costs_of_a_tree_equal_the_flops_counted_by_torch(alike_world: TinyWorld
     run = prepared(world, tmp_path, gradient_checkpointing=False, packing_length=1024)
     assert run.source.inputs.shared is not None
     assert run.source.figures.flops is not None
-    mine = run.source.inputs.shared.trees.samples
-    samples = [run.source.reader.sample(int(position)) for position in mine]
+    shared_positions = run.source.inputs.shared.trees.samples
+    samples = [run.source.reader.sample(int(position)) for position in shared_positions]
     spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
     loaded = load_model(world.model, spec.config, dtype=torch.float32, packing=True, attn_impl="sdpa")
     model: Any = make_trainable(loaded, run.config)
@@ -148,17 +148,19 @@ def test_costs_of_a_tree_equal_the_flops_counted_by_torch(alike_world: TinyWorld
         target_losses(model, batch, label_logits_only=True).weighted_sum().backward()
     # torch counts all keys for every query; what is causal sees no more than half of its own document.
     cost = RunCosts.of(run.config, run.source.files.config).model
-    own, keys = np.array(batch.lengths), np.array(batch.key_lengths)
-    unseen = cost.per_square * float((2 * own * keys - (keys**2 - (keys - own) ** 2)).sum())
-    assert run.source.figures.flops[mine].sum() == pytest.approx(counter.get_total_flops() - unseen, rel=0.02)
+    token_counts, keys = np.array(batch.lengths), np.array(batch.key_lengths)
+    unseen = cost.per_square * float((2 * token_counts * keys - (keys**2 - (keys - token_counts) ** 2)).sum())
+    assert run.source.figures.flops[shared_positions].sum() == pytest.approx(
+        counter.get_total_flops() - unseen, rel=0.02
+    )
     # Answers of the longest row are targets of the prefix that it shares, and logits are made of them once.
     targets, logits = (
-        run.source.reader.index.target_tokens[mine],
-        run.source.inputs.shared.logits(run.source.reader.index.target_tokens)[mine],
+        run.source.reader.index.target_tokens[shared_positions],
+        run.source.inputs.shared.logits(run.source.reader.index.target_tokens)[shared_positions],
     )
     assert logits.sum() == len(batch.target_positions) < targets.sum()
     # Prefixes do not tell of targets that were chosen among turns: as many as there is room for.
-    num_logits = run.source.inputs.shared.logits(run.source.reader.index.length)[mine]
+    num_logits = run.source.inputs.shared.logits(run.source.reader.index.length)[shared_positions]
     assert num_logits.tolist() == run.source.inputs.shared.trees.new_tokens(run.source.reader.index.length).tolist()
 
 
@@ -289,8 +291,8 @@ def test_a_saved_plan_decides_whether_prefixes_are_shared(alike_world: TinyWorld
 def test_trees_split_over_packs_are_placed_and_reported(alike_world: TinyWorld, tmp_path: Path) -> None:
     """In one step where they fit, apart with --max-rows-per-tree, and as they come with --shuffle false."""
     path = str(tmp_path / "plan.arrow")
-    ways: list[tuple[dict[str, Any], str]] = [({}, "together"), ({"max_rows_per_tree": 2}, "apart")]
-    for options, expected_parts in [*ways, ({"shuffle": False}, "")]:
+    variants: list[tuple[dict[str, Any], str]] = [({}, "together"), ({"max_rows_per_tree": 2}, "apart")]
+    for options, expected_parts in [*variants, ({"shuffle": False}, "")]:
         plan_options = {"packing_length": 150, "gradient_accumulation_steps": 4, **options}
         schedule = preview(PlanConfig(cached_dataset=(alike_world.cache,), save=path, **plan_options))
         figures = schedule.figures()["shared_prefixes"]

@@ -52,14 +52,14 @@ def make_timeline(
 
 def load(timeline: Timeline, start: int, world: World | None = None) -> list[tuple[int, list[list[list[int]]]]]:
     """(target tokens, documents of each micro-batch) of every step."""
-    nothing: Any = None
+    no_state: Any = None
     before: Any = SimpleNamespace(step=start)
     world = world or World()
     figures = SampleFigures(np.zeros_like(TARGETS), TARGETS, None)
     source = CachedSource(inputs=timeline.inputs, timeline=timeline, world=world, start=start, figures=figures)
     resume_point = ResumePoint(before=before)
     run = Run(
-        config=CONFIG, world=world, source=source, state=nothing, resume_point=resume_point, axes_by_size={1: Axes()}
+        config=CONFIG, world=world, source=source, state=no_state, resume_point=resume_point, axes_by_size={1: Axes()}
     )
     loader = StepLoader(run, reduced_spec("qwen3"))
     assert len(loader) == timeline.num_steps

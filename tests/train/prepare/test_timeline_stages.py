@@ -43,11 +43,13 @@ def reader(*sizes: int, seed: int = 0) -> Any:
     return SimpleNamespace(index=index, offsets=np.cumsum([0, *sizes]), directories=names, manifests=manifests)
 
 
-def inputs(of: Any, recipe: Recipe, **overrides: Any) -> Inputs:
+def inputs(cache_reader: Any, recipe: Recipe, **overrides: Any) -> Inputs:
     config = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **overrides)
     options = PlanOptions(max_length=LONG, packing_length=LONG, balance="none")
-    targets = np.maximum(of.index.length // 2, 1)
-    plain = Inputs(config=config, options=options, lengths=of.index.length, targets=targets, reader=of)
+    targets = np.maximum(cache_reader.index.length // 2, 1)
+    plain = Inputs(
+        config=config, options=options, lengths=cache_reader.index.length, targets=targets, reader=cache_reader
+    )
     return plain.with_mixture(recipe, LONG)
 
 
@@ -71,8 +73,8 @@ TWO = (
 
 
 def test_every_stage_has_its_shares_lengths_and_steps() -> None:
-    of = reader(9000, 6000, 6000)
-    timeline = Timeline.of(inputs(of, recipe(*TWO), max_steps=700), ((0, 1, 1, 4),))
+    cache_reader = reader(9000, 6000, 6000)
+    timeline = Timeline.of(inputs(cache_reader, recipe(*TWO), max_steps=700), ((0, 1, 1, 4),))
     assert timeline.num_steps == 700
     assert [(part.first, part.stop) for part in timeline.stages] == [(0, 420), (420, 700)]
     for part, shares in zip(timeline.stages, ([0.75, 0.25, 0], [0.25, 0.25, 0.5]), strict=True):
@@ -81,7 +83,7 @@ def test_every_stage_has_its_shares_lengths_and_steps() -> None:
             sample_ids = samples_of(timeline, first_step, first_step + 100)
             counts = counts_of_samples(sample_ids, part.mixture)[:, 0]
             assert counts / counts.sum() == pytest.approx(shares, rel=0.1)
-            assert of.index.length[sample_ids].max() <= room
+            assert cache_reader.index.length[sample_ids].max() <= room
     assert [timeline.plan_of(timeline.locate(step)[0]).packs.capacity for step in (0, 419, 420, 699)] == [
         SHORT, SHORT, LONG, LONG,
     ]  # fmt: skip
@@ -152,11 +154,11 @@ def mixture_of(stage: TrainedStage, epoch: int) -> np.ndarray[Any, Any]:
 def test_stages_begin_with_the_least_trained_samples(
     run: tuple[Any, Recipe, dict[str, Any]],
 ) -> None:
-    of, recipe, length = run
-    timeline = Timeline.of(inputs(of, recipe, **length), ((0, 2, 1, 1),))
-    resumed = Timeline.of(inputs(of, recipe, **length), ((0, 2, 1, 1),))
+    cache_reader, recipe, length = run
+    timeline = Timeline.of(inputs(cache_reader, recipe, **length), ((0, 2, 1, 1),))
+    resumed = Timeline.of(inputs(cache_reader, recipe, **length), ((0, 2, 1, 1),))
     assert timeline.num_steps == resumed.num_steps == length.get("max_steps", timeline.num_steps)
-    trained = np.zeros(len(of.index.length), np.int64)
+    trained = np.zeros(len(cache_reader.index.length), np.int64)
     step = 0
     for stage_index, part in enumerate(timeline.stages):
         assert (part.number, part.first) == (stage_index, step)
@@ -164,19 +166,20 @@ def test_stages_begin_with_the_least_trained_samples(
         epoch, done = timeline.locate(step)
         assert (epoch, done) == (part.epoch, 0)
         num_trained = mixture_of(part, epoch)
-        for own in part.mixture.candidates:
+        for source_candidates in part.mixture.candidates:
             # What comes more often than another sample of its source was trained no more often than that.
-            order = np.argsort(num_trained[own], kind="stable")
-            for less, more in pairwise(np.unique(num_trained[own])):
-                assert trained[own][num_trained[own] == more].max() <= trained[own][num_trained[own] == less].min(), (
-                    order
-                )
+            order = np.argsort(num_trained[source_candidates], kind="stable")
+            for less, more in pairwise(np.unique(num_trained[source_candidates])):
+                assert (
+                    trained[source_candidates][num_trained[source_candidates] == more].max()
+                    <= trained[source_candidates][num_trained[source_candidates] == less].min()
+                ), order
         assert np.array_equal(
             np.sort(samples_of(timeline, step, part.stop)), np.sort(samples_of(resumed, step, part.stop))
         )
         counts = np.bincount(samples_of(timeline, step, part.stop), minlength=len(trained))
         assert np.array_equal(counts, part.training_counts())
-        assert timeline.target_tokens_from(step) >= int((counts * np.maximum(of.index.length // 2, 1)).sum())
+        assert timeline.target_tokens_from(step) >= int((counts * np.maximum(cache_reader.index.length // 2, 1)).sum())
         trained += counts
         step = part.stop
     assert step == timeline.num_steps
@@ -190,12 +193,12 @@ def test_a_run_with_stages_resumes_at_any_step(
     run: tuple[Any, Recipe, dict[str, Any]], kills: list[tuple[int, int]], at_ends: bool
 ) -> None:
     """Killed after any step, or exactly where a stage ends, and resumed by any number of processes."""
-    of, recipe, length = run
-    run_inputs = inputs(of, recipe, **length)
-    lengths = of.index.length
+    cache_reader, recipe, length = run
+    run_inputs = inputs(cache_reader, recipe, **length)
+    lengths = cache_reader.index.length
     assignments: list[tuple[int, int, int, int]] = [(0, 2, 1, 1)]
     timeline = Timeline.of(run_inputs, assignments)
-    ledger, counted = begin_of(of), np.zeros(len(lengths), np.int64)
+    ledger, counted = begin_of(cache_reader), np.zeros(len(lengths), np.int64)
     for ahead, world_size in kills:
         stop = min(ledger.step + ahead, timeline.num_steps)
         if at_ends:
@@ -208,7 +211,7 @@ def test_a_run_with_stages_resumes_at_any_step(
             break
         if world_size != assignments[-1][1]:
             assignments.append((stop, world_size, 1, 1))
-        timeline = Timeline.of(inputs(of, recipe, **length), assignments)
+        timeline = Timeline.of(inputs(cache_reader, recipe, **length), assignments)
         if len(assignments) == 1:
             assert np.array_equal(samples_of(timeline, 0, stop), samples_of(before, 0, stop))
         epoch, _ = timeline.locate(stop)
@@ -231,11 +234,11 @@ def test_data_may_change_in_any_stage(
     run: tuple[Any, Recipe, dict[str, Any]], step: int, is_end: bool, world_size: int
 ) -> None:
     """A cache comes, or other weights: of what was trained in the epoch nothing comes again in it."""
-    of, recipe, length = run
-    run_inputs = inputs(of, recipe, **length)
+    cache_reader, recipe, length = run
+    run_inputs = inputs(cache_reader, recipe, **length)
     timeline = Timeline.of(run_inputs, ((0, 2, 1, 1),))
     step = min(timeline.stage(step).stop if is_end else step, timeline.num_steps - 1)
-    ledger = ledger_after(begin_of(of), timeline, step)
+    ledger = ledger_after(begin_of(cache_reader), timeline, step)
     more = replace(
         recipe,
         stages=tuple(
@@ -243,13 +246,13 @@ def test_data_may_change_in_any_stage(
             for stage in recipe.stages
         ),
     )
-    other = inputs(of, more, **length)
-    mine: BatchShape = (world_size, 1, 1)
-    epoch_counts, max_length, stage = other.epoch_to_resume(ledger, mine)
-    changed, _ = with_changed_data(ledger, of, epoch_counts, "", max_length, stage)
+    other = inputs(cache_reader, more, **length)
+    batch_shape: BatchShape = (world_size, 1, 1)
+    epoch_counts, max_length, stage = other.epoch_to_resume(ledger, batch_shape)
+    changed, _ = with_changed_data(ledger, cache_reader, epoch_counts, "", max_length, stage)
     change = changed.change
     assert change is not None
-    after = Timeline.of(other, ((step, *mine),), change)
+    after = Timeline.of(other, ((step, *batch_shape),), change)
     assert after.stage_of(step)[0] == ledger.stage[0] or after.stage(step).first == step
     epoch = after.locate(step)[0]
     if epoch == ledger.epoch:
@@ -260,12 +263,12 @@ def test_data_may_change_in_any_stage(
     # Written down, and read, it goes on as it was planned; and once more from a later step.
     remaining = samples_of(after, step, after.num_steps)
     later = ledger_after(changed, after, min(step + 3, after.num_steps))
-    resumed = Timeline.of(inputs(of, more, **length), ((step, *mine),), later.change)
+    resumed = Timeline.of(inputs(cache_reader, more, **length), ((step, *batch_shape),), later.change)
     assert np.array_equal(samples_of(resumed, step, resumed.num_steps), remaining)
     assert [part.stop for part in resumed.stages] == [part.stop for part in after.stages]
     if "max_steps" in length:
         assert after.num_steps == 20
 
 
-def begin_of(of: Any) -> Ledger:
-    return begin_ledger(of)
+def begin_of(cache_reader: Any) -> Ledger:
+    return begin_ledger(cache_reader)
