@@ -101,7 +101,7 @@ def _functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]
                 yield f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}", node
 
 
-def test_a_folder_imports_only_from_those_before_it() -> None:
+def test_folders_import_only_from_earlier_folders() -> None:
     violations = []
     for path in FILES:
         room = _room(path)
@@ -126,7 +126,7 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
     assert not violations
 
 
-def test_training_folder_imports_only_from_those_before_it() -> None:
+def test_training_folders_import_only_from_earlier_ones() -> None:
     violations = []
     for path in FILES:
         place = path.relative_to(PACKAGE).parts
@@ -258,7 +258,7 @@ def test_the_package_is_small() -> None:
     )
 
 
-def test_a_module_imports_few_others() -> None:
+def test_modules_import_few_others() -> None:
     """One that imports many does several things: move each to the module whose subject it is."""
     violations = []
     for path in FILES:
@@ -468,7 +468,7 @@ def test_warnings_of_this_code_are_errors(module: str) -> None:
 NAME_FAMILIES: set[str] = set()
 
 
-def test_a_family_of_models_is_named_in_its_own_file_only() -> None:
+def test_model_family_is_named_only_in_its_file() -> None:
     """Model types and classes of layers are told by the family's record, which all other rooms read."""
     folder = PACKAGE / "encode" / "families"
     imports_by_file: dict[Path, set[str]] = {}

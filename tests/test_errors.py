@@ -25,7 +25,7 @@ def test_docstring_draws_the_real_tree_with_the_real_codes() -> None:
 
 
 @pytest.mark.smoke
-def test_errors_cross_process_borders_whole() -> None:
+def test_pickled_errors_keep_all_fields() -> None:
     error = errors.RowError("rows.jsonl", 3, "media_missing", "a.png", "Put it back.")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is errors.RowError

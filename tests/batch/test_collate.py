@@ -101,7 +101,7 @@ def test_positions_have_four_rows_and_restart_at_every_sample(vision: InputSpec)
             assert (rows == rows[0]).all()
 
 
-def test_positions_of_a_picture_are_the_ones_in_the_docstring() -> None:
+def test_image_positions_match_the_docstring() -> None:
     spec = reduced_spec("qwen3_vl")
     sample = make_sample(2, ((32, 32),), seed=0, limits=spec.limits.image)
     ids = sample.input_ids[[0, 0, 1, 2, 3, 4, 5, 6, 7]]
@@ -143,7 +143,7 @@ def test_images_of_caches_with_different_limits_are_batched(vision: InputSpec) -
 
 
 @pytest.mark.parametrize("collate", [collate_packs, collate_padded])
-def test_a_batch_without_pictures_gets_a_filler_without_labels(collate: object, vision: InputSpec) -> None:
+def test_batch_without_images_gets_a_filler_without_labels(collate: object, vision: InputSpec) -> None:
     batch = collate([make_sample(5, seed=0)], vision)  # type: ignore[operator]
     assert batch.image_grid_thw.tolist() == [[1, 2, 2]]
     assert batch.pixel_values.shape == (4, vision.patch_dim)
@@ -161,7 +161,7 @@ def test_an_empty_batch_is_a_filler(collate: object, vision: InputSpec, text: In
         assert batch.num_samples == batch.num_target_tokens == 0
 
 
-def test_a_changed_picture_is_named(vision: InputSpec, tmp_path: Path) -> None:
+def test_changed_image_is_named(vision: InputSpec, tmp_path: Path) -> None:
     file = tmp_path / "photo.png"
     file.write_bytes(make_picture(200, 16, seed=0))
     sample = make_sample(4, ((40, 32),), seed=3, limits=vision.limits.image)
@@ -180,7 +180,7 @@ def test_changed_image_with_the_same_grid_is_named(vision: InputSpec, tmp_path: 
         collate_packs([dataclasses.replace(sample, images=(moved,))], vision)
 
 
-def test_a_missing_picture_is_named(vision: InputSpec, tmp_path: Path) -> None:
+def test_missing_image_is_named(vision: InputSpec, tmp_path: Path) -> None:
     sample = make_sample(4, ((40, 32),), seed=3, limits=vision.limits.image)
     missing_image = dataclasses.replace(sample.images[0], path=str(tmp_path / "gone.png"), data=None)
     with pytest.raises(DataError, match=r"gone\.png"):

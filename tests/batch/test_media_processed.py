@@ -367,7 +367,7 @@ def check_shared(settings: dict[str, tuple[Setting, Found]], folder: Path) -> No
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_each_part_is_frozen_by_its_own_option(world_of: Callable[[str], World], name: str) -> None:
+def test_each_model_part_has_a_freeze_option(world_of: Callable[[str], World], name: str) -> None:
     world, flags = world_of(name), {"vision tower": "freeze_vit", "aligner": "freeze_aligner"}
     flags["language model"] = "freeze_llm"
 
@@ -425,7 +425,7 @@ def test_boxes_have_the_format_of_the_family(world_of: Callable[[str], World], n
             Encoder(spec, ModelFiles.load(str(world.directory)))
 
 
-def test_a_picture_that_has_changed_is_named(world_of: Callable[[str], World]) -> None:
+def test_changed_image_is_named(world_of: Callable[[str], World]) -> None:
     world = world_of("internvl")
     (image,) = world.samples[0].images
     other = dataclasses.replace(image, data=PICTURES[2])

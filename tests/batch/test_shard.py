@@ -64,7 +64,7 @@ def test_filler_equalizes_shares(num_tokens: int, size: tuple[int, int]) -> None
 
 
 @given(documents, sizes, st.randoms(use_true_random=False))
-def test_features_arrive_where_their_tokens_are(
+def test_features_arrive_on_the_ranks_of_their_tokens(
     given_documents: list[tuple[int, bool]], size: tuple[int, int], random: object
 ) -> None:
     split = SequenceSplit(*size)

@@ -102,7 +102,7 @@ def test_the_template_is_identified_by_its_content(base: Path, template: Path, t
 @pytest.mark.parametrize(
     ("text", "message"), [(None, "No such file"), ("", "the file is empty"), ("{% if %}", "not valid Jinja")]
 )
-def test_files_that_are_no_templates_are_refused(base: Path, text: str | None, message: str, tmp_path: Path) -> None:
+def test_invalid_template_files_are_refused(base: Path, text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jinja"
     if text is not None:
         path.write_text(text)

@@ -174,7 +174,7 @@ def test_damaged_files_are_recreated(export_conversations: Export, tmp_path: Pat
     assert tree(tmp_path / "cache") == expected_files
 
 
-def test_a_missing_picture_drops_the_row(
+def test_missing_image_drops_the_row(
     export_conversations: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_away(monkeypatch, tmp_path / "2.png")

@@ -61,7 +61,7 @@ def _read(cache: Path, notes: Path, mode: Any = "once") -> None:
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_flipped_bit_is_found(cache: Path, tmp_path: Path, data: st.DataObject) -> None:
+def test_any_flipped_bit_is_detected(cache: Path, tmp_path: Path, data: st.DataObject) -> None:
     files = sorted((cache / "train").glob("*.arrow"))
     path = data.draw(st.sampled_from(files))
     bit = data.draw(st.integers(0, 8 * path.stat().st_size - 1))

@@ -47,7 +47,7 @@ def test_help_names_every_option(command: str, settings: type, capsys: pytest.Ca
             assert name in message
 
 
-def test_help_says_where_the_documentation_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     page = capsys.readouterr().out.split("Documentation:")[1].strip()
     assert Path(page).read_text().startswith("# packtool")

@@ -51,7 +51,7 @@ def test_headings_are_in_their_order(command: str) -> None:
         ("simulate", ["--cached-dataset", "--lengths", "--distribution", "--model"]),
     ],
 )
-def test_help_begins_with_common_options(command: str, first_options: list[str]) -> None:
+def test_help_starts_with_common_options(command: str, first_options: list[str]) -> None:
     options = next(iter(panels_of(command).values()))
     assert options[: len(first_options)] == first_options
     assert len(options) <= (20 if command == "train" else 14)
@@ -65,7 +65,7 @@ def test_common_options_are_declared(config: Any) -> None:
 
 
 @pytest.mark.parametrize(("command", "config"), [("export", ExportConfig), ("train", TrainConfig)])
-def test_the_page_of_common_options_lists_those_of_help(command: str, config: Any) -> None:
+def test_common_options_page_matches_the_help(command: str, config: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "common-options.md").read_text()
     table = page.split(f"## packtool {command}\n\n")[1].split("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines()]

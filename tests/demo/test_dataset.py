@@ -142,7 +142,7 @@ def test_answers_are_balanced(world: SyntheticDataset) -> None:
         assert max(answers.values()) < expected + 5 * expected**0.5, text
 
 
-def test_swapped_rows_differ_only_in_their_pictures(folder: Path, world: SyntheticDataset) -> None:
+def test_swapped_rows_differ_only_in_their_images(folder: Path, world: SyntheticDataset) -> None:
     held_out, swapped = rows_of(world.held_out), rows_of(world.swapped)
     assert [row["messages"] for row in held_out] == [row["messages"] for row in swapped]
     assert [len(row["images"]) for row in held_out] == [len(row["images"]) for row in swapped]

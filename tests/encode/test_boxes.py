@@ -235,7 +235,7 @@ def test_numbers_without_a_unit_are_unchanged(encoder_of: Encoders) -> None:
     assert 'as {"bbox_2d": [x1, y1, x2, y2]}: {"bbox_2d": [500, 500, 1000, 1000]}' in prompt_text
 
 
-def test_boxes_on_several_pictures(encoder_of: Encoders) -> None:
+def test_boxes_on_several_images(encoder_of: Encoders) -> None:
     pictures = picture(200, 100), picture(100, 400)
     boxes, ids = [[100, 100], [100, 100], [100, 100]], [0, 1, 0]
     boxes_row = row({"bbox": boxes, "image_id": ids}, "<bbox><bbox><bbox>", *pictures)

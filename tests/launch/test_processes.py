@@ -167,7 +167,7 @@ def test_the_exit_code_is_that_of_the_process_that_failed_first(tmp_path: Path) 
     assert "Traceback" not in (tmp_path / "output.txt").read_text()
 
 
-def test_a_rank_that_was_killed_is_named_and_ends_the_others(tmp_path: Path) -> None:
+def test_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
     """Without a word of its own, as the kernel does it when memory runs out; the other rank waits in a collective."""
     script = tmp_path / "dies.py"
     script.write_text(

@@ -134,7 +134,7 @@ def test_adapters_are_added_after_prepare_model(plan: packtool.Plan, tiny: TinyW
         packtool.prepare_model(adapted)
 
 
-def test_models_that_cannot_be_packed_are_refused() -> None:
+def test_unpackable_models_are_refused() -> None:
     config = transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=16)
     with pytest.raises(UnsupportedModelError):
         packtool.prepare_model(transformers.MambaForCausalLM(config))

@@ -174,7 +174,7 @@ def test_sounds_that_declare_their_length_are_not_decoded(
         assert abs(measure_audio(MediaRef(None, files[kind]), RATE) / RATE - 2) < 0.03
 
 
-def test_files_that_declare_no_length_or_have_tags_behind_them(files: dict[str, bytes]) -> None:
+def test_files_without_declared_length_or_with_trailing_tags(files: dict[str, bytes]) -> None:
     live = files["wav"][:4] + b"\xff" * 4 + files["wav"][8:]
     for data in (live, files["mp3"] + b"TAG" + b"x" * 125, files["m4a"] + b"TAG" + b"x" * 125, files["ogg"] + b"tag"):
         use_sound(data)

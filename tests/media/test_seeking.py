@@ -89,7 +89,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 @pytest.mark.smoke
 @settings(max_examples=80)
 @given(st.sampled_from([*VIDEOS, *ALL_DECODED]), st.sets(st.integers(0, NUM_FRAMES - 12), min_size=1, max_size=5))
-def test_frames_are_those_of_decoding_from_the_beginning(name: str, numbers: set[int]) -> None:
+def test_seeking_gives_the_frames_of_sequential_decoding(name: str, numbers: set[int]) -> None:
     data, indices = video(name), sorted(numbers)
     loaded = load_video(None, data, (), indices)
     assert np.array_equal(loaded, np.stack([decoded(data)[frame_index] for frame_index in indices]))

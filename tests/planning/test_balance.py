@@ -49,7 +49,7 @@ def test_swapping_never_makes_a_step_less_even_than_longest_first() -> None:
     assert np.median(imbalance(assigned)) < 1.02 < 1.2 < np.median(imbalance(cards))
 
 
-def test_a_window_makes_packs_that_run_together_alike() -> None:
+def test_window_balances_packs_of_a_step() -> None:
     costs = np.random.default_rng(0).lognormal(0, 0.5, 16 * 8)
     packs = np.arange(16 * 8).reshape(16, 8)
     grouped = group_alike(packs, costs, 8)

@@ -97,7 +97,7 @@ def test_one_large_image_costs_more_than_small_ones_of_as_many_tokens() -> None:
     assert float(cost.towers(np.array(5000), np.array(20_000**2)) / twenty) == pytest.approx(3.3, rel=0.01)
 
 
-def test_a_frozen_tower_goes_forward_only_and_adapters_leave_weights_without_gradients() -> None:
+def test_frozen_tower_has_no_backward_pass_and_adapters_no_weight_gradients() -> None:
     full, frozen = (CostModel.of_config(VISION, learning) for learning in (ALL_WEIGHTS, FROZEN_TOWERS))
     assert full.per_patch_square == 3.5 * frozen.per_patch_square
     assert full.per_vision_token == pytest.approx(3 * frozen.per_vision_token, rel=0.01)  # no gradients of pixels

@@ -131,7 +131,7 @@ def test_samples_are_drawn_equally_often_and_differ_by_epoch() -> None:
     assert repeated.fingerprint != mixture.fingerprint
 
 
-def test_loss_scales_are_part_of_the_fingerprint_where_there_are_some() -> None:
+def test_loss_scales_are_part_of_the_fingerprint() -> None:
     half, double = sources_of("50%", "2x")
     plain = mixture_of([30, 20], [half, double])
     assert plain.fingerprint == "e28382bec2c17ec243e32bdfddb50205a1f48bdcb7e5e96a13b98538292d4360"  # as it always was

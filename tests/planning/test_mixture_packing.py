@@ -124,7 +124,7 @@ def packed_one_by_one(mixture: Mixture) -> PackPlan:
     return select_packs(packs, order_mixture_packs(packs, source_of, amounts, seed=0, epoch=0))
 
 
-def test_short_samples_fill_no_packs_of_their_own() -> None:
+def test_short_samples_are_spread_over_packs() -> None:
     mixture = few_short_ones()
     even, plain = plan_mixture(mixture, options(), seed=0).packs, packed_one_by_one(mixture)
     for packs_per_step in (1, 2, 4):
@@ -197,7 +197,7 @@ def test_samples_fit_their_slots() -> None:
         assert packs.tokens_per_pack().max() <= _CAPACITY
 
 
-def test_slots_are_not_joined_where_that_costs_many_packs() -> None:
+def test_slots_are_not_joined_if_that_needs_many_packs() -> None:
     """Two samples fill a pack, and none of them has room for a short one beside it."""
     mixture = mixed([np.full(40, 30), np.full(1000, _CAPACITY // 2)])
     packs, slot_samples = pack_mixture(mixture.slots, options(), seed=0, epoch=0)

@@ -305,7 +305,7 @@ def test_type_of_the_lengths_does_not_matter(dtype: npt.DTypeLike) -> None:
 
 
 @pytest.mark.parametrize("packer", PACKERS)
-def test_errors_say_how_many_and_what_to_do(packer: Packer) -> None:
+def test_errors_state_count_and_remedy(packer: Packer) -> None:
     with pytest.raises(
         DataError, match=r"2 of 4 samples are longer than a pack of 10 tokens; the longest has 12"
     ) as over:

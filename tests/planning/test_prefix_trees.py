@@ -272,7 +272,7 @@ def _alike(one: list[int], other: list[int]) -> int:
     capacity=st.integers(9, 40),
     max_samples=st.integers(1, 5),
 )
-def test_neighbors_share_their_whole_common_prefix(
+def test_neighbors_share_their_longest_common_prefix(
     rows: Rows, min_shared: int, capacity: int, max_samples: int
 ) -> None:
     trees, lengths = planned(rows, min_shared=min_shared, capacity=capacity, max_samples=max_samples)

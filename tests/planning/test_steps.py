@@ -44,7 +44,9 @@ def flat(step: list[list[list[int]]]) -> list[int]:
 )
 @example(num_packs=1, world_size=8, accumulation=4, batch=3)
 @example(num_packs=9, world_size=8, accumulation=4, batch=1)
-def test_every_pack_once_and_ranks_alike(num_packs: int, world_size: int, accumulation: int, batch: int) -> None:
+def test_every_pack_is_assigned_once_and_ranks_are_balanced(
+    num_packs: int, world_size: int, accumulation: int, batch: int
+) -> None:
     plan = singletons(num_packs)
     targets = np.arange(num_packs, dtype=np.int32)
     steps = plan_steps(

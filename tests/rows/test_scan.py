@@ -124,7 +124,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path, kind: str) -> None:
         scan(SourceSpec(str(path)))
 
 
-def test_following_a_file_detects_its_form_behind_broken_rows(tmp_path: Path) -> None:
+def test_form_is_detected_after_broken_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("broken\n" * 64 * 5 + '{"title": "a", "body": "b", "answer": "c"}\n')
     spec = SourceSpec(str(path), columns=(("query", "title"), ("response", "body")))

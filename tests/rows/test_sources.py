@@ -289,7 +289,7 @@ def test_invalid_named_datasets_are_refused(tmp_path: Path, entry: Any, message:
         specs_of("s", dataset_info=info_file(tmp_path, s=entry))
 
 
-def test_the_directory_of_a_dataset_info_stands_for_the_file(tmp_path: Path) -> None:
+def test_dataset_info_may_be_given_as_its_directory(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n")
     info_file(tmp_path, texts={"file_name": "a.txt"})
     (spec,) = specs_of("texts", dataset_info=str(tmp_path))

@@ -62,7 +62,7 @@ def test_one_rank_and_one_sequence() -> None:
     assert timing.memory[0] == SIZES.state_bytes(1) + 1000 * SIZES.token_bytes(recompute=False)
 
 
-def test_sliding_layers_cost_what_samples_have_in_windows() -> None:
+def test_sliding_layers_cost_the_tokens_in_their_windows() -> None:
     """A short sample is not charged for a window that it does not fill; ranks that share one share its windows."""
     cost = replace(SIZES.cost, window=4096, per_window=SIZES.cost.per_square)
     slides = replace(machine(1), sizes=replace(SIZES, cost=cost))

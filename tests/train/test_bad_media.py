@@ -53,7 +53,7 @@ def test_run_stops_and_names_the_bad_file(broken: tuple[TinyWorld, TinyWorld], p
         train(broken[0].config(tmp_path, packing=packing), SilentProgress())
 
 
-def test_a_picture_replaced_in_a_bucket(tiny: TinyWorld, bucket: str, tmp_path: Path) -> None:
+def test_image_replaced_in_a_bucket_is_detected(tiny: TinyWorld, bucket: str, tmp_path: Path) -> None:
     """By one of another size, which is resized to the same grid."""
     make_tiny_rows(tmp_path / "rows")
     for file in (tmp_path / "rows").rglob("*.*"):

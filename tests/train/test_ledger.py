@@ -88,7 +88,7 @@ class World:
             process.join()
             assert process.exitcode == -signal.SIGKILL
 
-    def seen(self, folder: str = ".") -> dict[int, list[Identity]]:
+    def rows_by_step(self, folder: str = ".") -> dict[int, list[Identity]]:
         """Of each step, the rows that the batches of its last run had, of which a process wrote into a folder."""
         rows_by_step: dict[int, list[Identity]] = {}
         for line in (self.root / folder / "batches").read_text().splitlines():
@@ -136,7 +136,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def test_ledger_equals_the_trained_batches(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    rows_by_step = world.seen()
+    rows_by_step = world.rows_by_step()
     assert set(rows_by_step) == {1, 2, 3}
     with pytest.raises(MismatchError, match="--data-change allow: the rest of the epoch is planned again") as refused:
         train(world.config("c a", resume_from_checkpoint="true"), SilentProgress())
@@ -159,7 +159,7 @@ def test_ledger_equals_the_trained_batches(world: World, capsys: pytest.CaptureF
         assert process.exitcode == 0
     batches = world.root / "batches"
     batches.write_text(batches.read_text().replace(f"{world.root}/a ", f"{world.root}/first-a "))
-    steps = world.seen()
+    steps = world.rows_by_step()
     checkpoint = finished_checkpoints(str(world.root / "out"))[-1]
     ledger = read_ledger(checkpoint)
     assert ledger is not None
@@ -189,11 +189,11 @@ def test_two_killed_processes_resume_with_other_sources(world: World) -> None:
         wait_for(lambda: processes[0].exitcode is not None)
         assert processes[0].exitcode == -signal.SIGKILL
     (checkpoint,) = finished_checkpoints(str(out))
-    trained = Counter(row for rank in (0, 1) for step in (1, 2) for row in world.seen(f"rank-{rank}")[step])
+    trained = Counter(row for rank in (0, 1) for step in (1, 2) for row in world.rows_by_step(f"rank-{rank}")[step])
     assert {name for name, _ in trained} == set("abc")
     resumed = world.config("d a b", out, **settings, resume_from_checkpoint=checkpoint)
     run_ranks(2, logged_rank, world.root, resumed, SilentProgress(), scratch=world.root)
-    ranks = [world.seen(f"rank-{rank}") for rank in (0, 1)]
+    ranks = [world.rows_by_step(f"rank-{rank}") for rank in (0, 1)]
     ledger = read_ledger(finished_checkpoints(str(out))[-1])
     assert ledger is not None
     assert set(ranks[0]) == set(ranks[1]) == set(range(1, ledger.step + 1))

@@ -149,7 +149,7 @@ def test_saved_weights_equal_the_trained_ones(
 
 
 @pytest.mark.parametrize("begin", ["pissa", "olora", "true", "gaussian"])
-def test_adapters_begin_without_effect(tiny: TinyWorld, tmp_path: Path, begin: str) -> None:
+def test_new_adapters_do_not_change_the_output(tiny: TinyWorld, tmp_path: Path, begin: str) -> None:
     """Those that take part of the weights over leave the sum of both as it was, also when they are loaded."""
     config = tiny.config(tmp_path, init_weights=begin, **LORA)
     base: Any = load_model(tiny.model, reduced_config_of(tiny), dtype=torch.float32, packing=False)

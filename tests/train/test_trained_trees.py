@@ -235,7 +235,7 @@ def test_a_saved_plan_trains_as_planned(alike_world: TinyWorld, tmp_path: Path) 
     assert read_metrics(tmp_path / "saved") == read_metrics(tmp_path / "direct")
 
 
-def test_a_missing_picture_leaves_out_all_its_samples(tiny: TinyWorld, tmp_path: Path) -> None:
+def test_missing_image_drops_all_its_samples(tiny: TinyWorld, tmp_path: Path) -> None:
     """Five samples of one tree, each counted; the step is that of a cache without them."""
     worlds = {}
     for name, rows in {

@@ -144,7 +144,7 @@ def test_heads_of_gated_delta_nets() -> None:
             refuse_unshareable(config, 6)
 
 
-def test_weights_of_attention_cannot_be_dropped_in_training() -> None:
+def test_attention_dropout_is_refused_in_training() -> None:
     refuse_unshareable({"attention_dropout": 0.1})
     refuse_unshareable({"attention_dropout": 0.0}, trained=True)
     with pytest.raises(UnsupportedModelError, match=r"drops 0\.1 of its attention weights"):

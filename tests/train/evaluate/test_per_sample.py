@@ -154,7 +154,7 @@ def test_scores_equal_those_of_each_sample_alone(
     assert error <= 1e-5
 
 
-def test_a_model_that_cannot_be_packed_is_evaluated_one_by_one(
+def test_unpackable_model_is_evaluated_one_by_one(
     case: Case, reference: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "can_be_packed", lambda config: False)

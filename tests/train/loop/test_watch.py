@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_nan_and_infinity_are_found_in_losses_and_norm(bad: float) -> None:
+def test_nan_and_infinity_are_detected_in_losses_and_norm(bad: float) -> None:
     good = torch.tensor(1.0, dtype=torch.bfloat16)
     assert has_bad_number([good, good], 1.0, CPU) == 0
     assert has_bad_number([good], torch.tensor([1.0]), CPU) == 0

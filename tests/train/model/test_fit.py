@@ -190,7 +190,7 @@ def test_conflicting_options_of_fit_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_model_that_cannot_be_traced_is_refused(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untraceable_model_is_refused(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     def asks_for_numbers(*_: Any) -> int:
         raise RuntimeError("a number is needed on the host")
 

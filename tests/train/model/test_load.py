@@ -39,7 +39,7 @@ def trained_parts(name: str, **settings: Any) -> set[str]:
 @pytest.mark.smoke
 @pytest.mark.parametrize("train_type", ["full", "lora"])
 @pytest.mark.parametrize("name", VISION_MODELS)
-def test_each_part_is_frozen_by_its_own_option(name: str, train_type: str) -> None:
+def test_each_model_part_has_a_freeze_option(name: str, train_type: str) -> None:
     flags = {"vision tower": "freeze_vit", "aligner": "freeze_aligner", "language model": "freeze_llm"}
     for part, flag in flags.items():
         others = dict.fromkeys(flags.values(), False)
@@ -112,7 +112,7 @@ def test_loading_routes_the_attention_of_packed_runs(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("num_bytes_left", [0, 100, None])
-def test_weights_that_cannot_be_read_are_named(num_bytes_left: int | None, tmp_path: Path) -> None:
+def test_unreadable_weights_are_named(num_bytes_left: int | None, tmp_path: Path) -> None:
     """A pointer of git lfs, a download that was cut off, nothing."""
     reduced_model("qwen3").save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
@@ -157,7 +157,7 @@ def test_parameters_are_counted() -> None:
     assert count_parameters(model) == (6, 8)
 
 
-def test_freeze_ratio_freezes_whole_parameters() -> None:
+def test_freeze_ratio_freezes_complete_parameters() -> None:
     """ZeRO-3 leaves empty tensors, which say elsewhere how many numbers they stand for."""
     model, sharded = reduced_model("qwen3"), reduced_model("qwen3")
     for parameter in sharded.parameters():

@@ -177,7 +177,7 @@ def test_nan_check_does_not_wait(has_norm: bool, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_nan_is_found_on_a_gpu() -> None:
+def test_nan_is_detected_on_a_gpu() -> None:
     one = torch.ones((), device="cuda")
     bad = one * float("nan")
     torch.cuda.synchronize()

@@ -127,7 +127,7 @@ def test_checkpoints_of_older_versions_have_no_checksums(full_run: Path, tiny: T
 
 
 @pytest.mark.parametrize("train_type", ["full", "lora"])
-def test_checkpoints_with_weights_only_cannot_be_resumed(train_type: str, tiny: TinyWorld, tmp_path: Path) -> None:
+def test_weights_only_checkpoints_cannot_be_resumed(train_type: str, tiny: TinyWorld, tmp_path: Path) -> None:
     run_options: dict[str, Any] = GIVEN | {
         "train_type": train_type,
         "training": {"save_only_model": True},

@@ -43,7 +43,7 @@ def samples_of_micro_batches(run: Run) -> list[tuple[list[Any], list[int]]]:
     ids=["packs", "two packs", "skrull"],
 )
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_encodes_whole_images(size: int, settings: dict[str, Any], tiny: TinyWorld) -> None:
+def test_ranks_encode_complete_images(size: int, settings: dict[str, Any], tiny: TinyWorld) -> None:
     config = tiny.config("unused", sequence_parallel_size=size, **settings)
     run = Run.of(config, World(0, size, size))
     (peak_batch,) = run.peak_memory_batches()

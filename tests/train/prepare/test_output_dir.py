@@ -39,7 +39,7 @@ def test_unusable_output_directories_are_refused_before_planning(
         train(tiny.config(output_dir, dry_run=is_dry), SilentProgress())
 
 
-def test_a_directory_that_cannot_be_created_is_an_error(tiny: TinyWorld) -> None:
+def test_uncreatable_directory_is_an_error(tiny: TinyWorld) -> None:
     """Root may write anywhere, until it tries."""
     with pytest.raises(StorageError, match="--output-dir /proc/no-such/a cannot be created"):
         train(tiny.config("/proc/no-such/a"), SilentProgress())

@@ -169,7 +169,7 @@ def test_every_pack_is_trained_once_on_any_number_of_processes(step: int, world_
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("step", [0, 1, 3, 5])
-def test_skrull_is_assigned_again_in_whole_packs(step: int, packing: bool) -> None:
+def test_skrull_is_reassigned_in_complete_packs(step: int, packing: bool) -> None:
     """Every sample once, in steps as large as without Skrull, whatever the processes and when they change again."""
 
     options = PlanOptions(

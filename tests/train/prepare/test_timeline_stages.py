@@ -151,7 +151,7 @@ def mixture_of(stage: TrainedStage, epoch: int) -> np.ndarray[Any, Any]:
 
 @settings(max_examples=12)
 @given(runs())
-def test_stages_begin_with_the_least_trained_samples(
+def test_stages_start_with_the_least_trained_samples(
     run: tuple[Any, Recipe, dict[str, Any]],
 ) -> None:
     cache_reader, recipe, length = run
