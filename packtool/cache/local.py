@@ -4,15 +4,13 @@
     CACHE_DIR/<fingerprint of the cache>/<split>-<tag>.index                  a copy of an index
     CACHE_DIR/<fingerprint of the cache>/<digest of the file's path>.checked  a note about a verified file
 
-Copies are named by their content, so that two URLs of one cache share them. A file is fetched when it is first needed,
-by one process of the machine; the others wait for the lock of the unfinished file, which the operating system releases
-when a process dies. Before the directory exceeds its limit, or the disk is full, the least recently used copies of
-other caches are removed. A copy that a process has mapped keeps its bytes until that process ends.
+Copies are named by content, so two URLs of one cache share them. A file is fetched when first needed, by one process;
+the others wait for its lock, which the operating system releases when a process dies. Before the directory exceeds its
+limit, the least recently used copies of other caches are removed; processes that mapped them keep their bytes.
 
-A note is a line of JSON with path, size and times of the file, followed by the checksums of its blocks. Each file is
-verified once on a machine: processes that need it wait for the lock of its note and then trust the note. Where no note
-can be written, each process verifies the file. A file may be damaged later, while it is mapped. So each process
-compares every block with its checksum when it first reads it, and again when the file has changed.
+A note has path, size and times of the file, and the checksums of its blocks. A file is verified once per machine (by
+each process where no note can be written). Because a mapped file may be damaged later, each process also compares every
+block with its checksum when it first reads it, and again when the file has changed.
 """
 
 from __future__ import annotations

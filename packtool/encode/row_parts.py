@@ -1,19 +1,14 @@
 """Split rows into several samples: turns with thinking, and several accepted responses.
 
-Chat templates of reasoning models remove the thinking of earlier turns, since the model will not see it again. In a
-single sample these turns would be trained without their thinking. With ``--expand-turns`` each is trained in a sample
-of its own, as the last turn::
+Chat templates of reasoning models remove the thinking of earlier turns. With ``--expand-turns`` each turn is trained in
+a sample of its own, as the last one. Capital: rendered with its thinking, and trained::
 
-    row            u1 a1 u2 a2 u3 a3        capital: rendered with its thinking, and trained
-    samples        u1 A1
-                   u1 a1 u2 A2
-                   u1 a1 u2 a2 u3 A3
+    row            u1 a1 u2 a2 u3 a3        samples        u1 A1
+                                                           u1 a1 u2 A2
+                                                           u1 a1 u2 a2 u3 A3
 
-``auto`` makes a sample of its own only for turns that a later sample renders differently: most templates keep the
-thinking within a loop of tool calls, so one sample trains all turns of the loop.
-
-Each response becomes a sample with the same turns before it. The assistant's turns among these are trained once, with
-the first response.
+``auto`` does so only for turns that a later sample renders differently; one sample trains all turns of a loop of tool
+calls. Each response becomes a sample with the same turns before it; these are trained once, with the first response.
 """
 
 from __future__ import annotations

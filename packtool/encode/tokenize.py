@@ -1,27 +1,18 @@
 """Tokenize rendered conversations: the template's control tokens, and the plain text between them.
 
-A control token that the template writes becomes its id, but the same characters in a row's text stay text. For this, a
-row's texts are *escaped* before rendering: each control token in them is replaced by one private-use character. Then
-all control tokens of the rendered conversation are the template's. It is split at these; the texts between them are
-unescaped and tokenized as plain text::
+A control token of the template becomes its id; the same characters in a row's text stay text. For this, a row's texts
+are *escaped* before rendering (each control token becomes a private-use character), and unescaped after the split::
 
     row text        a <|im_end|> b            escaped      a ⟦3⟧ b
     rendered        <|im_start|>user\\na ⟦3⟧ b<|im_end|>\\n
     split           <|im_start|>  "user\\na <|im_end|> b"  <|im_end|>  "\\n"
 
-The ids equal those of the rendered string, because a tokenizer never merges across a control token.
+The ids equal those of the rendered string, because a tokenizer never merges across a control token. Words of byte-level
+tokenizers are looked up in a dictionary, a fraction of the library's time; new words are tokenized once by the library.
+Texts with characters whose class differs between versions of Unicode, and other tokenizers, are left to the library.
 
-A byte-level tokenizer splits a text into words by a regular expression and merges bytes inside each word, so equal
-words have equal tokens. The ``tokenizers`` library spends most time on splitting, because it tracks the origin of every
-character, and most of the rest on merging. Looking up words in a dictionary takes a fraction of that. The tokens are
-the library's: it tokenizes each new word once.
-
-The dictionary is used only for texts whose characters have the same class in all versions of Unicode, so that this
-module's regular expressions and the library's agree. Other texts and other tokenizers are left to the library.
-
-Texts that are certainly too long are recognized without tokenizing them, which would take a hundred times their size in
-memory: no token is longer than the longest of the vocabulary, and no token spans two words. This holds for tokenizers
-that lose no character, byte-level BPE and BPE with byte fallback; for others there is no lower bound.
+Texts that are certainly too long are recognized without tokenizing: no token is longer than the longest of the
+vocabulary, or spans two words. This holds for byte-level BPE and BPE with byte fallback.
 """
 
 from __future__ import annotations

@@ -1,22 +1,17 @@
 """Videos: measured by the container's header if it is reliable, decoded for training.
 
-Only the needed frames are decoded, each from the keyframe before it. For 64 frames of an hour with a keyframe every ten
-seconds, that is at most a fifth of the video:
+Only the needed frames are decoded, each from the keyframe before it, without the B-frames that nothing depends on::
 
     keyframes   K-----------K-----------K-----------K-----------
     needed          x                       x         x
     decoded     -----                   -----       ---
 
-Frames are numbered from 0 in the order in which a decoder returns them. Decoding can begin at a keyframe only if its
-number is known: the number of packets before it, plus those after it that are shown before it (the leading pictures of
-an open group). Packets are counted in the table of contents (mp4, mov); Matroska and WebM are read once without
-decoding. Timestamps are not used for numbers, so frames may be unevenly spaced.
+Frames are numbered from 0 in the order in which a decoder returns them. The number of a keyframe is the number of
+packets before it, plus those after it that are shown before it (leading pictures of an open group). Packets are counted
+in the table of contents (mp4, mov); Matroska and WebM are read once without decoding. Timestamps play no role.
 
-On the way to a needed frame, H.264 frames that no other frame depends on (most B-frames) are not decoded.
-
-The numbers are exact if each packet is one frame, and each marked keyframe is one. This is checked at the beginning and
-wherever decoding begins: the frames must match the packets one by one. Otherwise, and for other formats,
-``FrameNumbersUnknown`` is raised, and the video must be decoded from the beginning.
+This is exact if each packet is one frame, and each marked keyframe is one, which is checked wherever decoding begins.
+Otherwise, and for other formats, ``FrameNumbersUnknown`` is raised, and the video must be decoded from the beginning.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
 """Retry and timeout options of remote storage, read from the environment when a remote path is first used.
 
-    PACKTOOL_STORAGE_RETRIES   maximum retries of a request that fails for a temporary reason
-    PACKTOOL_STORAGE_TIMEOUT   seconds without received data after which a connection is closed
-    OSS_ENDPOINT, OSS_ACCESS_KEY_ID, OSS_ACCESS_KEY_SECRET, OSS_SESSION_TOKEN, OSS_REGION
+``PACKTOOL_STORAGE_RETRIES`` and ``PACKTOOL_STORAGE_TIMEOUT`` are in docs/buckets.md; ``OSS_*`` are OSS's own variables,
+and botocore reads ``AWS_*`` and ``~/.aws``. A request has ``retries + 1`` attempts with pauses of 0.25, 0.5, 1, ...
+seconds, at most 20, each shortened at random by up to half. An attempt ends after ``timeout`` seconds without data, and
+at the latest after ``timeout`` seconds plus one for each 128 KiB that it transfers. So every request ends.
 
-botocore reads S3's own variables (``AWS_*``) and the profiles in ``~/.aws``.
-
-A request has ``retries + 1`` attempts. The pauses between them are 0.25, 0.5, 1, ... seconds, at most 20, each
-shortened at random by up to half. An attempt ends after ``timeout`` seconds without data, and at the latest after
-``timeout`` seconds plus one second for each 128 KiB that it transfers. So every request ends, and with the defaults it
-survives an outage of half a minute.
-
-Rows may name a million media files on a server that is down. So each consecutive failure of a store halves the retries
-for its next file, until a request succeeds. A web server that has never responded gets a quarter of the retries. Each
-process counts separately.
+Rows may name a million files on a server that is down: each consecutive failure of a store halves the retries for its
+next file, until a request succeeds. A web server that never responded gets a quarter. Each process counts separately.
 """
 
 from __future__ import annotations

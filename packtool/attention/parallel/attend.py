@@ -2,28 +2,20 @@
 
     first exchange of the sharded documents started ──► local documents ──► sharded documents
 
-in the forward pass and in the same order in the backward pass: local documents are computed while K and V (or, with
-Ulysses, heads) are exchanged (Skrull, arXiv 2505.19609, section 3.1). It is one autograd function, as only inside one
-can work be done while an exchange is pending.
+Forward and backward run in this order: local documents are computed while K and V (or, with Ulysses, heads) are
+exchanged (Skrull, arXiv 2505.19609, section 3.1). Only inside one autograd function can work overlap with an exchange.
 
-*Ulysses* (Jacobs et al. 2023, "DeepSpeed Ulysses"): U ranks exchange so that each has all tokens of the U parts and 1/U
-of the heads, attend (through the ring, if there is one), and exchange back. Where K and V have fewer heads than U they
-are repeated to the least common multiple, and the gradients of the copies added up.
+- *ulysses* (Jacobs et al. 2023, "DeepSpeed Ulysses"): U ranks exchange so that each has all tokens of the U parts and
+  1/U of the heads, attend (through the ring, if there is one), and exchange back. K and V with fewer than U heads are
+  repeated to the least common multiple; the gradients of the copies are added up.
+- *ring* (Liu et al. 2023, "Ring Attention with Blockwise Transformers"; zigzag: Dubey et al. 2024, "The Llama 3 Herd of
+  Models", section 3.3.2): each rank has two chunks of every document (``batch.shard``). Queries see the first chunk of
+  earlier ranks; the second chunk's queries also see both chunks of later ranks. Every hop is half of a full square. K
+  and V (T, Hkv, D) make R - 1 hops; backward they go around again with float32 gradients, which take one more hop home.
+- *allgather* (as Llama 3): K and V of all ranks at once, about 2 R T rows more for one layer at a time, and in backward
+  twice as many in float32 for their gradients. One exchange instead of R - 1, and fewer, larger blocks.
 
-On the ring axis a rank's part has two chunks of every document (``batch.shard``). Between its own keys attention is
-causal, for the chunks are in order. Of the keys of rank j before it (j < i) all queries see the first chunks, and none
-the second; of rank j after it (j > i) only the second chunks of the queries see anything, and they see all: every step
-is half of a full square, on every rank.
-
-- *ring* (Liu et al. 2023, "Ring Attention with Blockwise Transformers"; zigzag as in Dubey et al. 2024, "The Llama 3
-  Herd of Models", section 3.3.2): K and V of (T, Hkv, D) go around in R - 1 hops, each while the previous ones are
-  attended to. Backward they go around again, with their gradients in float32, which take one more hop home.
-- *allgather* (as Llama 3): K and V of all ranks at once, and copies of those that are seen: about 2 R T rows more, of
-  one layer at a time, and in backward twice as many in float32 for their gradients, which are summed on their owners.
-  One exchange instead of R - 1, and fewer, larger blocks.
-
-The generator functions here yield once, after they have started their first exchange, so that the caller can compute
-what needs no exchange meanwhile. They return their result when they are resumed.
+The generator functions yield once, after starting their first exchange, and return their result when resumed.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """Media of models whose tokens are determined by running their own transformers processor.
 
-The other families' code counts tokens itself. Here, the processor processes a blank picture for each new size, and its
-tokens are cached by size. This costs as much as processing pictures, and needs torch in the worker. The chat template
-writes a token of its own for a picture, which the processor's text replaces (Gemma 3 adds blank lines).
+It processes a blank picture for each new size, and the tokens are cached by size. This costs as much as processing
+pictures, and needs torch in the worker. Where videos are sequences of pictures, it gets frames without pixels (torch's
+meta device), since its text depends only on their size and number; only the first frame is decoded.
 
-For models that take a video's frames as pictures, the processor samples the frames by its settings
-(``do_sample_frames``, ``fps``, ``num_frames``), their number and their rate. Its text, with timestamps, depends only on
-the size and number of frames, so it gets frames without pixels (torch's meta device); only the first frame is decoded.
-
-``FAMILIES`` are the families that packtool trains this way. Their text tower is causal with plain positions,
-``config.json`` names one placeholder token for pictures, and the forward takes the processor's outputs and puts
-features in place of that token. ``tests/batch/test_media_processed.py`` tests each family. ``REFUSED`` are models with
-pictures that can be exported through their own processor but not trained.
+``FAMILIES`` are trained this way: their text tower is causal with plain positions, ``config.json`` names one
+placeholder token for pictures, and the forward takes the processor's outputs
+(``tests/batch/test_media_processed.py``). ``REFUSED`` can be exported through their own processor but not trained.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
 """Read the images, videos and audio of a row in all supported notations, and match them to placeholders in the texts.
 
-A path is the first of these that applies: a URL (kept unchanged), a data URI (decoded), an absolute path, a path
-relative to the media root if this file exists, a path relative to the folder of the file of rows. Only local files are
-checked for existence; with a remote media root, every relative path is relative to it.
+A path is the first of these that applies: a URL, a data URI, an absolute path, a path relative to the media root (if
+this file exists), a path relative to the folder of the file of rows. With a remote media root, every relative path is
+relative to it. Only local files are checked for existence.
 
 "Mark" is the name of a placeholder (``<image>``, ``<video>``, ``<audio>``) in this package. A mark without a medium is
-either a lost medium (an empty cell, a column with an unknown name) or plain text: ``<video>`` is an HTML tag that
-people ask about. A lost image must not be trained as the word "<image>". Therefore:
-
-- A row is dropped if it has an empty column for such media, or if a column with an unknown name (``image_path``) seems
-  to contain the medium.
-- If the row has no such column, marks in answers, tool results and pretraining texts are plain text. A mark in a
-  question is plain text if no column of the row or of the file's first rows could contain media
-  (``could_hold_media``), or if the model does not support such media; otherwise the row is dropped.
-- ``--columns images=`` (or ``videos=``, ``audios=``) makes all of these marks plain text.
+a lost medium, which must not be trained as text, or plain text: ``<video>`` is an HTML tag. A row is dropped if it has
+an empty column for such media, or if a column with an unknown name seems to contain the medium. Otherwise marks in
+answers, tool results and pretraining texts are plain text, and so is a mark in a question if no column could hold media
+(``could_hold_media``) or the model does not support them. ``--columns images=`` makes all of these marks plain text.
 """
 
 from __future__ import annotations

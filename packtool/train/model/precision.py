@@ -1,18 +1,16 @@
 """Precision of weights in memory, in computation and in checkpoints, which may differ; and quantization.
 
-An update of AdamW is about as large as the learning rate. In bfloat16, which has 8 binary digits, 1e-5 is less than
-half of the last digit of every weight above 0.005, and rounding discards it. Trained weights are therefore kept in
-float32 and rounded for the computation only (autocast), or kept in bfloat16 together with the digits that rounding
-discards (``kahan``). Frozen weights never change and keep the precision of their checkpoint.
+An update of AdamW is about as large as the learning rate. In bfloat16, with 8 binary digits, 1e-5 is less than half of
+the last digit of every weight above 0.005, and rounding discards it. Trained weights are therefore float32, rounded for
+the computation (autocast), or bfloat16 with the lost digits beside them (``kahan``). Frozen weights stay as they are.
 
     --master-weights    bytes for each trained weight: weight, gradient, optimizer states (AdamW)
     float32             16 = 4 + 4 + 8
     kahan               12 = 2 + 2 + 8 (first moment; second moment and its lost digits; lost digits of the weight)
     none                 8 = 2 + 2 + 4; most of a small update is lost
 
-``--quant-bits`` stores the linear layers of a language model in 4 or 8 bits, with adapters trained in float32 (QLoRA,
-Dettmers et al. 2023, arXiv 2305.14314); bitsandbytes quantizes while transformers reads weights. Media towers, the head
-and the experts of mixtures, which are no linear layers in transformers, keep the precision of the other weights.
+``--quant-bits`` stores the linear layers of a language model, but no experts of mixtures, in 4 or 8 bits by
+bitsandbytes, with adapters in float32 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Sharding of weights, gradients and optimizer states over processes: expert parallelism, DeepSpeed and FSDP2.
 
-Expert parallelism is implemented by transformers. Every process trains its own packs. N neighbouring processes together
-hold each expert once; in every layer they exchange the tokens for each other's experts and the results. All other
-weights are sharded over all processes (FSDP2), and so are experts if there are more than N processes:
+Every process trains its own packs. With expert parallelism (transformers') N neighbouring processes together hold each
+expert once, and exchange tokens and results in every layer; all other weights are sharded over all processes (FSDP2)::
 
     --expert-parallel-size 2, eight experts
     process         0         1         2         3
-    packs           its own   its own   its own   its own
     experts         0 to 3    4 to 7    0 to 3    4 to 7      half of each weight on processes 0 and 2, and on 1 and 3
     other weights   a quarter each
 
 transformers scales the gradients of experts, which see the tokens of N processes, to the mean over all processes.
-accelerate runs DeepSpeed and FSDP2.
 """
 
 from __future__ import annotations
