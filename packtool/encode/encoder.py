@@ -31,7 +31,7 @@ from packtool.encode.prepared import PreparedRows
 from packtool.encode.row_parts import RowSplitter, expansion_of, join_results
 from packtool.encode.targets import TurnFinder, TurnPieces, infer_turn_finder
 from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
-from packtool.encode.tokenize import ControlEscaper, ControlVocabulary, Piece, PieceTokenizer
+from packtool.encode.tokenize import ControlEscaper, ControlVocabulary, Piece, PieceTokenizer, TextEnds
 from packtool.encode.truncation import Tokenized, drop_too_long, truncate, truncate_all
 from packtool.errors import ConfigError, StorageError
 from packtool.media.files import MediaProblem, check_allowed
@@ -87,20 +87,29 @@ class _Rendered(NamedTuple):
 
 
 class Encoder:
-    """Encodes samples for one model with one set of options; ``media`` is made from the spec and the files if None."""
+    """Encodes samples for one model with one set of options.
+
+    Args:
+        spec: the options that determine the tokens.
+        files: the model's tokenizer, chat template and settings.
+        media: encoding of the model's media; by default that of the spec and the files.
+
+    Raises:
+        ConfigError: if the files do not fit together, or the model is not supported.
+    """
 
     def __init__(self, spec: EncodeSpec, files: ModelFiles, media: MediaEncoding | None = None) -> None:
         self.spec = spec
         self._media = media or media_encoding(files, spec)
         self.limits = self._media.limits
         self.media_tokens = MediaTokens.of(files.config)
-        media_tokens, as_list = self._media.control_tokens, self._media.content_as_list
+        media_tokens, variables = self._media.control_tokens, files.template_variables
         self._tokenizer = tokenizer = _tokenizer(files)
         self._template: ChatTemplate | None = None
-        self._finder: TurnFinder | None = None
+        self._turn_finder: TurnFinder | None = None
         if files.chat_template:
-            self._template = ChatTemplate(files.chat_template, files.template_variables, content_as_list=as_list)
-            self._vocabulary, self._finder = infer_turn_finder(self._template, tokenizer, media_tokens)
+            self._template = ChatTemplate(files.chat_template, variables, self._media.content_as_list)
+            self._vocabulary, self._turn_finder = infer_turn_finder(self._template, tokenizer, media_tokens)
         else:
             self._vocabulary = ControlVocabulary(tokenizer, media_tokens)
         if missing := [token for token in media_tokens if token not in self._vocabulary.ids]:
@@ -112,9 +121,9 @@ class Encoder:
         self._piece_tokenizer = PieceTokenizer(tokenizer, self._vocabulary)
         self._is_hybrid_thinking = files.is_hybrid_thinking
         split_spec = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
-        self._row_splitter = RowSplitter(split_spec, self._template, self._finder, self._pieces_of)
+        self._row_splitter = RowSplitter(split_spec, self._template, self._turn_finder, self._render_pieces)
         self.warnings = encoding_warnings(spec, files, self._media)
-        self._end_of_text = files.template_variables.get("eos_token", "")
+        self._end_of_text = variables.get("eos_token", "")
         self._measured: dict[tuple[object, ...], Medium] = {}
         self._header_ids: dict[tuple[str, str], list[int]] = {}
 
@@ -128,57 +137,61 @@ class Encoder:
             return [self._encode_prepared(s) if s.tokens is not None else self.encode([s])[0] for s in samples]
         with_boxes = [self._boxes.write(sample) for sample in samples]
         rows = [row if isinstance(row, Dropped) else self._row_splitter.split(row) for row in with_boxes]
-        results = iter(self._encode([part for row in rows if isinstance(row, list) for part in row]))
+        results = iter(self._encode_split([sample for row in rows if isinstance(row, list) for sample in row]))
         return [join_results(row, [next(results) for _ in row]) if isinstance(row, list) else row for row in rows]
 
-    def _encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
-        """Render, tokenize and truncate samples of their own; the texts of all are tokenized in one call."""
-        items = [self._render(sample) for sample in samples]
+    def _encode_split(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
+        """Encode samples that need no further splitting; the texts of all are tokenized in one call."""
+        items = [self._render_or_drop(sample) for sample in samples]
         units = [unit for item in items if isinstance(item, _Rendered) for unit in item.expanded.units]
-        shortened = self._tokenize_ends(items)
-        short_units = [unit._replace(text="") if i in shortened else unit for i, unit in enumerate(units)]
-        ids = self._piece_tokenizer.encode(short_units)
-        for i, (first_and_last_ids, _) in shortened.items():
-            ids[i] = first_and_last_ids
+        # Texts of which only the ends are needed are left out of the call.
+        ends_by_unit = self._tokenize_ends(items)
+        unit_ids = self._piece_tokenizer.encode(
+            [unit._replace(text="") if i in ends_by_unit else unit for i, unit in enumerate(units)]
+        )
+        for i, ends in ends_by_unit.items():
+            unit_ids[i] = ends.ids
         results: list[list[EncodedSample] | Dropped] = []
-        start = 0
+        start = 0  # index of the sample's first unit
         for item in items:
             if isinstance(item, Dropped):
                 results.append(item)
                 continue
             stop = start + len(item.expanded.units)
-            tokenized = self._tokenized(item, ids[start:stop])
-            if num_removed := sum(shortened[i][1] for i in range(start, stop) if i in shortened):
+            tokenized = self._tokenize(item, unit_ids[start:stop])
+            if num_removed := sum(ends_by_unit[i].num_omitted for i in range(start, stop) if i in ends_by_unit):
                 tokenized = replace(tokenized, num_removed=num_removed)
             results.append(truncate(tokenized, self.spec))
             start = stop
         return results
 
-    def _tokenize_ends(self, items: Sequence[_Rendered | Dropped]) -> dict[int, tuple[list[int], int]]:
+    def _tokenize_ends(self, items: Sequence[_Rendered | Dropped]) -> dict[int, TextEnds]:
         """Tokenize very long texts at both ends only, where truncation certainly removes the middle.
 
         Truncation keeps the first or the last ``max_length`` tokens of a row. Samples with media or with rules of the
         loss scale are left out: both are located by the tokens of the entire text.
 
         Returns:
-            by the text's index among all units: its first and last ids in one list, and the number left out.
+            the ends of each such text, by its index among the units of all samples.
         """
-        ends: dict[int, tuple[list[int], int]] = {}
-        max_length, start = self.spec.max_length, 0
+        ends_by_unit: dict[int, TextEnds] = {}
         if self.spec.truncation_strategy not in ("left", "right"):
-            return ends
+            return ends_by_unit
+        max_length = self.spec.max_length
+        start = 0  # index of the sample's first unit
         for item in items:
             if isinstance(item, Dropped):
                 continue
             units = item.expanded.units
-            long_units = [i for i, unit in enumerate(units) if len(unit.text) > 2 * _CHARS_PER_TOKEN * max_length]
             rules = parse_loss_scale(item.sample.loss_scale or self.spec.loss_scale).rules
             if not rules and not item.expanded.media_borders:
-                for i in long_units:
-                    if (both_ends := self._piece_tokenizer.ends(units, i, max_length)) is not None:
-                        ends[start + i] = both_ends
+                for i, unit in enumerate(units):
+                    if len(unit.text) <= 2 * _CHARS_PER_TOKEN * max_length:
+                        continue
+                    if (ends := self._piece_tokenizer.ends(units, i, max_length)) is not None:
+                        ends_by_unit[start + i] = ends
             start += len(units)
-        return ends
+        return ends_by_unit
 
     @cached_property
     def _prepared_rows(self) -> PreparedRows:
@@ -188,45 +201,48 @@ class Encoder:
     def _encode_prepared(self, sample: Sample) -> list[EncodedSample] | Dropped:
         """Check and truncate a row that another tool has tokenized."""
         try:
-            parts = self._prepared_rows.split(sample, self._media_of(sample))
+            samples = self._prepared_rows.split(sample, self._measure_all(sample))
         except Problem as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
-        return truncate_all(parts, self.spec)
+        return truncate_all(samples, self.spec)
 
-    def _media_of(self, sample: Sample) -> dict[str, list[Medium]]:
+    def _measure_all(self, sample: Sample) -> dict[str, list[Medium]]:
         """Return the measured media of a row by kind; raise MediaProblem if one cannot be used."""
         pads = self.media_tokens.pads
-        # One placeholder token stands for both kinds, so their order could not be found again.
+        # If one placeholder token stands for both kinds, their order cannot be found again.
         if sample.images and sample.videos and pads.get("image") == pads.get("video", -1):
             detail = "the row has both pictures and videos, and this model takes the frames of a video as pictures"
             raise MediaProblem("media_unsupported", f"{detail}: give rows with one of the two kinds")
         return {kind: [self._measure(kind, ref) for ref in refs] for kind, refs in sample.media.items()}
 
-    def _render(self, sample: Sample) -> _Rendered | Dropped:
+    def _render_or_drop(self, sample: Sample) -> _Rendered | Dropped:
         """Render a conversation and insert the tokens of its media; drop it if that fails, or if it is too long."""
         try:
-            rendered = self._rendered(sample)
+            rendered = self._render(sample)
         except Problem as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
         return self._drop_too_long(rendered) or rendered
 
-    def _rendered(self, sample: Sample) -> _Rendered:
+    def _render(self, sample: Sample) -> _Rendered:
         """Render a conversation and insert the tokens of its media; raise a Problem if that is not possible."""
-        media = self._media_of(sample)
+        media = self._measure_all(sample)
         if self._media.control_tokens and sample.lone_mark:
             raise RowProblem(f"{sample.lone_mark}_marks", lone_mark_detail(sample.lone_mark))
         if self._media.one_picture_only and len(sample.images) > 1:
             detail = f"the row has {len(sample.images)} pictures; for this model packtool encodes one picture per row"
             raise RowProblem("media_unsupported", detail)
-        pieces = self._pieces_of(sample)
-        marks = [piece.media for piece in pieces]
+        pieces = self._render_pieces(sample)
+        rendered_kinds = [piece.media for piece in pieces]
         for kind, media_of_kind in media.items():
-            num_marks = marks.count(kind)
-            if num_marks != len(media_of_kind):
-                detail = f"the chat template wrote {num_marks} of the row's {len(media_of_kind)} {kind}s"
+            num_rendered = rendered_kinds.count(kind)
+            if num_rendered != len(media_of_kind):
+                detail = f"the chat template wrote {num_rendered} of the row's {len(media_of_kind)} {kind}s"
                 raise RowProblem(f"{kind}_marks", detail)
-        turns = [] if sample.is_text or self._finder is None else self._finder.find(pieces)
-        num_answers = 0 if sample.is_text else [turn.role for turn in sample.turns].count("assistant")
+        turns, num_answers = list[TurnPieces](), 0
+        if not sample.is_text:
+            turns = [] if self._turn_finder is None else self._turn_finder.find(pieces)
+            num_answers = [turn.role for turn in sample.turns].count("assistant")
+        # Turns with a loss setting of their own must be found one by one.
         has_own_loss = any(turn.loss is not None or turn.loss_scale is not None for turn in sample.turns)
         if len(turns) < num_answers or (has_own_loss and len(turns) != num_answers):
             detail = f"only {len(turns)} of {num_answers} assistant turns were found in the rendered conversation"
@@ -246,7 +262,7 @@ class Encoder:
             return None
         return drop_too_long(item.sample, self.spec, f"at least {min_tokens}")
 
-    def _pieces_of(self, sample: Sample) -> list[Piece]:
+    def _render_pieces(self, sample: Sample) -> list[Piece]:
         """Render a sample, and split it into pieces: a conversation by the chat template, a pretraining text as is."""
         kinds = [kind for kind, refs in sample.media.items() if refs]
         strings = strings_of(sample)
@@ -256,16 +272,16 @@ class Encoder:
             raise RowProblem("private_characters", str(error)) from error
         if sample.is_text:
             text = "".join(escaper.text(escaper.media(turn.content, kinds)) for turn in sample.turns)
-            return [*escaper.split(text), *([Piece(self._end_of_text, "", "")] if self._end_of_text else [])]
+            end = [Piece(self._end_of_text, "", "")] if self._end_of_text else []
+            return [*escaper.split(text), *end]
         if self._template is None:
             detail = "the row is a conversation, and the model has no chat template: give one with --chat-template FILE"
             raise RowProblem("no_chat_template", detail)
-        as_list = self._media.content_as_list
         try:
             messages = []
             for turn in sample.turns:
                 text = escaper.text(escaper.media(turn.content, kinds))
-                content = escaper.as_list(text) if as_list else text
+                content = escaper.as_list(text) if self._media.content_as_list else text
                 messages.append({"role": turn.role, "content": content, **escaper.value(turn.extra)})
             tools = escaper.value(sample.tools)
             rendered = self._template.render(messages, tools)
@@ -273,8 +289,9 @@ class Encoder:
             raise RowProblem("template_refused", str(failure)) from failure
         except RecursionError as error:
             raise RowProblem("template_refused", "tools or tool calls of the row are nested too deeply") from error
-        if (number := self._template.missing_turn(sample.turns, messages, tools)) is not None:
-            detail = f"the chat template leaves out turn {number} (role {sample.turns[number].role})"
+        missing = self._template.missing_turn(sample.turns, messages, tools)
+        if missing is not None:
+            detail = f"the chat template leaves out turn {missing} (role {sample.turns[missing].role})"
             raise RowProblem("turn_left_out", detail)
         return escaper.split(rendered, self._media.placeholders)
 
@@ -290,93 +307,107 @@ class Encoder:
                 self._measured[key] = medium
         return medium
 
-    def _tokenized(self, item: _Rendered, unit_ids: list[list[int]]) -> Tokenized:
+    def _tokenize(self, rendered: _Rendered, unit_ids: list[list[int]]) -> Tokenized:
         """Join the ids of a sample's units, and locate its turns and media among them."""
-        tokens = join_tokens(item.expanded, unit_ids, self._vocabulary.ids, self._encode_one)
-        turns = self._turns(item, tokens, unit_ids)
+        sample = rendered.sample
+        tokens = join_tokens(rendered.expanded, unit_ids, self._vocabulary.ids, self._encode_one)
+        turns = self._locate_turns(rendered, tokens, unit_ids)
         borders = None
-        if item.sample.part is not None:  # other samples of the row may continue from there
+        if sample.part is not None:  # other samples of the row may share the tokens up to these positions
             positions = {position for turn in turns for position in (*turn.header, *turn.span)}
             borders = np.array(sorted(positions), np.int32)
+        trainable = [turn.span for turn in turns if turn.message.loss is not False]
         return Tokenized(
-            sample=item.sample,
+            sample=sample,
             ids=np.array(tokens.ids, np.int32),
-            turns=np.array([end for turn in turns if turn.turn.loss is not False for end in turn.span], np.int32),
+            turns=np.array(trainable, np.int32).reshape(-1),
             spans=tokens.spans,
-            media=item.media,
-            weights=self._weights(item, tokens, turns),
-            num_removed=item.expanded.num_omitted,
+            media=rendered.media,
+            weights=self._weights(rendered, tokens, turns),
+            num_removed=rendered.expanded.num_omitted,
             borders=borders,
         )
 
-    def _weights(self, item: _Rendered, tokens: JoinedTokens, turns: Sequence[_TrainedTurn]) -> Weights | None:
-        """Return the weight of each token, float32 (L,), 0 for no target; None if all tokens of the turns weigh 1."""
-        loss_scale = item.sample.loss_scale or self.spec.loss_scale
-        scale = parse_loss_scale(loss_scale_of(loss_scale, self._is_hybrid_thinking))
-        has_own_loss = any(turn.turn.loss is not None or turn.turn.loss_scale is not None for turn in turns)
+    def _weights(self, rendered: _Rendered, tokens: JoinedTokens, turns: Sequence[_LocatedTurn]) -> Weights | None:
+        """Return the loss weight of each token, float32 (L,), 0 for no target.
+
+        None if the tokens of the turns weigh 1 and all others 0, as without settings.
+        """
+        sample = rendered.sample
+        scale = parse_loss_scale(loss_scale_of(sample.loss_scale or self.spec.loss_scale, self._is_hybrid_thinking))
+        has_own_loss = any(turn.message.loss is not None or turn.message.loss_scale is not None for turn in turns)
         if scale.base == "default" and not scale.rules and not has_own_loss:
             return None
         weights = np.full(len(tokens.ids), float(scale.base == "all"), np.float32)
         for number, turn in enumerate(turns):
-            turn_weights: Any = float(scale.base != "last_round" or number == len(turns) - 1)
-            turn_scale = scale
-            if turn.turn.loss is not None:  # the row's own setting replaces the base
-                turn_weights, turn_scale = float(turn.turn.loss), scale.of_marked_turns
-            if turn_weights and turn_scale.rules and not item.sample.is_text:
-                turn_weights = self._rule_weights(item.expanded, tokens, turn, turn_scale)
-            factor = 1.0 if turn.turn.loss_scale is None else turn.turn.loss_scale
+            is_trained, turn_scale = scale.base != "last_round" or number == len(turns) - 1, scale
+            if turn.message.loss is not None:  # the row's own setting replaces the base
+                is_trained, turn_scale = turn.message.loss, scale.of_marked_turns
+            turn_weights: Any = float(is_trained)
+            if is_trained and turn_scale.rules and not sample.is_text:
+                turn_weights = self._rule_weights(rendered.expanded, tokens, turn, turn_scale)
+            factor = 1.0 if turn.message.loss_scale is None else turn.message.loss_scale
             weights[slice(*turn.span)] = turn_weights * factor
         return weights
 
     def _rule_weights(
-        self, expanded: ExpandedPieces, tokens: JoinedTokens, turn: _TrainedTurn, scale: LossScale
+        self, expanded: ExpandedPieces, tokens: JoinedTokens, turn: _LocatedTurn, scale: LossScale
     ) -> Weights:
-        """Return the weight of each token of a turn's span: of its first character, or its medium's control token."""
-        text, char_starts, positions = "", list[int](), list[int]()  # of each token: first character, and index
+        """Return the weight that rules give each token of a turn's span: that of the token's first character.
+
+        For a medium's control tokens, it is that of the control token's text.
+        """
+        # Join the texts of the turn's units. For each token: its index, and its first character in the joined text.
+        text, indices, first_chars = "", list[int](), list[int]()
         for number in range(turn.first_unit, turn.last_unit + 1):
             unit, text_start = expanded.units[number], tokens.text_starts[number]
             if unit.control:
-                positions += range(text_start - unit.times, text_start)
-                char_starts += [len(text)] * unit.times
+                indices += range(text_start - unit.times, text_start)
+                first_chars += [len(text)] * unit.times
                 text += unit.control
-            if number != turn.last_unit or number == turn.first_unit:  # the text after the turn's end is not its own
+            if number != turn.last_unit or number == turn.first_unit:  # the text after the turn's end is not the turn's
                 offsets = self._piece_tokenizer.offsets(unit.text)
-                positions += range(text_start, text_start + len(offsets))
-                char_starts += [len(text) + start for start, _ in offsets]
+                indices += range(text_start, text_start + len(offsets))
+                first_chars += [len(text) + start for start, _ in offsets]
                 text += unit.text
         start, end = turn.span
-        in_turn = [(at, char) for at, char in zip(positions, char_starts, strict=True) if start <= at < end]
-        assert [at for at, _ in in_turn] == list(range(start, end)), "every token of the turn has a character"
+        in_turn = [(index, char) for index, char in zip(indices, first_chars, strict=True) if start <= index < end]
+        assert [index for index, _ in in_turn] == list(range(start, end)), "every token of the turn has a character"
         # Rules apply to the answer, not to the header before it.
         answer_start = min((char for _, char in in_turn), default=0)
-        return scale.text_weights(text[answer_start:])[[char - answer_start for _, char in in_turn]]
+        char_weights = scale.text_weights(text[answer_start:])
+        return char_weights[[char - answer_start for _, char in in_turn]]
 
     def _encode_one(self, piece: Piece) -> list[int]:
         return self._piece_tokenizer.encode([piece])[0]
 
-    def _turns(self, item: _Rendered, tokens: JoinedTokens, unit_ids: list[list[int]]) -> list[_TrainedTurn]:
+    def _locate_turns(self, rendered: _Rendered, tokens: JoinedTokens, unit_ids: list[list[int]]) -> list[_LocatedTurn]:
         """Locate the assistant's turns among the tokens, in order; turns without tokens are left out."""
-        pieces, first_units, sample = item.pieces, item.expanded.first_units, item.sample
+        pieces, first_units, sample = rendered.pieces, rendered.expanded.first_units, rendered.sample
+        last_unit = len(rendered.expanded.units) - 1
         if sample.is_text:
-            return [_TrainedTurn(sample.turns[-1], (0, len(tokens.ids)), 0, len(item.expanded.units) - 1)]
+            return [_LocatedTurn(sample.turns[-1], (0, len(tokens.ids)), 0, last_unit)]
         answers = [turn for turn in sample.turns if turn.role == "assistant"]
-        turns = []
-        for number, turn in enumerate(item.turns):
-            # A blank at the start of the answer may merge with the header's last: the merged token is the answer's.
-            first = first_units[turn.first]
-            text_start, ids = tokens.text_starts[first], unit_ids[first]
+        located = []
+        for number, turn in enumerate(rendered.turns):
+            # The answer starts after the header's tokens. A blank at its start may merge with the header's last: the
+            # merged token is the answer's.
+            first_unit = first_units[turn.first]
+            text_start, ids = tokens.text_starts[first_unit], unit_ids[first_unit]
             start = text_start + self._header_length(pieces[turn.first].control, turn.header, ids)
             header: tuple[int, ...] = ()
-            if sample.part is not None and self._finder is not None:
+            if sample.part is not None and self._turn_finder is not None:
                 # A line break at the start of the answer may merge with the header's.
-                header = text_start, text_start + self._header_length(*self._finder.header[-1], ids)
-            is_ended = turn.last < len(pieces)
-            last = first_units[turn.last] if is_ended else len(item.expanded.units) - 1
-            end = tokens.text_starts[last] if is_ended else len(tokens.ids)
+                header = text_start, text_start + self._header_length(*self._turn_finder.header[-1], ids)
+            # The turn ends with the control token of its last piece, or with the conversation.
+            end_unit, end = last_unit, len(tokens.ids)
+            if turn.last < len(pieces):
+                end_unit = first_units[turn.last]
+                end = tokens.text_starts[end_unit]
             if end > start:
-                message = answers[number] if len(answers) == len(item.turns) else Turn("assistant", "")
-                turns.append(_TrainedTurn(message, (start, end), first, last, header))
-        return turns
+                message = answers[number] if len(answers) == len(rendered.turns) else Turn("assistant", "")
+                located.append(_LocatedTurn(message, (start, end), first_unit, end_unit, header))
+        return located
 
     def _header_length(self, control: str, header: str, ids: Sequence[int]) -> int:
         """Return how many of the first ``ids`` of the text after a control token belong to the turn's header."""
@@ -386,17 +417,18 @@ class Encoder:
         return num_common(header_ids, ids)
 
 
-class _TrainedTurn(NamedTuple):
+class _LocatedTurn(NamedTuple):
     """An assistant's turn, located among the tokens.
 
     Args:
+        message: the row's turn; an empty one if it cannot be told which of the row's turns this is.
         span: its tokens [start, end), from the answer to the token that ends the turn.
         first_unit, last_unit: units of the expanded conversation that have these tokens.
         header: start and end of its header, without thinking that the generation prompt writes; empty unless the row
             becomes several samples.
     """
 
-    turn: Turn
+    message: Turn
     span: tuple[int, int]
     first_unit: int
     last_unit: int

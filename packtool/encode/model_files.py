@@ -59,7 +59,14 @@ class ModelFiles:
 
     @classmethod
     def load(cls, model: str, chat_template: str | None = None) -> ModelFiles:
-        """Read a model's files, downloaded first if ``model`` names a repository on the Hugging Face Hub."""
+        """Read a model's files, downloaded first if ``model`` names a repository on the Hugging Face Hub.
+
+        Args:
+            chat_template: path of a file whose template replaces the model's own.
+
+        Raises:
+            ConfigError: if a file is missing or invalid.
+        """
         directory = model if os.path.isdir(model) else _fetch(model)
         tokenizer_config = _read_json(directory, "tokenizer_config.json") or {}
         config = _read_json(directory, "config.json")

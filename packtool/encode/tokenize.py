@@ -147,11 +147,11 @@ class ControlVocabulary:
     def __init__(self, tokenizer: Tokenizer, always_control: Sequence[str] = ()) -> None:
         added = tokenizer.get_added_tokens_decoder()
         special_texts = {token.content for token in added.values() if token.special}
-        plain = [token for token in added.values() if token.content in {*always_control} - special_texts]
-        if plain:  # the library tokenizes only special tokens as text
+        unmarked = [token for token in added.values() if token.content in {*always_control} - special_texts]
+        if unmarked:  # mark them as special: the library tokenizes only special tokens as text
             as_special = [
                 AddedToken(token.content, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=True)
-                for token in plain
+                for token in unmarked
             ]
             tokenizer.add_special_tokens(as_special)
             added = tokenizer.get_added_tokens_decoder()
@@ -190,6 +190,13 @@ _SAFE_RANGES = (
     *("\U0001f300-\U0001f320", "\U0001f600-\U0001f64f"),
 )
 _UNSAFE = re.compile(f"[^{''.join(_SAFE_RANGES)}]")
+
+
+class TextEnds(NamedTuple):
+    """The first and the last ids of a text in one list, and the number of ids between them that are left out."""
+
+    ids: list[int]
+    num_omitted: int
 
 
 class WordTokenizer:
@@ -232,25 +239,26 @@ class WordTokenizer:
             return False
         return is_ascii or not self._is_normalized or unicodedata.is_normalized("NFC", text)
 
-    def ends(self, text: str, num: int) -> tuple[list[int], int] | None:
-        """Tokenize a long text in little memory, keeping at least the first and the last ``num`` ids in one list.
+    def ends(self, text: str, num_ids: int) -> TextEnds | None:
+        """Tokenize a long text in little memory; keep at least the first and the last ``num_ids`` ids.
 
-        Returns also the number of ids left out between them, or None if the library must tokenize the text.
+        None if the library must tokenize the text.
         """
         if not self._is_safe(text):
             return None
-        words = self._ids_by_word(text)
+        ids_by_word = self._ids_by_word(text)
         head: list[int] = []
-        for word_ids in words:
+        for word_ids in ids_by_word:
             head += word_ids
-            if len(head) >= num:
+            if len(head) >= num_ids:
                 break
-        tail, num_after = deque[int](maxlen=num), 0
-        while batch := list(islice(words, _WORDS_PER_BATCH)):
+        # Tokenize the remaining words in batches, and keep the last ids.
+        tail, num_after_head = deque[int](maxlen=num_ids), 0
+        while batch := list(islice(ids_by_word, _WORDS_PER_BATCH)):
             ids = list(chain.from_iterable(batch))
             tail.extend(ids)
-            num_after += len(ids)
-        return [*head, *tail], num_after - len(tail)
+            num_after_head += len(ids)
+        return TextEnds([*head, *tail], num_after_head - len(tail))
 
     def _ids_by_word(self, text: str) -> Iterator[tuple[int, ...]]:
         """Yield the ids of each word or added token of a text, in order."""
@@ -327,17 +335,14 @@ def _translated(pattern: str, chars: str) -> str:
     by_category: dict[str, list[str]] = {}
     for char in chars:
         by_category.setdefault(unicodedata.category(char)[0], []).append(char)
-    members = {
-        r"\p{L}": _as_ranges(by_category["L"]),
-        r"\p{N}": _as_ranges(by_category["N"]),
-        r"\s": _as_ranges(filter(str.isspace, chars)),
-    }
+    spaces = _as_ranges(filter(str.isspace, chars))
+    members = {r"\p{L}": _as_ranges(by_category["L"]), r"\p{N}": _as_ranges(by_category["N"]), r"\s": spaces}
     result, in_class = [], False
     for token in re.findall(r"\\p\{[LN]\}|\\.|.", pattern, re.DOTALL):
         if token in "[]":
             in_class = token == "["
         if token == r"\S":
-            token = f"[^{members[chr(92) + 's']}]"
+            token = f"[^{spaces}]"
         elif token in members:
             token = members[token] if in_class else f"[{members[token]}]"
         result.append(token)
@@ -403,33 +408,33 @@ class PieceTokenizer:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._words = WordTokenizer.of(tokenizer)
-        self._remembered: dict[str, list[int]] = {}
+        self._cached_ids: dict[str, list[int]] = {}
         usable = next((text for text in vocabulary.texts if text not in vocabulary.strip_right), None)
         self.context_free = usable is None or all(
-            self._encode_behind(Piece(usable, "", probe)) == self._plain(probe) for probe in _PROBES
+            self._encode_after_control(Piece(usable, "", probe)) == self._plain(probe) for probe in _PROBES
         )
 
     def encode(self, pieces: Sequence[Piece]) -> list[list[int]]:
         """Return the ids of each piece's text, without its control token."""
         if not self.context_free:
-            return [self._encode_behind(piece) for piece in pieces]
+            return [self._encode_after_control(piece) for piece in pieces]
         if self._vocabulary.strip_left or self._vocabulary.strip_right:
             texts = [self._trimmed(pieces, i) for i in range(len(pieces))]
         else:
             texts = [piece.text for piece in pieces]
-        fresh = list(dict.fromkeys(text for text in texts if text and text not in self._remembered))
-        new: dict[str, list[int]] = {"": []}
+        new_texts = list(dict.fromkeys(text for text in texts if text and text not in self._cached_ids))
+        new_ids: dict[str, list[int]] = {"": []}
         if self._words is not None:
-            by_words = {text: self._words.encode(text) for text in fresh}
-            new |= {text: ids for text, ids in by_words.items() if ids is not None}
-            fresh = [text for text, ids in by_words.items() if ids is None]
-        if fresh:
-            encodings = self._tokenizer.encode_batch_fast(fresh, add_special_tokens=False)
-            new.update(zip(fresh, (encoding.ids for encoding in encodings), strict=True))
-        result = [new[text] if text in new else self._remembered[text] for text in texts]
-        if len(self._remembered) < _MAX_PIECES:
-            self._remembered.update({text: ids for text, ids in new.items() if len(text) <= _MAX_PIECE_CHARS})
-        return result
+            ids_by_words = {text: self._words.encode(text) for text in new_texts}
+            new_ids |= {text: ids for text, ids in ids_by_words.items() if ids is not None}
+            new_texts = [text for text, ids in ids_by_words.items() if ids is None]
+        if new_texts:
+            encodings = self._tokenizer.encode_batch_fast(new_texts, add_special_tokens=False)
+            new_ids.update(zip(new_texts, (encoding.ids for encoding in encodings), strict=True))
+        ids_of_pieces = [new_ids[text] if text in new_ids else self._cached_ids[text] for text in texts]
+        if len(self._cached_ids) < _MAX_PIECES:
+            self._cached_ids.update({text: ids for text, ids in new_ids.items() if len(text) <= _MAX_PIECE_CHARS})
+        return ids_of_pieces
 
     def min_tokens(self, pieces: Sequence[Piece], enough: int) -> int:
         """Return a lower bound on the number of tokens of the pieces' texts; counting stops at ``enough``."""
@@ -458,11 +463,11 @@ class PieceTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True) if _is_lossless(self._tokenizer) else ()
         return max(map(len, vocabulary), default=0)
 
-    def ends(self, pieces: Sequence[Piece], i: int, num: int) -> tuple[list[int], int] | None:
-        """Tokenize piece ``i`` as ``WordTokenizer.ends``; None if the entire text must be tokenized."""
+    def ends(self, pieces: Sequence[Piece], i: int, num_ids: int) -> TextEnds | None:
+        """Tokenize the text of piece ``i`` as ``WordTokenizer.ends``; None if all of it must be tokenized."""
         if self._words is None or not self.context_free:
             return None
-        return self._words.ends(self._trimmed(pieces, i), num)
+        return self._words.ends(self._trimmed(pieces, i), num_ids)
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Return the characters [start, end) of each token of a text."""
@@ -480,7 +485,7 @@ class PieceTokenizer:
     def _plain(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def _encode_behind(self, piece: Piece) -> list[int]:
+    def _encode_after_control(self, piece: Piece) -> list[int]:
         """Return the ids that a piece's text has behind its control token."""
         if piece.control not in self._vocabulary.ids or self._vocabulary.pattern.search(piece.text):
             # Control tokens are tokenized as text here, so a newline takes the place of the piece's own.

@@ -52,14 +52,14 @@ def config(model: Path, tmp_path: Path, **more: Any) -> ExportConfig:
 @pytest.fixture(autouse=True)
 def _breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the rows meets what nobody foresaw."""
-    render = Encoder._render
+    render = Encoder._render_or_drop
 
     def breaks(self: Encoder, sample: Any) -> Any:
         if any("unforeseen" in turn.content for turn in sample.turns):
             raise ZeroDivisionError("who would have thought")
         return render(self, sample)
 
-    monkeypatch.setattr(Encoder, "_render", breaks)
+    monkeypatch.setattr(Encoder, "_render_or_drop", breaks)
 
 
 def test_only_broken_rows_are_dropped(model: Path, tmp_path: Path) -> None:
