@@ -247,7 +247,7 @@ def check_encoding(path: str, head: bytes) -> None:
     head = head[:_HEAD_BYTES]
     if b"\0" not in head and _is_utf8(head):
         return
-    name = next((name for mark, name in _ENCODING_MARKS if head.startswith(mark)), None) or _without_mark(head)
+    name = next((name for mark, name in _ENCODING_MARKS if head.startswith(mark)), None) or _utf_by_zeros(head)
     if name is None:
         try:
             head.decode()
@@ -260,16 +260,14 @@ def check_encoding(path: str, head: bytes) -> None:
         if num_broken < _MIN_BROKEN_ROWS or 2 * num_broken <= len(rows):
             return
         name = _probable_encoding(head)
-    is_known = name.startswith("UTF")
-    problem = f"the file is {name}" if is_known else f"most rows are not UTF-8; the encoding may be {name}"
-    raise DataError(
-        f"{path}: {problem}. Rows must be UTF-8",
-        f"Convert the file: iconv -f {name} -t UTF-8 FILE > NEW_FILE"
-        + ("" if is_known else " (file -i FILE may identify the encoding)"),
-    )
+    problem, remedy = f"the file is {name}", f"Convert the file: iconv -f {name} -t UTF-8 FILE > NEW_FILE"
+    if not name.startswith("UTF"):  # a guess
+        problem = f"most rows are not UTF-8; the encoding may be {name}"
+        remedy += " (file -i FILE may identify the encoding)"
+    raise DataError(f"{path}: {problem}. Rows must be UTF-8", remedy)
 
 
-def _without_mark(head: bytes) -> str | None:
+def _utf_by_zeros(head: bytes) -> str | None:
     """Return the name of UTF-16 or UTF-32 text without a byte order mark, by the zero bytes of ASCII; else None."""
     if len(head) < 8 or head.count(0) < len(head) // 4:
         return None

@@ -91,22 +91,22 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
             "Remove --streaming true, or the # and the number after it.",
         )
     scanner = _Scanner(spec)
-    first: list[RowBlock] = []
+    taken: list[RowBlock] = []  # blocks that were read to detect the form
 
-    def until_detected() -> Iterator[RowBlock]:
-        yield from tuple(first)
+    def take_blocks() -> Iterator[RowBlock]:
+        yield from tuple(taken)
         for block in scanner.blocks:
-            first.append(block)
+            taken.append(block)
             yield block
 
-    def blocks() -> Iterator[RowBlock]:
+    def all_blocks() -> Iterator[RowBlock]:
         with closing(scanner):
-            yield from first
+            yield from taken
             yield from scanner.blocks
 
     try:
-        first += islice(scanner.blocks, 1)  # reads the file's head
-        return scanner.detect_form(until_detected()), blocks()
+        taken += islice(scanner.blocks, 1)  # reads the file's head
+        return scanner.detect_form(take_blocks()), all_blocks()
     except BaseException:
         scanner.close()
         raise
@@ -148,7 +148,7 @@ class _Scanner:
     def __init__(self, spec: SourceSpec) -> None:
         source = self._source = _existing_source(spec)
         self._spec = spec
-        self._file: HashedFile | None = None
+        self._file: HashedFile | None = None  # only for text files; readers of binary files hash themselves
         if source.kind not in PARSERS:
             with closing(_open_reader(source)) as reader:
                 self.blocks = iter(RowBlocks.of(reader.blocks()))
@@ -188,17 +188,17 @@ class _Scanner:
         head = b"" if self._file is None else self._file.take_head()
         try:
             for block in blocks:
-                if text := head[block.start : block.stop] if block.stop <= len(head) else b"":
-                    numbered = PARSERS[source.kind](source, block, text)
-                else:
-                    numbered = read_block(source, block)
-                if rows := [row for _, row in numbered if isinstance(row, dict)]:
-                    form, columns = detect(rows, self._spec.columns, self._spec.formatting, source.label)
-                    holds_media = any(could_hold_media(row, columns) for row in rows)
-                    source = source.replaced(form=form, columns=columns, holds_media=holds_media)
-                    if not text or any(part in text for part in _BYTES_OF_MARKS):
-                        check_first_rows(rows, source)
-                    return source
+                text = head[block.start : block.stop] if block.stop <= len(head) else b""
+                numbered_rows = PARSERS[source.kind](source, block, text) if text else read_block(source, block)
+                rows = [row for _, row in numbered_rows if isinstance(row, dict)]
+                if not rows:
+                    continue
+                form, columns = detect(rows, self._spec.columns, self._spec.formatting, source.label)
+                holds_media = any(could_hold_media(row, columns) for row in rows)
+                source = source.replaced(form=form, columns=columns, holds_media=holds_media)
+                if not text or any(mark_bytes in text for mark_bytes in _BYTES_OF_MARKS):
+                    check_first_rows(rows, source)
+                return source
             return source
         finally:
             close_readers()  # worker processes open their own

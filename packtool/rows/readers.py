@@ -350,6 +350,7 @@ class MegatronReader:
             raise changed_error(self._source, f"it ends at document {self._num_documents}")
         if start == stop:
             return []
+        # The index has three arrays: sizes (4 bytes) and offsets (8) of the sequences, and borders of documents (8).
         num_sequences = self._num_sequences
         borders = self._index_numbers(12 * num_sequences + 8 * start, stop - start + 1, "<i8")
         first, last = int(borders[0]), int(borders[-1])
@@ -362,9 +363,11 @@ class MegatronReader:
             if offset < 0 or size < 0:
                 raise self._index_error(f"it has a sequence of {size} tokens at byte {offset}")
             sequences.append(self._read(self._tokens, offset, size, self._token_type))
-        empty = np.zeros(0, self._token_type)
-        bounds = (borders - first).tolist()  # of each document in ``sequences``
-        return [sequences[a] if b == a + 1 else np.concatenate([empty, *sequences[a:b]]) for a, b in pairwise(bounds)]
+        documents, empty = [], np.zeros(0, self._token_type)
+        for begin, end in pairwise((borders - first).tolist()):
+            is_single = end == begin + 1
+            documents.append(sequences[begin] if is_single else np.concatenate([empty, *sequences[begin:end]]))
+        return documents
 
     def close(self) -> None:
         self._index.close()

@@ -286,9 +286,9 @@ _MAX_HYPERGEOMETRIC = 10**9
 def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) -> list[RowBlocks]:
     """Draw ``num_rows`` rows from all sources together, uniformly and without replacement.
 
-    If ``num_rows`` exceeds the number of existing rows, each row is used ``num_rows // existing`` times and the rest is
-    drawn. The draw depends only on the seed and the blocks. It first decides the number of rows of each block, then
-    their positions: memory is a few bytes per block and two bytes per drawn row.
+    If ``num_rows`` exceeds the number of existing rows, each row is used ``num_rows // existing`` times, and only the
+    remainder is drawn. The draw depends only on the seed and the blocks. Memory is a few bytes per block and two bytes
+    per drawn row.
 
     Returns:
         the blocks of each source with the drawn rows, in the order of ``sources``.
@@ -299,19 +299,25 @@ def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) 
     if not num_existing:
         return list(sources)
     num_repeats, remainder = divmod(num_rows, num_existing)
+    # Decide how many rows of each block are drawn.
     if num_existing >= _MAX_HYPERGEOMETRIC:
         drawn_rows = rng.choice(num_existing, remainder, replace=False, shuffle=False)
         blocks_of_rows = np.searchsorted(np.cumsum(block_sizes), drawn_rows, side="right")
-        counts = np.bincount(blocks_of_rows, minlength=len(block_sizes))
+        num_drawn = np.bincount(blocks_of_rows, minlength=len(block_sizes))
     else:
-        counts = rng.multivariate_hypergeometric(block_sizes, remainder, method="marginals")
-    ranges = [slice(first, first + _BLOCKS_PER_DRAW) for first in range(0, len(block_sizes), _BLOCKS_PER_DRAW)]
-    picks = np.concatenate([_draw_positions(block_sizes[part], counts[part], num_repeats, rng) for part in ranges])
-    counts = counts + num_repeats * block_sizes
-    counts_by_source = np.split(counts, np.cumsum([len(blocks) for blocks in sources])[:-1])
-    picks_by_source = np.split(picks, np.cumsum([source_counts.sum() for source_counts in counts_by_source])[:-1])
-    drawn = zip(sources, counts_by_source, picks_by_source, strict=True)
-    return [blocks.picked(source_counts, source_picks) for blocks, source_counts, source_picks in drawn]
+        num_drawn = rng.multivariate_hypergeometric(block_sizes, remainder, method="marginals")
+    # Decide which rows, for some thousand blocks at a time.
+    positions = []
+    for first in range(0, len(block_sizes), _BLOCKS_PER_DRAW):
+        chunk = slice(first, first + _BLOCKS_PER_DRAW)
+        positions.append(_draw_positions(block_sizes[chunk], num_drawn[chunk], num_repeats, rng))
+    # Distribute the blocks' numbers and positions to the sources.
+    num_used = num_drawn + num_repeats * block_sizes
+    used_by_source = np.split(num_used, np.cumsum([len(blocks) for blocks in sources])[:-1])
+    position_ends = np.cumsum([used.sum() for used in used_by_source])
+    positions_by_source = np.split(np.concatenate(positions), position_ends[:-1])
+    drawn = zip(sources, used_by_source, positions_by_source, strict=True)
+    return [blocks.picked(used, positions) for blocks, used, positions in drawn]
 
 
 def _draw_positions(
@@ -325,9 +331,10 @@ def _draw_positions(
         num_repeats: times that every row is used in addition.
     """
     width = int(block_sizes.max())
+    is_row = np.arange(width) < block_sizes[:, None]
     keys = rng.random((len(block_sizes), width))
-    keys[np.arange(width) >= block_sizes[:, None]] = 2.0  # beyond the block's rows: sorted last, never drawn
+    keys[~is_row] = 2.0  # sorted last, never drawn
     ranks = keys.argsort(axis=1).argsort(axis=1)
-    repeats = (ranks < counts[:, None]) + num_repeats * (np.arange(width) < block_sizes[:, None])
+    repeats = (ranks < counts[:, None]) + num_repeats * is_row
     positions = np.broadcast_to(np.arange(width, dtype=np.int16), repeats.shape)
     return np.repeat(positions.ravel(), repeats.ravel())

@@ -46,30 +46,31 @@ def find_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock
     Raises:
         DataError: the file is not UTF-8.
     """
-    start = first_row = 0  # byte offset and row number at which the next block begins
-    offset = number = 0  # byte offset and number of the next line
+    block_start = first_row = 0  # byte offset and line number at which the next block begins
+    chunk_start = chunk_row = 0  # those of the chunk
     for chunk in _chunks_of_lines(path, file, max_bytes):
         if isinstance(chunk, int):  # the size of a line that is too long
-            yield RowBlock(offset, offset + chunk, number, 1)
-            offset, number = offset + chunk, number + 1
-            start, first_row = offset, number
+            yield RowBlock(chunk_start, chunk_start + chunk, chunk_row, 1)
+            chunk_start, chunk_row = chunk_start + chunk, chunk_row + 1
+            block_start, first_row = chunk_start, chunk_row
             continue
-        ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + 1
+        chars = np.frombuffer(chunk, np.uint8)
+        line_ends = np.flatnonzero(chars == ord("\n")) + 1
         if not chunk.endswith(b"\n"):
-            ends = np.append(ends, len(chunk))
-        begins = np.concatenate(([0], ends[:-1]))
-        is_blank = np.zeros(len(ends), bool)
-        for i in np.flatnonzero(_MAY_BE_BLANK[np.frombuffer(chunk, np.uint8)[begins]]):
-            is_blank[i] = not chunk[begins[i] : ends[i]].removeprefix(codecs.BOM_UTF8).strip()
-        for low in range(0, len(ends), BLOCK_ROWS):
-            high = min(low + BLOCK_ROWS, len(ends))
-            num_rows = int(high - low - is_blank[low:high].sum())
-            stop = offset + int(ends[high - 1])
+            line_ends = np.append(line_ends, len(chunk))
+        line_starts = np.append(0, line_ends[:-1])
+        is_blank = np.zeros(len(line_ends), bool)
+        for i in np.flatnonzero(_MAY_BE_BLANK[chars[line_starts]]):
+            is_blank[i] = not chunk[line_starts[i] : line_ends[i]].removeprefix(codecs.BOM_UTF8).strip()
+        for first_line in range(0, len(line_ends), BLOCK_ROWS):
+            stop_line = min(first_line + BLOCK_ROWS, len(line_ends))
+            num_rows = int(stop_line - first_line - is_blank[first_line:stop_line].sum())
+            block_stop = chunk_start + int(line_ends[stop_line - 1])
             if num_rows:
-                yield RowBlock(start, stop, first_row, num_rows)
-            start, first_row = stop, number + high
-        offset += len(chunk)
-        number += len(ends)
+                yield RowBlock(block_start, block_stop, first_row, num_rows)
+            block_start, first_row = block_stop, chunk_row + stop_line
+        chunk_start += len(chunk)
+        chunk_row += len(line_ends)
 
 
 def _chunks_of_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[Line]:
@@ -79,17 +80,18 @@ def _chunks_of_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[Li
         if chunk.endswith(b"\n"):
             yield chunk
             continue
-        rest = file.readline(max_bytes)
-        if len(rest) < max_bytes or rest.endswith(b"\n"):
-            yield chunk + rest
+        line_rest = file.readline(max_bytes)
+        if len(line_rest) < max_bytes or line_rest.endswith(b"\n"):
+            yield chunk + line_rest
             continue
-        begin = chunk.rfind(b"\n") + 1
-        if begin:
-            yield chunk[:begin]
-        num_bytes = len(chunk) - begin + len(rest)
-        while more := file.readline(CHUNK_BYTES):
-            num_bytes += len(more)
-            if more.endswith(b"\n"):
+        # The last line of the chunk is too long: read to its end without keeping it.
+        line_start = chunk.rfind(b"\n") + 1
+        if line_start:
+            yield chunk[:line_start]
+        num_bytes = len(chunk) - line_start + len(line_rest)
+        while line_rest := file.readline(CHUNK_BYTES):
+            num_bytes += len(line_rest)
+            if line_rest.endswith(b"\n"):
                 break
         yield num_bytes
 
@@ -158,17 +160,19 @@ def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tupl
     chunks = _chunks_of_lines(path, file, max_bytes)
     lines = (line for chunk in chunks for line in ([chunk] if isinstance(chunk, int) else io.BytesIO(chunk)))
     records = _records(lines, kind, max_bytes)
-    offset = 0
+    # The header is the first record that is not blank.
+    offset, header = 0, None
     for num_bytes, fields in records:
         offset += num_bytes
         if isinstance(fields, str):
             raise DataError(f"{path}: the header is invalid: {fields}", "The first line must name the columns.")
         if fields:
+            header = fields
             break
-    else:
+    if header is None:
         return (), iter(())
     try:
-        names = tuple(field.removeprefix(_BOM).encode("latin-1").decode().strip() for field in fields)
+        names = tuple(field.removeprefix(_BOM).encode("latin-1").decode().strip() for field in header)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: the header is not UTF-8: {error}", "Save the file as UTF-8.") from error
     duplicates = sorted({name for name in names if names.count(name) > 1})
@@ -273,7 +277,7 @@ def _num_bytes(line: Line) -> int:
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SEPARATOR = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
 # Characters of the longest literal or escape: an error further from the end of the text is not caused by that end.
-_MAX_TOKEN = 32
+_MAX_TOKEN_CHARS = 32
 # To skip an element without parsing it.
 _BRACKETS, _IN_STRINGS, _AFTER_ELEMENT = re.compile(r'[\[\]{}"]'), re.compile(r'["\\]'), re.compile(r"[,\]]")
 
@@ -295,22 +299,23 @@ def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBl
             f"{path}: a .json file must contain one array of rows, or one object per line",
             "Put the rows into an array with [ and ], or rename a file with one object per line to .jsonl.",
         )
-    start = stop = text.bytes_read
+    start = stop = text.bytes_read  # bytes of the current block
     first_row = row = num_rows = 0
     text.skip_space()
-    mark = text.take() if text.peek() == "]" else ","
-    while mark == ",":
-        begin = text.bytes_read
+    separator = text.take() if text.peek() == "]" else ","
+    while separator == ",":
+        element_start = text.bytes_read
         text.skip_element(row)
-        is_long = text.bytes_read - begin > max_bytes
-        if num_rows and is_long:
+        is_too_long = text.bytes_read - element_start > max_bytes
+        if num_rows and is_too_long:
             yield RowBlock(start, stop, first_row, num_rows)
-            start, first_row, num_rows = begin, row, 0
+            start, first_row, num_rows = element_start, row, 0
         row, num_rows = row + 1, num_rows + 1
-        stop, mark = text.separator()
-        if mark not in (",", "]"):
-            raise text.error(row, f"expected , or ] but found {mark!r}" if mark else "the file ends inside the array")
-        if num_rows == BLOCK_ROWS or mark == "]" or is_long or stop - start >= CHUNK_BYTES:
+        stop, separator = text.take_separator()
+        if separator not in (",", "]"):
+            detail = f"expected , or ] but found {separator!r}" if separator else "the file ends inside the array"
+            raise text.error(row, detail)
+        if num_rows == BLOCK_ROWS or separator == "]" or is_too_long or stop - start >= CHUNK_BYTES:
             yield RowBlock(start, stop, first_row, num_rows)
             start, first_row, num_rows = text.bytes_read, row, 0
     text.skip_space()
@@ -324,18 +329,18 @@ def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBl
 def _elements(source: Source, data: bytes) -> Iterator[bytes | None]:
     """Yield the text of each array element of a block; None in place of one larger than ``--max-row-bytes``."""
     text = _JsonText(source.label, HashedFile(io.BytesIO(data + b"]"), source.label), source.max_row_bytes)
-    mark = ","
-    while mark == ",":
+    separator = ","
+    while separator == ",":
         text.skip_space()
-        begin = text.bytes_read
+        start = text.bytes_read
         try:
             text.skip_element(0)
         except DataError as error:
             raise changed_error(source, error.message) from error
-        num_bytes = text.bytes_read - begin
-        yield data[begin : begin + num_bytes] if num_bytes <= source.max_row_bytes else None
-        _, mark = text.separator()
-    if mark != "]":
+        stop = text.bytes_read
+        yield data[start:stop] if stop - start <= source.max_row_bytes else None
+        _, separator = text.take_separator()
+    if separator != "]":
         raise changed_error(source, "the elements of its array have moved")
 
 
@@ -348,47 +353,48 @@ class _JsonText:
     def __init__(self, path: str, file: HashedFile, max_bytes: int) -> None:
         self._path, self._file, self._max_bytes = path, file, max_bytes
         self._json = json.JSONDecoder()
-        self._text, self._at, self._ended = "", 0, False  # section in memory, position in it, no more bytes in the file
-        self._before = 0  # bytes of the file before the section
+        self._text, self._position = "", 0  # section in memory, and position in it
+        self._num_bytes_before = 0  # bytes of the file before the section
+        self._ended = False  # the file has no more bytes after the section
         while len(self._text) < len(codecs.BOM_UTF8) and self._read(CHUNK_BYTES):
             pass
         if self._text.startswith(codecs.BOM_UTF8.decode("latin-1")):
-            self._at = len(codecs.BOM_UTF8)
+            self._position = len(codecs.BOM_UTF8)
 
     @property
     def bytes_read(self) -> int:
         """Position in the file, in bytes."""
-        return self._before + self._at
+        return self._num_bytes_before + self._position
 
     def skip_space(self) -> None:
         """Move past blanks; afterwards a character is in memory unless the file has ended."""
         while True:
-            match = _SPACE.match(self._text, self._at)
+            match = _SPACE.match(self._text, self._position)
             assert match is not None
-            self._at = match.end()
-            if self._at < len(self._text) or not self._read(CHUNK_BYTES):
+            self._position = match.end()
+            if self._position < len(self._text) or not self._read(CHUNK_BYTES):
                 return
 
     def peek(self) -> str:
         """Return the next character in memory, "" at its end."""
-        return self._text[self._at : self._at + 1]
+        return self._text[self._position : self._position + 1]
 
     def take(self) -> str:
         """Return the next character in memory and move past it."""
         char = self.peek()
-        self._at += len(char)
+        self._position += len(char)
         return char
 
-    def separator(self) -> tuple[int, str]:
+    def take_separator(self) -> tuple[int, str]:
         """Move past the character after an element, normally ``,`` or ``]``; return its position and the character."""
-        match = _SEPARATOR.match(self._text, self._at)
+        match = _SEPARATOR.match(self._text, self._position)
         if match is not None and match.end() < len(self._text):
-            self._at = match.end()
-            return self._before + match.start(1), match[1]
+            self._position = match.end()
+            return self._num_bytes_before + match.start(1), match[1]
         self.skip_space()
-        stop, mark = self.bytes_read, self.take()
+        position, separator = self.bytes_read, self.take()
         self.skip_space()
-        return stop, mark
+        return position, separator
 
     def skip_element(self, row: int) -> None:
         """Move past one element, even if it is nested too deep, too large or has too many digits for the parser.
@@ -399,14 +405,14 @@ class _JsonText:
         num_bytes = CHUNK_BYTES
         while True:
             try:
-                _, end = self._json.raw_decode(self._text, self._at)
+                _, end = self._json.raw_decode(self._text, self._position)
             except json.JSONDecodeError as error:
                 # Either the element is invalid, or it continues after the section in memory: then read more, twice as
                 # much each time. In the second case the error is near the end of the section, except that an
                 # unterminated string is reported where it begins.
-                if not error.msg.startswith("Unterminated string") and error.pos + _MAX_TOKEN <= len(self._text):
+                if not error.msg.startswith("Unterminated string") and error.pos + _MAX_TOKEN_CHARS <= len(self._text):
                     raise self.error(row, str(error)) from error
-                if len(self._text) - self._at > self._max_bytes:
+                if len(self._text) - self._position > self._max_bytes:
                     self._skip_unparsed(row)
                     return
                 if not self._read(num_bytes):
@@ -418,7 +424,7 @@ class _JsonText:
                 return
             if end == len(self._text) and self._read(num_bytes):
                 continue  # a number may continue
-            self._at = end
+            self._position = end
             return
 
     def _skip_unparsed(self, row: int) -> None:
@@ -443,11 +449,11 @@ class _JsonText:
 
     def _find(self, marks: re.Pattern[str], row: int) -> str:
         """Move to the next match of a pattern, and return the matching text."""
-        while (match := marks.search(self._text, self._at)) is None:
-            self._at = len(self._text)
+        while (match := marks.search(self._text, self._position)) is None:
+            self._position = len(self._text)
             if not self._read(CHUNK_BYTES):
                 raise self.error(row, "the file ends inside the array")
-        self._at = match.start()
+        self._position = match.start()
         return match.group()
 
     def error(self, row: int, detail: str) -> DataError:
@@ -463,9 +469,9 @@ class _JsonText:
             return False
         data = self._file.read(size)
         self._ended = not data
-        self._before += self._at
-        self._text = self._text[self._at :] + data.decode("latin-1")
-        self._at = 0
+        self._num_bytes_before += self._position
+        self._text = self._text[self._position :] + data.decode("latin-1")
+        self._position = 0
         return not self._ended
 
 

@@ -80,7 +80,8 @@ def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, s
     """Check the columns that the user named, and return the file's names by packtool's names."""
     columns = {}
     for name, column in named:
-        if not (name in NAMES and column in keys) and column in NAMES and name in keys:
+        is_reverse = column in NAMES and name in keys
+        if is_reverse and not (name in NAMES and column in keys):
             name, column = column, name
         if name not in NAMES and column not in NAMES:
             raise DataError(
@@ -100,30 +101,21 @@ def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, s
 
 def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     """Convert row ``number`` (0-based) to a sample by the form of its source, else by one detected from the row."""
-    name, columns = source.form, source.columns
-    if name is None:
+    form_name, columns = source.form, source.columns
+    if form_name is None:
         try:
-            name, columns = detect([row], source.columns, None, "the row")
+            form_name, columns = detect([row], source.columns, None, "the row")
         except DataError as error:
             raise RowProblem("unknown_form", error.message.partition("\n")[0]) from error
-    form, fields, inline = FORMS[name], Fields(row, columns), InlineMedia(source)
-    turns = form.read(fields, inline)
-    channel = fields.get("channel")
-    if isinstance(turns, PreparedTokens):
-        media = media_of(fields, inline)
-        return Sample(
-            turns=(),
-            images=media["image"],
-            source=source.label,
-            row=number,
-            channel=str(channel) if channel is not None and turns.channels is None else None,
-            videos=media["video"],
-            audios=media["audio"],
-            is_text=turns.trained is None,
-            loss_scale=source.loss_scale,
-            tokens=turns,
-        )
-    tools = _tools(fields)
+    form, fields, inline = FORMS[form_name], Fields(row, columns), InlineMedia(source)
+    content = form.read(fields, inline)
+    channel = None if (value := fields.get("channel")) is None else str(value)
+    common: dict[str, Any] = {"source": source.label, "row": number, "loss_scale": source.loss_scale}
+    if isinstance(content, PreparedTokens):
+        common |= {f"{kind}s": refs for kind, refs in media_of(fields, inline).items()}
+        channel = channel if content.channels is None else None
+        return Sample(turns=(), channel=channel, is_text=content.trained is None, tokens=content, **common)
+    turns, tools = content, _tools(fields)
     # ms-swift writes a pretraining text as a single assistant turn.
     is_single_answer = len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
     is_text = form is TEXT or (is_single_answer and tools is None and fields.get("system") is None)
@@ -131,25 +123,22 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         turns = _with_system(turns, fields, source)
     responses = () if is_text else responses_of(fields, turns, source)
     media = media_of(fields, inline)
-    turns, num_added = with_marks(turns, media)
-    mark = lone_mark(turns, media, fields, is_text=is_text, holds_media=source.holds_media)
+    turns, num_marks_added = with_marks(turns, media)
+    unmatched_mark = lone_mark(turns, media, fields, is_text=is_text, holds_media=source.holds_media)
     all_turns = [*turns, *(turn for response in responses for turn in response.turns)]
-    objects = objects_of(fields, all_turns, len(media["image"]))
     return Sample(
         turns=tuple(turns),
         images=media["image"],
-        source=source.label,
-        row=number,
         tools=tools,
-        channel=None if channel is None else str(channel),
-        num_marks_added=num_added,
+        channel=channel,
+        num_marks_added=num_marks_added,
         videos=media["video"],
         audios=media["audio"],
         is_text=is_text,
-        loss_scale=source.loss_scale,
-        lone_mark=mark,
+        lone_mark=unmatched_mark,
         responses=responses,
-        objects=objects,
+        objects=objects_of(fields, all_turns, len(media["image"])),
+        **common,
     )
 
 
@@ -181,15 +170,16 @@ def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
 
 
 def _with_system(turns: list[Turn], fields: Fields, source: Source) -> list[Turn]:
-    """Return the turns with the row's system prompt, else that of ``--system``, if any; then a user turn must follow.
+    """Return the turns; if they have no system prompt, with that of the row's column or of ``--system`` before them.
 
-    The order of later turns is checked by the chat template; a last turn without an answer is context.
+    Raises RowProblem unless the next turn is the user's. The chat template checks the order of later turns; a last turn
+    without an answer is context.
     """
-    first = next((turn for turn in turns if turn.role != "system"), None)
-    if first is None:
+    roles = [turn.role for turn in turns if turn.role != "system"]
+    if not roles:
         raise RowProblem("empty_conversation", "the row has a system prompt but no other turn")
-    if first.role != "user":
-        raise RowProblem("role_order", f"the conversation begins with the role {first.role}, not user")
+    if roles[0] != "user":
+        raise RowProblem("role_order", f"the conversation begins with the role {roles[0]}, not user")
     if turns[0].role == "system":
         return turns
     system = fields.get("system")

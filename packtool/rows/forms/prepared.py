@@ -52,26 +52,29 @@ def _read_tokens(fields: Fields, inline: InlineMedia) -> PreparedTokens:
     kept = np.ones(len(ids), bool) if mask is None else mask != 0
     if not kept.any():
         raise RowProblem("empty_tokens", "all tokens are padding: 'attention_mask' is 0 everywhere")
-    is_first, kept = _split(_boundaries(fields, mask, kept), kept)
+    is_first, kept = _check_boundaries(_boundaries(fields, mask, kept), kept)
     trained, weights = _trained(fields, ids, is_first), _weights(fields, len(ids))
     # The first token of a sample may be padding; then the sample starts at its next kept token.
     sample_numbers = np.cumsum(is_first)[kept]
-    starts = np.flatnonzero(np.diff(sample_numbers, prepend=sample_numbers[0] - 1))
-    after_padding = np.flatnonzero(np.diff(np.flatnonzero(kept)) > 1) + 1
-    if len(inside_samples := np.setdiff1d(after_padding, starts)):
-        token = int(np.flatnonzero(kept)[inside_samples[0] - 1]) + 1
+    starts = np.append(0, np.flatnonzero(np.diff(sample_numbers)) + 1)
+    kept_indices = np.flatnonzero(kept)
+    after_padding = np.flatnonzero(np.diff(kept_indices) > 1) + 1
+    inside_samples = np.setdiff1d(after_padding, starts)
+    if len(inside_samples):
+        token = int(kept_indices[inside_samples[0] - 1]) + 1
         raise RowProblem("invalid_tokens", f"'attention_mask' is 0 at token {token:,}, in the middle of a sample")
+    measured: dict[str, list[Mapping[str, Any]]] = {}
+    for kind in MEDIA_KINDS:
+        media = fields.get(f"{kind}s")
+        if isinstance(media, list):
+            measured[kind] = [each if isinstance(each, Mapping) and is_measured(each) else {} for each in media]
     return PreparedTokens(
         ids=ids[kept],
         trained=None if trained is None else trained[kept],
         weights=None if weights is None else weights[kept],
         starts=starts,
         channels=_channels(fields, sample_numbers[starts] - 1, int(is_first.sum())),
-        measured={
-            kind: [medium if isinstance(medium, Mapping) and is_measured(medium) else {} for medium in media]
-            for kind in MEDIA_KINDS
-            if isinstance(media := fields.get(f"{kind}s"), list)
-        },
+        measured=measured,
     )
 
 
@@ -86,8 +89,11 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
         values = _column(fields, name, None)
         if values is None or not len(values):
             continue
-        edges = np.cumsum([0, *values]) if name == "seq_lengths" else values
-        edges = np.append(edges, length) if name == "seq_start_id" else edges
+        edges = values
+        if name == "seq_lengths":
+            edges = np.cumsum([0, *values])
+        elif name == "seq_start_id":
+            edges = np.append(values, length)
         # max() catches sums of huge numbers that overflowed.
         if edges[0] != 0 or edges[-1] != length or edges.max() > length or (np.diff(edges) < 0).any():
             detail = f"{name!r} must increase from 0 to {length:,}, the number of tokens in the row"
@@ -95,10 +101,11 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
                 detail = f"the sum of {name!r} is {sum(values.tolist()):,}, but the row has {length:,} tokens"
             raise RowProblem("invalid_tokens", detail)
         boundaries[name] = np.isin(np.arange(length), edges)
-    tokens = np.flatnonzero(kept)
-    if mask is not None and mask.max() > 1:
-        boundaries["attention_mask"] = _mask_at(tokens[np.diff(mask[kept], prepend=-1) != 0], length)
-    starts = _position_restarts(fields, tokens, length)
+    kept_indices = np.flatnonzero(kept)
+    if mask is not None and mask.max() > 1:  # it has the number of the sample at each token
+        is_new_number = np.diff(mask[kept], prepend=-1) != 0
+        boundaries["attention_mask"] = _mask_at(kept_indices[is_new_number], length)
+    starts = _position_restarts(fields, kept_indices, length)
     if len(starts) > 1:
         boundaries["position_ids"] = _mask_at(starts, length)
     if not boundaries:
@@ -106,55 +113,64 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
     return boundaries
 
 
-def _position_restarts(fields: Fields, tokens: _Ints, length: int) -> _Ints:
-    """Return the indexes of unpadded ``tokens`` at which ``position_ids`` restart at 0, int64, ascending.
+def _position_restarts(fields: Fields, kept_indices: _Ints, length: int) -> _Ints:
+    """Return those of ``kept_indices``, the indexes of unpadded tokens, at which ``position_ids`` restart at 0.
 
     ``position_ids`` are (L,), or (axes, L) with the axes text; text, t, h, w; or t, h, w. With t, h, w only the first
     token of a sample is 0 on all axes. ``length`` is L.
     """
     value: Any = fields.parsed("position_ids")
     if value is None:
-        return tokens[:1]
+        return kept_indices[:1]
     axes = _as_array(value)
     axes = np.atleast_2d(np.squeeze(axes)) if axes.dtype != object else np.zeros((0, 0), object)
     if axes.dtype.kind not in "iuf" or axes.ndim != 2 or len(axes) not in (1, 3, 4) or axes.shape[1] != length:
         detail = f"'position_ids' is {shown(value)}, not one number for each of {length:,} tokens, or 3 or 4 such lists"
         raise RowProblem("invalid_tokens", detail)
-    axes = axes[:, tokens]
+    axes = axes[:, kept_indices]
     if len(axes) == 3:
-        restarts = (axes == 0).all(0)
+        is_restart = (axes == 0).all(0)
     else:
-        steps = np.diff(axes[0].astype(np.float64))
-        restarts = np.append(True, axes[0, 1:] == 0)
-        if len(jumps := np.flatnonzero(~restarts[1:] & (steps != 1))):
-            at = int(jumps[0])
-            detail = f"'position_ids' change from {axes[0, at]:g} to {axes[0, at + 1]:g} at token {tokens[at + 1]:,}"
+        positions = axes[0]
+        is_restart = positions == 0
+        steps = np.diff(positions.astype(np.float64))
+        jumps = np.flatnonzero(~is_restart[1:] & (steps != 1)) + 1
+        if len(jumps):
+            i = int(jumps[0])
+            detail = f"'position_ids' change from {positions[i - 1]:g} to {positions[i]:g} at token {kept_indices[i]:,}"
             raise RowProblem("unknown_boundaries", f"{detail}; they must start at 0 and increase by 1 in each sample")
-    restarts[0] = True
-    return tokens[restarts]
+    is_restart[0] = True  # the first sample may begin with other positions
+    return kept_indices[is_restart]
 
 
-def _mask_at(tokens: _Ints, length: int) -> _Bools:
+def _mask_at(indices: _Ints, length: int) -> _Bools:
     """Return a mask of ``length`` that is true at these indexes."""
     mask = np.zeros(length, bool)
-    mask[tokens] = True
+    mask[indices] = True
     return mask
 
 
-def _split(boundaries: Mapping[str, _Bools], kept: _Bools) -> tuple[_Bools, _Bools]:
-    """Check that all columns' boundaries, bool (L,), agree, and remove samples of one token from ``kept``, bool (L,).
+def _check_boundaries(boundaries: Mapping[str, _Bools], kept: _Bools) -> tuple[_Bools, _Bools]:
+    """Check that all columns' boundaries, bool (L,), agree; also drop samples of one token, unless all have only one.
 
     Returns masks of the first token of each sample, even if it is not kept, and of kept tokens; bool (L,) each.
     """
     if not boundaries:
         return _mask_at(np.flatnonzero(kept)[:1], len(kept)), kept
     # A sample of one token has nothing to predict; some tools pad packs with such samples.
-    is_single = np.any([is_first & np.append(is_first[1:], True) for is_first in boundaries.values()], axis=0)
-    kept = kept & ~is_single if (kept & ~is_single).any() else kept
+    is_longer = np.ones(len(kept), bool)
+    for is_first in boundaries.values():
+        is_followed_by_first = np.append(is_first[1:], True)
+        is_longer = is_longer & ~(is_first & is_followed_by_first)
+    if (kept & is_longer).any():
+        kept = kept & is_longer
     (first_name, is_first), *others = boundaries.items()
-    changes = np.diff(np.cumsum(is_first)[kept]) != 0
-    for name, other in others:
-        if len(differences := np.flatnonzero(changes != (np.diff(np.cumsum(other)[kept]) != 0))):
+    # Compare only the changes of sample between kept tokens: columns may count padding differently.
+    is_change = np.diff(np.cumsum(is_first)[kept]) != 0
+    for name, is_other_first in others:
+        is_other_change = np.diff(np.cumsum(is_other_first)[kept]) != 0
+        differences = np.flatnonzero(is_change != is_other_change)
+        if len(differences):
             token = int(np.flatnonzero(kept)[differences[0] + 1])
             detail = f"{first_name!r} and {name!r} disagree on whether a sample begins at token {token:,}"
             raise RowProblem("unknown_boundaries", detail)
@@ -185,28 +201,33 @@ def _channels(fields: Fields, numbers: _Ints, count: int) -> tuple[str | None, .
 
 
 def _trained(fields: Fields, ids: _Ints, is_first: _Bools) -> _Bools | None:
-    """Return true for targets, bool (L,); None without such columns. ``ids`` are int64 (L,), ``is_first`` bool (L,)."""
-    labels = _column(fields, "labels", len(ids))
-    masks = [mask for name in _MASKS if (mask := _mask(fields, name, len(ids))) is not None]
+    """Return the mask of targets, bool (L,): those of all columns of labels and masks; None without such columns.
+
+    ``ids`` are int64 (L,); ``is_first``, bool (L,), is true for the first token of each sample.
+    """
+    length = len(ids)
+    labels = _column(fields, "labels", length)
+    masks = [_mask(fields, name, length) for name in _MASKS]
     # Unless --columns completion_mask=loss_mask is set, loss_mask is NeMo's, which marks the token before a target.
     if "loss_mask" not in chain.from_iterable(map(fields.names, _MASKS)):
-        before_targets = _mask(fields, "loss_mask", len(ids))
-        if before_targets is not None and fields.get("seq_start_id") is None:
-            detail = (
-                "'loss_mask' may mark each target or, as in NeMo, the token before it; pass --columns "
-                "completion_mask=loss_mask if it marks the targets, or --columns loss_mask= to ignore it"
-            )
-            raise RowProblem("unknown_loss_mask", detail)
-        if before_targets is not None:
-            masks.append(np.append(0, before_targets[:-1]) * ~is_first)
-    if labels is None and not masks:
+        is_before_target = _mask(fields, "loss_mask", length)
+        if is_before_target is not None:
+            if fields.get("seq_start_id") is None:
+                detail = (
+                    "'loss_mask' may mark each target or, as in NeMo, the token before it; pass --columns "
+                    "completion_mask=loss_mask if it marks the targets, or --columns loss_mask= to ignore it"
+                )
+                raise RowProblem("unknown_loss_mask", detail)
+            masks.append(np.append(0, is_before_target[:-1]) * ~is_first)
+    if labels is None and all(mask is None for mask in masks):
         return None
-    trained = np.ones(len(ids), bool)
+    trained = np.ones(length, bool)
     if labels is not None:
         trained = labels != IGNORE_INDEX
         _check_labels(ids, labels, trained)
     for mask in masks:
-        trained &= mask != 0
+        if mask is not None:
+            trained &= mask != 0
     return trained
 
 
