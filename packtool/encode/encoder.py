@@ -95,7 +95,7 @@ class Encoder:
         media: encoding of the model's media; by default that of the spec and the files.
 
     Raises:
-        ConfigError: if the files do not fit together, or the model is not supported.
+        ConfigError: if rows cannot be encoded for the model.
     """
 
     def __init__(self, spec: EncodeSpec, files: ModelFiles, media: MediaEncoding | None = None) -> None:
@@ -329,10 +329,7 @@ class Encoder:
         )
 
     def _weights(self, rendered: _Rendered, tokens: JoinedTokens, turns: Sequence[_LocatedTurn]) -> Weights | None:
-        """Return the loss weight of each token, float32 (L,), 0 for no target.
-
-        None if the tokens of the turns weigh 1 and all others 0, as without settings.
-        """
+        """Return the weight of each token, float32 (L,), 0 for no target; None if all tokens of the turns weigh 1."""
         sample = rendered.sample
         scale = parse_loss_scale(loss_scale_of(sample.loss_scale or self.spec.loss_scale, self._is_hybrid_thinking))
         has_own_loss = any(turn.message.loss is not None or turn.message.loss_scale is not None for turn in turns)
@@ -353,10 +350,7 @@ class Encoder:
     def _rule_weights(
         self, expanded: ExpandedPieces, tokens: JoinedTokens, turn: _LocatedTurn, scale: LossScale
     ) -> Weights:
-        """Return the weight that rules give each token of a turn's span: that of the token's first character.
-
-        For a medium's control tokens, it is that of the control token's text.
-        """
+        """Return the weight of each token of a turn's span: of its first character, or its medium's control token."""
         # Join the texts of the turn's units. For each token: its index, and its first character in the joined text.
         text, indices, first_chars = "", list[int](), list[int]()
         for number in range(turn.first_unit, turn.last_unit + 1):

@@ -30,22 +30,10 @@ class Span(NamedTuple):
 
 
 class _Border(NamedTuple):
-    """The begin or end of a medium: after ``num_chars`` characters of a unit's text.
-
-    ``num_chars`` is None if the medium begins before the unit's control token.
-    """
+    """The begin or end of a medium: after so many characters of a unit's text; None is before its control token."""
 
     unit_index: int
     num_chars: int | None
-
-
-class _MediumBorders(NamedTuple):
-    """The borders of one medium; ``number``: its index among the media of its kind."""
-
-    kind: str
-    number: int
-    begin: _Border
-    end: _Border
 
 
 class ExpandedPieces(NamedTuple):
@@ -54,12 +42,13 @@ class ExpandedPieces(NamedTuple):
     Args:
         units: the resulting pieces; a medium becomes several of them, or text of the unit before.
         first_units: for each original piece, the index of its first unit.
+        media_borders: (kind, index among the media of that kind, begin, end) of each medium.
         num_omitted: control tokens left out of media that no sample can hold.
     """
 
     units: list[Piece]
     first_units: list[int]
-    media_borders: list[_MediumBorders]
+    media_borders: list[tuple[str, int, _Border, _Border]]
     num_omitted: int
 
 
@@ -79,7 +68,7 @@ def expand_media(
     """
     units: list[Piece] = []
     first_units: list[int] = []
-    borders: list[_MediumBorders] = []
+    borders: list[tuple[str, int, _Border, _Border]] = []
     num_omitted = 0
     counts = dict.fromkeys(media, 0)
     for piece in pieces:
@@ -103,7 +92,7 @@ def expand_media(
                 begin = begin or _Border(len(units), None)
                 units.append(Piece(segment.token, "", "", times))
         end = _Border(len(units) - 1, len(units[-1].text))
-        borders.append(_MediumBorders(kind, number, begin or _Border(len(units), None), end))
+        borders.append((kind, number, begin or _Border(len(units), None), end))
         _append_text(units, piece.text)
     return ExpandedPieces(units, first_units, borders, num_omitted)
 
@@ -134,9 +123,7 @@ def join_tokens(
 ) -> JoinedTokens:
     """Concatenate the control tokens and the text ids of all units, and locate the media among them.
 
-    Args:
-        unit_ids: ids of each unit's text, without its control token.
-        encode: returns the ids of a unit's text, for texts up to or after a medium's border.
+    ``unit_ids`` are the ids of each unit's text, without its control token; ``encode`` returns those of one text.
     """
     units = expanded.units
     ids: list[int] = []
@@ -233,7 +220,6 @@ def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
         kind: _pad_spans(sample.input_ids == pad, [medium.num_tokens for medium in media[kind]])
         for kind, pad in tokens.pads.items()
     }
-    # Without a placeholder token for sounds, the list of their spans is empty.
     track_spans = [span for sound, span in zip(sounds, pad_spans.get("audio", ()), strict=False) if _is_track(sound)]
     spans = []
     for kind, spans_of_kind in pad_spans.items():
@@ -253,10 +239,7 @@ def _is_track(sound: EncodedAudio) -> bool:
 
 
 def _pad_spans(is_pad: npt.NDArray[np.bool_], counts: list[int]) -> list[tuple[int, int]]:
-    """Return [start, stop) of each medium's placeholder tokens, given ``is_pad`` (L,) and each medium's number of them.
-
-    ``stop`` is after the last token; text and marks may be between a medium's first and last one.
-    """
+    """Return [start, stop) of each medium, from its first placeholder token to its last; ``is_pad`` is (L,)."""
     if not counts:
         return []
     positions, ends = np.flatnonzero(is_pad), np.cumsum(counts)

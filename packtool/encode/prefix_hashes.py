@@ -75,7 +75,7 @@ def prefix_hashes(
         int64 (S,), the number of prefixes of each sample; and the prefixes of all samples.
     """
     counts = []
-    rows: list[tuple[int, bytes, int, int, int, int]] = []  # the fields of each prefix, with the hash as bytes
+    rows: list[tuple[int, bytes, int, int, int, int]] = []  # the fields of ``PrefixHashes``, with the hash as bytes
     for sample in samples:
         num_before = len(rows)
         media = media_spans(sample, tokens)
@@ -96,16 +96,12 @@ def prefix_hashes(
             if end > longer_than:
                 rows.append((end, digest, media_tokens, audio_tokens, squares, int(num_targets[end - 1])))
         counts.append(len(rows) - num_before)
-    lengths, digests, *sums = zip(*rows, strict=True) if rows else ((),) * len(PrefixHashes._fields)
-    all_media_tokens, all_audio_tokens, all_squares, all_target_tokens = sums
-    return np.array(counts, np.int64), PrefixHashes(
-        lengths=np.array(lengths, np.int32),
-        hashes=np.frombuffer(b"".join(digests), "<u8").astype(np.uint64),
-        media_tokens=np.array(all_media_tokens, np.int32),
-        audio_tokens=np.array(all_audio_tokens, np.int32),
-        patch_squares=np.array(all_squares, np.int64),
-        target_tokens=np.array(all_target_tokens, np.int32),
-    )
+    columns = zip(*rows, strict=True) if rows else ((),) * len(PrefixHashes._fields)
+    lengths, digests, *sums = columns
+    hashes = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+    types = (np.int32, np.int32, np.int64, np.int32)
+    arrays = [np.array(column, number_type) for column, number_type in zip(sums, types, strict=True)]
+    return np.array(counts, np.int64), PrefixHashes(np.array(lengths, np.int32), hashes, *arrays)
 
 
 def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[int, int]) -> list[str]:

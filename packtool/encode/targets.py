@@ -37,7 +37,6 @@ _PROBE = [
 ]
 
 _Header = tuple[tuple[str, str], ...]
-"""(control token, text) of each piece."""
 
 
 class _ProbeAnswer(NamedTuple):
@@ -68,8 +67,7 @@ class TurnFinder:
     """Finds the assistant's turns in conversations rendered by one template.
 
     Args:
-        header: (control token, text) of each piece that opens an assistant turn, such as ``<|im_start|>`` with
-            ``assistant\\n``; the last text may continue.
+        header: (control token, text) of each piece that opens an assistant turn; the last text may continue.
         prompt_rest: text of the generation prompt after the header (``<think>\\n`` for thinking models).
         ends: control tokens that end a turn; the last turn of a conversation may have another than earlier ones.
         tail: control tokens that always directly follow an end, and belong to the turn.
@@ -82,11 +80,7 @@ class TurnFinder:
 
     @classmethod
     def infer(cls, template: ChatTemplate, vocabulary: ControlVocabulary) -> TurnFinder:
-        """Infer from rendered probe conversations how the template opens and ends an assistant turn.
-
-        Raises:
-            ConfigError: if control tokens do not open and end it.
-        """
+        """Infer from probe conversations how the template opens and ends a turn; ConfigError without control tokens."""
         escaper = ControlEscaper(vocabulary, ())
         try:
             question = escaper.split(template.render(_PROBE[:1]))
@@ -106,17 +100,14 @@ class TurnFinder:
             tail, tail_before_turn = (_controls_after(pieces, index + 1) for pieces, _, index in (only, first))
             tail = tail[: num_common(tail, tail_before_turn)]
         finder = cls(header, prompt_rest, ends, tuple(tail))
-        finder._check(one_turn, _ANSWERS[:1])
-        finder._check(two_turns, _ANSWERS)
+        # Check that the turns found in the probes are their answers, without a question.
+        for pieces, answers in ((one_turn, _ANSWERS[:1]), (two_turns, _ANSWERS)):
+            texts = ["".join(piece.text for piece in pieces[turn.first : turn.last]) for turn in finder.find(pieces)]
+            if len(texts) != len(answers) or any(_QUESTION in text for text in texts):
+                raise _no_control_tokens()
+            if any(answer not in text for answer, text in zip(answers, texts, strict=True)):
+                raise _no_control_tokens()
         return finder
-
-    def _check(self, pieces: Sequence[Piece], answers: Sequence[str]) -> None:
-        """Raise ConfigError unless the turns found in a probe conversation are its answers, without a question."""
-        texts = ["".join(piece.text for piece in pieces[turn.first : turn.last]) for turn in self.find(pieces)]
-        if len(texts) != len(answers) or any(_QUESTION in text for text in texts):
-            raise _no_control_tokens()
-        if any(answer not in text for answer, text in zip(answers, texts, strict=True)):
-            raise _no_control_tokens()
 
     def find(self, pieces: Sequence[Piece]) -> list[TurnPieces]:
         """Return the assistant's turns of a conversation, in order; turns that the next one interrupts are left out."""
@@ -163,9 +154,6 @@ def infer_turn_finder(
     """Return a model's control tokens, and the turn finder that uses them.
 
     If special tokens do not open turns, other added tokens are tried: DeepSeek's are not marked as special.
-
-    Raises:
-        ConfigError: if none of these tokens open and end the assistant's turns.
     """
     vocabulary = ControlVocabulary(tokenizer, media_tokens)
     try:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import av
 import numpy as np
@@ -137,11 +137,7 @@ def _decode_frames(
     frame_reader: Callable[..., Iterator[tuple[int, Any]]],
     shape: tuple[int, int, int] | None,
 ) -> tuple[npt.NDArray[np.uint8] | None, list[int]]:
-    """Decode the frames with these ``numbers``, which ascend.
-
-    Args:
-        frame_reader: ``needed_frames`` or ``all_frames``.
-        shape: measured (number of frames, H, W), as in ``load_video``.
+    """Decode the frames with these ``numbers``, which ascend, by ``needed_frames`` or ``all_frames``.
 
     Returns:
         the frames, uint8 (T, H, W, 3), and the numbers of those that are missing. The frames are None if the file has
@@ -244,15 +240,6 @@ class FrameNumbersUnknown(Exception):
     """Frames of a file cannot be numbered without decoding it from the beginning."""
 
 
-class _Packet(NamedTuple):
-    """One encoded frame: byte offset in the file, decoding (or display) time in units of the stream, flags."""
-
-    position: int | None
-    time: int | None
-    is_keyframe: bool
-    is_hidden: bool
-
-
 class _KeyframeDecoder:
     """Decodes a video from its keyframes, and numbers the frames.
 
@@ -285,7 +272,7 @@ class _KeyframeDecoder:
         has_index = is_indexed(container)
         index = index_of(stream) if has_index else ()
         if 0 < len(index) == stream.frames:
-            packets = (_Packet(entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard) for entry in index)
+            packets = ((entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard) for entry in index)
             self._find_keyframes(packets, last_needed)
             return
         if not has_index and _FORMATS_TO_SCAN.isdisjoint(container.format.name.split(",")):
@@ -293,12 +280,15 @@ class _KeyframeDecoder:
         # Read the packets without decoding them, then go back to the first keyframe. The last packet is empty.
         demuxed = (packet for packet in container.demux(stream) if packet.size)
         # Tables of contents and seeking in them use decoding time.
-        packets = (_Packet(p.pos, p.dts if has_index else p.pts, p.is_keyframe, p.is_discard) for p in demuxed)
+        packets = ((p.pos, p.dts if has_index else p.pts, p.is_keyframe, p.is_discard) for p in demuxed)
         self._find_keyframes(packets, last_needed)
         self._seek(self._seek_times[0])
 
-    def _find_keyframes(self, packets: Iterable[_Packet], last_needed: int) -> None:
-        """Find the keyframes, and count the shown packets up to the keyframe after the last needed frame."""
+    def _find_keyframes(self, packets: Iterable[tuple[int | None, int | None, bool, bool]], last_needed: int) -> None:
+        """Find the keyframes, and count the shown packets up to the keyframe after the last needed frame.
+
+        A packet is (position in the file, time in units of the stream, is keyframe, is hidden).
+        """
         num_shown, latest_time = 0, -(2**62)
         for position, time, is_keyframe, is_hidden in packets:
             if time is None:
@@ -349,12 +339,9 @@ class _KeyframeDecoder:
         raise FrameNumbersUnknown
 
     def _decode(self, packets: Iterable[Any], first_time: int, first_number: int) -> Iterator[tuple[int, Any]]:
-        """Decode packets from a keyframe on, and yield (number, frame), ascending.
+        """Decode packets that begin with a keyframe, and yield (number, frame) from the keyframe's frame on.
 
         Frames must match the shown packets one by one, in order of time; otherwise they cannot be numbered.
-
-        Args:
-            first_time, first_number: time and number of the keyframe's frame. Frames shown before it are left out.
         """
         number, unit_prefix_bytes = first_number, self._unit_prefix_bytes()
         pending: list[tuple[int, bool]] = []  # heap of (time, is skipped) of the packets without a number so far
@@ -398,8 +385,7 @@ def needed_frames(
     Raises:
         FrameNumbersUnknown: if frames cannot be numbered this way; the container cannot be used afterwards.
     """
-    gaps = np.diff(numbers, prepend=0)
-    if gaps.max() <= MIN_SKIPPED:  # seeking would skip nothing
+    if np.diff(numbers, prepend=0).max() <= MIN_SKIPPED:  # seeking would skip nothing
         yield from all_frames(container, stream, numbers)
         return
     decoder = _KeyframeDecoder(container, stream, numbers[-1] if num_frames is None else _ALL_PACKETS)
@@ -408,8 +394,7 @@ def needed_frames(
     decoder.start()
     if decoder.first_number != 0:  # decoders leave out the leading pictures of the first keyframe
         raise FrameNumbersUnknown
-    # Decode one frame even if it is not needed: this checks that frames match packets at the beginning.
-    first_frame = next(decoder.frames, None)
+    first_frame = next(decoder.frames, None)  # even if it is not needed: this checks that it matches its packet
     if first_frame is None:
         raise FrameNumbersUnknown
     decoder.frames = chain([first_frame], decoder.frames)
