@@ -40,11 +40,12 @@ _Header = tuple[tuple[str, str], ...]
 
 
 class _ProbeAnswer(NamedTuple):
-    """A rendered probe conversation, one answer in it, and the index of the piece that contains the answer."""
+    """An answer in a rendered probe conversation: the index of its piece, and the control token after the piece."""
 
     pieces: list[Piece]
     answer: str
     piece_index: int
+    next_control: str
 
 
 class TurnPieces(NamedTuple):
@@ -92,12 +93,12 @@ class TurnFinder:
         only = _find_answer(one_turn, _ANSWERS[0])
         first, last = (_find_answer(two_turns, answer) for answer in _ANSWERS)
         header, prompt_rest = _infer_header(question, prompted, (only, first, last))
-        ends = frozenset(_token_after(answer) for answer in (only, first, last))
+        ends = frozenset(answer.next_control for answer in (only, first, last))
         ends |= _ends_before_tools(template, escaper, ends, question)
         # The tail follows an end whether or not another turn comes next.
         tail: list[str] = []
         if len(ends) == 1:
-            tail, tail_before_turn = (_controls_after(pieces, index + 1) for pieces, _, index in (only, first))
+            tail, tail_before_turn = (_controls_after(pieces, index + 1) for pieces, _, index, _ in (only, first))
             tail = tail[: num_common(tail, tail_before_turn)]
         finder = cls(header, prompt_rest, ends, tuple(tail))
         # Check that the turns found in the probes are their answers, without a question.
@@ -196,7 +197,7 @@ def _infer_header(question: list[Piece], prompted: list[Piece], answers: Sequenc
     if not prompt or not all(piece.control for piece in prompt):
         raise _no_control_tokens()
     header = [(piece.control, piece.text) for piece in prompt]
-    for pieces, answer, index in answers:
+    for pieces, answer, index, _ in answers:
         # The answer's turn begins at the last opening token before the answer; without one, in the answer's piece.
         start = max((i for i in range(index + 1) if pieces[i].control == prompt[0].control), default=index)
         opening = [(piece.control, piece.text) for piece in pieces[start:index]]
@@ -215,12 +216,7 @@ def _find_answer(pieces: list[Piece], answer: str) -> _ProbeAnswer:
     index = next((i for i, piece in enumerate(pieces) if answer in piece.text), None)
     if index is None or index + 1 >= len(pieces) or not pieces[index].control:
         raise _no_control_tokens()
-    return _ProbeAnswer(pieces, answer, index)
-
-
-def _token_after(answer: _ProbeAnswer) -> str:
-    """Return the control token that follows an answer."""
-    return answer.pieces[answer.piece_index + 1].control
+    return _ProbeAnswer(pieces, answer, index, pieces[index + 1].control)
 
 
 def _ends_before_tools(
@@ -231,7 +227,7 @@ def _ends_before_tools(
         return frozenset()
     try:
         pieces = escaper.split(template.render([*_PROBE[:2], {"role": "tool", "content": _QUESTION}]))
-        return frozenset({_token_after(_find_answer(pieces, _ANSWERS[0]))})
+        return frozenset({_find_answer(pieces, _ANSWERS[0]).next_control})
     except (TemplateFailure, ConfigError):
         return frozenset()
 

@@ -59,25 +59,30 @@ class Tokenized:
 
     def take(self, kept: npt.NDArray[np.int64]) -> Tokenized:
         """Return the sample with the tokens at ``kept``, int64 (K,), ascending; all tokens of a medium or none."""
+        # ``searchsorted`` gives the new index of a kept token; for others, that of the next kept token.
         spans: list[Span] = []
         media: dict[str, list[Medium]] = {kind: [] for kind in self.media}
-        starts = np.searchsorted(kept, [span.start for span in self.spans])
-        for span, start in zip(self.spans, starts.tolist(), strict=True):
-            if start < len(kept) and kept[start] == span.start:
-                spans.append(Span(span.kind, len(media[span.kind]), start, start + span.end - span.start))
+        new_starts = np.searchsorted(kept, [span.start for span in self.spans]).tolist()
+        for span, new_start in zip(self.spans, new_starts, strict=True):
+            if new_start < len(kept) and kept[new_start] == span.start:
+                number, num_tokens = len(media[span.kind]), span.end - span.start
+                spans.append(Span(span.kind, number, new_start, new_start + num_tokens))
                 media[span.kind].append(self.media[span.kind][span.number])
         # Nothing predicts the first token, so no turn begins with it; turns without tokens are removed.
         turns = np.maximum(np.searchsorted(kept, self.turns).astype(np.int32).reshape(-1, 2), 1)
-        borders = self.borders
+        has_tokens = turns[:, 0] < turns[:, 1]
+        borders = None
+        if self.borders is not None:
+            borders = np.unique(np.searchsorted(kept, self.borders)).astype(np.int32)
         return replace(
             self,
             ids=self.ids[kept],
-            turns=np.ascontiguousarray(turns[turns[:, 0] < turns[:, 1]].reshape(-1)),
+            turns=np.ascontiguousarray(turns[has_tokens].reshape(-1)),
             spans=spans,
             media=media,
             weights=self.weights[kept] if self.weights is not None else None,
             num_removed=self.num_removed + len(self.ids) - len(kept),
-            borders=None if borders is None else np.unique(np.searchsorted(kept, borders)).astype(np.int32),
+            borders=borders,
         )
 
 
@@ -95,7 +100,8 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
         return _split(item, max_length)
     if len(item.ids) > max_length:
         if spec.truncation_strategy == "raise":
-            drop_too_long(sample, spec, str(len(item.ids) + item.num_removed))
+            drop_too_long(sample, spec, str(len(item.ids) + item.num_removed))  # raises RowError
+        # Of a sample with media, only tokens of media were removed so far.
         num_media_tokens = int(item.in_media().sum()) + (item.num_removed if item.spans else 0)
         if num_media_tokens >= max_length:
             detail = f"its media have {num_media_tokens} tokens, so no text fits into --max-length {max_length}"
@@ -111,7 +117,8 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
         num_text_tokens = max_length - int(keep.sum())
         assert num_text_tokens > 0, "media that fill the sample were removed or rejected above"
         text = np.flatnonzero(~keep)
-        keep[text[:num_text_tokens] if spec.truncation_strategy == "right" else text[-num_text_tokens:]] = True
+        kept_text = text[:num_text_tokens] if spec.truncation_strategy == "right" else text[-num_text_tokens:]
+        keep[kept_text] = True
         item = item.take(np.flatnonzero(keep))
     encoded = _make_sample(item)
     if encoded is None:
@@ -120,25 +127,25 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
     return [encoded]
 
 
-def truncate_all(parts: Sequence[Tokenized], spec: EncodeSpec) -> list[EncodedSample] | Dropped:
+def truncate_all(samples: Sequence[Tokenized], spec: EncodeSpec) -> list[EncodedSample] | Dropped:
     """Truncate and label each of the samples that were packed into one row; raises as ``truncate``.
 
     Samples without a target are left out. If one is dropped for another reason, or none has a target, the whole row is
     dropped: every input row is either kept or dropped.
     """
     kept: list[EncodedSample] = []
-    for number, part in enumerate(parts, 1):
-        result = truncate(part, spec)
+    for number, tokenized in enumerate(samples, 1):
+        result = truncate(tokenized, spec)
         if not isinstance(result, Dropped):
             kept += result
-        elif len(parts) == 1:
+        elif len(samples) == 1:
             return result
         elif result.reason != _NO_TARGET:
-            return replace(result, detail=f"sample {number} of {len(parts)} in the row: {result.detail}")
+            return replace(result, detail=f"sample {number} of {len(samples)} in the row: {result.detail}")
     if not kept:
-        sample = parts[0].sample
-        detail = f"none of the {len(parts)} samples in the row has a token to train"
-        return Dropped(sample.source, sample.row, _NO_TARGET, detail)
+        row = samples[0].sample
+        detail = f"none of the {len(samples)} samples in the row has a token to train"
+        return Dropped(row.source, row.row, _NO_TARGET, detail)
     return kept
 
 
@@ -171,12 +178,12 @@ def _split(item: Tokenized, max_length: int) -> list[EncodedSample] | Dropped:
             "use --truncation-strategy delete, left or right"
         )
         return Dropped(sample.source, sample.row, "cannot_be_split", detail)
-    pieces = [
-        _make_sample(replace(item.take(np.arange(start, min(start + max_length, len(item.ids)))), num_removed=0))
-        for start in range(0, len(item.ids), max_length)
-    ]
-    # A piece of a single token has no target.
-    kept = [piece for piece in pieces if piece is not None]
+    kept: list[EncodedSample] = []
+    for start in range(0, len(item.ids), max_length):
+        chunk = item.take(np.arange(start, min(start + max_length, len(item.ids))))
+        encoded = _make_sample(replace(chunk, num_removed=0))
+        if encoded is not None:  # a chunk of a single token has no target
+            kept.append(encoded)
     return kept or Dropped(sample.source, sample.row, _NO_TARGET, "the text has fewer than two tokens")
 
 

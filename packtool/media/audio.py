@@ -32,7 +32,7 @@ def measure_audio(ref: MediaRef, sampling_rate: int) -> int:
                 raise MediaProblem("media_unreadable", f"{label(ref)}: no sound can be decoded")
             check_end(container, stream, ref)
             return round(declared * sampling_rate)
-        num_samples = sum(part.shape[0] for part in _decoded(container, stream, sampling_rate))
+        num_samples = sum(len(chunk) for chunk in _decode_mono(container, stream, sampling_rate))
     if not num_samples:
         raise MediaProblem("media_unreadable", f"{label(ref)}: no sound can be decoded")
     return num_samples
@@ -53,17 +53,17 @@ def load_audio(
     """
     ref = MediaRef(path, data, policy=policy)
     tolerance = int(_TOLERANCE_SECONDS * sampling_rate)
-    parts, num_decoded = [], 0
+    chunks, num_decoded = [], 0
     try:
         with open_container(ref) as container:
-            for part in _decoded(container, first_stream(container, "audio", ref), sampling_rate):
-                parts.append(part)
-                num_decoded += len(part)
+            for chunk in _decode_mono(container, first_stream(container, "audio", ref), sampling_rate):
+                chunks.append(chunk)
+                num_decoded += len(chunk)
                 if num_samples is not None and num_decoded > num_samples + tolerance:
                     break
     except MediaProblem as problem:
         raise media_error(problem) from problem
-    sound = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+    sound = np.concatenate(chunks) if chunks else np.zeros(0, np.float32)
     if num_samples is None:
         return sound
     if abs(num_decoded - num_samples) > tolerance:
@@ -85,9 +85,9 @@ def _declared_seconds(container: Any, stream: Any) -> float | None:
     return seconds if hidden < _TOLERANCE_SECONDS / 2 else None  # an edit list starts later than an encoder's delay
 
 
-def _decoded(container: Any, stream: Any, sampling_rate: int) -> Iterator[npt.NDArray[np.float32]]:
-    """Yield the mono sound of a stream in pieces, float32 (samples,)."""
+def _decode_mono(container: Any, stream: Any, sampling_rate: int) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield the mono sound of a stream in chunks, float32 (samples,)."""
     resampler = av.AudioResampler(format="flt", layout="mono", rate=sampling_rate)
     for frame in chain(container.decode(stream), [None]):  # None flushes the resampler
-        for part in resampler.resample(frame):
-            yield part.to_ndarray().reshape(-1).astype(np.float32, copy=False)
+        for chunk in resampler.resample(frame):
+            yield chunk.to_ndarray().reshape(-1).astype(np.float32, copy=False)

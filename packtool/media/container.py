@@ -65,10 +65,12 @@ def declared_bytes(file: BinaryIO, size: int) -> int:
     if head.startswith(b"OggS"):
         return _end_of_last_page(file, size)
     if head.startswith(b"\x1aE\xdf\xa3"):
-        start, length, _ = _vint(head, 4)
-        segment = _read_at(file, start + length, 16)
-        data, length, is_known = _vint(segment, 4)
-        return file.tell() - len(segment) + data + length if segment.startswith(b"\x18S\x80g") and is_known else 0
+        header_start, header_size, _ = _ebml_number(head, 4)
+        segment_start = header_start + header_size
+        segment = _read_at(file, segment_start, 16)
+        content_start, content_size, is_known = _ebml_number(segment, 4)
+        is_known = is_known and segment.startswith(b"\x18S\x80g")
+        return segment_start + content_start + content_size if is_known else 0
     return _end_by_xing(file, head) - _MP3_SLACK
 
 
@@ -116,7 +118,7 @@ def _end_of_last_page(file: BinaryIO, size: int) -> int:
     return start + at + 27 + len(lengths) + sum(lengths)
 
 
-def _vint(data: bytes, at: int) -> tuple[int, int, bool]:
+def _ebml_number(data: bytes, at: int) -> tuple[int, int, bool]:
     """Return the end and value of an EBML number (RFC 8794, 4), and whether it is known: all ones mean unknown."""
     width = 9 - data[at].bit_length() if len(data) > at and data[at] else 8
     mask = (1 << 7 * width) - 1

@@ -146,20 +146,20 @@ def _has_end_mark(image_format: str | None, file: BinaryIO, begin: int, size: in
 def _png_orientation(picture: PngImagePlugin.PngImageFile, file: BinaryIO) -> int:
     """Return the EXIF orientation of a PNG by reading its chunks; Pillow would decode the picture to find ``eXIf``."""
     data: bytes | None = None
-    file.seek(8)
+    file.seek(8)  # after the signature
     while len(header := file.read(8)) == 8:
-        size, kind = int.from_bytes(header[:4], "big"), header[4:]
-        if kind == b"eXIf":
+        size, chunk_type = int.from_bytes(header[:4], "big"), header[4:]
+        if chunk_type == b"eXIf":
             data = file.read(size)
             break
-        if kind == b"IEND":
+        if chunk_type == b"IEND":
             break
-        file.seek(size + 4, os.SEEK_CUR)
+        file.seek(size + 4, os.SEEK_CUR)  # the chunk's data and checksum
     if data is None:
-        raw = picture.info.get("Raw profile type exif")
-        if not raw:
+        profile = picture.info.get("Raw profile type exif")
+        if not profile:
             return 1
-        data = bytes.fromhex("".join(str(raw).split("\n")[3:]))
+        data = bytes.fromhex("".join(str(profile).split("\n")[3:]))  # after three lines with its name and length
     exif = Image.Exif()
     exif.load(data)
     return int(exif.get(_ORIENTATION_TAG, 1))

@@ -392,10 +392,8 @@ def needed_frames(
     if num_frames not in (None, decoder.num_packets):
         raise FrameNumbersUnknown
     decoder.start()
-    if decoder.first_number != 0:  # decoders leave out the leading pictures of the first keyframe
-        raise FrameNumbersUnknown
     first_frame = next(decoder.frames, None)  # even if it is not needed: this checks that it matches its packet
-    if first_frame is None:
+    if first_frame is None or decoder.first_number != 0:  # decoders leave out leading pictures of the first keyframe
         raise FrameNumbersUnknown
     decoder.frames = chain([first_frame], decoder.frames)
     next_number = 0  # of the frame that the decoder would return next

@@ -43,9 +43,11 @@ def parse_json(text: str | bytes) -> Any:
         except UnicodeDecodeError as error:
             raise JsonProblem("invalid_text", f"not UTF-8: {error}") from error
     try:
+        # The scanner is fast. The decoder also accepts leading blanks, and describes errors after the value.
         value, end = _scan(text, 0) if text[:1] in _OPENING else (None, -1)
-        if end != len(text) and (end < 0 or text[end:].strip(_BLANKS)):
-            value = _decoder.decode(text)  # accepts leading blanks, and describes errors after the value
+        is_complete = end == len(text) or (end >= 0 and not text[end:].strip(_BLANKS))
+        if not is_complete:
+            value = _decoder.decode(text)
     except JsonProblem:
         raise
     except RecursionError as error:

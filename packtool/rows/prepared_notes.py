@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from itertools import islice
 
 from packtool.rows.forms import RowProblem, to_sample
@@ -25,7 +24,7 @@ _UNCHECKED_TOKENS = (
 
 def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list[str]:
     """Describe how sources of tokenized rows are read, one line per description; others too if ``takes_tokens``."""
-    labels: dict[str, list[str]] = {}
+    labels: dict[str, list[str]] = {}  # of the sources, by their description
     for item in scanned:
         source = item.source
         if source.form == PREPARED.name:
@@ -36,10 +35,10 @@ def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list
                 "as by packtool export"
             )
             labels.setdefault(text, []).append(source.label)
-    notes = [
-        f"{first}: {text}" if not others else f"{first} and {len(others):,} more: {text}"
-        for text, (first, *others) in labels.items()
-    ]
+    notes = []
+    for text, (first, *others) in labels.items():
+        more = f" and {len(others):,} more" if others else ""
+        notes.append(f"{first}{more}: {text}")
     has_tokens = any(item.source.form == PREPARED.name for item in scanned)
     return [*notes, _UNCHECKED_TOKENS] if has_tokens else notes
 
@@ -50,22 +49,25 @@ def _description(source: Source, blocks: Iterable[RowBlock]) -> str:
     samples: list[Sample] = []
     for row in rows:
         try:
-            with suppress(RowProblem):
-                samples.append(to_sample(row, source, 0))
+            samples.append(to_sample(row, source, 0))
+        except RowProblem:
+            continue
         except BaseException as error:
             unexpected_drop("", 0, error)  # raises it if the row is not the cause
     keys = {key for row in rows for key in row}
     columns = dict(source.columns)
     names = {name: (columns[name],) if name in columns else NAMES[name] for name in TOKEN_COLUMNS}
-    used = [name for name in TOKEN_COLUMNS if keys.intersection(names[name])]
-    used += [kind for kind in ("images", "videos", "audios") if any(getattr(sample, kind) for sample in samples)]
-    statements = [f"tokens{_origin(source, keys)}", f"used columns: {', '.join(used) or 'none'}"]
+    used_columns = [name for name in TOKEN_COLUMNS if keys.intersection(names[name])]
+    for name in ("images", "videos", "audios"):
+        if any(getattr(sample, name) for sample in samples):
+            used_columns.append(name)
+    statements = [f"tokens{_origin(source, keys)}", f"used columns: {', '.join(used_columns) or 'none'}"]
     if samples and all(sample.is_text for sample in samples):
         statements.append("no labels, so every token is a target, as in pretraining")
     max_samples = max((len(sample.tokens.starts) for sample in samples if sample.tokens is not None), default=1)
     if max_samples > 1:
         statements.append(f"packs are split into samples (up to {max_samples:,} per row)")
-    elif source.kind != "megatron" and not _BOUNDARIES & set(used):
+    elif source.kind != "megatron" and not _BOUNDARIES & set(used_columns):
         statements.append("each row is one sample, because no column has sample boundaries")
     return "; ".join(statements)
 

@@ -325,10 +325,7 @@ def _draw_positions(
 ) -> np.ndarray:
     """Draw positions of rows in B blocks; those of all blocks are concatenated, int16, ascending in each block.
 
-    Args:
-        block_sizes: rows of each block, int64 (B,).
-        counts: rows to draw from each block without replacement, int64 (B,).
-        num_repeats: times that every row is used in addition.
+    ``counts``, int64 (B,), rows are drawn from each block without replacement; all are used ``num_repeats`` times more.
     """
     width = int(block_sizes.max())
     is_row = np.arange(width) < block_sizes[:, None]

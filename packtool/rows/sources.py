@@ -365,8 +365,8 @@ def unread_splits(config: ExportConfig) -> list[str]:
         if not _exists(storage.join(path, _DICT_NAME)):
             continue
         used, splits = _split_of(path, "--dataset")
-        others = [s for s in splits if s != used and storage.normalize(storage.join(path, s)) not in arguments]
-        if others := list(dict.fromkeys(others)):
+        unused = [split for split in dict.fromkeys(splits) if split != used]
+        if others := [s for s in unused if storage.normalize(storage.join(path, s)) not in arguments]:
             messages.append(
                 f"{storage.masked(path)}: only the split {used} is read, not {', '.join(others)}; to use it for "
                 f"validation, add --val-dataset {storage.masked(storage.join(path, others[0]))}"
@@ -382,27 +382,29 @@ def _resolve(
     Returns:
         its files, and the fields of their specs that differ from ``common``.
     """
-    name, values = argument, dict[str, Any]()
-    if (text := amount_suffix(name)) and not (info and name in info.entries) and not _exists(name):
+    name, sampling = argument, dict[str, Any]()
+    text = amount_suffix(name)
+    if text and not (info and name in info.entries) and not _exists(name):
         try:
             amount = parse_amount(text)
         except ValueError as error:
             raise ConfigError(f"{option} {argument}: {error}", "Write a number of at least 1 after the #.") from error
         name = _without_amount(name)
-        values = {"num_sampled": int(amount.number)} if amount.kind == "samples" else {"times_sampled": amount.number}
-    if info is None or (entry := info.get(name)) is None:
-        return _files(name, option, info), values
+        sampling = {"num_sampled": int(amount.number)} if amount.kind == "samples" else {"times_sampled": amount.number}
+    entry = None if info is None else info.get(name)
+    if info is None or entry is None:
+        return _files(name, option, info), sampling
     # The form of OpenAI's messages is detected by their keys.
     formatting = "sharegpt" if entry.get("formatting") == "openai" else entry.get("formatting")
-    own = {
-        "num_sampled": None if "times_sampled" in values else entry.get("num_samples"),
+    fields = {
+        "num_sampled": None if "times_sampled" in sampling else entry.get("num_samples"),
         "columns": common.columns or _columns_of_entry(entry),
         "tags": tuple(_mapping(entry, "tags").items()),
         "formatting": formatting or common.formatting,
         "loss_scale": entry.get("loss_scale"),
         "system": entry.get("system") or common.system,
     }
-    return _files_of_entry(entry, info, option, name), own | values
+    return _files_of_entry(entry, info, option, name), fields | sampling
 
 
 def _without_amount(name: str) -> str:

@@ -10,37 +10,18 @@ from typing import Any
 
 from packtool.config.data import MediaOptions
 from packtool.encode.families import glm4v, processor, qwen_omni, qwen_vl
-from packtool.encode.families.processor import OTHER, REFUSED
-from packtool.encode.families.record import (
-    Family,
-    ImageLimits,
-    MediaEncoding,
-    MediaLimits,
-    Towers,
-    default_max_length,
-    pad_ids_of,
-    text_config_of,
-    thinker_of,
-)
+from packtool.encode.families.processor import OTHER as OTHER
+from packtool.encode.families.processor import REFUSED as REFUSED
+from packtool.encode.families.record import Family as Family
+from packtool.encode.families.record import ImageLimits as ImageLimits
+from packtool.encode.families.record import MediaEncoding as MediaEncoding
+from packtool.encode.families.record import MediaLimits as MediaLimits
+from packtool.encode.families.record import Towers as Towers
+from packtool.encode.families.record import default_max_length as default_max_length
+from packtool.encode.families.record import pad_ids_of as pad_ids_of
+from packtool.encode.families.record import text_config_of as text_config_of
+from packtool.encode.families.record import thinker_of as thinker_of
 from packtool.encode.model_files import ModelFiles
-
-__all__ = [
-    "FAMILIES",
-    "OTHER",
-    "REFUSED",
-    "TEXT",
-    "Family",
-    "ImageLimits",
-    "MediaLimits",
-    "Towers",
-    "default_max_length",
-    "family_of",
-    "is_multimodal",
-    "media_encoding",
-    "pad_ids_of",
-    "text_config_of",
-    "thinker_of",
-]
 
 FAMILIES: tuple[Family, ...] = (*qwen_vl.FAMILIES, *qwen_omni.FAMILIES, glm4v.FAMILY, *processor.FAMILIES)
 """All families that can be trained and have a record of their own."""

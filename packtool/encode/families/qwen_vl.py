@@ -118,29 +118,33 @@ def video_limits(
         frame_tokens: (min, max) tokens of a frame if the family's processor ignores its settings (Omni).
     """
     size = processor.get("size") or {}
-    over_all = is_qwen3 and _bounds_all_frames(processor)
-    patch_size = int(processor.get("patch_size", 16 if over_all else 14))
+    over_all_frames = is_qwen3 and _bounds_all_frames(processor)
+    patch_size = int(processor.get("patch_size", 16 if over_all_frames else 14))
     merge_size = int(processor.get("merge_size", 2))
-    per_token = (patch_size * merge_size) ** 2
-    min_pixels, max_pixels = (tokens * per_token for tokens in frame_tokens or (128, 768))
+    pixels_per_token = (patch_size * merge_size) ** 2
+    min_pixels, max_pixels = (num_tokens * pixels_per_token for num_tokens in frame_tokens or (128, 768))
     if frame_tokens is None:
         min_pixels = processor.get("min_pixels") or size.get("shortest_edge") or min_pixels
         max_pixels = processor.get("max_pixels") or size.get("longest_edge") or max_pixels
     frame_min, frame_max = options.video_min_pixels, options.video_max_pixels
     if frame_min is None and options.video_min_token_num is not None:
-        frame_min = options.video_min_token_num * per_token
+        frame_min = options.video_min_token_num * pixels_per_token
     if frame_max is None and options.video_max_token_num is not None:
-        frame_max = options.video_max_token_num * per_token
+        frame_max = options.video_max_token_num * pixels_per_token
+    if over_all_frames:
+        max_pixels = options.video_total_pixels or max_pixels
+    else:
+        min_pixels, max_pixels = frame_min or min_pixels, frame_max or max_pixels
     limits = VideoLimits(
         fps=float(options.fps or processor.get("fps") or 2.0),
         min_frames=options.fps_min_frames or int(processor.get("min_frames") or 4),
         max_frames=options.fps_max_frames or int(processor.get("max_frames") or 768),
-        min_pixels=int(min_pixels if over_all else frame_min or min_pixels),
-        max_pixels=int(options.video_total_pixels or max_pixels if over_all else frame_max or max_pixels),
-        over_all_frames=over_all,
-        frame_min_pixels=frame_min if over_all else None,
-        frame_max_pixels=frame_max if over_all else None,
-        total_pixels=None if over_all else options.video_total_pixels,
+        min_pixels=int(min_pixels),
+        max_pixels=int(max_pixels),
+        over_all_frames=over_all_frames,
+        frame_min_pixels=frame_min if over_all_frames else None,
+        frame_max_pixels=frame_max if over_all_frames else None,
+        total_pixels=None if over_all_frames else options.video_total_pixels,
         even_ends=is_qwen3,
         patch_size=patch_size,
         merge_size=merge_size,
@@ -264,13 +268,13 @@ def image_limits(processor: Mapping[str, Any], options: MediaOptions) -> ImageLi
     size = processor.get("size") or {}
     patch_size = int(processor.get("patch_size", 14))
     merge_size = int(processor.get("merge_size", 2))
-    per_token = (patch_size * merge_size) ** 2
+    pixels_per_token = (patch_size * merge_size) ** 2
     min_pixels = processor.get("min_pixels") or size.get("shortest_edge") or _DEFAULT_MIN_PIXELS
     max_pixels = processor.get("max_pixels") or size.get("longest_edge") or _DEFAULT_MAX_PIXELS
     if options.image_min_token_num is not None:
-        min_pixels = options.image_min_token_num * per_token
+        min_pixels = options.image_min_token_num * pixels_per_token
     if options.image_max_token_num is not None:
-        max_pixels = options.image_max_token_num * per_token
+        max_pixels = options.image_max_token_num * pixels_per_token
     min_pixels = options.min_pixels or min_pixels
     max_pixels = options.max_pixels or max_pixels
     if min_pixels > max_pixels:
@@ -348,10 +352,12 @@ class QwenVL(MediaEncoding):
             limits = video_limits_of(ref, self._videos)
             num_frames = size.num_frames
             if ref.clip is not None:
-                start, num_frames = clip_frames(ref.clip, num_frames, size.fps)
-                indices = sample_clip(start, num_frames, size.fps, limits)
+                first_frame, num_frames = clip_frames(ref.clip, num_frames, size.fps)
+                indices = sample_clip(first_frame, num_frames, size.fps, limits)
+            elif ref.frames:  # the row has sampled them
+                indices = tuple(range(num_frames))
             else:
-                indices = tuple(range(num_frames)) if ref.frames else sample_frames(num_frames, size.fps, limits)
+                indices = sample_frames(num_frames, size.fps, limits)
             grid = video_grid(size.height, size.width, len(indices), limits)
         except ValueError as error:
             raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
@@ -418,47 +424,48 @@ def video_bounds(height: int, width: int, num_taken: int, grid: Grid, limits: Vi
     return _find_bounds(grid_of, grid, limits.bounds(num_taken), limits.patch_size**2 * num_frames)
 
 
-def _find_bounds(grid_of: Callable[[Bounds], Grid], grid: Grid, own: Bounds, pixels_per_patch: int) -> Bounds:
-    """Find (min, max) pixels with which ``grid_of`` returns ``grid``, by bisection.
+def _find_bounds(
+    grid_of: Callable[[Bounds], Grid], grid: Grid, default_bounds: Bounds, pixels_per_patch: int
+) -> Bounds:
+    """Find (min, max) pixels with which ``grid_of`` returns ``grid``, by bisection: both sides grow with the bounds.
 
-    Both sides of a grid grow with the bounds. First a maximum below the size without bounds is searched, then a minimum
-    above it: rounding may make a side longer when a picture is made smaller.
+    If neither the default bounds nor no bounds give the grid, searches a maximum below the size without bounds, then a
+    minimum above it: rounding may make a side longer when a picture is made smaller.
 
     Args:
         grid_of: returns the grid of a medium at some bounds; raises ValueError if it cannot be resized to them.
-        own: bounds of the model's limits. Also returned if no bounds give the grid: then loading reports that the
-            medium has changed.
+        default_bounds: also returned if no bounds give the grid: then loading reports that the medium has changed.
         pixels_per_patch: pixels of a patch of one frame, in the unit of the bounds.
     """
 
-    def attempt(bounds: Bounds) -> Grid | None:
+    def grid_or_none(bounds: Bounds) -> Grid | None:
         try:
             return grid_of(bounds)
         except ValueError:
             return None
 
-    if attempt(own) == grid:
-        return own
-    unbounded = attempt(_UNBOUNDED)
-    if unbounded == grid:
+    if grid_or_none(default_bounds) == grid:
+        return default_bounds
+    unbounded_grid = grid_or_none(_UNBOUNDED)
+    if unbounded_grid == grid:
         return _UNBOUNDED
-    low_end, high_end = _UNBOUNDED
-    num_pixels = None if unbounded is None else unbounded[1] * unbounded[2] * pixels_per_patch
-    for is_max in (True, False):
-        low, high = low_end, high_end
-        if num_pixels is not None:
-            low, high = (low, num_pixels - 1) if is_max else (num_pixels + 1, high)
+    lowest, highest = _UNBOUNDED
+    max_range = min_range = _UNBOUNDED
+    if unbounded_grid is not None:
+        num_pixels = unbounded_grid[1] * unbounded_grid[2] * pixels_per_patch
+        max_range, min_range = (lowest, num_pixels - 1), (num_pixels + 1, highest)
+    for is_max, (low, high) in ((True, max_range), (False, min_range)):
         while low <= high:
             middle = (low + high) // 2
-            bounds = (low_end, middle) if is_max else (middle, high_end)
-            candidate = attempt(bounds)
+            bounds = (lowest, middle) if is_max else (middle, highest)
+            candidate = grid_or_none(bounds)
             if candidate == grid:
                 return bounds
             if candidate is None or any(side < wanted for side, wanted in zip(candidate, grid, strict=True)):
                 low = middle + 1
             else:
                 high = middle - 1
-    return own
+    return default_bounds
 
 
 QWEN2_VL = Family(

@@ -127,7 +127,8 @@ def _ref_from_object(kind: str, name: str, value: Mapping[str, Any], source: Sou
     data = value.get("data")
     if isinstance(data, str):
         return _ref_from_text(name, data, source) if ":" in data else MediaRef(path=None, data=_decoded(name, data))
-    inner = next((value[key] for key in (*_MEDIUM_KEYS, kind, f"{kind}_url", "frames") if value.get(key)), None)
+    keys = (*_MEDIUM_KEYS, kind, f"{kind}_url", "frames")
+    inner = next((value[key] for key in keys if value.get(key)), None)
     if inner is None:
         raise RowProblem("invalid_media", f"{name} has no bytes, path or URL; its keys are: {listed(value)}")
     ref = media_ref(kind, inner, source, depth=depth + 1)
@@ -357,25 +358,26 @@ def lone_mark(
         is_text: whether the row is a pretraining text.
         holds_media: whether a column of the row's file could contain media.
     """
-    lone = ""
+    lone_kind = ""
     if not any("<" in turn.content for turn in turns):
-        return lone
+        return lone_kind
     for kind in MEDIA_KINDS:
         mark, name = MEDIA_MARKS[kind], f"{kind}s"
         num_marks = sum(turn.content.count(mark) for turn in turns)
         if media[kind] or not num_marks or fields.is_disabled(name):
             continue
+        column = likely_column(fields.row, kind)
         if fields.has(name):
-            column = likely_column(fields.row, kind)
             detail = f"the texts have {num_marks} {mark} placeholders, but the row's {name!r} is empty"
             raise LoneMark(kind, column, detail + _remedy(column, kind))
-        if is_text or not any(turn.role == "user" and mark in turn.content for turn in turns):
+        is_in_question = not is_text and any(turn.role == "user" and mark in turn.content for turn in turns)
+        if not is_in_question:
             continue
-        if column := likely_column(fields.row, kind):
+        if column:
             raise LoneMark(kind, column, lone_mark_detail(kind, column))
         if holds_media or could_hold_media(fields.row):
-            lone = lone or kind
-    return lone
+            lone_kind = lone_kind or kind
+    return lone_kind
 
 
 def lone_mark_detail(kind: str, column: str = "") -> str:
@@ -396,7 +398,8 @@ def likely_column(row: Mapping[str, Any], kind: str) -> str:
     ]
     by_name = [key for key in unknown if _has_word(key, _COLUMN_WORDS[kind])]
     by_value = [key for key in unknown if _is_media_file(row[key], _SUFFIXES[kind])]
-    return next((key for key in by_name if key in by_value), next(iter([*by_value, *by_name]), ""))
+    by_both = [key for key in by_name if key in by_value]
+    return next(iter([*by_both, *by_value, *by_name]), "")
 
 
 def _is_media_file(value: Any, suffixes: tuple[str, ...]) -> bool:

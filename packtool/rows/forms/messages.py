@@ -211,21 +211,23 @@ def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
     turns: list[Turn] = []
     after_call = False
     for i, message in enumerate(messages):
-        if (plain := _plain_turn(message, tags)) is not None:
-            turns.append(plain)
+        plain_turn = _plain_turn(message, tags)
+        if plain_turn is not None:
+            turns.append(plain_turn)
             after_call = False
             continue
-        for who, part in _single_messages(f"message {i}", message, tags):
-            role_name = _first_value(part, tags.role_keys)
+        for who, single_message in _single_messages(f"message {i}", message, tags):
+            role_name = _first_value(single_message, tags.role_keys)
             role = tags.roles.get(_normalized(role_name)) if isinstance(role_name, str) else None
             if role is None:
                 detail = f"{who} has the unknown role {shown(role_name)}; known roles are {', '.join(tags.roles)}"
                 raise RowProblem("unknown_role", detail)
             if role != _CALL:
-                turns += _turns(who, role, part, inline, tags)
+                turns += _turns(who, role, single_message, inline, tags)
                 after_call = False
                 continue
-            turn = _call_turn(who, part, tags)
+            # Consecutive calls, or a text of the assistant and the calls after it, are one turn.
+            turn = _call_turn(who, single_message, tags)
             if turns and turns[-1].role == "assistant" and (after_call or not turns[-1].extra.get("tool_calls")):
                 turn = _joined(turns.pop(), turn)
             turns.append(turn)

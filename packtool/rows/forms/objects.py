@@ -12,20 +12,15 @@ or its format before version 3, in which name and box of object i fill the i-th 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from packtool.config.data import BboxType
 from packtool.constants import BOX_MARK, MEDIA_MARKS, NAME_MARK
 from packtool.rows.forms.columns import Fields, RowProblem, finite, is_list, shown
 from packtool.rows.sample import Objects, Region, Turn
 
-_UNITS: Mapping[str, BboxType] = {
-    "real": "real",
-    "norm1": "norm1",
-    "norm1000": "norm1000",
-    "norm_1": "norm1",
-    "norm_1000": "norm1000",
-}
+_UNITS: dict[str, BboxType] = {unit: unit for unit in get_args(BboxType)}
+_UNITS |= {"norm_1": "norm1", "norm_1000": "norm1000"}
 JSON_KEY = '_2d"'
 """End of JSON keys with coordinates: ``"bbox_2d"``, ``"point_2d"``."""
 ROUNDING = 1e-6
@@ -38,16 +33,15 @@ def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Object
     value, row_unit = fields.parsed("objects"), fields.get("bbox_type")
     if not value:
         # Where boxes are likely, a mark without an object is an error; elsewhere it is plain text.
-        if (num_images or fields.has("objects")) and any(
-            BOX_MARK in turn.content or NAME_MARK in turn.content or turn.extra for turn in turns
-        ):
+        may_have_marks = any(BOX_MARK in turn.content or NAME_MARK in turn.content or turn.extra for turn in turns)
+        if may_have_marks and (num_images or fields.has("objects")):
             _check_count(fields, turns, Objects())
         has_boxes = row_unit and any(JSON_KEY in text for turn in turns for text in turn.texts)
         return Objects(unit=_unit(row_unit)) if has_boxes else None
     if isinstance(value, Mapping):
-        objects = _by_marks(value, num_images, row_unit)
+        objects = _read_object(value, num_images, row_unit)
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        objects = _by_objects(value, turns, num_images)
+        objects = _read_object_list(value, turns, num_images)
     else:
         raise RowProblem("invalid_objects", f"'objects' is {shown(value)}, not an object or a list of objects")
     _check_count(fields, turns, objects)
@@ -72,7 +66,7 @@ def corners_of(value: Any, who: str, unit: BboxType) -> tuple[float, ...]:
     return corners
 
 
-def _by_marks(value: Mapping[str, Any], num_images: int, row_unit: Any) -> Objects:
+def _read_object(value: Mapping[str, Any], num_images: int, row_unit: Any) -> Objects:
     """Read ms-swift's format; ``row_unit`` is the row's ``bbox_type``, used if ``objects`` has none."""
     unit = _unit(value.get("bbox_type") or row_unit)
     names, boxes, image_ids = (_list_of(value, key) for key in ("ref", "bbox", "image_id"))
@@ -93,7 +87,7 @@ def _by_marks(value: Mapping[str, Any], num_images: int, row_unit: Any) -> Objec
     return Objects(tuple(names), tuple(regions))
 
 
-def _by_objects(values: Sequence[Any], turns: Sequence[Turn], num_images: int) -> Objects:
+def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: int) -> Objects:
     """Read ms-swift's format before version 3, in which texts may have marks for names only, or for boxes only."""
     names, boxes = list[str](), list[tuple[Region, ...]]()
     for number, value in enumerate(values):
@@ -107,9 +101,13 @@ def _by_objects(values: Sequence[Any], turns: Sequence[Turn], num_images: int) -
             _check_name(value["caption"], f"'caption' of {who}")
         unit = _unit(value.get("bbox_type")) or "real"
         boxes.append(_regions(value.get("bbox"), f"'bbox' of {who}", image, unit, num_images))
-    marks = {mark for mark in (NAME_MARK, BOX_MARK) for turn in turns for text in turn.texts if mark in text}
-    if marks:
-        names, boxes = names if NAME_MARK in marks else [], boxes if BOX_MARK in marks else []
+    # If the texts have marks for names only, the boxes are unused, and the reverse.
+    texts = [text for turn in turns for text in turn.texts]
+    has_name_marks, has_box_marks = (any(mark in text for text in texts) for mark in (NAME_MARK, BOX_MARK))
+    if has_box_marks and not has_name_marks:
+        names = []
+    if has_name_marks and not has_box_marks:
+        boxes = []
     return Objects(tuple(names), tuple(boxes))
 
 
