@@ -169,7 +169,7 @@ def test_truncation_is_detected_if_the_file_declares_its_length(
 def test_sounds_that_declare_their_length_are_not_decoded(
     files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audio, "_decoded", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(audio, "_decode_mono", lambda *_: pytest.fail("decoded"))
     for kind in ("wav", "flac", "m4a", "faststart.m4a", "ogg"):
         assert abs(measure_audio(MediaRef(None, files[kind]), RATE) / RATE - 2) < 0.03
 
