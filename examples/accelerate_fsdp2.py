@@ -1,4 +1,4 @@
-"""accelerate with FSDP2: weights, gradients and optimizer states spread over the processes.
+"""accelerate with FSDP2: weights, gradients and optimizer states are sharded over the processes.
 
 usage: accelerate launch --num-processes 8 examples/accelerate_fsdp2.py MODEL CACHE
 """
@@ -16,12 +16,12 @@ import packtool
 
 
 def main(model_dir: str, cache: str, **options: Any) -> list[float]:
-    """Train with options of ``packtool.plan``; returns the mean loss over the target tokens of each step."""
+    """Train with options of ``packtool.plan``; return the mean loss over the target tokens of each step."""
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     model = packtool.prepare_model(transformers.AutoModelForImageTextToText.from_pretrained(model_dir))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
-    # The batches of this rank, and of no other: they are not prepared, for accelerate would divide them once more.
+    # These batches already belong to one rank, so they are not prepared: accelerate would divide them again.
     plan = packtool.plan(cache, world_size=accelerator.num_processes, **options)
     batches = packtool.Batches(plan, accelerator.process_index, model=model_dir, device=accelerator.device)
     accelerator.register_for_checkpointing(batches)

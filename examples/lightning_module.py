@@ -1,4 +1,4 @@
-"""Lightning: a module that takes a step where the plan says so.
+"""A Lightning module that takes an optimizer step when a step of the plan ends.
 
 usage: python examples/lightning_module.py MODEL CACHE
 """
@@ -45,10 +45,10 @@ class Packed(lightning.LightningModule):
 
 
 def main(model_dir: str, cache: str, devices: int = 1, **options: Any) -> list[float]:
-    """Train with options of ``packtool.plan``; returns the mean loss over the target tokens of each step."""
+    """Train with options of ``packtool.plan``; return the mean loss over the target tokens of each step."""
     module = Packed(model_dir, packtool.plan(cache, world_size=devices, **options))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    # Each rank has its own batches, which no sampler may divide or shuffle.
+    # Each rank already has its own batches. A sampler must not divide or shuffle them.
     lightning.Trainer(devices=devices, max_epochs=1, use_distributed_sampler=False, **quiet).fit(module)
     return module.losses
 

@@ -1,4 +1,4 @@
-"""A plain torch loop over a plan that goes on where it was stopped; under torchrun every rank has its own packs (DDP).
+"""A plain torch loop over a plan. It resumes where it was stopped; under torchrun it uses DDP.
 
 usage: python examples/torch_loop.py MODEL CACHE      or: torchrun --nproc-per-node 8 examples/torch_loop.py MODEL CACHE
 """
@@ -17,7 +17,7 @@ import packtool
 
 
 def main(model_dir: str, cache: str, state: str = "state.pt", most: int | None = None, **options: Any) -> list[float]:
-    """Train with options of ``packtool.plan``, from the file ``state`` on if it is there; returns each step's loss."""
+    """Train with options of ``packtool.plan``; resume from the file ``state`` if it exists. Return each step's loss."""
     world_size, device = int(os.environ.get("WORLD_SIZE", 1)), "cpu"
     if torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
@@ -27,9 +27,9 @@ def main(model_dir: str, cache: str, state: str = "state.pt", most: int | None =
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     saved = {"model": model, "optimizer": optimizer, "batches": batches}
     if os.path.exists(state):
-        found = torch.load(state, map_location=device)
+        loaded = torch.load(state, map_location=device)
         for name, part in saved.items():
-            part.load_state_dict(found[name])
+            part.load_state_dict(loaded[name])
     if world_size > 1:
         dist.init_process_group()
         model = torch.nn.parallel.DistributedDataParallel(model)

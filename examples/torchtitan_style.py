@@ -1,4 +1,4 @@
-"""A trainer in torchtitan's style: stateful parts, steps of micro-batches, FSDP2 by hand, distributed checkpoints.
+"""A trainer in torchtitan's style: stateful objects, steps of micro-batches, manual FSDP2, distributed checkpoints.
 
 usage: torchrun --nproc-per-node 8 examples/torchtitan_style.py MODEL CACHE
 """
@@ -19,7 +19,7 @@ import packtool
 
 
 class Trainer:
-    """Builds model, optimizer and batches; ``train`` runs the steps, of as many micro-batches as the plan gave each."""
+    """Model, optimizer and batches; ``train`` runs the steps of the plan, each of one or more micro-batches."""
 
     def __init__(self, model_dir: str, plan: packtool.Plan) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""transformers' Trainer as it is: checkpoints, resuming, logging and DeepSpeed or FSDP are its own.
+"""transformers' Trainer without a subclass; checkpoints, resuming, logging, DeepSpeed and FSDP work as usual.
 
 usage: python examples/transformers_trainer.py MODEL CACHE
    or: torchrun --nproc-per-node 8 examples/transformers_trainer.py MODEL CACHE
@@ -17,22 +17,22 @@ import packtool
 
 
 def the_only(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """A micro-batch is collated already."""
+    """Return the only item: a micro-batch is already collated."""
     (batch,) = items
     return batch
 
 
 def main(model_dir: str, cache: str, output_dir: str = "output", **options: Any) -> list[float]:
-    """Train with options of ``packtool.plan``; returns the mean loss over the target tokens of each step."""
+    """Train with options of ``packtool.plan``; return the mean loss over the target tokens of each step."""
     plan = packtool.plan(cache, world_size=int(os.environ.get("WORLD_SIZE", 1)), **options)
     batches = packtool.Batches(plan, "all", model=model_dir)
     args = TrainingArguments(
         output_dir,
-        # An item of the dataset is a whole micro-batch, and every step has as many, in the plan's order.
+        # Each item of the dataset is a whole micro-batch. Every step has the same number of them, in the plan's order.
         per_device_train_batch_size=1,
         gradient_accumulation_steps=batches.micro_batches_per_step,
         train_sampling_strategy="sequential",
-        num_train_epochs=1,  # the plan's own epochs are in the dataset
+        num_train_epochs=1,  # the dataset already contains all epochs of the plan
         remove_unused_columns=False,
         learning_rate=1e-3,
         lr_scheduler_type="constant",

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, with its own fused loss and its metrics, on packs that packtool has planned and collated.
+"""TRL's SFTTrainer with its own fused loss and metrics, on packs that packtool plans and collates.
 
 usage: python examples/trl_sft.py MODEL CACHE       or: torchrun --nproc-per-node 8 examples/trl_sft.py MODEL CACHE
 """
@@ -18,8 +18,8 @@ import packtool
 
 
 def main(model_dir: str, cache: str, output_dir: str = "output", **options: Any) -> list[float]:
-    """Train with options of ``packtool.plan``; returns the mean loss over the target tokens of each step."""
-    # Prefixes are not shared, because labels of shared ones weigh more, and TRL's loss knows no weights.
+    """Train with options of ``packtool.plan``; return the mean loss over the target tokens of each step."""
+    # Prefixes are not shared, because labels of a shared prefix have weights, which TRL's loss does not support.
     plan = packtool.plan(cache, world_size=int(os.environ.get("WORLD_SIZE", 1)), share_prefix="false", **options)
     batches = packtool.Batches(plan, "all", model=model_dir)
 
@@ -37,7 +37,7 @@ def main(model_dir: str, cache: str, output_dir: str = "output", **options: Any)
         train_sampling_strategy="sequential",
         dataset_kwargs={"skip_prepare_dataset": True},
         remove_unused_columns=False,
-        num_train_epochs=1,  # the plan's own epochs are in the dataset
+        num_train_epochs=1,  # the dataset already contains all epochs of the plan
         bf16=torch.cuda.is_available(),
         use_cpu=not torch.cuda.is_available(),
         learning_rate=1e-3,
@@ -46,7 +46,7 @@ def main(model_dir: str, cache: str, output_dir: str = "output", **options: Any)
         report_to="none",
         save_strategy="no",
     )
-    # SFTTrainer takes datasets' own class only: this one has the numbers of the micro-batches.
+    # SFTTrainer accepts only a Dataset of the datasets library. This one contains the indices of the micro-batches.
     numbers = Dataset.from_dict({"batch": list(range(len(batches)))})
     model = packtool.prepare_model(AutoModelForImageTextToText.from_pretrained(model_dir))
     tokenizer = AutoTokenizer.from_pretrained(model_dir)

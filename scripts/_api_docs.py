@@ -26,11 +26,14 @@ from packtool.train.verify.run import VerifyReport
 
 _INTRODUCTION = """# The library
 
-What `import packtool` offers, as [Any trainer](any-trainer.md) uses it. These names and signatures change only with the
-version, and [the changelog](https://keepachangelog.com/en/1.1.0/) that comes with it says how; nothing else of the
-package is stable. `options` are those of the command line, by the same names with underscores, read and checked by the
-same code: [Options](options.md) has them all. A setting that an environment variable gives the command is taken from
-there here, too. Nothing heavy is imported before it is needed.
+This page is a reference of the Python API, which you get with `import packtool`. [Any trainer](any-trainer.md) shows
+how to use it.
+
+- **Stability.** These names and signatures change only with a new version, and the changelog lists the changes. Other
+  parts of the package may change at any time.
+- **Options.** Keyword arguments called `options` are the options of the command line, with underscores instead of
+  dashes. [Options](options.md) describes them. Environment variables set them too, as on the command line.
+- **Import time.** Large packages such as torch are imported when they are first needed.
 
 <!-- Made by scripts/make_docs.py from the docstrings; do not edit. -->
 """
@@ -47,10 +50,10 @@ def api_page() -> str:
     parts = [_INTRODUCTION]
     for name in _ORDER:
         parts += [f"## {name}\n", *_thing(name, getattr(packtool, name))]
-    parts.append("## What is returned\n\nFields of these may be added with any version; none is taken away.\n")
+    parts.append("## What is returned\n\nA new version may add fields to these classes, but does not remove any.\n")
     for found in _RETURNED:
         parts += [f"### {found.__name__}\n", markdown(inspect.getdoc(found) or "")]
-    parts.append("## Errors\n\n`packtool.errors` has the classes; the command line ends with their exit codes.\n")
+    parts.append("## Errors\n\nThese classes are in `packtool.errors`. The command line ends with their exit codes.\n")
     tree = (inspect.getdoc(packtool.errors) or "").split("\n\n")
     parts.append(f"```text\n{textwrap.dedent(tree[1])}\n```\n")
     return "\n".join(parts)

@@ -23,10 +23,18 @@ DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = DOCS.parent / "examples"
 _INTRODUCTION = """# Options
 
-Every option of every command, with more detail than `packtool COMMAND --help`. Options may be written with dashes or
-underscores.
-A boolean stands alone or with `true` or `false`, a list takes several values or is repeated. Everything can also stand
-in a YAML file (`--config FILE`) or in `--set key=value`.
+This page is a reference of every option of every command, with more detail than `packtool COMMAND --help`. Start with
+[the options you will use](common-options.md).
+
+- Option names may be written with dashes or underscores.
+- A boolean stands alone or takes `true` or `false`.
+- A list takes several values, or the option is repeated.
+- Options can also be set in a YAML file (`--config FILE`) or with `--set key=value`.
+
+In this page, a row is one conversation in your data files, a sample is a tokenized row, and a cache is the directory of
+samples that `packtool export` writes. A pack is one sequence of several samples, a rank is one training process, and a
+micro-batch is one forward and backward pass of a rank. A step is an optimizer step. The [glossary](glossary.md) has all
+terms.
 
 <!-- Made by scripts/make_docs.py from the declarations; do not edit. -->
 """
@@ -67,10 +75,10 @@ def options_page() -> str:
 
 
 _MEANING: dict[Status, str] = {
-    "same": "the same",
+    "same": "the same name",
     "renamed": "",
     "set": "`--set training.NAME=VALUE`",
-    "unneeded": "accepted, without effect",
+    "unneeded": "accepted, no effect",
     "unsupported": "not supported",
 }
 _TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(?=\n## |\Z)", re.DOTALL)
@@ -82,7 +90,7 @@ def with_tables(page: str) -> str:
 
 
 def _table_of(tool: str) -> str:
-    lines = ["| there | here | why |", "|---|---|---|"]
+    lines = [f"| {tool} | packtool | note |", "|---|---|---|"]
     for is_variable in (False, True):
         groups: dict[tuple[str, str, str, str], list[CompatName]] = {}
         for entry in compat_names():

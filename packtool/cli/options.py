@@ -225,8 +225,12 @@ class UnknownOptions:
 
 # Options of every command by name: kind, type, and arguments of typer.Option.
 _COMMON_OPTIONS: dict[str, tuple[ArgumentKind, Any, dict[str, Any]]] = {
-    "config": ("single", str | None, {"metavar": "FILE", "help": "YAML file of settings."}),
-    "set": ("list", list[str] | None, {"metavar": "KEY=VALUE", "help": "Override one setting; may be repeated."}),
+    "config": ("single", str | None, {"metavar": "FILE", "help": "Read options from this YAML file."}),
+    "set": (
+        "list",
+        list[str] | None,
+        {"metavar": "KEY=VALUE", "help": "Set one option, overriding --config; may be repeated."},
+    ),
     "json": ("switch", bool, {"help": "Print one JSON document on stdout; messages go to stderr."}),
     "debug": (
         "switch",

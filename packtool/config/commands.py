@@ -18,22 +18,20 @@ from packtool.constants import TRAIN_SPLIT
 class InspectConfig(AccessOptions):
     """Settings of ``packtool inspect``."""
 
-    directory: str = option(REQUIRED, "Cache directory, or --output-dir of a run.")
-    row: int | None = option(None, "Show this sample of the split, and when it was trained.", minimum=0)
-    run: str | None = option(None, "Output directory of the run that may have trained --row.")
-    trained: bool = option(False, "Show what a run or checkpoint has trained, cache by cache.")
-    step: int | None = option(None, "Show this step of a run, rank by rank.", minimum=1)
-    split: str = option(TRAIN_SPLIT, "Split of --row and of the pages.")
-    model: str | None = option(None, "Directory of the tokenizer and config.json; by default the export's model.")
-    plan: str | None = option(None, "Plan file of the cache from packtool plan --save.")
-    pack: int | None = option(None, "Show this pack of --plan.", minimum=0)
-    html: str | None = option(None, "Write web pages of samples, media, dropped rows and packs to this folder.")
-    max_samples: int = option(
-        1000, "Maximum samples on the pages of --html, evenly chosen from the split.", maximum=1_000_000
-    )
-    serve: bool = option(False, "Serve pages of the whole cache on this machine until Ctrl-C.")
-    port: int = option(0, "Port of --serve; 0 selects a free port.", minimum=0, maximum=65_535)
-    verify: bool = option(False, "Verify all files of the cache and list damaged ones with their repair.")
+    directory: str = option(REQUIRED, "Inspect this cache, or this --output-dir of a run.")
+    row: int | None = option(None, "Show sample N of the split; with --run also when it was trained.", minimum=0)
+    run: str | None = option(None, "Show when this run (its --output-dir) trained --row.")
+    trained: bool = option(False, "Show how often a run trained the samples of each cache.")
+    step: int | None = option(None, "Show the samples of step N of a run, rank by rank.", minimum=1)
+    split: str = option(TRAIN_SPLIT, "Show this split, train or val.")
+    model: str | None = option(None, "Use the tokenizer in this model directory; default is the export's model.")
+    plan: str | None = option(None, "Show packs of this plan, written by packtool plan --save.")
+    pack: int | None = option(None, "Show pack N of --plan.", minimum=0)
+    html: str | None = option(None, "Write web pages of samples, dropped rows and packs to this new folder.")
+    max_samples: int = option(1000, "Show at most N samples on the pages of --html, evenly spaced.", maximum=1_000_000)
+    serve: bool = option(False, "Serve web pages of the whole cache on this machine until Ctrl-C.")
+    port: int = option(0, "Serve on this port; 0 selects a free one.", minimum=0, maximum=65_535)
+    verify: bool = option(False, "Check all files and list damaged ones with the command that repairs them.")
 
     def value_problems(self) -> list[str]:
         """Return the problem of options that show different things."""
@@ -46,18 +44,22 @@ class InspectConfig(AccessOptions):
 class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, SharingOptions):
     """Settings of ``packtool verify``."""
 
-    model: str = option(REQUIRED, "Model directory or hub id.")
-    cached_dataset: tuple[str, ...] = option(REQUIRED, "Caches whose samples are packed and compared.")
+    model: str = option(REQUIRED, "Check this model, a directory or hub id.")
+    cached_dataset: tuple[str, ...] = option(REQUIRED, "Check with samples of these caches.")
     packing_length: Tokens | None = option(
-        None, "Maximum tokens of a pack; by default the export's --max-length.", minimum=2
+        None, "Limit each packed sequence to N tokens; default is the export's --max-length.", minimum=2
     )
-    num_packs: int = option(2, "Number of packs to check.")
+    num_packs: int = option(2, "Check N packed sequences.")
     attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP)
-    torch_dtype: DType = option("auto", "Precision of the weights; auto uses the checkpoint's, or float32 on CPU.")
-    trajectory: int | None = option(None, "Instead, train this many steps packed and unpacked, and compare them.")
-    samples_per_step: int | None = option(None, "Samples per step of --trajectory; by default 16.")
-    seed: int = option(42, "Random seed of the packing.", minimum=0)
-    html: str | None = option(None, "Write the report as a web page to this file.")
+    torch_dtype: DType = option(
+        "auto", "Load weights in this precision; auto uses the checkpoint's, or float32 on CPU."
+    )
+    trajectory: int | None = option(
+        None, "Train N steps packed and unpacked and compare them, instead of comparing outputs."
+    )
+    samples_per_step: int | None = option(None, "Train N samples per step with --trajectory; default is 16.")
+    seed: int = option(42, "Set the random seed of packing.", minimum=0)
+    html: str | None = option(None, "Write the report to this file as a web page.")
 
     @property
     def sharing_conflicts(self) -> list[str]:
@@ -68,7 +70,7 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, 
 
 Split = Literal["train", "val"]
 MAX_TOKENS_OPTION = "--max-tokens-per-micro-batch"
-MAX_TOKENS_HELP = "Maximum tokens of a forward pass in evaluation."
+MAX_TOKENS_HELP = "Limit each forward pass of evaluation to N tokens."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,19 +86,21 @@ class EvalConfig(
 ):
     """Settings of ``packtool eval``."""
 
-    model: str = option(REQUIRED, "Directory or hub id of a model or an adapter.")
-    base_model: str | None = option(None, "New location of the adapter's base model.")
-    cached_dataset: tuple[str, ...] = option(REQUIRED, "Caches to evaluate.")
-    output: str = option(REQUIRED, "Parquet file to write, with one line per sample.")
-    split: Split | None = option(None, "Split to evaluate; by default val where all caches have it.")
+    model: str = option(REQUIRED, "Evaluate this model or adapter, a directory or hub id.")
+    base_model: str | None = option(None, "Use the adapter's base model in this directory, if it has moved.")
+    cached_dataset: tuple[str, ...] = option(REQUIRED, "Evaluate the samples of these caches.")
+    output: str = option(REQUIRED, "Write the results to this Parquet file, one line per sample.")
+    split: Split | None = option(None, "Evaluate this split; default is val if all caches have it, else train.")
     max_tokens_per_micro_batch: Tokens | None = speed_option(None, MAX_TOKENS_HELP)
-    max_samples_per_micro_batch: int | None = speed_option(None, "Maximum samples of a forward pass.")
-    limit: int | None = option(None, "Evaluate only this many samples, from the first.")
+    max_samples_per_micro_batch: int | None = speed_option(
+        None, "Limit each forward pass to N samples; default is unlimited."
+    )
+    limit: int | None = option(None, "Evaluate only the first N samples.")
     torch_dtype: DType = speed_option(
-        "auto", "Precision of the weights; auto uses the checkpoint's, or float32 on CPU."
+        "auto", "Load weights in this precision; auto uses the checkpoint's, or float32 on CPU."
     )
     attn_impl: AttnImpl = speed_option("auto", ATTN_IMPL_HELP)
-    dataloader_num_workers: int = speed_option(1, "Number of processes per rank that load media ahead.", minimum=0)
+    dataloader_num_workers: int = speed_option(1, "Load media in N processes per GPU.", minimum=0)
 
     @property
     def sharing_conflicts(self) -> list[str]:
@@ -109,15 +113,15 @@ class EvalConfig(
 class MergeConfig(Settings):
     """Settings of ``packtool merge``."""
 
-    adapter: str = option(REQUIRED, "Adapter directory: a checkpoint of packtool train or one saved by peft.")
-    output: str = option(REQUIRED, "New or empty directory for the merged model.")
-    base_model: str | None = option(None, "New location of the adapter's base model.")
-    torch_dtype: DType = option("auto", "Precision of the written weights; auto keeps the base model's.")
+    adapter: str = option(REQUIRED, "Merge this adapter, a checkpoint of packtool train or peft.")
+    output: str = option(REQUIRED, "Write the merged model to this new or empty directory.")
+    base_model: str | None = option(None, "Use the adapter's base model in this directory, if it has moved.")
+    torch_dtype: DType = option("auto", "Write weights in this precision; auto keeps the base model's.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig(Settings):
     """Settings of ``packtool demo``."""
 
-    output_dir: str = option("packtool-demo", "Folder that the demo creates and works in.")
-    seed: int = option(7, "Random seed of the dataset, the model and the training.", minimum=0)
+    output_dir: str = option("packtool-demo", "Work in this folder; it is created.")
+    seed: int = option(7, "Set the random seed of dataset, model and training.", minimum=0)

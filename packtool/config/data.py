@@ -40,12 +40,12 @@ BboxType = Literal["real", "norm1", "norm1000"]
 
 MAX_ROW_BYTES = 64_000_000
 
-DATASET_HELP = "Input files, folders, patterns, hub ids, or names from --dataset-info."
-TRUNCATION_HELP = "Drop a longer row, truncate it left or right, split it, or stop."
-OVERFLOW_HELP = "Drop a row whose media exceed --max-length, remove its oldest media, or stop."
-TEMPLATE_HELP = "File with a Jinja chat template that replaces the model's."
-LOSS_SCALE_HELP = "Tokens to train: default, last_round or all, and rules such as +hermes."
-EXPAND_HELP = "Make a sample of every assistant turn, so that its thinking is trained."
+DATASET_HELP = "Read these files, folders, patterns, hub ids, or names from --dataset-info."
+TRUNCATION_HELP = "Drop rows above --max-length, truncate them left or right, split them, or stop."
+OVERFLOW_HELP = "If media alone exceed --max-length: drop the row, trim its oldest media, or stop."
+TEMPLATE_HELP = "Use the Jinja chat template in this file instead of the model's."
+LOSS_SCALE_HELP = "Train all answers (default), the last_round, or all tokens; add rules as in default+hermes."
+EXPAND_HELP = "Make one sample per assistant turn, to train the thoughts of every turn."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,10 @@ class AccessOptions(Settings):
     """Access policy for media referenced by rows and caches, which may come from untrusted authors."""
 
     media_access: MediaAccess = access_option(
-        "root", "Restrict which files, buckets and addresses rows may reference as media."
+        "root", "Let rows read media only from their own location (root), all local files, or any."
     )
     max_media_bytes: Bytes | None = access_option(
-        None, "Maximum size of a media file; by default 4GB, and 500MB for images.", minimum=None
+        None, "Refuse media files larger than this; default is 4GB, and 500MB for images.", minimum=None
     )
 
     @property
@@ -71,30 +71,30 @@ class RowOptions(AccessOptions):
     """Selection and reading of rows."""
 
     dataset: tuple[str, ...] = row_option((), DATASET_HELP)
-    val_dataset: tuple[str, ...] = row_option((), "Rows of the validation split, given like --dataset.")
+    val_dataset: tuple[str, ...] = row_option((), "Read the validation split from these files, given like --dataset.")
     dataset_info: str | None = row_option(
-        None, "LLaMA-Factory's dataset_info.json, or its folder, which names datasets for --dataset."
+        None, "Read dataset names for --dataset from this dataset_info.json (LLaMA-Factory) or its folder."
     )
     columns: tuple[str, ...] = row_option(
-        (), "Map unusual column names, as in query=title response=body, or a JSON object."
+        (), "Rename columns of your data, as in query=title response=body, or as JSON."
     )
-    system: str | None = row_option(None, "System prompt for conversations that have none.")
+    system: str | None = row_option(None, "Add this system prompt to conversations without one.")
     media_root: str | None = row_option(
-        None, "Folder to search for relative media paths before the folder of the rows.", env="ROOT_IMAGE_DIR"
+        None, "Search relative media paths in this folder first, then beside the data file.", env="ROOT_IMAGE_DIR"
     )
     max_media_failures: int = access_option(
-        100, "Stop after this many consecutive media failures of one store; 0 never stops.", minimum=0
+        100, "Stop after N media failures in a row from one server; 0 never stops.", minimum=0
     )
-    per_dataset_loss_scale: bool = row_option(True, "Apply the loss_scale that --dataset-info gives to each dataset.")
+    per_dataset_loss_scale: bool = row_option(True, "Apply the loss_scale of each dataset in --dataset-info.")
     split_dataset_ratio: float = row_option(
-        0.0, "Fraction of the rows in the validation split.", minimum=0.0, maximum=0.999
+        0.0, "Use this fraction of the rows, 0 to 1, for validation.", minimum=0.0, maximum=0.999
     )
     use_hf: bool | None = row_option(
-        None, "Download ids from the Hugging Face hub; false downloads from ModelScope.", env="USE_HF"
+        None, "Download hub ids from Hugging Face; false downloads from ModelScope.", env="USE_HF"
     )
-    strict: bool = row_option(False, "Stop at the first unusable row, with exit code 3.")
-    max_row_bytes: Bytes = row_option(MAX_ROW_BYTES, "Maximum size of a row, such as 64MB; larger rows are dropped.")
-    dataset_num_proc: int = row_option(1, "Number of encoding processes; does not change the output.", minimum=1)
+    strict: bool = row_option(False, "Stop at the first unusable row instead of dropping it.")
+    max_row_bytes: Bytes = row_option(MAX_ROW_BYTES, "Drop rows larger than this, such as 64MB.")
+    dataset_num_proc: int = row_option(1, "Tokenize in N processes; the output does not depend on N.", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,26 +105,48 @@ class MediaOptions(Settings):
     are N x (patch x merge)^2 pixels.
     """
 
-    max_pixels: int | None = picture_limit("Maximum pixels of an image; larger images are shrunk.", env="MAX_PIXELS")
-    min_pixels: int | None = picture_limit("Minimum pixels of an image; smaller images are enlarged.", env="MIN_PIXELS")
-    image_max_token_num: Tokens | None = picture_limit("Maximum tokens of an image.", env="IMAGE_MAX_TOKEN_NUM")
-    image_min_token_num: Tokens | None = picture_limit("Minimum tokens of an image.", env="IMAGE_MIN_TOKEN_NUM")
-    resize: int = picture_option(
-        0, "Accepted for ms-swift; only 0 (keep image sizes) is supported.", minimum=0, maximum=0
+    max_pixels: int | None = picture_limit(
+        "Shrink images above N pixels (width x height); default is the model's limit.", env="MAX_PIXELS"
     )
+    min_pixels: int | None = picture_limit(
+        "Enlarge images below N pixels (width x height); default is the model's limit.", env="MIN_PIXELS"
+    )
+    image_max_token_num: Tokens | None = picture_limit(
+        "Shrink images above N tokens; default is the model's limit.", env="IMAGE_MAX_TOKEN_NUM"
+    )
+    image_min_token_num: Tokens | None = picture_limit(
+        "Enlarge images below N tokens; default is the model's limit.", env="IMAGE_MIN_TOKEN_NUM"
+    )
+    resize: int = picture_option(0, "Set to 0 or leave out; accepted only for ms-swift scripts.", minimum=0, maximum=0)
 
-    fps: float | None = video_option(None, "Frames per second to sample from a video.", env="FPS", minimum=0.001)
-    fps_min_frames: int | None = video_limit("Minimum frames to sample from a video.", env="FPS_MIN_FRAMES")
-    fps_max_frames: int | None = video_limit("Maximum frames to sample from a video.", env="FPS_MAX_FRAMES")
-    video_max_pixels: int | None = video_limit("Maximum pixels of a video frame.", env="VIDEO_MAX_PIXELS")
-    video_min_pixels: int | None = video_limit("Minimum pixels of a video frame.", env="VIDEO_MIN_PIXELS")
-    video_total_pixels: int | None = video_limit("Maximum pixels of all frames of a video.", env="VIDEO_TOTAL_PIXELS")
-    video_max_token_num: Tokens | None = video_limit("Maximum tokens of a video frame.", env="VIDEO_MAX_TOKEN_NUM")
-    video_min_token_num: Tokens | None = video_limit("Minimum tokens of a video frame.", env="VIDEO_MIN_TOKEN_NUM")
-    use_audio_in_video: bool | None = video_option(
-        None, "Interleave a video's sound track with its frames (Omni models).", env="USE_AUDIO_IN_VIDEO"
+    fps: float | None = video_option(
+        None, "Sample this many frames per second of video; default is the model's.", env="FPS", minimum=0.001
     )
-    sampling_rate: int | None = video_limit("Audio samples per second.", env="SAMPLING_RATE")
+    fps_min_frames: int | None = video_limit(
+        "Sample at least N frames from a video; default is the model's.", env="FPS_MIN_FRAMES"
+    )
+    fps_max_frames: int | None = video_limit(
+        "Sample at most N frames from a video; default is the model's.", env="FPS_MAX_FRAMES"
+    )
+    video_max_pixels: int | None = video_limit(
+        "Shrink video frames above N pixels (width x height); default is the model's limit.", env="VIDEO_MAX_PIXELS"
+    )
+    video_min_pixels: int | None = video_limit(
+        "Enlarge video frames below N pixels (width x height); default is the model's limit.", env="VIDEO_MIN_PIXELS"
+    )
+    video_total_pixels: int | None = video_limit(
+        "Limit the pixels of all frames of a video together; default is the model's.", env="VIDEO_TOTAL_PIXELS"
+    )
+    video_max_token_num: Tokens | None = video_limit(
+        "Shrink video frames above N tokens; default is the model's limit.", env="VIDEO_MAX_TOKEN_NUM"
+    )
+    video_min_token_num: Tokens | None = video_limit(
+        "Enlarge video frames below N tokens; default is the model's limit.", env="VIDEO_MIN_TOKEN_NUM"
+    )
+    use_audio_in_video: bool | None = video_option(
+        None, "Use the sound of videos too, interleaved with their frames (Omni models only).", env="USE_AUDIO_IN_VIDEO"
+    )
+    sampling_rate: int | None = video_limit("Resample audio to N Hz; default is the model's rate.", env="SAMPLING_RATE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +154,15 @@ class BoxOptions(Settings):
     """Format of boxes, points and polygons; by default, that of the row and the model's family."""
 
     bbox_type: BboxType | None = picture_option(
-        None, "Unit of box coordinates in JSON texts: pixels, fractions or thousandths."
+        None, "Read box coordinates in JSON text as pixels (real), fractions (norm1) or thousandths (norm1000)."
     )
     bbox_format: Literal["legacy", "new"] | None = picture_option(
-        None, "Write boxes with Qwen2-VL's special tokens (legacy) or as JSON lists (new).", env="QWENVL_BBOX_FORMAT"
+        None,
+        "Write boxes as Qwen2-VL's tokens (legacy) or JSON lists (new); default is the model's.",
+        env="QWENVL_BBOX_FORMAT",
     )
     norm_bbox: Literal["norm1000", "none"] | None = picture_option(
-        None, "Write coordinates in thousandths of the image (norm1000) or in resized pixels (none)."
+        None, "Write box coordinates in thousandths (norm1000) or resized pixels (none); default is the model's."
     )
 
 
@@ -170,15 +194,17 @@ Executor = Literal["local", "ray"]
 class EncodeSpec(BoxOptions, MediaOptions):
     """All options that determine the encoding of a row: exports with equal specs write the same tokens."""
 
-    model: str = option(REQUIRED, "Model directory or hub id; only tokenizer, processor and config are read.")
-    max_length: Tokens = option(0, "Maximum tokens of a sample; by default the model's limit, at most 8192.", minimum=2)
+    model: str = option(REQUIRED, "Tokenize for this model directory or hub id; weights are not read.")
+    max_length: Tokens = option(
+        0, "Limit each sample to N tokens; default is the model's limit, at most 8192.", minimum=2
+    )
     truncation_strategy: TruncationStrategy = option("delete", TRUNCATION_HELP)
     media_overflow: MediaOverflow = row_option("drop", OVERFLOW_HELP)
     loss_scale: str = row_option("default", LOSS_SCALE_HELP)
     expand_turns: ExpandTurns = row_option("false", EXPAND_HELP)
     chat_template: str | None = row_option(None, TEMPLATE_HELP)
     media: Literal["reference", "embed"] = row_option(
-        "reference", "Store media paths in the cache, or embed the files."
+        "reference", "Store paths of media files in the cache (reference), or the files (embed)."
     )
 
     def recorded(self) -> dict[str, Any]:
@@ -205,22 +231,24 @@ class ExportConfig(RowOptions, EncodeSpec, PackageOptions):
     )
 
     dataset: tuple[str, ...] = row_option(REQUIRED, DATASET_HELP)
-    output_dir: str = option(REQUIRED, "Directory of the new cache.")
-    seed: int = shard_option(42, "Random seed of the validation split.", minimum=0)
+    output_dir: str = option(REQUIRED, "Write the cache (tokenized samples) to this new directory.")
+    seed: int = shard_option(42, "Set the random seed that selects validation rows.", minimum=0)
     rows_per_shard: int | None = shard_option(
-        None, "Rows per shard, in steps of 64; by default total/64, from 256 to 16384.", minimum=1
+        None, "Write about N rows per file (a multiple of 64); default depends on dataset size.", minimum=1
     )
-    to_cached_dataset: bool = shard_option(True, "Accepted for ms-swift; export always writes a cached dataset.")
-    overwrite: bool = option(False, "Delete an existing cache in --output-dir first.")
-    repair: bool = option(False, "Rebuild only the damaged files of a finished cache.")
-    executor: Executor = shard_option("local", "Run on this machine or on a Ray cluster.")
+    to_cached_dataset: bool = shard_option(
+        True, "Leave out; accepted only for ms-swift scripts, because export always writes a cache."
+    )
+    overwrite: bool = option(False, "Replace an existing cache in --output-dir.")
+    repair: bool = option(False, "Rewrite only the damaged files of the cache in --output-dir.")
+    executor: Executor = shard_option("local", "Export on this machine (local) or on a Ray cluster (ray).")
     ray_address: str | None = shard_option(
-        None, "Address of the Ray cluster; by default one starts on this machine.", env="RAY_ADDRESS"
+        None, "Connect to the Ray cluster at this address; default starts one on this machine.", env="RAY_ADDRESS"
     )
-    task_index: int | None = shard_option(None, "Export only part i of --num-tasks, counted from 0.", minimum=0)
-    num_tasks: int | None = shard_option(None, "Number of parts of a job array.")
-    finalize: bool = shard_option(False, "Publish the cache from the exported parts of a job array.")
-    dry_run: bool = option(False, "Encode and count rows without writing a cache.")
+    task_index: int | None = shard_option(None, "Export only task N of --num-tasks, counted from 0.", minimum=0)
+    num_tasks: int | None = shard_option(None, "Divide the export into N tasks, for several machines.")
+    finalize: bool = shard_option(False, "Complete the cache after all --num-tasks tasks have ended.")
+    dry_run: bool = option(False, "Tokenize and count rows without writing a cache.")
 
     @property
     def encode_spec(self) -> EncodeSpec:
@@ -244,9 +272,11 @@ class ImportConfig(ExportConfig):
     TAKES_TOKENS: ClassVar[bool] = True
 
     dataset: tuple[str, ...] = row_option(
-        REQUIRED, "Tokenized data: a saved dataset, its files, or a Megatron .idx file."
+        REQUIRED, "Read tokenized data: a saved dataset, its files, or a Megatron .idx file."
     )
-    max_length: Tokens = option(0, "Maximum tokens of a sample; 0 uses the model's max_position_embeddings.", minimum=0)
+    max_length: Tokens = option(
+        0, "Limit each sample to N tokens; 0 uses the model's max_position_embeddings.", minimum=0
+    )
 
 
 VerifyCache = Literal["always", "once", "never"]
@@ -264,16 +294,16 @@ class CacheOptions(Settings):
     """Local copies of remote caches, and verification of their files."""
 
     cache_dir: str | None = cache_option(
-        None, "Local directory for copies of remote caches and for verification records.", env=_VARIABLE
+        None, "Store copies of remote caches in this local directory; default is ~/.cache/packtool.", env=_VARIABLE
     )
     cache_dir_size: Bytes | None = cache_option(
         None,
-        "Maximum size of --cache-dir, such as 200GB; by default unlimited.",
+        "Limit the size of --cache-dir, such as 200GB; default is unlimited.",
         env="PACKTOOL_CACHE_DIR_SIZE",
         minimum=None,
     )
     verify_cache: VerifyCache = cache_option(
-        "once", "Verify checksums of caches in every run, once per machine, or never."
+        "once", "Check caches for damage in every run, once per machine, or never."
     )
 
 
@@ -282,9 +312,9 @@ class MediaCacheOptions(Settings):
     """Cache of resized images and video frames."""
 
     media_cache: str | None = cache_option(
-        None, "Local directory for resized images and video frames, reused in later epochs."
+        None, "Store resized images and video frames here, to reuse them in later epochs."
     )
-    media_cache_size: Bytes | None = cache_option(None, "Maximum size of --media-cache, such as 500GB.", minimum=None)
+    media_cache_size: Bytes | None = cache_option(None, "Limit the size of --media-cache, such as 500GB.", minimum=None)
 
     def value_problems(self) -> list[str]:
         """Return the message about a media cache that is remote or has no size."""

@@ -43,21 +43,21 @@ class MixOptions(Settings):
     """Amounts of each cache in an epoch."""
 
     cached_dataset: tuple[str, ...] = option(
-        (), "Caches made by packtool export; CACHE#5000, #20% or #2.5x takes an amount."
+        (), "Use these caches of packtool export; CACHE#5000, #20% or #2.5x takes an amount."
     )
-    mix: str | None = mixture_option(
-        None, "YAML recipe of a mixture or curriculum: caches, weights, filters and stages."
-    )
+    mix: str | None = mixture_option(None, "Mix caches by this YAML recipe of weights, filters and stages.")
     mix_stop: MixStop | None = mixture_option(
         None,
-        "End an epoch with the first exhausted source or with the last; by default first.",
+        "End an epoch when the first cache is used up, or all; default is first.",
         aliases=("stopping_strategy",),
     )
-    resample: bool = mixture_option(True, "Draw other samples in every epoch; false keeps the first draw.")
+    resample: bool = mixture_option(True, "Draw other samples of a mixture in each epoch; false keeps the first draw.")
     interleave_probs: tuple[str, ...] = mixture_option(
-        (), "Fraction of the samples from each cache, in order, such as 0.7 0.3.", aliases=("interleave_prob",)
+        (), "Draw these fractions of the samples from each cache, such as 0.7 0.3.", aliases=("interleave_prob",)
     )
-    mix_strategy: MixStrategy | None = mixture_option(None, "LLaMA-Factory's name for the way of mixing caches.")
+    mix_strategy: MixStrategy | None = mixture_option(
+        None, "Concatenate caches, or interleave them until the first (under) or last (over) is used up."
+    )
 
     @property
     def interleaving(self) -> tuple[float, ...]:

@@ -28,7 +28,7 @@ AttnImpl = Annotated[
         refused={"eager": "it makes a matrix of tokens x tokens, and packs have none: sdpa computes the same without"},
     ),
 ]
-ATTN_IMPL_HELP = "Attention kernel of packed samples; auto prefers flash attention."
+ATTN_IMPL_HELP = "Use this attention kernel; auto prefers flash attention if it is installed."
 
 
 ModelPart = Literal["vision tower", "aligner", "language model"]
@@ -62,31 +62,39 @@ _NAME_OPTIONS = (
 class LearningOptions(Settings):
     """Trained parts of a model, which determine the cost of a step."""
 
-    train_type: TrainType = training_option("lora", "Train LoRA adapters or all weights.", aliases=("tuner_type",))
-    lora_rank: int = lora_option(8, "Rank of the adapters.")
-    freeze_vit: bool = parameter_option(True, "Freeze the vision tower and an Omni model's audio tower.")
-    freeze_aligner: bool = parameter_option(True, "Freeze the projection from vision to text.")
+    train_type: TrainType = training_option(
+        "lora", "Train LoRA adapters (lora) or all weights (full).", aliases=("tuner_type",)
+    )
+    lora_rank: int = lora_option(8, "Set the rank of the LoRA adapters.")
+    freeze_vit: bool = parameter_option(True, "Freeze the vision tower and, in Omni models, the audio tower.")
+    freeze_aligner: bool = parameter_option(True, "Freeze the projection from vision to text (aligner).")
     freeze_llm: bool = parameter_option(False, "Freeze the language model.")
     lora_bias: Literal["none", "all", "lora_only"] = lora_option(
-        "none", "Train no biases, all biases, or those of adapted modules."
+        "none", "Train no biases, all biases, or only those of modules with adapters."
     )
-    target_modules: tuple[str, ...] = lora_option(("all-linear",), "Modules that get adapters: all-linear or names.")
-    target_regex: str | None = lora_option(None, "Regular expression for the full names of modules that get adapters.")
+    target_modules: tuple[str, ...] = lora_option(
+        ("all-linear",), "Add adapters to these modules: all-linear, or names such as q_proj v_proj."
+    )
+    target_regex: str | None = lora_option(
+        None, "Add adapters to modules whose full name matches this regular expression."
+    )
     modules_to_save: tuple[str, ...] = lora_option(
-        (), "Modules to train in full beside adapters, such as embed_tokens lm_head."
+        (), "Train these modules in full beside the adapters, such as embed_tokens lm_head."
     )
-    freeze_parameters: tuple[str, ...] = full_option((), "Freeze parameters whose names begin with one of these.")
+    freeze_parameters: tuple[str, ...] = full_option(
+        (), "Freeze parameters whose names begin with one of these prefixes."
+    )
     freeze_parameters_regex: str | None = full_option(
         None, "Freeze parameters whose names match this regular expression."
     )
     freeze_parameters_ratio: float = full_option(
-        0.0, "Freeze this fraction of the parameters, beginning with the model's first.", minimum=0.0, maximum=1.0
+        0.0, "Freeze this fraction of all parameters, starting with the model's first layers.", minimum=0.0, maximum=1.0
     )
     trainable_parameters: tuple[str, ...] = full_option(
-        (), "Train parameters whose names begin with one of these, despite freezing."
+        (), "Train parameters whose names begin with one of these prefixes, despite other freezing."
     )
     trainable_parameters_regex: str | None = full_option(
-        None, "Train parameters whose names match this regular expression, despite freezing."
+        None, "Train parameters whose names match this regular expression, despite other freezing."
     )
 
     @property
@@ -137,13 +145,15 @@ def _matches(name: str, prefixes: tuple[str, ...], regex: str | None) -> bool:
 class AdapterOptions(LearningOptions):
     """Trained weights and adapters."""
 
-    adapters: tuple[str, ...] = lora_option((), "Adapter directory to continue training.")
-    lora_alpha: int = lora_option(32, "Scaling factor alpha of the adapters.")
-    lora_dropout: float = lora_option(0.05, "Dropout probability before the adapters.", minimum=0.0, maximum=1.0)
-    use_rslora: bool = lora_option(False, "Scale adapters by alpha over the root of the rank (rank-stabilized LoRA).")
+    adapters: tuple[str, ...] = lora_option((), "Continue training the adapter in this directory.")
+    lora_alpha: int = lora_option(32, "Set alpha of the LoRA adapters; their output is scaled by alpha/rank.")
+    lora_dropout: float = lora_option(
+        0.05, "Set the dropout probability of the adapters' inputs.", minimum=0.0, maximum=1.0
+    )
+    use_rslora: bool = lora_option(False, "Scale adapters by alpha/sqrt(rank) (rank-stabilized LoRA).")
     use_dora: bool = lora_option(False, "Train magnitudes and directions of weights separately (DoRA).")
     init_weights: InitWeights = lora_option(
-        "true", "Initialization of new adapters; true is peft's default, false is random."
+        "true", "Initialize new adapters by this method of peft; false initializes both matrices at random."
     )
 
     def value_problems(self) -> list[str]:
@@ -165,21 +175,23 @@ class MemoryOptions(Settings):
     """Precision, recomputation and sharding, which determine a rank's memory for a model and its tokens."""
 
     torch_dtype: DType = memory_option(
-        "auto", "Precision of the computation; auto uses the checkpoint's, or float32 on CPU."
+        "auto", "Compute in this precision; auto uses the checkpoint's, or float32 on CPU."
     )
     master_weights: Literal["float32", "kahan", "none"] = memory_option(
-        "float32", "Keep weights in float32, in bfloat16 with Kahan summation, or in bfloat16 alone."
+        "float32", "Keep trained weights in float32, in bfloat16 with Kahan summation, or in bfloat16."
     )
     gradient_checkpointing: bool | None = memory_option(
-        None, "Recompute activations to save memory; by default above 100 million parameters."
+        None, "Recompute activations to save memory; default is true above 100 million parameters."
     )
     vit_gradient_checkpointing: bool | None = memory_option(
-        None, "Recompute activations of the media towers; by default as --gradient-checkpointing."
+        None, "Recompute activations of vision and audio towers; default is as --gradient-checkpointing."
     )
     deepspeed: str | None = memory_option(
-        None, "DeepSpeed stage, from zero0 to zero3, zero2_offload, zero3_offload, or a JSON file."
+        None, "Use DeepSpeed: zero0 to zero3, zero2_offload, zero3_offload, or a JSON config file."
     )
-    fsdp: tuple[str, ...] = memory_option((), "FSDP2 sharding: full_shard (fsdp2) or shard_grad_op, and offload.")
+    fsdp: tuple[str, ...] = memory_option(
+        (), "Shard the model with FSDP2: full_shard or shard_grad_op, optionally with offload to CPU memory."
+    )
 
     def value_problems(self) -> list[str]:
         """Return the problems of unknown words of ``--fsdp``."""
@@ -192,20 +204,20 @@ class QuantizationOptions(Settings):
     """Quantization of the base model under adapters (QLoRA, Dettmers et al. 2023, arXiv 2305.14314)."""
 
     quant_method: Literal["bnb"] | None = memory_option(
-        None, "Quantization library of the base model; bnb is bitsandbytes."
+        None, "Quantize the base model with this library; bnb is bitsandbytes."
     )
     quant_bits: int | None = memory_option(
-        None, "Bits of the base model's linear layers under adapters: 4 (QLoRA) or 8.", minimum=4, maximum=8
+        None, "Quantize the base model's linear layers to 4 (QLoRA) or 8 bits.", minimum=4, maximum=8
     )
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = memory_option("nf4", "Number format of 4-bit weights.")
-    bnb_4bit_use_double_quant: bool = memory_option(True, "Quantize the scales of 4-bit weights to 8 bits.")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = memory_option("nf4", "Store 4-bit weights in this number format.")
+    bnb_4bit_use_double_quant: bool = memory_option(True, "Quantize the scales of 4-bit weights too, to 8 bits.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions(Settings):
     """Expert parallelism."""
 
-    expert_parallel_size: int = memory_option(1, "Number of ranks that share the experts of a mixture of experts.")
+    expert_parallel_size: int = memory_option(1, "Distribute the experts of a mixture-of-experts model over N GPUs.")
 
     @property
     def shares_experts(self) -> bool:

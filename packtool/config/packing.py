@@ -31,23 +31,25 @@ SEQUENCE_PARALLELISM = "sequence parallelism (--sequence-parallel-size)"
 class PackOptions(Settings):
     """Composition of packs: the options of ``planning.packing.pack`` except the packing length."""
 
-    shuffle: bool = packing_option(True, "Shuffle packs and their order in every epoch; false keeps the cache's order.")
+    shuffle: bool = packing_option(True, "Shuffle in every epoch; false keeps the cache's order.")
     packing_algorithm: PackingAlgorithm = packing_option(
-        "best_fit", "Pack by best fit, by ms-swift's binpacking, or in the cache's order."
+        "best_fit", "Pack by best fit (least padding), ms-swift's binpacking, or in the cache's order."
     )
-    packing_num_proc: int = packing_option(1, "Number of packing processes; does not change the plan.")
+    packing_num_proc: int = packing_option(1, "Pack in N processes; the result does not depend on N.")
     packing_window: int | None = packing_option(
-        None, "Pack random windows of this many samples; by default all at once."
+        None, "Pack random groups of N samples separately; default packs all samples together."
     )
     packing_batch_size: int = packing_option(
-        1000, "Samples per batch of --packing-algorithm binpacking.", env="PACKING_BATCH_SIZE", minimum=1
+        1000, "Pack batches of N samples with --packing-algorithm binpacking.", env="PACKING_BATCH_SIZE", minimum=1
     )
     look_ahead: int = packing_option(
-        64, "Samples that --packing-algorithm sequential looks ahead; 0 keeps the order.", minimum=0
+        64, "Let --packing-algorithm sequential look N samples ahead; 0 keeps the exact order.", minimum=0
     )
-    max_samples_per_pack: int | None = packing_option(None, "Maximum samples of a pack.")
+    max_samples_per_pack: int | None = packing_option(
+        None, "Limit each packed sequence to N samples; default is unlimited."
+    )
     max_media_tokens_per_pack: Tokens | None = packing_option(
-        None, "Maximum media tokens of a pack, to bound the vision tower's memory.", minimum=1
+        None, "Limit media tokens per packed sequence, to limit the vision tower's memory.", minimum=1
     )
 
 
@@ -55,9 +57,9 @@ class PackOptions(Settings):
 class IntervalOptions(Settings):
     """Number of samples that ``--streaming true`` holds at a time."""
 
-    packing_interval: int = stream_option(1000, "Samples that streaming holds and packs at a time.")
+    packing_interval: int = stream_option(1000, "Pack N samples at a time when streaming.")
     shuffle_buffer_size: int = stream_option(
-        1000, "Samples in the shuffle buffer of streaming; 1 keeps the order.", minimum=1
+        1000, "Shuffle in a buffer of N samples when streaming; 1 keeps the order.", minimum=1
     )
 
 
@@ -66,35 +68,41 @@ class StepOptions(PackOptions):
     """Composition of packs and steps: the options of the planner."""
 
     packing_length: Tokens | None = packing_option(
-        None, "Maximum tokens of a pack; by default --max-length.", minimum=2
+        None, "Limit each packed sequence to N tokens; default is --max-length.", minimum=2
     )
     max_length: Tokens | None = packing_option(
-        None, "Drop samples with more tokens; by default the export's limit.", minimum=2
+        None, "Drop samples above N tokens; default is the export's --max-length.", minimum=2
     )
     balance: Balance = packing_option(
-        "within-step", "Balance work across ranks: not at all, within steps, or across nearby steps."
+        "within-step", "Balance work across GPUs: not at all, within steps, or also across nearby steps."
     )
-    group_by_length: bool = packing_option(False, "Batch rows of similar length, without packing.")
+    group_by_length: bool = packing_option(False, "Batch samples of similar length; needs --packing false.")
     dynamic_batch_tokens: Tokens | None = packing_option(
         None,
-        "Form unpadded micro-batches of at most this many tokens, without packing.",
+        "Batch samples up to N tokens without padding; needs --packing false.",
         aliases=("max_packing_token_size",),
     )
     dynamic_max_batch_size: int | None = packing_option(
-        None, "Maximum rows in a micro-batch of --dynamic-batch-tokens.", minimum=1
+        None, "Limit micro-batches of --dynamic-batch-tokens to N samples.", minimum=1
     )
     per_device_train_batch_size: int = training_option(
-        1, "Packs (or padded rows) per micro-batch.", aliases=("micro_batch_size",)
+        1, "Train N packed sequences (or padded samples) per micro-batch and GPU.", aliases=("micro_batch_size",)
     )
-    gradient_accumulation_steps: int = training_option(1, "Micro-batches per optimizer step on each rank.")
-    samples_per_step: int | None = training_option(None, "Train exactly N samples in each step, packed together.")
+    gradient_accumulation_steps: int = training_option(
+        1, "Accumulate gradients over N micro-batches per optimizer step on each GPU."
+    )
+    samples_per_step: int | None = training_option(
+        None, "Train exactly N samples per optimizer step, to match an unpacked batch size."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharingOptions(Settings):
     """Sharing of common prefixes between samples, in plan, train, eval and verify."""
 
-    share_prefix: SharePrefix = packing_option("auto", "Compute the common prefix of several samples only once.")
+    share_prefix: SharePrefix = packing_option(
+        "auto", "Compute tokens that several samples begin with only once; auto decides by savings."
+    )
 
     @property
     def sharing_conflicts(self) -> list[str]:
@@ -124,13 +132,17 @@ class ParallelOptions(Settings):
     """Sequence parallelism: how a packed sequence is split over ranks."""
 
     sequence_parallel_size: int | None = parallel_option(
-        None, "Number of ranks that share each packed sequence.", aliases=("model_parallel_size",)
+        None, "Split each packed sequence over N GPUs.", aliases=("model_parallel_size",)
     )
     sequence_parallel_type: SequenceParallelType = parallel_option(
-        "auto", "Exchange heads (ulysses) or K and V (ring, allgather) between these ranks."
+        "auto", "Exchange attention heads (ulysses) or keys and values (ring, allgather) between GPUs."
     )
-    ulysses_size: int | None = parallel_option(None, "Number of ranks on the Ulysses axis of the mesh.")
-    ring_size: int | None = parallel_option(None, "Number of ranks on the ring axis of the mesh.")
+    ulysses_size: int | None = parallel_option(
+        None, "Use Ulysses attention over N GPUs; combine with --ring-size for more GPUs."
+    )
+    ring_size: int | None = parallel_option(
+        None, "Use ring attention over N GPUs; combine with --ulysses-size for more GPUs."
+    )
 
     @property
     def sequence_parallel_ranks(self) -> int:
@@ -163,18 +175,20 @@ class PackingOptions(SharingOptions, StepOptions):
     """Packs and steps of plan and train."""
 
     schedule: ScheduleName = packing_option(
-        "packs", "Assign whole packs to ranks, or single samples by FLOPs (skrull)."
+        "packs", "With sequence parallelism, split all samples over GPUs (packs), or only long ones (skrull)."
     )
     bucket_size: str | None = packing_option(
-        None, "Maximum tokens per rank and micro-batch of --schedule skrull, or auto."
+        None, "Limit tokens per GPU with --schedule skrull; auto derives the limit from GPU memory."
     )
     max_rows_per_tree: int | None = packing_option(
-        None, "Maximum samples per prefix tree; larger trees are split across steps.", minimum=2
+        None, "Let at most N samples share a prefix; larger groups use several steps.", minimum=2
     )
     use_dynamic_bsz: bool | None = packing_option(
-        None, "MindSpeed-RL's switch for --dynamic-batch-tokens; true implies --packing false."
+        None, "Enable --dynamic-batch-tokens as in MindSpeed-RL; true implies --packing false."
     )
-    seed: int = training_option(42, "Random seed of packing, order and adapters.", minimum=0, maximum=2**32 - 1)
+    seed: int = training_option(
+        42, "Set the random seed of packing, order and new adapters.", minimum=0, maximum=2**32 - 1
+    )
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -219,7 +233,7 @@ class LaunchOptions(Settings):
     """Options of the process group; the environment (``NNODES``, ...) sets its processes and machines."""
 
     ddp_timeout: int | None = parallel_option(
-        None, "Seconds that ranks wait for each other; by default 1800.", minimum=1
+        None, "Wait at most N seconds for other processes; default is 1800.", minimum=1
     )
 
     @property

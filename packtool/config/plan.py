@@ -36,26 +36,28 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         *("per_device_train_batch_size", "sweep", "fit", "media", "save", "html", "resume"),
     )
 
-    lengths: str | None = option(None, "Plan for the sample lengths in a .npy, .json or .txt file.")
+    lengths: str | None = option(None, "Plan for sample lengths (tokens) in this .npy, .json or .txt file.")
     model: str | None = model_option(
-        None, "Model directory for cost and memory estimates; by default the caches' model."
+        None, "Estimate cost and memory for this model directory; default is the caches' model."
     )
-    packing: bool = packing_option(True, "Pack samples without padding.")
-    world_size: int = option(1, "Number of ranks.", minimum=1)
-    num_train_epochs: float = training_option(1.0, "Number of passes over all samples.", minimum=0.0)
-    max_steps: int | None = training_option(None, "Optimizer steps of the run, instead of --num-train-epochs.")
-    sweep: str | None = option(None, "Packing lengths to compare, such as 4096,8192,16K.")
-    fit: Bytes | None = option(None, "Find the cheapest settings that fit this GPU memory, such as 80GB.")
-    hardware: str | None = model_option(None, "GPU type for Skrull and --fit: h100, h200, a100, 910b, or a file.")
-    tflops: float | None = model_option(
-        None, "Peak TFLOP/s of one device, to estimate times with --mfu.", minimum=0.001
+    packing: bool = packing_option(True, "Pack several samples into each sequence; false pads samples instead.")
+    world_size: int = option(1, "Plan for N training processes, one per GPU.", minimum=1)
+    num_train_epochs: float = training_option(1.0, "Train this many passes over all samples.", minimum=0.0)
+    max_steps: int | None = training_option(None, "Plan a run of N optimizer steps, instead of --num-train-epochs.")
+    sweep: str | None = option(None, "Compare these packing lengths, such as 4096,8192,16K.")
+    fit: Bytes | None = option(None, "Find the fastest settings that fit into this GPU memory, such as 80GB.")
+    hardware: str | None = model_option(None, "Estimate times for this GPU: h100, h200, a100, 910b, or a file.")
+    tflops: float | None = model_option(None, "Estimate times for GPUs with this many peak TFLOP/s.", minimum=0.001)
+    mfu: float = model_option(
+        0.4, "Assume that training reaches this fraction of the peak TFLOP/s.", minimum=0.001, maximum=1.0
     )
-    mfu: float = model_option(0.4, "Fraction of the peak TFLOP/s that training reaches.", minimum=0.001, maximum=1.0)
-    media: bool = option(False, "Measure media loading here and estimate the processes that training needs.")
-    save: str | None = option(None, "Write the plan to this file, for --plan of other commands.")
-    html: str | None = option(None, "Write a web page of the plan, or of --sweep, to this file.")
+    media: bool = option(
+        False, "Measure media loading on this machine and estimate the loading processes that training needs."
+    )
+    save: str | None = option(None, "Write the plan to this file, for example for packtool train --plan.")
+    html: str | None = option(None, "Draw the plan, or the results of --sweep, as a web page.")
 
-    resume: str | None = option(None, "Show how this run or checkpoint would resume, and what has changed.")
+    resume: str | None = option(None, "Preview how this run or checkpoint would resume, and what has changed.")
 
     def problems(self, *sections: type) -> list[str]:
         """Return the problems of combined options; ``--resume`` goes with few options at all."""
@@ -112,20 +114,22 @@ class PackConfig(CacheOptions, AccessOptions, PackOptions):
         *("cached_dataset", "output_dir", "format", "packing_length", "plan", "split", "media"),
     )
 
-    cached_dataset: tuple[str, ...] = option(REQUIRED, "Caches made by packtool export.")
-    output_dir: str = option(REQUIRED, "Directory for the packs, local or remote (s3://, oss://).")
-    format: PacksFormat = option("parquet", "File format: rows of packs, Megatron, WebDataset or Energon.")
+    cached_dataset: tuple[str, ...] = option(REQUIRED, "Use these caches of packtool export.")
+    output_dir: str = option(REQUIRED, "Write the packs to this directory, local or remote (s3://, oss://).")
+    format: PacksFormat = option("parquet", "Write this file format.")
     packing_length: Tokens | None = packing_option(
-        None, "Maximum tokens of a pack; by default the longest sample.", minimum=1
+        None, "Limit each packed sequence to N tokens; default is the longest sample.", minimum=1
     )
-    plan: str | None = packing_option(None, "Write the packs of this file from packtool plan --save.")
-    max_length: Tokens | None = packing_option(None, "Drop samples with more tokens.")
-    seed: int = packing_option(42, "Random seed of the packing.", minimum=0)
-    split: str = option(TRAIN_SPLIT, "Split to pack.")
-    model: str | None = model_option(None, "Model directory or hub id for positions; by default the caches' model.")
-    media: PackedMedia | None = option(None, "Store paths of media, or embed their files in the packs.")
-    packs_per_file: int = shard_option(1000, "Number of packs per file.")
-    dataset_num_proc: int = shard_option(1, "Number of writing processes; does not change the output.", minimum=1)
+    plan: str | None = packing_option(None, "Write the packs of this plan, written by packtool plan --save.")
+    max_length: Tokens | None = packing_option(None, "Drop samples above N tokens.")
+    seed: int = packing_option(42, "Set the random seed of packing.", minimum=0)
+    split: str = option(TRAIN_SPLIT, "Pack this split, train or val.")
+    model: str | None = model_option(
+        None, "Compute positions for this model directory or hub id; default is the caches' model."
+    )
+    media: PackedMedia | None = option(None, "Store paths of media in the packs (reference), or the files (embed).")
+    packs_per_file: int = shard_option(1000, "Write N packs per file.")
+    dataset_num_proc: int = shard_option(1, "Write in N processes; the output does not depend on N.", minimum=1)
 
     @property
     def embeds(self) -> bool:

@@ -22,12 +22,14 @@ BASELINE: StrategyName = "packed-shared"
 class StrategyOptions(Settings):
     """Batch sizes of the strategies, and the seed."""
 
-    sequences_per_rank: int = step_option(64, "Sequences of a global batch for each data-parallel rank.", minimum=1)
-    padded_batch_size: int = step_option(4, "Sequences per micro-batch of the strategy padded.")
-    shared_batch_size: int = step_option(
-        1, "Sequences per micro-batch of the strategies context-parallel and sorted.", minimum=1
+    sequences_per_rank: int = step_option(
+        64, "Use N sequences per optimizer step for each data-parallel rank.", minimum=1
     )
-    seed: int = step_option(42, "Random seed of lengths, packing and order.", minimum=0)
+    padded_batch_size: int = step_option(4, "Use N sequences per micro-batch in the strategy padded.")
+    shared_batch_size: int = step_option(
+        1, "Use N sequences per micro-batch in the strategies context-parallel and sorted.", minimum=1
+    )
+    seed: int = step_option(42, "Set the random seed of lengths, packing and order.", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,33 +41,35 @@ class SimulateConfig(StrategyOptions):
         *("sequence_parallel_size", "packing_length", "strategies", "html", "max_length", "steps"),
     )
 
-    cached_dataset: tuple[str, ...] = option((), "Caches to take sample lengths from.")
-    lengths: str | None = option(None, "File of sample lengths: .npy, .json or .txt.")
+    cached_dataset: tuple[str, ...] = option((), "Use the sample lengths of these caches.")
+    lengths: str | None = option(None, "Use the sample lengths (tokens) in this .npy, .json or .txt file.")
     distribution: Literal["wikipedia", "lmsys", "chatqa2"] | None = option(
-        None, "Draw lengths like those of Wikipedia, LMSYS-Chat-1M or ChatQA2-Long-SFT."
+        None, "Draw sample lengths as in Wikipedia, LMSYS-Chat-1M or ChatQA2-Long-SFT."
     )
     max_length: Tokens | None = option(
-        None, "Drop samples with more tokens; by default those beyond a group's memory.", minimum=2
+        None, "Drop samples above N tokens; default is what fits into a group's memory.", minimum=2
     )
-    steps: int | None = option(None, "Optimizer steps to simulate; by default at most 32.", minimum=1)
-    strategies: tuple[str, ...] = option(STRATEGIES, "Strategies to compare.")
-    html: str | None = option(None, "Write a web page with a step of each strategy to this file.")
+    steps: int | None = option(None, "Simulate N optimizer steps; default is at most 32.", minimum=1)
+    strategies: tuple[str, ...] = option(STRATEGIES, "Compare these training strategies.")
+    html: str | None = option(None, "Draw one step of each strategy as a web page.")
 
     model: str | None = model_option(
-        None, "Model directory, or 8b, qwen2.5-0.5b, qwen2.5-7b; by default the caches' model."
+        None, "Simulate this model directory, or 8b, qwen2.5-0.5b, qwen2.5-7b; default is the caches' model."
     )
-    hardware: str = model_option("h100", "GPU type: h100, h200, a100, 910b, or a .yaml or .json file.")
-    world_size: int = model_option(32, "Number of GPUs.")
+    hardware: str = model_option("h100", "Simulate this GPU: h100, h200, a100, 910b, or a .yaml or .json file.")
+    world_size: int = model_option(32, "Simulate N GPUs.")
     zero_stage: int = model_option(
-        2, "ZeRO stage: 2 shards gradients and optimizer, 3 weights as well.", minimum=2, maximum=3
+        2, "Shard gradients and optimizer (ZeRO stage 2), or also weights (3).", minimum=2, maximum=3
     )
     gradient_checkpointing: bool = model_option(False, "Recompute activations to save memory.")
 
-    sequence_parallel_size: int = step_option(8, "Number of GPUs in a group that shares sequences.", minimum=1)
-    sequence_parallel_type: SequenceParallelType = step_option("auto", "Attention across the GPUs of a group.")
-    bucket_size: str = step_option("auto", "Maximum tokens that a GPU holds, such as 8192 or 26K, or auto.")
+    sequence_parallel_size: int = step_option(8, "Split sequences over groups of N GPUs.", minimum=1)
+    sequence_parallel_type: SequenceParallelType = step_option(
+        "auto", "Exchange attention data between GPUs of a group by this method."
+    )
+    bucket_size: str = step_option("auto", "Limit each GPU to this many tokens, such as 26K; auto uses its memory.")
     packing_length: Tokens | None = step_option(
-        None, "Maximum tokens of a pack on each GPU; by default --bucket-size.", minimum=1
+        None, "Limit each packed sequence to N tokens per GPU; default is --bucket-size.", minimum=1
     )
 
     @property

@@ -48,38 +48,44 @@ class OptimizerOptions(Settings):
 
     learning_rate: float | None = optimizer_option(
         None,
-        f"Peak learning rate; by default {_LEARNING_RATES['lora']} with lora and {_LEARNING_RATES['full']} with full.",
+        f"Set the peak learning rate; default {_LEARNING_RATES['lora']} for lora, {_LEARNING_RATES['full']} for full.",
         minimum=0.0,
     )
     vit_lr: float | None = optimizer_option(
-        None, "Peak learning rate of the vision tower; by default --learning-rate.", minimum=0.0
+        None, "Set the vision tower's peak learning rate; default is --learning-rate.", minimum=0.0
     )
     aligner_lr: float | None = optimizer_option(
-        None, "Peak learning rate of the aligner; by default --learning-rate.", minimum=0.0
+        None, "Set the vision-to-text projection's peak learning rate; default is --learning-rate.", minimum=0.0
     )
     optim: str = optimizer_option(
-        "adamw_torch_fused", "Optimizer name in transformers, such as adamw_torch, adafactor or sgd."
+        "adamw_torch_fused", "Use this optimizer of transformers, such as adamw_torch, adafactor or sgd."
     )
-    adam_beta1: float = optimizer_option(0.9, "Decay rate of Adam's mean gradient.", minimum=0.0, maximum=1.0)
-    adam_beta2: float = optimizer_option(0.999, "Decay rate of Adam's mean squared gradient.", minimum=0.0, maximum=1.0)
-    adam_epsilon: float = optimizer_option(1e-8, "Constant that Adam adds to the denominator.", minimum=0.0)
-    weight_decay: float = optimizer_option(0.1, "Weight decay of AdamW.", minimum=0.0)
+    adam_beta1: float = optimizer_option(
+        0.9, "Set Adam's beta1, the decay of the mean gradient.", minimum=0.0, maximum=1.0
+    )
+    adam_beta2: float = optimizer_option(
+        0.999, "Set Adam's beta2, the decay of the mean squared gradient.", minimum=0.0, maximum=1.0
+    )
+    adam_epsilon: float = optimizer_option(1e-8, "Set Adam's epsilon, added to the denominator.", minimum=0.0)
+    weight_decay: float = optimizer_option(0.1, "Set the weight decay of AdamW.", minimum=0.0)
     warmup_ratio: float = optimizer_option(
-        0.05, "Fraction of the steps with rising learning rate (warm-up).", minimum=0.0, maximum=1.0
+        0.05, "Warm up the learning rate over this fraction of all steps.", minimum=0.0, maximum=1.0
     )
-    warmup_steps: int | None = optimizer_option(None, "Number of warm-up steps, instead of --warmup-ratio.", minimum=0)
-    lr_scheduler_type: str = optimizer_option("cosine", "Name of the learning-rate schedule in transformers.")
+    warmup_steps: int | None = optimizer_option(
+        None, "Warm up the learning rate over N steps, instead of --warmup-ratio.", minimum=0
+    )
+    lr_scheduler_type: str = optimizer_option(
+        "cosine", "Use this learning rate schedule of transformers, such as cosine, linear or constant."
+    )
     lr_scheduler_kwargs: Mapping[str, Any] = optimizer_option(
-        {}, "Arguments of the learning-rate schedule as JSON, such as '{\"min_lr\": 1e-6}'."
+        {}, "Pass these JSON arguments to the learning rate schedule, such as '{\"min_lr\": 1e-6}'."
     )
-    max_grad_norm: float = optimizer_option(
-        1.0, "Maximum gradient norm; larger gradients are scaled down.", minimum=0.0
-    )
+    max_grad_norm: float = optimizer_option(1.0, "Clip gradients to this norm.", minimum=0.0)
     router_aux_loss_coef: float = optimizer_option(
-        0.0, "Weight of the load-balancing loss of a mixture of experts; 0 disables it.", minimum=0.0
+        0.0, "Add the router's load-balancing loss with this weight (mixture of experts only).", minimum=0.0
     )
     neftune_noise_alpha: float | None = optimizer_option(
-        None, "Scale of the NEFTune noise added to embeddings in training.", minimum=0.0
+        None, "Add NEFTune noise with this alpha to embeddings; default is none.", minimum=0.0
     )
 
     def num_warmup_steps(self, num_steps: int) -> int:
@@ -97,26 +103,28 @@ class CheckpointOptions(Settings):
     """Saving, keeping and resuming of checkpoints."""
 
     save_strategy: SaveStrategy = checkpoint_option(
-        "steps", "Save every --save-steps, after every epoch, after the best evaluation, or never."
+        "steps", "Save a checkpoint every --save-steps, every epoch, after the best evaluation, or never."
     )
-    save_steps: int = checkpoint_option(500, "Optimizer steps between two checkpoints.")
-    save_total_limit: int | None = checkpoint_option(None, "Maximum number of checkpoints to keep.")
-    save_only_model: bool = checkpoint_option(False, "Save weights only; such checkpoints cannot be resumed.")
-    load_best_model_at_end: bool = evaluation_option(False, "End with the checkpoint that had the best evaluation.")
+    save_steps: int = checkpoint_option(500, "Save a checkpoint every N optimizer steps.")
+    save_total_limit: int | None = checkpoint_option(None, "Keep at most N checkpoints; default keeps all.")
+    save_only_model: bool = checkpoint_option(
+        False, "Save weights without optimizer state; such checkpoints cannot be resumed."
+    )
+    load_best_model_at_end: bool = evaluation_option(
+        False, "Keep the checkpoint with the best evaluation, and name it at the end."
+    )
     metric_for_best_model: str = evaluation_option(
-        "loss", "Metric of the best checkpoint: loss, perplexity, token_accuracy or loss/CHANNEL."
+        "loss", "Select the best checkpoint by loss, perplexity, token_accuracy or loss/CHANNEL."
     )
     greater_is_better: bool | None = evaluation_option(
-        None, "Whether a larger metric is better; by default only for accuracies."
+        None, "Treat larger values of the metric as better; default is true for accuracies."
     )
-    early_stop_interval: int | None = evaluation_option(
-        None, "Stop after this many consecutive evaluations without a better metric."
-    )
+    early_stop_interval: int | None = evaluation_option(None, "Stop after N evaluations in a row without improvement.")
     resume_from_checkpoint: Annotated[str, YES_OR_NO] | None = checkpoint_option(
-        None, "Checkpoint directory to resume from; true selects the newest in --output-dir."
+        None, "Resume from this checkpoint directory; true selects the newest in --output-dir."
     )
     data_change: Literal["refuse", "allow"] = checkpoint_option(
-        "refuse", "On changed caches: refuse to resume, or replan the rest of the epoch."
+        "refuse", "If caches have changed, refuse to resume, or plan the epoch's rest again (allow)."
     )
 
     @property
@@ -169,70 +177,72 @@ class TrainConfig(
         *("save_steps", "eval_steps", "resume_from_checkpoint", "dry_run"),
     )
 
-    model: str = option("", "Model directory or hub id; by default the model of the cache.")
-    output_dir: str = option("", "Directory for checkpoints and logs; by default a new folder in output/MODEL.")
+    model: str = option("", "Train this model directory or hub id; default is the cache's model.")
+    output_dir: str = option(
+        "", "Write checkpoints and logs to this directory; default is a new folder in output/MODEL."
+    )
     truncation_strategy: data.TruncationStrategy | None = row_option(None, data.TRUNCATION_HELP)
     media_overflow: data.MediaOverflow | None = row_option(None, data.OVERFLOW_HELP)
     loss_scale: str | None = row_option(None, data.LOSS_SCALE_HELP)
     expand_turns: data.ExpandTurns | None = row_option(None, data.EXPAND_HELP)
     chat_template: str | None = row_option(None, data.TEMPLATE_HELP)
-    streaming: bool = stream_option(False, "Encode and pack the rows of --dataset during training, without a cache.")
-    bf16: bool | None = memory_option(None, "Compute in bfloat16; false declines the checkpoint's bfloat16.")
-    fp16: bool | None = memory_option(None, "Compute in float16; false declines the checkpoint's float16.")
+    streaming: bool = stream_option(False, "Tokenize and pack --dataset during training, without a cache.")
+    bf16: bool | None = memory_option(None, "Compute in bfloat16; false uses float32 even for a bfloat16 checkpoint.")
+    fp16: bool | None = memory_option(None, "Compute in float16; false uses float32 even for a float16 checkpoint.")
 
-    packing: bool = packing_option(True, "Pack samples without padding; false pads one sample per row.")
+    packing: bool = packing_option(True, "Pack several samples into each sequence; false pads samples instead.")
     attn_impl: AttnImpl = memory_option("auto", ATTN_IMPL_HELP)
     verify_packing: bool = packing_option(
-        True, "Check before training that packed samples give the same outputs as unpacked ones."
+        True, "Check before training that packing does not change the model's outputs."
     )
-    plan: str | None = packing_option(None, "Train the packs of this file from packtool plan --save.")
+    plan: str | None = packing_option(None, "Train the plan in this file, written by packtool plan --save.")
 
-    num_train_epochs: float = training_option(1.0, "Number of passes over all samples.", minimum=0.0)
-    max_steps: int | None = training_option(None, "Stop after this many optimizer steps.")
+    num_train_epochs: float = training_option(1.0, "Train this many passes over all samples.", minimum=0.0)
+    max_steps: int | None = training_option(None, "Stop after N optimizer steps, instead of after --num-train-epochs.")
     loss_reduction: LossReduction = training_option(
-        "token", "Average the loss over target tokens or over samples of a step."
+        "token", "Average the loss of a step over its trained tokens or its samples."
     )
     padding_free: bool | None = packing_option(
         None,
-        "Accepted for ms-swift; --packing and --dynamic-batch-tokens remove padding.",
+        "Leave out; accepted only for ms-swift scripts, because packing removes padding.",
         aliases=("use_remove_padding",),
     )
     use_liger_kernel: bool = memory_option(False, "Use Liger kernels for norms, RoPE and SwiGLU.")
-    torch_compile: bool = memory_option(False, "Compile the layers of the language model.")
+    torch_compile: bool = memory_option(False, "Compile the language model's layers with torch.compile.")
     torch_compile_backend: str = memory_option(
-        "inductor", "Backend of --torch-compile; aot_eager and eager are for debugging."
+        "inductor", "Compile with this backend; aot_eager and eager are for debugging."
     )
 
-    logging_steps: int = checkpoint_option(5, "Optimizer steps between two log lines.")
-    enable_channel_loss: bool = checkpoint_option(False, "Log loss and accuracy of each channel.")
+    logging_steps: int = checkpoint_option(5, "Log every N optimizer steps.")
+    enable_channel_loss: bool = checkpoint_option(False, "Log the loss and accuracy of each channel (a name in rows).")
     eval_strategy: EvalStrategy | None = evaluation_option(
-        None, "Evaluate the val split every --eval-steps, after every epoch, or never."
+        None, "Evaluate the validation split every --eval-steps, every epoch, or never."
     )
     eval_steps: int | None = evaluation_option(
-        None, "Optimizer steps between two evaluations; by default --save-steps.", minimum=1
+        None, "Evaluate every N optimizer steps; default is --save-steps.", minimum=1
     )
     max_tokens_per_micro_batch: Tokens | None = evaluation_option(None, MAX_TOKENS_HELP)
     report_to: tuple[str, ...] = checkpoint_option(
-        (), "Also log to tensorboard, wandb, swanlab, mlflow or another tracker."
+        (), "Log to tensorboard, wandb, swanlab, mlflow or another tracker too."
     )
     dataloader_num_workers: int | None = training_option(
-        None, "Number of processes per rank that load media ahead; by default automatic.", minimum=0
+        None, "Load media in N processes per GPU; default depends on media and CPU cores.", minimum=0
     )
     on_bad_media: Literal["raise", "skip"] = training_option(
-        "raise", "On unreadable media: stop the run or skip the sample."
+        "raise", "Stop the run at an unreadable media file (raise), or skip its sample."
     )
-    on_nan: OnNan = training_option("stop", "On NaN or Inf: stop, skip the step, or continue.")
+    on_nan: OnNan = training_option("stop", "Stop at NaN or Inf, skip the step, or continue (go-on).")
     overwrite_output_dir: bool = checkpoint_option(
-        False, "Delete checkpoints and metrics of an earlier run in --output-dir."
+        False, "Delete an earlier run's checkpoints and metrics in --output-dir."
     )
     add_version: bool = checkpoint_option(
-        False, "Write every run into a new folder of --output-dir: v0-DATE-TIME, v1-DATE-TIME, ..."
+        False, "Write each run to a new folder in --output-dir, such as v0-DATE-TIME."
     )
     resume_only_model: bool = checkpoint_option(
-        False, "Load only the weights of --resume-from-checkpoint; start a new schedule and optimizer."
+        False, "Load only weights from --resume-from-checkpoint; start a new schedule and optimizer."
     )
-    dry_run: bool = option(False, "Plan, check and print without training.")
-    hardware: str | None = memory_option(None, "GPU type of the plan: h100, h200, a100, 910b, or a file.")
+    dry_run: bool = option(False, "Check options, print the plan and estimate memory without training.")
+    hardware: str | None = memory_option(None, "Plan for this GPU: h100, h200, a100, 910b, or a file.")
     training: Mapping[str, Any] = option(
         {}, "Further fields of transformers' TrainingArguments, as --set training.name=value.", flag=False
     )

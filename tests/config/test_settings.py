@@ -159,7 +159,7 @@ def test_zero_epochs_and_too_large_seeds_are_refused() -> None:
 
 def test_every_number_of_tokens_accepts_a_suffix() -> None:
     """Whatever a field of whole numbers calls tokens in its help has the type that takes them."""
-    of_tokens = re.compile(r"^(?:Maximum|Minimum) (?:media )?tokens|this many tokens|with more tokens")
+    of_tokens = re.compile(r"\bN tokens|media tokens|this many tokens")
     field_names = set()
     for cls, field in FIELDS:
         if value_type(field, cls) is int and of_tokens.search(field.metadata["help"]):
