@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""How even the ranks' work is on real rows with pictures of many sizes, assigned by what work costs and otherwise.
+"""Measure how evenly work is divided among ranks, on real rows with pictures of many sizes.
 
     python scripts/bench_balance.py REALDATA [--ranks 8 64] [--packing-length 8192] [--accumulation 4] [--copies 24]
 
-REALDATA holds ``mm_*.jsonl`` and ``text_*.jsonl`` with their media, and ``tokenizers/qwen3-vl``. They are exported as
-for Qwen3-VL, the rows with media taken several times, packed, and assigned to ranks for a Qwen3-VL-8B: in turn, by a
-cost that knows tokens alone (a picture's token costs the same in any picture), and by packtool's. All are measured by
-packtool's cost: work of the slowest rank over the mean rank's, mean over steps and worst.
+REALDATA contains ``mm_*.jsonl`` and ``text_*.jsonl`` with their media, and ``tokenizers/qwen3-vl``. The rows are
+exported for Qwen3-VL, rows with media are repeated, and all are packed. Packs are assigned to ranks for a Qwen3-VL-8B
+in three ways: in turn, by a cost that depends only on the number of tokens, and by packtool's cost, which also
+depends on the size of each picture. The figures are the work of the slowest rank divided by the mean, as the mean
+over all steps and as the worst step. Work is measured by packtool's cost.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ WAYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """What a plan needs to know of N samples: (N,) each."""
+    """Sizes of N samples that planning needs; each field is (N,)."""
 
     lengths: Any
     targets: Any
@@ -65,15 +66,15 @@ class Samples:
     num_media: Any
 
     def towers(self, cost: CostModel) -> TowerWork:
-        """The work of the samples' media."""
+        """Return the vision tower's work for each sample."""
         flops = cost.towers(self.vision_tokens, self.patch_squares)
         return TowerWork(np.rint(flops).astype(np.int64), self.num_media)
 
 
 def read_samples(realdata: Path, packing_length: int, copies: int) -> Samples:
-    """Export the rows, and take those with media ``copies`` times."""
+    """Export the rows and repeat those with media ``copies`` times."""
     if not (realdata / "tokenizers" / "qwen3-vl").is_dir():
-        sys.exit(f"{realdata} holds no real data: name the folder that does")
+        sys.exit(f"{realdata} contains no real data: give its folder")
     rows = sorted(str(path) for path in [*realdata.glob("mm_*.jsonl"), *realdata.glob("text_*.jsonl")])
     with tempfile.TemporaryDirectory() as folder:
         config = ExportConfig(
@@ -91,16 +92,16 @@ def read_samples(realdata: Path, packing_length: int, copies: int) -> Samples:
 
 
 def by_tokens(cost: CostModel, samples: Samples) -> CostModel:
-    """A cost model with the same work in all, but of which every token of a picture costs the same."""
+    """Return a cost model with the same total work, in which every picture token costs the same."""
     squares = samples.patch_squares.sum() / samples.vision_tokens.sum()
     per_token = cost.per_vision_token + cost.per_patch_square * squares
     return dataclasses.replace(cost, per_vision_token=float(per_token), per_patch_square=0.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a line for each number of ranks, way of training and way of assignment."""
+    """Print a line for each training type, number of ranks and assignment."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("realdata", type=Path, help="folder of the real data, which the repository does not hold")
+    parser.add_argument("realdata", type=Path, help="folder of the real data, which is not part of the repository")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--packing-length", type=int, default=8192)
     parser.add_argument("--accumulation", type=int, default=4)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""How fast export is, as ratios against a peer in the same run.
+"""Measure the speed of export, as ratios to a baseline in the same run.
 
-1. Pictures: packtool's encoder, which reads a picture's header, against the model's own processor, which decodes and
-   resizes the picture to count its tokens (what ms-swift's cached dataset does). Both encode the same real rows in one
-   process with one thread, as a worker does; loading tokenizers is not counted for either.
-2. Text: the whole command ``packtool export`` (start of the workers, reading, rendering, tokens, labels, Arrow files
-   with checksums) against ``tokenizers`` encoding the same rendered conversations on the same cores and keeping
-   nothing. The peer gets strings that are rendered already. Both load the tokenizer within the measured time.
-3. Tiny files: the whole command on rows of which each has a file of its own, against the same rows in one file; wall
-   time, and seconds of all its processes on the cores, which other work on the machine changes less.
+1. Pictures: packtool's encoder reads only the header of a picture. The baseline is the model's own processor, which
+   decodes and resizes the picture to count its tokens (as ms-swift's cached dataset does). Both encode the same real
+   rows in one process with one thread. Loading the tokenizer is not included.
+2. Text: the whole command ``packtool export``, including start-up, reading, rendering, labels and Arrow files with
+   checksums. The baseline is ``tokenizers`` on the same cores, which encodes the rendered conversations and writes
+   nothing. Loading the tokenizer is included in both.
+3. Tiny files: the whole command on rows with a file each. The baseline is the same rows in one file. Wall time and CPU
+   seconds of all processes are measured; CPU seconds depend less on other work on the machine.
 
     python scripts/bench_export.py [--realdata DIR] [--repeat 3] [--copies 12] [--num-proc 2] [--files 20000]
                                    [--only pictures|text|files]
@@ -46,18 +46,18 @@ print(json.dumps({"tokens": count, "seconds": time.perf_counter() - begin}))
 
 
 def main() -> None:
-    """Run both comparisons."""
+    """Run the comparisons."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(__file__).resolve().parent.parent.parent / "shared" / "realdata"
     parser.add_argument("--realdata", type=Path, default=default, help="folder of the real data")
-    parser.add_argument("--repeat", type=int, default=3, help="times that everything is measured")
-    parser.add_argument("--copies", type=int, default=12, help="times that the rows of text are repeated")
-    parser.add_argument("--num-proc", type=int, default=2, help="worker processes, and threads of the peer")
-    parser.add_argument("--files", type=int, default=20_000, help="tiny files of the third comparison")
-    parser.add_argument("--only", choices=list(_COMPARISONS), help="one of the comparisons; by default all")
+    parser.add_argument("--repeat", type=int, default=3, help="number of measurements")
+    parser.add_argument("--copies", type=int, default=12, help="number of times the text rows are repeated")
+    parser.add_argument("--num-proc", type=int, default=2, help="worker processes, and threads of the baseline")
+    parser.add_argument("--files", type=int, default=20_000, help="number of files in the third comparison")
+    parser.add_argument("--only", choices=list(_COMPARISONS), help="run only this comparison")
     options = parser.parse_args()
     if not (options.realdata / "tokenizers" / "qwen3-vl").is_dir():
-        print(f"{options.realdata} holds no real data; give its folder with --realdata", file=sys.stderr)
+        print(f"{options.realdata} contains no real data; give its folder with --realdata", file=sys.stderr)
         sys.exit(2)
     for name, compare in _COMPARISONS.items():
         if options.only in (None, name):
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def pictures(options: argparse.Namespace) -> None:
-    """Header-only against decoding."""
+    """Compare reading headers with decoding."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import torch
     from transformers import AutoProcessor
@@ -121,7 +121,7 @@ def pictures(options: argparse.Namespace) -> None:
 
 
 def _pictures_alone(paths: list[str], processor: Any, repeat: int) -> tuple[float, float]:
-    """Median seconds to measure pictures by their headers, and to decode and process them, without any text."""
+    """Return the median seconds to measure pictures by headers, and to decode and process them; without text."""
     from packtool.media.measure import load_image, measure_image
     from packtool.rows.sample import MediaRef
 
@@ -162,7 +162,7 @@ def _in_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def text(options: argparse.Namespace) -> None:
-    """The whole command against bare tokenization."""
+    """Compare the whole command with tokenization alone."""
     from packtool.encode.model_files import ModelFiles
     from packtool.encode.template import ChatTemplate
 
@@ -193,7 +193,7 @@ def text(options: argparse.Namespace) -> None:
 
 
 def tiny_files(options: argparse.Namespace) -> None:
-    """Rows in files of their own against the same rows in one file."""
+    """Compare rows with a file each with the same rows in one file."""
     model = options.realdata / "tokenizers" / "qwen3-vl"
     lines = (options.realdata / TEXT_ROWS[0]).read_text().splitlines()
     with tempfile.TemporaryDirectory() as temporary:

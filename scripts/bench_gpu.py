@@ -1,27 +1,27 @@
 #!/usr/bin/env python3
-"""One CUDA GPU: attention of packed sequences, and training steps packed against padded. Checks first, then one table.
+"""Measure packed attention and packed training steps on one CUDA GPU. Checks come first, then one table.
 
-Needs torch and transformers alone, and no data: weights and samples are random, in bfloat16.
+Needs only torch and transformers, and no data: weights and samples are random, in bfloat16.
 
-- attention: every kernel that is there on documents of several lengths, forward and backward, against torch's dense
-  causal attention of as many tokens and FLOPs (rows of one length whose squares add up to the same).
-- text, vision: training steps (forward, backward, AdamW) of the text tower of a Qwen3-VL as a model of its own, and of
-  the whole with pictures. The same samples are packed into one row, with every kernel, or padded in micro-batches of
-  ``--rows``, as they come or grouped by length. Padded ones run in transformers' own SDPA.
+- attention: every available kernel on documents of several lengths, forward and backward. The baseline is torch's dense
+  causal attention with the same tokens and FLOPs (rows of one length with the same sum of squared lengths).
+- text, vision: training steps (forward, backward, AdamW) of the text tower of a Qwen3-VL, and of the whole model with
+  pictures. The same samples are packed into one row, with every kernel, or padded in micro-batches of ``--rows``, in
+  order or grouped by length. Padded batches use transformers' SDPA.
 
-TFLOP/s and MFU count matrix products of true tokens, backward twice the forward, from the model's sizes
-(``packtool.planning.cost``): neither padding nor recomputed activations. Times are medians over ``--repeats`` steps
-between CUDA events, after a warm-up. What does not fit is told as "out of memory" and the rest goes on.
+TFLOP/s and MFU count the matrix products of sample tokens, with a backward pass of twice the forward pass, from the
+model's sizes (``packtool.planning.cost``). They count neither padding nor recomputed activations. Times are medians
+over ``--repeats`` steps between CUDA events, after a warm-up. Rows that do not fit are printed as "out of memory".
 
-The memory of a packed step is told beforehand, too, as ``packtool train`` tells it: from a trace of the same model
-without numbers (this needs peft). On a GPU what is measured may be 10 % off.
+The memory of a packed step is also estimated in advance, as by ``packtool train``: from a trace of the same model
+without data (this needs peft). The measured peak on a GPU may differ by 10 %.
 
     python scripts/bench_gpu.py [--size 1b 4b 8b] [--tokens 8192] [--what attention text vision] [--repeats 5]
                                 [--json FILE]
 
-Without CUDA the checks run on the CPU and nothing is measured. ``--size tiny`` measures there, too, to see that
-everything runs; its times say nothing. ``--json`` keeps everything in a file, written anew with every line. Exit code
-1: a check failed, the memory told was wrong, or something else than memory stopped a row.
+Without CUDA, the checks run on the CPU and nothing is measured. ``--size tiny`` runs the measurements there too, as a
+test; its times are meaningless. ``--json`` writes all results to a file, which is updated with every line. Exit code 1
+means that a check failed, that the memory estimate was wrong, or that a row failed for another reason than memory.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ MEMORY_MAY_BE_OFF = 0.1
 
 
 def bench_attention(bench: Bench, name: str) -> Iterator[Row]:
-    """Every kernel against dense causal attention of the same FLOPs, with the heads of a size."""
+    """Compare every kernel with dense causal attention of the same FLOPs, with the heads of a model size."""
     size, tokens = SIZES[name], bench.options.tokens
     long = max(tokens // 8, 1)
     cases = {
@@ -105,25 +105,25 @@ def bench_attention(bench: Bench, name: str) -> Iterator[Row]:
             row = _attention_row(what, kernel, size, sum(lengths), squares)
             found = measured(bench, row, partial(_packed_attention, bench, size, kernel, lengths))
             if base.ms is not None and found.ms is not None:
-                # By FLOPs: rows of one length have not exactly as many.
+                # By FLOPs, because dense rows do not have exactly the same number.
                 found = replace(found, ratio=(found.flops / found.ms) / (base.flops / base.ms))
             yield found
 
 
 def dense_shape(tokens: int, squares: int) -> tuple[int, int]:
-    """Rows of one length, and that length, with about as many tokens and as large a sum of squared lengths."""
+    """Return number and length of equal rows with about the same tokens and the same sum of squared lengths."""
     length = max(round(squares / tokens), 1)
     return max(round(tokens / length), 1), length
 
 
 def _attention_row(what: str, way: str, size: Size, tokens: int, squares: int) -> Row:
-    """Scores and weighted sum of half the pairs, forward, and twice that backward."""
+    """Return a row with the FLOPs of causal attention: scores and weighted sum, and twice that for backward."""
     num_heads, _, head_dim = size.heads
     return Row(what, way, 3.0 * 2 * num_heads * head_dim * squares, tokens)
 
 
 def _dense_attention(bench: Bench, size: Size, num_rows: int, length: int) -> Callable[[], None]:
-    """torch's causal attention on (B, H, L, D)."""
+    """Return a function that runs torch's causal attention on (B, H, L, D)."""
     num_heads, num_kv_heads, head_dim = size.heads
     q, k, v, out_gradient = (
         torch.randn(num_rows, number, length, head_dim, device=bench.device, dtype=bench.dtype)
@@ -139,7 +139,7 @@ def _dense_attention(bench: Bench, size: Size, num_rows: int, length: int) -> Ca
 
 
 def _packed_attention(bench: Bench, size: Size, kernel: str, lengths: Sequence[int]) -> Callable[[], None]:
-    """A kernel on (T, H, D), as a model calls it."""
+    """Return a function that runs a kernel on (T, H, D), as a model calls it."""
     num_heads, num_kv_heads, head_dim = size.heads
     q, k, v, out_gradient = (
         torch.randn(sum(lengths), number, head_dim, device=bench.device, dtype=bench.dtype)
@@ -155,7 +155,7 @@ def _packed_attention(bench: Bench, size: Size, kernel: str, lengths: Sequence[i
 
 
 def bench_model(bench: Bench, name: str, *, sees: bool) -> Iterator[Row | Memory]:
-    """Training steps on the same samples, padded and packed."""
+    """Measure training steps on the same samples, padded and packed."""
     size, options = SIZES[name], bench.options
     config = vision_config(size) if sees else text_config(size)
     side = min(PICTURE_SIDE, 2 * math.isqrt(options.tokens // 16)) if sees else 0
@@ -193,10 +193,10 @@ def bench_model(bench: Bench, name: str, *, sees: bool) -> Iterator[Row | Memory
 
 
 def bench_memory(bench: Bench, stepper: Stepper, samples: Sequence[Sample], config: Any, row: Row) -> Iterator[Any]:
-    """The peak of a packed step with gradients from the one before, as in a step of several micro-batches, and a trace.
+    """Compare the peak of a packed step with its estimate, with gradients present as in gradient accumulation.
 
     Args:
-        row: what is told where there is no figure.
+        row: printed if there is no figure.
     """
     try:
         from packtool.batch.spec import InputSpec
@@ -232,13 +232,13 @@ def bench_memory(bench: Bench, stepper: Stepper, samples: Sequence[Sample], conf
 
 
 def fill_of(batches: Sequence[Batch]) -> float:
-    """True tokens over those that are computed."""
+    """Return the share of sample tokens among all computed tokens."""
     true = sum(int(batch.model_inputs()["attention_mask"].sum()) for batch in batches)
     return true / sum(batch.input_ids.numel() for batch in batches)
 
 
 def _model_row(what: str, config: Any, samples: Sequence[Sample]) -> Row:
-    """FLOPs and tokens of a step on these samples."""
+    """Return a row with the FLOPs and tokens of a step on these samples."""
     tokens = np.array([sample.length for sample in samples])
     media = np.array([sample.num_media_tokens for sample in samples])
     targets = np.array([int((sample.labels != IGNORE_INDEX).sum()) for sample in samples])
@@ -250,10 +250,10 @@ def _model_row(what: str, config: Any, samples: Sequence[Sample]) -> Row:
 
 
 class Stepper:
-    """Makes optimizer steps of a model, which goes on from one way to the next.
+    """Runs optimizer steps of one model, whose weights carry over from one way to the next.
 
     Args:
-        recompute: activations in the backward pass.
+        recompute: whether the backward pass recomputes activations.
     """
 
     def __init__(self, model: Any, *, recompute: bool) -> None:
@@ -267,8 +267,8 @@ class Stepper:
     def prepare(
         self, batches: Sequence[Batch], kernel: str | None, *, all_logits: bool = False, keep_gradients: bool = False
     ) -> Callable[[], None]:
-        """A step on micro-batches, with a kernel of packed attention, or None for transformers' own."""
-        # What a step that ran out of memory has left.
+        """Return a function that runs a step, with a packed attention kernel, or None for transformers' SDPA."""
+        # Remove gradients of a step that ran out of memory.
         self.optimizer.zero_grad()
         if kernel is None:
             self.model.set_attn_implementation("sdpa")
@@ -293,7 +293,7 @@ class Stepper:
 
 
 def check(device: torch.device, findings: Findings) -> tuple[list[str], bool]:
-    """Print what is there and every check; the kernels that passed, and whether everything did."""
+    """Print the environment and every check; return the kernels that passed, and whether all checks did."""
     dtype = work_type(device)
     kernels, missing = kernels_at_hand(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -315,7 +315,7 @@ def check(device: torch.device, findings: Findings) -> tuple[list[str], bool]:
 
 
 def rows_of(bench: Bench) -> Iterator[Row | Memory]:
-    """Everything that was asked for."""
+    """Yield the results of all requested measurements."""
     for name in bench.options.size:
         if "attention" in bench.options.what:
             yield from bench_attention(bench, name)
@@ -326,7 +326,7 @@ def rows_of(bench: Bench) -> Iterator[Row | Memory]:
 
 
 def measure(bench: Bench, findings: Findings) -> bool:
-    """Print everything; whether nothing failed."""
+    """Print all results; return whether nothing failed."""
     print(HEADINGS)
     passed = True
     for found in rows_of(bench):
@@ -343,16 +343,18 @@ def measure(bench: Bench, findings: Findings) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check, measure, print; the exit code."""
+    """Check, measure and print; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", nargs="+", choices=SIZES, help="by default 1b on a GPU, and nothing without one")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a pack")
-    parser.add_argument("--rows", type=int, default=4, help="of a padded micro-batch")
+    parser.add_argument("--size", nargs="+", choices=SIZES, help="default is 1b on a GPU, and none without a GPU")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a pack")
+    parser.add_argument("--rows", type=int, default=4, help="rows of a padded micro-batch")
     parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
-    parser.add_argument("--recompute", choices=("auto", "on", "off"), default="auto", help="auto: from 4b on")
+    parser.add_argument(
+        "--recompute", choices=("auto", "on", "off"), default="auto", help="auto recomputes for 4b and larger"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="file for everything that is found")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
     options = parser.parse_args(arguments)
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
@@ -362,18 +364,16 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.size:
         print("\nno CUDA device: the checks ran on the CPU, and nothing was measured")
     elif not kernels:
-        print("\nnothing is measured that computes something else")
+        print("\nno kernel passed its checks, so nothing was measured")
     if not options.size or not kernels:
         return 0 if all_passed else 1
     peak = peak_tflops(torch.cuda.get_device_name()) if has_gpu else None
     bench = Bench(device, work_type(device), kernels, peak, options)
-    print(
-        f"\n{options.tokens:,} tokens; peak {f'{peak:g} TFLOP/s' if peak else 'not known'}; ratio: to the first row\n"
-    )
+    print(f"\n{options.tokens:,} tokens; peak {f'{peak:g} TFLOP/s' if peak else 'not known'}; ratio to the first row\n")
     return 0 if measure(bench, findings) and all_passed else 1
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what was imported need not be looked through whenever memory is freed
-    atexit.register(gc.unfreeze)  # libraries that count what is left of them in the end would complain
+    gc.freeze()  # garbage collection then skips imported modules
+    atexit.register(gc.unfreeze)  # some libraries check for leaks at exit
     sys.exit(main())

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How fast the frames of a long video are loaded, as ratios in the same run: by the keyframes before them, as training
-does it, against decoding the video up to the last one.
+"""Measure how fast frames of a long video are loaded, as ratios in the same run.
 
-An hour of 25 frames a second is made on the spot, of which 64 frames are taken at equal distances. It is made with a
-keyframe every two seconds, and every ten, which is the most that x264 leaves by itself; as mp4, whose table of contents
-tells the keyframes, and as Matroska, which is read once to find them. The frames are compared. Times are those of all
-cores together, which other work on the machine changes less.
+Training decodes from the nearest keyframe before each frame. The baseline decodes the whole video up to the last
+frame. Both take 64 evenly spaced frames from an hour of synthetic video at 25 frames per second, and the frames are
+compared. There is a keyframe every two seconds, or every ten seconds (x264's default maximum). The video is stored as
+mp4, which lists its keyframes, and as Matroska, which is scanned once to find them. Times are CPU seconds of all
+threads, which depend less on other work on the machine.
 
     python scripts/bench_media.py [--minutes 60] [--take 64] [--size 256] [--repeat 3]
 """
@@ -31,12 +31,12 @@ _FPS = 25
 
 
 def main(words: list[str] | None = None) -> None:
-    """Compare both ways on every file."""
+    """Compare both methods on every file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=int, default=60, help="length of the video")
-    parser.add_argument("--take", type=int, default=64, help="frames that are needed")
+    parser.add_argument("--take", type=int, default=64, help="number of frames to load")
     parser.add_argument("--size", type=int, default=256, help="height and width of a frame in pixels")
-    parser.add_argument("--repeat", type=int, default=3, help="times that everything is measured")
+    parser.add_argument("--repeat", type=int, default=3, help="number of measurements")
     options = parser.parse_args(words)
     num_frames = options.minutes * 60 * _FPS
     numbers = np.linspace(0, num_frames - 1, options.take).round().astype(int).tolist()
@@ -50,7 +50,7 @@ def main(words: list[str] | None = None) -> None:
 
 
 def _make(path: Path, minutes: int, size: int, group: int) -> None:
-    """H.264 of moving noise with a keyframe every ``group`` frames: one minute, written so many times."""
+    """Write H.264 video of moving noise with a keyframe every ``group`` frames: one minute, repeated."""
     noise = np.random.default_rng(0).integers(0, 256, (2 * size, 2 * size, 3), np.uint8)
     settings = {"preset": "veryfast", "g": str(group), "keyint_min": str(group), "sc_threshold": "0"}
     with av.open(str(path), "w") as container:
@@ -80,7 +80,7 @@ def _compare(path: Path, numbers: list[int], group: int, repeat: int) -> None:
         assert np.array_equal(found, expected)
         ratios.append(slow / fast)
         seconds.append(fast)
-    told = f"{statistics.median(ratios):.1f} times as fast as decoding all ({statistics.median(seconds):.2f} s)"
+    told = f"{statistics.median(ratios):.1f} times as fast as decoding everything ({statistics.median(seconds):.2f} s)"
     print(f"{path.suffix[1:]}, a keyframe every {group // _FPS} s: {told}")
 
 

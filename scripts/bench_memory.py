@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""The memory of a forward and backward pass, traced without weights, beside what the same pass holds on the CPU.
+"""Compare the estimated memory of a forward and backward pass with the memory of the same pass on the CPU.
 
     python scripts/bench_memory.py [REALDATA]
 
-Prints the table of ``docs/benchmarks.md``: for the reduced model of every family that the tests have, what autograd
-keeps after the forward pass (traced, and by the hooks of saved tensors), and the most that the pass holds at a time
-(traced, and added up while it is computed) with all weights, with adapters, and with recomputation. REALDATA has the
-tokenizers' folders of the Omni models; without it these are left out. Needs no GPU and takes a minute.
+Prints the table of ``docs/benchmarks.md``, with a row for the reduced test model of each family. "kept" is what
+autograd keeps after the forward pass: estimated by a trace without weights, and measured by hooks on saved tensors.
+"peak" is the maximum during the pass: estimated, and added up while it is computed, with all weights, with adapters,
+and with gradient checkpointing. REALDATA contains the tokenizers of the Omni models; without it these are left out.
+Needs no GPU and takes a minute.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _TITLES = ("family", "kept, traced", "kept, saved tensors", *(f"peak, {way}: tra
 
 
 def rows(names: Sequence[str], realdata: Path) -> Iterator[tuple[str, ...]]:
-    """A row of the table for each family, in KiB."""
+    """Yield a table row for each family, in KiB."""
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             config = config_of(name, realdata, Path(folder))
@@ -46,15 +47,19 @@ def _told(traced: int, found: int) -> tuple[str, str]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("realdata", type=Path, nargs="?", help="folder with tokenizers/qwen2.5-omni and the like")
-    parser.add_argument("--families", nargs="+", default=[*ON_TEXT, *THAT_SEE, *THAT_HEAR], help="some of them")
+    parser.add_argument(
+        "realdata", type=Path, nargs="?", help="folder with tokenizers/qwen2.5-omni and other tokenizers"
+    )
+    parser.add_argument(
+        "--families", nargs="+", default=[*ON_TEXT, *THAT_SEE, *THAT_HEAR], help="model families to measure"
+    )
     given = parser.parse_args(words)
     names = [name for name in given.families if given.realdata is not None or name not in THAT_HEAR]
     found = list(rows(names, given.realdata))
-    heard = f"where it hears {HEARD.vision} a picture's and {HEARD.audio} a sound's"
-    print(f"KiB of a pass over {TOKENS.computed} tokens: {TOKENS.vision} a picture's where the model sees, {heard}")
+    heard = f"{HEARD.vision} of a picture and {HEARD.audio} of a sound for Omni models"
+    print(f"KiB of a pass over {TOKENS.computed} tokens: {TOKENS.vision} of a picture for vision models, {heard}")
     print("\n".join(aligned([_TITLES, *found], "lr")))
 
 

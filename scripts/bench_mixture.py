@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Plan an epoch of a mixture: time, fill, and how far 100 steps are from its shares.
+"""Measure planning of a mixture: time, fill, and how far the shares of sources in 100 steps are from the recipe.
 
     python scripts/bench_mixture.py [--samples 1000000] [--sources 20] [--packs-per-step 64] [--peer-samples 1000000]
 
-Sources have lognormal lengths of different medians; each weighs twice the one before, from 1 to 64, over and over, and
-is about as large; an epoch ends when all are used up. A second mixture is a hard one: short samples, which packers put
-into packs of their own, among long ones, with 4 packs a step. The peers are the same samples joined, without a mixture,
-and ``datasets.interleave_datasets`` with probabilities, which draws rows as ms-swift's --interleave_prob and
-LLaMA-Factory's interleave_probs have it; a step of it has as many samples as a step of the plan has on average. Seconds
-are of CPU, for such a plan takes one process.
+Each source has lognormal lengths with its own median. The weights of the sources repeat 1, 2, 4, ..., 64, and sizes are
+about proportional to weights. An epoch ends when all sources are used up. A second mixture is harder: it has short
+samples, which packers usually put into separate packs, and long samples, with 4 packs per step.
+
+There are two baselines: the same samples joined without a mixture, and ``datasets.interleave_datasets`` with
+probabilities, which draws rows like ms-swift's --interleave_prob and LLaMA-Factory's interleave_probs. Its steps have
+as many samples as a step of the plan has on average. Times are CPU seconds of one process.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Numbers, Shares = npt.NDArray[np.int64], npt.NDArray[np.float64]
 
 
 def sources_of(num_samples: int, num_sources: int) -> tuple[npt.NDArray[np.int32], Numbers, Shares]:
-    """Lengths (N,) of all samples, where each source's begin (S + 1,), and its share of an epoch's samples (S,)."""
+    """Return lengths (N,) of all samples, offsets of the sources (S + 1,), and shares of an epoch's samples (S,)."""
     weights = 2.0 ** (np.arange(num_sources) % 7)
     sizes = weights * np.random.default_rng(0).uniform(1, 1.5, num_sources)
     offsets = np.concatenate(([0], np.round(num_samples * sizes.cumsum() / sizes.sum()))).astype(np.int64)
@@ -47,7 +48,7 @@ def sources_of(num_samples: int, num_sources: int) -> tuple[npt.NDArray[np.int32
 
 
 def short_among_long(num_samples: int) -> tuple[npt.NDArray[np.int32], Numbers, Shares]:
-    """What ``sources_of`` returns, of two sources: short samples of one length, and long ones."""
+    """Return the same as ``sources_of`` for two sources: short samples of one length, and long samples."""
     num_short = round(num_samples * _SHARE_OF_SHORT)
     long = np.random.default_rng(0).integers(*_LONG, num_samples - num_short)
     lengths = np.concatenate((np.full(num_short, _SHORT), long)).astype(np.int32)
@@ -55,7 +56,7 @@ def short_among_long(num_samples: int) -> tuple[npt.NDArray[np.int32], Numbers, 
 
 
 def furthest(source_of_sample: Numbers, step_of_sample: Numbers, shares: Shares) -> Shares:
-    """The most that each source's share in any stretch of 100 steps is off, of its share."""
+    """Return the largest relative deviation of each source's share in any 100 steps, (S,)."""
     counts = np.zeros((int(step_of_sample[-1]) + 1, len(shares)))
     np.add.at(counts, (step_of_sample, source_of_sample), 1)
     sums = np.vstack((np.zeros(len(shares)), counts.cumsum(axis=0)))
@@ -65,7 +66,7 @@ def furthest(source_of_sample: Numbers, step_of_sample: Numbers, shares: Shares)
 
 
 def of_plan(plan: EpochPlan, mixture: Mixture) -> Shares:
-    """``furthest`` of a plan's steps, the smaller last one left out."""
+    """Return ``furthest`` for the steps of a plan, without the smaller last step."""
     packs, offsets = plan.steps.order, plan.packs.offsets
     num_packs_until = plan.steps.micro_batch_offsets[plan.steps.step_offsets]
     sizes = np.diff(offsets)[packs]
@@ -77,7 +78,7 @@ def of_plan(plan: EpochPlan, mixture: Mixture) -> Shares:
 
 
 def of_interleaving(sizes: Numbers, shares: Shares, samples_per_step: int) -> tuple[float, Shares]:
-    """CPU seconds a sample, and ``furthest``, of ``datasets.interleave_datasets``."""
+    """Return the CPU seconds per sample and ``furthest`` of ``datasets.interleave_datasets``."""
     import datasets
 
     rows = [datasets.Dataset.from_dict({"of": np.full(n, i)}) for i, n in enumerate(sizes)]
@@ -92,7 +93,7 @@ def of_interleaving(sizes: Numbers, shares: Shares, samples_per_step: int) -> tu
 def compare(
     lengths: npt.NDArray[np.int32], offsets: Numbers, shares: Shares, packs_per_step: int, peer_samples: int
 ) -> None:
-    """Print the comparison for one mixture; arguments as the functions above return them."""
+    """Print the comparison for one mixture; arguments are as returned by ``sources_of``."""
     sources = tuple(SourceRecipe(path=f"source{i}", weight=share) for i, share in enumerate(shares.tolist()))
     options = PlanOptions(max_length=_CAPACITY, packing_length=_CAPACITY, world_size=packs_per_step, balance="none")
     targets, media = lengths // 4, np.zeros_like(lengths)
@@ -114,7 +115,7 @@ def compare(
     )
     print(f"{len(sources)} sources, {len(lengths):,} samples; an epoch draws {mixture.num_drawn:,}")
     print(f"{plan.packs.num_packs:,} packs, {plan.steps.num_steps:,} steps of {samples_per_step:,} samples")
-    print(f"{'':32}{'CPU seconds':>12}{'a million samples':>20}{'fill':>9}{'furthest':>10}{'of large':>10}")
+    print(f"{'':32}{'CPU seconds':>12}{'per million samples':>20}{'fill':>9}{'furthest':>10}{'of large':>10}")
     tokens = np.add.reduceat(lengths.astype(np.int64), offsets[:-1]) * np.array(mixture.counts) / sizes
     is_large = tokens >= _LARGE * tokens.sum()
     for name, seconds, of_one, full, most in (
@@ -133,16 +134,16 @@ def compare(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the comparison."""
+    """Print the comparison for both mixtures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--sources", type=int, default=20)
     parser.add_argument("--packs-per-step", type=int, default=64)
     parser.add_argument(
-        "--peer-samples", type=int, default=1_000_000, help="of interleave_datasets; its time is scaled"
+        "--peer-samples", type=int, default=1_000_000, help="samples for interleave_datasets; its time is scaled"
     )
     given = parser.parse_args(arguments)
-    print("furthest: the most that a source's share in any 100 steps is off; large: at least 1 % of the tokens")
+    print("furthest: largest deviation of a source's share in any 100 steps; of large: sources with 1 % of the tokens")
     compare(*sources_of(given.samples, given.sources), given.packs_per_step, given.peer_samples)
     print()
     print(f"hard: 1 of 7 samples has {_SHORT:,} tokens, the others {_LONG[0]:,} to {_LONG[1]:,}")

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Compare packers on lognormal lengths: time, packs, fill, packs over the lower bound, memory.
+"""Compare packers on lognormal lengths: time, packs, fill, packs above the lower bound, memory.
 
     python scripts/bench_packing.py [--sizes 50000 393230 4000000] [--median 1500] [--sigma 1.0] [--time-limit 60]
                                     [--plot FILE.svg]
 
-Every figure comes from a process of its own, which is ended at the time limit. packtool's figures are the median of
-three epochs, from the array of lengths to the finished plan; the others run once. TRL packs token columns, not lengths:
-it is given one byte a token, and moves them too. The plot shows time against size, both logarithmic.
+Each figure comes from its own process, which is stopped at the time limit. packtool's figures are medians over three
+epochs, from the array of lengths to the finished plan. The others run once. TRL packs columns of tokens, not lengths,
+so it gets one byte per token and also moves these bytes. The plot shows time by size, both on logarithmic axes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Lengths = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Result:
-    """What one packer did: packs and seconds, and the process's peak memory in MiB beyond the lengths'."""
+    """Result of a packer: packs, seconds, and the peak memory of its process in MiB, without the lengths."""
 
     num_packs: int
     seconds: float
@@ -61,14 +61,14 @@ class Packer:
 
 
 def lognormal_lengths(num: int, median: float, sigma: float, capacity: int) -> Lengths:
-    """Lengths clipped to 16 ... ``capacity``."""
+    """Return random lengths, clipped to 16 ... ``capacity``."""
     lengths = np.random.default_rng(0).lognormal(np.log(median), sigma, num)
     return np.clip(lengths, 16, capacity, out=lengths).astype(np.int32)
 
 
 @contextlib.contextmanager
 def stopwatch() -> Iterator[list[float]]:
-    """Yields a list that holds the seconds afterwards."""
+    """Yield a list to which the elapsed seconds are appended."""
     seconds: list[float] = []
     start = time.perf_counter()
     yield seconds
@@ -76,7 +76,7 @@ def stopwatch() -> Iterator[list[float]]:
 
 
 def run_packtool(lengths: Lengths, capacity: int, **options: Any) -> tuple[int, float]:
-    """The plan that training uses."""
+    """Run packtool's packer, as training does."""
     times, num_packs = [], 0
     for epoch in range(3):
         with stopwatch() as seconds:
@@ -87,7 +87,7 @@ def run_packtool(lengths: Lengths, capacity: int, **options: Any) -> tuple[int, 
 
 
 def run_first_fit(lengths: Lengths, capacity: int) -> tuple[int, float]:
-    """First-fit decreasing over the histogram of lengths, without handing out which sample goes where."""
+    """Run first-fit decreasing on the histogram of lengths, without assigning samples."""
     from scripts._first_fit import place_first_fit
 
     with stopwatch() as seconds:
@@ -97,7 +97,7 @@ def run_first_fit(lengths: Lengths, capacity: int) -> tuple[int, float]:
 
 
 def run_next_fit(lengths: Lengths, capacity: int) -> tuple[int, float]:
-    """Whatever does not fit in the current pack opens a new one."""
+    """Run next-fit: a sample that does not fit into the current pack opens a new one."""
     with stopwatch() as seconds:
         packs: list[list[int]] = []
         room = 0
@@ -111,7 +111,7 @@ def run_next_fit(lengths: Lengths, capacity: int) -> tuple[int, float]:
 
 
 def run_binpacking(lengths: Lengths, capacity: int, chunk: int | None = None) -> tuple[int, float]:
-    """The library that ms-swift uses."""
+    """Run ``binpacking``, the library that ms-swift uses."""
     from binpacking.to_constant_volume import to_constant_volume
 
     items = list(enumerate(lengths.tolist()))
@@ -125,12 +125,12 @@ def run_binpacking(lengths: Lengths, capacity: int, chunk: int | None = None) ->
 
 
 def run_binpacking_in_thousands(lengths: Lengths, capacity: int) -> tuple[int, float]:
-    """binpacking in blocks of 1,000 samples, as ms-swift calls it."""
+    """Run ``binpacking`` in blocks of 1,000 samples, as ms-swift does."""
     return run_binpacking(lengths, capacity, 1000)
 
 
 def run_trl(lengths: Lengths, capacity: int, chunk: int | None = None) -> tuple[int, float]:
-    """TRL's best-fit decreasing, on a column of one byte a token."""
+    """Run TRL's best-fit decreasing on a column with one byte per token."""
     import datasets
     import pyarrow
     from trl.data_utils import pack_dataset
@@ -145,7 +145,7 @@ def run_trl(lengths: Lengths, capacity: int, chunk: int | None = None) -> tuple[
 
 
 def run_trl_in_thousands(lengths: Lengths, capacity: int) -> tuple[int, float]:
-    """TRL's packing in blocks of 1,000 samples, as ``pack_dataset`` does unless told otherwise."""
+    """Run TRL's packing in blocks of 1,000 samples, the default of ``pack_dataset``."""
     return run_trl(lengths, capacity, 1000)
 
 
@@ -163,7 +163,7 @@ PACKERS = (
 
 
 def measure(packer: Packer, lengths: Lengths, capacity: int, time_limit: float) -> Result | str:
-    """Run a packer in a process of its own; a string says why there is no result."""
+    """Run a packer in its own process; return its result, or a string with the reason for none."""
     if packer.needs and importlib.util.find_spec(packer.needs) is None:
         return f"{packer.needs} is not installed"
     if len(lengths) > packer.max_samples:
@@ -190,7 +190,7 @@ def _measure_here(packer: Packer, lengths: Lengths, capacity: int, sender: Conne
 
 
 def table_line(size: int, name: str, result: Result | str, num_tokens: int, capacity: int) -> str:
-    """One line of the table; a string as result says why there is none."""
+    """Return a line of the table; a string as result is the reason for none."""
     line = f"{size:>10,}  {name:<22} "
     if isinstance(result, str):
         return line + result
@@ -208,7 +208,7 @@ def decades(name: str, values: list[float], suffix: str = "") -> Axis:
 
 
 def draw_plot(title: str, measured: dict[str, list[tuple[int, float]]]) -> str:
-    """Time against size as an SVG that needs nothing else; a line for each packer, named at its end.
+    """Return an SVG of time by size, with one labeled line per packer.
 
     Args:
         title: what was packed.
@@ -222,17 +222,17 @@ def draw_plot(title: str, measured: dict[str, list[tuple[int, float]]]) -> str:
 
 
 def across(at: float) -> float:
-    """Pixels from the left, of a place on the horizontal axis."""
+    """Return the x coordinate in pixels of a position on the horizontal axis."""
     return LEFT + at / SIZE * (RIGHT - LEFT)
 
 
 def down(at: float) -> float:
-    """Pixels from the top, of a place on the vertical axis."""
+    """Return the y coordinate in pixels of a position on the vertical axis."""
     return BOTTOM - at / SIZE * (BOTTOM - TOP)
 
 
 def grid(x: Axis, y: Axis) -> Iterator[Box | Word]:
-    """A line and a number for every decade."""
+    """Draw a grid line and a label for every decade."""
     for at, label in x.places:
         yield Box(across(at), TOP, 1, BOTTOM - TOP, PALE)
         yield Word(across(at), BOTTOM + 20, label, GREY, "middle")
@@ -243,7 +243,7 @@ def grid(x: Axis, y: Axis) -> Iterator[Box | Word]:
 
 
 def lines(x: Axis, y: Axis, measured: dict[str, list[tuple[int, float]]]) -> Iterator[Box | Path | Word]:
-    """A line for each packer, and its name where it ends; names that would lie on each other are moved apart."""
+    """Draw a line for each packer, with its name at the end; overlapping names are moved apart."""
     largest = max(size for points in measured.values() for size, _ in points)
     lowest = 0.0
     for name, points in sorted(measured.items(), key=lambda item: -item[1][-1][1]):
@@ -267,14 +267,16 @@ COLOURS = [CURVE_COLOURS[f"c{number}"] for number in range(8)]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, and draw."""
+    """Measure all packers, print the table and draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[50_000, 393_230, 4_000_000])
     parser.add_argument("--median", type=float, default=1500)
     parser.add_argument("--sigma", type=float, default=1.0)
     parser.add_argument("--capacity", type=int, default=10240)
-    parser.add_argument("--time-limit", type=float, default=60, help="seconds for one packer at one size")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="write time against size as an .svg")
+    parser.add_argument("--time-limit", type=float, default=60, help="time limit in seconds for one packer at one size")
+    parser.add_argument(
+        "--plot", type=pathlib.Path, metavar="FILE", help="write a plot of time by size as an .svg file"
+    )
     args = parser.parse_args(arguments)
     title = f"lognormal({args.median:g}, {args.sigma:g}) clipped to [16, {args.capacity}], capacity {args.capacity}"
     print(title)

@@ -1,24 +1,23 @@
 #!/usr/bin/env python3
-"""What rows begin with in common, computed once or once a row: the difference on the CPU, as ratios in one run.
+"""Measure the savings of shared prefixes on the CPU, as ratios in one run.
 
-- ``questions``: pictures of real rows, each of about 500 tokens, are asked 1, 2, 4, 8 and 16 short questions, of real
-  rows too, and exported. The same rows are packed with their common prefixes once (``plan.prefix_trees`` and
-  ``batch.collate``), packed whole, and padded, and every way collates and trains the same epoch of them, forward
-  and backward without an optimizer, round after round in an order that turns.
-- ``turns``: real conversations of several questions with tools and thoughts, of which each turn is trained with its
-  thoughts (``--expand-turns auto``), as texts and about pictures, in the same three ways.
-- ``alone``: rows that share nothing, prepared and trained as ``packtool train`` does it, with ``--share-prefix auto``
-  and with ``false``: what looking for prefixes costs.
-- ``planning``: caches of a million rows, of which planning reads what it always reads: seconds with and without trees.
+- ``questions``: 1, 2, 4, 8 and 16 short questions about each picture of about 500 tokens, all from real rows. The same
+  samples are trained with shared prefixes (``plan.prefix_trees`` and ``batch.collate``), packed without sharing, and
+  padded. Each variant collates and trains the same epoch, forward and backward without an optimizer. The variants
+  alternate over several rounds.
+- ``turns``: the same three variants for real conversations with several questions, tools and thoughts, in which the
+  thoughts of each turn are trained (``--expand-turns auto``), as text and about pictures.
+- ``alone``: samples without common prefixes, prepared and trained as by ``packtool train``, with ``--share-prefix
+  auto`` and ``false``. This measures the cost of looking for prefixes.
+- ``planning``: CPU seconds to plan caches of a million samples, with and without prefix trees.
 
     python scripts/bench_prefix.py [questions] [turns] [alone] [planning] [--realdata DIR] [--pictures 1]
         [--questions 1 2 4 8 16] [--conversations 4] [--rounds 3] [--planning-rows 1000000] [--quick]
 
-Times are of the processor, on one thread: other work on the machine changes them little. FLOPs are those that torch
-counts, with the whole square of causal attention. What is kept are the tensors that autograd holds for the backward
-pass, without the weights. The model is random, see ``_reduced_model.py``. ``--quick`` takes drawn pictures and the
-demo's model, to see that everything runs; its ratios say nothing. The real data (conversations, pictures, tokenizers)
-is not part of this repository.
+Times are CPU seconds of one thread, which depend little on other work on the machine. FLOPs are counted by torch, with
+the full square of causal attention. "kept" are the tensors that autograd keeps for the backward pass, without weights.
+The model is random, see ``_reduced_model.py``. ``--quick`` runs everything once with synthetic pictures and the demo's
+model; its ratios are meaningless. The real data (conversations, pictures, tokenizers) is not part of this repository.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ ROWS_PER_PICTURE = 5.4  # VQAv2's
 
 
 def real_world(realdata: Path, work: Path) -> World:
-    """Pictures and short questions of real rows, and the reduced model."""
+    """Return pictures and short questions of real rows, and the reduced model."""
     reduce_model(realdata / "tokenizers" / "qwen3-vl", work / "model")
     rows = [json.loads(line) for line in (realdata / ROWS).read_text().splitlines()]
     pictures = list(dict.fromkeys(str(realdata / row["images"][0]) for row in rows))[:NUM_PICTURES]
@@ -77,7 +76,7 @@ def real_world(realdata: Path, work: Path) -> World:
 
 
 def small_world(work: Path) -> World:
-    """The demo's pictures and model."""
+    """Return the demo's pictures and model."""
     make_demo_model(str(work / "model"), seed=0)
     make_rows(str(work / "rows"), num_rows=24, seed=0)
     pictures = [str(path) for path in sorted((work / "rows" / "pictures").iterdir())[:2]]
@@ -85,7 +84,7 @@ def small_world(work: Path) -> World:
 
 
 def questions_about(world: World, num_questions: int) -> list[dict[str, Any]]:
-    """Rows that ask each picture so many questions, each another one: one that is asked twice would cost nothing."""
+    """Return rows with ``num_questions`` different questions about each picture; repeated ones would cost nothing."""
     if num_questions > len(world.asked):
         sys.exit(f"there are {len(world.asked)} questions, not {num_questions}")
     rows = []
@@ -98,17 +97,17 @@ def questions_about(world: World, num_questions: int) -> list[dict[str, Any]]:
 
 
 def bench_questions(world: World, work: Path, questions: Sequence[int], rounds: int) -> None:
-    """Several questions about each picture."""
+    """Measure several questions about each picture."""
     for num_questions in questions:
         rows = export_rows(world, work, f"questions-{num_questions}", questions_about(world, num_questions))
         print_rows(f"{num_questions} questions a picture", rows, *measure(rows, world, rounds))
 
 
 def bench_turns(world: World, work: Path, realdata: Path | None, conversations: int, rounds: int) -> None:
-    """Turns that are samples of their own, beside the conversations as one sample each.
+    """Measure conversations with one sample per turn, and print the tokens of one sample per conversation.
 
     Args:
-        realdata: folder of the real data; None makes conversations up.
+        realdata: folder of the real data; None uses synthetic conversations.
     """
     template = work / "thinking.jinja"
     template.write_text(TEMPLATE)
@@ -126,9 +125,9 @@ def bench_turns(world: World, work: Path, realdata: Path | None, conversations: 
 
 
 def bench_alone(world: World, work: Path, rounds: int) -> None:
-    """Rows that share nothing, with and without looking for prefixes: their preparation, and an epoch of training.
+    """Measure preparation and training of samples without common prefixes, with and without looking for prefixes.
 
-    A micro-batch is trained in one way right after the other: what else the machine does, both meet.
+    Both variants train each micro-batch right after each other, so that other work on the machine affects both.
     """
     rows = export_rows(world, work, "alone", questions_about(world, 1))
     model = models_of(world)[WHOLE]
@@ -169,7 +168,7 @@ def bench_alone(world: World, work: Path, rounds: int) -> None:
 
 
 def bench_planning(source: Path, work: Path, num_rows: int, model: Path, rounds: int) -> None:
-    """What planning of many rows takes, beside reading their index and prefixes."""
+    """Measure planning of many samples, including reading their index and prefixes."""
     for name, rows_per_picture in (("share", ROWS_PER_PICTURE), ("alone", 1)):
         cache = work / f"large-{name}"
         make_large_cache(source, cache, num_rows, rows_per_picture)
@@ -191,7 +190,7 @@ def bench_planning(source: Path, work: Path, num_rows: int, model: Path, rounds:
 
 
 def both_ways(seconds: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
-    """Times with ``--share-prefix auto`` and ``false``, by turns, after one that does what is only slow at first."""
+    """Return times with ``--share-prefix auto`` and ``false``, alternating, after a warm-up."""
     seconds("auto")
     measured: dict[str, list[float]] = {"auto": [], "false": []}
     for number in range(rounds):
@@ -201,7 +200,7 @@ def both_ways(seconds: Callable[[str], float], rounds: int) -> dict[str, list[fl
 
 
 def print_both(what: str, parts: Sequence[Mapping[str, Sequence[float]]]) -> None:
-    """Sums of the parts' medians, and how they compare."""
+    """Print the sums of the parts' medians and their ratio."""
     auto, false = (sum(statistics.median(part[way]) for part in parts) for way in ("auto", "false"))
     print(
         f"{what:9} --share-prefix auto {auto:.3f} s, false {false:.3f} s: auto ÷ false {auto / false:.3f}", flush=True
@@ -209,23 +208,23 @@ def print_both(what: str, parts: Sequence[Mapping[str, Sequence[float]]]) -> Non
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Make rows and model, measure, print."""
+    """Make rows and model, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(__file__).resolve().parent.parent.parent / "shared" / "realdata"
     parser.add_argument("--realdata", type=Path, default=default, help="folder of the real data")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all by default")
-    parser.add_argument("--pictures", type=int, default=1, help="pictures that are asked about")
-    parser.add_argument("--questions", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of each picture")
-    parser.add_argument("--conversations", type=int, default=4, help="of which the turns are trained")
-    parser.add_argument("--rounds", type=int, default=3, help="epochs each way")
-    parser.add_argument("--planning-rows", type=int, default=1_000_000, help="rows of the caches that are only planned")
-    parser.add_argument("--quick", action="store_true", help="the demo's pictures and model, one round")
+    parser.add_argument("--pictures", type=int, default=1, help="number of pictures")
+    parser.add_argument("--questions", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="questions per picture")
+    parser.add_argument("--conversations", type=int, default=4, help="number of conversations")
+    parser.add_argument("--rounds", type=int, default=3, help="epochs per variant")
+    parser.add_argument("--planning-rows", type=int, default=1_000_000, help="samples of the caches for planning")
+    parser.add_argument("--quick", action="store_true", help="use the demo's pictures and model, one round")
     options = parser.parse_args(arguments)
     if wrong := set(options.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(wrong))}; there are {', '.join(PARTS)}")
     parts = options.parts or PARTS
     if not options.quick and not (options.realdata / "tokenizers" / "qwen3-vl").is_dir():
-        print(f"{options.realdata} holds no real data; give its folder with --realdata", file=sys.stderr)
+        print(f"{options.realdata} contains no real data; give its folder with --realdata", file=sys.stderr)
         sys.exit(2)
     if options.quick:
         options.questions, options.rounds, options.planning_rows = [1, 4], 1, 2000

@@ -1,29 +1,29 @@
 #!/usr/bin/env python3
-"""A packed sequence that P processes share: memory, time and traffic of a rank against one process, as ratios.
+"""Measure memory, time and traffic of sequence parallelism, as ratios to one process.
 
-One sequence (a document of half its tokens, and conversations) goes forward and backward through a random decoder,
-shared by Ulysses, the ring and the all-gather of K and V. Beside it, what there is without sharing:
+One sequence (a document of half its tokens, and conversations) goes forward and backward through a random decoder. P
+processes share it by Ulysses, the ring, or an all-gather of K and V. The baselines are:
 
-- packed, P = 1: the same sequence on one process, or gathered whole by each; what all ratios refer to;
-- padded, P = 1: its documents below each other, padded to the longest;
-- whole documents: each assigned to one process, the longest first, as data parallelism would.
+- packed, P = 1: the same sequence on one process; all ratios refer to it
+- padded, P = 1: its documents as padded rows
+- whole documents: each document on one process, the longest first, as in data parallelism
 
-Of the busiest rank: what autograd keeps for the backward pass (each storage once, without weights: exact, and the same
-on any device); the peak of a step above what was there before it (of the process, or of CUDA's allocator); the time of
-a step, in rounds that every way has its turn in, the median of the ratios; bytes that it sends, as counted, and in the
-forward pass as ``Heads.volume`` estimates. All losses are compared with that of P = 1 first.
+Figures of the busiest rank:
 
-On the CPU all P processes share the same cores that P = 1 has to itself: the time says what sharing costs, not what it
-gains, and where others are at work, too, what all ranks' threads were busy ("CPU") says it better. With
-``--device cuda`` every rank has a GPU.
+- kept: what autograd keeps for the backward pass, without weights; exact, and the same on any device
+- peak: the peak memory of a step minus the memory before it (of the process, or of CUDA's allocator)
+- time: the median ratio of step times over alternating rounds
+- sent: bytes sent, counted, and in the forward pass also estimated by ``Heads.volume``
 
-Then, without any process: how even the work of P = 8 ranks is on lengths like Wikipedia's, for three ways to cut a
-sequence.
+All losses are first compared with that of P = 1. On the CPU, all P processes share the cores that P = 1 has alone.
+There, the time shows the cost of sharing, not its benefit; the CPU time of all threads ("CPU") is less affected by
+other work. With ``--device cuda`` every rank has its own GPU.
+
+Without any process, the script then measures how evenly 8 ranks share the attention work for three ways to cut a
+sequence, with lengths like Wikipedia's.
 
     python scripts/bench_sequence_parallel.py [--tokens 4096] [--ranks 2 4] [--model reduced] [--rounds 3]
                                               [--device cpu] [--quick]
-
-``--quick`` takes a tiny model, a short sequence, P = 2 and a single round, to see that everything runs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from scripts._sequence_ranks import MODELS, PACKED, PADDED, SHARING, WHOLE, Rank
 Int64Array = npt.NDArray[np.int64]
 
 ALLOWED_ERROR = {"cpu": 1e-5, "cuda": 1e-2}
-"""How far losses may differ: what is rounding in float32, and in bfloat16."""
+"""Largest relative difference of losses that rounding can cause, in float32 and in bfloat16."""
 
 BALANCE_RANKS, BALANCE_ROW = 8, 32768
 # From, to, share: Wikipedia's lengths (Skrull, arXiv 2505.19609, table 1), in each of them log-uniform.
@@ -64,7 +64,7 @@ WIKIPEDIA = ((32, 1024, 0.8788), (1024, 4096, 0.1146), (4096, 8192, 0.0058), (81
 
 @dataclass
 class Way:
-    """How a sequence is computed, and what was found.
+    """A variant of computing a sequence, and its measurements.
 
     Args:
         name: as ``_sequence_ranks`` has it.
@@ -79,17 +79,17 @@ class Way:
     seconds: list[tuple[float, float]] = field(default_factory=list)
 
     def most(self, what: str) -> float:
-        """A figure of the busiest rank's steps."""
+        """Return a figure of the busiest rank."""
         return max(getattr(step, what) for step in self.steps)
 
     def slower(self, other: Way, which: int) -> float:
-        """The median over the rounds, by time (0) or by the cores' time (1)."""
+        """Return the median ratio to another variant over the rounds, of wall time (0) or CPU time (1)."""
         pairs = zip(self.seconds, other.seconds, strict=True)
         return statistics.median(mine[which] / theirs[which] for mine, theirs in pairs)
 
 
 def make_ways(work: Work, sizes: Sequence[int], folder: Path, stack: ExitStack) -> list[Way]:
-    """All of them, P = 1 first; their processes are there as long as ``stack``."""
+    """Return all variants, P = 1 first; closing ``stack`` ends their processes."""
     ways = []
     for size in (1, *sizes):
         ranks = stack.enter_context(Ranks(work, size, folder))
@@ -98,7 +98,7 @@ def make_ways(work: Work, sizes: Sequence[int], folder: Path, stack: ExitStack) 
 
 
 def measure(ways: Sequence[Way], rounds: int) -> None:
-    """Memory and traffic of every way, then times, round after round."""
+    """Measure memory and traffic of each variant, then times over several rounds."""
     for way in ways:
         way.steps = way.ranks.step(way.name)
         print(f"  {way.name} on {way.ranks.size}: looked at", file=sys.stderr)
@@ -111,7 +111,7 @@ def measure(ways: Sequence[Way], rounds: int) -> None:
 
 
 def check_losses(ways: Sequence[Way], allowed: float) -> float:
-    """The largest difference from the first way's loss; ends the program if it is more than rounding."""
+    """Return the largest relative difference from the first variant's loss; exit if rounding cannot explain it."""
     names = [f"{way.name} on {way.ranks.size}" for way in ways]
     losses = [sum(step.loss for step in way.steps) for way in ways]
     errors = {name: abs(loss / losses[0] - 1) for name, loss in zip(names, losses, strict=True)}
@@ -122,7 +122,7 @@ def check_losses(ways: Sequence[Way], allowed: float) -> float:
 
 
 def volume(way: Way, work: Work) -> float:
-    """Bytes that a rank sends in the forward pass of all layers, as the choice of axes reckons."""
+    """Return the estimated bytes that a rank sends in the forward pass of all layers."""
     text = MODELS[work.model].text
     heads = Heads(text["num_attention_heads"], text["num_key_value_heads"])
     size = way.ranks.size
@@ -133,7 +133,7 @@ def volume(way: Way, work: Work) -> float:
 
 
 def print_head(work: Work, rounds: int) -> None:
-    """What is measured, and on what."""
+    """Print the sequence, the model and the device."""
     text = MODELS[work.model].text
     print(
         f"a sequence of {sum(work.lengths):,} tokens in {len(work.lengths)} documents, the longest of "
@@ -151,7 +151,7 @@ def print_head(work: Work, rounds: int) -> None:
 
 
 def print_ways(ways: Sequence[Way], work: Work) -> None:
-    """The table: MiB, and ratios to the first way."""
+    """Print the table: MiB, and ratios to the first variant."""
     memory, of_first = f"{'MiB':>7} {'of P = 1':>9}", f"{'time':>6} {'CPU':>6}"
     print(f"\n{'':26}  {'kept for backward':>17}  {'peak of a step':>17}  {'of P = 1':>13}  {'sent, MiB a rank':>26}")
     print(
@@ -174,7 +174,7 @@ def print_ways(ways: Sequence[Way], work: Work) -> None:
 
 
 def wikipedia_lengths(number: int, longest: int) -> npt.NDArray[np.int32]:
-    """Drawn like Wikipedia's, none longer than a sequence."""
+    """Return random lengths like Wikipedia's, at most ``longest``."""
     generator = np.random.default_rng(0)
     low, high, share = np.array(WIKIPEDIA).T
     kind = generator.choice(len(share), size=number, p=share / share.sum())
@@ -183,7 +183,7 @@ def wikipedia_lengths(number: int, longest: int) -> npt.NDArray[np.int32]:
 
 
 def cuts_of(lengths: Sequence[int], size: int) -> Iterator[tuple[str, Int64Array]]:
-    """The pairs of query and key that each of so many ranks attends to, for each way to cut a sequence."""
+    """Yield the attended query-key pairs of each of ``size`` ranks, for each way to cut a sequence."""
     # The query at position i sees i + 1 keys.
     pairs = np.concatenate([np.arange(1, length + 1) for length in lengths])
     chunks = [int(part.sum()) for part in np.array_split(pairs, 2 * size)]
@@ -197,7 +197,7 @@ def cuts_of(lengths: Sequence[int], size: int) -> Iterator[tuple[str, Int64Array
 
 
 def print_balance(num_documents: int, size: int, capacity: int) -> None:
-    """How much more the busiest rank does than the mean, in the median sequence and summed over all sequences."""
+    """Print the busiest rank's work divided by the mean, in the median sequence and over all sequences."""
     lengths = wikipedia_lengths(num_documents, capacity)
     multiple = SequenceSplit(ring_size=size).multiple
     print(
@@ -224,16 +224,14 @@ def print_balance(num_documents: int, size: int, capacity: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Start processes, measure, print."""
+    """Start processes, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096, help="of the sequence")
-    parser.add_argument("--ranks", type=int, nargs="+", help="P, besides 1; by default 2 and 4")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the sequence")
+    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of processes besides 1; default is 2 and 4")
     parser.add_argument("--model", choices=MODELS, default="reduced")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="by default cuda where there are GPUs to share a sequence"
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model, P = 2, one round")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default is cuda if there are several GPUs")
+    parser.add_argument("--quick", action="store_true", help="use a tiny model, P = 2, one round")
     options = parser.parse_args(arguments)
     num_gpus = torch.cuda.device_count()
     options.device = options.device or ("cuda" if num_gpus > 1 else "cpu")

@@ -1,25 +1,27 @@
 #!/usr/bin/env python3
-"""Skrull's six settings on paper, beside what its authors measured (arXiv 2505.19609).
+"""Simulate the six settings of the Skrull paper and compare with its measurements (arXiv 2505.19609).
 
     python scripts/bench_skrull.py [--steps 20] [--seed 0] [--json FILE]
 
-Qwen2.5 of 0.5B and 7B on 32 H100, lengths as in Wikipedia, LMSYS-Chat-1M and ChatQA2-Long-SFT, 26K and 13K tokens on a
-GPU, 4 groups of 8 GPUs and 64 sequences for each (7B with ChatQA2: 2 groups of 16, 40 sequences). Every strategy is
-planned by packtool's own planners and timed by ``packtool.simulate.machine``, whose constants come from data sheets
-and other papers; none was chosen to meet these results. Speed-ups are over context parallelism for all, one sequence in
-a micro-batch, which is our reading of the paper's ZeRO-2 baseline.
+The settings are Qwen2.5 0.5B and 7B on 32 H100 GPUs, with lengths as in Wikipedia, LMSYS-Chat-1M and
+ChatQA2-Long-SFT. A GPU holds 26K (0.5B) or 13K (7B) tokens. There are 4 groups of 8 GPUs with 64 sequences each (7B
+with ChatQA2: 2 groups of 16 with 40 sequences). packtool's own planners plan every strategy, and
+``packtool.simulate.machine`` estimates the times. Its constants come from data sheets and other papers, not from
+these results. Speed-ups are relative to context parallelism for all sequences, with one sequence per micro-batch.
+This is our reading of the paper's ZeRO-2 baseline.
 
-- *as printed*: the paper's algorithm with its two errors corrected; *Skrull*: packtool's, which goes on from there.
-- *over packed*, *over WLB*: Skrull over packs of equal tokens, and of equal work, that whole groups share: stronger
-  baselines than the paper's. *dynamic*: groups of a power of two for each sequence, over Skrull. *local*: share of
-  Skrull's tokens that one GPU computes alone.
+- *as printed*: the paper's algorithm with its two errors corrected. *Skrull*: packtool's extension of it.
+- *over packed*, *over WLB*: Skrull relative to packs of equal tokens and of equal work that groups share. These
+  baselines are stronger than the paper's.
+- *dynamic*: a group of 1, 2, 4, ... GPUs for each sequence, relative to Skrull.
+- *local*: share of Skrull's tokens that one GPU computes alone.
 
-All have the same sequences in their steps, as many as the paper's global batch. The rivals are compared once more
-where groups are larger, with five times the batch, and with weights that are sharded over all GPUs (ZeRO-3), so that
-micro-batches run in lock-step.
+All strategies have the same sequences in each step, as many as the paper's global batch. The rivals are compared again
+with larger groups, with five times the batch, and with weights sharded over all GPUs (ZeRO-3), where micro-batches run
+in lock-step.
 
-Ablation (0.5B, ChatQA2, one group of 8): sequences to ranks in turn instead of to the least loaded one, and no
-roll-back, so that what fits nowhere is sharded all the same.
+Ablation (0.5B, ChatQA2, one group of 8): sequences assigned to ranks in turn, not to the least loaded rank; and no
+roll-back, so that sequences that fit nowhere are sharded without room for them.
 """
 
 from __future__ import annotations
@@ -57,19 +59,19 @@ PAPERS_H100 = dataclasses.replace(
 )
 PAPER = {"mean": 3.76, "peak": 7.54, "qwen2.5-0.5b": 5.50, "qwen2.5-7b": 2.03, "over sorted": 3.45}
 PAPER_ABLATION = {"round robin": "1.17x", "Skrull as printed": "1.40x"}
-DEPARTURES = """where this departs from the paper
-- Their times are measured, these are computed. How their baseline fills micro-batches is not known to us; here it is
-  one sequence each. With short sequences a GPU then has less to do than launching kernels takes (18 ms for 0.5B),
-  which is why those settings come out far above theirs. Packs of the same global batch take that away (over packed).
-- 7B is timed with recomputed activations, without which 13K tokens do not fit into 80 GB by this model; 0.5B without.
-- Gradients are synchronised once a step; if ZeRO-2 does so for every micro-batch, the baseline is slower than here.
-- Lengths are drawn through the published points, log-linear between them and from 64 tokens on. What 8 (or 16) buckets
-  cannot hold is left out, as LMSYS's longest, of 1643K."""
+DEPARTURES = """where this simulation departs from the paper
+- The paper measured times; these are simulated. We do not know how its baseline fills micro-batches; here each has one
+  sequence. With short sequences, launching kernels then takes longer than the computation (18 ms for 0.5B), so these
+  speed-ups are far above the paper's. Packs of the same global batch avoid this (over packed).
+- 7B recomputes activations, because 13K tokens do not fit into 80 GB without it by this model. 0.5B does not.
+- Gradients are synchronized once per step. If ZeRO-2 does so for every micro-batch, its baseline is slower than here.
+- Lengths are drawn from the published points, log-linear between them, from 64 tokens on. Sequences that 8 (or 16)
+  buckets cannot hold are left out, such as LMSYS's longest, of 1643K."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A model on a data set; see ``SimulateOptions``."""
+    """A model and a dataset; see ``SimulateOptions``."""
 
     model: str
     data: DistributionName
@@ -78,7 +80,7 @@ class Setting:
     sequences_per_rank: int = 64
 
     def options(self, steps: int, seed: int) -> SimulateOptions:
-        """The options of a simulation with the paper's buckets."""
+        """Return the simulation options with the paper's bucket sizes."""
         large = self.model == "qwen2.5-7b"
         sizes = ModelSizes.of_config(MODEL_PRESETS[self.model])
         bucket = (13 if large else 26) * 1024
@@ -93,7 +95,7 @@ class Setting:
         )
 
     def sequences(self, options: SimulateOptions) -> Sequences:
-        """Lengths and targets, as many as all strategies need."""
+        """Return lengths and targets for all strategies."""
         num = round(1.1 * options.num_steps * options.sequences_per_step) + 10
         return arrange(draw_lengths(self.data, num, seed=options.seed), options)
 
@@ -164,7 +166,7 @@ class Ranks:
 def as_printed(
     sequences: Sequences, options: SimulateOptions, *, in_turn: bool = False, roll_back: bool = True
 ) -> list[PlacedBatch]:
-    """The paper's algorithm (corrected) on every step, and what is left of it without a part.
+    """Run the paper's corrected algorithm, or a part of it, on every step.
 
     Args:
         in_turn: sequences go to the ranks of a group in turn, not to the least loaded one.
@@ -212,14 +214,14 @@ def _assign(flops: Sequence[float], num_ranks: int) -> list[list[int]]:
 
 
 def variant(sequences: Sequences, options: SimulateOptions, **parts: bool) -> Outcome:
-    """A variant of Skrull, timed."""
+    """Simulate a variant of Skrull."""
     return outcome(
         "skrull", schedule_of(as_printed(sequences, options, **parts), sequences, options), sequences, options
     )
 
 
 def run_settings(settings: Sequence[Setting], steps: int, seed: int) -> Iterator[dict[str, Any]]:
-    """A row for each setting: speed-ups over context parallelism for all, and Skrull's over packs and its rivals."""
+    """Yield the speed-ups of each setting, relative to context parallelism and to the rivals."""
     for setting in settings:
         options = setting.options(steps, seed)
         sequences = setting.sequences(options)
@@ -241,7 +243,7 @@ def run_settings(settings: Sequence[Setting], steps: int, seed: int) -> Iterator
 
 
 def run_rivals(settings: Sequence[Setting], steps: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows with (dynamic context parallelism over Skrull, Skrull over WLB-LLM, Skrull's local share) for each place."""
+    """Yield (speed-up of dynamic over Skrull, of Skrull over WLB-LLM, local share) for each entry of ``RIVALRIES``."""
     for setting in settings:
         usual = setting.sequence_parallel_size
         row: dict[str, Any] = {"model": setting.model, "data": setting.data}
@@ -258,7 +260,7 @@ def run_rivals(settings: Sequence[Setting], steps: int, seed: int) -> Iterator[d
 
 
 def run_ablation(setting: Setting, steps: int, seed: int) -> Iterator[tuple[str, float, int]]:
-    """(what, speed-up over context parallelism for all, steps out of memory)."""
+    """Yield (variant, speed-up relative to context parallelism, steps out of memory)."""
     options = setting.options(steps, seed)
     sequences = setting.sequences(options)
     base, skrull = simulate(sequences, ["context-parallel", "skrull"], options)
@@ -274,11 +276,11 @@ def run_ablation(setting: Setting, steps: int, seed: int) -> Iterator[tuple[str,
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Simulate and print."""
+    """Simulate and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each setting")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     args = parser.parse_args(arguments)
     constants = SETTINGS[0].options(1, 0).machine.constants
     print(f"constants: {constants}\nhardware: {PAPERS_H100}\n")
@@ -313,7 +315,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def summaries(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, ...]]:
-    """The figures that the paper gives, as (as printed, Skrull)."""
+    """Return the figures that the paper reports, as (as printed, Skrull)."""
     found: dict[str, list[float]] = {name: [] for name in PAPER}
     for key in ("as_printed", "skrull"):
         speedups = np.array([row[key] for row in rows])

@@ -1,26 +1,26 @@
 #!/usr/bin/env python3
-"""Both stages on real mixed rows: the same epoch trained in several ways on the CPU, as ratios in one run.
+"""Compare ways to train one epoch of real mixed rows on the CPU, as ratios in one run.
 
-Rows with pictures and rows of text are exported and trained for an epoch in each way, round after round, in an order
-that turns; ratios are medians over the rounds. The ways:
+Rows with and without pictures are exported and trained for one epoch in each way. The ways alternate over several
+rounds, and ratios are medians over the rounds:
 
-- packed: packtool as it is; and with ``--samples-per-step``, whose steps have the rows of the padded ways' steps;
-- padded: packtool with ``--packing false``, in micro-batches of as many rows as a pack holds on average, so that both
-  take as many micro-batches and steps; and in micro-batches of four rows, several of them a step;
-- padded, grouped: the first of these with ``--group-by-length true``;
-- Trainer, TRL's packing: transformers' own Trainer without packtool's loss and attention, see ``_trl_packing.py``.
+- packed: packtool's default; and with ``--samples-per-step``, with the samples of the padded ways' steps
+- padded: ``--packing false``, in micro-batches of as many rows as a pack has on average, so that both ways have the
+  same number of micro-batches and steps; and in micro-batches of four rows, several of them per step
+- padded, grouped: the first of these with ``--group-by-length true``
+- Trainer, TRL's packing: transformers' Trainer without packtool's loss and attention, see ``_trl_packing.py``
 
-The model is random, see ``_reduced_model.py``; what head and vision are of its work and of the real one's is printed.
-Only the memory of a step is measured with the whole vocabulary.
+The model is random, see ``_reduced_model.py``. The script prints the share of the head and the vision tower in its
+FLOPs, and in those of the real model. Only the memory of a step is measured with the full vocabulary.
 
-Then the demo's model, whose steps are as short against their media as those of a GPU, trains two epochs of rows with
-large pictures and long videos with and without ``--media-cache``, which is empty at first, with one process that loads;
-what steps wait for data is told of each epoch.
+A second part trains two epochs of large pictures and long videos with and without ``--media-cache``, which is empty at
+first, with one loading process. It uses the demo's model, whose ratio of step time to media time is like that of a GPU.
+The script prints the share of time that steps wait for data in each epoch.
 
     python scripts/bench_train.py [--realdata DIR] [--one-in 64] [--rounds 3] [--packing-length 2048] [--quick]
 
-``--quick`` takes the demo's rows and model and a single round, to see that everything runs; its ratios say nothing.
-The real data (conversations, pictures, tokenizers) is not part of this repository.
+``--quick`` runs everything once with the demo's rows and model; its ratios are meaningless. The real data
+(conversations, pictures, tokenizers) is not part of this repository.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ QWEN3_VL_2B = {"text_config": _TEXT_2B, "vision_config": _VISION_2B | {"spatial_
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained.
+    """Model, cache and lengths of a comparison.
 
     Args:
         model: directory.
@@ -108,11 +108,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch in one way: seconds from the first step's beginning to the last one's end.
+    """Measurements of one epoch; seconds from the start of the first step to the end of the last.
 
     Args:
-        fill: true tokens over those that the model runs over, or that the packs would hold.
-        waited: seconds that the step waited for its micro-batches; None where nobody counts.
+        fill: share of sample tokens among all computed tokens, or among the capacity of the packs.
+        waited: seconds that steps waited for micro-batches; None if not measured.
     """
 
     seconds: float
@@ -129,7 +129,7 @@ class Epoch:
 
 
 def make_real(realdata: Path, work: Path, one_in: int, packing_length: int) -> tuple[Setting, dict[str, Any]]:
-    """The reduced model, and a cache of one in so many of the real rows."""
+    """Make the reduced model and a cache of every ``one_in``-th real row."""
     model = work / "model"
     reduce_model(realdata / "tokenizers" / "qwen3-vl", model)
     rows = [f"{realdata / name}#{-(-count // one_in)}" for name, count in ROWS.items()]
@@ -137,7 +137,7 @@ def make_real(realdata: Path, work: Path, one_in: int, packing_length: int) -> t
 
 
 def make_small(work: Path) -> tuple[Setting, dict[str, Any]]:
-    """The demo's model, and a cache of a few of its rows."""
+    """Make the demo's model and a cache of some of its rows."""
     make_demo_model(str(work / "model"), seed=0)
     world = make_rows(str(work / "rows"), num_rows=28, seed=0)
     return _exported(work / "model", [str(world.train)], work, 256, 512)
@@ -160,7 +160,7 @@ def _exported(
 
 
 def run_config(setting: Setting, seed: int, **options: Any) -> TrainConfig:
-    """All weights are trained, from the same ones in every way."""
+    """Return the configuration of a run: all weights are trained, from the same initial weights in every way."""
     return TrainConfig(
         model=str(setting.model),
         cached_dataset=(str(setting.cache),),
@@ -178,7 +178,7 @@ def run_config(setting: Setting, seed: int, **options: Any) -> TrainConfig:
 
 
 def run_packtool(setting: Setting, seed: int, **options: Any) -> Epoch:
-    """One epoch; the seconds are those of the log lines."""
+    """Train one epoch with packtool; the seconds are those of the log lines."""
     config = run_config(setting, seed, **options)
     shutil.rmtree(config.output_dir, ignore_errors=True)
     result = train(config, SilentProgress(), World())
@@ -196,12 +196,12 @@ def run_packtool(setting: Setting, seed: int, **options: Any) -> Epoch:
 
 
 def prepared(setting: Setting) -> Run:
-    """The packed run, planned."""
+    """Plan the packed run."""
     return Run.of(run_config(setting, 0, packing=True), World())
 
 
 def preparing(run: Run) -> dict[str, float]:
-    """Seconds of planning an epoch, and of collating it."""
+    """Return the seconds to plan and to collate an epoch."""
     begin = time.perf_counter()
     plan = run.timeline.plan_of(1)
     planned = time.perf_counter()
@@ -213,12 +213,12 @@ def preparing(run: Run) -> dict[str, float]:
 
 
 def spec_of(run: Run) -> InputSpec:
-    """The model as collation sees it."""
+    """Return the model's properties that collation needs."""
     return InputSpec.load(run.source.files.directory, run.source.media_limits)
 
 
 def run_peer(setting: Setting, seed: int) -> Epoch:
-    """One epoch of transformers' Trainer with packed sequences."""
+    """Train one epoch with transformers' Trainer and TRL's packing."""
     length, output = setting.packing_length, setting.work / "peer"
     epoch = train_an_epoch(
         setting.model, setting.cache, output, packing_length=length, learning_rate=LEARNING_RATE, seed=seed
@@ -227,7 +227,7 @@ def run_peer(setting: Setting, seed: int) -> Epoch:
 
 
 def peak_memory(setting: Setting, batch: PackedBatch) -> dict[str, float]:
-    """MiB that forward and backward of a pack need beyond the model, by how the logits are made."""
+    """Return MiB of a forward and backward pass without the model, for each way to compute the loss."""
     ways: dict[str, Callable[[Any], torch.Tensor]] = {
         "logits of all tokens": lambda model: target_losses(model, batch, label_logits_only=False).weighted_sum(),
         "logits of targets": lambda model: target_losses(model, batch, label_logits_only=True).weighted_sum(),
@@ -237,7 +237,7 @@ def peak_memory(setting: Setting, batch: PackedBatch) -> dict[str, float]:
 
 
 def _in_a_process(setting: Setting, way: Callable[[Any], torch.Tensor]) -> float:
-    """Its own, since a process never tells a peak again that another one has hidden."""
+    """Run in a new process, because the peak memory of a process never falls."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_step, args=(setting, way, sender))
@@ -264,7 +264,7 @@ def _step(setting: Setting, way: Callable[[Any], torch.Tensor], sender: Connecti
 
 
 def ways_of(setting: Setting) -> dict[str, Callable[[int], Epoch]]:
-    """What trains an epoch with a seed, by name."""
+    """Return a function for each way, which trains an epoch with a seed."""
     rows = max(round(prepared(setting).timeline.plan_of(0).summary.samples_per_pack), 1)
     padded = {"packing": False, "per_device_train_batch_size": rows}
     few = {"per_device_train_batch_size": FEW_ROWS, "gradient_accumulation_steps": max(round(rows / FEW_ROWS), 1)}
@@ -279,12 +279,12 @@ def ways_of(setting: Setting) -> dict[str, Callable[[int], Epoch]]:
 
 
 def measure(setting: Setting, rounds: int) -> dict[str, list[Epoch]]:
-    """Epochs of every way, one a round."""
+    """Train an epoch of each way in every round."""
     ways = ways_of(setting)
     names = list(ways)
     measured: dict[str, list[Epoch]] = {name: [] for name in names}
     for number in range(rounds):
-        # Whoever else uses this machine does not always meet the same way.
+        # Rotate the order, so that other work on the machine does not always affect the same way.
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             measured[name].append(ways[name](number))
@@ -293,9 +293,9 @@ def measure(setting: Setting, rounds: int) -> dict[str, list[Epoch]]:
 
 
 def print_ways(measured: Mapping[str, Sequence[Epoch]]) -> None:
-    """The table of ways: medians, and how much faster packing is, with the least and the most of all rounds.
+    """Print the medians of all ways and the speed-up of packing, with its minimum and maximum over the rounds.
 
-    The last column compares the fastest epoch of each way: what a busy machine takes from one it seldom takes from all.
+    The last column compares the fastest epoch of each way, which other work on the machine affects least.
     """
     print(f"\n{'':36} {'':>6} {'micro-':>8} {'':>6} {'':>10}  packed is faster by")
     print(f"{'':36} {'fill':>6} {'batches':>8} {'steps':>6} {'targets/s':>10}  {'median':<21} fastest epochs")
@@ -312,7 +312,7 @@ def print_ways(measured: Mapping[str, Sequence[Epoch]]) -> None:
 
 
 def print_head(setting: Setting, exported: Mapping[str, Any], run: Run, rounds: int) -> None:
-    """What is trained, and on what."""
+    """Print the rows, the model and the device."""
     index, targets = run.source.reader.index, run.source.inputs.targets
     lengths = index.length.astype(np.int64)
     print(
@@ -331,7 +331,7 @@ def print_head(setting: Setting, exported: Mapping[str, Any], run: Run, rounds: 
 
 
 def print_shares(run: Run, epochs: Sequence[Epoch]) -> None:
-    """Planning, collating and waiting over the time of the median packed epoch."""
+    """Print planning, collating and waiting as shares of the median packed epoch."""
     middle = sorted(epochs, key=lambda epoch: epoch.seconds)[len(epochs) // 2]
     print(f"\nof the packed epoch's {middle.seconds:.1f} s")
     for name, seconds in preparing(run).items():
@@ -341,7 +341,7 @@ def print_shares(run: Run, epochs: Sequence[Epoch]) -> None:
 
 
 def print_memory(setting: Setting, batch: PackedBatch) -> None:
-    """Memory of a step with and without logits that nobody looks at."""
+    """Print the memory of a step with and without logits of tokens that are not targets."""
     found = peak_memory(setting, batch)
     print(
         f"\nmemory of forward and backward of {batch.input_ids.numel():,} tokens, {batch.num_target_tokens:,} of them "
@@ -354,7 +354,7 @@ def print_memory(setting: Setting, batch: PackedBatch) -> None:
 
 
 def waits_of_epochs(setting: Setting, kept: Path | None) -> tuple[list[float], list[float]]:
-    """Seconds that the steps of two epochs waited for data, and that they took."""
+    """Return the seconds of each of two epochs: waiting for data, and in total."""
     options: dict[str, Any] = {"num_train_epochs": 2.0, "dataloader_num_workers": 1, "save_strategy": "no"}
     if kept is not None:
         options |= {"media_cache": str(kept), "media_cache_size": 10**11}
@@ -368,7 +368,7 @@ def waits_of_epochs(setting: Setting, kept: Path | None) -> tuple[list[float], l
 
 
 def print_media_cache(setting: Setting, rounds: int, *, quick: bool) -> None:
-    """What steps wait for large media with and without a media cache."""
+    """Print the share of time that steps wait for large media, with and without a media cache."""
     num_pictures, num_videos, scale = (3, 1, 16) if quick else (32, 8, 96)
     rows = make_media_rows(setting.work / "media", num_pictures, num_videos, scale=scale)
     work = setting.work / "large"
@@ -376,14 +376,14 @@ def print_media_cache(setting: Setting, rounds: int, *, quick: bool) -> None:
     if not quick:
         make_demo_model(str(model), seed=0)
     large, _ = _exported(model, [str(rows)], work, 1024, 512, **SMALL_MEDIA)
-    time.sleep(SETTLED_SECONDS)  # files of just now are not kept
+    time.sleep(SETTLED_SECONDS)  # the media cache skips files that have just changed
     ways: dict[str, Path | None] = {"without": None, "with --media-cache": work / "kept"}
     found: dict[str, list[tuple[list[float], list[float]]]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in list(ways)[:: 1 if number % 2 else -1]:
             shutil.rmtree(work / "kept", ignore_errors=True)
             found[name].append(waits_of_epochs(large, ways[name]))
-    print(f"\n{num_pictures} large pictures and {num_videos} long videos, one process loads; share of the time waited")
+    print(f"\n{num_pictures} large pictures and {num_videos} long videos, one loading process; share of waiting")
     print(f"{'':20} {'first epoch':>12} {'second':>8}  {'seconds waited':>16}")
     for name, each in found.items():
         waits, times = (np.median([one[part] for one in each], axis=0) for part in (0, 1))
@@ -401,7 +401,7 @@ def report(setting: Setting, exported: Mapping[str, Any], rounds: int, *, quick:
     dataset = MicroBatches(run.source.read, spec_of(run))
     wanted = (micro_batch for step in PlannedEpoch(run.timeline.plan_of(0)).steps(0) for micro_batch in step)
     some: list[Any] = [dataset[micro_batch] for micro_batch in islice(wanted, 8)]
-    # Before anything is trained: memory that this process has freed would be used again, and not be counted.
+    # Before any training, because freed memory of this process would be reused and not counted.
     print_memory(setting, max(some, key=lambda batch: batch.num_target_tokens))
     measured = measure(setting, rounds)
     print_ways(measured)
@@ -410,17 +410,17 @@ def report(setting: Setting, exported: Mapping[str, Any], rounds: int, *, quick:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Make rows and model, measure, print."""
+    """Make rows and model, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(__file__).resolve().parent.parent.parent / "shared" / "realdata"
     parser.add_argument("--realdata", type=Path, default=default, help="folder of the real data")
-    parser.add_argument("--one-in", type=int, default=64, help="take one in so many of the real rows")
-    parser.add_argument("--rounds", type=int, default=3, help="epochs each way")
+    parser.add_argument("--one-in", type=int, default=64, help="use every N-th real row")
+    parser.add_argument("--rounds", type=int, default=3, help="epochs per way")
     parser.add_argument("--packing-length", type=int, default=2048)
-    parser.add_argument("--quick", action="store_true", help="the demo's rows and model, one round")
+    parser.add_argument("--quick", action="store_true", help="use the demo's rows and model, one round")
     options = parser.parse_args(arguments)
     if not options.quick and not (options.realdata / "tokenizers" / "qwen3-vl").is_dir():
-        print(f"{options.realdata} holds no real data; give its folder with --realdata", file=sys.stderr)
+        print(f"{options.realdata} contains no real data; give its folder with --realdata", file=sys.stderr)
         sys.exit(2)
     logging.disable_progress_bar()
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as temporary:

@@ -226,11 +226,7 @@ class UnknownOptions:
 # Options of every command by name: kind, type, and arguments of typer.Option.
 _COMMON_OPTIONS: dict[str, tuple[ArgumentKind, Any, dict[str, Any]]] = {
     "config": ("single", str | None, {"metavar": "FILE", "help": "Read options from this YAML file."}),
-    "set": (
-        "list",
-        list[str] | None,
-        {"metavar": "KEY=VALUE", "help": "Set one option, overriding --config; may be repeated."},
-    ),
+    "set": ("list", list[str] | None, {"metavar": "KEY=VALUE", "help": "Set one option; may be repeated."}),
     "json": ("switch", bool, {"help": "Print one JSON document on stdout; messages go to stderr."}),
     "debug": (
         "switch",

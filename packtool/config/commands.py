@@ -51,12 +51,8 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, 
     )
     num_packs: int = option(2, "Check N packed sequences.")
     attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP)
-    torch_dtype: DType = option(
-        "auto", "Load weights in this precision; auto uses the checkpoint's, or float32 on CPU."
-    )
-    trajectory: int | None = option(
-        None, "Train N steps packed and unpacked and compare them, instead of comparing outputs."
-    )
+    torch_dtype: DType = option("auto", "Load weights in this precision; auto uses the checkpoint's, float32 on CPU.")
+    trajectory: int | None = option(None, "Train N steps packed and unpacked, and compare them instead of outputs.")
     samples_per_step: int | None = option(None, "Train N samples per step with --trajectory; default is 16.")
     seed: int = option(42, "Set the random seed of packing.", minimum=0)
     html: str | None = option(None, "Write the report to this file as a web page.")
@@ -92,12 +88,10 @@ class EvalConfig(
     output: str = option(REQUIRED, "Write the results to this Parquet file, one line per sample.")
     split: Split | None = option(None, "Evaluate this split; default is val if all caches have it, else train.")
     max_tokens_per_micro_batch: Tokens | None = speed_option(None, MAX_TOKENS_HELP)
-    max_samples_per_micro_batch: int | None = speed_option(
-        None, "Limit each forward pass to N samples; default is unlimited."
-    )
+    max_samples_per_micro_batch: int | None = speed_option(None, "Limit each forward pass to N samples.")
     limit: int | None = option(None, "Evaluate only the first N samples.")
     torch_dtype: DType = speed_option(
-        "auto", "Load weights in this precision; auto uses the checkpoint's, or float32 on CPU."
+        "auto", "Load weights in this precision; auto uses the checkpoint's, float32 on CPU."
     )
     attn_impl: AttnImpl = speed_option("auto", ATTN_IMPL_HELP)
     dataloader_num_workers: int = speed_option(1, "Load media in N processes per GPU.", minimum=0)

@@ -105,48 +105,24 @@ class MediaOptions(Settings):
     are N x (patch x merge)^2 pixels.
     """
 
-    max_pixels: int | None = picture_limit(
-        "Shrink images above N pixels (width x height); default is the model's limit.", env="MAX_PIXELS"
-    )
-    min_pixels: int | None = picture_limit(
-        "Enlarge images below N pixels (width x height); default is the model's limit.", env="MIN_PIXELS"
-    )
-    image_max_token_num: Tokens | None = picture_limit(
-        "Shrink images above N tokens; default is the model's limit.", env="IMAGE_MAX_TOKEN_NUM"
-    )
-    image_min_token_num: Tokens | None = picture_limit(
-        "Enlarge images below N tokens; default is the model's limit.", env="IMAGE_MIN_TOKEN_NUM"
-    )
+    max_pixels: int | None = picture_limit("Shrink images above N pixels (width x height).", env="MAX_PIXELS")
+    min_pixels: int | None = picture_limit("Enlarge images below N pixels (width x height).", env="MIN_PIXELS")
+    image_max_token_num: Tokens | None = picture_limit("Shrink images above N tokens.", env="IMAGE_MAX_TOKEN_NUM")
+    image_min_token_num: Tokens | None = picture_limit("Enlarge images below N tokens.", env="IMAGE_MIN_TOKEN_NUM")
     resize: int = picture_option(0, "Set to 0 or leave out; accepted only for ms-swift scripts.", minimum=0, maximum=0)
 
-    fps: float | None = video_option(
-        None, "Sample this many frames per second of video; default is the model's.", env="FPS", minimum=0.001
-    )
-    fps_min_frames: int | None = video_limit(
-        "Sample at least N frames from a video; default is the model's.", env="FPS_MIN_FRAMES"
-    )
-    fps_max_frames: int | None = video_limit(
-        "Sample at most N frames from a video; default is the model's.", env="FPS_MAX_FRAMES"
-    )
-    video_max_pixels: int | None = video_limit(
-        "Shrink video frames above N pixels (width x height); default is the model's limit.", env="VIDEO_MAX_PIXELS"
-    )
-    video_min_pixels: int | None = video_limit(
-        "Enlarge video frames below N pixels (width x height); default is the model's limit.", env="VIDEO_MIN_PIXELS"
-    )
-    video_total_pixels: int | None = video_limit(
-        "Limit the pixels of all frames of a video together; default is the model's.", env="VIDEO_TOTAL_PIXELS"
-    )
-    video_max_token_num: Tokens | None = video_limit(
-        "Shrink video frames above N tokens; default is the model's limit.", env="VIDEO_MAX_TOKEN_NUM"
-    )
-    video_min_token_num: Tokens | None = video_limit(
-        "Enlarge video frames below N tokens; default is the model's limit.", env="VIDEO_MIN_TOKEN_NUM"
-    )
+    fps: float | None = video_option(None, "Sample this many frames per second of video.", env="FPS", minimum=0.001)
+    fps_min_frames: int | None = video_limit("Sample at least N frames from a video.", env="FPS_MIN_FRAMES")
+    fps_max_frames: int | None = video_limit("Sample at most N frames from a video.", env="FPS_MAX_FRAMES")
+    video_max_pixels: int | None = video_limit("Shrink video frames above N pixels.", env="VIDEO_MAX_PIXELS")
+    video_min_pixels: int | None = video_limit("Enlarge video frames below N pixels.", env="VIDEO_MIN_PIXELS")
+    video_total_pixels: int | None = video_limit("Limit the pixels of all frames of a video.", env="VIDEO_TOTAL_PIXELS")
+    video_max_token_num: Tokens | None = video_limit("Shrink video frames above N tokens.", env="VIDEO_MAX_TOKEN_NUM")
+    video_min_token_num: Tokens | None = video_limit("Enlarge video frames below N tokens.", env="VIDEO_MIN_TOKEN_NUM")
     use_audio_in_video: bool | None = video_option(
         None, "Use the sound of videos too, interleaved with their frames (Omni models only).", env="USE_AUDIO_IN_VIDEO"
     )
-    sampling_rate: int | None = video_limit("Resample audio to N Hz; default is the model's rate.", env="SAMPLING_RATE")
+    sampling_rate: int | None = video_limit("Resample audio to N Hz (samples per second).", env="SAMPLING_RATE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +133,7 @@ class BoxOptions(Settings):
         None, "Read box coordinates in JSON text as pixels (real), fractions (norm1) or thousandths (norm1000)."
     )
     bbox_format: Literal["legacy", "new"] | None = picture_option(
-        None,
-        "Write boxes as Qwen2-VL's tokens (legacy) or JSON lists (new); default is the model's.",
-        env="QWENVL_BBOX_FORMAT",
+        None, "Write boxes as Qwen2-VL's tokens (legacy) or as JSON lists (new).", env="QWENVL_BBOX_FORMAT"
     )
     norm_bbox: Literal["norm1000", "none"] | None = picture_option(
         None, "Write box coordinates in thousandths (norm1000) or resized pixels (none); default is the model's."
@@ -195,9 +169,7 @@ class EncodeSpec(BoxOptions, MediaOptions):
     """All options that determine the encoding of a row: exports with equal specs write the same tokens."""
 
     model: str = option(REQUIRED, "Tokenize for this model directory or hub id; weights are not read.")
-    max_length: Tokens = option(
-        0, "Limit each sample to N tokens; default is the model's limit, at most 8192.", minimum=2
-    )
+    max_length: Tokens = option(0, "Limit each sample to N tokens; default is the model's, at most 8192.", minimum=2)
     truncation_strategy: TruncationStrategy = option("delete", TRUNCATION_HELP)
     media_overflow: MediaOverflow = row_option("drop", OVERFLOW_HELP)
     loss_scale: str = row_option("default", LOSS_SCALE_HELP)
@@ -236,9 +208,7 @@ class ExportConfig(RowOptions, EncodeSpec, PackageOptions):
     rows_per_shard: int | None = shard_option(
         None, "Write about N rows per file (a multiple of 64); default depends on dataset size.", minimum=1
     )
-    to_cached_dataset: bool = shard_option(
-        True, "Leave out; accepted only for ms-swift scripts, because export always writes a cache."
-    )
+    to_cached_dataset: bool = shard_option(True, "Accepted only for ms-swift scripts; export always writes a cache.")
     overwrite: bool = option(False, "Replace an existing cache in --output-dir.")
     repair: bool = option(False, "Rewrite only the damaged files of the cache in --output-dir.")
     executor: Executor = shard_option("local", "Export on this machine (local) or on a Ray cluster (ray).")
@@ -274,9 +244,7 @@ class ImportConfig(ExportConfig):
     dataset: tuple[str, ...] = row_option(
         REQUIRED, "Read tokenized data: a saved dataset, its files, or a Megatron .idx file."
     )
-    max_length: Tokens = option(
-        0, "Limit each sample to N tokens; 0 uses the model's max_position_embeddings.", minimum=0
-    )
+    max_length: Tokens = option(0, "Limit samples to N tokens; 0 uses the model's max_position_embeddings.", minimum=0)
 
 
 VerifyCache = Literal["always", "once", "never"]

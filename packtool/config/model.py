@@ -62,9 +62,7 @@ _NAME_OPTIONS = (
 class LearningOptions(Settings):
     """Trained parts of a model, which determine the cost of a step."""
 
-    train_type: TrainType = training_option(
-        "lora", "Train LoRA adapters (lora) or all weights (full).", aliases=("tuner_type",)
-    )
+    train_type: TrainType = training_option("lora", "Train LoRA adapters or all weights.", aliases=("tuner_type",))
     lora_rank: int = lora_option(8, "Set the rank of the LoRA adapters.")
     freeze_vit: bool = parameter_option(True, "Freeze the vision tower and, in Omni models, the audio tower.")
     freeze_aligner: bool = parameter_option(True, "Freeze the projection from vision to text (aligner).")
@@ -73,17 +71,13 @@ class LearningOptions(Settings):
         "none", "Train no biases, all biases, or only those of modules with adapters."
     )
     target_modules: tuple[str, ...] = lora_option(
-        ("all-linear",), "Add adapters to these modules: all-linear, or names such as q_proj v_proj."
+        ("all-linear",), "Add adapters to these modules: all-linear or names."
     )
-    target_regex: str | None = lora_option(
-        None, "Add adapters to modules whose full name matches this regular expression."
-    )
+    target_regex: str | None = lora_option(None, "Add adapters to modules whose name matches this regular expression.")
     modules_to_save: tuple[str, ...] = lora_option(
         (), "Train these modules in full beside the adapters, such as embed_tokens lm_head."
     )
-    freeze_parameters: tuple[str, ...] = full_option(
-        (), "Freeze parameters whose names begin with one of these prefixes."
-    )
+    freeze_parameters: tuple[str, ...] = full_option((), "Freeze parameters with these name prefixes.")
     freeze_parameters_regex: str | None = full_option(
         None, "Freeze parameters whose names match this regular expression."
     )
@@ -91,7 +85,7 @@ class LearningOptions(Settings):
         0.0, "Freeze this fraction of all parameters, starting with the model's first layers.", minimum=0.0, maximum=1.0
     )
     trainable_parameters: tuple[str, ...] = full_option(
-        (), "Train parameters whose names begin with one of these prefixes, despite other freezing."
+        (), "Train parameters with these name prefixes, despite other freezing."
     )
     trainable_parameters_regex: str | None = full_option(
         None, "Train parameters whose names match this regular expression, despite other freezing."
@@ -147,9 +141,7 @@ class AdapterOptions(LearningOptions):
 
     adapters: tuple[str, ...] = lora_option((), "Continue training the adapter in this directory.")
     lora_alpha: int = lora_option(32, "Set alpha of the LoRA adapters; their output is scaled by alpha/rank.")
-    lora_dropout: float = lora_option(
-        0.05, "Set the dropout probability of the adapters' inputs.", minimum=0.0, maximum=1.0
-    )
+    lora_dropout: float = lora_option(0.05, "Set the dropout probability of adapter inputs.", minimum=0.0, maximum=1.0)
     use_rslora: bool = lora_option(False, "Scale adapters by alpha/sqrt(rank) (rank-stabilized LoRA).")
     use_dora: bool = lora_option(False, "Train magnitudes and directions of weights separately (DoRA).")
     init_weights: InitWeights = lora_option(
@@ -189,9 +181,7 @@ class MemoryOptions(Settings):
     deepspeed: str | None = memory_option(
         None, "Use DeepSpeed: zero0 to zero3, zero2_offload, zero3_offload, or a JSON config file."
     )
-    fsdp: tuple[str, ...] = memory_option(
-        (), "Shard the model with FSDP2: full_shard or shard_grad_op, optionally with offload to CPU memory."
-    )
+    fsdp: tuple[str, ...] = memory_option((), "Shard with FSDP2: full_shard or shard_grad_op, optionally with offload.")
 
     def value_problems(self) -> list[str]:
         """Return the problems of unknown words of ``--fsdp``."""

@@ -45,9 +45,7 @@ class PackOptions(Settings):
     look_ahead: int = packing_option(
         64, "Let --packing-algorithm sequential look N samples ahead; 0 keeps the exact order.", minimum=0
     )
-    max_samples_per_pack: int | None = packing_option(
-        None, "Limit each packed sequence to N samples; default is unlimited."
-    )
+    max_samples_per_pack: int | None = packing_option(None, "Limit each packed sequence to N samples.")
     max_media_tokens_per_pack: Tokens | None = packing_option(
         None, "Limit media tokens per packed sequence, to limit the vision tower's memory.", minimum=1
     )
@@ -88,21 +86,15 @@ class StepOptions(PackOptions):
     per_device_train_batch_size: int = training_option(
         1, "Train N packed sequences (or padded samples) per micro-batch and GPU.", aliases=("micro_batch_size",)
     )
-    gradient_accumulation_steps: int = training_option(
-        1, "Accumulate gradients over N micro-batches per optimizer step on each GPU."
-    )
-    samples_per_step: int | None = training_option(
-        None, "Train exactly N samples per optimizer step, to match an unpacked batch size."
-    )
+    gradient_accumulation_steps: int = training_option(1, "Accumulate gradients over N micro-batches in each step.")
+    samples_per_step: int | None = training_option(None, "Train exactly N samples per step, like an unpacked run.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharingOptions(Settings):
     """Sharing of common prefixes between samples, in plan, train, eval and verify."""
 
-    share_prefix: SharePrefix = packing_option(
-        "auto", "Compute tokens that several samples begin with only once; auto decides by savings."
-    )
+    share_prefix: SharePrefix = packing_option("auto", "Compute tokens that several samples begin with only once.")
 
     @property
     def sharing_conflicts(self) -> list[str]:
@@ -137,12 +129,8 @@ class ParallelOptions(Settings):
     sequence_parallel_type: SequenceParallelType = parallel_option(
         "auto", "Exchange attention heads (ulysses) or keys and values (ring, allgather) between GPUs."
     )
-    ulysses_size: int | None = parallel_option(
-        None, "Use Ulysses attention over N GPUs; combine with --ring-size for more GPUs."
-    )
-    ring_size: int | None = parallel_option(
-        None, "Use ring attention over N GPUs; combine with --ulysses-size for more GPUs."
-    )
+    ulysses_size: int | None = parallel_option(None, "Use Ulysses over N GPUs, combined with --ring-size.")
+    ring_size: int | None = parallel_option(None, "Use ring attention over N GPUs, combined with --ulysses-size.")
 
     @property
     def sequence_parallel_ranks(self) -> int:
@@ -186,9 +174,7 @@ class PackingOptions(SharingOptions, StepOptions):
     use_dynamic_bsz: bool | None = packing_option(
         None, "Enable --dynamic-batch-tokens as in MindSpeed-RL; true implies --packing false."
     )
-    seed: int = training_option(
-        42, "Set the random seed of packing, order and new adapters.", minimum=0, maximum=2**32 - 1
-    )
+    seed: int = training_option(42, "Set the random seed of packing, order and adapters.", minimum=0, maximum=2**32 - 1)
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -37,9 +37,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     )
 
     lengths: str | None = option(None, "Plan for sample lengths (tokens) in this .npy, .json or .txt file.")
-    model: str | None = model_option(
-        None, "Estimate cost and memory for this model directory; default is the caches' model."
-    )
+    model: str | None = model_option(None, "Estimate cost and memory for this model; default is the caches' model.")
     packing: bool = packing_option(True, "Pack several samples into each sequence; false pads samples instead.")
     world_size: int = option(1, "Plan for N training processes, one per GPU.", minimum=1)
     num_train_epochs: float = training_option(1.0, "Train this many passes over all samples.", minimum=0.0)
@@ -48,12 +46,8 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     fit: Bytes | None = option(None, "Find the fastest settings that fit into this GPU memory, such as 80GB.")
     hardware: str | None = model_option(None, "Estimate times for this GPU: h100, h200, a100, 910b, or a file.")
     tflops: float | None = model_option(None, "Estimate times for GPUs with this many peak TFLOP/s.", minimum=0.001)
-    mfu: float = model_option(
-        0.4, "Assume that training reaches this fraction of the peak TFLOP/s.", minimum=0.001, maximum=1.0
-    )
-    media: bool = option(
-        False, "Measure media loading on this machine and estimate the loading processes that training needs."
-    )
+    mfu: float = model_option(0.4, "Assume this fraction of the peak TFLOP/s in training.", minimum=0.001, maximum=1.0)
+    media: bool = option(False, "Measure media loading here and estimate the loading processes that training needs.")
     save: str | None = option(None, "Write the plan to this file, for example for packtool train --plan.")
     html: str | None = option(None, "Draw the plan, or the results of --sweep, as a web page.")
 

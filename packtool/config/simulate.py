@@ -22,9 +22,7 @@ BASELINE: StrategyName = "packed-shared"
 class StrategyOptions(Settings):
     """Batch sizes of the strategies, and the seed."""
 
-    sequences_per_rank: int = step_option(
-        64, "Use N sequences per optimizer step for each data-parallel rank.", minimum=1
-    )
+    sequences_per_rank: int = step_option(64, "Use N sequences per step for each data-parallel rank.", minimum=1)
     padded_batch_size: int = step_option(4, "Use N sequences per micro-batch in the strategy padded.")
     shared_batch_size: int = step_option(
         1, "Use N sequences per micro-batch in the strategies context-parallel and sorted.", minimum=1
@@ -64,9 +62,7 @@ class SimulateConfig(StrategyOptions):
     gradient_checkpointing: bool = model_option(False, "Recompute activations to save memory.")
 
     sequence_parallel_size: int = step_option(8, "Split sequences over groups of N GPUs.", minimum=1)
-    sequence_parallel_type: SequenceParallelType = step_option(
-        "auto", "Exchange attention data between GPUs of a group by this method."
-    )
+    sequence_parallel_type: SequenceParallelType = step_option("auto", "Exchange attention data by this method.")
     bucket_size: str = step_option("auto", "Limit each GPU to this many tokens, such as 26K; auto uses its memory.")
     packing_length: Tokens | None = step_option(
         None, "Limit each packed sequence to N tokens per GPU; default is --bucket-size.", minimum=1

@@ -60,23 +60,15 @@ class OptimizerOptions(Settings):
     optim: str = optimizer_option(
         "adamw_torch_fused", "Use this optimizer of transformers, such as adamw_torch, adafactor or sgd."
     )
-    adam_beta1: float = optimizer_option(
-        0.9, "Set Adam's beta1, the decay of the mean gradient.", minimum=0.0, maximum=1.0
-    )
-    adam_beta2: float = optimizer_option(
-        0.999, "Set Adam's beta2, the decay of the mean squared gradient.", minimum=0.0, maximum=1.0
-    )
+    adam_beta1: float = optimizer_option(0.9, "Set Adam's decay rate of the mean gradient.", minimum=0.0, maximum=1.0)
+    adam_beta2: float = optimizer_option(0.999, "Set Adam's decay rate of squared gradients.", minimum=0.0, maximum=1.0)
     adam_epsilon: float = optimizer_option(1e-8, "Set Adam's epsilon, added to the denominator.", minimum=0.0)
     weight_decay: float = optimizer_option(0.1, "Set the weight decay of AdamW.", minimum=0.0)
     warmup_ratio: float = optimizer_option(
         0.05, "Warm up the learning rate over this fraction of all steps.", minimum=0.0, maximum=1.0
     )
-    warmup_steps: int | None = optimizer_option(
-        None, "Warm up the learning rate over N steps, instead of --warmup-ratio.", minimum=0
-    )
-    lr_scheduler_type: str = optimizer_option(
-        "cosine", "Use this learning rate schedule of transformers, such as cosine, linear or constant."
-    )
+    warmup_steps: int | None = optimizer_option(None, "Warm up over N steps, instead of --warmup-ratio.", minimum=0)
+    lr_scheduler_type: str = optimizer_option("cosine", "Use this learning rate schedule, such as linear or constant.")
     lr_scheduler_kwargs: Mapping[str, Any] = optimizer_option(
         {}, "Pass these JSON arguments to the learning rate schedule, such as '{\"min_lr\": 1e-6}'."
     )
@@ -107,12 +99,8 @@ class CheckpointOptions(Settings):
     )
     save_steps: int = checkpoint_option(500, "Save a checkpoint every N optimizer steps.")
     save_total_limit: int | None = checkpoint_option(None, "Keep at most N checkpoints; default keeps all.")
-    save_only_model: bool = checkpoint_option(
-        False, "Save weights without optimizer state; such checkpoints cannot be resumed."
-    )
-    load_best_model_at_end: bool = evaluation_option(
-        False, "Keep the checkpoint with the best evaluation, and name it at the end."
-    )
+    save_only_model: bool = checkpoint_option(False, "Save only weights; such checkpoints cannot be resumed.")
+    load_best_model_at_end: bool = evaluation_option(False, "Keep the checkpoint with the best evaluation.")
     metric_for_best_model: str = evaluation_option(
         "loss", "Select the best checkpoint by loss, perplexity, token_accuracy or loss/CHANNEL."
     )
@@ -178,9 +166,7 @@ class TrainConfig(
     )
 
     model: str = option("", "Train this model directory or hub id; default is the cache's model.")
-    output_dir: str = option(
-        "", "Write checkpoints and logs to this directory; default is a new folder in output/MODEL."
-    )
+    output_dir: str = option("", "Write checkpoints and logs to this directory; default is a new one in output/MODEL.")
     truncation_strategy: data.TruncationStrategy | None = row_option(None, data.TRUNCATION_HELP)
     media_overflow: data.MediaOverflow | None = row_option(None, data.OVERFLOW_HELP)
     loss_scale: str | None = row_option(None, data.LOSS_SCALE_HELP)
