@@ -106,6 +106,22 @@ class StepPlan:
         """Micro-batches without packs: in the last step or, where micro-batches are made by tokens, in any step."""
         return int(np.count_nonzero(self.micro_batch_sizes() == 0))
 
+    @property
+    def num_micro_batches_of_all_ranks(self) -> int:
+        """The number C of micro-batches."""
+        return len(self.micro_batch_offsets) - 1
+
+    @property
+    def micro_batch_of(self) -> Int64Array:
+        """int64 (K,): the micro-batch of each pack in ``order``."""
+        return np.repeat(np.arange(self.num_micro_batches_of_all_ranks), self.micro_batch_sizes())
+
+    @property
+    def rank_of_micro_batch(self) -> Int64Array:
+        """int64 (C,): step * W + rank of each micro-batch."""
+        steps, ranks, _ = self._locate_micro_batches()
+        return steps * self.world_size + ranks
+
     def micro_batch_sizes(self) -> Int64Array:
         """Count the packs in each micro-batch; int64 (C,)."""
         return self.micro_batch_offsets[1:] - self.micro_batch_offsets[:-1]

@@ -67,7 +67,7 @@ class SkrullFigures:
     @classmethod
     def of(
         cls,
-        singles: PackPlan,
+        single_samples: PackPlan,
         steps: StepPlan,
         placement: Int64Array,
         options: SkrullOptions,
@@ -75,15 +75,15 @@ class SkrullFigures:
         towers: TowerWork | None,
     ) -> SkrullFigures:
         """Compute the figures of assigned samples, from the FLOPs (N,) of each and the towers' part of them."""
-        uneven = imbalance(device_costs(steps, placement, flops, options.sequence_parallel_size, towers))
+        balance = imbalance(device_costs(steps, placement, flops, options.sequence_parallel_size, towers))
         local = steps.order[placement != SHARDED]
         return cls(
             options=options,
             num_micro_batches=int(np.count_nonzero(steps.micro_batch_sizes())),
-            num_tokens=int(computed_tokens(singles, steps, placement, options.alignment).sum()),
-            num_local_tokens=int(singles.lengths[local].sum(dtype=np.int64)),
-            mean=float(uneven.mean()),
-            worst=float(uneven.max()),
+            num_tokens=int(computed_tokens(single_samples, steps, placement, options.alignment).sum()),
+            num_local_tokens=int(single_samples.lengths[local].sum(dtype=np.int64)),
+            mean=float(balance.mean()),
+            worst=float(balance.max()),
         )
 
     @property
@@ -180,9 +180,9 @@ def pack_costs(packs: PackPlan, cost: CostModel, target_tokens: IntArray, towers
     return cost(packs.tokens_per_pack(), attention, targets, tower_flops)
 
 
-def computed_tokens(singles: PackPlan, steps: StepPlan, placement: Int64Array, alignment: int) -> Int64Array:
-    """Compute the tokens of each sample (N,) of Skrull's ``singles``, with the padding of sharded ones."""
-    tokens = singles.lengths.astype(np.int64)
+def computed_tokens(single_samples: PackPlan, steps: StepPlan, placement: Int64Array, alignment: int) -> Int64Array:
+    """Compute the tokens of each sample (N,) placed by Skrull, with the padding of sharded ones."""
+    tokens = single_samples.lengths.astype(np.int64)
     sharded = steps.order[placement == SHARDED]
     tokens[sharded] = -(-tokens[sharded] // alignment) * alignment
     return tokens
@@ -195,12 +195,10 @@ def device_costs(
 
     ``towers`` are the towers' part of them, which the rank does that computes an image.
     """
+    # All arrays are by position in ``steps.order``; a group is the devices of a data-parallel rank in a step.
     num_groups = steps.num_steps * steps.world_size
-    # The samples of a step are ordered by rank, so each group of devices has a slice of ``order``.
-    bounds = np.append(steps.micro_batch_offsets[steps.rank_bounds[:, :-1].reshape(-1)], len(steps.order))
-    group = np.repeat(np.arange(num_groups), np.diff(bounds))
-    work = flops[steps.order]
-    is_local = placement != SHARDED
+    group = steps.rank_of_micro_batch[steps.micro_batch_of]
+    work, is_local = flops[steps.order], placement != SHARDED
     device = group[is_local] * sequence_parallel_size + placement[is_local]
     local = np.bincount(device, work[is_local], num_groups * sequence_parallel_size)
     if towers is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packtool.planning.pack_plan import Costs, Int64Array, IntArray, PackPlan
+from packtool.planning.pack_plan import Costs, Int64Array, IntArray, PackPlan, invert_order
 from packtool.planning.skrull import SHARDED
 from packtool.planning.steps import StepPlan
 
@@ -47,26 +47,31 @@ def assign_heaviest_first(
     many rounds as the largest group has items.
     """
     weights, rank_loads = np.asarray(weights, np.float64), np.array(loads, np.float64, ndmin=2)
-    groups, owners = np.zeros(len(weights), np.int64) if groups is None else groups, np.zeros(len(weights), np.int64)
+    owners = np.zeros(len(weights), np.int64)
+    if groups is None:
+        groups = np.zeros(len(weights), np.int64)
+    # In each round every group assigns one item, its heaviest that is left.
     by_group = np.lexsort((-weights, groups))
     sizes = np.bincount(groups, minlength=len(rank_loads))
     round_of = np.arange(len(by_group)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     by_round = by_group[np.argsort(round_of, kind="stable")]
     for items in np.split(by_round, np.cumsum(np.bincount(round_of))[:-1]):
-        item_groups = groups[items]
-        owners[items] = rank_loads[item_groups].argmin(axis=1)
-        rank_loads[item_groups, owners[items]] += weights[items]
+        owners[items] = rank_loads[groups[items]].argmin(axis=1)
+        rank_loads[groups[items], owners[items]] += weights[items]
     return owners
 
 
-def _assign_media(weights: Costs, cells: Int64Array, placement: Int64Array, shape: tuple[int, int]) -> Int64Array:
+def _assign_media(
+    weights: Costs, micro_batch_of: Int64Array, placement: Int64Array, shape: tuple[int, int]
+) -> Int64Array:
     """Assign media to ranks, (n,): to that of a local sample, else to the rank with the least work so far.
 
-    ``shape`` is the number of micro-batches, ``cells``, and of the ranks that share one, ``placement``; (n,) each.
+    ``placement``, (n,), is that of the sample: its rank, or ``SHARDED``. ``shape`` is the number of micro-batches, and
+    of the ranks that share one.
     """
     owners, is_sharded, loads = placement.copy(), placement == SHARDED, np.zeros(shape)
-    np.add.at(loads, (cells[~is_sharded], placement[~is_sharded]), weights[~is_sharded])
-    owners[is_sharded] = assign_heaviest_first(weights[is_sharded], loads, cells[is_sharded])
+    np.add.at(loads, (micro_batch_of[~is_sharded], placement[~is_sharded]), weights[~is_sharded])
+    owners[is_sharded] = assign_heaviest_first(weights[is_sharded], loads, micro_batch_of[is_sharded])
     return owners
 
 
@@ -76,21 +81,18 @@ def shared_tower_costs(steps: StepPlan, placement: Int64Array, work: TowerWork, 
     The images of a sample are assumed to be equal, as their sizes are unknown here. Steps and placement, (K,), are of
     single samples, and ``work`` is by their numbers in ``steps.order``; N ranks share a micro-batch.
     """
-    flops, counts = work.flops[steps.order], np.maximum(work.num_media[steps.order], 1)
-    num_cells = len(steps.micro_batch_offsets) - 1
-    counts[(placement != SHARDED) | (flops == 0)] = 1
-    media_flops, media_placement = np.repeat(flops / counts, counts), np.repeat(placement, counts)
-    media_cells = np.repeat(np.repeat(np.arange(num_cells), steps.micro_batch_sizes()), counts)
-    shape = num_cells, sequence_parallel_size
-    owners = _assign_media(media_flops, media_cells, media_placement, shape)
-    media_flops[media_placement != SHARDED] = 0
-    sums = np.bincount(media_cells * sequence_parallel_size + owners, media_flops, num_cells * sequence_parallel_size)
-    # The cells of a step are ordered by rank.
-    first, per_step = steps.step_offsets[:-1], np.diff(steps.step_offsets)
-    step = np.repeat(np.arange(steps.num_steps), per_step)
-    groups = step * steps.world_size + (np.arange(num_cells) - first[step]) * steps.world_size // per_step[step]
+    # Every image of a sharded sample counts; the work of a local sample, on its rank, counts as one image.
+    flops, num_images = work.flops[steps.order], np.maximum(work.num_media[steps.order], 1)
+    num_images[(placement != SHARDED) | (flops == 0)] = 1
+    image_flops, image_placement = np.repeat(flops / num_images, num_images), np.repeat(placement, num_images)
+    image_batches = np.repeat(steps.micro_batch_of, num_images)
+    shape = steps.num_micro_batches_of_all_ranks, sequence_parallel_size
+    owners = _assign_media(image_flops, image_batches, image_placement, shape)
+    is_sharded = image_placement == SHARDED
+    batch_costs = np.zeros(shape)
+    np.add.at(batch_costs, (image_batches[is_sharded], owners[is_sharded]), image_flops[is_sharded])
     costs = np.zeros((steps.num_steps * steps.world_size, sequence_parallel_size))
-    np.add.at(costs, groups, sums.reshape(shape))
+    np.add.at(costs, steps.rank_of_micro_batch, batch_costs)
     return costs
 
 
@@ -133,15 +135,19 @@ class Media:
         samples = np.flatnonzero(counts > 0)
         counts, squares = counts[samples], squares[samples]
         n, sums = counts.astype(np.float64), tokens[samples].astype(np.float64)
-        mean, spread = sums / n, np.maximum(squares / patches_per_token**2 - sums**2 / n, 0)
-        largest = np.where(num_videos[samples] > 0, sums - (n - 1), mean + np.sqrt((n - 1) / n * spread))
-        largest = np.minimum(largest, np.maximum(sums - (n - 1), mean))
-        other = (sums - largest) / np.maximum(n - 1, 1)
-        other_squares = (other * patches_per_token) ** 2
-        media_tokens, media_squares = np.repeat(other, counts), np.repeat(other_squares, counts)
+        mean = sums / n
+        deviation = np.maximum(squares / patches_per_token**2 - sums**2 / n, 0)
+        all_but_one_token = sums - (n - 1)
+        bound = mean + np.sqrt((n - 1) / n * deviation)
+        largest = np.where(num_videos[samples] > 0, all_but_one_token, bound)
+        largest = np.minimum(largest, np.maximum(all_but_one_token, mean))
+        each_other = (sums - largest) / np.maximum(n - 1, 1)
+        squares_of_each_other = (each_other * patches_per_token) ** 2
+        # The media of a sample, the largest first.
+        media_tokens, media_squares = np.repeat(each_other, counts), np.repeat(squares_of_each_other, counts)
         first = np.cumsum(counts) - counts
         media_tokens[first] = largest
-        media_squares[first] = np.maximum(squares - (n - 1) * other_squares, 0)
+        media_squares[first] = np.maximum(squares - (n - 1) * squares_of_each_other, 0)
         return cls(np.repeat(samples, counts), media_tokens, media_squares, np.zeros(len(media_tokens)))
 
     def with_sounds(self, tokens: IntArray, num_audios: IntArray, num_videos: IntArray) -> Media:
@@ -169,13 +175,13 @@ class MediaShares:
 
     Args:
         selected: int64 (m,), indices of the ``media`` that the epoch trains.
-        cells, owners: int64 (m,), the micro-batch of each, and the rank that computes it.
+        micro_batch_of, owners: int64 (m,), the micro-batch of each, and the rank that computes it.
         shape: C, and the ranks that share a micro-batch.
     """
 
     media: Media
     selected: Int64Array
-    cells: Int64Array
+    micro_batch_of: Int64Array
     owners: Int64Array
     shape: tuple[int, int]
 
@@ -187,24 +193,21 @@ class MediaShares:
 
         ``packs``, ``steps`` and ``placement`` are of an ``EpochPlan``; ``size`` ranks share a micro-batch.
         """
-        num_cells = len(steps.micro_batch_offsets) - 1
-        cell_of_pack = np.empty(packs.num_packs, np.int64)
-        cell_of_pack[steps.order] = np.repeat(np.arange(num_cells), steps.micro_batch_sizes())
-        placement_of_pack = np.full(packs.num_packs, SHARDED, np.int64)
-        if placement is not None:
-            placement_of_pack[steps.order] = placement
+        # The position in ``steps.order`` of each sample's pack, -1 for samples that are in none.
         num_samples = int(max(packs.samples.max(initial=-1), media.samples.max(initial=-1))) + 1
-        pack_of = np.full(num_samples, -1, np.int64)
-        pack_of[packs.samples] = np.repeat(np.arange(packs.num_packs), np.diff(packs.offsets))
-        selected = np.flatnonzero(pack_of[media.samples] >= 0)
-        media_packs = pack_of[media.samples[selected]]
-        cells, shape = cell_of_pack[media_packs], (num_cells, size)
-        return cls(
-            media, selected, cells, _assign_media(work[selected], cells, placement_of_pack[media_packs], shape), shape
-        )
+        position_of = np.full(num_samples, -1, np.int64)
+        position_of[packs.samples] = np.repeat(invert_order(steps.order), np.diff(packs.offsets))
+        selected = np.flatnonzero(position_of[media.samples] >= 0)
+        positions = position_of[media.samples[selected]]
+        micro_batch_of, shape = steps.micro_batch_of[positions], (steps.num_micro_batches_of_all_ranks, size)
+        if placement is None:
+            placement = np.full(len(steps.order), SHARDED, np.int64)
+        owners = _assign_media(work[selected], micro_batch_of, placement[positions], shape)
+        return cls(media, selected, micro_batch_of, owners, shape)
 
     def max_per_rank(self, values: Costs) -> Costs:
         """Find the largest sum of ``values`` (n,) of the media of a rank, in each micro-batch; (C,)."""
-        num_cells, size = self.shape
-        sums = np.bincount(self.cells * size + self.owners, values[self.selected], num_cells * size)
+        num_micro_batches, size = self.shape
+        keys = self.micro_batch_of * size + self.owners
+        sums = np.bincount(keys, values[self.selected], num_micro_batches * size)
         return np.asarray(sums.reshape(self.shape).max(axis=1, initial=0.0))
