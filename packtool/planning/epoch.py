@@ -190,39 +190,42 @@ def assign_packs(
     With ``samples_per_step`` the packs only give the order in which steps take their samples, and are made anew: the
     rest of an epoch gives its steps the same samples as the whole epoch.
     """
-    by_sample = options.samples_per_step is not None or options.skrull is not None
-    units = split_into_samples(packs) if by_sample else packs
+    has_fixed_samples = options.samples_per_step is not None
+    # Units are what is assigned: packs, or their samples one by one.
+    units = split_into_samples(packs) if has_fixed_samples or options.skrull is not None else packs
 
     def cost_of(packs: PackPlan) -> Costs:
         assert options.cost is not None
         return pack_costs(packs, options.cost, target_tokens, towers)
 
     costs = None if options.cost is None else cost_of(units)
-    parts = TreeParts.of(packs, trees)
-    trained_packs, assignment = _assign(packs, units, costs, options, media_tokens, parts)
+    tree_parts = TreeParts.of(packs, trees)
+    trained_packs, assignment = _assign(packs, units, costs, options, media_tokens, tree_parts)
+    placement = assignment.placement
     steps = StepPlan.of(trained_packs, target_tokens, assignment, options.world_size)
-    placement, fill, balance, skrull = assignment.placement, 1.0, None, None
-    if options.packing or options.samples_per_step is not None:
+    fill, balance, skrull = 1.0, None, None
+    if options.packing or has_fixed_samples:
         fill = trained_packs.fill
     elif options.dynamic_batch_tokens is None:  # dynamic batches have no padding
         fill = padded_fill(trained_packs, steps)
     if costs is not None:
-        after = imbalance(steps.rank_costs(costs if trained_packs is units else cost_of(trained_packs)))
-        before = after
+        planned = before = imbalance(steps.rank_costs(costs if trained_packs is units else cost_of(trained_packs)))
         if options.samples_per_step is not None:
             before = imbalance(_round_robin_rank_costs(costs, options.samples_per_step, options.world_size))
         elif options.skrull is not None or (options.balance != "none" and options.dynamic_batch_tokens is None):
-            round_robin = assign_balanced(packs, None, replace(options, balance="none"), parts)
+            round_robin = assign_balanced(packs, None, replace(options, balance="none"), tree_parts)
             round_robin_steps = StepPlan.of(packs, target_tokens, round_robin, options.world_size)
             before = imbalance(round_robin_steps.rank_costs(costs if packs is units else cost_of(packs)))
-        balance = BalanceFigures(before, after, float(costs.sum()))
+        balance = BalanceFigures(before, planned, float(costs.sum()))
     if placement is not None and options.skrull is not None and costs is not None:
         work = None if towers is None else TowerWork(towers.flops[units.samples], towers.num_media[units.samples])
         skrull = SkrullFigures.of(units, steps, placement, options.skrull, costs, work)
         fill = packs.num_tokens / max(skrull.num_tokens, 1)
-    counted_packs, num_cached = trained_packs if placement is None else packs, len(target_tokens)
-    summary = summarize(counted_packs, steps, options, num_cached=num_cached, fill=fill, balance=balance, skrull=skrull)
-    return EpochPlan(trained_packs, steps, summary, units if options.samples_per_step is not None else packs, placement)
+    counted = trained_packs if placement is None else packs
+    num_cached = len(target_tokens)
+    summary = summarize(counted, steps, options, num_cached=num_cached, fill=fill, balance=balance, skrull=skrull)
+    lasting = units if has_fixed_samples else packs
+    return EpochPlan(trained_packs, steps, summary, lasting, placement)
 
 
 def _assign(
@@ -231,22 +234,23 @@ def _assign(
     costs: Costs | None,
     options: PlanOptions,
     media_tokens: IntArray | None,
-    parts: TreeParts | None,
+    tree_parts: TreeParts | None,
 ) -> tuple[PackPlan, StepAssignment]:
     """Assign units (packs, or their samples one by one); return the packs that are trained, and their assignment."""
     if options.samples_per_step is not None:
         by_sample = assign_samples(units, costs, options, media_tokens)
-        is_used = by_sample.micro_batch_sizes > 0
         # The samples of a micro-batch become one pack.
-        joined = build_plan(by_sample.order, by_sample.micro_batch_sizes[is_used], units.lengths, units.capacity)
+        has_pack = by_sample.micro_batch_sizes > 0
+        pack_sizes = by_sample.micro_batch_sizes[has_pack]
+        joined = build_plan(by_sample.order, pack_sizes, units.lengths, units.capacity)
         joined = replace(joined, samples=units.samples[by_sample.order])
         order = np.arange(joined.num_packs, dtype=np.int64)
-        return joined, StepAssignment(order, is_used.astype(np.int64), by_sample.micro_batches_per_step)
+        return joined, StepAssignment(order, has_pack.astype(np.int64), by_sample.micro_batches_per_step)
     if options.skrull is not None:
         assert costs is not None, "Skrull needs the costs of samples"
         return units, assign_skrull(packs, costs, options)
     if options.dynamic_batch_tokens is None:
-        return units, assign_balanced(units, costs, options, parts)
+        return units, assign_balanced(units, costs, options, tree_parts)
     return units, assign_by_tokens(
         units.tokens_per_pack(),
         samples_per_step=options.packs_per_step,

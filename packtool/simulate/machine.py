@@ -246,48 +246,53 @@ class Machine:
     zero_stage: int = 2
 
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
-        """Compute times and memory of each rank's micro-batches; ``targets``, (K,), are labels of each sequence."""
+        """Compute times and memory of each rank's micro-batches; ``targets``, (K,), are labels of each sequence.
+
+        A row of the result is one rank's part of a micro-batch: its local sequences, and its shard of the sharded ones.
+        """
         is_local = schedule.placement != SHARDED
         num_ranks = schedule.micro_batch_num_ranks[schedule.row_micro_batches].astype(np.float64)
-        row_of_sequence = schedule.row_starts[schedule.micro_batch_of] + np.where(is_local, schedule.placement, 0)
-        sequence_parallel_sizes = schedule.micro_batch_num_ranks[schedule.micro_batch_of]
+        rank = np.where(is_local, schedule.placement, 0)
+        row_of_sequence = schedule.row_starts[schedule.micro_batch_of] + rank
+        ranks_of_sequence = schedule.micro_batch_num_ranks[schedule.micro_batch_of]
 
         def sum_local(values: npt.NDArray[Any]) -> Seconds:
+            """Sum values (K,) of the sequences local to each rank; (R,)."""
             return _sums(row_of_sequence[is_local], values[is_local], len(num_ranks))
 
         def sum_sharded(values: npt.NDArray[Any]) -> Seconds:
-            return _sums(schedule.micro_batch_of[~is_local], values[~is_local], schedule.num_micro_batches)[
-                schedule.row_micro_batches
-            ]
+            """Sum values (K,) of all sharded sequences of each rank's micro-batch; (R,)."""
+            micro_batches = schedule.micro_batch_of[~is_local]
+            sums = _sums(micro_batches, values[~is_local], schedule.num_micro_batches)
+            return sums[schedule.row_micro_batches]
 
         local_tokens, sharded_tokens = sum_local(schedule.tokens), sum_sharded(schedule.tokens)
         tokens = local_tokens + sharded_tokens / num_ranks
         linear = self.linear_seconds(tokens, sum_local(targets) + sum_sharded(targets) / num_ranks)
-        # Seconds of a token on each rank.
-        linear = np.divide(linear, tokens, out=np.zeros_like(tokens), where=tokens > 0)
+        linear_per_token = np.divide(linear, tokens, out=np.zeros_like(tokens), where=tokens > 0)
         local_attention = sum_local(self.attention_seconds(schedule.tokens, 1))
-        sharded_attention = sum_sharded(self.attention_seconds(schedule.tokens, sequence_parallel_sizes))
+        sharded_attention = sum_sharded(self.attention_seconds(schedule.tokens, ranks_of_sequence))
         # Attention in windows runs at the speed of matrix products.
         window_speed = self.hardware.peak * self.hardware.matmul_share / self._attention_passes
         cost = self.sizes.cost
         windows = np.asarray(cost.window_squares(schedule.tokens) * (cost.per_window / window_speed))
-        local_seconds = linear * local_tokens + local_attention + sum_local(windows)
-        sharded_seconds = linear * sharded_tokens / num_ranks + sharded_attention + sum_sharded(windows) / num_ranks
+        local = linear_per_token * local_tokens + local_attention + sum_local(windows)
+        sharded = linear_per_token * sharded_tokens / num_ranks + sharded_attention + sum_sharded(windows) / num_ranks
         exposed = np.zeros(len(tokens))
         for size in np.unique(schedule.micro_batch_num_ranks).tolist():
             rows = num_ranks == size
-            times = self.step_time(size)
-            exposed[rows] = times.exposed_seconds(sharded_tokens[rows], local_attention[rows], sharded_attention[rows])
+            exposed[rows] = self.step_time(size).exposed_seconds(
+                sharded_tokens[rows], local_attention[rows], sharded_attention[rows]
+            )
         min_seconds = max(self.launch_seconds, self.gather_seconds)
-        ranks = np.where(tokens > 0, np.maximum(local_seconds + sharded_seconds + exposed, min_seconds), 0.0)
-        gathered = np.where(num_ranks > 1, sharded_tokens * self.sizes.kv_bytes * _GATHERED, 0.0)
+        gathered_bytes = np.where(num_ranks > 1, sharded_tokens * self.sizes.kv_bytes * _GATHERED, 0.0)
         return Timing(
             schedule=schedule,
-            local=local_seconds,
-            sharded=sharded_seconds,
+            local=local,
+            sharded=sharded,
             exposed=exposed,
-            ranks=ranks,
-            memory=self.state_bytes + tokens * self.sizes.token_bytes(recompute=self.recompute) + gathered,
+            ranks=np.where(tokens > 0, np.maximum(local + sharded + exposed, min_seconds), 0.0),
+            memory=self.state_bytes + tokens * self.sizes.token_bytes(recompute=self.recompute) + gathered_bytes,
             tokens=tokens,
             synchronisation=self.synchronisation_seconds,
             is_lock_step=self.zero_stage == 3,

@@ -63,22 +63,25 @@ def place_in_groups(
 
     ``lengths`` and ``targets``, (n,), are tokens and those with a label; a device holds ``bucket_size`` tokens.
     """
-    sizes = [1 << level for level in range((machine.world_size & -machine.world_size).bit_length())]
+    max_size = machine.world_size & -machine.world_size  # the largest power of two that divides the devices
+    sizes = [1 << level for level in range(max_size.bit_length())]
     tokens = np.stack([_aligned(lengths.astype(np.int64), alignment_of(size)) for size in sizes])
+    # Seconds of each sequence alone on a group of each size, without the cost of a micro-batch; (levels, n).
     cost, seconds = machine.sizes.cost, np.empty(tokens.shape)
     for level, size in enumerate(sizes):
-        # Each sequence alone on a group of this size, without the cost of a micro-batch.
         times, padded = machine.step_time(size), tokens[level]
-        work, attention = times.work(padded, cost(padded, cost.attention(padded), targets), size)
-        work, attention = work / size / times.flops_per_second, attention / size / times.flops_per_second
-        seconds[level] = work + times.exposed_seconds(padded.astype(np.float64), np.zeros(len(padded)), attention)
+        flops, attention_flops = times.work(padded, cost(padded, cost.attention(padded), targets), size)
+        attention_seconds = attention_flops / size / times.flops_per_second
+        exposed = times.exposed_seconds(padded.astype(np.float64), np.zeros(len(padded)), attention_seconds)
+        seconds[level] = flops / size / times.flops_per_second + exposed
     fits = tokens <= bucket_size * np.array(sizes)[:, None]
-    smallest = np.where(fits.any(axis=0), fits.argmax(axis=0), len(sizes) - 1)
+    smallest_fitting = np.where(fits.any(axis=0), fits.argmax(axis=0), len(sizes) - 1)
     even_seconds = seconds[0].sum() / machine.world_size
     last_levels = None
     for limit in _TIME_LIMITS:
         is_quick = seconds <= limit * even_seconds
-        levels = np.maximum(smallest, np.where(is_quick.any(axis=0), is_quick.argmax(axis=0), seconds.argmin(axis=0)))
+        smallest_quick = np.where(is_quick.any(axis=0), is_quick.argmax(axis=0), seconds.argmin(axis=0))
+        levels = np.maximum(smallest_fitting, smallest_quick)
         if last_levels is None or (levels != last_levels).any():
             yield _place_levels(levels, seconds, tokens, sizes, bucket_size, machine.world_size)
         last_levels = levels
@@ -96,15 +99,16 @@ def _place_levels(
 
     The largest groups come first; in each size the slowest sequence first, on the group with the least work.
     """
-    loads, batches = np.zeros(world_size), list[PlacedBatch]()
-    for level in range(len(sizes) - 1, -1, -1):
+    device_seconds, batches = np.zeros(world_size), list[PlacedBatch]()
+    for level in reversed(range(len(sizes))):
         size = sizes[level]
         members: list[list[int]] = [[] for _ in range(world_size // size)]
         at_level = np.flatnonzero(levels == level)
         for sample in at_level[np.argsort(-seconds[level, at_level], kind="stable")].tolist():
-            group = int(loads[::size].argmin())
+            # All devices of a group have equal work, since no smaller group has any yet.
+            group = int(device_seconds[::size].argmin())
             members[group].append(sample)
-            loads[group * size : (group + 1) * size] += seconds[level, sample]
+            device_seconds[group * size : (group + 1) * size] += seconds[level, sample]
         for group, samples in enumerate(members):
             for batch in _micro_batches(samples, tokens[level], bucket_size * size):
                 batches.append(PlacedBatch(group * size, size, batch))
@@ -297,31 +301,30 @@ def schedule_of(
     batches: Iterable[PlacedBatch], sequences: Sequences, options: SimulateOptions, *, is_padded: bool = False
 ) -> SimulatedSchedule:
     """Join micro-batches, which come by step, to a schedule without empty ones; ``is_padded`` pads to the longest."""
-    cells = [batch for batch in batches if len(batch.samples)]
-    samples = np.concatenate([batch.samples for batch in cells]).astype(np.int64)
-    placement = np.concatenate(
-        [
-            batch.placement
-            if batch.placement is not None and batch.num_devices > 1
-            else np.full(len(batch.samples), SHARDED if batch.num_devices > 1 else 0, np.int64)
-            for batch in cells
-        ]
-    )
-    sizes = np.array([len(batch.samples) for batch in cells], dtype=np.int64)
-    ranks = np.array([batch.num_devices for batch in cells], dtype=np.int64)
+    nonempty = [batch for batch in batches if len(batch.samples)]
+    sizes = np.array([len(batch.samples) for batch in nonempty], dtype=np.int64)
+    num_devices = np.array([batch.num_devices for batch in nonempty], dtype=np.int64)
+    placements = []
+    for batch in nonempty:
+        if batch.placement is not None and batch.num_devices > 1:
+            placements.append(batch.placement)
+        else:
+            placements.append(np.full(len(batch.samples), SHARDED if batch.num_devices > 1 else 0, np.int64))
+    placement = np.concatenate(placements)
+    samples = np.concatenate([batch.samples for batch in nonempty]).astype(np.int64)
     tokens: Int64Array = sequences.lengths[samples].astype(np.int64)
     if is_padded:
         tokens = np.repeat(np.maximum.reduceat(tokens, np.cumsum(sizes) - sizes), sizes)
     return SimulatedSchedule(
         num_devices=options.machine.world_size,
-        num_steps=1 + max(batch.step for batch in cells),
+        num_steps=1 + max(batch.step for batch in nonempty),
         samples=samples,
-        tokens=np.where(placement == SHARDED, _aligned(tokens, 2 * np.repeat(ranks, sizes)), tokens),
+        tokens=np.where(placement == SHARDED, _aligned(tokens, 2 * np.repeat(num_devices, sizes)), tokens),
         placement=placement,
-        micro_batch_of=np.repeat(np.arange(len(cells)), sizes),
-        micro_batch_steps=np.array([batch.step for batch in cells], dtype=np.int64),
-        micro_batch_num_ranks=ranks,
-        micro_batch_first_device=np.array([batch.first_device for batch in cells], dtype=np.int64),
+        micro_batch_of=np.repeat(np.arange(len(nonempty)), sizes),
+        micro_batch_steps=np.array([batch.step for batch in nonempty], dtype=np.int64),
+        micro_batch_num_ranks=num_devices,
+        micro_batch_first_device=np.array([batch.first_device for batch in nonempty], dtype=np.int64),
     )
 
 
