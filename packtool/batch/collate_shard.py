@@ -116,14 +116,11 @@ def _with_filler_documents(
 
     One filler makes the sharded tokens divisible by the number of ranks; ranks without any tokens get one each.
     """
-    documents = []
-    num_sharded_tokens = 0
-    for sample, rank in zip(samples, ranks, strict=True):
-        document = sample
+    documents, num_sharded_tokens = list(samples), 0
+    for number, rank in enumerate(ranks):
         if rank == SHARDED:
-            document = align_sample(sample, split.multiple)
-            num_sharded_tokens += document.length
-        documents.append(document)
+            documents[number] = align_sample(samples[number], split.multiple)
+            num_sharded_tokens += documents[number].length
     if num_filler_tokens := split.num_filler_tokens(num_sharded_tokens):
         documents.append(filler([PAD_ID] * num_filler_tokens))
         ranks = [*ranks, SHARDED]

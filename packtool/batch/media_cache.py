@@ -8,13 +8,11 @@
 Space is claimed before an entry is written, so the directory never grows beyond its bound, and an entry gets its name
 when it is whole. What a killed process left behind is removed when a run begins or makes room.
 
-What stays: a plan reads each medium once in an epoch, so an entry that is to be found again has to be kept across the
-end of an epoch, and no order of eviction finds more of them in an epoch than fit at that time (by step, Belady's finds
-just as many). So what the plan reads again stays; what comes later finds no room and is decoded each time, which
-spreads the work over all steps. Belady's order would find all media of the first steps, none of the last ones, and
-write half of the directory anew in each epoch; evicting what was not used for longest finds next to nothing. An
-entry's time ends in the number of the NAME that touched it last. Removed are, the oldest first, those of no NAME that
-lives or begins, and before them what the plan's next epoch does without (of a mixture).
+Eviction: a plan reads each medium once per epoch, so no order of eviction gives more hits than the entries that fit.
+Entries that the next epoch reads again are therefore kept. Later media find no room and are decoded in each epoch,
+which spreads decoding evenly over the steps; evicting the least recently used entry would give almost no hits. The
+modification time of an entry ends in a number for the NAME that touched it last. The oldest entries are removed first:
+before all others those that the next epoch does not read (mixtures), then those whose NAME no process holds.
 """
 
 from __future__ import annotations

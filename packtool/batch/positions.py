@@ -66,7 +66,8 @@ def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]
                 token_types += torch.eq(input_ids, spec.pad_ids[kind]).int() * token_type
         arguments["mm_token_type_ids"] = token_types
         arguments["second_per_grid_ts"] = torch.tensor([video.seconds_per_grid for video in sample.videos])
-    position_ids, _ = spec.rope_index(**arguments)
+    # Position ids (3, B, L), rows [t, h, w].
+    position_ids, _ = spec.meta_model.get_rope_index(**arguments)
     media_positions = position_ids[:, 0].numpy()  # (3, L)
     is_whole = (media_positions == media_positions.round()).all()
     dtype = np.dtype(np.int64) if is_whole else media_positions.dtype

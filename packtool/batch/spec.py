@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 from transformers.utils import logging
@@ -135,12 +134,6 @@ class InputSpec:
         auto: Any = AutoModel
         with weights_in_one_piece(), torch.device("meta"):
             return auto.from_config(self.config)
-
-    @property
-    def rope_index(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """The model's ``get_rope_index``, which returns position ids (3, B, L), [t, h, w], and each row's offset."""
-        function: Callable[..., tuple[Tensor, Tensor]] = self.meta_model.get_rope_index
-        return function
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the model and the family record, which another process creates itself."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -167,25 +168,26 @@ class Meter:
 
     def _target_means(self, num_processes: int) -> dict[str, float]:
         """Return means over the targets of all ranks by name: accuracies, channel losses, the loss if weights vary."""
-        local_sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * _NUM_SUMS)
+        local_sums: defaultdict[str, Any] = defaultdict(lambda: np.zeros(_NUM_SUMS))
         for channels, sums in self._sums:
-            for channel, column in zip(channels, sums.T.tolist(), strict=True):
-                name = "none" if channel is None else channel
-                local_sums[name] = [a + b for a, b in zip(local_sums[name], column, strict=True)]
-        ranks = all_gather_objects(dict(local_sums), num_processes)
-        by_channel = {
-            name: list(map(sum, zip(*(rank[name] for rank in ranks if name in rank), strict=True)))
-            for name in sorted({name for rank in ranks for name in rank})
-        }
-        loss, num_targets, num_correct, deviation = map(sum, zip([0.0] * _NUM_SUMS, *by_channel.values(), strict=True))
-        line = {"token_accuracy": num_correct / num_targets} if num_targets else {}
+            for channel, channel_sums in zip(channels, sums.T.tolist(), strict=True):
+                local_sums["none" if channel is None else channel] += channel_sums
+        total_sums: defaultdict[str, Any] = defaultdict(lambda: np.zeros(_NUM_SUMS))
+        for rank_sums in all_gather_objects(dict(local_sums), num_processes):
+            for name, channel_sums in rank_sums.items():
+                total_sums[name] += channel_sums
+        by_channel = {name: total_sums[name].tolist() for name in sorted(total_sums)}
+        loss, num_targets, num_correct, deviation = sum(
+            map(np.array, by_channel.values()), np.zeros(_NUM_SUMS)
+        ).tolist()
+        means = {"token_accuracy": num_correct / num_targets} if num_targets else {}
         if num_targets and deviation:
-            line["loss"] = loss / num_targets
+            means["loss"] = loss / num_targets
         if self._by_channel:
             for name, (loss, num_targets, num_correct, _) in by_channel.items():
                 if num_targets:
-                    line |= {f"loss_{name}": loss / num_targets, f"token_accuracy_{name}": num_correct / num_targets}
-        return line
+                    means |= {f"loss_{name}": loss / num_targets, f"token_accuracy_{name}": num_correct / num_targets}
+        return means
 
 
 def memory_gib(device: torch.device) -> float:

@@ -10,6 +10,7 @@ Files in the page cache load faster than in training. Bytes are those of whole f
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import time
@@ -139,7 +140,7 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
                 # The first is loaded but not measured, because its time includes loading processors.
                 selected = selected if len(selected) > MAX_SAMPLES else [selected[0], *selected]
                 samples = map(reader.sample, selected)
-                measured, seconds, size, num_samples = _measured(kind, samples, spec, progress)
+                measured, seconds, size, num_samples = _measure_loading(kind, samples, spec, progress)
                 num_planned = np.isin(planned, pool).sum()  # a mixture may take samples several times or never
                 per_step = num_planned * loaded_share * measured / num_samples / summary.num_steps / ranks
                 figures = {"seconds": seconds / measured, "megabytes": size / measured / 1e6, "per_step": per_step}
@@ -155,32 +156,34 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
     return LoadingTimes(kinds, step_seconds, assumed, cores_of_a_rank())
 
 
-def _measured(
+def _measure_loading(
     kind: str, samples: Iterable[EncodedSample], spec: InputSpec, progress: Progress
 ) -> tuple[int, float, int, int]:
-    """Load the media of one kind of each sample, and measure; the first sample is a warm-up and does not count.
+    """Load the media of one kind of each sample; the first sample is a warm-up and does not count.
 
     Returns:
         number of media, seconds, bytes, number of samples.
     """
-    media = size = num_samples = 0
+    num_media = num_bytes = num_samples = 0
     seconds = 0.0
     progress.start(f"loading {kind}", MAX_SAMPLES)
     for number, sample in enumerate(samples):
-        reduced, files, load = _with_only(kind, sample, spec)
-        begin = time.perf_counter(), time.process_time()
+        reduced, files_by_medium, load = _with_only(kind, sample, spec)
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         load([reduced], spec)
-        elapsed = max(time.perf_counter() - begin[0], time.process_time() - begin[1])
+        elapsed = max(time.perf_counter() - begin, time.process_time() - cpu_begin)
         if number == 0:
             continue
-        media, seconds, num_samples = media + len(files), seconds + elapsed, num_samples + 1
-        for path, data in (file for medium in files for file in medium):
-            size += len(data) if data is not None else storage.stat(os.fspath(path or "")).size
+        seconds += elapsed
+        num_media += len(files_by_medium)
+        num_samples += 1
+        for path, data in itertools.chain.from_iterable(files_by_medium):
+            num_bytes += len(data) if data is not None else storage.stat(os.fspath(path or "")).size
         progress.advance(1)
         if seconds > _MAX_SECONDS:
             break
     progress.finish()
-    return media, seconds, size, num_samples
+    return num_media, seconds, num_bytes, num_samples
 
 
 def _with_only(

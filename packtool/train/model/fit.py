@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import shlex
 from dataclasses import dataclass
 from functools import cache
@@ -108,31 +109,34 @@ class Proposal:
 
 
 def find_fit(config: PlanConfig, progress: Progress) -> Fit:
-    """Search for settings that fit into ``--fit``, keeping the user's; a ConfigError names the nearest if none fits.
+    """Search for training settings whose peak memory fits into ``--fit``, the fastest first; keep the user's settings.
 
-    Times of all settings are estimated first. Memory takes seconds to trace, so it is traced from the fastest settings
-    on, until there are enough proposals.
+    The time of all settings is estimated first. Memory takes seconds to trace, so it is traced for the fastest settings
+    first, until ``MAX_PROPOSALS`` settings fit.
+
+    Raises:
+        ConfigError: if no settings fit, naming the nearest; or if training accepts none.
     """
     fit = Fit(config)
-    runs = fit.settings()
+    runs = fit.accepted_runs()
     fit.num_settings = len(runs)
     progress.start("estimating times", len(runs))
     candidates = []
     for run in runs:
-        candidates.append(fit.expected(run))
+        candidates.append(fit.estimate_time(run))
         progress.advance(1)
     progress.finish()
     progress.start("tracing memory, fastest settings first", None)
     for candidate in fastest_first(candidates):
         fit.num_tried += 1
         progress.advance(1)
-        if fit.min_bytes(candidate) <= fit.budget and (memory := fit.memory(candidate)).total * _GIB <= fit.budget:
-            fit.proposals.append(dataclasses.replace(candidate, memory=memory))
+        if fit.fits(candidate):
+            fit.proposals.append(dataclasses.replace(candidate, memory=fit.memory(candidate)))
         if len(fit.proposals) == MAX_PROPOSALS:
             break
     progress.finish()
     if not fit.proposals:
-        raise _nothing_fits(fit, candidates)
+        raise _no_fit_error(fit, candidates)
     return fit
 
 
@@ -184,59 +188,58 @@ class Fit:
             "proposals": [each.figures(self.config.world_size, self.hardware.gpus_per_node) for each in self.proposals],
         }
 
-    def settings(self) -> list[TrainConfig]:
-        """Return all settings that training accepts, in groups with increasing packing length, at least one."""
-        recomputing = self.config.gradient_checkpointing
+    def accepted_runs(self) -> list[TrainConfig]:
+        """Return runs with all combinations of settings that training accepts; a ConfigError if there is none."""
         # The simplest sharding first, then those that need less memory.
         shardings: list[dict[str, Any]] = [{}]
         if self.config.world_size > 1 and not self.config.fsdp and self.config.deepspeed is None:
             shardings += [{"fsdp": ("full_shard",)}, {"fsdp": ("shard_grad_op",)}]
             if importlib.util.find_spec("deepspeed") is not None:
                 shardings += [{"deepspeed": f"zero{stage}"} for stage in (1, 2, 3)]
-        runs = [
-            dataclasses.replace(
-                self.base,
-                packing_length=packing_length,
-                sequence_parallel_size=size,
-                gradient_checkpointing=recomputes,
-                **sharding,
-            )
-            for size in self._sequence_parallel_sizes()
-            for sharding in shardings
-            for recomputes in ((False, True) if recomputing is None else (recomputing,))
-            for packing_length in self._packing_lengths(size or 1)
-        ]
+        recomputing = [False, True]
+        if self.config.gradient_checkpointing is not None:
+            recomputing = [self.config.gradient_checkpointing]
+        sizes = self._sequence_parallel_sizes()
+        runs = []
+        for size, sharding, recomputes in itertools.product(sizes, shardings, recomputing):
+            settings = {"sequence_parallel_size": size, "gradient_checkpointing": recomputes, **sharding}
+            for packing_length in self._packing_lengths(size or 1):
+                runs.append(dataclasses.replace(self.base, packing_length=packing_length, **settings))
         accepted = [run for run in runs if not run.problems()]
         if not accepted:
             raise ConfigError.from_problems(list(dict.fromkeys(problem for run in runs for problem in run.problems())))
         return accepted
 
-    def expected(self, run: TrainConfig) -> Proposal:
-        """Return the settings with their expected time and peak-memory micro-batches, without their memory."""
-        index, size = self.reader.index, run.sequence_parallel_ranks
+    def estimate_time(self, run: TrainConfig) -> Proposal:
+        """Return a run with its estimated time and its peak-memory micro-batches, without an estimate of its memory."""
+        num_sharing_ranks = run.sequence_parallel_ranks
         assert run.packing_length is not None
-        plan, shares = self._plan(run.packing_length, size)
+        plan, media_shares = self._plan(run.packing_length, num_sharing_ranks)
         sizes = parameter_sizes(self._model(run.deepspeed is not None))
+        trained = [size for size in sizes if size.is_trained]
         dtype = resolve_dtype(self._model_config, run, on_gpu=True)
-        trained = [(count, size) for count, size, is_trained in sizes if is_trained]
-        # Bytes of a gradient in communication: FSDP uses float32, DeepSpeed the computation's precision, DDP its own.
-        reduced = 4 if run.fsdp else dtype.itemsize if run.deepspeed else None
+        if run.fsdp:  # reduces gradients in float32
+            gradient_bytes = sum(4 * size.num_elements for size in trained)
+        elif run.deepspeed:
+            gradient_bytes = sum(dtype.itemsize * size.num_elements for size in trained)
+        else:
+            gradient_bytes = sum(size.num_elements * size.element_bytes for size in trained)
         time = ExpectedTime(
             model=self.files.config,
             hardware=self.hardware,
             world_size=self.config.world_size,
-            weight_bytes=sum(count for count, _, _ in sizes) * dtype.itemsize,
-            gradient_bytes=sum(count * (reduced or size) for count, size in trained),
-            trained_bytes=sum(count for count, _ in trained) * dtype.itemsize,
+            weight_bytes=sum(size.num_elements for size in sizes) * dtype.itemsize,
+            gradient_bytes=gradient_bytes,
+            trained_bytes=sum(size.num_elements for size in trained) * dtype.itemsize,
         )
         return Proposal(
             run=run,
-            micro_batches=peak_memory_batches(run, plan, self.inputs, shares),
-            axes=self._axes(size),
+            micro_batches=peak_memory_batches(run, plan, self.inputs, media_shares),
+            axes=self._axes(num_sharing_ranks),
             fill=plan.summary.fill,
             num_steps=plan.steps.num_steps,
             tokens=plan.packs.num_tokens,
-            seconds=float(time.steps(run, plan, index, shares).sum()),
+            seconds=float(time.steps(run, plan, self.reader.index, media_shares).sum()),
         )
 
     def memory(self, proposal: Proposal) -> MemoryEstimate:
@@ -253,8 +256,16 @@ class Fit:
         return estimate
 
     def min_bytes(self, proposal: Proposal) -> float:
-        """Return a lower bound of a rank's bytes without tracing: that of a traced pass with no more tokens."""
+        """Return a lower bound of a rank's bytes, from the passes traced so far; traces nothing itself."""
         return self._estimate(proposal, self._tracer.at_least).total * _GIB
+
+    def num_bytes(self, proposal: Proposal) -> float:
+        """Return a rank's estimated bytes; traces a pass unless that is done already."""
+        return self.memory(proposal).total * _GIB
+
+    def fits(self, proposal: Proposal) -> bool:
+        """Return whether a rank's memory is within the budget; traces it only if the lower bound is."""
+        return self.min_bytes(proposal) <= self.budget and self.num_bytes(proposal) <= self.budget
 
     def _estimate(self, proposal: Proposal, tracer: PassTracer) -> MemoryEstimate:
         """Estimate the memory of a rank, with the bytes of passes from a tracer."""
@@ -318,17 +329,18 @@ class Fit:
         config, lengths = self.config, self.reader.index.length
         if config.packing_length is not None:
             return [config.packing_length]
-        kept = lengths[lengths <= self.max_length]
-        if not len(kept):
+        trained_lengths = lengths[lengths <= self.max_length]
+        if not len(trained_lengths):
             raise DataError(
                 f"No samples to train on: none of {len(lengths):,} has at most {self.max_length:,} tokens.",
                 "Raise --max-length.",
             )
-        first = -(-int(kept.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+        min_length = -(-int(trained_lengths.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE  # rounded up
         num_ranks = config.world_size // sequence_parallel_size
-        packs = num_ranks * config.gradient_accumulation_steps * config.per_device_train_batch_size
-        max_length = min(int(kept.sum()) // packs, _MAX_PACKING_LENGTH)
-        return [first, *(length for power in range(8, 21) if first < (length := 1 << power) <= max_length)]
+        packs_per_step = num_ranks * config.gradient_accumulation_steps * config.per_device_train_batch_size
+        max_length = min(int(trained_lengths.sum()) // packs_per_step, _MAX_PACKING_LENGTH)
+        powers = [1 << exponent for exponent in range(8, 21)]
+        return [min_length, *(length for length in powers if min_length < length <= max_length)]
 
 
 def fastest_first(proposals: list[Proposal]) -> list[Proposal]:
@@ -343,24 +355,27 @@ def fastest_first(proposals: list[Proposal]) -> list[Proposal]:
     return sorted(proposals, key=key)
 
 
-def _nothing_fits(fit: Fit, candidates: list[Proposal]) -> ConfigError:
-    """Return the error that names the candidate with the least memory, and remedies."""
-    config, nearest = fit.config, min(candidates, key=fit.min_bytes)
-    for other in sorted(candidates, key=fit.min_bytes):
-        # A lower bound above the best estimate needs no trace.
-        if fit.min_bytes(other) < fit.memory(nearest).total * _GIB:
-            nearest = min(nearest, other, key=lambda proposal: fit.memory(proposal).total)
-    run, total = nearest.run, fit.memory(nearest).total * _GIB
+def _no_fit_error(fit: Fit, candidates: list[Proposal]) -> ConfigError:
+    """Return the error that names the settings with the least memory, and remedies."""
+    by_min_bytes = sorted(candidates, key=fit.min_bytes)
+    nearest = by_min_bytes[0]
+    for candidate in by_min_bytes:
+        # Settings whose lower bound is above the best estimate need no trace.
+        if fit.min_bytes(candidate) < fit.num_bytes(nearest):
+            nearest = min(nearest, candidate, key=fit.num_bytes)
+    run, num_bytes = nearest.run, fit.num_bytes(nearest)
     recomputes = str(run.gradient_checkpointing).lower()
     settings = f"--packing-length {run.packing_length}, --gradient-checkpointing {recomputes}"
     settings += f", sharding {nearest.sharding}, --sequence-parallel-size {run.sequence_parallel_ranks}"
     remedies = ["more GPUs (--world-size)"]
-    remedies += ["adapters (--train-type lora)"] if config.train_type == "full" else []
-    remedies += ["shorter samples (--max-length)"]
-    remedies += ["--fsdp full_shard offload, which keeps weights in the machine's memory"] if not config.fsdp else []
+    if fit.config.train_type == "full":
+        remedies.append("adapters (--train-type lora)")
+    remedies.append("shorter samples (--max-length)")
+    if not fit.config.fsdp:
+        remedies.append("--fsdp full_shard offload, which keeps weights in the machine's memory")
     return ConfigError(
         f"--fit: no settings fit into {fit.budget / _GIB:.1f} GiB ({Constants().usable_memory:.0%} of a GPU; libraries "
-        f"and the allocator need the rest). The nearest settings, {settings}, need {total / _GIB:.1f} GiB, "
-        f"{(total - fit.budget) / _GIB:.1f} too many ({fit.memory(nearest).sentence()}).",
+        f"and the allocator need the rest). The nearest settings, {settings}, need {num_bytes / _GIB:.1f} GiB, "
+        f"{(num_bytes - fit.budget) / _GIB:.1f} too many ({fit.memory(nearest).sentence()}).",
         f"Try {'; or '.join(remedies)}.",
     )

@@ -115,14 +115,21 @@ def load_model(
     quantization: QuantizationOptions | None = None,
     experts: DistributedConfig | None = None,
 ) -> PreTrainedModel:
-    """Load a model with its weights; raise before any weight is read if it cannot be packed.
+    """Load a model with its weights.
 
     Args:
         model: directory or hub name of the checkpoint.
         config: of the model; not changed.
         dtype: precision of the weights in memory.
         packing: replace the attention of the language model by packed attention.
+        attn_impl: kernel of the packed attention; ``auto`` chooses one.
+        parallel: ranks that share each sequence; None without sequence parallelism.
+        quantization: number of bits of the language model's linear layers; None keeps ``dtype``.
         experts: division of a mixture's experts among processes; None if each process has all experts.
+
+    Raises:
+        UnsupportedModelError: before any weight is read, if the model cannot be packed.
+        MismatchError: if the checkpoint cannot be read, or lacks weights, which would be random.
     """
     if packing:
         refuse_unsupported(config)

@@ -159,33 +159,37 @@ class HeadLoss:
         return TargetLosses(losses[:0], correct, positions, weights, losses.sum())
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        """Return losses (1, N, 1) of hidden states (B, T, D) while ``losses`` runs, else their logits."""
+        """Return losses (1, N, 1) of hidden states (B, T, D) inside ``losses``, else their logits; replaces the forward.
+
+        Losses are computed in chunks of targets, whose logits the backward pass recomputes.
+        """
         if self._targets is None:
             return self._head_forward(hidden)
         positions, labels = self._targets
-        rows = hidden.flatten(0, 1)
+        hidden = hidden.flatten(0, 1)
         if not len(positions):
             # Zero times a logit: every parameter must take part in the backward pass, or other ranks would wait.
             self._correct = labels.new_zeros(0, dtype=torch.bool)
-            return (self._head_forward(rows[:1]).float().sum(-1) * 0.0)[None, :, None].clone()
+            return (self._head_forward(hidden[:1]).float().sum(-1) * 0.0)[None, :, None].clone()
         head: Any = getattr(self._head_forward, "__self__", None)
-        vocabulary = int(getattr(head, "out_features", 0)) or int(head.weight.shape[0])
-        size = max(self._chunk_logits // vocabulary, 1)
-        correct: dict[int, Tensor] = {}
+        vocabulary_size = int(getattr(head, "out_features", 0)) or int(head.weight.shape[0])
+        targets_per_chunk = max(self._chunk_logits // vocabulary_size, 1)
+        correct_by_chunk: dict[int, Tensor] = {}
 
-        def chunk_losses(rows: Tensor, targets: Tensor, number: int) -> Tensor:
-            logits = self._head_forward(rows).float()
-            if number not in correct:  # only once, not when the backward pass recomputes the logits
-                correct[number] = logits.detach().argmax(-1) == targets
-            return F.cross_entropy(logits, targets, reduction="none")
+        def chunk_losses(chunk_hidden: Tensor, chunk_labels: Tensor, chunk: int) -> Tensor:
+            logits = self._head_forward(chunk_hidden).float()
+            if chunk not in correct_by_chunk:  # only once, not when the backward pass recomputes the logits
+                correct_by_chunk[chunk] = logits.detach().argmax(-1) == chunk_labels
+            return F.cross_entropy(logits, chunk_labels, reduction="none")
 
-        hidden_chunks = torch.split(rows.index_select(0, positions), size)
-        chunks = list(enumerate(zip(hidden_chunks, torch.split(labels, size), strict=True)))
-        if len(chunks) == 1 or not torch.is_grad_enabled():
-            losses = [chunk_losses(*chunk, number) for number, chunk in chunks]
-        else:
-            losses = [checkpoint(chunk_losses, *chunk, number, use_reentrant=False) for number, chunk in chunks]
-        self._correct = torch.cat([correct[number] for number, _ in chunks])
+        hidden_chunks = torch.split(hidden.index_select(0, positions), targets_per_chunk)
+        label_chunks = torch.split(labels, targets_per_chunk)
+        recomputes = len(hidden_chunks) > 1 and torch.is_grad_enabled()
+        compute: Any = partial(checkpoint, chunk_losses, use_reentrant=False) if recomputes else chunk_losses
+        losses = []
+        for chunk, (chunk_hidden, chunk_labels) in enumerate(zip(hidden_chunks, label_chunks, strict=True)):
+            losses.append(compute(chunk_hidden, chunk_labels, chunk))
+        self._correct = torch.cat([correct_by_chunk[chunk] for chunk in range(len(losses))])
         return torch.cat(losses)[None, :, None].clone()
 
 
@@ -242,28 +246,25 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
     With ``label_logits_only``, compute logits only at positions with a label; the model must accept ``logits_to_keep``.
     Without targets, the sum of the losses is exactly 0 but still depends on the whole model.
     """
-    inputs, labels = batch.model_inputs(), batch.labels
+    inputs, labels, positions = batch.model_inputs(), batch.labels, batch.target_positions
     if label_logits_only:
         kept = label_positions(batch)
         inputs["logits_to_keep"], labels = kept, labels[:, kept]
-    logits, labels, positions = model(**inputs).logits.flatten(0, 1), labels.flatten(), batch.target_positions
+    logits, labels = model(**inputs).logits.flatten(0, 1), labels.flatten()
     weights = None if batch.loss_weights is None else batch.loss_weights.flatten()[positions]
     if not len(positions):
         zero = logits.float().sum() * 0.0
         return TargetLosses(zero.new_zeros(0), labels.new_zeros(0, dtype=torch.bool), positions, weights, zero)
-    size = len(logits) if torch.is_grad_enabled() else _ROWS_AT_ONCE
-    pieces = list(zip(torch.split(logits, size), torch.split(labels, size), strict=True))
-    losses = torch.cat(
-        [
-            F.cross_entropy(rows.float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
-            for rows, targets in pieces
-        ]
-    )
-    correct = torch.cat([rows.detach().argmax(-1) == targets for rows, targets in pieces])
-    if len(losses) != len(positions):
+    chunk_size = len(logits) if torch.is_grad_enabled() else _ROWS_AT_ONCE
+    losses, correct = [], []
+    for chunk, targets in zip(torch.split(logits, chunk_size), torch.split(labels, chunk_size), strict=True):
+        losses.append(F.cross_entropy(chunk.float(), targets, ignore_index=IGNORE_INDEX, reduction="none"))
+        correct.append(chunk.detach().argmax(-1) == targets)
+    all_losses, all_correct = torch.cat(losses), torch.cat(correct)
+    if len(all_losses) != len(positions):  # some positions have no label
         is_target = labels != IGNORE_INDEX
-        losses, correct = losses[is_target], correct[is_target]
-    return TargetLosses(losses, correct, positions, weights, losses.new_zeros(()))
+        all_losses, all_correct = all_losses[is_target], all_correct[is_target]
+    return TargetLosses(all_losses, all_correct, positions, weights, all_losses.new_zeros(()))
 
 
 def label_positions(batch: Batch) -> Tensor:
@@ -305,24 +306,25 @@ class RouterBalance:
         self._world_size = 1
         self._share = torch.zeros(())
         self._balances: list[Tensor] = []
-        # Classes of routers, with the index of the logits in their output, from transformers' recording of outputs.
-        indexes: dict[type[nn.Module], int] = {}
+        # transformers' models declare which modules are routers, and the index of the logits in a router's output.
+        logits_index_of: dict[type[nn.Module], int] = {}
         for module in model.modules():
             recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get(_RECORDED)
-            for each in recorded if isinstance(recorded, list) else [recorded]:
-                if hasattr(each, "target_class"):
-                    indexes[each.target_class] = each.index
-        # FSDP changes the class of a module to a subclass.
-        routers = [(each, indexes[kind]) for each in model.modules() for kind in {*indexes} & {*type(each).__mro__}]
-        if not routers:
+            for recorder in recorded if isinstance(recorded, list) else [recorded]:
+                if hasattr(recorder, "target_class"):
+                    logits_index_of[recorder.target_class] = recorder.index
+        self._num_layers = 0
+        for module in model.modules():
+            # Base classes too, because FSDP changes the class of a module to a subclass.
+            for router_class in logits_index_of.keys() & set(type(module).__mro__):
+                self._num_layers += 1
+                # Not a closure, which copies of the model would share.
+                module.register_forward_hook(partial(self._after_router, logits_index_of[router_class]))
+        if not self._num_layers:
             raise ConfigError(
                 f"--router-aux-loss-coef {coefficient:g}: {type(base_model(model)).__name__} has no routers of experts",
                 "Leave it out: it is only for mixtures of experts.",
             )
-        self._num_layers = len(routers)
-        for router, logits_index in routers:
-            # Not a closure, which copies of the model would share.
-            router.register_forward_hook(partial(self._after_router, logits_index))
 
     @contextmanager
     def of(self, batch: Batch, step_tokens: int, world_size: int) -> Iterator[None]:

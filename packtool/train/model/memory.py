@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -122,24 +123,28 @@ def estimate_memory(
         trace: returns the bytes of a pass; by default ``traced_pass_bytes``.
     """
     sizes = parameter_sizes(model)
-    num_trainable = sum(count for count, _, is_trained in sizes if is_trained)
-    trained_bytes = sum(count * size for count, size, is_trained in sizes if is_trained)
+    trained = [size for size in sizes if size.is_trained]
+    trained_bytes = sum(size.num_elements * size.element_bytes for size in trained)
     quantized = quantized_layers(model, model_config.model_type, config)
     # First the bytes without quantization, also if the model is already quantized; then minus the saved bytes.
     weight_bytes = torch.float32.itemsize if config.torch_dtype == "float32" else dtype.itemsize
     added = sum(full_size(layer.weight) * (weight_bytes - layer.weight.element_size()) for layer in quantized)
-    weights = sum(count * size for count, size, _ in sizes) + added - saved_bytes(quantized, config, weight_bytes)
+    total_weight_bytes = (
+        sum(size.num_elements * size.element_bytes for size in sizes)
+        + added
+        - saved_bytes(quantized, config, weight_bytes)
+    )
     # A quantized layer is dequantized while it computes.
     dequantized = max((full_size(layer.weight) for layer in quantized), default=0) * dtype.itemsize
-    # Sharded are: 1 optimizer states, 2 also gradients, 3 also weights.
+    # Sharded are with stage 1 optimizer states, 2 also gradients, 3 also weights.
     stage = 3 if config.fsdp or config.shares_experts else zero_stage(config)
     micro_batches = micro_batches or longest_micro_batches(config, model_config.to_dict(), RankTokens(computed=1))
-    passes = [traced_bytes(config, model_config, dtype, each, axes, trace) for each in micro_batches]
+    passes = [traced_bytes(config, model_config, dtype, batch, axes, trace) for batch in micro_batches]
     traced = [num_bytes for num_bytes in passes if num_bytes is not None]
-    tokens = micro_batches[0].computed
+    num_tokens = micro_batches[0].computed
     logit_bytes = 0  # in the check before the first step: three float32 tensors
     if config.removes_padding and config.verify_packing:
-        num_logits = min(MAX_CHECKED_SAMPLES * CHECKED_POSITIONS, tokens)
+        num_logits = min(MAX_CHECKED_SAMPLES * CHECKED_POSITIONS, num_tokens)
         logit_bytes = 3 * 4 * num_logits * int(model_config.get_text_config().vocab_size)
     state_ratio = 2  # bytes of optimizer states per byte of trained weights: two moments
     if config.deepspeed is not None and dtype.itemsize == 2:
@@ -150,45 +155,57 @@ def estimate_memory(
     # torch's buckets are copies of the gradients, not views.
     buckets = trained_bytes if world_size > 1 and stage == 0 and config.deepspeed is None else 0
     return MemoryEstimate(
-        weights=weights / _GIB / (world_size if stage >= 3 else 1),
+        weights=total_weight_bytes / _GIB / (world_size if stage >= 3 else 1),
         gradients=trained_bytes / _GIB / (world_size if stage >= 2 else 1),
         optimizer=state_ratio * trained_bytes / _GIB / (world_size if stage >= 1 else 1),
         activations=(max(*traced, logit_bytes) + dequantized) / _GIB if len(traced) == len(passes) else None,
         gathered=gathered / _GIB,
         buckets=buckets / _GIB,
-        num_tokens=tokens,
-        num_parameters=sum(count for count, _, _ in sizes),
-        num_trainable=num_trainable,
+        num_tokens=num_tokens,
+        num_parameters=sum(size.num_elements for size in sizes),
+        num_trainable=sum(size.num_elements for size in trained),
     )
 
 
-def parameter_sizes(model: nn.Module) -> list[tuple[int, int, bool]]:
-    """Return for each parameter its number of elements, bytes of one element, and whether it is trained."""
-    return [(full_size(weight), weight.element_size(), weight.requires_grad) for weight in model.parameters()]
+class ParameterSize(NamedTuple):
+    """Size of a parameter before sharding."""
+
+    num_elements: int
+    element_bytes: int
+    is_trained: bool
+
+
+def parameter_sizes(model: nn.Module) -> list[ParameterSize]:
+    """Return the sizes of all parameters of a model."""
+    return [
+        ParameterSize(full_size(weight), weight.element_size(), weight.requires_grad) for weight in model.parameters()
+    ]
 
 
 def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig) -> int:
-    """Return the unsharded bytes that exist at a time: weights outside of layers, two layers, gradients of one layer.
+    """Return the unsharded bytes that FSDP or ZeRO-3 holds at its peak.
 
-    With ``shard_grad_op``, all layers stay unsharded from the forward pass to the backward pass. With expert
-    parallelism, a rank gathers only its own experts.
+    These are the weights outside of layers, the weights of the largest layer and of the next one, which is prefetched,
+    and the gradients of one layer. With ``shard_grad_op``, all layers stay unsharded from the forward pass to the
+    backward pass. With expert parallelism, a rank gathers only its own experts.
     """
-    divided = {id(weight) for weight in expert_weights(model).values()} if config.shares_experts else set()
+    expert_ids = {id(weight) for weight in expert_weights(model).values()} if config.shares_experts else set()
 
-    def size(parameter: nn.Parameter) -> int:
-        return full_size(parameter) // (config.expert_parallel_size if id(parameter) in divided else 1)
+    def num_elements(parameter: nn.Parameter) -> int:
+        num_ranks = config.expert_parallel_size if id(parameter) in expert_ids else 1
+        return full_size(parameter) // num_ranks
 
     layer_classes = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
-    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    num_outside = sum(size(parameter) for parameter in model.parameters() if id(parameter) not in inside)
-    sizes = [  # elements of each layer, and those that are trained
-        (sum(map(size, layer.parameters())), sum(size(p) for p in layer.parameters() if p.requires_grad))
-        for layer in layers
-    ]
-    largest, largest_trained = max(sizes, default=(0, 0))
-    num_gathered = sum(each for each, _ in sizes) if "shard_grad_op" in config.fsdp else 2 * largest
-    return (num_outside + num_gathered + largest_trained) * dtype.itemsize
+    ids_in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    num_outside = sum(num_elements(parameter) for parameter in model.parameters() if id(parameter) not in ids_in_layers)
+    layer_sizes = []  # of each layer: elements, and elements of trained weights
+    for layer in layers:
+        num_trained = sum(num_elements(parameter) for parameter in layer.parameters() if parameter.requires_grad)
+        layer_sizes.append((sum(map(num_elements, layer.parameters())), num_trained))
+    max_weights, num_gradients = max(layer_sizes, default=(0, 0))
+    num_weights = sum(size for size, _ in layer_sizes) if "shard_grad_op" in config.fsdp else 2 * max_weights
+    return (num_outside + num_weights + num_gradients) * dtype.itemsize
 
 
 def traced_bytes(
@@ -201,19 +218,18 @@ def traced_bytes(
 ) -> int | None:
     """Return the peak bytes of a forward and backward pass, without weights and gradients; None if not traceable.
 
-    Long micro-batches are extrapolated from two shorter ones: memory is linear in tokens, and positions of a billion
-    tokens would need this machine's memory.
-
-    ``trace`` returns the bytes of a pass; it is called for at most 2 * _LONG tokens.
+    Passes of more than ``2 * _LONG`` tokens are extrapolated from two shorter ones, because memory is linear in tokens,
+    and positions of a billion tokens would need this machine's memory. ``trace`` returns the bytes of a pass.
     """
     trace, axes = trace or traced_pass_bytes, axes or Axes()
     try:
         # Images from a model's own processor are real data while they are traced.
-        long = _LONG >> 4 if family_of(model_config.to_dict()).processor_inputs else _LONG
-        if tokens.computed <= 2 * long:
+        num_short = _LONG >> 4 if family_of(model_config.to_dict()).processor_inputs else _LONG
+        if tokens.computed <= 2 * num_short:
             return trace(config, model_config, dtype, tokens, axes)
-        few, more = (trace(config, model_config, dtype, tokens.scaled(number), axes) for number in (long, 2 * long))
-        return few + int((more - few) / long * (tokens.computed - long))
+        short_bytes = trace(config, model_config, dtype, tokens.scaled(num_short), axes)
+        long_bytes = trace(config, model_config, dtype, tokens.scaled(2 * num_short), axes)
+        return short_bytes + int((long_bytes - short_bytes) / num_short * (tokens.computed - num_short))
     except (ConfigError, RuntimeError, TypeError, ValueError) as error:
         # The model reads values during its forward, or does not take the batch's inputs.
         _LOG.debug("the memory of a pass cannot be traced: %r", error)
@@ -276,11 +292,14 @@ class CachedTracer:
 
 
 def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
-    """Estimate the memory of a rank that trains a plan on GPUs, as ``packtool train --dry-run``; takes seconds."""
-    plans = {
-        (stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size): next(stage.stretches()).plan
-        for stage in preview.timeline.stages
-    }
+    """Estimate the memory of a rank that trains a plan on GPUs, as ``packtool train --dry-run``; takes seconds.
+
+    With stages, return the largest estimate over their packing lengths and sequence parallel sizes.
+    """
+    plans = {}
+    for stage in preview.timeline.stages:
+        key = stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size
+        plans[key] = next(stage.stretches()).plan
     assert config.model is not None, "checked by the caller"
     files = preview.inputs.files
     assert files is not None, "--model names them"
@@ -289,25 +308,24 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
     except ValueError as error:
         raise UnsupportedModelError(str(error).splitlines()[0], "Use a model that transformers supports.") from error
     estimates = []
-    for (packing_length, size), plan in plans.items():
+    for (packing_length, num_sharing_ranks), plan in plans.items():
         run = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
-        run = with_shares(with_recomputing(run), size)
+        run = with_shares(with_recomputing(run), num_sharing_ranks)
         dtype = resolve_dtype(model, run, on_gpu=True)
-        axes = axes_of(run, World(0, config.world_size, size), files, preview.inputs.lengths, trained=True)
-        micro_batches = peak_memory_batches(run, plan, preview.inputs)
-        empty, world_size = model_without_weights(run, model, dtype), config.world_size
-        estimates.append(
-            estimate_memory(
-                run, empty, model, dtype=dtype, world_size=world_size, micro_batches=micro_batches, axes=axes
-            )
-        )
-    return max(estimates, key=lambda estimate: estimate.total or 0)
+        world = World(0, config.world_size, num_sharing_ranks)
+        axes = axes_of(run, world, files, preview.inputs.lengths, trained=True)
+        batches = peak_memory_batches(run, plan, preview.inputs)
+        empty_model = model_without_weights(run, model, dtype)
+        settings: dict[str, Any] = {"dtype": dtype, "world_size": config.world_size, "micro_batches": batches}
+        estimates.append(estimate_memory(run, empty_model, model, axes=axes, **settings))
+    return max(estimates, key=lambda estimate: estimate.total)
 
 
 def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainConfig:
     """Replace ``--bucket-size auto`` by the largest multiple of 128 tokens that fits into a rank's memory.
 
-    A trained vision tower is a ConfigError, because its memory depends on images; so is no room for 128 tokens.
+    The size is extrapolated from the bytes that each token adds, then reduced until a traced pass of it fits. A trained
+    vision tower is a ConfigError, because its memory depends on images; so is no memory for 128 tokens.
     """
     if config.bucket_size != "auto":
         return config
@@ -320,33 +338,39 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
         )
     dtype = resolve_dtype(model, config, on_gpu=on_gpu)
     if config.hardware is not None:
-        memory = read_hardware(config.hardware).memory_gb * 1e9 * Constants().usable_memory
+        usable_bytes = read_hardware(config.hardware).memory_gb * 1e9 * Constants().usable_memory
     else:
-        memory = device_bytes(on_gpu=on_gpu) * Constants().usable_memory
-    empty = model_without_weights(config, model, dtype)
-    few = dataclasses.replace(config, bucket_size=str(_FEW_TOKENS))
+        usable_bytes = device_bytes(on_gpu=on_gpu) * Constants().usable_memory
+    empty_model = model_without_weights(config, model, dtype)
     # The longest sample decides how ranks share sequences.
     lengths = np.array([config.max_length or _LONG])
     axes = axes_of(config, world, ModelFiles.load(config.model), lengths, trained=True)
-    estimate = estimate_memory(few, empty, model, dtype=dtype, world_size=world.size, axes=axes)
-    fixed = (estimate.total - (estimate.activations or 0.0)) * _GIB
-    available = memory - fixed
-    per_token = bytes_per_token(config, model, dtype, axes)
+    few_tokens = dataclasses.replace(config, bucket_size=str(_FEW_TOKENS))
+    estimate = estimate_memory(few_tokens, empty_model, model, dtype=dtype, world_size=world.size, axes=axes)
+    few_tokens_bytes = (estimate.activations or 0.0) * _GIB
+    fixed_bytes = (estimate.total - (estimate.activations or 0.0)) * _GIB
+    pass_budget = usable_bytes - fixed_bytes  # bytes for the activations of a pass
+    token_bytes = bytes_per_token(config, model, dtype, axes)
     unit = _BUCKET_MULTIPLE
-    size = int(_FEW_TOKENS + (available - (estimate.activations or 0.0) * _GIB) / per_token)
-    size = max(size, unit) // unit * unit
-    while size > unit and (excess := _traced(config, model, dtype, size, axes) - available) > 0:
-        size = max(size - unit - int(excess / per_token) // unit * unit, unit)
-    if _traced(config, model, dtype, unit, axes) > available:
+    num_tokens = int(_FEW_TOKENS + (pass_budget - few_tokens_bytes) / token_bytes)
+    num_tokens = max(num_tokens, unit) // unit * unit
+    while num_tokens > unit:
+        excess_bytes = _traced(config, model, dtype, num_tokens, axes) - pass_budget
+        if excess_bytes <= 0:
+            break
+        num_excess = int(excess_bytes / token_bytes) // unit * unit + unit
+        num_tokens = max(num_tokens - num_excess, unit)
+    if _traced(config, model, dtype, unit, axes) > pass_budget:
         raise ConfigError(
-            f"--bucket-size auto: weights, gradients and optimizer need {fixed / _GIB:.1f} of {memory / _GIB:.1f} GiB",
+            f"--bucket-size auto: weights, gradients and optimizer need {fixed_bytes / _GIB:.1f} of "
+            f"{usable_bytes / _GIB:.1f} GiB",
             "Shard them with --fsdp full_shard, train adapters with --train-type lora, or give a number of tokens.",
         )
     progress.note(
-        f"bucket size: {size:,} tokens per process; weights, gradients and optimizer need {fixed / _GIB:.2f} of "
-        f"{memory / _GIB:.2f} GiB, and each token {per_token / 1024:,.1f} KiB"
+        f"bucket size: {num_tokens:,} tokens per process; weights, gradients and optimizer need "
+        f"{fixed_bytes / _GIB:.2f} of {usable_bytes / _GIB:.2f} GiB, and each token {token_bytes / 1024:,.1f} KiB"
     )
-    return dataclasses.replace(config, bucket_size=str(size))
+    return dataclasses.replace(config, bucket_size=str(num_tokens))
 
 
 def device_bytes(*, on_gpu: bool) -> int:
@@ -373,6 +397,7 @@ def _traced(
 def bytes_per_token(
     config: TrainConfig, model: PreTrainedConfig, dtype: torch.dtype, axes: Axes | None = None
 ) -> float:
-    """Return the bytes that each text token adds to the peak memory of a pass."""
-    few, more = (_traced(config, model, dtype, number, axes) for number in (_FEW_TOKENS, _MORE_TOKENS))
-    return (more - few) / (_MORE_TOKENS - _FEW_TOKENS)
+    """Return the bytes that each text token adds to the peak memory of a pass, from two traced passes."""
+    few_bytes = _traced(config, model, dtype, _FEW_TOKENS, axes)
+    more_bytes = _traced(config, model, dtype, _MORE_TOKENS, axes)
+    return (more_bytes - few_bytes) / (_MORE_TOKENS - _FEW_TOKENS)

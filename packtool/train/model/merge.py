@@ -50,8 +50,11 @@ class MergeResult:
 def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     """Merge an adapter into its base model, and write it with tokenizer, processor, template and generation settings.
 
-    Each weight is summed in float32 and rounded once. Needs memory for the base model on the host, but no GPU. If the
-    model cannot be written, incomplete files are deleted.
+    Each weight is summed in float32 and rounded once. Needs memory for the base model on the host, but no GPU.
+
+    Raises:
+        ConfigError: if ``--adapter`` is not an adapter, or ``--output`` is not empty.
+        StorageError: if the model cannot be written; incomplete files are deleted.
     """
     output = config.output.rstrip("/")
     trained = TrainedModel.find(config.adapter, config.base_model)
@@ -59,37 +62,43 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
         raise ConfigError(f"--adapter {config.adapter} is not an adapter: {describe_non_adapter(config.adapter)}")
     if os.path.exists(output) and (not os.path.isdir(output) or os.listdir(output)):
         raise ConfigError(f"--output {output} already exists and is not empty", "Give a new directory.")
-    directory = ModelFiles.load(trained.base).directory
-    settings = model_config(directory)
-    base_dtype = checkpoint_dtype(settings)
+    base_directory = ModelFiles.load(trained.base).directory
+    base_config = model_config(base_directory)
+    base_dtype = checkpoint_dtype(base_config)
     dtype = base_dtype if config.torch_dtype == "auto" else getattr(torch, config.torch_dtype)
     with quiet_transformers():
         progress.note(f"base model: {trained.base}")
         # In the checkpoint's precision; only the sum is rounded to the output's.
-        model: Any = load_model(directory, settings, dtype=base_dtype, packing=False)
-        restore_long_tensors(model, directory)
-        saved, unloaded = SavedPrecision.of(settings, model), unloaded_tensors(model, directory)
+        model: Any = load_model(base_directory, base_config, dtype=base_dtype, packing=False)
+        restore_long_tensors(model, base_directory)
+        saved, unloaded = SavedPrecision.of(base_config, model), unloaded_tensors(model, base_directory)
         adapted: Any = attach_adapter(model, trained.adapter)
         layers = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
         for layer in layers:  # one after the other, so that only one is in float32
-            base: Any = layer.get_base_layer()
-            dtypes = {name: parameter.dtype for name, parameter in base.named_parameters()}
-            base.float()
-            layer.merge()
-            for name, parameter in base.named_parameters():
-                parameter.data = parameter.data.to(dtypes[name])
+            _merge_layer(layer)
         merged = adapted.unload()
         for name, parameter in merged.named_parameters():
+            # By default, weights that the model's class always keeps in float32 stay so.
             if config.torch_dtype != "auto" or name not in saved.long:
                 parameter.data = parameter.data.to(dtype)
-        part = f"{output}.part"
-        shutil.rmtree(part, ignore_errors=True)
-        with saving(part, "Free some space, or give another --output; the adapter is unchanged."):
-            merged.save_pretrained(part)
-            add_unloaded(part, unloaded)
-            copy_processor(directory, part)
-            copy_processor(trained.adapter, part)  # with the template of the training
-            os.replace(part, output)
+        incomplete = f"{output}.part"
+        shutil.rmtree(incomplete, ignore_errors=True)
+        with saving(incomplete, "Free some space, or give another --output; the adapter is unchanged."):
+            merged.save_pretrained(incomplete)
+            add_unloaded(incomplete, unloaded)
+            copy_processor(base_directory, incomplete)
+            copy_processor(trained.adapter, incomplete)  # with the template of the training
+            os.replace(incomplete, output)
         for line in unloaded_line(unloaded, trained.base):
             progress.note(line)
     return MergeResult(output, trained.base, trained.adapter, len(layers), str(dtype).removeprefix("torch."))
+
+
+def _merge_layer(layer: Any) -> None:
+    """Add a layer's adapter to its weights in float32, and round the sum to the precision of each weight."""
+    base: Any = layer.get_base_layer()
+    dtypes = {name: parameter.dtype for name, parameter in base.named_parameters()}
+    base.float()
+    layer.merge()
+    for name, parameter in base.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])

@@ -116,47 +116,58 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     Pixels and mel frames are on the meta device. If ranks share a sequence, the batch is that of the rank that needs
     most memory.
     """
-    count = tokens.computed + tokens.computed % 2 * (axes.ring_size > 1)
-    input_ids = torch.zeros(1, count, dtype=torch.int64)
+    # A ring divides documents into pairs of chunks.
+    num_tokens = tokens.computed + (tokens.computed % 2 if axes.ring_size > 1 else 0)
+    num_targets = num_tokens // 2
+    input_ids = torch.zeros(1, num_tokens, dtype=torch.int64)
     media = _media(spec, tokens, input_ids[0])
-    positions = torch.arange(count).unsqueeze(0)
-    common: dict[str, Any] = {
+    positions = torch.arange(num_tokens).unsqueeze(0)
+    fields: dict[str, Any] = {
         "input_ids": input_ids,
         "labels": torch.zeros_like(input_ids),
         "position_ids": positions.expand(4, 1, -1) if spec.has_mrope else positions,
         "media": media,
         "towers": tower_inputs(spec, media, input_ids),
-        "target_positions": torch.arange(count - count // 2, count),
+        "target_positions": torch.arange(num_tokens - num_targets, num_tokens),
         "loss_weights": None,
         "channels": (None,),
         "num_samples": 1,
     }
-    # With gathered keys, the first rank copies most, because its last chunk attends to nearly all others.
-    last = axes.ring_size * axes.ulysses_size - 1
-    split = SequenceSplit(axes.ring_size, axes.ulysses_size, 0 if axes.kv_exchange == "allgather" else last)
-    if split.size > 1:
-        lengths = (count * split.size,)
-        counts = {"image": (tokens.local_vision, tokens.vision), "audio": (tokens.local_audio, tokens.audio)}
-        others, routes = (0,) * (split.size - 1), {}
-        for kind, (num_computed, num_own) in counts.items():
-            if num_computed or num_own:  # the rank sends all its features to one other rank, and receives all from it
-                sent, own = torch.arange(max(num_computed, 1)), torch.arange(num_own)
-                routes[kind] = FeatureRoute(sent, (len(sent), *others), (num_own, *others), own)
-        shard = SequenceShard(split, (), lengths, routes)
-        return ShardedBatch(**common, shard=shard, index=torch.arange(count), lengths=lengths)
-    common |= {"cu_seqlens": torch.tensor([0, count], dtype=torch.int32), "lengths": (count,)}
+    num_ranks = axes.ring_size * axes.ulysses_size
+    if num_ranks > 1:
+        # With gathered keys, the first rank copies most, because its last chunk attends to nearly all others.
+        split = SequenceSplit(
+            axes.ring_size, axes.ulysses_size, 0 if axes.kv_exchange == "allgather" else num_ranks - 1
+        )
+        routes = _traced_routes(tokens, num_ranks)
+        shard = SequenceShard(split, (), (num_tokens * num_ranks,), routes)
+        return ShardedBatch(**fields, shard=shard, index=torch.arange(num_tokens), lengths=shard.sharded_lengths)
+    fields |= {"cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32), "lengths": (num_tokens,)}
     if not tokens.keys:
-        return PackedBatch(**common)
-    keys = max(tokens.keys, count)
+        return PackedBatch(**fields)
+    # Shared prefixes: queries attend to more keys than there are tokens.
+    num_keys = max(tokens.keys, num_tokens)
     return TreeBatch(
-        **common,
-        key_index=torch.arange(keys) % count,
-        cu_seqlens_k=torch.tensor([0, keys], dtype=torch.int32),
-        key_lengths=(keys,),
-        target_counts=torch.ones(1, count // 2, dtype=torch.int64),
-        num_sample_targets=count // 2,
+        **fields,
+        key_index=torch.arange(num_keys) % num_tokens,
+        cu_seqlens_k=torch.tensor([0, num_keys], dtype=torch.int32),
+        key_lengths=(num_keys,),
+        target_counts=torch.ones(1, num_targets, dtype=torch.int64),
+        num_sample_targets=num_targets,
         sample_ends=(0,),
     )
+
+
+def _traced_routes(tokens: RankTokens, num_ranks: int) -> dict[str, FeatureRoute]:
+    """Return routes by which a rank sends all its features to one other rank, and receives all its own from it."""
+    counts = {"image": (tokens.local_vision, tokens.vision), "audio": (tokens.local_audio, tokens.audio)}
+    routes = {}
+    for kind, (num_computed, num_received) in counts.items():
+        if num_computed or num_received:
+            num_sent, no_rows = max(num_computed, 1), (0,) * (num_ranks - 1)
+            send_order, receive_order = torch.arange(num_sent), torch.arange(num_received)
+            routes[kind] = FeatureRoute(send_order, (num_sent, *no_rows), (num_received, *no_rows), receive_order)
+    return routes
 
 
 def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, Tensor]:
