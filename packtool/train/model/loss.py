@@ -159,7 +159,7 @@ class HeadLoss:
         return TargetLosses(losses[:0], correct, positions, weights, losses.sum())
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        """Return losses (1, N, 1) of hidden states (B, T, D) inside ``losses``, else their logits; replaces the forward.
+        """Return losses (1, N, 1) of hidden states (B, T, D) inside ``losses``, else logits; replaces the head's forward.
 
         Losses are computed in chunks of targets, whose logits the backward pass recomputes.
         """
