@@ -159,7 +159,7 @@ class HeadLoss:
         return TargetLosses(losses[:0], correct, positions, weights, losses.sum())
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        """Return losses (1, N, 1) of hidden states (B, T, D) inside ``losses``, else logits; replaces the head's forward.
+        """Replace the head's forward: inside ``losses``, return losses (1, N, 1) of hidden states (B, T, D).
 
         Losses are computed in chunks of targets, whose logits the backward pass recomputes.
         """
