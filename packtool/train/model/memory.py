@@ -146,18 +146,13 @@ def estimate_memory(
     if config.removes_padding and config.verify_packing:
         num_logits = min(MAX_CHECKED_SAMPLES * CHECKED_POSITIONS, num_tokens)
         logit_bytes = 3 * 4 * num_logits * int(model_config.get_text_config().vocab_size)
-    state_ratio = 2  # bytes of optimizer states per byte of trained weights: two moments
-    if config.deepspeed is not None and dtype.itemsize == 2:
-        state_ratio = 6  # two moments and a copy of the weights, all in float32
-    elif config.master_weights == "kahan" and config.train_type == "full":
-        state_ratio = 4  # two moments and two tensors of lost digits
     gathered = _gathered_bytes(model, dtype, config) if stage >= 3 else 0
     # torch's buckets are copies of the gradients, not views.
     buckets = trained_bytes if world_size > 1 and stage == 0 and config.deepspeed is None else 0
     return MemoryEstimate(
         weights=total_weight_bytes / _GIB / (world_size if stage >= 3 else 1),
         gradients=trained_bytes / _GIB / (world_size if stage >= 2 else 1),
-        optimizer=state_ratio * trained_bytes / _GIB / (world_size if stage >= 1 else 1),
+        optimizer=_state_ratio(config, dtype) * trained_bytes / _GIB / (world_size if stage >= 1 else 1),
         activations=(max(*traced, logit_bytes) + dequantized) / _GIB if len(traced) == len(passes) else None,
         gathered=gathered / _GIB,
         buckets=buckets / _GIB,
@@ -165,6 +160,15 @@ def estimate_memory(
         num_parameters=sum(size.num_elements for size in sizes),
         num_trainable=sum(size.num_elements for size in trained),
     )
+
+
+def _state_ratio(config: TrainConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of optimizer states per byte of trained weights."""
+    if config.deepspeed is not None and dtype.itemsize == 2:
+        return 6  # two moments and a copy of the weights, all in float32
+    if config.master_weights == "kahan" and config.train_type == "full":
+        return 4  # two moments and two tensors of lost digits
+    return 2  # two moments
 
 
 class ParameterSize(NamedTuple):
