@@ -25,7 +25,7 @@ _FORK = multiprocessing.get_context("fork")
 
 
 @contextmanager
-def started(function: Callable[..., Any], *args: Any, output_path: Path | None = None) -> Iterator[BaseProcess]:
+def forked_process(function: Callable[..., Any], *args: Any, output_path: Path | None = None) -> Iterator[BaseProcess]:
     """A function that runs in a fork of this process, with a process group of its own, and is killed in the end.
 
     Args:

@@ -18,15 +18,15 @@ TEXT = st.text(st.one_of(st.sampled_from(HOSTILE + "\n\t[/]ab é"), st.character
 BIDI = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
-def acting(text: str, allowed: str = "\n\t") -> list[str]:
+def control_characters(text: str, allowed: str = "\n\t") -> list[str]:
     """Characters that a terminal obeys, or that turn or hide text."""
     return [c for c in text if c not in allowed and (unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in BIDI)]
 
 
 @given(TEXT)
 def test_no_control_characters_remain(text: str) -> None:
-    assert acting(escape_text(text)) == []
-    assert acting(escape_line(text), allowed="") == []
+    assert control_characters(escape_text(text)) == []
+    assert control_characters(escape_line(text), allowed="") == []
     assert escape_text(escape_text(text)) == escape_text(text)
     escape_line(text).encode()  # no half of a surrogate pair is left
 
@@ -58,7 +58,7 @@ def test_every_printer_escapes_controls(text: str) -> None:
         before = output.tell()
         show_json({"text": text, text: [text]})
     out = output.getvalue()
-    assert acting(out) == []
+    assert control_characters(out) == []
     assert "[/b]" in out, "what rows hold is no markup"
     assert json.loads(out[before:])["text"] == text
     assert out[before:].isascii()

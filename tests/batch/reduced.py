@@ -176,7 +176,7 @@ def mixed_samples(name: str) -> list[EncodedSample]:
     ]
 
 
-def going_on(start: EncodedSample, end: EncodedSample) -> EncodedSample:
+def continued_sample(start: EncodedSample, end: EncodedSample) -> EncodedSample:
     """A sample that begins as ``start`` and ends as ``end``."""
     return dataclasses.replace(
         end,
@@ -187,7 +187,7 @@ def going_on(start: EncodedSample, end: EncodedSample) -> EncodedSample:
     )
 
 
-def samples_alike(name: str) -> list[EncodedSample]:
+def samples_with_prefixes(name: str) -> list[EncodedSample]:
     """Samples of which most begin like others, at two levels, with pictures in prefixes and behind them.
 
     Their order is not that of the tree, one of them ends where others go on, and two have two answers to one prompt.
@@ -195,19 +195,19 @@ def samples_alike(name: str) -> list[EncodedSample]:
     limits = reduced_limits(reduced_config(name))
     first_pictures, second_pictures = (((40, 32),), ((16, 16),)) if limits is not None else ((), ())
     trunk = make_sample(9, first_pictures, seed=1, limits=limits)
-    branch = going_on(trunk, make_sample(6, second_pictures, seed=2, limits=limits))
-    prompt = going_on(branch, untrained(make_sample(5, seed=3)))
+    branch = continued_sample(trunk, make_sample(6, second_pictures, seed=2, limits=limits))
+    prompt = continued_sample(branch, untrained(make_sample(5, seed=3)))
     answers = [all_trained(make_sample(length, seed=40 + length)) for length in (3, 5, 1)]
     other = make_sample(8, first_pictures, seed=5, limits=limits)
     samples = [
-        going_on(prompt, answers[0]),
+        continued_sample(prompt, answers[0]),
         other,
-        going_on(trunk, make_sample(7, seed=6)),
-        going_on(prompt, answers[1]),
+        continued_sample(trunk, make_sample(7, seed=6)),
+        continued_sample(prompt, answers[1]),
     ]
     samples += [
-        going_on(trunk, make_sample(6, second_pictures, seed=7, limits=limits)),
-        going_on(other, answers[2]),
+        continued_sample(trunk, make_sample(6, second_pictures, seed=7, limits=limits)),
+        continued_sample(other, answers[2]),
         prompt,
     ]
     return [dataclasses.replace(sample, row=index) for index, sample in enumerate(samples)]

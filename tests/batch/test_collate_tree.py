@@ -18,7 +18,7 @@ from tests.batch.reduced import (
     VISION_MODELS,
     mixed_samples,
     reduced_spec,
-    samples_alike,
+    samples_with_prefixes,
     save_image_processor,
 )
 from tests.batch.test_prefix_tree import sample
@@ -91,7 +91,7 @@ def test_batch_without_common_prefixes_is_unchanged() -> None:
 
 
 def test_moving_a_tree_batch_moves_all_tensors() -> None:
-    batch = tree_of(samples_alike("qwen3"))
+    batch = tree_of(samples_with_prefixes("qwen3"))
     moved = batch.to("meta")
     assert moved.key_index.is_meta
     assert moved.cu_seqlens_k.is_meta
@@ -104,7 +104,7 @@ def test_moving_a_tree_batch_moves_all_tensors() -> None:
 def test_image_in_a_prefix_is_encoded_once(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = str(tmp_path_factory.mktemp(name))
     save_image_processor(name, directory)
-    spec, samples = reduced_spec(name, directory), samples_alike(name)
+    spec, samples = reduced_spec(name, directory), samples_with_prefixes(name)
     flat, tree = collate_packs(samples, spec), collate_tree(samples, spec, min_shared=1)
     assert flat.image_grid_thw is not None
     assert tree.image_grid_thw is not None

@@ -21,7 +21,7 @@ from packtool.encode.encoded import EncodedSample
 from packtool.errors import DataError
 from packtool.planning.epoch import EpochPlan, plan_epoch
 from packtool.planning.options import PlanOptions
-from tests.batch.reduced import make_sample, reduced_spec, samples_alike, save_image_processor
+from tests.batch.reduced import make_sample, reduced_spec, samples_with_prefixes, save_image_processor
 
 
 @dataclasses.dataclass
@@ -171,7 +171,7 @@ def test_loading_does_not_use_torch_random_numbers() -> None:
 
 
 def test_common_prefixes_are_computed_once_if_requested() -> None:
-    reader, micro_batch = Samples(samples_alike("qwen3")), MicroBatch([[0, 2, 3], [6, 5, 1, 4]])
+    reader, micro_batch = Samples(samples_with_prefixes("qwen3")), MicroBatch([[0, 2, 3], [6, 5, 1, 4]])
     flat, tree = (
         MicroBatches(reader.sample, reduced_spec("qwen3"), min_shared=min_shared)[micro_batch]
         for min_shared in (None, 5)
@@ -184,7 +184,7 @@ def test_common_prefixes_are_computed_once_if_requested() -> None:
 
 def test_missing_image_removes_all_samples_of_its_prefix(tmp_path: Path) -> None:
     save_image_processor("qwen3_vl", str(tmp_path))
-    spec, samples = reduced_spec("qwen3_vl", str(tmp_path)), samples_alike("qwen3_vl")
+    spec, samples = reduced_spec("qwen3_vl", str(tmp_path)), samples_with_prefixes("qwen3_vl")
     missing_image = samples[0].images[0]
     with_it = [index for index, sample in enumerate(samples) if missing_image in sample.images]
     assert 3 <= len(with_it) < len(samples)

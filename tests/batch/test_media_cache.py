@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from packtool.batch import media_cache
 from packtool.batch.media_cache import MediaCache, MediaReads, key_of
-from tests.forked import started
+from tests.forked import forked_process
 
 BLOCK = 4096
 MUCH = 1 << 30
@@ -149,7 +149,7 @@ def _claim_and_die(directory: Path) -> None:
 
 
 def test_partial_entry_of_a_killed_writer_is_ignored(tmp_path: Path) -> None:
-    with started(_claim_and_die, tmp_path) as process:
+    with forked_process(_claim_and_die, tmp_path) as process:
         process.join()
         assert process.exitcode == -9
     assert (tmp_path / "entries" / f"{key_of(1)}.part").exists()
@@ -170,9 +170,9 @@ def _read_many(directory: Path, seed: int, name: str) -> int:
 
 def test_processes_and_runs_share_the_cache(tmp_path: Path) -> None:
     with (
-        started(_read_many, tmp_path, 0, "rows") as first_process,
-        started(_read_many, tmp_path, 1, "rows") as second_process,
-        started(_read_many, tmp_path, 2, "other rows") as third,
+        forked_process(_read_many, tmp_path, 0, "rows") as first_process,
+        forked_process(_read_many, tmp_path, 1, "rows") as second_process,
+        forked_process(_read_many, tmp_path, 2, "other rows") as third,
     ):
         for process in (first_process, second_process, third):
             process.join()

@@ -14,7 +14,7 @@ from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.encode.prefix_hashes import prefix_hashes
 from packtool.planning.packing import pack
 from packtool.planning.prefix_trees import Prefixes, plan_trees
-from tests.batch.reduced import IMAGE_PAD, VISION_END, VISION_START, reduced_spec, samples_alike
+from tests.batch.reduced import IMAGE_PAD, VISION_END, VISION_START, reduced_spec, samples_with_prefixes
 
 TEXT, SEES = reduced_spec("qwen3"), reduced_spec("qwen3_vl")
 
@@ -205,7 +205,7 @@ def test_no_group_is_longer_than_planned(
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
 def test_common_test_samples_form_a_tree_of_several_levels(name: str) -> None:
-    samples = samples_alike(name)
+    samples = samples_with_prefixes(name)
     nodes = find_tree(samples, reduced_spec(name), min_shared=1)
     depths = [0]
     for node in nodes[1:]:

@@ -50,7 +50,7 @@ def config(model: Path, tmp_path: Path, **more: Any) -> ExportConfig:
 
 
 @pytest.fixture(autouse=True)
-def _breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fail_on_marked_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the rows meets what nobody foresaw."""
     render = Encoder._render_or_drop
 

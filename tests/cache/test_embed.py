@@ -28,7 +28,7 @@ class Counted(SilentProgress):
         self.dropped = figures["dropped"]
 
 
-def take_away(monkeypatch: pytest.MonkeyPatch, picture: Path) -> None:
+def remove_after_encoding(monkeypatch: pytest.MonkeyPatch, picture: Path) -> None:
     """From now on a picture is gone as soon as the first rows are encoded."""
 
     def delete_after_encoding(*args: Any) -> Iterator[Any]:
@@ -47,7 +47,7 @@ def test_rows_whose_medium_is_removed_before_it_is_read_are_dropped(
     samples = [before.sample(position) for position in range(len(before))]
     lost = [sample.row for sample in samples if any("2.png" in str(image.path) for image in sample.images)]
     assert len(lost) > 20
-    take_away(monkeypatch, tmp_path / "2.png")
+    remove_after_encoding(monkeypatch, tmp_path / "2.png")
     progress = Counted()
     summary = run_export(media="embed", split_dataset_ratio=ratio, progress=progress)
     assert summary.num_rows == 600 == summary.num_samples + sum(summary.dropped.values())
@@ -67,7 +67,7 @@ def test_rows_whose_medium_is_removed_before_it_is_read_are_dropped(
 def test_strict_stops_at_a_missing_medium(
     run_export: Export, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_away(monkeypatch, tmp_path / "2.png")
+    remove_after_encoding(monkeypatch, tmp_path / "2.png")
     rows.write_text("".join(line for line in rows.read_text().splitlines(keepends=True) if '"2.png"' in line))
     with pytest.raises(RowError, match=r"row \d+: media_missing: .*2\.png"):
         run_export(media="embed", strict=True, max_length=1000)

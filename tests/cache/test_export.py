@@ -32,7 +32,7 @@ from packtool.report.tables import export_lines
 from packtool.rows import read as scan_module
 from packtool.storage import local as local_storage
 from tests.cache.conftest import RecordingProgress, tree
-from tests.forked import started
+from tests.forked import forked_process
 from tests.waiting import PATIENCE_S, wait_for
 
 Export = Callable[..., ExportSummary]
@@ -421,7 +421,7 @@ def test_export_killed_at_random_times_resumes_exactly(model: Path, rows: Path, 
     for _ in range(20):
         output = tmp_path / f"killed{round_number}"
         words = [*_words(model, rows, output), "--dataset-num-proc", str(dice.choice((1, 2)))]
-        with started(run, words) as process:
+        with forked_process(run, words) as process:
             if dice.random() < 0.8:  # from the first file on; else at any time
                 wait_for(lambda output=output, process=process: output.exists() or not process.is_alive())
             time.sleep(dice.uniform(0.0, 0.4))
@@ -515,11 +515,11 @@ def test_a_marker_without_its_shard_is_ignored(run_export: Export, tmp_path: Pat
     cache = tmp_path / "cache"
     run_export()
     shutil.rmtree(cache)
-    process_one_shard_short(run_export, cache)
+    damage_finished_export(run_export, cache)
     assert tree(cache) == tree(tmp_path / "whole")
 
 
-def process_one_shard_short(run_export: Export, cache: Path) -> None:
+def damage_finished_export(run_export: Export, cache: Path) -> None:
     """Interrupt an export at its end, and damage what it left: one shard gone, one cut off."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output_dir, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -43,7 +43,7 @@ def model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def imported(model: Path, tmp_path: Path) -> Callable[..., tuple[list[EncodedSample], dict[str, int], list[str]]]:
+def import_rows(model: Path, tmp_path: Path) -> Callable[..., tuple[list[EncodedSample], dict[str, int], list[str]]]:
     """Samples of an import, rows dropped by reason, and what was said."""
 
     def make(
@@ -62,7 +62,7 @@ def imported(model: Path, tmp_path: Path) -> Callable[..., tuple[list[EncodedSam
 Imported = Callable[..., tuple[list[EncodedSample], dict[str, int], list[str]]]
 
 
-def saved(rows: list[dict[str, Any]], path: Path) -> Path:
+def saved_dataset(rows: list[dict[str, Any]], path: Path) -> Path:
     """Rows as a dataset saved to disk, as the tools save theirs."""
     datasets.Dataset.from_list(rows).save_to_disk(str(path))
     return path
@@ -103,7 +103,7 @@ def assert_same_caches(directory: Path, other_directory: Path) -> None:
 def test_tokens_of_a_cache_make_the_same_cache(run_export: Export, model: Path, tmp_path: Path, scale: str) -> None:
     run_export(loss_scale=scale)
     run_export("whole")
-    prepared = saved(exported_rows(tmp_path / "whole"), tmp_path / "prepared")
+    prepared = saved_dataset(exported_rows(tmp_path / "whole"), tmp_path / "prepared")
     options: dict[str, Any] = {"max_length": 200, "rows_per_shard": 50, "loss_scale": scale}
     options["media_root"] = str(tmp_path)
     config = ImportConfig(model=str(model), dataset=(str(prepared),), output_dir=str(tmp_path / "imported"), **options)
@@ -116,13 +116,13 @@ def test_tokens_of_a_cache_make_the_same_cache(run_export: Export, model: Path, 
 
 @pytest.mark.parametrize("strategy", ["left", "right"])
 def test_truncation_of_tokens_is_that_of_rows(
-    run_export: Export, imported: Imported, tmp_path: Path, strategy: str
+    run_export: Export, import_rows: Imported, tmp_path: Path, strategy: str
 ) -> None:
     run_export("whole")
-    prepared = saved(exported_rows(tmp_path / "whole"), tmp_path / "prepared")
+    prepared = saved_dataset(exported_rows(tmp_path / "whole"), tmp_path / "prepared")
     limits = {"max_length": 60, "truncation_strategy": strategy, "rows_per_shard": 50}
     run_export("short", **limits)
-    imported(prepared, media_root=str(tmp_path), **limits)
+    import_rows(prepared, media_root=str(tmp_path), **limits)
     reader = CacheReader.open([str(tmp_path / "imported")])
     by_ids = {tuple(sample.input_ids.tolist()) for sample in map(reader.sample, range(len(reader)))}
     all_rows = {(row["channel"], tuple(row["input_ids"])) for row in exported_rows(tmp_path / "whole")}
@@ -257,8 +257,8 @@ def pictures(tmp_path: Path, imported: Imported) -> tuple[list[list[int]], list[
     return documents, names
 
 
-def test_llama_factory_packs_with_images_are_imported(imported: Imported, tmp_path: Path) -> None:
-    (first_ids, second_ids), names = pictures(tmp_path, imported)
+def test_llama_factory_packs_with_images_are_imported(import_rows: Imported, tmp_path: Path) -> None:
+    (first_ids, second_ids), names = pictures(tmp_path, import_rows)
     text = [7, 8, 9]
     ids = [*first_ids, *text, *second_ids]
     lengths = [len(first_ids), len(text), len(second_ids)]
@@ -279,7 +279,7 @@ def test_llama_factory_packs_with_images_are_imported(imported: Imported, tmp_pa
         {"train": datasets.Dataset.from_list([row, plain]), "validation": datasets.Dataset.from_list([row])}
     )
     dataset_dict.save_to_disk(str(tmp_path / "prepared"))
-    samples, dropped, notes = imported(tmp_path / "prepared", media_root=str(tmp_path))
+    samples, dropped, notes = import_rows(tmp_path / "prepared", media_root=str(tmp_path))
     assert not dropped
     assert [sample.input_ids.tolist() for sample in samples] == [first_ids, text, second_ids] * 2
     assert [[image.path for image in sample.images] for sample in samples] == [names[:1], [], names[1:]] * 2
@@ -290,12 +290,12 @@ def test_llama_factory_packs_with_images_are_imported(imported: Imported, tmp_pa
     assert any("rows do not record their tokenizer, chat template and truncation" in line for line in notes)
     validation = str(tmp_path / "prepared" / "validation")
     assert any(f"not validation; to use it for validation, add --val-dataset {validation}" in line for line in notes)
-    _, _, notes = imported(tmp_path / "prepared", name="both", media_root=str(tmp_path), val_dataset=(validation,))
+    _, _, notes = import_rows(tmp_path / "prepared", name="both", media_root=str(tmp_path), val_dataset=(validation,))
     assert len(CacheReader.open([str(tmp_path / "both")], "val")) == 3
     assert not any("not validation" in line for line in notes)
 
 
-def test_axolotl_rows_are_imported(imported: Imported, tmp_path: Path) -> None:
+def test_axolotl_rows_are_imported(import_rows: Imported, tmp_path: Path) -> None:
     rows = [
         {
             "input_ids": [1, 2, 3, 4],
@@ -305,7 +305,7 @@ def test_axolotl_rows_are_imported(imported: Imported, tmp_path: Path) -> None:
             "length": 4,
         }
     ]
-    samples, dropped, notes = imported(saved(rows, tmp_path / "prepared"))
+    samples, dropped, notes = import_rows(saved_dataset(rows, tmp_path / "prepared"))
     assert not dropped
     assert [sample.labels.tolist() for sample in samples] == [[IGNORED, IGNORED, 3, 4]]
     assert any("prepared by axolotl" in note for note in notes)
@@ -320,7 +320,7 @@ def test_axolotl_rows_are_imported(imported: Imported, tmp_path: Path) -> None:
     ],
 )
 def test_trl_rows_are_imported_as_tokens_and_exported_as_rows(
-    imported: Imported, model: Path, tmp_path: Path, made_of: dict[str, Any]
+    import_rows: Imported, model: Path, tmp_path: Path, made_of: dict[str, Any]
 ) -> None:
     rows: list[dict[str, Any]] = [
         {
@@ -333,7 +333,7 @@ def test_trl_rows_are_imported_as_tokens_and_exported_as_rows(
     ]
     path = tmp_path / "rows.parquet"
     datasets.Dataset.from_list(rows).to_parquet(str(path))
-    samples, dropped, notes = imported(path)
+    samples, dropped, notes = import_rows(path)
     assert not dropped
     assert [sample.input_ids.tolist() for sample in samples] == [[5, 6, 7, 8], [9, 10]]
     assert [sample.labels.tolist() for sample in samples] == [[IGNORED, 6, IGNORED, IGNORED], [IGNORED, 10]]
@@ -344,18 +344,18 @@ def test_trl_rows_are_imported_as_tokens_and_exported_as_rows(
     assert reader.sample(0).input_ids.tolist() != rows[0]["input_ids"]
 
 
-def test_ms_swift_rows_are_tokenized_with_a_note(imported: Imported, tmp_path: Path) -> None:
+def test_ms_swift_rows_are_tokenized_with_a_note(import_rows: Imported, tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "lengths": [9]}]
-    samples, dropped, notes = imported(saved(rows, tmp_path / "prepared"))
+    samples, dropped, notes = import_rows(saved_dataset(rows, tmp_path / "prepared"))
     assert (len(samples), dropped) == (1, {})
     assert any("without tokens (form messages), as in ms-swift's" in note and "tokenized now" in note for note in notes)
 
 
 @pytest.mark.parametrize(("code", "kind"), [(8, "<u2"), (4, "<i4"), (5, "<i8")])
-def test_megatron_documents_are_imported(imported: Imported, tmp_path: Path, code: int, kind: str) -> None:
+def test_megatron_documents_are_imported(import_rows: Imported, tmp_path: Path, code: int, kind: str) -> None:
     sequences = [[1, 2, 3], [4, 5], [6, 7], *([n % 200, 9] for n in range(200))]
     path = megatron(tmp_path / "text_document", sequences, [0, 1, 3, *range(4, 204)], code, kind)
-    samples, dropped, notes = imported(path)
+    samples, dropped, notes = import_rows(path)
     assert not dropped
     assert [sample.input_ids.tolist() for sample in samples] == [[1, 2, 3], [4, 5, 6, 7], *sequences[3:]]
     assert all((sample.labels == sample.input_ids).all() for sample in samples)
@@ -444,56 +444,56 @@ def test_broken_megatron_file_is_an_error(model: Path, tmp_path: Path, capsys: p
     ],
 )
 def test_inconsistent_rows_are_dropped(
-    imported: Imported, tmp_path: Path, row: dict[str, Any], reason: str, detail: str
+    import_rows: Imported, tmp_path: Path, row: dict[str, Any], reason: str, detail: str
 ) -> None:
     Image.new("RGB", (40, 60)).save(tmp_path / "0.png")
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n" + json.dumps({"input_ids": [1, 2]}) + "\n")
-    samples, dropped, _ = imported(path)
+    samples, dropped, _ = import_rows(path)
     assert (len(samples), dropped) == (1, {reason: 1})
     (line,) = (tmp_path / "imported" / "dropped.jsonl").read_text().splitlines()
     assert detail in json.loads(line)["detail"]
 
 
-def test_nulls_in_a_table_drop_only_their_rows(imported: Imported, tmp_path: Path) -> None:
+def test_nulls_in_a_table_drop_only_their_rows(import_rows: Imported, tmp_path: Path) -> None:
     """Lists of numbers are read as arrays; one with a null in it is none."""
     columns = {"input_ids": [[1, 2, 3], None, [1, None, 3], [4, 5]], "labels": [[1, 2, 3], [1], [1, 2, 3], None]}
     path = tmp_path / "rows.parquet"
     datasets.Dataset.from_dict(columns).to_parquet(str(path))
-    samples, dropped, _ = imported(path)
+    samples, dropped, _ = import_rows(path)
     assert [sample.labels.tolist() for sample in samples] == [[1, 2, 3], [4, 5]]
     assert dropped == {"empty_tokens": 1, "invalid_tokens": 1}
 
 
-def test_loss_weights_are_imported(imported: Imported, tmp_path: Path) -> None:
+def test_loss_weights_are_imported(import_rows: Imported, tmp_path: Path) -> None:
     rows = [{"input_ids": [1, 2, 3], "labels": [IGNORED, 2, 3], "loss_scale": [0.0, 0.5, 1.0]}]
-    (sample,), _, _ = imported(saved(rows, tmp_path / "prepared"))
+    (sample,), _, _ = import_rows(saved_dataset(rows, tmp_path / "prepared"))
     assert sample.loss_scale is not None
     assert sample.loss_scale.tolist() == [0, 0.5, 1]
 
 
-def test_nemo_masks_are_shifted_to_their_targets(imported: Imported, tmp_path: Path) -> None:
+def test_nemo_masks_are_shifted_to_their_targets(import_rows: Imported, tmp_path: Path) -> None:
     """A mask of 1 stands where the next token is a target; that of a sample's last token means nothing."""
     row = {"input_ids": [1, 2, 3, 4, 5, 6, 7], "loss_mask": [0, 1, 1, 0, 0, 1, 1], "seq_start_id": [0, 3]}
     path = tmp_path / "packed.idx.parquet"
     datasets.Dataset.from_list([row]).to_parquet(str(path))
-    samples, dropped, notes = imported(path)
+    samples, dropped, notes = import_rows(path)
     assert not dropped
     assert [sample.input_ids.tolist() for sample in samples] == [[1, 2, 3], [4, 5, 6, 7]]
     assert [sample.labels.tolist() for sample in samples] == [[IGNORED, IGNORED, 3], [IGNORED, IGNORED, IGNORED, 7]]
     assert any("packed by NeMo or Megatron Bridge" in note for note in notes)
 
 
-def test_loss_mask_column_is_configurable(imported: Imported, tmp_path: Path) -> None:
+def test_loss_mask_column_is_configurable(import_rows: Imported, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 0]}) + "\n")
-    (sample,), _, _ = imported(path, name="named", columns=("completion_mask=loss_mask",))
+    (sample,), _, _ = import_rows(path, name="named", columns=("completion_mask=loss_mask",))
     assert sample.labels.tolist() == [IGNORED, 2, IGNORED]
-    (sample,), _, _ = imported(path, name="left-out", columns=("loss_mask=",))
+    (sample,), _, _ = import_rows(path, name="left-out", columns=("loss_mask=",))
     assert sample.labels.tolist() == [1, 2, 3]
 
 
-def test_padding_is_removed_on_both_sides(imported: Imported, tmp_path: Path) -> None:
+def test_padding_is_removed_on_both_sides(import_rows: Imported, tmp_path: Path) -> None:
     rows = [
         {
             "input_ids": [0, 0, 1, 2, 3, 0],
@@ -501,12 +501,12 @@ def test_padding_is_removed_on_both_sides(imported: Imported, tmp_path: Path) ->
             "labels": [IGNORED] * 3 + [2, 3, IGNORED],
         }
     ]
-    (sample,), _, _ = imported(saved(rows, tmp_path / "prepared"))
+    (sample,), _, _ = import_rows(saved_dataset(rows, tmp_path / "prepared"))
     assert (sample.input_ids.tolist(), sample.labels.tolist()) == ([1, 2, 3], [IGNORED, 2, 3])
 
 
 def test_text_rules_are_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = saved([{"input_ids": [1, 2, 3]}], tmp_path / "prepared")
+    path = saved_dataset([{"input_ids": [1, 2, 3]}], tmp_path / "prepared")
     arguments = ["--model", str(model), "--max-length", "9", "--output-dir", str(tmp_path / "c")]
     assert run(["import", str(path), *arguments, "--loss-scale", "default+hermes"]) == 3
     assert "these rows are tokens" in capsys.readouterr().err
@@ -515,7 +515,7 @@ def test_text_rules_are_refused(model: Path, tmp_path: Path, capsys: pytest.Capt
 def test_max_length_defaults_to_that_of_the_model(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = saved([{"input_ids": [1, 2, 3]}], tmp_path / "prepared")
+    path = saved_dataset([{"input_ids": [1, 2, 3]}], tmp_path / "prepared")
     arguments = ["import", str(path), "--output-dir", str(tmp_path / "c"), "--model"]
     assert run([*arguments, str(model)]) == 2
     assert "Give --max-length" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from packtool.report.inspect import cache_figures, figure_lines, sample_view
 from packtool.report.tables import export_lines
 from packtool.stream.reading import StreamState, read_stream_state, write_stream_state
 from tests.cache.conftest import CHATML, CONTROL, RecordingProgress, tree
-from tests.cache.test_embed import take_away
+from tests.cache.test_embed import remove_after_encoding
 from tests.cache.test_prefixes import NAMES
 
 Export = Callable[..., ExportSummary]
@@ -177,7 +177,7 @@ def test_damaged_files_are_recreated(export_conversations: Export, tmp_path: Pat
 def test_missing_image_drops_the_row(
     export_conversations: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_away(monkeypatch, tmp_path / "2.png")
+    remove_after_encoding(monkeypatch, tmp_path / "2.png")
     summary = export_conversations(media="embed", max_length=2000)
     lost = {row for row in range(NUM_ROWS) if row % 5 == 2 and row % 3}
     assert summary.dropped == {"media_missing": len(lost)}

@@ -38,7 +38,7 @@ def cache(run_export: Export, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def hashed_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were read for their checksum."""
     names: list[str] = []
     real = local.digests_of
@@ -161,26 +161,26 @@ def test_a_replaced_or_removed_shard_stays_mapped(shard: Path, tmp_path: Path) -
     assert _values(mapped.sample(3)) == expected
 
 
-def test_shard_is_verified_once_and_again_after_a_change(cache: Path, tmp_path: Path, hashed: list[str]) -> None:
+def test_shard_is_verified_once_and_again_after_a_change(cache: Path, tmp_path: Path, hashed_names: list[str]) -> None:
     before = tree(cache)
     for _ in range(3):
         _read(cache, tmp_path / "notes")
     shards = sorted(path.name for path in (cache / "train").glob("data-*"))
     files = [*shards, "prefixes.arrow"]
-    assert sorted(hashed) == files
+    assert sorted(hashed_names) == files
     os.utime(cache / "train" / shards[2])
     _read(cache, tmp_path / "notes")
-    assert sorted(hashed) == sorted([*files, shards[2]])
+    assert sorted(hashed_names) == sorted([*files, shards[2]])
     _read(cache, tmp_path / "notes", "always")
-    assert len(hashed) == 2 * len(files) + 1
+    assert len(hashed_names) == 2 * len(files) + 1
     (cache / "train" / "index.arrow").touch()
     _read(cache, tmp_path / "none", "never")
-    assert len(hashed) == 2 * len(files) + 1
+    assert len(hashed_names) == 2 * len(files) + 1
     assert tree(cache) == before  # nothing is written beside a cache, which may be read-only
 
 
 def test_one_process_verifies_while_others_wait(
-    cache: Path, tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+    cache: Path, tmp_path: Path, hashed_names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = next((cache / "train").glob("data-*"))
     sha256 = {
@@ -197,14 +197,16 @@ def test_one_process_verifies_while_others_wait(
         thread.start()
     for thread in threads:
         thread.join()
-    assert hashed == [path.name]
+    assert hashed_names == [path.name]
 
 
-def test_without_a_directory_for_notes_each_process_verifies(cache: Path, tmp_path: Path, hashed: list[str]) -> None:
+def test_without_a_directory_for_notes_each_process_verifies(
+    cache: Path, tmp_path: Path, hashed_names: list[str]
+) -> None:
     (tmp_path / "file").write_text("in the way")
     for _ in range(2):
         _read(cache, tmp_path / "file" / "notes")
-    assert len(hashed) == 2 * len([*(cache / "train").glob("data-*"), "prefixes.arrow"])
+    assert len(hashed_names) == 2 * len([*(cache / "train").glob("data-*"), "prefixes.arrow"])
 
 
 @pytest.mark.parametrize("verify", ["once", "always"])
@@ -234,7 +236,9 @@ def test_old_caches_without_index_checksum_can_be_opened(cache: Path) -> None:
     assert "no checksum was recorded for" in "\n".join(inspect.damage_lines(figures))
 
 
-def test_repair_recreates_only_damaged_files(cache: Path, run_export: Export, rows: Path, hashed: list[str]) -> None:
+def test_repair_recreates_only_damaged_files(
+    cache: Path, run_export: Export, rows: Path, hashed_names: list[str]
+) -> None:
     expected_files = tree(cache)
     shards = sorted((cache / "train").glob("data-*"))
     _flip(shards[1], 8 * 5000)

@@ -23,7 +23,7 @@ def run_here(script: str) -> None:
     A process for each would import for longer than it works. Where a line starts several, they are forks of this one.
     """
     with pytest.MonkeyPatch.context() as outer_patch:
-        outer_patch.setattr(os, "execvpe", _become_ranks)
+        outer_patch.setattr(os, "execvpe", _run_as_ranks)
         for line in script.replace("\\\n", " ").strip().splitlines():
             words = [os.path.expandvars(word) for word in shlex.split(line)]
             with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ def _settings(words: list[str]) -> Any:
             yield name, value
 
 
-def _become_ranks(program: str, arguments: list[str], environ: dict[str, str]) -> NoReturn:
+def _run_as_ranks(program: str, arguments: list[str], environ: dict[str, str]) -> NoReturn:
     """What torchrun would do, which a command has just decided to become."""
     assert "packtool.launch.torchrun" in arguments
     words = arguments[arguments.index("--module") + 2 :]

@@ -21,7 +21,7 @@ from packtool.terminal import show_styled
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows
 from tests.cache.conftest import run_export as run_export
-from tests.test_terminal import acting
+from tests.test_terminal import control_characters
 
 
 @pytest.fixture
@@ -175,13 +175,13 @@ def test_hostile_rows_are_harmless(
     for words in commands:
         run(words)
         message = capsys.readouterr()
-        assert acting(message.out + message.err) == [], words
+        assert control_characters(message.out + message.err) == [], words
         if words == commands[1]:
             assert r"\x1b]52;c;cm0=\x07" in message.out
             assert "channel  \\x1b]52" in message.out
         if words == commands[0]:
             assert r"a\x1b[2J\u202eb.jsonl" in message.out
-    assert acting(html.read_text()) == []
+    assert control_characters(html.read_text()) == []
     assert "<script" not in html.read_text()
     for words in commands[:4]:
         assert run([*words, "--json"]) == 0

@@ -17,7 +17,7 @@ from packtool.config.data import ExportConfig
 from packtool.config.settings import option_names
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH, EXIT_USAGE
-from tests.forked import started
+from tests.forked import forked_process
 from tests.waiting import PATIENCE_S, wait_for
 
 EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9"]
@@ -135,7 +135,7 @@ def test_ctrl_c_while_training_says_how_to_resume(model: str, tmp_path: Path) ->
     train += ["--packing-length", "256", "--save-steps", "1", "--num-train-epochs", "500"]
     train += ["--output-dir", f"{tmp_path}/o"]
     state = tmp_path / "o" / "checkpoint-1" / "packtool_state.json"
-    with started(run, train, output_path=tmp_path / "output.txt") as process:
+    with forked_process(run, train, output_path=tmp_path / "output.txt") as process:
         wait_for(state.exists, lambda: not process.is_alive())
         os.killpg(process.pid or 0, signal.SIGINT)
         process.join(PATIENCE_S)

@@ -26,7 +26,7 @@ def cache(run_export: Callable[..., Any], tmp_path: Path) -> str:
     return str(tmp_path / "cache")
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+def plan_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     capsys.readouterr()
     assert run(["plan", *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -41,7 +41,7 @@ def test_lengths_of_a_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixt
         np.save(path, lengths)
     else:
         path.write_text(json.dumps(lengths.tolist()) if kind == "json" else "\n".join(map(str, lengths)))
-    figures = planned(
+    figures = plan_json(
         capsys, "--lengths", str(path), "--packing-length", "2048", "--world-size", "4", "--tflops", "100"
     )
     assert figures["num_samples"] == 5000
@@ -56,14 +56,14 @@ def test_lengths_of_a_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert figures["balance"]["mean"] >= 1
     assert figures["hours"] > 0
     assert figures["plan_seconds"] >= 0
-    filtered = planned(capsys, "--lengths", str(path), "--packing-length", "512")
+    filtered = plan_json(capsys, "--lengths", str(path), "--packing-length", "512")
     assert filtered["filtered"] == int((lengths > 512).sum())
 
 
 def test_printed_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:
     path = str(tmp_path / "a.plan")
     options = ["--packing-length", "400", "--seed", "3"]
-    figures = planned(capsys, cache, *options, "--save", path)
+    figures = plan_json(capsys, cache, *options, "--save", path)
     saved = read_plan(path)
     assert len(saved.offsets) - 1 == figures["num_packs"]
     train = ["train", "--model", str(model), "--cached-dataset", cache, "--packing", "true", "--dry-run"]
@@ -82,7 +82,7 @@ def test_printed_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_pa
 def test_samples_per_step(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:
     """Planned and trained alike, and sparing the advice that packs call for."""
     options = ["--packing-length", "400", "--world-size", "2"]
-    plain, limited = planned(capsys, cache, *options), planned(capsys, cache, *options, "--samples-per-step", "2")
+    plain, limited = plan_json(capsys, cache, *options), plan_json(capsys, cache, *options, "--samples-per-step", "2")
     assert plain["samples_per_step_without_packing"] == limited["samples_per_step_without_packing"] == 2
     assert plain["samples_per_step"] > 2 >= limited["samples_per_step"]
     assert limited["steps_per_epoch"] == limited["steps_without_packing"] == plain["steps_without_packing"]
@@ -120,7 +120,7 @@ class Tags(HTMLParser):
 
 def test_page_is_self_contained(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.html"
-    figures = planned(capsys, cache, "--world-size", "4", "--html", str(path))
+    figures = plan_json(capsys, cache, "--world-size", "4", "--html", str(path))
     text = path.read_text()
     tags = Tags()
     tags.feed(text)
@@ -139,7 +139,7 @@ def test_page_is_self_contained(cache: str, tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_sweep_has_a_row_for_each_length(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
-    table = planned(capsys, cache, "--sweep", "200,400,800")
+    table = plan_json(capsys, cache, "--sweep", "200,400,800")
     assert [row["packing_length"] for row in table] == [200, 400, 800]
     assert table[0]["num_packs"] > table[1]["num_packs"] > table[2]["num_packs"]
     assert run(["plan", cache, "--sweep", "200,400"]) == 0
@@ -171,9 +171,9 @@ def test_terminal_output(cache: str, capsys: pytest.CaptureFixture[str]) -> None
 def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [cache, "--world-size", "8", "--sequence-parallel-size", "4", "--gradient-accumulation-steps", "4"]
     skrull = [*words, "--schedule", "skrull", "--bucket-size", "256", "--hardware", "a100"]
-    plain = planned(capsys, *words, "--tflops", "100", "--save", str(tmp_path / "a.plan"))
+    plain = plan_json(capsys, *words, "--tflops", "100", "--save", str(tmp_path / "a.plan"))
     html = tmp_path / "plan.html"
-    skrull_figures = planned(
+    skrull_figures = plan_json(
         capsys, *skrull, "--tflops", "100", "--save", str(tmp_path / "b.plan"), "--html", str(html)
     )
     assert plain["skrull"] is None
@@ -251,7 +251,7 @@ def test_ctrl_c_prints_interrupted(
 
 def test_media_of_this_machine(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [cache, "--packing-length", "400", "--world-size", "2", "--media"]
-    figures = planned(capsys, *words, "--hardware", "h100")
+    figures = plan_json(capsys, *words, "--hardware", "h100")
     (pictures,) = figures["media"]["kinds"]
     assert (pictures["kind"], pictures["measured"]) == ("pictures", 32)
     num_pictures = int(CacheReader.open((cache,)).index.num_images.sum())

@@ -237,7 +237,7 @@ def work(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return work_dir
 
 
-def here(script: str) -> str:
+def with_local_paths(script: str) -> str:
     """A script with this machine's paths."""
     for path, place in sorted(PATHS.items(), key=lambda item: -len(item[0])):
         script = script.replace(path, place)
@@ -270,9 +270,9 @@ def test_scripts_equal_those_of_the_articles() -> None:
 
 
 def test_export_then_train_on_two_processes(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_here(here(EXPORT))
+    run_here(with_local_paths(EXPORT))
     assert f" {NUM_ROWS}" in capfd.readouterr().out
-    run_here(here(TRAIN))
+    run_here(with_local_paths(TRAIN))
     screen = capfd.readouterr().err
     for part in ("packing length: 10,240", "packing processes: 4", "2 processes", "samples a pack, fill"):
         assert part in screen
@@ -284,7 +284,7 @@ def test_export_then_train_on_two_processes(work: Path, capfd: pytest.CaptureFix
 
 
 def test_the_quick_start(work: Path) -> None:
-    run_here(here(QUICK_EXPORT) + here(QUICK_TRAIN))
+    run_here(with_local_paths(QUICK_EXPORT) + with_local_paths(QUICK_TRAIN))
     assert figures(work / "output" / "quick")["steps"] == 1
 
 
@@ -299,7 +299,9 @@ def test_loops_over_datasets(work: Path) -> None:
     before = f'swift() {{ packtool "$@"; }}; aws() {{ false; }}; MODEL={work}/model\n'
     before += f"DATASET_PATHS=({sets}/dataset1.json {sets}/dataset2.json)\n"
     run_in_shell(
-        before + here(EXPORT_EACH) + here(EXPORT_NEW).replace("--output_dir", "--media_root $WORK/data --output_dir"),
+        before
+        + with_local_paths(EXPORT_EACH)
+        + with_local_paths(EXPORT_NEW).replace("--output_dir", "--media_root $WORK/data --output_dir"),
         work,
     )
     for name in ("dataset1.json_cached", "dataset2.json_cached", "dataset1_cached_q3_len10k_img5k"):
@@ -338,11 +340,11 @@ def test_train_on_caches_without_a_model(work: Path, monkeypatch: pytest.MonkeyP
             f"packtool export --model $MODEL --dataset {name} --dataset_info $WORK/data/dataset_info.json"
             f" --per_dataset_loss_scale true --max_length 10240 --output_dir $WORK/{name}_cached"
         )
-    run_here(here(TRAIN_SEVERAL))
+    run_here(with_local_paths(TRAIN_SEVERAL))
     manifests = [json.loads((work / f"{name}_cached" / "packtool.json").read_text()) for name in sets]
     splits = [manifest["splits"]["train"] for manifest in manifests]
     assert figures(newest_run(work))["num_samples"] == sum(split["rows"] for split in splits)
-    run_here(here(TRAIN_LOSS_SCALES))
+    run_here(with_local_paths(TRAIN_LOSS_SCALES))
     monkeypatch.setenv("DATASET", str(work / "dataset2_cached"))
     run_here(TRAIN_DEBUG)
     run_here(TRAIN_ACCUMULATED)
@@ -357,10 +359,10 @@ def test_commands_that_name_no_model_anywhere(
     """Rows name no model: the articles leave it out for brevity, and ms-swift needs it, too."""
     monkeypatch.setenv("DATASET", str(work / "data" / "train.json"))
     for script in (EXPORT_BUCKET, TRAIN_STREAM):
-        words = here(script).replace("\\\n", " ").split()[1:]
+        words = with_local_paths(script).replace("\\\n", " ").split()[1:]
         assert run(words) == EXIT_USAGE
         assert "--model is missing" in capsys.readouterr().err
-    run_here(here(EXPORT_BUCKET).rstrip() + " --model $MODEL\n" + here(TRAIN_BUCKET))
+    run_here(with_local_paths(EXPORT_BUCKET).rstrip() + " --model $MODEL\n" + with_local_paths(TRAIN_BUCKET))
     assert figures(newest_run(work))["num_samples"] == NUM_ROWS
     # A stream has no length that could end it.
     run_here(TRAIN_STREAM.rstrip() + " --model $MODEL --max_steps 1 --max_length 1024")
@@ -368,7 +370,7 @@ def test_commands_that_name_no_model_anywhere(
 
 def test_export_of_the_second_article(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_media_world(work / "omni", hears=True)
-    run_here(here(EXPORT_OMNI))
+    run_here(with_local_paths(EXPORT_OMNI))
     spec = json.loads((work / "len20k" / "packtool.json").read_text())["identity"]["spec"]
     assert (spec["max_length"], spec["truncation_strategy"]) == (20000, "left")
     capsys.readouterr()

@@ -49,11 +49,11 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(run, "NUM_ROWS", 100)
     monkeypatch.setattr(run, "_run", pretend)
-    monkeypatch.setattr(run, "exact_match", answer_like(0.95, 0.15))
+    monkeypatch.setattr(run, "exact_match", evaluation_with(0.95, 0.15))
     return ran
 
 
-def answer_like(normal_share: float, swapped: float) -> Callable[..., list[tuple[int, int, bool]]]:
+def evaluation_with(normal_share: float, swapped: float) -> Callable[..., list[tuple[int, int, bool]]]:
     """An evaluation with the given accuracies."""
 
     def evaluate(model: str, cached_dataset: str, **_: Any) -> list[tuple[int, int, bool]]:

@@ -58,7 +58,7 @@ def cached_encoder(directory: Path, **spec: Any) -> Encoder:
     return encoder_for(directory, **spec)
 
 
-def in_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
+def with_content_lists(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Messages with list contents, as transformers wants pictures."""
     messages = []
     for message in row["messages"]:
@@ -81,7 +81,7 @@ def test_image_rows_equal_the_processor(data: Path, family: str, name: str) -> N
     samples = encode_rows(cached_encoder(directory), source, rows)
     assert len(samples) == len(rows) > 2
     for (_, row), sample in zip(rows, samples, strict=True):
-        text = processor.apply_chat_template(in_parts(row), tokenize=False)
+        text = processor.apply_chat_template(with_content_lists(row), tokenize=False)
         sizes = [[image.height, image.width] for image in sample.images]
         counts = processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
         for count in counts:
@@ -103,7 +103,7 @@ def test_real_pixels_have_the_measured_grid_and_ids(data: Path, family: str) -> 
     narrow = max(by_size, key=lambda sample: sample.images[0].width / sample.images[0].height)
     step = 1 + len(by_size) // 16
     for sample in [*by_size[:10], *by_size[10:-step:step], narrow]:
-        text = processor.apply_chat_template(in_parts(rows[sample.row]), tokenize=False)
+        text = processor.apply_chat_template(with_content_lists(rows[sample.row]), tokenize=False)
         pictures = [load_image(image.path) for image in sample.images]
         expected = processor(text=[text], images=pictures, return_tensors="np")
         np.testing.assert_array_equal(sample.input_ids, expected["input_ids"][0])

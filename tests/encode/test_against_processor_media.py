@@ -33,7 +33,7 @@ def sample_of(row: dict[str, Any], root: Path) -> Sample:
     return Sample(turns, refs["image"], "rows.jsonl", 0, videos=refs["video"], audios=refs["audio"])
 
 
-def in_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
+def with_content_lists(row: dict[str, Any]) -> list[dict[str, Any]]:
     messages = []
     for message in row["messages"]:
         parts: list[dict[str, str]] = [{"type": "text", "text": message["content"]}]
@@ -66,7 +66,7 @@ def frames_of(path: Path) -> tuple[torch.Tensor, Any]:
 
 
 def processed(processor: Any, row: dict[str, Any], root: Path, **settings: Any) -> Any:
-    text = processor.apply_chat_template(in_parts(row), tokenize=False)
+    text = processor.apply_chat_template(with_content_lists(row), tokenize=False)
     processor_inputs: dict[str, Any] = dict(settings)
     if row.get("images"):
         processor_inputs["images"] = [load_image(str(root / path)) for path in row["images"]]
@@ -124,7 +124,7 @@ def test_two_clips_of_a_video(drawn_data: Path, tmp_path: Path, family: str) -> 
         for count, numbers in zip(num_frames, frame_indices, strict=True)
     ]
     processor, pixels = processor_of(directory), [frames[numbers] for numbers in frame_indices]
-    text = processor.apply_chat_template(in_parts(row | {"videos": clips}), tokenize=False)
+    text = processor.apply_chat_template(with_content_lists(row | {"videos": clips}), tokenize=False)
     settings = {"do_sample_frames": False, "return_metadata": True, "return_tensors": "pt"}
     check(result[0], processor(text=[text], videos=pixels, video_metadata=metadata, **settings))
     assert [video.num_frames for video in result[0].videos] == num_frames

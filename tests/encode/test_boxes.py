@@ -90,7 +90,7 @@ def problem_of(encoder: Encoder, row: dict[str, Any]) -> Dropped:
     return result
 
 
-def swift(corners: list[float], true: tuple[int, int], written: tuple[int, int]) -> list[int]:
+def swift_box(corners: list[float], true: tuple[int, int], written: tuple[int, int]) -> list[int]:
     """What ms-swift 4.6 makes of a box (``Template.normalize_bbox``), in other words."""
     return [round(corners[i] / true[i % 2] * written[i % 2]) for i in range(len(corners))]
 
@@ -136,7 +136,7 @@ def test_box_coordinates_refer_to_the_resized_image(
     else:
         boxes_row = row({"bbox": boxes, "bbox_type": unit}, " ".join(["<bbox>"] * len(boxes)), medium)
     written = resized(*shown_size) if model_type == "qwen2_5_vl" else (1000, 1000)
-    expected = [swift(box, units, written) for box in boxes]
+    expected = [swift_box(box, units, written) for box in boxes]
     text = target_text(encoder_of(model_type), boxes_row)
     if is_json:
         assert text == json.dumps([{"bbox_2d": box, "label": "x"} for box in expected])

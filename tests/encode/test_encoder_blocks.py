@@ -20,7 +20,7 @@ from packtool.rows.sample import Dropped
 from packtool.rows.source import SourceSpec
 from tests.encode.conftest import encoder_for
 from tests.encode.test_encoder import CHATML, CONTROL, QWEN_CONFIG
-from tests.forked import started
+from tests.forked import forked_process
 from tests.media.clips import write_clip
 
 NASTY = st.sampled_from(
@@ -41,24 +41,24 @@ VALUES = st.recursive(
 )
 
 
-def mostly(usual: st.SearchStrategy[Any], share: int = 12) -> st.SearchStrategy[Any]:
+def mostly_valid(usual: st.SearchStrategy[Any], share: int = 12) -> st.SearchStrategy[Any]:
     """What a row should hold, but for one in so many: of many mistakes, only the first would show."""
     return st.integers(1, share).flatmap(lambda draw: VALUES if draw == share else usual)
 
 
-TEXTS = mostly(st.text(max_size=8) | NASTY)
+TEXTS = mostly_valid(st.text(max_size=8) | NASTY)
 CALLS = st.lists(st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": TEXTS, "arguments": VALUES})}))
 MESSAGE = {
     "content": TEXTS | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS}), max_size=2),
 }
-USER = st.fixed_dictionaries({"role": mostly(st.sampled_from(["user", "human"])), **MESSAGE})
+USER = st.fixed_dictionaries({"role": mostly_valid(st.sampled_from(["user", "human"])), **MESSAGE})
 OTHER = st.fixed_dictionaries(
-    {"role": mostly(st.sampled_from(["assistant", "user", "tool", "system", "function_call"])), **MESSAGE},
-    optional={name: mostly(usual, 3) for name, usual in (("tool_calls", CALLS), ("loss", st.booleans()))}
+    {"role": mostly_valid(st.sampled_from(["assistant", "user", "tool", "system", "function_call"])), **MESSAGE},
+    optional={name: mostly_valid(usual, 3) for name, usual in (("tool_calls", CALLS), ("loss", st.booleans()))}
     | {"loss_scale": SCALARS, "reasoning_content": TEXTS},
 )
-MESSAGES = mostly(st.tuples(USER, OTHER, OTHER).map(list))
-FILES = mostly(st.lists(st.sampled_from(["a.png", "a.png", "gone.png", "/proc/self/mem", "a\0b"]), max_size=2), 3)
+MESSAGES = mostly_valid(st.tuples(USER, OTHER, OTHER).map(list))
+FILES = mostly_valid(st.lists(st.sampled_from(["a.png", "a.png", "gone.png", "/proc/self/mem", "a\0b"]), max_size=2), 3)
 MORE = dict.fromkeys(("images", "videos", "image_path"), FILES)
 MORE |= dict.fromkeys(("tools", "system", "channel", "history", "objects"), VALUES)
 FORMS = {
@@ -67,7 +67,7 @@ FORMS = {
     "alpaca": {"instruction": TEXTS, "input": TEXTS, "output": TEXTS},
     "text": {"text": TEXTS},
 }
-ROWS = {name: mostly(st.fixed_dictionaries(columns, optional=MORE)) for name, columns in FORMS.items()}
+ROWS = {name: mostly_valid(st.fixed_dictionaries(columns, optional=MORE)) for name, columns in FORMS.items()}
 PLAIN = {
     "messages": {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
     "query": {"query": "q", "response": "a"},
@@ -245,7 +245,7 @@ def test_large_numbers_cost_no_memory(small_model: Any, tmp_path: Path) -> None:
         model = small_model(CHATML, [*CONTROL, "<|video_pad|>"], config)
         settings = {"truncation_strategy": strategy, "media_overflow": "drop" if strategy == "delete" else "trim"}
         encoders.append(encoder_for(model, max_length=2000, **settings))
-    with started(check_numbers, encoders, tmp_path, output_path=tmp_path / "output.txt") as process:
+    with forked_process(check_numbers, encoders, tmp_path, output_path=tmp_path / "output.txt") as process:
         process.join()
         assert process.exitcode == 0, (tmp_path / "output.txt").read_text()
 

@@ -41,7 +41,7 @@ def encoded(model: str, *turns: Turn, scale: str = "default", row_scale: str | N
     return result[0]
 
 
-def trained(sample: EncodedSample) -> str:
+def trained_text(sample: EncodedSample) -> str:
     """Bytes of the trained tokens; the tokenizer of these tests has one token a byte, control tokens print as #."""
     from tokenizers import pre_tokenizers
 
@@ -63,18 +63,18 @@ CHAT = (Turn("user", "a?"), Turn("assistant", "one"), Turn("user", "b?"), Turn("
 )
 def test_bases(model: str, scale: str, expected: str) -> None:
     sample = encoded(model, *CHAT, scale=scale)
-    assert trained(sample) == expected
+    assert trained_text(sample) == expected
     assert sample.loss_scale is None
     # Training can choose among the turns whatever the export's choice was.
     assert len(sample.turns) == 4
-    assert trained(encoded(model, *CHAT, scale="default", row_scale=scale)) == expected
+    assert trained_text(encoded(model, *CHAT, scale="default", row_scale=scale)) == expected
 
 
 def test_loss_setting_of_a_message_takes_precedence(model: str) -> None:
     one, two = Turn("assistant", "one", loss=True), Turn("assistant", "two", loss=False)
-    assert trained(encoded(model, CHAT[0], one, CHAT[2], CHAT[3], scale="last_round")) == "one#two#"
+    assert trained_text(encoded(model, CHAT[0], one, CHAT[2], CHAT[3], scale="last_round")) == "one#two#"
     sample = encoded(model, CHAT[0], CHAT[1], CHAT[2], two)
-    assert trained(sample) == "one#"
+    assert trained_text(sample) == "one#"
     assert len(sample.turns) == 2
     half = encoded(model, CHAT[0], Turn("assistant", "one", loss_scale=0.5), CHAT[2], CHAT[3])
     assert half.loss_scale is not None
@@ -89,7 +89,7 @@ def weights_of(sample: EncodedSample) -> list[float]:
 def test_keywords_weight_themselves_and_the_following_text(model: str) -> None:
     answer = "Thought:t\nAction:go\nObservation:o\nFinal Answer:f"
     sample = encoded(model, Turn("user", "?"), Turn("assistant", answer), scale="react")
-    assert trained(sample) == "Thought:t\nAction:go\nObservation:Final Answer:f#"
+    assert trained_text(sample) == "Thought:t\nAction:go\nObservation:Final Answer:f#"
     expected = [1.0] * len("Thought:t\n") + [2.0] * len("Action:go\nObservation:") + [1.0] * len("Final Answer:f#")
     assert weights_of(sample) == expected
 
@@ -107,9 +107,9 @@ def test_patterns_weight_their_matches(model: str) -> None:
 def test_empty_thoughts_are_excluded(model: str, answer: str, expected: str | None) -> None:
     turns = (*CHAT[:2], Turn("user", "?"), Turn("assistant", answer))
     sample = encoded(model, *turns, scale="last_round+ignore_empty_think")
-    assert trained(sample) == (expected or f"{answer}#")
+    assert trained_text(sample) == (expected or f"{answer}#")
     assert sample.loss_scale is None
-    assert trained(encoded(model, *turns, scale="last_round_with_ignore_empty_think")) == trained(sample)
+    assert trained_text(encoded(model, *turns, scale="last_round_with_ignore_empty_think")) == trained_text(sample)
 
 
 @pytest.mark.parametrize("text", ["❤Action:go", "émoji 🙂 Action: x", "Action:"])
@@ -123,7 +123,7 @@ def test_weights_align_with_characters_in_any_script(model: str, text: str) -> N
 
 def test_answer_without_keywords_ignores_the_rule(model: str) -> None:
     sample = encoded(model, Turn("user", "?"), Turn("assistant", "plain"), scale="react")
-    assert trained(sample) == "plain#"
+    assert trained_text(sample) == "plain#"
     assert sample.loss_scale is None
 
 
@@ -165,11 +165,11 @@ def test_empty_thoughts_of_hybrid_models_carry_no_loss(
     model = str(small_model(template, ["<|im_start|>", "<|im_end|>"]))
     turns = (Turn("user", "?"), Turn("assistant", answer, loss=loss))
     sample = encoded(model, *turns)
-    assert trained(sample) == expected
+    assert trained_text(sample) == expected
     assert sample.loss_scale is None
-    assert trained(encoded(model, *turns, row_scale="last_round")) == expected
+    assert trained_text(encoded(model, *turns, row_scale="last_round")) == expected
     encoded_row = encoded(model, *turns, scale="default+keep_empty_think")
-    assert trained(encoded_row) in (f"{answer}#", f"{answer}#".removeprefix("<think>\n"))
+    assert trained_text(encoded_row) in (f"{answer}#", f"{answer}#".removeprefix("<think>\n"))
     warnings = encoder_for(Path(model)).warnings
     assert any("default+keep_empty_think trains it" in line for line in warnings) == (template != CHATML)
 

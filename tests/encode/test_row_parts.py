@@ -220,16 +220,16 @@ def test_media_of_later_turns_are_not_in_earlier_samples(small_model: Any, tmp_p
     ]
 
 
-def shared(one: EncodedSample, other: EncodedSample) -> tuple[int, int]:
+def shared_lengths(one: EncodedSample, other: EncodedSample) -> tuple[int, int]:
     """Tokens that two samples begin with in common, and those of the longest prefix that hashes tell of."""
     same = int(np.argmin(one.input_ids == other.input_ids[: one.length]))
     (hashes, lengths), (others, _) = (
-        (hashes.hashes.tolist(), hashes.lengths.tolist()) for hashes in map(hashed, (one, other))
+        (hashes.hashes.tolist(), hashes.lengths.tolist()) for hashes in map(hashes_of, (one, other))
     )
     return same, max(length for length, digest in zip(lengths, hashes, strict=True) if digest in others)
 
 
-def hashed(sample: EncodedSample) -> PrefixHashes:
+def hashes_of(sample: EncodedSample) -> PrefixHashes:
     return prefix_hashes([sample], MediaTokens.of({}))[1]
 
 
@@ -238,7 +238,7 @@ def test_samples_of_a_row_share_their_common_turns(encoder: Any, template: str) 
     samples = encoded(encoder("true", template), row(*THREE))
     assert isinstance(samples, list)
     for one, other in itertools.pairwise(samples):
-        same, num_hashed = shared(one, other)
+        same, num_hashed = shared_lengths(one, other)
         assert num_hashed == same == int(one.turns[0]) - len("<think>/") * (template == OPENED)
 
 
@@ -246,7 +246,7 @@ def test_line_merging_with_the_header_keeps_the_prefix(data: Path, text_model: A
     encoder = cached_encoder(text_model("text-qwen3"), expand_turns="auto")
     samples = encoded(encoder, row(user("a?"), assistant("\n\nA", "1"), *THREE[2:4]))
     assert isinstance(samples, list)
-    same, num_hashed = shared(samples[0], samples[1])
+    same, num_hashed = shared_lengths(samples[0], samples[1])
     assert same - 1 <= num_hashed <= same < int(samples[0].turns[0])
 
 

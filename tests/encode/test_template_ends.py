@@ -48,7 +48,7 @@ def glm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(encoder: Encoder, messages: list[dict[str, object]]) -> tuple[str, list[str]]:
+def trained_texts(encoder: Encoder, messages: list[dict[str, object]]) -> tuple[str, list[str]]:
     """The whole of a row, and what is trained of each turn."""
     ((sample,),) = encoder.encode([to_sample({"messages": messages}, Source("rows.json", form="messages"), 0)])
 
@@ -64,7 +64,7 @@ def trained(encoder: Encoder, messages: list[dict[str, object]]) -> tuple[str, l
 def test_answer_ends_with_the_next_turn_marker(glm: Path) -> None:
     encoder = encoder_for(glm, max_length=1000)
     question = {"role": "user", "content": "Why <|user|>?"}
-    text, turns = trained(
+    text, turns = trained_texts(
         encoder,
         [question, {"role": "assistant", "content": "So."}, question, {"role": "assistant", "content": "Thus."}],
     )
@@ -78,9 +78,9 @@ def test_tool_call_ends_with_the_tool_turn_marker(glm: Path) -> None:
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
     question, tool_turn = {"role": "user", "content": "Why?"}, {"role": "tool", "content": "42"}
-    _, turns = trained(encoder, [question, called, tool_turn, {"role": "assistant", "content": "So."}])
+    _, turns = trained_texts(encoder, [question, called, tool_turn, {"role": "assistant", "content": "So."}])
     assert turns == ["<tool_call>look</tool_call><|observation|>", "So.<|user|>"]
-    assert trained(encoder, [question, called])[1] == turns[:1]
+    assert trained_texts(encoder, [question, called])[1] == turns[:1]
 
 
 def test_answers_end_only_at_stop_tokens(glm: Path, model: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ SOME_TEXT = [
 
 
 @cache
-def trained(pattern: str) -> Tokenizer:
+def trained_tokenizer(pattern: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     cutter = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -42,7 +42,7 @@ def expected(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @cache
 def words_of(pattern: str) -> WordTokenizer:
-    words = WordTokenizer.of(trained(pattern))
+    words = WordTokenizer.of(trained_tokenizer(pattern))
     assert words is not None
     return words
 
@@ -59,7 +59,7 @@ EDGES = "\u4e00\u9fa5\uac00\ud7a3"
 def test_any_text_has_the_tokens_of_the_library_or_is_delegated(pattern: str, pieces: list[str]) -> None:
     text = "".join(pieces)
     token_ids = words_of(pattern).encode(text)
-    assert token_ids is None or token_ids == expected(trained(pattern), text)
+    assert token_ids is None or token_ids == expected(trained_tokenizer(pattern), text)
 
 
 @pytest.mark.smoke
@@ -67,12 +67,12 @@ def test_any_text_has_the_tokens_of_the_library_or_is_delegated(pattern: str, pi
 @given(st.text(alphabet=SAFE, max_size=30))
 def test_safe_texts_are_tokenized_correctly(text: str) -> None:
     token_ids = words_of(QWEN).encode(text)
-    assert token_ids == expected(trained(QWEN), text)
+    assert token_ids == expected(trained_tokenizer(QWEN), text)
 
 
 def test_both_regex_engines_classify_safe_characters_equally() -> None:
     """Behind a letter, a number and a blank each class of character makes other words."""
-    tokenizer, words = trained(QWEN), words_of(QWEN)
+    tokenizer, words = trained_tokenizer(QWEN), words_of(QWEN)
     # Of the large blocks, whose characters are all alike, some.
     chars_to_test = [
         char for i, char in enumerate(SAFE) if not 0x3400 < ord(char) < 0xD7A3 or i % 41 == 0 or char in EDGES
@@ -90,8 +90,8 @@ def test_other_tokenizers_are_delegated_to_the_library() -> None:
     assert WordTokenizer.of(plain) is None
     assert WordTokenizer.of(Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))) is None
     for pattern in (r"\p{Lu}+|.", r"(?<=a)b|.", r"[^\S\r]+|."):
-        assert WordTokenizer.of(trained(pattern)) is None
-    greedy = Tokenizer.from_str(trained(QWEN).to_str())
+        assert WordTokenizer.of(trained_tokenizer(pattern)) is None
+    greedy = Tokenizer.from_str(trained_tokenizer(QWEN).to_str())
     greedy.add_tokens([AddedToken("<wide>", lstrip=True, normalized=False)])
     assert WordTokenizer.of(greedy) is None
 

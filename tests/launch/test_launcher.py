@@ -14,7 +14,7 @@ ARGUMENTS = ("eval", "--model", "m")
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def launch_commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Command lines that this process would have become."""
     commands: list[list[str]] = []
 
@@ -28,25 +28,27 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-def test_one_process_is_enough(started: list[list[str]]) -> None:
+def test_one_process_is_enough(launch_commands: list[list[str]]) -> None:
     prepared: list[World] = []
     assert launch_ranks(ARGUMENTS, 1, prepared.append) == World(0, 1, 1)
-    assert (started, prepared) == ([], [])
+    assert (launch_commands, prepared) == ([], [])
 
 
 @pytest.mark.parametrize("even_one", [False, True])
 def test_several_processes_are_started_after_the_checks(
-    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, even_one: bool
+    launch_commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, even_one: bool
 ) -> None:
     monkeypatch.setenv("NPROC_PER_NODE", "1" if even_one else "4")
     prepared: list[World] = []
     with pytest.raises(SystemExit):
         launch_ranks(ARGUMENTS, 1 if even_one else 2, prepared.append, launches_single=even_one)
     assert prepared == [World(0, 1, 1) if even_one else World(0, 4, 2)]
-    assert started[0][-5:] == ["--module", "packtool", *ARGUMENTS][-5:]
+    assert launch_commands[0][-5:] == ["--module", "packtool", *ARGUMENTS][-5:]
 
 
-def test_no_process_is_started_if_a_check_fails(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_started_if_a_check_fails(
+    launch_commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NPROC_PER_NODE", "3")
 
     def refuse(world: World) -> None:
@@ -57,14 +59,14 @@ def test_no_process_is_started_if_a_check_fails(started: list[list[str]], monkey
     with pytest.raises(ConfigError, match="cannot be divided into groups of 2"):
         launch_ranks(ARGUMENTS, 2, refuse)
     assert launch_ranks(ARGUMENTS, 3, refuse, launches_none=True) == World(0, 3, 3)
-    assert not started
+    assert not launch_commands
 
 
-def test_a_launched_process_has_its_rank(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launched_process_has_its_rank(launch_commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"}.items():
         monkeypatch.setenv(name, value)
     assert launch_ranks(ARGUMENTS, 1, pytest.fail) == World(1, 2)
-    assert not started
+    assert not launch_commands
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_a_launched_process_has_its_rank(started: list[list[str]], monkeypatch: 
     ],
 )
 def test_one_command_starts_a_run(
-    surroundings: dict[str, str], expected: bool, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    surroundings: dict[str, str], expected: bool, launch_commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in surroundings.items():
         monkeypatch.setenv(name, value)

@@ -19,7 +19,7 @@ import pytest
 from packtool.errors import ConfigError
 from packtool.launch import torchrun
 from packtool.launch.processes import launch_command
-from tests.forked import started
+from tests.forked import forked_process
 from tests.waiting import PATIENCE_S, wait_for
 
 PLENTY_S = 300
@@ -65,7 +65,7 @@ def node(tmp_path: Path, port: int) -> Node:
         script.write_text(f"{header}end_with_launcher()\n{textwrap.dedent(rank_code)}\n")
         options = ["--nnodes", str(num_nodes), "--nproc-per-node", str(per_node), "--rdzv-conf", f"timeout={limit:g}"]
         options += ["--node-rank", str(rank), "--master-addr", place[0], "--master-port", str(place[1]), str(script)]
-        with started(torchrun.run_launcher, options, output_path=tmp_path / f"output-{rank}.txt") as process:
+        with forked_process(torchrun.run_launcher, options, output_path=tmp_path / f"output-{rank}.txt") as process:
             yield process
 
     return start
@@ -85,14 +85,14 @@ def output_of(tmp_path: Path) -> Callable[[int], str]:
 ReadOutput = Callable[[int], str]
 
 
-def ended(process: BaseProcess) -> int | None:
+def exit_code_of(process: BaseProcess) -> int | None:
     process.join(PATIENCE_S)
     return process.exitcode
 
 
 def test_missing_peer_is_an_error(node: Node, output_of: ReadOutput, port: int) -> None:
     with node(0, limit=2) as master:
-        assert ended(master) == ConfigError.exit_code
+        assert exit_code_of(master) == ConfigError.exit_code
     line = f"node 0 of 2: waiting at 127.0.0.1:{port} for 1 of 2 nodes: NODE_RANK 1 ("
     assert output_of(0).count(line) >= 2
     assert "gave up: waiting at" in output_of(0)
@@ -106,14 +106,14 @@ def test_the_first_signal_ends_a_launcher_that_waits(node: Node, output_of: Read
     with node(rank) as process:
         wait_for(lambda: "waiting" in output_of(rank), lambda: not process.is_alive())
         os.kill(process.pid or 0, signum)
-        assert ended(process) == 128 + signum
+        assert exit_code_of(process) == 128 + signum
 
 
 def test_late_peer_is_awaited_and_both_print_start_and_end(node: Node, output_of: ReadOutput, port: int) -> None:
     with node(0, per_node=2) as master:
         wait_for(lambda: "waiting" in output_of(0), lambda: not master.is_alive())
         with node(1, per_node=2) as peer:
-            assert (ended(master), ended(peer)) == (0, 0)
+            assert (exit_code_of(master), exit_code_of(peer)) == (0, 0)
     for rank, ranks in enumerate(("ranks 0 to 1 of 4", "ranks 2 to 3 of 4")):
         assert f"packtool: node {rank} of 2: {ranks}, master 127.0.0.1:{port}\n" in output_of(rank)
         assert f"packtool: node {rank} of 2: ended with exit code 0 after" in output_of(rank)
@@ -126,7 +126,7 @@ def test_peer_killed_before_the_meeting_can_be_restarted(node: Node, output_of: 
             peer.kill()
         wait_for(lambda: "for 2 of 3 nodes: NODE_RANK 1, 2" in output_of(0), lambda: not master.is_alive())
         with node(1, num_nodes=3) as peer, node(2, num_nodes=3) as third:
-            assert [ended(each) for each in (master, peer, third)] == [0, 0, 0]
+            assert [exit_code_of(each) for each in (master, peer, third)] == [0, 0, 0]
 
 
 def test_master_restarted_while_others_wait(node: Node, output_of: ReadOutput, port: int) -> None:
@@ -136,7 +136,7 @@ def test_master_restarted_while_others_wait(node: Node, output_of: ReadOutput, p
             master.kill()
         wait_for(lambda: f"waiting for node 0 at 127.0.0.1:{port}" in output_of(1).rstrip().rpartition("\n")[2])
         with node(0, num_nodes=3) as master, node(2, num_nodes=3) as third:
-            assert [ended(each) for each in (master, peer, third)] == [0, 0, 0]
+            assert [exit_code_of(each) for each in (master, peer, third)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("signum", [None, signal.SIGTERM])
@@ -155,11 +155,11 @@ def test_peer_killed_between_meeting_and_torchruns_rendezvous(
     if signum:
         monkeypatch.setattr(torchrun, "_GRACE_SECONDS", PLENTY_S)
     with node(0) as master, node(1) as peer:
-        assert ended(peer) == -signal.SIGKILL
+        assert exit_code_of(peer) == -signal.SIGKILL
         if signum:
             wait_for(lambda: "has not answered" in output_of(0), lambda: not master.is_alive())
             os.kill(master.pid or 0, signum)
-        assert ended(master) == (128 + signum if signum else ConfigError.exit_code)
+        assert exit_code_of(master) == (128 + signum if signum else ConfigError.exit_code)
     assert re.search(r"node 1 \(\S+, rank 1 of 2\) has not answered for \d+ s: killed, or disconnected", output_of(0))
 
 
@@ -170,7 +170,7 @@ def test_peer_killed_while_ranks_run(node: Node, output_of: ReadOutput) -> None:
         with node(0, WAITS, limit=3) as master:
             wait_for(lambda: "rank runs" in output_of(0) and "rank runs" in output_of(1), lambda: not master.is_alive())
             peer.kill()
-            assert ended(master) == 128 + signal.SIGTERM
+            assert exit_code_of(master) == 128 + signal.SIGTERM
     assert "rank 1 of 2) has not answered for" in output_of(0)
 
 
@@ -180,7 +180,7 @@ def test_master_killed_while_ranks_run(node: Node, output_of: ReadOutput, port: 
         with node(1, WAITS, limit=3) as peer:
             wait_for(lambda: "rank runs" in output_of(0) and "rank runs" in output_of(1), lambda: not peer.is_alive())
             master.kill()
-            assert ended(peer) == 128 + signal.SIGTERM
+            assert exit_code_of(peer) == 128 + signal.SIGTERM
     assert f"node 1 of 2: node 0 at 127.0.0.1:{port} has ended: " in output_of(1)
 
 
@@ -195,7 +195,7 @@ def test_failed_node_is_named_on_the_other_node(
     codes = {failing: "os.kill(os.getpid(), signal.SIGKILL)", other: "time.sleep(1); sys.exit(1)"}
     with node(0, codes[0]) as master, node(1, codes[1]) as peer:
         processes = master, peer
-        assert (ended(processes[failing]), ended(processes[other])) == (128 + signal.SIGKILL, 1)
+        assert (exit_code_of(processes[failing]), exit_code_of(processes[other])) == (128 + signal.SIGKILL, 1)
     assert re.search(
         rf"node {failing} \(\S+, rank {failing} of 2\) failed with exit code 137: rank {failing} \(process \d+\) was ",
         output_of(other),
@@ -205,7 +205,7 @@ def test_failed_node_is_named_on_the_other_node(
 
 def test_ranks_waiting_for_a_failed_node_are_ended(node: Node, output_of: ReadOutput) -> None:
     with node(0, WAITS) as master, node(1, "sys.exit(3)") as peer:
-        assert (ended(peer), ended(master)) == (3, 128 + signal.SIGTERM)
+        assert (exit_code_of(peer), exit_code_of(master)) == (3, 128 + signal.SIGTERM)
     assert "rank 1 of 2) failed with exit code 3" in output_of(0)
 
 
@@ -218,7 +218,7 @@ def test_wrong_port_is_named(node: Node, output_of: ReadOutput, port: int, liste
             other.listen()
         place = other.getsockname()
         with node(1, limit=2, place=place) as process:
-            assert ended(process) == ConfigError.exit_code
+            assert exit_code_of(process) == ConfigError.exit_code
     assert f"waiting for node 0 at 127.0.0.1:{place[1]}: " in output_of(1)
     assert listens or "Connection refused" in output_of(1)
     assert "Is packtool running where NODE_RANK=0, and is MASTER_ADDR an address of that machine?" in output_of(1)
@@ -226,7 +226,7 @@ def test_wrong_port_is_named(node: Node, output_of: ReadOutput, port: int, liste
 
 def test_unresolvable_master_name_is_an_error(node: Node, output_of: ReadOutput) -> None:
     with node(1, limit=1, place=("nowhere.invalid", 29500)) as process:
-        assert ended(process) == ConfigError.exit_code
+        assert exit_code_of(process) == ConfigError.exit_code
     with pytest.raises(socket.gaierror) as unknown:
         socket.getaddrinfo("nowhere.invalid", 29500)
     assert f"waiting for node 0 at nowhere.invalid:29500: {unknown.value.strerror}" in output_of(1)
@@ -237,7 +237,7 @@ def test_wrong_master_address_is_an_error(node: Node, output_of: ReadOutput, por
     with node(0, place=("192.0.2.1", port)) as process:
         wait_for(lambda: "waiting for MASTER_ADDR=192.0.2.1 to lead to this machine: " in output_of(0))
         os.kill(process.pid or 0, signal.SIGTERM)
-        assert ended(process) == 128 + signal.SIGTERM
+        assert exit_code_of(process) == 128 + signal.SIGTERM
     assert "Exception raised" not in output_of(0)
 
 
@@ -246,7 +246,7 @@ def test_used_port_on_the_master_is_an_error(node: Node, output_of: ReadOutput) 
         server.bind(("127.0.0.1", 0))
         server.listen()
         with node(0, place=server.getsockname()) as process:
-            assert ended(process) == ConfigError.exit_code
+            assert exit_code_of(process) == ConfigError.exit_code
 
     assert "is in use on this machine" in output_of(0)
 
@@ -262,7 +262,7 @@ def test_duplicate_node_rank_is_an_error(node: Node, output_of: ReadOutput, tmp_
         wait_for(lambda: "rank runs" in output_of(0) and "rank runs" in output_of(1), lambda: not master.is_alive())
         (tmp_path / "output-1.txt").rename(tmp_path / "output-taken.txt")
         with node(1, limit=2) as third:
-            assert ended(third) == ConfigError.exit_code
+            assert exit_code_of(third) == ConfigError.exit_code
     assert "has started with another NODE_RANK=1" in output_of(1)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from packtool.errors import ConfigError
 from packtool.launch import torchrun
 from packtool.launch.processes import Processes, launch_command, launch_if_requested
-from tests.forked import started
+from tests.forked import forked_process
 from tests.waiting import PATIENCE_S, wait_for
 
 ARGUMENTS = ["train", "--model", "a b", "--packing", "true"]
@@ -161,7 +161,7 @@ def test_the_exit_code_is_that_of_the_process_that_failed_first(tmp_path: Path) 
         """)
     )
     options = ["--standalone", "--nproc-per-node", "2", str(script), "4"]
-    with started(torchrun.run_torchrun, options, output_path=tmp_path / "output.txt") as launcher:
+    with forked_process(torchrun.run_torchrun, options, output_path=tmp_path / "output.txt") as launcher:
         launcher.join(PATIENCE_S)
     assert launcher.exitcode == 4
     assert "Traceback" not in (tmp_path / "output.txt").read_text()
@@ -181,7 +181,7 @@ def test_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
         """)
     )
     options = ["--standalone", "--nproc-per-node", "2", str(script)]
-    with started(torchrun.run_torchrun, options, output_path=tmp_path / "output.txt") as launcher:
+    with forked_process(torchrun.run_torchrun, options, output_path=tmp_path / "output.txt") as launcher:
         launcher.join(PATIENCE_S)
     assert launcher.exitcode == 128 + 9
     output = (tmp_path / "output.txt").read_text()

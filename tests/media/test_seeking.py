@@ -73,7 +73,7 @@ def decoded(data: bytes) -> list[npt.NDArray[np.uint8]]:
         return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+def frame_counter(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Return the number of frames that came out of decoders that began at keyframes."""
     num_frames, decode = [0], videos._KeyframeDecoder._decode
 
@@ -97,7 +97,7 @@ def test_seeking_gives_the_frames_of_sequential_decoding(name: str, numbers: set
 
 @pytest.mark.parametrize("name", VIDEOS)
 def test_seekable_videos_decode_at_most_one_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = counted(monkeypatch)
+    count = frame_counter(monkeypatch)
     with open_container(MediaRef(None, video(name))) as container:
         assert [n for n, _ in videos.needed_frames(container, container.streams.video[0], [2, 95])] == [2, 95]
     group = int(VIDEOS[name][2]["g"])
@@ -106,14 +106,14 @@ def test_seekable_videos_decode_at_most_one_group(name: str, monkeypatch: pytest
 
 
 def test_decoding_stops_after_the_last_needed_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = counted(monkeypatch)  # keyframes are the frames 0, 30, 60 and 90
+    count = frame_counter(monkeypatch)  # keyframes are the frames 0, 30, 60 and 90
     with open_container(MediaRef(None, video("fragments"))) as container:
         assert [n for n, _ in videos.needed_frames(container, container.streams.video[0], [2, 50, 64])] == [2, 50, 64]
     assert count() == 3 + 21 + 5
 
 
 def test_unreferenced_frames_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = counted(monkeypatch)  # of each four frames, two are such
+    count = frame_counter(monkeypatch)  # of each four frames, two are such
     with open_container(MediaRef(None, video("one keyframe"))) as container:
         assert [n for n, _ in videos.needed_frames(container, container.streams.video[0], [50, 100])] == [50, 100]
     near = 2 * 32
@@ -161,7 +161,7 @@ def test_frame_count_equals_that_of_a_decoder(name: str, share: float, damage: b
 
 
 def test_counting_decodes_few_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    count, name = counted(monkeypatch), "H.264, Matroska"
+    count, name = frame_counter(monkeypatch), "H.264, Matroska"
     with open_container(MediaRef(None, video(name))) as container:
         assert videos.count_frames(container, container.streams.video[0]) == NUM_FRAMES
     assert count() <= 32 + int(VIDEOS[name][2]["g"])
@@ -231,7 +231,7 @@ def with_edit_list(data: bytes, skipped_seconds: float, share: float) -> bytes:
     return data[: at + 12] + struct.pack(">Ii", round(duration * share), start + ticks) + data[at + 20 :]
 
 
-def turned(data: bytes, degrees: float) -> bytes:
+def rotated_video(data: bytes, degrees: float) -> bytes:
     """An mp4 or mov file whose track is turned by its matrix."""
     cosine, sine = (round(function(math.radians(degrees)) * 65536) for function in (math.cos, math.sin))
     plain = struct.pack(">9i", 65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30)
@@ -271,7 +271,7 @@ def test_edited_videos_have_the_frames_of_a_decoder(data_object: st.DataObject) 
         data = with_edit_list(
             data, *data_object.draw(st.tuples(st.sampled_from([0, 0.1, 0.5, 0.9]), st.floats(0.5, 1)))
         )
-        data = turned(data, data_object.draw(st.sampled_from([0, 0, 30, 44, 46, 90, 135, 180, 250, 271, -40])))
+        data = rotated_video(data, data_object.draw(st.sampled_from([0, 0, 30, 44, 46, 90, 135, 180, 250, 271, -40])))
     expected = decoded_frames(data)
     try:
         size = measure_video(MediaRef(None, data))

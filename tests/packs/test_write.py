@@ -39,7 +39,7 @@ COMPARED = ("input_ids", "labels", "position_ids", "cu_seqlens")
 
 
 @pytest.fixture(scope="module")
-def fixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def conformance_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The set of scripts/conformance.py."""
     folder = tmp_path_factory.mktemp("conformance") / "set"
     conformance.write(folder)
@@ -92,11 +92,11 @@ def interrupted(*args: Any, **kwargs: Any) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["media", "text"])
-def test_every_format_has_the_expected_values(kind: str, fixed: Path) -> None:
+def test_every_format_has_the_expected_values(kind: str, conformance_dir: Path) -> None:
     """Compare with the committed values, which are also compared with the readers of other trainers."""
     expected = json.loads((ROOT / "docs" / "format-expected.json").read_text())[kind]
     for layout in conformance.FORMATS:
-        if (folder := fixed / f"{kind}-{layout}").exists():
+        if (folder := conformance_dir / f"{kind}-{layout}").exists():
             packs = [{name: pack[name] for name in COMPARED} for pack in packs_in(folder, layout)]
             if kind == "text" and layout == "megatron":  # which knows one row of positions
                 packs = [pack | {"position_ids": pack["position_ids"] * 4} for pack in packs]
@@ -106,14 +106,17 @@ def test_every_format_has_the_expected_values(kind: str, fixed: Path) -> None:
             assert conformance.check({"packs": packs, "loss": conformance.loss_of(packs)}, expected), "shifted"
 
 
-def test_packs_equal_the_micro_batches_of_training(fixed: Path) -> None:
+def test_packs_equal_the_micro_batches_of_training(conformance_dir: Path) -> None:
     """Compare tokens, targets and positions with those that ``packtool train`` computes from the same plan."""
-    cache, plan = str(fixed / "media-cache"), str(fixed / "a.plan")
+    cache, plan = str(conformance_dir / "media-cache"), str(conformance_dir / "a.plan")
     assert run(["plan", cache, "--packing-length", "160", "--save", plan, "--share-prefix", "false"]) == 0
-    assert run(["pack", cache, "--plan", plan, "--output-dir", str(fixed / "planned"), "--packs-per-file", "2"]) == 0
+    assert (
+        run(["pack", cache, "--plan", plan, "--output-dir", str(conformance_dir / "planned"), "--packs-per-file", "2"])
+        == 0
+    )
     reader, saved = CacheReader.open([cache]), read_plan(plan)
-    spec = InputSpec.load(str(fixed / "model"), reader.manifests[0].identity.media_limits)
-    packs = packs_in(fixed / "planned", "parquet")
+    spec = InputSpec.load(str(conformance_dir / "model"), reader.manifests[0].identity.media_limits)
+    packs = packs_in(conformance_dir / "planned", "parquet")
     assert len(packs) == len(saved.offsets) - 1
     for pack_index, pack in enumerate(packs):
         places = saved.samples[saved.offsets[pack_index] : saved.offsets[pack_index + 1]]
@@ -125,8 +128,8 @@ def test_packs_equal_the_micro_batches_of_training(fixed: Path) -> None:
         assert [*pack["labels"][1:], -100] == batch.labels[0].tolist()
 
 
-def test_tar_files_have_media_and_an_index(fixed: Path) -> None:
-    folder = fixed / "media-energon"
+def test_tar_files_have_media_and_an_index(conformance_dir: Path) -> None:
+    folder = conformance_dir / "media-energon"
     images = 0
     for document, parts in documents(folder):
         assert set(parts) == {image["file"] for image in document["images"]}
@@ -176,7 +179,7 @@ ROWS = st.lists(
 @given(rows=ROWS)
 def test_imported_packs_equal_the_packed_samples(
     rows: list[tuple[list[str], int, str | None, float | None, bool]],
-    fixed: Path,
+    conformance_dir: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """For every format: by the name of the directory, and by a pattern of its files."""
@@ -189,12 +192,14 @@ def test_imported_packs_equal_the_packed_samples(
             continue
         turns = [{"role": "user", "content": "<image>" * len(pictures) + "why?"}]
         turns.append({"role": "assistant", "content": "because " * words, "loss_scale": weight})
-        lines.append({"messages": turns, "images": [f"{fixed}/{name}.png" for name in pictures], "channel": channel})
+        lines.append(
+            {"messages": turns, "images": [f"{conformance_dir}/{name}.png" for name in pictures], "channel": channel}
+        )
         is_plain &= not pictures and weight is None
     for name in ("text", "messages"):
         matching_lines = [json.dumps(line) + "\n" for line in lines if name in line]
         (folder / f"{name}.jsonl").write_text("".join(matching_lines or ['{"text": "ab"}\n']))
-    model = ["--model", str(fixed / "model"), "--max-length", "400", "--media-root", str(fixed)]
+    model = ["--model", str(conformance_dir / "model"), "--max-length", "400", "--media-root", str(conformance_dir)]
     data = [str(folder / f"{name}.jsonl") for name in ("text", "messages")]
     assert run(["export", *model, "--dataset", *data, "--output-dir", str(folder / "cache")]) == 0
     expected = samples_of(folder / "cache")
@@ -210,22 +215,33 @@ def test_imported_packs_equal_the_packed_samples(
         assert samples_of(cache) == [(*sample[:-1], sample[-1] if has_channels else "") for sample in expected], layout
 
 
-def test_output_does_not_depend_on_the_number_of_processes(fixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["pack", str(fixed / "text-cache"), "--packing-length", "160", "--packs-per-file", "2"]
+def test_output_does_not_depend_on_the_number_of_processes(
+    conformance_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["pack", str(conformance_dir / "text-cache"), "--packing-length", "160", "--packs-per-file", "2"]
     done: list[int] = []
     monkeypatch.setattr(TerminalProgress, "advance", lambda self, num_done: done.append(num_done))
     for num_proc in ("1", "2"):
         done.clear()
-        assert run([*words, "--output-dir", str(fixed / f"by{num_proc}"), "--dataset-num-proc", num_proc]) == 0
-        assert sum(done) == len(list((fixed / f"by{num_proc}").glob("*.parquet")))
-    for path in (fixed / "by1").iterdir():
-        assert path.read_bytes() == (fixed / "by2" / path.name).read_bytes()
+        assert (
+            run([*words, "--output-dir", str(conformance_dir / f"by{num_proc}"), "--dataset-num-proc", num_proc]) == 0
+        )
+        assert sum(done) == len(list((conformance_dir / f"by{num_proc}").glob("*.parquet")))
+    for path in (conformance_dir / "by1").iterdir():
+        assert path.read_bytes() == (conformance_dir / "by2" / path.name).read_bytes()
 
 
-def test_buckets_get_the_same_files(fixed: Path, bucket: str) -> None:
-    words = ["pack", str(fixed / "media-cache"), "--packing-length", "160", "--packing-algorithm", "sequential"]
+def test_buckets_get_the_same_files(conformance_dir: Path, bucket: str) -> None:
+    words = [
+        "pack",
+        str(conformance_dir / "media-cache"),
+        "--packing-length",
+        "160",
+        "--packing-algorithm",
+        "sequential",
+    ]
     assert run([*words, "--packs-per-file", "3", "--format", "energon", "--output-dir", f"{bucket}/packs"]) == 0
-    local = fixed / "media-energon"
+    local = conformance_dir / "media-energon"
     for path in filter(Path.is_file, local.rglob("*")):
         there = storage.join(bucket, "packs", *path.relative_to(local).parts)
         assert storage.read_bytes(there) == path.read_bytes()
@@ -243,40 +259,59 @@ def test_buckets_get_the_same_files(fixed: Path, bucket: str) -> None:
     ],
 )
 def test_wrong_options(
-    words: list[str], code: int, message: str, fixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], code: int, message: str, conformance_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["pack", str(fixed / "media-cache"), "--output-dir", str(tmp_path / "new"), *words]) == code
+    assert run(["pack", str(conformance_dir / "media-cache"), "--output-dir", str(tmp_path / "new"), *words]) == code
     assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
-def test_reference_mode_copies_no_bytes(fixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reference_mode_copies_no_bytes(conformance_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A cache with embedded media; by default, tables contain them, too."""
-    words = ["--model", str(fixed / "model"), "--max-length", "160", "--media", "embed"]
-    rows = conformance.rows(fixed, True)[1:3]
-    rows[1]["images"] = [{"bytes": base64.b64encode((fixed / "tall.png").read_bytes()).decode()}] * 2
+    words = ["--model", str(conformance_dir / "model"), "--max-length", "160", "--media", "embed"]
+    rows = conformance.rows(conformance_dir, True)[1:3]
+    rows[1]["images"] = [{"bytes": base64.b64encode((conformance_dir / "tall.png").read_bytes()).decode()}] * 2
     for name, num_rows in (("named", 1), ("held", 2)):
-        (fixed / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:num_rows]))
-        data = ["--dataset", str(fixed / f"{name}.jsonl"), "--output-dir", str(fixed / name)]
+        (conformance_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:num_rows]))
+        data = ["--dataset", str(conformance_dir / f"{name}.jsonl"), "--output-dir", str(conformance_dir / name)]
         assert run(["export", *words, *data]) == 0
     for media, mode in (((), "embed"), (("--media", "reference"), "reference")):
-        place = fixed / f"packs-{mode}"
-        assert run(["pack", str(fixed / "named"), *media, "--output-dir", str(place)]) == 0
+        place = conformance_dir / f"packs-{mode}"
+        assert run(["pack", str(conformance_dir / "named"), *media, "--output-dir", str(place)]) == 0
         assert json.loads((place / "packs.json").read_text())["media"] == mode
         (image,) = packs_in(place, "parquet")[0]["images"]
         assert (image["bytes"] is not None) == (mode == "embed")
         assert Path(image["path"]).name == "wide.png"
     capsys.readouterr()
-    assert run(["pack", str(fixed / "held"), "--media", "reference", "--output-dir", str(fixed / "lost")]) == 2
+    assert (
+        run(
+            [
+                "pack",
+                str(conformance_dir / "held"),
+                "--media",
+                "reference",
+                "--output-dir",
+                str(conformance_dir / "lost"),
+            ]
+        )
+        == 2
+    )
     assert "row 1 of" in capsys.readouterr().err
 
 
 def test_failed_writes_leave_no_complete_output(
-    fixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    conformance_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["pack", str(fixed / "media-cache"), "--output-dir", str(tmp_path / "packs"), "--packs-per-file", "2"]
+    words = [
+        "pack",
+        str(conformance_dir / "media-cache"),
+        "--output-dir",
+        str(tmp_path / "packs"),
+        "--packs-per-file",
+        "2",
+    ]
     words += ["--packing-length", "160", "--media", "embed"]
-    picture = fixed / "tall.png"
+    picture = conformance_dir / "tall.png"
     content = picture.read_bytes()
     picture.unlink()
     assert run(words) == 3

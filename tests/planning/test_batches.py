@@ -8,7 +8,7 @@ import pytest
 from packtool.config.packing import PackOptions
 from packtool.planning import packing
 from packtool.planning.packing import pack
-from tests.planning.test_packing import check, companions, lognormal_lengths
+from tests.planning.test_packing import check, lognormal_lengths, sample_sets
 
 LENGTHS = lognormal_lengths(3000, median=1500, sigma=1.0)
 
@@ -48,4 +48,4 @@ def test_epochs_have_different_packs() -> None:
     options = PackOptions(packing_algorithm="binpacking")
     first_plan, second_plan = (pack(lengths, 128, options, seed=1, epoch=epoch) for epoch in (0, 1))
     assert first_plan.num_packs == second_plan.num_packs
-    assert len(companions(first_plan) & companions(second_plan)) < 0.1 * first_plan.num_packs
+    assert len(sample_sets(first_plan) & sample_sets(second_plan)) < 0.1 * first_plan.num_packs

@@ -12,7 +12,7 @@ from packtool.config.packing import PackOptions
 from packtool.errors import ConfigError, DataError
 from packtool.planning.pack_plan import PackPlan
 from packtool.planning.packing import pack
-from tests.planning.test_packing import check, companions, lognormal_lengths
+from tests.planning.test_packing import check, lognormal_lengths, sample_sets
 
 CAPACITY = 10240
 
@@ -81,8 +81,8 @@ def test_epochs_differ_in_packs_but_not_in_their_number() -> None:
     assert len({plan.num_packs for plan in plans}) == 1
     for plan in plans[1:]:
         check(plan, lengths)
-        crowded = {samples for samples in companions(plan) if len(samples) > 1}
-        assert len(crowded & companions(plans[0])) < 0.3 * len(crowded)
+        crowded = {samples for samples in sample_sets(plan) if len(samples) > 1}
+        assert len(crowded & sample_sets(plans[0])) < 0.3 * len(crowded)
 
 
 def test_limits_above_all_packs_have_no_effect() -> None:

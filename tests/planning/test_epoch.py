@@ -32,7 +32,7 @@ LENGTHS = ((np.arange(1000) * 37) % 50 + 1).astype(np.int32)  # 1 to 50, each tw
 TARGETS = (LENGTHS // 3).astype(np.int32)
 
 
-def trained(plan: EpochPlan) -> list[int]:
+def trained_order(plan: EpochPlan) -> list[int]:
     """Cache positions in the order in which they would be trained."""
     steps = plan.steps
     return [
@@ -50,7 +50,7 @@ def test_positions_are_those_of_the_cache(packing: bool) -> None:
     options = dataclasses.replace(OPTIONS, packing=packing)
     plan = plan_epoch(LENGTHS, TARGETS, options, seed=1)
     short_samples = np.flatnonzero(LENGTHS <= 40)
-    assert sorted(trained(plan)) == short_samples.tolist()
+    assert sorted(trained_order(plan)) == short_samples.tolist()
     assert np.array_equal(LENGTHS[plan.packs.samples], plan.packs.lengths)
     assert plan.steps.target_tokens_per_step.sum() == TARGETS[short_samples].sum()
 
@@ -112,7 +112,7 @@ def test_filtered_and_trained_samples_add_up_to_the_cache(
             plan_epoch(array, array, options, seed=0)
         return
     plan = plan_epoch(array, array, options, seed=0)
-    assert sorted(trained(plan)) == [i for i, length in enumerate(lengths) if length <= max_length]
+    assert sorted(trained_order(plan)) == [i for i, length in enumerate(lengths) if length <= max_length]
     assert plan.summary.num_filtered + plan.summary.num_samples == plan.summary.num_cached == len(lengths)
 
 
@@ -219,7 +219,7 @@ def test_options_of_packing_reach_the_packer() -> None:
     plan = plan_epoch(LENGTHS, TARGETS, options, seed=1, media_tokens=media)
     assert np.diff(plan.packs.offsets).max() == 2
     assert plan.packs.sums_per_pack(media[plan.packs.samples]).max() <= 25
-    assert sorted(trained(plan)) == np.flatnonzero(LENGTHS <= 40).tolist()
+    assert sorted(trained_order(plan)) == np.flatnonzero(LENGTHS <= 40).tolist()
 
 
 @pytest.mark.parametrize("packing", [True, False])

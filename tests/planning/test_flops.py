@@ -146,14 +146,14 @@ def _config(family: str) -> dict[str, Any]:
     return {"model_type": family, **FAMILIES[family]}
 
 
-def _sees(family: str) -> bool:
+def _has_vision(family: str) -> bool:
     return "vision_config" in FAMILIES[family]
 
 
 @cache
 def _model(family: str) -> Any:
     config = AutoConfig.for_model(family, **copy.deepcopy(FAMILIES[family]))
-    auto: Any = AutoModelForImageTextToText if _sees(family) else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if _has_vision(family) else AutoModelForCausalLM
     # torch does not count the grouped products that experts have otherwise.
     return auto.from_config(config, attn_implementation="sdpa", experts_implementation="eager")
 
@@ -186,7 +186,7 @@ def _inputs(family: str) -> tuple[dict[str, Any], int, int]:
 @pytest.mark.parametrize(
     ("family", "setting"),
     [
-        *((family, name) for family in FAMILIES for name in (SETTINGS if _sees(family) else ("full", "lora"))),
+        *((family, name) for family in FAMILIES for name in (SETTINGS if _has_vision(family) else ("full", "lora"))),
         *((family, name) for family in ("qwen3", "qwen3_vl") for name in SUBSETS),
     ],
 )
@@ -197,7 +197,7 @@ def test_costs_equal_the_flops_that_torch_counts(family: str, setting: str) -> N
 
 def _run(family: str, setting: str) -> TrainConfig:
     settings = SETTINGS.get(setting) or SUBSETS[setting]
-    place = "model.language_model" if _sees(family) else "model"
+    place = "model.language_model" if _has_vision(family) else "model"
     if family == "qwen3_next" and setting == "lora":  # peft takes its shared expert's modules for the routed experts'
         settings = settings | {"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "out_proj")}
 

@@ -40,7 +40,7 @@ def options(**changes: object) -> PlanOptions:
     return PlanOptions(max_length=MAX, packing_length=MAX, balance="none", **changes)  # type: ignore[arg-type]
 
 
-def planned(mixture: Mixture, epoch: int = 0, **changes: object) -> EpochPlan:
+def planned_epoch(mixture: Mixture, epoch: int = 0, **changes: object) -> EpochPlan:
     return plan_mixture(mixture, options(**changes), seed=mixture.seed, epoch=epoch)
 
 
@@ -71,7 +71,7 @@ def test_an_epoch_that_memory_cannot_hold_is_refused() -> None:
 )
 def test_number_of_samples_of_an_epoch(sizes: list[int], amounts: list[str], seed: int) -> None:
     mixture = mixture_of(sizes, sources_of(*amounts[: len(sizes)]), seed)
-    first_plan = planned(mixture)
+    first_plan = planned_epoch(mixture)
     for epoch in (0, 1, 5):
         samples = mixture.draw(epoch)
         times = np.bincount(samples, minlength=sum(sizes))
@@ -83,12 +83,14 @@ def test_number_of_samples_of_an_epoch(sizes: list[int], amounts: list[str], see
             assert times_of_source.max() == -(-count // size)
         assert (mixture.lengths[samples] <= mixture.slots.lengths).all()
         assert (mixture.media_tokens[samples] <= mixture.slots.media_tokens).all()
-        plan = planned(mixture, epoch)
+        plan = planned_epoch(mixture, epoch)
         assert np.array_equal(np.sort(plan.packs.samples), np.sort(samples))
         assert plan.packs.num_packs == first_plan.packs.num_packs
         assert plan.packs.tokens_per_pack().max() <= MAX
         assert np.array_equal(plan.packs.lengths, mixture.lengths[plan.packs.samples])
-    assert planned(mixture_of(sizes, sources_of(*amounts[: len(sizes)]), seed)).fingerprint == first_plan.fingerprint
+    assert (
+        planned_epoch(mixture_of(sizes, sources_of(*amounts[: len(sizes)]), seed)).fingerprint == first_plan.fingerprint
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -127,7 +129,7 @@ def test_samples_are_drawn_equally_often_and_differ_by_epoch() -> None:
     assert len({draw.tobytes() for draw in draws}) > 380
     repeated = replace(mixture, resample=False)
     assert np.array_equal(repeated.draw(0), repeated.draw(3))
-    assert not np.array_equal(planned(repeated, 0).packs.samples, planned(repeated, 1).packs.samples)
+    assert not np.array_equal(planned_epoch(repeated, 0).packs.samples, planned_epoch(repeated, 1).packs.samples)
     assert repeated.fingerprint != mixture.fingerprint
 
 
@@ -152,7 +154,7 @@ def test_weights(unit: MixUnit, stop: str) -> None:
     mixture = mixture_of([1000, 300, 2500], sources, unit=unit, stop=stop)
     ends = min(mixture.epochs) if stop == "all" else max(mixture.epochs)
     assert ends == pytest.approx(1, abs=2e-3)  # the one that ends the epoch is used up
-    plan = planned(mixture, 1)
+    plan = planned_epoch(mixture, 1)
     figures = share_figures(by_name(counts_of_steps(plan.packs, plan.steps, mixture).sum(axis=0), mixture))
     assert [each[f"share_of_{unit}"] for each in figures.values()] == pytest.approx([0.6, 0.2, 0.2], rel=0.01)
 
@@ -169,7 +171,7 @@ def test_filters_by_length() -> None:
     filtered_lengths = mixture.lengths[mixture.draw(0)[mixture.draw(0) < 300]]
     assert filtered_lengths.min() >= 20
     assert filtered_lengths.max() <= 100
-    assert planned(mixture).summary.num_filtered == mixture.num_filtered == 300 - len(filtered_lengths)
+    assert planned_epoch(mixture).summary.num_filtered == mixture.num_filtered == 300 - len(filtered_lengths)
     with pytest.raises(DataError, match="no samples remain of a"):
         mixture_of([300, 50], [replace(sources[0], min_length=MAX - 1, max_length=MAX - 1), sources[1]])
 
@@ -192,7 +194,7 @@ def test_filters_by_length() -> None:
 )
 def test_parts_of_the_caches_add_up(sources: list[SourceRecipe], epoch: int, packing: bool) -> None:
     mixture = mixture_of([150] * len(sources), sources)
-    summary = planned(mixture, epoch, packing=packing).summary
+    summary = planned_epoch(mixture, epoch, packing=packing).summary
     assert summary.num_cached == 150 * len(sources)
     assert summary.num_distinct == len(np.unique(mixture.draw(epoch)))
     assert summary.num_samples == mixture.num_drawn
@@ -202,7 +204,7 @@ def test_parts_of_the_caches_add_up(sources: list[SourceRecipe], epoch: int, pac
 
 def test_same_epoch_on_other_ranks_and_rest_after_resuming() -> None:
     mixture = mixture_of([500, 200], sources_of("1.5x", "50%"))
-    one, four = (planned(mixture, 1, world_size=size) for size in (1, 4))
+    one, four = (planned_epoch(mixture, 1, world_size=size) for size in (1, 4))
     assert one.packs.fingerprint == four.packs.fingerprint
     for step in (0, 7, four.steps.num_steps - 1):
         remaining_samples = np.sort(four.packs_from(step).samples)
@@ -232,7 +234,7 @@ def test_same_epoch_on_other_ranks_and_rest_after_resuming() -> None:
 )
 def test_every_algorithm_packs_repeated_samples(changes: dict[str, object]) -> None:
     mixture = mixture_of([200, 90], sources_of("2.5x", "40%"))
-    plans = [planned(mixture, epoch, **changes) for epoch in (0, 1)]
+    plans = [planned_epoch(mixture, epoch, **changes) for epoch in (0, 1)]
     assert plans[0].packs.num_packs == plans[1].packs.num_packs
     for epoch, plan in enumerate(plans):
         assert np.array_equal(np.sort(plan.packs.samples), np.sort(mixture.draw(epoch)))

@@ -22,7 +22,7 @@ _FEW = 4
 """Samples that a window may have more or less of a source of which a tenth is less than that."""
 
 
-def mixed(lengths: list[np.ndarray], unit: MixUnit = "samples", media: np.ndarray | None = None) -> Mixture:
+def mixture_of(lengths: list[np.ndarray], unit: MixUnit = "samples", media: np.ndarray | None = None) -> Mixture:
     """Every sample of every source once."""
     sizes = [len(source_lengths) for source_lengths in lengths]
     together = np.clip(np.concatenate(lengths), 1, _CAPACITY).astype(np.int32)
@@ -102,7 +102,7 @@ def drawn_lengths(rng: np.random.Generator, packs_per_step: int, num_sources: in
 def test_every_window_of_100_steps_has_each_source_within_a_tenth_or_a_few_samples(
     seed: int, packs_per_step: int, num_sources: int, unit: MixUnit
 ) -> None:
-    mixture = mixed(drawn_lengths(np.random.default_rng(seed), packs_per_step, num_sources), unit)
+    mixture = mixture_of(drawn_lengths(np.random.default_rng(seed), packs_per_step, num_sources), unit)
     plan = plan_mixture(mixture, options(world_size=packs_per_step), seed=seed)
     assert np.array_equal(np.sort(plan.packs.samples), np.arange(mixture.num_drawn))
     assert plan.packs.tokens_per_pack().max() <= _CAPACITY
@@ -111,10 +111,10 @@ def test_every_window_of_100_steps_has_each_source_within_a_tenth_or_a_few_sampl
     assert excess(plan.packs, mixture, packs_per_step) <= 1
 
 
-def few_short_ones(num: int = 12_000) -> Mixture:
+def mixture_with_short_samples(num: int = 12_000) -> Mixture:
     """A seventh of the samples are of 25 tokens; the others have 250 to 1,000."""
     rng = np.random.default_rng(0)
-    return mixed([np.full(num // 7, 25), rng.integers(250, 1001, num - num // 7)])
+    return mixture_of([np.full(num // 7, 25), rng.integers(250, 1001, num - num // 7)])
 
 
 def packed_one_by_one(mixture: Mixture) -> PackPlan:
@@ -125,7 +125,7 @@ def packed_one_by_one(mixture: Mixture) -> PackPlan:
 
 
 def test_short_samples_are_spread_over_packs() -> None:
-    mixture = few_short_ones()
+    mixture = mixture_with_short_samples()
     even, plain = plan_mixture(mixture, options(), seed=0).packs, packed_one_by_one(mixture)
     for packs_per_step in (1, 2, 4):
         assert excess(even, mixture, packs_per_step) < 0.6
@@ -135,17 +135,17 @@ def test_short_samples_are_spread_over_packs() -> None:
 
 
 def test_epochs_have_equally_many_and_different_packs() -> None:
-    mixture = few_short_ones(3000)
+    mixture = mixture_with_short_samples(3000)
     plans = [plan_mixture(mixture, options(), seed=3, epoch=epoch) for epoch in (0, 0, 1, 2)]
     assert len({plan.packs.num_packs for plan in plans}) == 1
     assert plans[0].fingerprint == plans[1].fingerprint
-    together = [companions(plan) for plan in plans]
+    together = [pairs_sharing_a_pack(plan) for plan in plans]
     assert together[0] == together[1]
     assert len(together[0] & together[2]) < 0.1 * len(together[0])
     assert len(together[2] & together[3]) < 0.1 * len(together[2])
 
 
-def companions(plan: EpochPlan) -> set[tuple[int, int]]:
+def pairs_sharing_a_pack(plan: EpochPlan) -> set[tuple[int, int]]:
     """Pairs of samples that share a pack."""
     result = set()
     for pack_index in range(plan.packs.num_packs):
@@ -169,7 +169,7 @@ def test_every_algorithm_keeps_all_budgets(changes: dict[str, object]) -> None:
     lengths = [np.full(100, 60), rng.integers(300, 1500, 300), rng.lognormal(5.5, 0.8, 300)]
     all_lengths = np.clip(np.concatenate(lengths), 1, _CAPACITY).astype(np.int32)
     media = np.where(rng.random(len(all_lengths)) < 0.4, all_lengths // 3, 0).astype(np.int32)
-    mixture = mixed(lengths, media=np.minimum(media, 500))
+    mixture = mixture_of(lengths, media=np.minimum(media, 500))
     pack_options = options(**changes)
     plans = [plan_mixture(mixture, pack_options, seed=0, epoch=epoch).packs for epoch in (0, 1)]
     plain = pack(mixture.lengths, _CAPACITY, pack_options, seed=0, media_tokens=mixture.media_tokens)
@@ -188,7 +188,7 @@ def test_every_algorithm_keeps_all_budgets(changes: dict[str, object]) -> None:
 def test_samples_fit_their_slots() -> None:
     """What a place draws in later epochs may be shorter than the place, never longer, whoever changes places."""
     rng = np.random.default_rng(2)
-    mixture = mixed([rng.integers(20, 60, 900), rng.integers(200, 900, 900)])
+    mixture = mixture_of([rng.integers(20, 60, 900), rng.integers(200, 900, 900)])
     mixture = dataclasses.replace(mixture, counts=(300, 700))
     plans = [plan_mixture(mixture, options(), seed=0, epoch=epoch).packs for epoch in range(3)]
     assert len({packs.num_packs for packs in plans}) == 1
@@ -199,7 +199,7 @@ def test_samples_fit_their_slots() -> None:
 
 def test_slots_are_not_joined_if_that_needs_many_packs() -> None:
     """Two samples fill a pack, and none of them has room for a short one beside it."""
-    mixture = mixed([np.full(40, 30), np.full(1000, _CAPACITY // 2)])
+    mixture = mixture_of([np.full(40, 30), np.full(1000, _CAPACITY // 2)])
     packs, slot_samples = pack_mixture(mixture.slots, options(), seed=0, epoch=0)
     plain = pack(mixture.slots.lengths, _CAPACITY, seed=0)
     assert packs.num_packs <= plain.num_packs * 1.005 + 2
@@ -207,7 +207,7 @@ def test_slots_are_not_joined_if_that_needs_many_packs() -> None:
 
 
 def test_tiny_capacities_and_overlong_samples() -> None:
-    mixture = mixed([np.array([1, 2, 3, 5, 5]), np.array([1, 1, 4])])
+    mixture = mixture_of([np.array([1, 2, 3, 5, 5]), np.array([1, 1, 4])])
     small = dataclasses.replace(options(), packing_length=5)
     packs, _ = pack_mixture(mixture.slots, small, seed=0, epoch=0)
     assert packs.num_samples == 8
@@ -217,13 +217,13 @@ def test_tiny_capacities_and_overlong_samples() -> None:
 
 
 def test_samples_as_long_as_a_pack_are_alone() -> None:
-    mixture = mixed([np.full(7, _CAPACITY), np.full(5, _CAPACITY - 1)])
+    mixture = mixture_of([np.full(7, _CAPACITY), np.full(5, _CAPACITY - 1)])
     packs, slot_samples = pack_mixture(mixture.slots, options(), seed=0, epoch=0)
     assert packs.num_packs == 12
     assert np.array_equal(slot_samples, np.arange(12))
 
 
 def test_a_single_source_is_packed_one_by_one() -> None:
-    mixture = mixed([np.random.default_rng(0).integers(20, 900, 500)])
+    mixture = mixture_of([np.random.default_rng(0).integers(20, 900, 500)])
     plan = plan_mixture(mixture, options(), seed=0)
     assert plan.packs.num_packs == pack(mixture.lengths, _CAPACITY, seed=0).num_packs

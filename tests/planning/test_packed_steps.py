@@ -42,7 +42,7 @@ def step_samples(plan: EpochPlan) -> list[list[int]]:
     return [sorted(i for rank in step for batch in rank for i in batch) for step in micro_batches(plan)]
 
 
-def unpacked(options: PlanOptions) -> PlanOptions:
+def unpacked_options(options: PlanOptions) -> PlanOptions:
     """The run whose steps are to be kept, all in one batch."""
     assert options.samples_per_step is not None
     return dataclasses.replace(
@@ -80,7 +80,7 @@ def test_steps_have_the_samples_of_unpacked_training(
 ) -> None:
     lengths, media, options, seed, epoch = run
     plan_with = functools.partial(plan_epoch, lengths, lengths, seed=seed, epoch=epoch, media_tokens=media)
-    plan, plain = plan_with(options), plan_with(unpacked(options))
+    plan, plain = plan_with(options), plan_with(unpacked_options(options))
     assert step_samples(plan) == step_samples(plain)
     assert np.array_equal(plan.steps.target_tokens_per_step, plain.steps.target_tokens_per_step)
     assert plan.summary.num_steps == plan.summary.num_steps_without_packing == plain.summary.num_steps

@@ -70,15 +70,15 @@ def check(plan: PackPlan, lengths: npt.ArrayLike) -> None:
     assert plan.num_tokens == given_lengths.sum()
 
 
-def companions(plan: PackPlan) -> set[frozenset[int]]:
+def sample_sets(plan: PackPlan) -> set[frozenset[int]]:
     return {frozenset(plan.pack(index).tolist()) for index in range(plan.num_packs)}
 
 
 def repeated_packs(lengths: npt.NDArray[np.integer[Any]], capacity: int) -> float:
     """Share of the packs of several samples that the next epoch has again."""
     first_plan, second_plan = (pack(lengths, capacity, seed=1, epoch=epoch) for epoch in (0, 1))
-    crowded = {pack for pack in companions(first_plan) if len(pack) > 1}
-    return len(crowded & companions(second_plan)) / len(crowded)
+    crowded = {pack for pack in sample_sets(first_plan) if len(pack) > 1}
+    return len(crowded & sample_sets(second_plan)) / len(crowded)
 
 
 @st.composite

@@ -39,7 +39,9 @@ def prefixes_of(rows: Rows, ends: Sequence[Sequence[int]]) -> Prefixes:
     return Prefixes(offsets, np.array([end for end, _ in flat], np.int32), np.array(hashes, np.uint64))
 
 
-def planned(rows: Rows, ends: Sequence[Sequence[int]] | None = None, **options: int) -> tuple[PrefixTrees, np.ndarray]:
+def planned_trees(
+    rows: Rows, ends: Sequence[Sequence[int]] | None = None, **options: int
+) -> tuple[PrefixTrees, np.ndarray]:
     lengths = np.array([len(row) for row in rows], np.int32)
     given_prefixes = prefixes_of(rows, ends or [range(1, len(row) + 1) for row in rows])
     return plan_trees(lengths, given_prefixes, **({"capacity": 1000, "min_shared": 1} | options)), lengths
@@ -48,7 +50,7 @@ def planned(rows: Rows, ends: Sequence[Sequence[int]] | None = None, **options: 
 def test_trees_match_the_diagram() -> None:
     a, b, c = [1] * 5, [2] * 2, [3] * 2
     rows = [[*a, *b], [*a, *c, 4], [*a, *b], [*a, 5, 5, 5, 5], [6] * 5]
-    trees, lengths = planned(rows, [[5, 7], [5, 7], [5, 7], [5], [5]])
+    trees, lengths = planned_trees(rows, [[5, 7], [5, 7], [5, 7], [5], [5]])
     assert trees.samples.tolist() == [1, 3, 0, 2, 4]
     assert lengths[trees.samples].tolist() == [8, 9, 7, 7, 5]
     assert trees.shared.tolist() == [0, 4, 4, 6, 0]
@@ -76,7 +78,7 @@ def test_branches_match_the_diagram() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=9), max_size=12))
 def test_branches_hold_every_token_of_every_sample(rows: Rows) -> None:
-    trees, lengths = planned(rows)
+    trees, lengths = planned_trees(rows)
     new = trees.new_tokens(lengths)
     branches = find_branches(new, trees.shared)
     assert sum(branch.num_tokens for branch in branches) == new.sum()
@@ -102,12 +104,12 @@ def test_branches_hold_every_token_of_every_sample(rows: Rows) -> None:
 def test_each_part_of_a_split_tree_computes_the_prefix() -> None:
     rows = [[1] * 10 + [2 + index] * 3 for index in range(5)]
     ends = [[10]] * 5
-    trees, lengths = planned(rows, ends, capacity=22)
+    trees, lengths = planned_trees(rows, ends, capacity=22)
     assert trees.new_tokens(lengths).tolist() == [13, 4, 4, 13, 4]
     assert trees.offsets.tolist() == [0, 3, 5]
-    trees, lengths = planned(rows, ends, max_samples=2)
+    trees, lengths = planned_trees(rows, ends, max_samples=2)
     assert np.diff(trees.offsets).tolist() == [2, 2, 1]
-    trees, lengths = planned(rows, ends, capacity=13)
+    trees, lengths = planned_trees(rows, ends, capacity=13)
     assert trees.num_shared_tokens == 0
     assert trees.offsets.tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -138,22 +140,22 @@ def test_groups_respect_the_second_budget(media: list[int], of_prefix: int, max_
 
 def test_short_prefixes_are_not_shared() -> None:
     rows = [[1, 1, 1, 2], [1, 1, 1, 3]]
-    assert planned(rows, [[3], [3]], min_shared=2)[0].shared.tolist() == [0, 2]
-    assert planned(rows, [[3], [3]], min_shared=3)[0].shared.tolist() == [0, 0]
+    assert planned_trees(rows, [[3], [3]], min_shared=2)[0].shared.tolist() == [0, 2]
+    assert planned_trees(rows, [[3], [3]], min_shared=3)[0].shared.tolist() == [0, 0]
 
 
 def test_media_of_a_prefix_count_once() -> None:
     rows = [[1, 1, 2], [1, 1, 3], [4]]
-    trees, _ = planned(rows, [[2], [2], []])
+    trees, _ = planned_trees(rows, [[2], [2], []])
     media, of_prefixes = np.array([7, 9, 5]), np.array([6, 6])
     assert trees.samples.tolist() == [0, 1, 2]
     assert trees.added(media, of_prefixes).tolist() == [7, 3, 5]
-    assert planned(rows, [[2], [2], []], max_length=2)[0].added(media, of_prefixes).tolist() == [0, 0, 5]
+    assert planned_trees(rows, [[2], [2], []], max_length=2)[0].added(media, of_prefixes).tolist() == [0, 0, 5]
 
 
 def test_groups_are_packed_and_their_samples_stay_together() -> None:
     rows = [[1] * 10 + [2 + index // 4, 9 - index % 4] for index in range(8)] + [[7] * 4, [8] * 5]
-    trees, lengths = planned(rows, min_shared=5, capacity=20)
+    trees, lengths = planned_trees(rows, min_shared=5, capacity=20)
     groups = pack(trees.sums_per_group(trees.new_tokens(lengths)), 20, seed=0)
     plan = trees.expand(groups, lengths)
     assert sorted(plan.samples.tolist()) == list(range(10))
@@ -165,11 +167,11 @@ def test_groups_are_packed_and_their_samples_stay_together() -> None:
 
 
 def test_no_samples_and_no_prefixes() -> None:
-    trees, lengths = planned([])
+    trees, lengths = planned_trees([])
     assert trees.offsets.tolist() == [0]
     assert trees.saved(lengths) == 0
     assert trees.expand(pack([], 10, seed=0), lengths).num_packs == 0
-    trees, lengths = planned([[1], [1]], [[], []])
+    trees, lengths = planned_trees([[1], [1]], [[], []])
     assert trees.samples.tolist() == [0, 1]
     assert trees.prefixes.tolist() == [NOTHING, NOTHING]
     assert trees.expand(pack([1, 1], 10, seed=0), lengths).num_samples == 2
@@ -236,7 +238,7 @@ def test_rest_of_an_epoch_keeps_shared_prefixes() -> None:
 
 def test_groups_are_in_the_order_of_their_first_samples() -> None:
     rows = [[7] * 5, [1] * 9, [8] * 5, [2] * 9, [1] * 9, [2] * 9]
-    trees, _ = planned(rows, [[], [8], [], [8], [8], [8]])
+    trees, _ = planned_trees(rows, [[], [8], [], [8], [8], [8]])
     assert trees.samples.tolist() == [0, 1, 4, 2, 3, 5]
     assert trees.offsets.tolist() == [0, 1, 3, 4, 6]
 
@@ -275,7 +277,7 @@ def _alike(one: list[int], other: list[int]) -> int:
 def test_neighbors_share_their_longest_common_prefix(
     rows: Rows, min_shared: int, capacity: int, max_samples: int
 ) -> None:
-    trees, lengths = planned(rows, min_shared=min_shared, capacity=capacity, max_samples=max_samples)
+    trees, lengths = planned_trees(rows, min_shared=min_shared, capacity=capacity, max_samples=max_samples)
     assert sorted(trees.samples.tolist()) == list(range(len(rows)))
     starts = set(trees.offsets[:-1].tolist())
     for place in range(len(rows)):
@@ -303,11 +305,11 @@ def test_neighbors_share_their_longest_common_prefix(
 def test_shared_prefixes_are_equal(rows: Rows, data: st.DataObject) -> None:
     """Whichever prefixes of each sample were kept."""
     ends = [sorted(data.draw(st.sets(st.integers(1, len(row))))) for row in rows]
-    trees, lengths = planned(rows, ends)
+    trees, lengths = planned_trees(rows, ends)
     for place in range(1, len(rows)):
         one, other = (rows[int(row_index)] for row_index in trees.samples[place - 1 : place + 1])
         assert trees.shared[place] <= max(_alike(one, other) - 1, 0)
-    replanned, _ = planned(rows, ends)
+    replanned, _ = planned_trees(rows, ends)
     assert replanned.samples.tolist() == trees.samples.tolist()
     assert trees.expand(pack(trees.sums_per_group(trees.new_tokens(lengths)), 1000, seed=1), lengths).num_tokens == int(
         trees.new_tokens(lengths).sum()

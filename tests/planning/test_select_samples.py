@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.planning.prefix_trees import select_samples
-from tests.planning.test_prefix_trees import Rows, planned, some_rows
+from tests.planning.test_prefix_trees import Rows, planned_trees, some_rows
 
 
 @settings(max_examples=50)
 @given(some_rows.filter(len), st.data())
 def test_selected_neighbors_share_the_prefix_of_the_removed_ones(rows: Rows, data: st.DataObject) -> None:
-    trees, lengths = planned(rows)
+    trees, lengths = planned_trees(rows)
     stay = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
     stay[data.draw(st.integers(0, len(rows) - 1))] = True
     result = select_samples(trees, stay)

@@ -50,7 +50,9 @@ def tokens_of_ranks(batch: Any, lengths: Any, sequence_parallel_size: int, align
     return [lengths[batch.samples[batch.placement == rank]].sum() + shared for rank in range(sequence_parallel_size)]
 
 
-def all_sharded(hand: Any, lengths: Any, bucket_size: int, sequence_parallel_size: int, alignment: int) -> list[Any]:
+def sharded_micro_batches(
+    hand: Any, lengths: Any, bucket_size: int, sequence_parallel_size: int, alignment: int
+) -> list[Any]:
     """A rank's sequences, all sharded, in the fewest interleaved micro-batches that hold them."""
     ascending = np.array(sorted(hand.tolist(), key=lambda i: (lengths[i], i)), dtype=np.int64)
     room = bucket_size * sequence_parallel_size
@@ -134,7 +136,7 @@ def test_schedule_keeps_its_invariants(step: tuple[np.ndarray, dict[str, int], S
         for rank in ranks:
             if rank:
                 hand = np.concatenate([batch.samples for batch in rank])
-                plain = all_sharded(hand, lengths, bucket, num, alignment)
+                plain = sharded_micro_batches(hand, lengths, bucket, num, alignment)
                 fastest = planned_time([plain], lengths, flops, **shared)
                 assert planned_time([rank], lengths, flops, **shared) <= fastest * (1 + 1e-9)
     same_schedule = schedule_step(lengths.copy(), flops.copy(), **options, times=times)
@@ -299,7 +301,7 @@ def test_sharding_short_sequences_is_slower() -> None:
     assert schedule_lines(sizes, sizes, free, sequence_parallel_size=4, bucket_size=20) != ["4 / 4 / 4 / 5 | "]
 
 
-def best_of_all(lengths: Any, flops: Any, bucket_size: int, num: int, times: StepTime) -> float:
+def best_time(lengths: Any, flops: Any, bucket_size: int, num: int, times: StepTime) -> float:
     """The least planned time of one micro-batch over all placements."""
     best = np.inf
     samples = np.arange(len(lengths))
@@ -324,7 +326,7 @@ def test_placement_is_close_to_the_optimum(times: StepTime, mean: float, worst: 
         (rank,) = schedule_step(lengths, flops, num_ranks=1, sequence_parallel_size=2, bucket_size=bucket, times=times)
         assert len(rank) == 1
         result = planned_time([rank], lengths, flops, sequence_parallel_size=2, times=times)
-        ratios.append(result / best_of_all(lengths, flops, bucket, 2, times))
+        ratios.append(result / best_time(lengths, flops, bucket, 2, times))
     assert min(ratios) >= 1 - 1e-9
     assert np.mean(ratios) < mean
     assert max(ratios) < worst

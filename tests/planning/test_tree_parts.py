@@ -45,7 +45,9 @@ def steps_of_trees(plan: Any, trees: PrefixTrees) -> dict[int, list[int]]:
     return result
 
 
-def planned(each: list[int], parts: str, options: PlanOptions, **arguments: Any) -> tuple[Any, PrefixTrees, np.ndarray]:
+def planned_epoch(
+    each: list[int], parts: str, options: PlanOptions, **arguments: Any
+) -> tuple[Any, PrefixTrees, np.ndarray]:
     lengths, trees, _ = questions(each)
     trees = replace(trees, parts=parts)  # type: ignore[arg-type]
     targets = np.ones(len(lengths), np.int64)
@@ -56,8 +58,8 @@ def test_tree_longer_than_a_pack_stays_in_one_step() -> None:
     """Ten trees of two packs, and forty rows that share nothing: each tree in one of the steps of four packs."""
     each, options = [8] * 10 + [1] * 40, options_for(CAPACITY, gradient_accumulation_steps=2)
     for epoch in (0, 1):
-        epoch_plan, trees, _ = planned(each, "any", options, epoch=epoch)
-        plan, _, _ = planned(each, "together", options, epoch=epoch)
+        epoch_plan, trees, _ = planned_epoch(each, "any", options, epoch=epoch)
+        plan, _, _ = planned_epoch(each, "together", options, epoch=epoch)
         assert any(len(set(steps)) > 1 for steps in steps_of_trees(epoch_plan, trees).values())
         assert all(len(set(steps)) == 1 for steps in steps_of_trees(plan, trees).values())
         assert plan.packs.fingerprint == epoch_plan.packs.fingerprint, "packs and what they hold stay as they were"
@@ -72,12 +74,12 @@ def test_split_trees_stay_in_one_step_for_any_ranks_and_balance() -> None:
     for world_size in (2, 4, 8):
         for balance in ("none", "within-step", "window"):
             options = options_for(CAPACITY, world_size=world_size, gradient_accumulation_steps=2, balance=balance)
-            plan, trees, _ = planned(each, "together", options)
+            plan, trees, _ = planned_epoch(each, "together", options)
             assert all(len(set(steps)) == 1 for steps in steps_of_trees(plan, trees).values())
 
 
 def test_rest_of_an_epoch_keeps_trees_in_one_step_with_other_ranks() -> None:
-    plan, trees, lengths = planned(
+    plan, trees, lengths = planned_epoch(
         [8] * 12 + [1] * 40, "together", options_for(CAPACITY, gradient_accumulation_steps=2)
     )
     remaining = plan.packs_from(4)
@@ -105,8 +107,8 @@ def test_trees_of_a_saved_plan_and_of_a_part_of_the_data() -> None:
 def test_plans_without_split_trees_do_not_change() -> None:
     for parts in ("together", "apart"):
         options = options_for(CAPACITY)
-        plan, _, _ = planned([4] * 12 + [1] * 9, parts, options)
-        assert plan.fingerprint == planned([4] * 12 + [1] * 9, "any", options)[0].fingerprint
+        plan, _, _ = planned_epoch([4] * 12 + [1] * 9, parts, options)
+        assert plan.fingerprint == planned_epoch([4] * 12 + [1] * 9, "any", options)[0].fingerprint
         assert TreeParts.of(plan.packs, replace(questions([4] * 12 + [1] * 9)[1], parts=parts)) is None  # type: ignore[arg-type]
 
 

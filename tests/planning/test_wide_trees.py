@@ -14,7 +14,7 @@ from tests.planning.test_prefix_trees import prefixes_of
 TRUNK, BRANCHES = 4, 64
 
 
-def planned(tails: list[list[int]], capacity: int, **options: int) -> tuple[PrefixTrees, np.ndarray]:
+def planned_trees(tails: list[list[int]], capacity: int, **options: int) -> tuple[PrefixTrees, np.ndarray]:
     """Trees of rows that begin with one trunk; each tail is its sizes: a fork behind the first, if it has two."""
     rows, ends = [], []
     for tree_index, (num_own, *others) in enumerate(tails):
@@ -41,13 +41,13 @@ def test_packs_match_the_diagram(monkeypatch: pytest.MonkeyPatch) -> None:
     capacity=st.integers(TRUNK + 20, 60),
 )
 def test_every_sample_once_and_no_pack_over_capacity(tails: list[list[int]], capacity: int) -> None:
-    trees, lengths = planned(tails, capacity)
+    trees, lengths = planned_trees(tails, capacity)
     assert sorted(trees.samples.tolist()) == list(range(len(lengths)))
     tokens = trees.sums_per_group(trees.new_tokens(lengths))
     assert (tokens <= capacity).all()
     assert ((trees.shared == 0) == np.isin(np.arange(len(lengths)), trees.offsets)).all()
     # As many rows a tree as there are keeps to the walk.
-    walk, _ = planned(tails, capacity, max_samples=len(lengths))
+    walk, _ = planned_trees(tails, capacity, max_samples=len(lengths))
     assert len(trees.offsets) <= len(walk.offsets)
     # Neighbours have no more in common than their branch, and no less than the trunk.
     branch = np.repeat(np.arange(len(tails)), [max(len(tail) - 1, 1) for tail in tails])[trees.samples]
@@ -55,13 +55,13 @@ def test_every_sample_once_and_no_pack_over_capacity(tails: list[list[int]], cap
     assert np.isin(trees.shared[1:][~same], [0, TRUNK]).all()
     firsts = np.array([tail[0] for tail in tails])[branch[1:]]
     assert (trees.shared[1:][same] <= TRUNK + firsts[same]).all()
-    replanned, _ = planned(tails, capacity)
+    replanned, _ = planned_trees(tails, capacity)
     assert replanned.samples.tolist() == trees.samples.tolist()
 
 
 def test_a_branch_longer_than_a_pack_is_split() -> None:
     tails = [[9, *[5] * 9], *[[3]] * BRANCHES]
-    trees, lengths = planned(tails, 30)
+    trees, lengths = planned_trees(tails, 30)
     assert (trees.sums_per_group(trees.new_tokens(lengths)) <= 30).all()
     groups = np.repeat(np.arange(len(trees.offsets) - 1), np.diff(trees.offsets))
     long = groups[trees.samples < 9]

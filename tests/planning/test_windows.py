@@ -11,7 +11,7 @@ from packtool.config.packing import PackOptions
 from packtool.errors import DataError, PacktoolError
 from packtool.planning import packing
 from packtool.planning.packing import draw_windows, map_on_processes, pack
-from tests.planning.test_packing import check, companions, lognormal_lengths
+from tests.planning.test_packing import check, lognormal_lengths, sample_sets
 
 LENGTHS = lognormal_lengths(4000, median=1500, sigma=1.0)
 MEDIA = (LENGTHS // 2).astype(np.int32)
@@ -62,8 +62,8 @@ def test_epochs_differ_in_packs_but_not_in_their_number() -> None:
     options = PackOptions(packing_window=1000)
     first_plan, second_plan = (pack(LENGTHS, 10240, options, seed=1, epoch=epoch) for epoch in (0, 1))
     assert first_plan.num_packs == second_plan.num_packs
-    crowded = {samples for samples in companions(first_plan) if len(samples) > 1}
-    assert len(crowded & companions(second_plan)) < 0.3 * len(crowded)
+    crowded = {samples for samples in sample_sets(first_plan) if len(samples) > 1}
+    assert len(crowded & sample_sets(second_plan)) < 0.3 * len(crowded)
 
 
 def die(job: int) -> int:

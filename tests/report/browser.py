@@ -156,7 +156,7 @@ class Browser:
 
 
 @contextlib.contextmanager
-def started(path: str, profile: Path) -> Iterator[Browser]:
+def running_browser(path: str, profile: Path) -> Iterator[Browser]:
     """Start a browser, and stop it afterwards in any case."""
     browser = Browser(path, profile)
     try:

@@ -89,19 +89,19 @@ def test_page_terminal_and_json_have_the_same_figures(
 def test_an_outlier_is_labeled_with_the_value_of_its_series(pairs: list[tuple[float, float]]) -> None:
     before, after = zip(*pairs, strict=True)
     series = {"hollow": before, "c0": after}
-    for look, label in beyond(before, after):
+    for look, label in labels_above_chart(before, after):
         assert label in {f"{value:.2f} ↑" for value in series[look]}
 
 
-def beyond(before: Sequence[float], after: Sequence[float]) -> list[tuple[str, str]]:
+def labels_above_chart(before: Sequence[float], after: Sequence[float]) -> list[tuple[str, str]]:
     """Return the labels of steps above the upper end of the chart."""
     return [text for note in balance_chart(before, after).notes for text in note.texts]
 
 
 def test_the_worst_round_robin_step_is_not_labeled_as_planned() -> None:
-    labels = beyond([1.01, 1.02, 1.01, 2.14], [1.01, 1.01, 1.0, 1.554])
+    labels = labels_above_chart([1.01, 1.02, 1.01, 2.14], [1.01, 1.01, 1.0, 1.554])
     assert labels == [("hollow", "2.14 ↑"), ("c0", "1.55 ↑")]
-    assert beyond([1.0, 1.1, 2.88], [1.0, 1.0, 2.88]) == [("c0", "2.88 ↑")]
+    assert labels_above_chart([1.0, 1.1, 2.88], [1.0, 1.0, 2.88]) == [("c0", "2.88 ↑")]
 
 
 def test_sweep_page_has_the_same_figures(tmp_path: Path) -> None:

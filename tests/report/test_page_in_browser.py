@@ -18,7 +18,7 @@ from packtool.cli.main import run
 from packtool.report.plan import _COLUMNS, sweep_page
 from packtool.report.plan_page import length_histogram, page
 from packtool.report.tables import source_rows
-from tests.report.browser import Browser, find, started
+from tests.report.browser import Browser, find, running_browser
 from tests.report.contents import content, content_with_trees
 
 DESK, PHONE, SMALL_PHONE = 1280, 390, 320  # CSS pixels
@@ -50,13 +50,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if path is None:
         pytest.skip("no Chromium in PATH")
     profile = tmp_path_factory.mktemp("profile")
-    with started(path, profile) as opened_browser:
+    with running_browser(path, profile) as opened_browser:
         yield opened_browser
     shutil.rmtree(profile, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plan_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a plan of 20,000 lengths; some are too long."""
     folder = tmp_path_factory.mktemp("page")
     lengths = np.random.default_rng(0).lognormal(np.log(500), 1.0, 20_000).astype(int) + 1
@@ -84,8 +84,10 @@ def layout_of(browser: Browser, tmp_path: Path) -> Callable[..., dict[str, Any]]
 
 
 @pytest.mark.parametrize("width", [DESK, PHONE])
-def test_a_plan_is_drawn(width: int, planned: Path, browser: Browser, layout_of: Callable[..., dict[str, Any]]) -> None:
-    layout = layout_of(planned, width)
+def test_a_plan_is_drawn(
+    width: int, plan_page: Path, browser: Browser, layout_of: Callable[..., dict[str, Any]]
+) -> None:
+    layout = layout_of(plan_page, width)
     kinds = [drawing["kind"] for drawing in layout["drawings"]]
     assert kinds == ["sign", "share", "drawn", "drawn", "packed", "padded", "drawn"]
     for drawing in layout["drawings"]:
@@ -150,13 +152,13 @@ def test_nothing_overflows(name: str, width: int, browser: Browser, layout_of: C
 def test_other_pages_fit(
     words: str,
     width: int,
-    planned: Path,
+    plan_page: Path,
     browser: Browser,
     monkeypatch: pytest.MonkeyPatch,
     layout_of: Callable[..., dict[str, Any]],
 ) -> None:
-    monkeypatch.chdir(planned.parent)
-    path = planned.parent / "other.html"
+    monkeypatch.chdir(plan_page.parent)
+    path = plan_page.parent / "other.html"
     assert run([*words.split(), "--html", str(path), "--json"]) == 0
     layout = layout_of(path, width)
     assert layout["width"] <= width
@@ -168,15 +170,15 @@ def test_other_pages_fit(
     assert 0 < max(cells) <= width, "no cell is cut off"
 
 
-def test_pages_are_readable_in_light_and_dark_mode(planned: Path, layout_of: Callable[..., dict[str, Any]]) -> None:
-    light, dark = (layout_of(planned, DESK, dark=dark)["colours"] for dark in (False, True))
+def test_pages_are_readable_in_light_and_dark_mode(plan_page: Path, layout_of: Callable[..., dict[str, Any]]) -> None:
+    light, dark = (layout_of(plan_page, DESK, dark=dark)["colours"] for dark in (False, True))
     assert luminance(light["body"]) > 0.8
     assert luminance(dark["body"]) < 0.05
     for colours in (light, dark):
         for name in ("ink", "soft", "accent"):
             for back in ("back", "body"):
                 assert contrast(colours[name], colours[back]) >= 4.5, f"{name} on {back}: WCAG's AA for text"
-    printed = layout_of(planned, DESK, dark=True, media="print")["colours"]
+    printed = layout_of(plan_page, DESK, dark=True, media="print")["colours"]
     assert luminance(printed["body"]) == pytest.approx(1)
     assert printed["ink"] == light["ink"]
 

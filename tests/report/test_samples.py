@@ -35,7 +35,7 @@ from tests.cache.conftest import rows as rows
 from tests.cache.conftest import run_export as run_export
 from tests.report.test_page_in_browser import DESK, PHONE, Browser
 from tests.report.test_page_in_browser import browser as browser
-from tests.test_terminal import acting
+from tests.test_terminal import control_characters
 from tests.waiting import PATIENCE_S
 
 EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evil = 2'>\u202e\x1b[2J"
@@ -58,7 +58,7 @@ def page_data(content: bytes | None) -> Any:
     assert content is not None
     match = re.fullmatch(r"packtool\.give\(\"[\w-]+\", (.*)\);\n", content.decode(), re.DOTALL)
     assert match is not None
-    assert acting(match[1]) == []
+    assert control_characters(match[1]) == []
     return json.loads(match[1])
 
 
@@ -242,7 +242,7 @@ def test_requests_need_the_token(cache: str, capsys: pytest.CaptureFixture[str])
     assert "cannot be used" in capsys.readouterr().err
 
 
-def settled(browser: Browser, script: str) -> Any:
+def wait_for_script(browser: Browser, script: str) -> Any:
     """Run a script until its result is truthy; return it."""
     end = time.monotonic() + PATIENCE_S
     while not (value := browser.evaluate(script)) and time.monotonic() < end:
@@ -260,49 +260,49 @@ def test_pages_in_a_browser(cache: str, browser: Browser, tmp_path: Path) -> Non
     shutil.rmtree(cache)
     for width in (DESK, PHONE):
         browser.open((site / "index.html").as_uri(), width)
-        settled(browser, "document.querySelectorAll('.entry').length === 25")
+        wait_for_script(browser, "document.querySelectorAll('.entry').length === 25")
         type_in = "(n, v) => { const f = document.getElementById('filters'); f.elements[n].value = v; "
         type_in = f"({type_in} f.dispatchEvent(new Event('input')); }})"
         browser.evaluate(f"{type_in}('text', 'WINDOW.EVIL')")
         status_text = "document.getElementById('told').textContent"
-        settled(browser, f"{status_text}.startsWith('20 samples with this text')")
+        wait_for_script(browser, f"{status_text}.startsWith('20 samples with this text')")
         browser.evaluate("document.querySelector('.entry').click()")
-        settled(browser, "document.querySelectorAll('#text .found').length > 1")
-        assert EVIL.split("\u202e")[0] in settled(browser, "document.getElementById('text').textContent")
+        wait_for_script(browser, "document.querySelectorAll('#text .found').length > 1")
+        assert EVIL.split("\u202e")[0] in wait_for_script(browser, "document.getElementById('text').textContent")
         assert browser.evaluate("window.evil === undefined && document.scripts.length === 1")
         browser.evaluate(f"{type_in}('text', ''), {type_in}('media', '1'), {type_in}('order', 'down')")
         num_with_images = sum(bool(pages._reader.sample(i).images) for i in range(pages.num_cached))
-        settled(browser, f"{status_text}.startsWith('{num_with_images} samples of')")
+        wait_for_script(browser, f"{status_text}.startsWith('{num_with_images} samples of')")
         lengths = "[...document.querySelectorAll('.entry > :last-child')].map(e => parseInt(e.textContent))"
-        shown_lengths = settled(browser, f"document.querySelectorAll('.entry').length === 25 && {lengths}")
+        shown_lengths = wait_for_script(browser, f"document.querySelectorAll('.entry').length === 25 && {lengths}")
         assert shown_lengths == sorted(shown_lengths, reverse=True)
-        settled(browser, "document.querySelectorAll('.entry .thumb img').length === 25")
-        settled(browser, "document.querySelector('.entry .thumb img').naturalWidth > 0")
+        wait_for_script(browser, "document.querySelectorAll('.entry .thumb img').length === 25")
+        wait_for_script(browser, "document.querySelector('.entry .thumb img').naturalWidth > 0")
         browser.evaluate("document.querySelectorAll('.entry')[20].click()")
-        settled(browser, "document.querySelector('#text img')?.naturalWidth > 0")
+        wait_for_script(browser, "document.querySelector('#text img')?.naturalWidth > 0")
         assert browser.evaluate("document.querySelectorAll('.entry')[20].nextElementSibling.id") == "detail"
         top = "document.querySelector('#detail').getBoundingClientRect().top"
         assert 0 <= browser.evaluate(top) < 400, "what was opened is in sight, below its line"
         browser.evaluate("document.querySelectorAll('.entry')[20].click()")
-        settled(browser, "document.getElementById('detail').hidden")
+        wait_for_script(browser, "document.getElementById('detail').hidden")
         buttons = "[...document.querySelectorAll('#pager button')]"
         assert browser.evaluate(f"{buttons}.map(e => e.textContent)") == ["Previous", "Next"]
         browser.evaluate(f"{buttons}[1].click()")
-        settled(browser, "document.getElementById('pager').textContent.includes('page 2 of')")
+        wait_for_script(browser, "document.getElementById('pager').textContent.includes('page 2 of')")
         browser.evaluate("document.querySelector('.entry').click()")
-        settled(browser, "!document.getElementById('detail').hidden")
+        wait_for_script(browser, "!document.getElementById('detail').hidden")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         browser.evaluate("document.querySelector('#views [value=dropped]').click()")
-        settled(browser, f"{status_text}.includes('rows were dropped')")
+        wait_for_script(browser, f"{status_text}.includes('rows were dropped')")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         browser.evaluate("document.querySelector('#views [value=packs]').click()")
-        settled(browser, "document.querySelectorAll('.pack').length > 5")
-        settled(browser, "document.querySelector('.step p')?.textContent.startsWith('2 packs, ')")
+        wait_for_script(browser, "document.querySelectorAll('.pack').length > 5")
+        wait_for_script(browser, "document.querySelector('.step p')?.textContent.startsWith('2 packs, ')")
         browser.evaluate(f"{type_in}('step', '3'), {type_in}('rank', '1')")
-        settled(browser, "document.querySelectorAll('h4').length === 1")
+        wait_for_script(browser, "document.querySelectorAll('h4').length === 1")
         assert browser.evaluate("document.querySelector('h4').textContent").startswith("rank 1, micro-batch 0, pack ")
         browser.evaluate("document.querySelector('.pack button').click()")
-        settled(browser, "!document.getElementById('detail').hidden")
+        wait_for_script(browser, "!document.getElementById('detail').hidden")
         assert browser.evaluate("document.querySelector('.pack').nextElementSibling.id") == "detail"
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         assert browser.errors() == []
@@ -311,7 +311,7 @@ def test_pages_in_a_browser(cache: str, browser: Browser, tmp_path: Path) -> Non
         last = pages.numbers.tolist()[-1]
         browser.open("about:blank", width)
         browser.open((site / "index.html").as_uri() + f"#sample={last}", width)
-        settled(browser, f"document.querySelector('#detail h2')?.textContent === 'Sample {last}'")
+        wait_for_script(browser, f"document.querySelector('#detail h2')?.textContent === 'Sample {last}'")
         assert browser.evaluate("document.querySelectorAll('#list > #detail').length") == 1, "on its page of the list"
 
 
@@ -336,7 +336,7 @@ def test_boxes_are_drawn_at_their_position(
     pages = Pages(InspectConfig(directory=str(tmp_path / "cache")), shows_all=False)
     write_pages(pages, str(site), SilentProgress())
     browser.open((site / "index.html").as_uri() + "#sample=0", width)
-    settled(browser, "document.querySelector('.seen img')?.naturalWidth > 0")
+    wait_for_script(browser, "document.querySelector('.seen img')?.naturalWidth > 0")
     rect = "(e => { const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })"
     left_edge, top, wide, high = browser.evaluate(f"{rect}(document.querySelector('.seen img'))")
     assert browser.evaluate(f"{rect}(document.querySelector('.seen svg'))") == [left_edge, top, wide, high]

@@ -23,7 +23,7 @@ Put = Callable[[Path, str], str]
 
 
 @pytest.fixture
-def put(bucket: str) -> Iterator[Put]:
+def upload(bucket: str) -> Iterator[Put]:
     """Copies a file to a name in a bucket, and says where it lies."""
 
     def copy(path: Path, name: str) -> str:
@@ -36,27 +36,27 @@ def put(bucket: str) -> Iterator[Put]:
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_file_kind_is_read_remotely(tmp_path: Path, kind: str, compression: str, put: Put) -> None:
+def test_every_file_kind_is_read_remotely(tmp_path: Path, kind: str, compression: str, upload: Put) -> None:
     write_rows(tmp_path / f"rows.{kind}", kind, ROWS)
     path = compress(tmp_path / f"rows.{kind}", compression)
-    result = scan(SourceSpec(put(path, path.name)))
+    result = scan(SourceSpec(upload(path, path.name)))
     assert [row["text"] for _, row in rows_of(result)] == [row["text"] for row in ROWS]
     assert scan(result.spec).digest == result.digest
 
 
-def test_tokens_of_megatron(tmp_path: Path, put: Put) -> None:
+def test_tokens_of_megatron(tmp_path: Path, upload: Put) -> None:
     documents = [[token, token + 1] for token in range(100)]
     path = megatron(tmp_path / "text", documents, list(range(101)))
-    put(path.with_suffix(".bin"), "text.bin")
-    result = scan(SourceSpec(put(path, "text.idx")))
+    upload(path.with_suffix(".bin"), "text.bin")
+    result = scan(SourceSpec(upload(path, "text.idx")))
     assert [row["input_ids"].tolist() for _, row in rows_of(result)] == documents
     assert scan(result.spec).digest == result.digest
 
 
-def test_folders_patterns_and_media(tmp_path: Path, put: Put, bucket: str) -> None:
+def test_folders_patterns_and_media(tmp_path: Path, upload: Put, bucket: str) -> None:
     for name in ("a.jsonl", "b/c.jsonl", ".d.jsonl", "b/p.png"):
         (tmp_path / "x").write_text('{"query": "<image>", "response": "a", "image": "p.png"}\n')
-        put(tmp_path / "x", name)
+        upload(tmp_path / "x", name)
     config = ExportConfig(
         model="m", max_length=9, output_dir="o", dataset=(bucket, f"{bucket}/*.jsonl#2", f"{bucket}/b")
     )
@@ -68,12 +68,12 @@ def test_folders_patterns_and_media(tmp_path: Path, put: Put, bucket: str) -> No
     assert to_sample(row, result[1].source, row_number).images[0].path == f"{bucket}/b/p.png"
 
 
-def test_changed_and_missing_files_are_errors(tmp_path: Path, put: Put, bucket: str) -> None:
+def test_changed_and_missing_files_are_errors(tmp_path: Path, upload: Put, bucket: str) -> None:
     write_rows(tmp_path / "rows.jsonl", "jsonl", ROWS)
-    path = put(tmp_path / "rows.jsonl", "rows.jsonl")
+    path = upload(tmp_path / "rows.jsonl", "rows.jsonl")
     result = scan(SourceSpec(path))
     (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text().replace("row 1", "ROW 1"))
-    put(tmp_path / "rows.jsonl", "rows.jsonl")
+    upload(tmp_path / "rows.jsonl", "rows.jsonl")
     with pytest.raises(DataError, match="has changed since it was scanned: its entity tag"):
         rows_of(result)
     config = ExportConfig(model="m", max_length=9, output_dir="o", dataset=(f"{bucket}/gone.jsonl",))
@@ -82,12 +82,12 @@ def test_changed_and_missing_files_are_errors(tmp_path: Path, put: Put, bucket: 
 
 
 @pytest.mark.parametrize("kind", ["parquet", "stream.arrow", "jsonl.gz"])
-def test_failing_store_is_reported(tmp_path: Path, kind: str, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_store_is_reported(tmp_path: Path, kind: str, upload: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows", kind.removesuffix(".gz"), ROWS)
     path = tmp_path / "rows"
     if kind.endswith(".gz"):
         path = compress(path, ".gz")
-    address = put(path, f"rows.{kind}")
+    address = upload(path, f"rows.{kind}")
 
     def fail(path: str, first_block: int = 0) -> Failing:
         return Failing()

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.forked import started
+from tests.forked import forked_process
 from tests.scripts.loading import load_script
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -142,7 +142,7 @@ def interrupted(acceptance: ModuleType, folder: Path) -> int:
 
 def test_ctrl_c_writes_the_partial_report(acceptance: ModuleType, tmp_path: Path) -> None:
     output_path = tmp_path / "output"
-    with started(interrupted, acceptance, tmp_path, output_path=output_path) as process:
+    with forked_process(interrupted, acceptance, tmp_path, output_path=output_path) as process:
         wait_for(lambda: output_path.exists() and "  begun" in output_path.read_text(), lambda: not process.is_alive())
         os.kill(process.pid or 0, signal.SIGINT)
         process.join(PATIENCE_S)

@@ -20,7 +20,7 @@ DATA = random.Random(0).randbytes(5_000_000)
 
 
 @pytest.fixture
-def signed(bucket: str, s3_server: S3Server) -> str:
+def signed_url(bucket: str, s3_server: S3Server) -> str:
     """A signed address of an object that holds DATA."""
     storage.publish(f"{bucket}/a b+ü.bin", DATA)
     location = {"Bucket": bucket.removeprefix("s3://"), "Key": "a b+ü.bin"}
@@ -39,30 +39,30 @@ def plain_server(tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_signed_address_is_read_by_ranges(signed: str) -> None:
-    assert storage.exists(signed)
-    state = storage.stat(signed)
+def test_a_signed_address_is_read_by_ranges(signed_url: str) -> None:
+    assert storage.exists(signed_url)
+    state = storage.stat(signed_url)
     assert state.size == len(DATA)
     assert state.modified
-    with storage.open_read(signed, storage.HEADER_BLOCK) as file:
+    with storage.open_read(signed_url, storage.HEADER_BLOCK) as file:
         assert file.read(100) == DATA[:100]
         file.seek(-100, 2)
         assert file.read() == DATA[-100:]
-    assert storage.read_bytes(signed) == DATA
+    assert storage.read_bytes(signed_url) == DATA
 
 
-def test_broken_connections_are_repaired(signed: str, through_proxy: Callable[..., Proxy]) -> None:
+def test_broken_connections_are_repaired(signed_url: str, through_proxy: Callable[..., Proxy]) -> None:
     proxy = through_proxy(timeout=1.0, share=0.4, seed=3)
-    address = urlsplit(signed)
+    address = urlsplit(signed_url)
     path = f"{proxy.url}{address.path}?{address.query}"
     assert storage.read_bytes(path) == DATA
     assert [storage.stat(path).size for _ in range(8)] == [len(DATA)] * 8
     assert sum(proxy.counts.values()) - proxy.counts["requests"] > 2
 
 
-def test_signatures_are_not_shown(signed: str, through_proxy: Callable[..., Proxy]) -> None:
+def test_signatures_are_not_shown(signed_url: str, through_proxy: Callable[..., Proxy]) -> None:
     proxy = through_proxy(retries=0, share=1.0, faults=("403 AccessDenied", "500 InternalError", "drop answer"))
-    address = urlsplit(signed)
+    address = urlsplit(signed_url)
     path = f"{proxy.url}{address.path}?{address.query}"
     for message in ("the server refuses", "given up after 1 try", "given up after 1 try"):
         with pytest.raises(StorageError, match=message) as exc_info:

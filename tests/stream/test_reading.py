@@ -46,12 +46,12 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[SourceSpec]:
     return [SourceSpec(str(path)) for path in sorted(folder.iterdir())]
 
 
-def take(specs: list[SourceSpec], **settings: Any) -> list[StreamBlock]:
+def blocks_of(specs: list[SourceSpec], **settings: Any) -> list[StreamBlock]:
     options: dict[str, Any] = {"rank": 0, "world_size": 1, "num_epochs": 1, "seed": 1, "shuffle": True}
     return list(blocks_of_rank(specs, **options | settings))
 
 
-def numbers(blocks: list[StreamBlock]) -> list[int]:
+def row_numbers(blocks: list[StreamBlock]) -> list[int]:
     rows = [row for placed in blocks for _, row in read_block(placed.source, placed.block)]
     return [int(row["query"]) for row in rows if isinstance(row, dict)]
 
@@ -62,27 +62,29 @@ def numbers(blocks: list[StreamBlock]) -> list[int]:
 def test_every_row_is_read_once_by_one_rank_in_every_epoch(
     specs: list[SourceSpec], world_size: int, shuffle: bool
 ) -> None:
-    ranks = [take(specs, rank=rank, world_size=world_size, num_epochs=2, shuffle=shuffle) for rank in range(world_size)]
+    ranks = [
+        blocks_of(specs, rank=rank, world_size=world_size, num_epochs=2, shuffle=shuffle) for rank in range(world_size)
+    ]
     for epoch in (0, 1):
-        block_numbers = [numbers([block for block in blocks if block.position.epoch == epoch]) for blocks in ranks]
+        block_numbers = [row_numbers([block for block in blocks if block.position.epoch == epoch]) for blocks in ranks]
         assert sorted(chain.from_iterable(block_numbers)) == list(range(1300))
         assert all(block_numbers), "every rank has rows"
     assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
 
 
 def test_order_depends_on_the_seed(specs: list[SourceSpec]) -> None:
-    first_seed, second_seed = (numbers(take(specs, seed=seed)) for seed in (1, 2))
-    assert first_seed == numbers(take(specs, seed=1))
+    first_seed, second_seed = (row_numbers(blocks_of(specs, seed=seed)) for seed in (1, 2))
+    assert first_seed == row_numbers(blocks_of(specs, seed=1))
     assert first_seed != second_seed
-    two_epochs = numbers(take(specs, num_epochs=2))
+    two_epochs = row_numbers(blocks_of(specs, num_epochs=2))
     assert two_epochs[:1300] == first_seed
     assert two_epochs[1300:] != first_seed
-    assert numbers(take(specs, shuffle=False)) == list(range(1300))
+    assert row_numbers(blocks_of(specs, shuffle=False)) == list(range(1300))
 
 
 def test_a_large_file_is_read_among_the_small_ones(specs: list[SourceSpec]) -> None:
     """Were files read one after the other, 700 rows in a row would come of one file."""
-    order = numbers(take(specs))
+    order = row_numbers(blocks_of(specs))
     half = sorted(order[:650])
     from_large = sum(row_number < 700 for row_number in half)
     assert 200 < from_large < 500
@@ -91,15 +93,15 @@ def test_a_large_file_is_read_among_the_small_ones(specs: list[SourceSpec]) -> N
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_position_can_be_resumed(specs: list[SourceSpec], shuffle: bool) -> None:
     settings: dict[str, Any] = {"rank": 1, "world_size": 2, "num_epochs": 2, "shuffle": shuffle}
-    blocks = take(specs, **settings)
-    all_numbers = numbers(blocks)
+    blocks = blocks_of(specs, **settings)
+    all_numbers = row_numbers(blocks)
     for i in range(0, len(blocks), 3):
         place = StreamPosition(**json.loads(json.dumps(vars(blocks[i].position))))
-        resumed = numbers(take(specs, **settings, start=place))
+        resumed = row_numbers(blocks_of(specs, **settings, start=place))
         assert resumed == all_numbers[len(all_numbers) - len(resumed) :]
-        assert resumed == numbers(blocks[i:])
+        assert resumed == row_numbers(blocks[i:])
 
 
 def test_sampled_rows_are_refused(specs: list[SourceSpec]) -> None:
     with pytest.raises(ConfigError, match="Remove --streaming true"):
-        take([SourceSpec(specs[0].path, name="a.jsonl#5", num_sampled=5)])
+        blocks_of([SourceSpec(specs[0].path, name="a.jsonl#5", num_sampled=5)])

@@ -23,7 +23,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
     return tiny
 
 
-def trained(tiny: TinyWorld, cache: Path, output: Path, **settings: Any) -> Path:
+def trained_checkpoint(tiny: TinyWorld, cache: Path, output: Path, **settings: Any) -> Path:
     config = tiny.config(output, cached_dataset=(str(cache),), max_steps=2, **settings)
     result = train(config, SilentProgress(), World(0, 1))
     assert result.steps == 2
@@ -34,7 +34,7 @@ def test_texts_train_and_are_evaluated(base: TinyWorld, tmp_path: Path, capsys: 
     texts = tmp_path / "texts.jsonl"
     texts.write_text("\n".join(json.dumps({"text": "once upon a time " * (i % 4 + 1)}) for i in range(30)))
     export_rows(base, tmp_path / "cache", dataset=(str(texts),))
-    checkpoint = trained(base, tmp_path / "cache", tmp_path / "output")
+    checkpoint = trained_checkpoint(base, tmp_path / "cache", tmp_path / "output")
     assert not (checkpoint / "chat_template.jinja").exists()
     words = ["--cached-dataset", str(tmp_path / "cache")]
     assert run(["eval", "--model", str(checkpoint), *words, "--output", str(tmp_path / "e.parquet")]) == 0
@@ -47,7 +47,7 @@ def test_a_checkpoint_keeps_the_template_it_was_trained_with(base: TinyWorld, tm
     template = tmp_path / "mine.jinja"
     template.write_text(TEMPLATE)
     export_rows(base, tmp_path / "cache", chat_template=str(template))
-    checkpoint = trained(base, tmp_path / "cache", tmp_path / "output")
+    checkpoint = trained_checkpoint(base, tmp_path / "cache", tmp_path / "output")
     assert (checkpoint / "chat_template.jinja").read_text() == TEMPLATE
     words = ["--cached-dataset", str(tmp_path / "cache"), "--output", str(tmp_path / "e.parquet")]
     assert run(["eval", "--model", str(checkpoint), *words]) == 0

@@ -28,7 +28,7 @@ from packtool.train.model.loss import target_losses
 from packtool.train.run import train
 from tests.train.jobs import run_jobs
 from tests.train.test_gradients import DESCENT, check_same_step
-from tests.train.test_shared_prefixes import batch_of, gradients, same, tree_logits, tree_of, unpacked
+from tests.train.test_shared_prefixes import batch_of, gradients, same, tree_logits, tree_of, unpacked_copy
 from tests.train.tiny import TEMPLATE, TinyWorld, export_rows, read_metrics
 
 THOUGHT = "{%- if loop.last -%}{{- message.reasoning_content or '' -}}{%- endif -%}\n"
@@ -78,7 +78,7 @@ def test_tree_of_turns_equals_its_samples(world: TinyWorld, row_index: int) -> N
     assert is_prefix == (row_index == 1)
     spec = InputSpec.load(world.model, CacheReader.open([world.cache]).manifests[0].identity.media_limits)
     model = AutoModelForImageTextToText.from_pretrained(world.model, dtype=torch.float32).eval()
-    plain = unpacked(model)
+    plain = unpacked_copy(model)
     set_attention(model)
     batch = tree_of(row, spec)
     assert batch.input_ids.shape[1] < 0.75 * sum(sample.length for sample in row)

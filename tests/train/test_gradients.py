@@ -115,7 +115,7 @@ def one_process_run(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def unpacked(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def padded_run(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in padded batches, whose steps ``--samples-per-step`` keeps."""
     output_dir = tmp_path_factory.mktemp("unpacked")
     train(tiny.config(output_dir, **UNPACKED), SilentProgress())
@@ -123,7 +123,7 @@ def unpacked(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sampled(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def samples_per_step_run(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same steps in packs of one process."""
     output_dir = tmp_path_factory.mktemp("sampled")
     train(tiny.config(output_dir, **SAMPLED), SilentProgress())
@@ -145,17 +145,17 @@ def check_same_curve(run_dir: Path, expected: Path, first_line: int = 0) -> None
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_packed_steps_equal_unpacked_ones(sampled: Path, unpacked: Path) -> None:
-    check_same_curve(sampled, unpacked)
-    assert read_metrics(sampled)[0]["fill"] != read_metrics(unpacked)[0]["fill"]
+def test_packed_steps_equal_unpacked_ones(samples_per_step_run: Path, padded_run: Path) -> None:
+    check_same_curve(samples_per_step_run, padded_run)
+    assert read_metrics(samples_per_step_run)[0]["fill"] != read_metrics(padded_run)[0]["fill"]
 
 
 @pytest.mark.parametrize(("name", "first_line"), [("sampled", 0), ("sampled-from-one", 2)])
 def test_packed_steps_equal_unpacked_ones_on_two_processes(
-    name: str, first_line: int, two_processes: Path, unpacked: Path
+    name: str, first_line: int, two_processes: Path, padded_run: Path
 ) -> None:
     """Resumed, too, by two processes where one had begun."""
-    check_same_curve(two_processes / name, unpacked, first_line)
+    check_same_curve(two_processes / name, padded_run, first_line)
 
 
 def test_packed_steps_resume_exactly(two_processes: Path) -> None:
@@ -164,7 +164,7 @@ def test_packed_steps_resume_exactly(two_processes: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two_processes(
-    tiny: TinyWorld, one_process_run: Path, sampled: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny: TinyWorld, one_process_run: Path, samples_per_step_run: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """All jobs of two processes, in one process group."""
     root = tmp_path_factory.mktemp("two")
@@ -193,7 +193,10 @@ def two_processes(
     larger = ALONE | {"gradient_accumulation_steps": 2, "resume_from_checkpoint": f"{one_process_run}/checkpoint-3"}
     jobs.append(("train", root / "assigned-to-larger-steps", larger))
     jobs.append(("train", root / "sampled", SAMPLED))
-    for name, checkpoint in (("again", f"{root}/sampled/checkpoint-4"), ("from-one", f"{sampled}/checkpoint-2")):
+    for name, checkpoint in (
+        ("again", f"{root}/sampled/checkpoint-4"),
+        ("from-one", f"{samples_per_step_run}/checkpoint-2"),
+    ):
         jobs.append(("train", root / f"sampled-{name}", SAMPLED | {"resume_from_checkpoint": checkpoint}))
     for step in (1, 3):
         jobs.append(

@@ -49,7 +49,7 @@ def packed_logits(model: PreTrainedModel, spec: InputSpec, samples: list[Encoded
     return list(logits.split(batch.lengths))[: len(samples)]
 
 
-def unpacked(model: PreTrainedModel) -> PreTrainedModel:
+def unpacked_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A copy with transformers' own attention; of the configuration too, which says which attention is used."""
     other = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="sdpa").eval()
     other.load_state_dict(model.state_dict())
@@ -71,7 +71,7 @@ def plain_logits(model: PreTrainedModel, spec: InputSpec, sample: EncodedSample)
         single_batch = collate_packs([sample], spec)
         inputs |= {"pixel_values": single_batch.pixel_values, "image_grid_thw": single_batch.image_grid_thw}
         inputs["mm_token_type_ids"] = (ids == IMAGE_PAD).int()
-    return unpacked(model)(**inputs).logits[0]
+    return unpacked_copy(model)(**inputs).logits[0]
 
 
 @pytest.mark.smoke
@@ -89,7 +89,7 @@ def test_changed_sample_does_not_affect_others(setting: Setting) -> None:
         ids = (ids + 7) % FIRST_CONTROL * (ids < FIRST_CONTROL) + ids * (ids >= FIRST_CONTROL)
         altered = dataclasses.replace(samples[changed], input_ids=ids.astype("int32"))
         after = packed_logits(model, spec, [*samples[:changed], altered, *samples[changed + 1 :]])
-        check_only_moves(changed, before, after)
+        check_only_change(changed, before, after)
 
 
 def test_changed_image_does_not_affect_others(setting: Setting) -> None:
@@ -103,10 +103,10 @@ def test_changed_image_does_not_affect_others(setting: Setting) -> None:
             )
             altered = dataclasses.replace(sample, images=images)
             after = packed_logits(model, spec, [*samples[:changed], altered, *samples[changed + 1 :]])
-            check_only_moves(changed, before, after)
+            check_only_change(changed, before, after)
 
 
-def check_only_moves(changed: int, before: list[Tensor], after: list[Tensor]) -> None:
+def check_only_change(changed: int, before: list[Tensor], after: list[Tensor]) -> None:
     moved = [float((a - b).abs().max()) for a, b in zip(after, before, strict=True)]
     assert moved[changed] > 1e-2
     assert max([0.0, *moved[:changed], *moved[changed + 1 :]]) <= 1e-6
@@ -140,7 +140,7 @@ def test_gradients_of_the_pack_are_the_sum_over_its_samples(setting: Setting, la
 
 def test_padded_rows_have_the_packs_loss_and_gradients(setting: Setting) -> None:
     model, spec, samples = setting
-    padded_model = unpacked(model)
+    padded_model = unpacked_copy(model)
     packed_loss = target_losses(model, collate_packs(samples, spec), label_logits_only=True).weighted_sum()
     for label_logits_only in (True, False):
         batch = collate_padded(samples, spec)

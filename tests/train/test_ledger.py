@@ -21,7 +21,7 @@ from packtool.progress import SilentProgress
 from packtool.train.prepare.checkpoint import finished_checkpoints
 from packtool.train.prepare.history import LEDGER_NAME, begin_ledger, read_ledger
 from packtool.train.run import train
-from tests.forked import run_ranks, started, started_ranks
+from tests.forked import forked_process, run_ranks, started_ranks
 from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world
 from tests.waiting import wait_for
 
@@ -84,7 +84,7 @@ class World:
 
     def killed(self, config: Any, num_steps: int) -> None:
         """Train in a process of its own until it is killed."""
-        with started(logged, self.root, config, Killing(num_steps)) as process:
+        with forked_process(logged, self.root, config, Killing(num_steps)) as process:
             process.join()
             assert process.exitcode == -signal.SIGKILL
 
@@ -154,7 +154,7 @@ def test_ledger_equals_the_trained_batches(world: World, capsys: pytest.CaptureF
     assert fates["a"]["trained"] == sum(1 for (name, _), count in trained.items() if name == "a")
     change = {"resume_from_checkpoint": "true"}
     world.killed(world.config("c a", **change, data_change="allow"), 5)
-    with started(logged, world.root, world.config("c a", **change), SilentProgress()) as process:
+    with forked_process(logged, world.root, world.config("c a", **change), SilentProgress()) as process:
         process.join()
         assert process.exitcode == 0
     batches = world.root / "batches"
@@ -175,7 +175,7 @@ def test_ledger_equals_the_trained_batches(world: World, capsys: pytest.CaptureF
     assert retired.trained.num_rows == retired.num_samples == sum(1 for name, _ in trained if name == "b")
     total = sum(source.num_samples for source in (*ledger.sources, *ledger.retired))
     assert total == sum(map(len, steps.values()))
-    check_what_is_shown(world, steps, capsys)
+    check_inspected_steps(world, steps, capsys)
 
 
 def test_two_killed_processes_resume_with_other_sources(world: World) -> None:
@@ -210,7 +210,7 @@ def test_two_killed_processes_resume_with_other_sources(world: World) -> None:
     assert totals == Counter(name for name, _ in counted)
 
 
-def check_what_is_shown(world: World, steps: dict[int, list[Identity]], capsys: pytest.CaptureFixture[str]) -> None:
+def check_inspected_steps(world: World, steps: dict[int, list[Identity]], capsys: pytest.CaptureFixture[str]) -> None:
     """Steps since the change as they were, and when one of the samples was trained."""
 
     def inspected(*words: str, code: int = 0) -> Any:

@@ -54,7 +54,7 @@ def recipe(folder: Path, caches: tuple[str, str], **second_source: Any) -> str:
     return str(path)
 
 
-def mixed(tiny: TinyWorld, output_dir: Path, **settings: Any) -> TrainConfig:
+def mixture_config(tiny: TinyWorld, output_dir: Path, **settings: Any) -> TrainConfig:
     options = {"cached_dataset": (), "num_train_epochs": 2.0, "gradient_accumulation_steps": 4, "save_steps": 2}
     return tiny.config(output_dir, **{**options, "verify_packing": False, **settings})
 
@@ -65,9 +65,9 @@ def prepared(config: TrainConfig, size: int = 1) -> Run:
 
 def test_trained_logged_and_resumed(tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
     mix = recipe(tmp_path, caches, loss_weight=0.5)
-    result = train(mixed(tiny, tmp_path / "whole", mix=mix), SilentProgress())
+    result = train(mixture_config(tiny, tmp_path / "whole", mix=mix), SilentProgress())
     # An independent count of what the batches held.
-    planned, counts = prepared(mixed(tiny, tmp_path / "other", mix=mix)), Counter[str]()
+    planned, counts = prepared(mixture_config(tiny, tmp_path / "other", mix=mix)), Counter[str]()
     for step in planned.steps(None).rank_steps():  # type: ignore[arg-type]
         for micro_batch in step.micro_batches:
             counts.update(str(planned.source.read(place).channel) for place in micro_batch.samples)
@@ -85,13 +85,13 @@ def test_trained_logged_and_resumed(tiny: TinyWorld, caches: tuple[str, str], tm
     assert result.target_tokens == sum(line["target_tokens"] for line in lines)
     step = result.steps // 4 * 2 + 2  # in the second epoch, which is another draw
     resume = {"resume_from_checkpoint": str(tmp_path / "whole" / f"checkpoint-{step}")}
-    train(mixed(tiny, tmp_path / "rest", mix=mix, **resume), SilentProgress())
+    train(mixture_config(tiny, tmp_path / "rest", mix=mix, **resume), SilentProgress())
     check_same_rest(tmp_path / "whole", tmp_path / "rest", step)
     for index, change in enumerate(({"loss_weight": 1.0}, {"max_length": 100})):
-        other = mixed(tiny, tmp_path / f"other-{index}", mix=recipe(tmp_path, caches, **change), **resume)
+        other = mixture_config(tiny, tmp_path / f"other-{index}", mix=recipe(tmp_path, caches, **change), **resume)
         with pytest.raises(MismatchError, match="plan: "):
             prepared(other)
-    resumed_config = mixed(
+    resumed_config = mixture_config(
         tiny, tmp_path / "other", mix=recipe(tmp_path, caches, loss_weight=0.5), resample=False, **resume
     )
     with pytest.raises(MismatchError, match="plan: "):
@@ -121,7 +121,8 @@ def test_relabeled_sources_equal_exports_with_that_loss_scale(tiny: TinyWorld, t
     }
     run_options: dict[str, Any] = {"max_steps": 2, "save_strategy": "no"}
     relabeled, there = (
-        train(mixed(tiny, tmp_path / name, mix=mix, **run_options), SilentProgress()) for name, mix in mixes.items()
+        train(mixture_config(tiny, tmp_path / name, mix=mix, **run_options), SilentProgress())
+        for name, mix in mixes.items()
     )
     assert (relabeled.target_tokens, relabeled.sources) == (there.target_tokens, there.sources)
     names = ("loss", "grad_norm", "target_tokens", "loss_last_round", "loss_all", "share_of_target_tokens_all")
@@ -134,10 +135,12 @@ def test_relabeled_sources_equal_exports_with_that_loss_scale(tiny: TinyWorld, t
     assert sources[0] == sources[1]
     assert sources[0]["all"]["share_of_target_tokens"] == pytest.approx(0.6, abs=0.05)
     other = written("other.yaml", {"path": tiny.cache, "loss_scale": "last_round"}, {"path": tiny.cache})
-    one, two = (prepared(mixed(tiny, tmp_path / "other", mix=mix, **run_options)) for mix in (mixes["chosen"], other))
+    one, two = (
+        prepared(mixture_config(tiny, tmp_path / "other", mix=mix, **run_options)) for mix in (mixes["chosen"], other)
+    )
     assert one.state.plan != two.state.plan
     with pytest.raises(ConfigError, match=r"loss scale 'lastround': .* did you mean 'last_round'"):
-        prepared(mixed(tiny, tmp_path, mix=recipe(tmp_path, (tiny.cache, tiny.cache), loss_scale="lastround")))
+        prepared(mixture_config(tiny, tmp_path, mix=recipe(tmp_path, (tiny.cache, tiny.cache), loss_scale="lastround")))
 
 
 class RecordingProgress(SilentProgress):
@@ -161,7 +164,7 @@ def test_stages_are_trained_shown_and_resumed(
     ]
     mix.write_text(json.dumps({"stages": [{"until": "50%", "packing_length": 128, **stages[0]}, stages[1]]}))
     settings: dict[str, Any] = {"mix": str(mix), "max_steps": 8, "gradient_accumulation_steps": 2}
-    result = train(mixed(tiny, full_run, **settings), progress)
+    result = train(mixture_config(tiny, full_run, **settings), progress)
     assert (len(result.stages), train_lines(result)[0][0]) == (2, "samples of the first stage")
     assert [note for note in progress.notes if " begins" in note] == [
         "stage 1 of 2 begins: steps 1 to 4, packs of 128 tokens",
@@ -169,12 +172,12 @@ def test_stages_are_trained_shown_and_resumed(
     ]
     # Resumed where a stage ends.
     resume = {"resume_from_checkpoint": str(full_run / "checkpoint-4")}
-    train(mixed(tiny, tmp_path / "rest", **settings, **resume), SilentProgress())
+    train(mixture_config(tiny, tmp_path / "rest", **settings, **resume), SilentProgress())
     check_same_rest(full_run, tmp_path / "rest", 4)
     with pytest.raises(MismatchError, match="with stages, also on --max-steps"):
-        prepared(mixed(tiny, tmp_path / "longer", **{**settings, "max_steps": 9}, **resume))
+        prepared(mixture_config(tiny, tmp_path / "longer", **{**settings, "max_steps": 9}, **resume))
     # An independent count of what the batches held, by stage; and the ledger.
-    planned, counts = prepared(mixed(tiny, tmp_path / "other", **settings)), Counter[int]()
+    planned, counts = prepared(mixture_config(tiny, tmp_path / "other", **settings)), Counter[int]()
     for step_index, step in enumerate(planned.steps(None).rank_steps()):  # type: ignore[arg-type]
         step_samples = [place for micro_batch in step.micro_batches for place in micro_batch.samples]
         counts.update(step_samples)
@@ -214,7 +217,7 @@ def test_plan_resume_finds_shares_for_other_caches(
     tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shares = {"cached_dataset": caches, "interleave_probs": ("0.5", "0.5")}
-    train(mixed(tiny, tmp_path, **shares, max_steps=1), SilentProgress())
+    train(mixture_config(tiny, tmp_path, **shares, max_steps=1), SilentProgress())
     capsys.readouterr()
     assert run(["plan", "--resume", str(tmp_path), *caches, caches[0]]) == 2
     assert "2 for 3 caches" in capsys.readouterr().err
@@ -231,7 +234,7 @@ def test_portable_recipes_have_absolute_paths(tmp_path: Path, monkeypatch: pytes
 def test_samples_have_the_weight_and_the_name_of_their_source(
     tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path
 ) -> None:
-    run = prepared(mixed(tiny, tmp_path, mix=recipe(tmp_path, caches, loss_weight=0.5)))
+    run = prepared(mixture_config(tiny, tmp_path, mix=recipe(tmp_path, caches, loss_weight=0.5)))
     of_first, of_second = run.source.read(0), run.source.read(len(run.source.reader) - 1)
     assert (of_first.channel, of_second.channel) == ("large", "small")
     assert of_first.loss_scale is None
@@ -241,7 +244,7 @@ def test_samples_have_the_weight_and_the_name_of_their_source(
 
 
 def test_epoch_resumes_on_other_ranks(tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
-    config = mixed(tiny, tmp_path, cached_dataset=(caches[0], f"{caches[1]}#50%"))
+    config = mixture_config(tiny, tmp_path, cached_dataset=(caches[0], f"{caches[1]}#50%"))
     one, two = (prepared(config, size) for size in (1, 2))
     assert one.state.plan == two.state.plan
     done = one.timeline.steps_per_epoch + 1  # in the second epoch, which is another draw
@@ -253,12 +256,12 @@ def test_epoch_resumes_on_other_ranks(tiny: TinyWorld, caches: tuple[str, str], 
 
 def test_unsupported_settings_are_refused(tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"#0% takes nothing"):
-        prepared(mixed(tiny, tmp_path, cached_dataset=(f"{caches[0]}#0%",)))
+        prepared(mixture_config(tiny, tmp_path, cached_dataset=(f"{caches[0]}#0%",)))
     with pytest.raises(ConfigError, match=r"--mix none\.yaml: there is no such file"):
-        prepared(mixed(tiny, tmp_path, mix="none.yaml"))
+        prepared(mixture_config(tiny, tmp_path, mix="none.yaml"))
     weighed = f"{caches[0]}#50%", caches[1]
     with pytest.raises(ConfigError, match="remove the amount"):
-        prepared(mixed(tiny, tmp_path, cached_dataset=weighed, mix_strategy="interleave_under"))
+        prepared(mixture_config(tiny, tmp_path, cached_dataset=weighed, mix_strategy="interleave_under"))
 
 
 def test_plan_prints_draws_and_saves_the_shares(
@@ -323,7 +326,7 @@ def test_parts_of_the_samples_add_up_everywhere(
 @pytest.mark.parametrize("stop", ["first", "all"])
 def test_the_table_of_a_run_adds_up(stop: str, tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
     mix = recipe(tmp_path, caches, min_length=60)
-    result = train(mixed(tiny, tmp_path / "run", mix=mix, mix_stop=stop, dry_run=True), SilentProgress())
+    result = train(mixture_config(tiny, tmp_path / "run", mix=mix, mix_stop=stop, dry_run=True), SilentProgress())
     figures_by_name = {label.strip(): figure for label, figure in train_lines(result)}
     names = ("samples", "repeated samples", "not drawn", "filtered by length")
     samples, repeats, not_drawn, filtered = (int(figures_by_name.get(name, "0").replace(",", "")) for name in names)
@@ -334,7 +337,7 @@ def test_the_table_of_a_run_adds_up(stop: str, tiny: TinyWorld, caches: tuple[st
 
 def test_each_mixed_row_source_gets_a_cache(tiny: TinyWorld, tmp_path: Path) -> None:
     rows = {"cached_dataset": (), "dataset": (tiny.rows, f"{tiny.rows}#50%"), "max_length": 128}
-    config = mixed(tiny, tmp_path, **rows, interleave_probs=("0.5", "0.5"), cache_dir=str(tmp_path / "caches"))
+    config = mixture_config(tiny, tmp_path, **rows, interleave_probs=("0.5", "0.5"), cache_dir=str(tmp_path / "caches"))
     assert not config.problems()
     result = train(dataclasses.replace(config, dry_run=True), SilentProgress())
     assert [each["share_of_samples"] for each in result.sources.values()] == [0.5, 0.5]

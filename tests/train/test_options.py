@@ -33,7 +33,7 @@ def run_config(**settings: Any) -> TrainConfig:
     return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **settings)
 
 
-def trained(tiny: TinyWorld, output_dir: Path, **settings: Any) -> Any:
+def train_briefly(tiny: TinyWorld, output_dir: Path, **settings: Any) -> Any:
     return train(tiny.config(output_dir, **{"max_steps": 1, "verify_packing": False, **settings}), SilentProgress())
 
 
@@ -62,7 +62,7 @@ def test_warmup_steps_take_precedence_over_the_ratio() -> None:
 
 def test_schedule_ends_at_the_minimum_rate(tiny: TinyWorld, tmp_path: Path) -> None:
     schedule = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 4e-4}}
-    trained(tiny, tmp_path, max_steps=3, warmup_steps=1, optim="sgd", **schedule)
+    train_briefly(tiny, tmp_path, max_steps=3, warmup_steps=1, optim="sgd", **schedule)
     rates = [line["learning_rate"] for line in read_metrics(tmp_path)]
     assert rates == pytest.approx([0.0, 1e-3, 7e-4])
     assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["max_steps"] == 3
@@ -70,7 +70,7 @@ def test_schedule_ends_at_the_minimum_rate(tiny: TinyWorld, tmp_path: Path) -> N
 
 def test_adapter_has_the_requested_settings(tiny: TinyWorld, tmp_path: Path) -> None:
     options = {"lora_rank": 4, "use_rslora": True, "use_dora": True, "lora_bias": "all", "init_weights": "gaussian"}
-    trained(tiny, tmp_path, target_regex=r".*layers\.0\.self_attn\.[qv]_proj", **LORA, **options)
+    train_briefly(tiny, tmp_path, target_regex=r".*layers\.0\.self_attn\.[qv]_proj", **LORA, **options)
     saved = json.loads((tmp_path / "checkpoint-1" / "adapter_config.json").read_text())
     saved_values = [saved[name] for name in ("r", "use_rslora", "use_dora", "bias", "init_lora_weights")]
     assert saved_values == [4, True, True, "all", "gaussian"]
@@ -82,28 +82,30 @@ def test_adapter_has_the_requested_settings(tiny: TinyWorld, tmp_path: Path) -> 
 
 
 def test_training_continues_from_an_adapter(tiny: TinyWorld, tmp_path: Path) -> None:
-    first_run = trained(tiny, tmp_path / "first", lora_rank=4, **LORA)
+    first_run = train_briefly(tiny, tmp_path / "first", lora_rank=4, **LORA)
     model: Any = load_model(tiny.model, reduced_config_of(tiny), dtype=torch.float32, packing=False)
-    going_on = tiny.config(tmp_path / "second", adapters=(str(first_run.checkpoint),), lora_rank=4, max_steps=1, **LORA)
-    adapted = make_trainable(model, going_on)
+    continued_config = tiny.config(
+        tmp_path / "second", adapters=(str(first_run.checkpoint),), lora_rank=4, max_steps=1, **LORA
+    )
+    adapted = make_trainable(model, continued_config)
     saved = load_file(Path(first_run.checkpoint) / "adapter_model.safetensors")
     state = adapted.state_dict()
     for name, weight in saved.items():
         assert torch.equal(state[name.replace(".weight", ".default.weight")], weight)
     assert learning(adapted) == {name.replace(".weight", ".default.weight") for name in saved}
-    result = train(going_on, SilentProgress())
+    result = train(continued_config, SilentProgress())
     assert result.num_trainable_parameters == first_run.num_trainable_parameters
-    planned = tiny.config(tmp_path / "third", adapters=going_on.adapters, dry_run=True, **LORA)
+    planned = tiny.config(tmp_path / "third", adapters=continued_config.adapters, dry_run=True, **LORA)
     assert train(planned, SilentProgress()).num_trainable_parameters == first_run.num_trainable_parameters
     for settings, message in (
         ({"lora_rank": 16}, "has 4"),
         ({"adapters": (str(tmp_path),)}, "this is not an adapter"),
-        ({"adapters": (going_on.output_dir,)}, f"whose last adapter is {going_on.output_dir}"),
+        ({"adapters": (continued_config.output_dir,)}, f"whose last adapter is {continued_config.output_dir}"),
     ):
         with pytest.raises(ConfigError, match=message):
             make_trainable(
                 load_model(tiny.model, reduced_config_of(tiny), dtype=torch.float32, packing=False),
-                tiny.config(tmp_path / "bad", **{"adapters": going_on.adapters, **LORA, **settings}),
+                tiny.config(tmp_path / "bad", **{"adapters": continued_config.adapters, **LORA, **settings}),
             )
 
 
@@ -134,9 +136,9 @@ def test_saved_weights_equal_the_trained_ones(
 ) -> None:
     """Evaluated as it stood in memory and as it is loaded again, with peft alone too."""
     run = {**LORA, "cached_dataset": (with_val,), "eval_strategy": "steps", "max_steps": 2}
-    result = trained(tiny, tmp_path / "first", learning_rate=1e-2, **run, **settings)
+    result = train_briefly(tiny, tmp_path / "first", learning_rate=1e-2, **run, **settings)
     still = {**run, "adapters": (result.checkpoint,), "learning_rate": 0.0, "max_steps": 1, "eval_steps": 1}
-    trained(tiny, tmp_path / "again", **still)
+    train_briefly(tiny, tmp_path / "again", **still)
     assert eval_loss(tmp_path / "again") == pytest.approx(eval_loss(tmp_path / "first"), abs=1e-5)
     base: Any = AutoModelForImageTextToText.from_pretrained(tiny.model)
     words = torch.arange(40).view(1, -1)
@@ -248,10 +250,10 @@ def test_the_precision_of_weights_and_of_computation() -> None:
 
 
 def test_bf16_with_weights_in_float32(tiny: TinyWorld, tmp_path: Path) -> None:
-    result = trained(tiny, tmp_path / "mixed", bf16=True, torch_dtype="float32")
+    result = train_briefly(tiny, tmp_path / "mixed", bf16=True, torch_dtype="float32")
     weights = load_file(Path(result.checkpoint) / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    exact = trained(tiny, tmp_path / "exact")
+    exact = train_briefly(tiny, tmp_path / "exact")
     assert result.last_loss == pytest.approx(exact.last_loss, rel=2e-2)
     assert result.last_loss != exact.last_loss
 
@@ -261,12 +263,12 @@ def checkpoints(output_dir: Path) -> list[str]:
 
 
 def test_when_checkpoints_are_saved(tiny: TinyWorld, tmp_path: Path) -> None:
-    result = trained(tiny, tmp_path / "epoch", max_steps=None, num_train_epochs=2, save_strategy="epoch")
+    result = train_briefly(tiny, tmp_path / "epoch", max_steps=None, num_train_epochs=2, save_strategy="epoch")
     each = result.steps // 2
     assert checkpoints(tmp_path / "epoch") == sorted([f"checkpoint-{each}", f"checkpoint-{2 * each}"])
-    result = trained(tiny, tmp_path / "no", save_strategy="no")
+    result = train_briefly(tiny, tmp_path / "no", save_strategy="no")
     assert (result.checkpoint, checkpoints(tmp_path / "no")) == (None, [])
-    result = trained(tiny, tmp_path / "only", save_only_model=True)
+    result = train_briefly(tiny, tmp_path / "only", save_only_model=True)
     names = {path.name for path in Path(result.checkpoint).iterdir()}
     assert "model.safetensors" in names
     assert not names & {"optimizer.pt", "scheduler.pt"}
@@ -276,13 +278,13 @@ def test_the_best_evaluation_is_saved_and_kept(tiny: TinyWorld, with_val: str, t
     """At a rate that only does harm the first evaluation is the best one; more accuracy is better, more loss is not."""
     worse = {"cached_dataset": (with_val,), "learning_rate": 0.5, "lr_scheduler_type": "constant"}
     worse |= {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 3, "warmup_ratio": 0.0, "optim": "sgd"}
-    result = trained(tiny, tmp_path / "best", save_strategy="best", **worse)
+    result = train_briefly(tiny, tmp_path / "best", save_strategy="best", **worse)
     losses = [line["eval_loss"] for line in read_metrics(tmp_path / "best") if "eval_loss" in line]
     best = losses.index(min(losses)) + 1
     assert result.checkpoint == str(tmp_path / "best" / f"checkpoint-{best}")
     limited = {"load_best_model_at_end": True, "save_steps": 1, "save_total_limit": 1}
     limited |= {"metric_for_best_model": "loss", "greater_is_better": True}
-    result = trained(tiny, tmp_path / "kept", **worse, **limited)
+    result = train_briefly(tiny, tmp_path / "kept", **worse, **limited)
     worst = losses.index(max(losses)) + 1
     assert result.checkpoint == str(tmp_path / "kept" / f"checkpoint-{worst}")
     assert set(checkpoints(tmp_path / "kept")) == {f"checkpoint-{worst}", "checkpoint-3"}
@@ -298,7 +300,7 @@ def test_early_stopping_ends_a_run(tiny: TinyWorld, with_val: str, tmp_path: Pat
     assert (result.steps, result.checkpoint) == (3, str(tmp_path / "checkpoint-3"))
     assert any("ended early after step 3 of 5: eval_loss was best after step 1" in note for note in progress.notes)
     shutil.rmtree(tmp_path / "checkpoint-3")
-    result = trained(tiny, tmp_path, **worse, resume_from_checkpoint="true")
+    result = train_briefly(tiny, tmp_path, **worse, resume_from_checkpoint="true")
     assert (result.resumed_from, result.steps) == (str(tmp_path / "checkpoint-2"), 3)
 
 
@@ -372,7 +374,7 @@ def test_debug_log_describes_each_batch(
     settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 2}
     settings |= tiny.streamed() | {"max_steps": 2} if streaming else {}
     with caplog.at_level(logging.DEBUG, logger="packtool.train.batches"):
-        trained(tiny, tmp_path, **settings)
+        train_briefly(tiny, tmp_path, **settings)
     lines = [record.getMessage() for record in caplog.records]
     assert [line.partition(":")[0] for line in lines] == [
         f"rank 0, step {step}, micro-batch {micro_batch} of 2" for step in (1, 2) for micro_batch in (1, 2)

@@ -32,7 +32,7 @@ from packtool.train.prepare.costs import with_recomputing
 from packtool.train.prepare.resume import resume_lines
 from packtool.train.prepare.run import Run
 from packtool.train.run import train
-from tests.forked import started
+from tests.forked import forked_process
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
 from tests.waiting import wait_for
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_another_plan_is_refused(full_run: tuple[Path, Any], tin
             train(config, SilentProgress())
 
 
-def resume_line(tiny: TinyWorld, output_dir: Path, settings: dict[str, Any], **changes: Any) -> str:
+def resume_message(tiny: TinyWorld, output_dir: Path, settings: dict[str, Any], **changes: Any) -> str:
     """What a run that resumes after its second step says of it."""
     config = tiny.config(
         output_dir, **settings | changes, resume_from_checkpoint=str(output_dir / "checkpoint-2"), save_total_limit=9
@@ -134,17 +134,17 @@ def resume_line(tiny: TinyWorld, output_dir: Path, settings: dict[str, Any], **c
 
 def test_resumed_run_reports_checkpoint_and_settings(full_run: tuple[Path, Any], tiny: TinyWorld) -> None:
     output_dir, settings = full_run
-    line = resume_line(tiny, output_dir, settings)
+    line = resume_message(tiny, output_dir, settings)
     assert line.startswith(
         f"resuming from {output_dir / 'checkpoint-2'}: 2 of 6 steps done, 4 left; changed settings: "
     )
     assert line.endswith(": --save-total-limit 9 (was default)")
-    line = resume_line(tiny, output_dir, settings, logging_steps=3, report_to=("tensorboard", "wandb"))
+    line = resume_message(tiny, output_dir, settings, logging_steps=3, report_to=("tensorboard", "wandb"))
     assert "--logging-steps 3 (was 1)" in line
     assert "--report-to tensorboard wandb (was " in line
     # As many steps as before, and schedules without an end, shift nothing.
-    assert "--max-steps 6 (was default)" in resume_line(tiny, output_dir, settings, max_steps=6)
-    line = resume_line(tiny, output_dir, settings, max_steps=4, data_change="allow")
+    assert "--max-steps 6 (was default)" in resume_message(tiny, output_dir, settings, max_steps=6)
+    line = resume_message(tiny, output_dir, settings, max_steps=4, data_change="allow")
     assert re.search(r"2 of 4 steps done, 2 left; .*--max-steps 4 \(was default\)", line)
     new = Run.of(tiny.config(output_dir / "new", **settings), World())
     assert not list(lines_of(new))
@@ -158,10 +158,10 @@ def test_a_schedule_is_never_shifted_silently(
     output_dir, settings = full_run
     changes = {"max_steps": num_steps} if epochs is None else {"num_train_epochs": epochs}
     if epochs is None and num_steps == 6:
-        assert "2 of 6 steps done" in resume_line(tiny, output_dir, settings, **changes)
+        assert "2 of 6 steps done" in resume_message(tiny, output_dir, settings, **changes)
         return
     with pytest.raises(MismatchError, match=r"the learning rate schedule would have .* instead of 6") as error:
-        resume_line(tiny, output_dir, settings, **changes)
+        resume_message(tiny, output_dir, settings, **changes)
     assert "--resume-only-model" in str(error.value)
 
 
@@ -182,7 +182,7 @@ def test_settings_fixed_by_the_checkpoint_are_refused(
     ((name, value),) = change.items()
     expected = f"{flag(name)}: .* in the checkpoint, {str(value).lower()} now"
     with pytest.raises(MismatchError, match=f"cannot be resumed with other settings:\n  - {expected}"):
-        resume_line(tiny, output_dir, settings, **change)
+        resume_message(tiny, output_dir, settings, **change)
 
 
 def test_checkpoint_of_an_older_packtool_has_no_settings(
@@ -193,9 +193,9 @@ def test_checkpoint_of_an_older_packtool_has_no_settings(
     values = json.loads(state.read_text())
     del values["options"], values["digest"]
     state.write_text(json.dumps(values))
-    assert "changed" not in resume_line(tiny, tmp_path, settings, learning_rate=0.5)
+    assert "changed" not in resume_message(tiny, tmp_path, settings, learning_rate=0.5)
     with pytest.raises(MismatchError, match="would have 9 steps instead of 6"):
-        resume_line(tiny, tmp_path, settings, max_steps=9)
+        resume_message(tiny, tmp_path, settings, max_steps=9)
 
 
 def test_finished_run_has_no_remaining_steps(full_run: tuple[Path, Any], tiny: TinyWorld) -> None:
@@ -317,7 +317,7 @@ def test_run_killed_during_a_checkpoint_resumes(tiny: TinyWorld, tmp_path: Path)
     settings = SETTINGS | {"save_steps": 1}
     train(tiny.config(tmp_path / "whole", **settings), SilentProgress())
     third = tmp_path / "killed" / "checkpoint-3"
-    with started(train, tiny.config(tmp_path / "killed", **settings), SilentProgress()) as process:
+    with forked_process(train, tiny.config(tmp_path / "killed", **settings), SilentProgress()) as process:
         wait_for((third / "config.json").exists, lambda: not process.is_alive())
     assert third.exists()
     done = [Path(path).name for path in finished_checkpoints(str(tmp_path / "killed"))]

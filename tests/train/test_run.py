@@ -53,7 +53,7 @@ class Recording(SilentProgress):
 
 
 @pytest.fixture(scope="module")
-def trained(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Recording]:
+def full_run(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Recording]:
     """Three epochs of three steps, the last of them smaller."""
     output_dir, progress = tmp_path_factory.mktemp("trained"), Recording()
     config = tiny.config(output_dir, num_train_epochs=3.0, gradient_accumulation_steps=3, logging_steps=2)
@@ -61,8 +61,8 @@ def trained(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 @pytest.mark.smoke
-def test_figures_add_up(trained: tuple[Path, Any, Recording], tiny: TinyWorld) -> None:
-    output_dir, result, _ = trained
+def test_figures_add_up(full_run: tuple[Path, Any, Recording], tiny: TinyWorld) -> None:
+    output_dir, result, _ = full_run
     assert (result.num_samples, result.filtered, result.num_packs) == (40, 0, 8)
     assert result.samples_per_pack == 5.0
     assert 0.9 < result.fill <= 1.0
@@ -74,8 +74,8 @@ def test_figures_add_up(trained: tuple[Path, Any, Recording], tiny: TinyWorld) -
     assert result.checkpoint == str(output_dir / "checkpoint-9")
 
 
-def test_loss_falls_and_first_and_last_step_are_logged(trained: tuple[Path, Any, Recording]) -> None:
-    output_dir, result, _ = trained
+def test_loss_falls_and_first_and_last_step_are_logged(full_run: tuple[Path, Any, Recording]) -> None:
+    output_dir, result, _ = full_run
     lines = read_metrics(output_dir)
     assert [line["step"] for line in lines] == [1, 2, 4, 6, 8, 9]
     assert [line["epoch"] for line in lines] == pytest.approx([step / 3 for step in (1, 2, 4, 6, 8, 9)])
@@ -84,8 +84,8 @@ def test_loss_falls_and_first_and_last_step_are_logged(trained: tuple[Path, Any,
     assert all({"grad_norm", "learning_rate"} <= line.keys() for line in lines)
 
 
-def test_progress_gets_the_plan_and_every_step(trained: tuple[Path, Any, Recording]) -> None:
-    _, _, progress = trained
+def test_progress_gets_the_plan_and_every_step(full_run: tuple[Path, Any, Recording]) -> None:
+    _, _, progress = full_run
     assert progress.total == progress.num_done == 9
     assert {"epoch", "loss", "grad norm", "lr", "targets/s", "fill", "waiting", "memory"} == progress.fields.keys()
     notes = "\n".join(progress.notes)
@@ -107,8 +107,10 @@ def test_logged_loss_is_the_mean_over_all_targets_since_the_last_line(tiny: Tiny
     assert together[1]["target_tokens"] == sum(targets)
 
 
-def test_a_full_checkpoint_loads_with_transformers_alone(trained: tuple[Path, Any, Recording], tiny: TinyWorld) -> None:
-    checkpoint = trained[1].checkpoint
+def test_a_full_checkpoint_loads_with_transformers_alone(
+    full_run: tuple[Path, Any, Recording], tiny: TinyWorld
+) -> None:
+    checkpoint = full_run[1].checkpoint
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
     assert model.config._attn_implementation == "sdpa"
     AutoProcessor.from_pretrained(checkpoint)

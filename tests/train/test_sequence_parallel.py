@@ -68,7 +68,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny: TinyWorld) -> TinyWorl
     return dataclasses.replace(tiny, cache=str(cache))
 
 
-def staged(world: TinyWorld, root: Path, *sizes: int) -> dict[str, Any]:
+def stage_settings(world: TinyWorld, root: Path, *sizes: int) -> dict[str, Any]:
     """Settings of two stages, with sequences that so many processes share, and steps of the same samples anyhow."""
     stages: list[dict[str, Any]] = [{"until": 2, "packing_length": 128, "sources": [world.cache + "#20"]}]
     stages.append({"sources": [world.cache]})
@@ -89,7 +89,7 @@ def one_process_run(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) 
         ("train", root / "curve", CURVE),
         ("train", root / "evaluated", CURVE | EVALUATING),
         ("train", root / "lora", CURVE | LORA),
-        ("train", root / "stages", staged(world, root)),
+        ("train", root / "stages", stage_settings(world, root)),
         ("eval", root / "eval", {}),
     ]
     run_jobs(world, [check_before(job, ()) for job in jobs])
@@ -97,14 +97,14 @@ def one_process_run(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def shared(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_process_run(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two processes."""
     root = tmp_path_factory.mktemp("two")
     jobs: list[Job] = [("train", root / name, UNSEEN | settings) for name, settings in STEPS.items()]
     jobs += [("train", root / f"curve-{name}", CURVE | settings) for name, settings in CURVES.items()]
     jobs.append(("train", root / "evaluated", CURVE | CURVES["ring"] | EVALUATING))
     jobs.append(("train", root / "lora", CURVE | LORA | TWO))
-    jobs.append(("train", root / "stages", staged(world, root, 1, 2) | TWO))
+    jobs.append(("train", root / "stages", stage_settings(world, root, 1, 2) | TWO))
     resumed = CURVE | CURVES["ring"] | {"resume_from_checkpoint": str(root / "curve-ring" / f"checkpoint-{HALF}")}
     jobs.append(("train", root / "resumed", resumed))
     jobs.append(("train", root / "streamed", UNSEEN | world.streamed() | {"gradient_accumulation_steps": 12} | TWO))
@@ -115,7 +115,7 @@ def shared(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def four(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four_process_run(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four processes."""
     root = tmp_path_factory.mktemp("four")
     jobs: list[Job] = [("train", root / name, CURVE | settings) for name, settings in FOUR.items()]
@@ -126,13 +126,13 @@ def four(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_step_equals_that_of_one_process(name: str, shared: Path, one_process_run: Path) -> None:
+def test_step_equals_that_of_one_process(name: str, two_process_run: Path, one_process_run: Path) -> None:
     """Loss, gradient norm and weights, with pictures in the rows and every part of the model trained."""
-    check_same_step(shared / name, one_process_run / "step")
+    check_same_step(two_process_run / name, one_process_run / "step")
 
 
-def test_stages_may_differ_in_sequence_parallelism(shared: Path, one_process_run: Path) -> None:
-    expected, shared_lines = (read_metrics(folder / "stages") for folder in (one_process_run, shared))
+def test_stages_may_differ_in_sequence_parallelism(two_process_run: Path, one_process_run: Path) -> None:
+    expected, shared_lines = (read_metrics(folder / "stages") for folder in (one_process_run, two_process_run))
     assert len(shared_lines) == 4
     for line, other in zip(shared_lines, expected, strict=True):
         assert line["target_tokens"] == other["target_tokens"]
@@ -151,39 +151,39 @@ def check_same_curve(output_dir: Path, expected_dir: Path, num_steps: int = NUM_
 
 
 @pytest.mark.parametrize("kind", CURVES)
-def test_steps_of_two_processes(kind: str, shared: Path, one_process_run: Path) -> None:
-    check_same_curve(shared / f"curve-{kind}", one_process_run / "curve")
+def test_steps_of_two_processes(kind: str, two_process_run: Path, one_process_run: Path) -> None:
+    check_same_curve(two_process_run / f"curve-{kind}", one_process_run / "curve")
 
 
-def test_steps_of_adapters(shared: Path, one_process_run: Path) -> None:
-    check_same_curve(shared / "lora", one_process_run / "lora", num_steps=4)
+def test_steps_of_adapters(two_process_run: Path, one_process_run: Path) -> None:
+    check_same_curve(two_process_run / "lora", one_process_run / "lora", num_steps=4)
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_steps_of_four_processes(name: str, four: Path, one_process_run: Path) -> None:
+def test_steps_of_four_processes(name: str, four_process_run: Path, one_process_run: Path) -> None:
     """Two groups of two, with and without Skrull."""
-    check_same_curve(four / name, one_process_run / "curve")
+    check_same_curve(four_process_run / name, one_process_run / "curve")
 
 
-def test_both_parallel_axes_together(four: Path, one_process_run: Path) -> None:
-    check_same_step(four / "both-axes", one_process_run / "step")
+def test_both_parallel_axes_together(four_process_run: Path, one_process_run: Path) -> None:
+    check_same_step(four_process_run / "both-axes", one_process_run / "step")
 
 
-def test_resumed_run_trains_the_remaining_steps(shared: Path) -> None:
-    check_same_rest(shared / "curve-ring", shared / "resumed", step=HALF)
+def test_resumed_run_trains_the_remaining_steps(two_process_run: Path) -> None:
+    check_same_rest(two_process_run / "curve-ring", two_process_run / "resumed", step=HALF)
 
 
-def test_streamed_rows_use_sequence_parallelism(shared: Path, one_process_run: Path) -> None:
-    (line,), (expected,) = read_metrics(shared / "streamed"), read_metrics(one_process_run / "step")
+def test_streamed_rows_use_sequence_parallelism(two_process_run: Path, one_process_run: Path) -> None:
+    (line,), (expected,) = read_metrics(two_process_run / "streamed"), read_metrics(one_process_run / "step")
     assert line["target_tokens"] == expected["target_tokens"]
     assert line["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
-def test_evaluation_between_steps(shared: Path, one_process_run: Path) -> None:
+def test_evaluation_between_steps(two_process_run: Path, one_process_run: Path) -> None:
     shared_lines, expected = (
         [line for line in read_metrics(folder) if "eval_loss" in line]
-        for folder in (shared / "evaluated", one_process_run / "evaluated")
+        for folder in (two_process_run / "evaluated", one_process_run / "evaluated")
     )
     assert len(shared_lines) == len(expected) == 2
     for line, other in zip(shared_lines, expected, strict=True):
@@ -192,10 +192,10 @@ def test_evaluation_between_steps(shared: Path, one_process_run: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", EVALUATED)
-def test_evaluation_scores_equal_those_of_one_process(kind: str, shared: Path, one_process_run: Path) -> None:
+def test_evaluation_scores_equal_those_of_one_process(kind: str, two_process_run: Path, one_process_run: Path) -> None:
     shared_columns, expected = (
         pq.read_table(folder / "eval.parquet").to_pydict()
-        for folder in (shared / f"eval-{kind}", one_process_run / "eval")
+        for folder in (two_process_run / f"eval-{kind}", one_process_run / "eval")
     )
     losses, others = shared_columns.pop("loss"), expected.pop("loss")
     assert losses == pytest.approx(others, abs=2e-6)
@@ -204,8 +204,8 @@ def test_evaluation_scores_equal_those_of_one_process(kind: str, shared: Path, o
 
 
 @pytest.mark.parametrize("kind", TYPES[1:])
-def test_verify_reports_no_errors(kind: str, shared: Path) -> None:
-    errors = json.loads((shared / f"verify-{kind}" / "verify.json").read_text())
+def test_verify_reports_no_errors(kind: str, two_process_run: Path) -> None:
+    errors = json.loads((two_process_run / f"verify-{kind}" / "verify.json").read_text())
     assert set(errors) == {"isolation", "logits", "loss", "gradients"}
     assert errors["isolation"][0] == 0
     for name, (error, allowed) in errors.items():
@@ -213,14 +213,14 @@ def test_verify_reports_no_errors(kind: str, shared: Path) -> None:
         assert error < 2e-5, name
 
 
-def test_checkpoint_is_saved_once(shared: Path, one_process_run: Path) -> None:
+def test_checkpoint_is_saved_once(two_process_run: Path, one_process_run: Path) -> None:
     """By one process, whole."""
-    names = sorted(path.name for path in (shared / "curve-ring" / f"checkpoint-{NUM_STEPS}").iterdir())
+    names = sorted(path.name for path in (two_process_run / "curve-ring" / f"checkpoint-{NUM_STEPS}").iterdir())
     expected = sorted(path.name for path in (one_process_run / "curve" / f"checkpoint-{NUM_STEPS}").iterdir())
     assert [name for name in names if not name.startswith("rng_state")] == [
         name for name in expected if not name.startswith("rng_state")
     ]
-    weights = load_file(shared / "curve-ring" / f"checkpoint-{NUM_STEPS}" / "model.safetensors")
+    weights = load_file(two_process_run / "curve-ring" / f"checkpoint-{NUM_STEPS}" / "model.safetensors")
     others = load_file(one_process_run / "curve" / f"checkpoint-{NUM_STEPS}" / "model.safetensors")
     for name, weight in weights.items():
         torch.testing.assert_close(weight, others[name], rtol=0, atol=1e-3, msg=lambda text, n=name: f"{n}: {text}")

@@ -27,7 +27,7 @@ from tests.batch.reduced import (
     make_picture,
     reduced_model,
     reduced_spec,
-    samples_alike,
+    samples_with_prefixes,
     save_image_processor,
 )
 
@@ -41,7 +41,7 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     directory = str(tmp_path_factory.mktemp(name))
     if name in VISION_MODELS:
         save_image_processor(name, directory)
-    return reduced_model(name), reduced_spec(name, directory), samples_alike(name)
+    return reduced_model(name), reduced_spec(name, directory), samples_with_prefixes(name)
 
 
 def tree_of(samples: list[EncodedSample], spec: InputSpec) -> TreeBatch:
@@ -62,7 +62,7 @@ def tree_logits(model: PreTrainedModel, spec: InputSpec, samples: list[EncodedSa
     ]
 
 
-def unpacked(model: PreTrainedModel) -> PreTrainedModel:
+def unpacked_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A copy with transformers' own attention."""
     other = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="sdpa").eval()
     other.load_state_dict(model.state_dict())
@@ -76,7 +76,7 @@ def batch_of(batch: PackedBatch) -> Batch:
 
 def test_tree_logits_equal_those_of_single_samples(setting: Setting) -> None:
     model, spec, samples = setting
-    plain = unpacked(model)
+    plain = unpacked_copy(model)
     for sample, logits in zip(samples, tree_logits(model, spec, samples), strict=True):
         with torch.no_grad():
             sample_logits = plain(**batch_of(collate_packs([sample], spec)).model_inputs()).logits[0, : sample.length]
@@ -109,7 +109,7 @@ def test_tree_loss_and_gradients_are_sums_over_single_samples(setting: Setting, 
         for sample in samples
     ]
     for tree_samples in (setting[2], samples):
-        plain = unpacked(model)
+        plain = unpacked_copy(model)
         sample_losses = [
             target_losses(plain, batch_of(collate_packs([sample], spec)), label_logits_only=False).weighted_sum()
             for sample in tree_samples
@@ -180,7 +180,7 @@ def test_changed_branch_does_not_affect_others(setting: Setting) -> None:
 
 def test_changed_prefix_affects_all_its_samples(setting: Setting) -> None:
     model, spec, samples = setting
-    before, plain = tree_logits(model, spec, samples), unpacked(model)
+    before, plain = tree_logits(model, spec, samples), unpacked_copy(model)
     node = max(find_tree(samples, spec, min_shared=1), key=lambda node: len(node.samples))
     assert len(node.samples) >= 3
     assert node.start == 0

@@ -23,7 +23,7 @@ from packtool.train.prepare.from_rows import with_cache
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.run import Run
 from packtool.train.run import train
-from tests.forked import started
+from tests.forked import forked_process
 from tests.train.test_gradients import write_lines
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
 from tests.waiting import PATIENCE_S, wait_for
@@ -114,7 +114,7 @@ def test_a_dead_encoder_ends_the_command(tiny: TinyWorld, rows: str, tmp_path: P
     words += ["--streaming", "true", "--packing", "true", "--max-steps", "100000", "--max-length", "128"]
     words += ["--output-dir", str(tmp_path / "out"), "--packing-interval", "20", "--logging-steps", "1"]
     words += ["--media-root", str(Path(tiny.rows).parent)]
-    with started(run, words, output_path=tmp_path / "output.txt") as process:
+    with forked_process(run, words, output_path=tmp_path / "output.txt") as process:
         wait_for((tmp_path / "out" / "metrics.jsonl").exists, lambda: not process.is_alive())
         children = psutil.Process(process.pid).children(recursive=True)
         workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
@@ -151,7 +151,7 @@ class RecordingProgress(SilentProgress):
         self.notes.append(message)
 
 
-def unchecked(config: TrainConfig) -> None:
+def skip_checks(config: TrainConfig) -> None:
     """In place of the checks that come before rows are read."""
 
 
@@ -188,7 +188,7 @@ def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp
             "cache_dir": str(tmp_path / "copies"),
         }
         progress = RecordingProgress()
-        config = with_cache(tiny.config(tmp_path / "out", **options | changes), progress, unchecked)
+        config = with_cache(tiny.config(tmp_path / "out", **options | changes), progress, skip_checks)
         assert not config.dataset
         lines.append(progress.notes[-1])
         return config.cached_dataset[0], progress.notes[-1].partition(":")[0]
@@ -209,7 +209,7 @@ def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp
 def test_cache_of_rows_keeps_the_media_access(tiny: TinyWorld, tmp_path: Path) -> None:
     options = {"cached_dataset": (), "dataset": (tiny.rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
     allowed = {"media_access": "any", "max_media_bytes": 10_000_000, "media_root": "https://named/folder"}
-    config = with_cache(tiny.config(tmp_path / "out", **options | allowed), SilentProgress(), unchecked)
+    config = with_cache(tiny.config(tmp_path / "out", **options | allowed), SilentProgress(), skip_checks)
     assert {name: getattr(config, name) for name in allowed} == allowed
     plain = InputSpec.load(tiny.model, MediaLimits(), tiny.config(tmp_path, media_root="https://named/folder"))
     assert plain.media_policy.refusal("https://named/a.png") is None

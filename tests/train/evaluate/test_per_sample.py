@@ -290,7 +290,7 @@ def test_samples_without_targets_have_no_loss(case: Case) -> None:
 
 
 @pytest.fixture
-def in_training(case: Case, tiny: TinyWorld) -> nn.Module:
+def training_model(case: Case, tiny: TinyWorld) -> nn.Module:
     """A model during training on padded rows: adapters with dropout, one module not in training mode."""
     config = tiny.config("unused", train_type="lora", lora_dropout=0.5, packing=False)
     model: Any = make_trainable(
@@ -304,8 +304,8 @@ def in_training(case: Case, tiny: TinyWorld) -> nn.Module:
     return model
 
 
-def test_evaluation_does_not_change_training(in_training: nn.Module, case: Case) -> None:
-    model: Any = in_training
+def test_evaluation_does_not_change_training(training_model: nn.Module, case: Case) -> None:
+    model: Any = training_model
     reader = case.reader
     plan = plan_of_samples(reader, World(), max_tokens=200)
     modes = {name: part.training for name, part in model.named_modules()}
@@ -335,16 +335,16 @@ def test_evaluation_does_not_change_training(in_training: nn.Module, case: Case)
     assert packed.config.get_text_config()._attn_implementation == ATTENTION_NAME
 
 
-def test_the_model_is_restored_after_an_error(in_training: nn.Module, case: Case) -> None:
+def test_the_model_is_restored_after_an_error(training_model: nn.Module, case: Case) -> None:
     class Broken(SilentProgress):
         def advance(self, num_done: int, **fields: float | int | str) -> None:
             raise DataError("gone")
 
     reader = case.reader
     with pytest.raises(DataError):
-        evaluate(in_training, reader, case.spec, plan_of_samples(reader, World()), progress=Broken())
-    assert in_training.training
-    model: Any = in_training
+        evaluate(training_model, reader, case.spec, plan_of_samples(reader, World()), progress=Broken())
+    assert training_model.training
+    model: Any = training_model
     assert model.config.get_text_config()._attn_implementation == "sdpa"
 
 

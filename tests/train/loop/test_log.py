@@ -20,7 +20,7 @@ from packtool.train.loop import log
 from packtool.train.loop.log import Meter
 from packtool.train.model.loss import LossFunction, TargetLosses, target_losses
 from packtool.train.prepare.figures import StepFigures
-from tests.batch.reduced import reduced_model, reduced_spec, samples_alike
+from tests.batch.reduced import reduced_model, reduced_spec, samples_with_prefixes
 
 ACCELERATOR = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
 seconds = st.integers(0, 1000).map(float)
@@ -88,7 +88,7 @@ def test_target_in_a_shared_prefix_counts_for_each_sample(by_channel: bool) -> N
     channels = ("a", "b", "a", "a", None, "b", "a")
     samples = [
         dataclasses.replace(sample, channel=channel)
-        for sample, channel in zip(samples_alike("qwen3"), channels, strict=True)
+        for sample, channel in zip(samples_with_prefixes("qwen3"), channels, strict=True)
     ]
     # Some predictions must be right, for accuracies to differ.
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_loss_is_the_unweighted_mean_and_objective_the_weighted_one(
             channel="ab"[index % 2],
             loss_scale=None if weight is None else np.full(sample.length, weight, np.float32),
         )
-        for index, (sample, weight) in enumerate(zip(samples_alike("qwen3"), weights, strict=True))
+        for index, (sample, weight) in enumerate(zip(samples_with_prefixes("qwen3"), weights, strict=True))
     ]
     collate = {"packed": collate_packs, "padded": collate_padded, "tree": partial(collate_tree, min_shared=1)}[kind]
     batch = collate(samples, spec)

@@ -33,7 +33,7 @@ from packtool.train.model.loss import StepMean
 from packtool.train.prepare.checkpoint import finished_checkpoints
 from packtool.train.prepare.run import Run
 from packtool.train.run import train
-from tests.forked import started, started_ranks
+from tests.forked import forked_process, started_ranks
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -161,7 +161,7 @@ def test_launcher_forwards_signals_and_waits(tmp_path: Path) -> None:
     script = f"trap 'sleep 1; echo $RANK >> {tmp_path}/done; exit 143' TERM; touch {tmp_path}/up$RANK; "
     script += "while :; do sleep 0.1; done"
     options = ["--standalone", "--nproc-per-node", "2", "--no-python", "bash", "-c", script]
-    with started(torchrun.run_torchrun, options) as launcher:
+    with forked_process(torchrun.run_torchrun, options) as launcher:
         wait_for(lambda: len(list(tmp_path.glob("up*"))) == 2, lambda: not launcher.is_alive())
         os.kill(launcher.pid or 0, signal.SIGTERM)
         launcher.join(PATIENCE_S)

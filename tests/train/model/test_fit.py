@@ -41,7 +41,7 @@ def reported_bytes(config: Any, _model: Any, _dtype: Any, tokens: RankTokens, ax
 
 
 @pytest.fixture
-def without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+def estimates_without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "traced_pass_bytes", reported_bytes)
 
 
@@ -56,7 +56,7 @@ def check(fit: Fit, budget: float) -> None:
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(st.floats(min_value=1.5e6, max_value=2e7), st.floats(min_value=1.0, max_value=4.0), st.data())
 def test_proposals_fit_and_more_memory_is_never_slower(
-    tiny: TinyWorld, without_traces: None, fit: float, more: float, data: st.DataObject
+    tiny: TinyWorld, estimates_without_traces: None, fit: float, more: float, data: st.DataObject
 ) -> None:
     plan_options: dict[str, Any] = {
         "train_type": data.draw(st.sampled_from(["full", "lora"])),
@@ -106,7 +106,7 @@ def test_proposal_equals_the_dry_run_of_its_command(
         assert estimates.pop() == each.memory
 
 
-def test_settings_of_the_user_are_kept(tiny: TinyWorld, without_traces: None) -> None:
+def test_settings_of_the_user_are_kept(tiny: TinyWorld, estimates_without_traces: None) -> None:
     fixed: dict[str, Any] = {
         "packing_length": 200,
         "gradient_checkpointing": True,
@@ -133,13 +133,13 @@ def test_settings_of_the_user_are_kept(tiny: TinyWorld, without_traces: None) ->
         )
 
 
-def test_no_sharding_with_one_process(tiny: TinyWorld, without_traces: None) -> None:
+def test_no_sharding_with_one_process(tiny: TinyWorld, estimates_without_traces: None) -> None:
     fit = find_fit(plan_config(tiny, GIB, world_size=1), SilentProgress())
     assert {each.sharding for each in fit.proposals} == {"none"}
     assert fit.proposals[0].command(1, 8).startswith("packtool train ")
 
 
-def test_commands_of_several_machines(tiny: TinyWorld, without_traces: None) -> None:
+def test_commands_of_several_machines(tiny: TinyWorld, estimates_without_traces: None) -> None:
     proposal: Proposal = find_fit(plan_config(tiny, GIB, world_size=1), SilentProgress()).proposals[0]
     command = proposal.command(16, 8)
     assert command.startswith("NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 NPROC_PER_NODE=8 packtool train ")
@@ -158,7 +158,9 @@ def test_error_names_the_nearest_settings_if_none_fits(tiny: TinyWorld, capsys: 
         assert part in stderr
 
 
-def test_as_json_and_as_a_table(tiny: TinyWorld, without_traces: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_json_and_as_a_table(
+    tiny: TinyWorld, estimates_without_traces: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["plan", tiny.cache, "--fit", "1GB", "--world-size", "2", "--hardware", "a100"]
     assert run([*words, "--json"]) == 0
     output = json.loads(capsys.readouterr().out)

@@ -14,7 +14,7 @@ from packtool.train.model.compiled import refuse_without_liger
 
 
 @pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def patched_models(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A Liger that knows two families, of which it fails for one; the models that it patched."""
     models: list[Any] = []
 
@@ -35,28 +35,28 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return models
 
 
-def test_family_that_liger_patches_passes(patched: list[Any]) -> None:
+def test_family_that_liger_patches_passes(patched_models: list[Any]) -> None:
     model = nn.Linear(1, 1)
     refuse_without_liger(model, "qwen3", on_gpu=True)
-    assert patched == [model]
+    assert patched_models == [model]
 
 
-def test_family_that_liger_cannot_patch_is_refused(patched: list[Any]) -> None:
+def test_family_that_liger_cannot_patch_is_refused(patched_models: list[Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"fails for a qwen3_vl model .*ImportError: .*LigerOutput"):
         refuse_without_liger(nn.Identity(), "qwen3_vl", on_gpu=True)
-    assert not patched
+    assert not patched_models
 
 
-def test_family_that_liger_does_not_know_is_refused(patched: list[Any]) -> None:
+def test_family_that_liger_does_not_know_is_refused(patched_models: list[Any]) -> None:
     with pytest.raises(UnsupportedModelError, match="no kernels for qwen2_5_omni_thinker models"):
         refuse_without_liger(nn.Linear(1, 1), "qwen2_5_omni_thinker", on_gpu=True)
-    assert not patched
+    assert not patched_models
 
 
-def test_liger_without_a_gpu_is_refused(patched: list[Any]) -> None:
+def test_liger_without_a_gpu_is_refused(patched_models: list[Any]) -> None:
     with pytest.raises(ConfigError, match="need a GPU"):
         refuse_without_liger(nn.Linear(1, 1), "qwen3", on_gpu=False)
-    assert not patched
+    assert not patched_models
 
 
 def test_missing_liger_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

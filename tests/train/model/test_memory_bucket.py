@@ -27,7 +27,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "device_bytes", lambda *, on_gpu: 64 * 2**20)
 
 
-def sized(config: TrainConfig) -> int:
+def bucket_tokens_of(config: TrainConfig) -> int:
     bucket_tokens = module.with_bucket(config, World(), SilentProgress()).bucket_tokens
     assert bucket_tokens is not None
     return bucket_tokens
@@ -51,17 +51,17 @@ def test_half_precision_needs_half_the_memory(tiny: TinyWorld) -> None:
 @pytest.mark.usefixtures("memory")
 def test_more_memory_holds_more_tokens(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny.config("out", **SKRULL)
-    small = sized(config)
+    small = bucket_tokens_of(config)
     assert small % 128 == 0
     monkeypatch.setattr(module, "device_bytes", lambda *, on_gpu: 128 * 2**20)
     per_token = module.bytes_per_token(config, model_config(tiny.model), torch.float32)
-    assert sized(config) - small == pytest.approx(64 * 2**20 * 0.92 / per_token, abs=256)
+    assert bucket_tokens_of(config) - small == pytest.approx(64 * 2**20 * 0.92 / per_token, abs=256)
 
 
 @pytest.mark.usefixtures("memory")
 def test_bucket_size_fits_and_the_next_does_not(tiny: TinyWorld) -> None:
     config = tiny.config("out", **SKRULL)
-    size, model = sized(config), model_config(tiny.model)
+    size, model = bucket_tokens_of(config), model_config(tiny.model)
     empty = model_without_weights(config, model, torch.float32)
     needs = [
         estimate_memory(
@@ -86,24 +86,24 @@ def test_run_uses_the_bucket_size(tiny: TinyWorld) -> None:
 
     config = tiny.config("out", **SKRULL, dry_run=True)
     train(config, Listening())
-    expected = sized(config)
+    expected = bucket_tokens_of(config)
     assert any(note.startswith(f"bucket size: {expected:,} tokens per process") for note in notes)
     assert any(f"--bucket-size {expected}" in note for note in notes if note.startswith("settings"))
 
 
 def test_given_bucket_size_is_kept(tiny: TinyWorld) -> None:
-    assert sized(tiny.config("", schedule="skrull", bucket_size="2K")) == 2048
+    assert bucket_tokens_of(tiny.config("", schedule="skrull", bucket_size="2K")) == 2048
 
 
 def test_too_little_memory_is_an_error(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "device_bytes", lambda *, on_gpu: 2**20)
     with pytest.raises(ConfigError, match="weights, gradients and optimizer need"):
-        sized(tiny.config("out", **SKRULL))
+        bucket_tokens_of(tiny.config("out", **SKRULL))
 
 
 def test_trained_vision_tower_is_refused(tiny: TinyWorld) -> None:
     with pytest.raises(ConfigError, match="--freeze-vit false"):
-        sized(tiny.config("out", **SKRULL | {"freeze_vit": False}))
+        bucket_tokens_of(tiny.config("out", **SKRULL | {"freeze_vit": False}))
 
 
 def test_memory_of_a_machine_is_divided_among_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ FEW_STEPS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def short(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+def bfloat16_world(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
     """The tiny world with a checkpoint in bfloat16."""
     model = tmp_path_factory.mktemp("short") / "model"
     shutil.copytree(tiny.model, model)
@@ -53,15 +53,15 @@ def update_of(short: TinyWorld, checkpoint: Path) -> torch.Tensor:
     return torch.cat([(after[name].float() - before[name].float()).flatten() for name in sorted(before)])
 
 
-def test_ten_small_bfloat16_steps_equal_those_in_float32(short: TinyWorld, tmp_path: Path) -> None:
+def test_ten_small_bfloat16_steps_equal_those_in_float32(bfloat16_world: TinyWorld, tmp_path: Path) -> None:
     updates = {}
     for name, settings in {
         "exact": {"torch_dtype": "float32"},
         "masters": {"torch_dtype": "bfloat16"},
         "none": {"torch_dtype": "bfloat16", "master_weights": "none"},
     }.items():
-        train(short.config(tmp_path / name, **FEW_STEPS | settings), SilentProgress())
-        updates[name] = update_of(short, tmp_path / name / "checkpoint-10")
+        train(bfloat16_world.config(tmp_path / name, **FEW_STEPS | settings), SilentProgress())
+        updates[name] = update_of(bfloat16_world, tmp_path / name / "checkpoint-10")
     size = updates["exact"].norm()
     assert (updates["masters"] - updates["exact"]).norm() < 0.1 * size
     assert (updates["none"] - updates["exact"]).norm() > 0.8 * size
@@ -70,20 +70,20 @@ def test_ten_small_bfloat16_steps_equal_those_in_float32(short: TinyWorld, tmp_p
         assert {weight.dtype for weight in saved.values()} == {torch.bfloat16}
         config = json.loads((tmp_path / name / "checkpoint-10" / "config.json").read_text())
         assert config["dtype"] == "bfloat16"
-        assert saved.keys() == load_file(Path(short.model) / "model.safetensors").keys()
+        assert saved.keys() == load_file(Path(bfloat16_world.model) / "model.safetensors").keys()
 
 
 @pytest.mark.parametrize("settings", [{}, {"master_weights": "kahan"}, {"freeze_vit": True, "freeze_aligner": True}])
-def test_resumed_run_has_all_digits(settings: dict[str, Any], short: TinyWorld, tmp_path: Path) -> None:
+def test_resumed_run_has_all_digits(settings: dict[str, Any], bfloat16_world: TinyWorld, tmp_path: Path) -> None:
     run_options = {
         "torch_dtype": "bfloat16",
         "save_steps": 2,
         "max_steps": 4,
         "gradient_accumulation_steps": 2,
     } | settings
-    train(short.config(tmp_path / "whole", **run_options), SilentProgress())
+    train(bfloat16_world.config(tmp_path / "whole", **run_options), SilentProgress())
     resumed = {"resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2")}
-    train(short.config(tmp_path / "resumed", **run_options, **resumed), SilentProgress())
+    train(bfloat16_world.config(tmp_path / "resumed", **run_options, **resumed), SilentProgress())
     check_same_rest(tmp_path / "whole", tmp_path / "resumed", 2)
     masters = sorted((tmp_path / "whole").glob("*/" + MASTER_NAME))
     assert bool(masters) == ("master_weights" not in settings)
@@ -167,11 +167,11 @@ def test_experts_saved_one_by_one_are_resumed(tmp_path: Path, caplog: pytest.Log
     check_same_rest(tmp_path / "whole", tmp_path / "resumed", 1)
 
 
-def test_weights_trained_beside_adapters_are_float32(short: TinyWorld, tmp_path: Path) -> None:
+def test_weights_trained_beside_adapters_are_float32(bfloat16_world: TinyWorld, tmp_path: Path) -> None:
     """Biases and whole modules that a LoRA run trains; the weights that stay keep the checkpoint's 16 bits."""
     run_options: dict[str, Any] = {"train_type": "lora", "lora_bias": "all", "modules_to_save": ("lm_head",)}
-    config = short.config(tmp_path, **run_options | {"max_steps": 2, "bf16": True})
-    model = AutoModelForImageTextToText.from_pretrained(short.model, dtype=torch.bfloat16)
+    config = bfloat16_world.config(tmp_path, **run_options | {"max_steps": 2, "bf16": True})
+    model = AutoModelForImageTextToText.from_pretrained(bfloat16_world.model, dtype=torch.bfloat16)
     trained = make_trainable(model, config)
     assert {weight.dtype for weight in trained.parameters() if weight.requires_grad} == {torch.float32}
     # Scales of norms go along with their biases.

@@ -28,7 +28,7 @@ from packtool.encode.families.qwen_omni import num_sound_tokens
 from packtool.train.model.trace import PassBytes, traced_batch
 from packtool.train.prepare.figures import RankTokens
 from tests.attention.hybrids import hybrid_config
-from tests.batch.reduced import going_on, make_sample, reduced_config, reduced_spec, save_image_processor
+from tests.batch.reduced import continued_sample, make_sample, reduced_config, reduced_spec, save_image_processor
 from tests.forked import run_ranks
 from tests.train.model.measured import computed_bytes, saved_bytes, traced_bytes
 from tests.train.real_models import ON_TEXT, THAT_HEAR, THAT_SEE, has_experts, traces_float32_experts
@@ -134,7 +134,7 @@ def test_sounds_of_shared_sequences_are_traced(drawn_data: Path, tmp_path: Path)
 
 
 def _measure_shared(folder: Path) -> None:
-    mesh._start = _wholly_waited_for(mesh._start)
+    mesh._start = _wait_for_release(mesh._start)
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         save_image_processor("qwen3_vl", str(folder))
@@ -169,7 +169,7 @@ def _measure_shared(folder: Path) -> None:
     (folder / "hybrid.json").write_text(json.dumps(measured))
 
 
-def _wholly_waited_for(start: Callable[..., Any]) -> Callable[..., Any]:
+def _wait_for_release(start: Callable[..., Any]) -> Callable[..., Any]:
     """As ``mesh._start``; whoever waits waits until gloo's threads, too, have let go of what is sent."""
 
     def started(collective: Callable[..., Any], received: Tensor, sent: Tensor, *counts: list[int], group: Any) -> Any:
@@ -200,7 +200,7 @@ def test_keys_of_shared_prefixes_are_traced(recomputes: bool, tmp_path: Path) ->
     save_image_processor("qwen3_vl", str(tmp_path))
     spec = reduced_spec("qwen3_vl", str(tmp_path))
     trunk = make_sample(120, ((64, 64),), seed=1, limits=spec.limits.image)
-    batch = collate_tree([going_on(trunk, make_sample(9, seed=seed)) for seed in range(2, 7)], spec)
+    batch = collate_tree([continued_sample(trunk, make_sample(9, seed=seed)) for seed in range(2, 7)], spec)
     assert isinstance(batch, TreeBatch)
     batch, count = _with_targets(batch), batch.input_ids.shape[1]
     tokens = RankTokens(computed=count, vision=16, keys=len(batch.key_index))

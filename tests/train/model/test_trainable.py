@@ -25,15 +25,15 @@ def adapted(**settings: Any) -> PeftModel:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("adapter")
     adapted().save_pretrained(directory)
     return directory
 
 
-def test_adapter_that_fits_is_loaded_completely(saved: Path) -> None:
-    attached, taking = attach_adapter(reduced_model("qwen3"), str(saved)), adapted()
-    load_adapter_weights(taking, str(saved))
+def test_adapter_that_fits_is_loaded_completely(saved_adapter: Path) -> None:
+    attached, taking = attach_adapter(reduced_model("qwen3"), str(saved_adapter)), adapted()
+    load_adapter_weights(taking, str(saved_adapter))
     peft_state, own_state = (
         get_peft_model_state_dict(model, save_embedding_layers=False) for model in (attached, taking)
     )
@@ -44,9 +44,9 @@ def test_adapter_that_fits_is_loaded_completely(saved: Path) -> None:
 @pytest.mark.parametrize(
     "settings", [{"r": 3}, {"target_modules": ["q_proj"]}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}]
 )
-def test_adapter_that_does_not_fit_names_a_weight(saved: Path, settings: dict[str, Any]) -> None:
+def test_adapter_that_does_not_fit_names_a_weight(saved_adapter: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(MismatchError, match=r"does not match the options: \d+ of its weights do not fit, such as "):
-        load_adapter_weights(adapted(**settings), str(saved))
+        load_adapter_weights(adapted(**settings), str(saved_adapter))
 
 
 def test_modules_that_peft_confuses_with_experts_are_named() -> None:
@@ -67,7 +67,7 @@ def test_modules_that_peft_confuses_with_experts_are_named() -> None:
     assert not any("experts" in name or "shared_expert." in name for name in adapted_names)
 
 
-def test_damaged_adapter_file_is_reported(saved: Path, tmp_path: Path) -> None:
+def test_damaged_adapter_file_is_reported(saved_adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"no adapter")
     with pytest.raises(MismatchError, match="cannot be read"):
         load_adapter_weights(adapted(), str(tmp_path))

@@ -63,13 +63,13 @@ def test_recomputation_counts_for_the_hardware_only() -> None:
     long, short = (RunCosts.of(run_config(packing_length=length), MODEL) for length in (448, 256))
     assert long.hardware.per_target_token > long.model.per_target_token == short.hardware.per_target_token
     towers = RunCosts.of(
-        run_config(gradient_checkpointing=False, vit_gradient_checkpointing=True, freeze_vit=False), _seeing()
+        run_config(gradient_checkpointing=False, vit_gradient_checkpointing=True, freeze_vit=False), _vision_config()
     )
     assert towers.hardware.per_token == towers.model.per_token
     assert towers.hardware.per_patch_square > towers.model.per_patch_square
 
 
-def _seeing() -> dict[str, Any]:
+def _vision_config() -> dict[str, Any]:
     tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "patch_size": 14, "spatial_merge_size": 2}
     return {"text_config": MODEL, "vision_config": tower}
 

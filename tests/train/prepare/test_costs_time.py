@@ -36,7 +36,7 @@ def run_config(**settings: Any) -> TrainConfig:
     return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **options | settings)
 
 
-def planned(tiny: TinyWorld, config: TrainConfig) -> tuple[EpochPlan, SplitIndex, MediaShares]:
+def planned_schedule(tiny: TinyWorld, config: TrainConfig) -> tuple[EpochPlan, SplitIndex, MediaShares]:
     index = CacheReader.open((tiny.cache,)).index
     options = plan_options(config, max_length=256, world_size=WORLD_SIZE // config.sequence_parallel_ranks)
     options = with_costs(options, TIME.model, config, TIME.hardware)
@@ -47,12 +47,12 @@ def planned(tiny: TinyWorld, config: TrainConfig) -> tuple[EpochPlan, SplitIndex
 
 def seconds(tiny: TinyWorld, time: ExpectedTime = TIME, **settings: Any) -> float:
     config = run_config(**settings)
-    return float(time.steps(config, *planned(tiny, config)).sum())
+    return float(time.steps(config, *planned_schedule(tiny, config)).sum())
 
 
 def test_short_packs_take_the_kernel_launch_time(tiny: TinyWorld) -> None:
     fast = dataclasses.replace(TIME, hardware=dataclasses.replace(TIME.hardware, peak_tflops=1e5))
-    plan, index, shares = planned(tiny, config := run_config())
+    plan, index, shares = planned_schedule(tiny, config := run_config())
     launches = 36 * 150 * 5e-6
     # Gradients travel behind the backward pass, and these take longer.
     assert fast.steps(config, plan, index, shares) == pytest.approx(
@@ -64,7 +64,7 @@ def test_a_slow_device_takes_the_time_of_its_slowest_rank(tiny: TinyWorld) -> No
     slow = dataclasses.replace(TIME.hardware, peak_tflops=0.5, matmul_share=1.0, attention_share=1.0)
     config = run_config(train_type="lora")
     time = dataclasses.replace(TIME, hardware=slow, gradient_bytes=0, model=MODEL_PRESETS["qwen2.5-0.5b"])
-    plan, index, shares = planned(tiny, config)
+    plan, index, shares = planned_schedule(tiny, config)
     seconds = time.steps(config, plan, index, shares)
     cost = RunCosts.of(config, time.model).hardware
     packs = np.add.reduceat(sample_costs(cost, index, index.target_tokens)[plan.packs.samples], plan.packs.offsets[:-1])
@@ -90,7 +90,7 @@ def test_gathering_weights_bounds_the_time_of_a_micro_batch(tiny: TinyWorld) -> 
     }
     gathered, reduced = (num_bytes * 3 / 4 / 8e9 for num_bytes in (TIME.weight_bytes, TIME.gradient_bytes))
     assert list(each.values()) == pytest.approx([2 * gathered + reduced, gathered + reduced])
-    plan, _, _ = planned(tiny, run_config())
+    plan, _, _ = planned_schedule(tiny, run_config())
     assert seconds(tiny, slow, fsdp=("full_shard",)) >= plan.steps.num_steps * each["full_shard"]
     stages = [slow.collectives(run_config(deepspeed=f"zero{stage}")) for stage in range(4)]
     assert [each > 0 for each, _, _ in stages] == [False, False, True, True]

@@ -23,7 +23,7 @@ from packtool.progress import SilentProgress
 from packtool.train.loop.execute import RunCallback
 from packtool.train.prepare.output_dir import METRICS_NAME, locked_output_dir, newest_checkpoint
 from packtool.train.run import train
-from tests.forked import started
+from tests.forked import forked_process
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
 from tests.waiting import PATIENCE_S
 
@@ -89,7 +89,7 @@ def test_versions_run_side_by_side_and_an_active_one_is_not_resumed(tiny: TinyWo
 
 
 def test_the_lock_of_a_killed_run_is_ignored(tiny: TinyWorld, tmp_path: Path) -> None:
-    with started(_killed_while_holding, tiny.config(tmp_path)) as process:
+    with forked_process(_killed_while_holding, tiny.config(tmp_path)) as process:
         process.join(PATIENCE_S)
     assert process.exitcode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == [".lock-000001.json"]

@@ -58,7 +58,7 @@ def origins(caches: Caches, cache_index: int) -> Origins:
 
 
 @pytest.fixture(autouse=True)
-def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def _unreadable_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches are what their fingerprints say; none can be read."""
 
     def of_gone(source: Any, history: str) -> Origins:
@@ -70,7 +70,7 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "_open_unchanged", lambda source: None)
 
 
-def trained(caches: Caches, timeline: Timeline, steps: range) -> Counter[tuple[int, int]]:
+def trained_counts_of(caches: Caches, timeline: Timeline, steps: range) -> Counter[tuple[int, int]]:
     """What the ranks see, counted one by one."""
     sample_counts: Counter[tuple[int, int]] = Counter()
     for step in steps:
@@ -111,15 +111,15 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
         ends = next(at for at in range(step, step + 99) if timeline.locate(at)[0] == 1)
         stop = min(step + num_steps, ends - 1)  # within the epoch
         if stop > step:
-            trained_counts += trained(caches, timeline, range(step, stop))
+            trained_counts += trained_counts_of(caches, timeline, range(step, stop))
             ledger = ledger_after(ledger, timeline, stop)
         counts = concatenate_counts([source.epoch for source in ledger.sources])
         assert counts.tolist() == [trained_counts[sample] for sample in caches.samples]
-    trained_counts += trained(caches, timeline, range(ledger.step, ends))
+    trained_counts += trained_counts_of(caches, timeline, range(ledger.step, ends))
     assert all(trained_counts[sample] == 1 for sample in caches.samples)
     assert max(trained_counts.values()) == 1
     # The epoch after it has every sample again, and it is the last.
-    remaining_counts = trained(caches, timeline, range(ends, timeline.num_steps))
+    remaining_counts = trained_counts_of(caches, timeline, range(ends, timeline.num_steps))
     assert remaining_counts == Counter(caches.samples)
 
 

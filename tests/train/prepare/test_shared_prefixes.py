@@ -67,7 +67,7 @@ def test_auto_shares_if_it_saves_enough(alike_world: TinyWorld, tiny: TinyWorld,
     assert "80% of the towers' work" in line
     steps = unshared.timeline.first.summary.num_steps
     assert f" {steps - run.timeline.first.summary.num_steps} of {steps} optimizer steps of an epoch" in line
-    assert preview(planned(alike_world)).shared_line == line
+    assert preview(plan_config(alike_world)).shared_line == line
     # What shares nothing is planned as it always was.
     other = prepared(tiny, tmp_path)
     assert other.source.min_shared is None
@@ -242,16 +242,16 @@ def test_samples_longer_than_a_pack_are_an_error(alike_world: TinyWorld, tmp_pat
         prepared(alike_world, tmp_path, packing_length=64, max_length=160)
 
 
-def planned(world: TinyWorld, **settings: Any) -> PlanConfig:
+def plan_config(world: TinyWorld, **settings: Any) -> PlanConfig:
     return PlanConfig(cached_dataset=(world.cache,), packing_length=256, **settings)
 
 
 def test_a_preview_reports_savings(alike_world: TinyWorld, tiny: TinyWorld) -> None:
-    schedule = preview(planned(alike_world))
-    figures, unshared_figures = schedule.figures(), preview(planned(alike_world, share_prefix="false")).figures()
+    schedule = preview(plan_config(alike_world))
+    figures, unshared_figures = schedule.figures(), preview(plan_config(alike_world, share_prefix="false")).figures()
     shared = figures["shared_prefixes"]
     assert unshared_figures["shared_prefixes"] is None
-    assert preview(planned(tiny)).figures()["shared_prefixes"] is None
+    assert preview(plan_config(tiny)).figures()["shared_prefixes"] is None
     assert shared["tokens_without"] == unshared_figures["tokens"]
     assert shared["tokens_saved"] == unshared_figures["tokens"] - figures["tokens"]
     assert shared["steps_without"] == unshared_figures["steps_per_epoch"] > figures["steps_per_epoch"]
@@ -270,7 +270,7 @@ def test_a_preview_reports_savings(alike_world: TinyWorld, tiny: TinyWorld) -> N
 
 def test_a_saved_plan_decides_whether_prefixes_are_shared(alike_world: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
-    config = planned(alike_world, save=path)
+    config = plan_config(alike_world, save=path)
     preview(config).save(config.save)
     saved = read_plan(path)
     assert saved.shared is not None
@@ -314,7 +314,7 @@ def test_trees_split_over_packs_are_placed_and_reported(alike_world: TinyWorld, 
 
 def test_a_plan_without_split_trees_reports_none(alike_world: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
-    config = planned(alike_world, save=path)
+    config = plan_config(alike_world, save=path)
     schedule = preview(config)
     schedule.save(config.save)
     assert "trees_in_several_packs" not in schedule.figures()["shared_prefixes"]
@@ -323,7 +323,7 @@ def test_a_plan_without_split_trees_reports_none(alike_world: TinyWorld, tmp_pat
 
 def test_inspect_draws_the_trees_of_a_pack(alike_world: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
-    config = planned(alike_world, save=path)
+    config = plan_config(alike_world, save=path)
     schedule = preview(config)
     schedule.save(config.save)
     reader = CacheReader.open([alike_world.cache])
@@ -354,7 +354,7 @@ def test_inspect_draws_the_trees_of_a_pack(alike_world: TinyWorld, tmp_path: Pat
 
 def test_inspect_needs_the_model_for_the_media_of_a_prefix(alike_world: TinyWorld, tmp_path: Path) -> None:
     for name, share in (("tree", "auto"), ("whole", "false")):
-        config = planned(alike_world, save=str(tmp_path / name), share_prefix=share)
+        config = plan_config(alike_world, save=str(tmp_path / name), share_prefix=share)
         preview(config).save(config.save)
     nowhere = str(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="nowhere"):
@@ -364,7 +364,7 @@ def test_inspect_needs_the_model_for_the_media_of_a_prefix(alike_world: TinyWorl
 
 def test_a_saved_plan_without_shared_prefixes_is_trained_without(alike_world: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
-    config = planned(alike_world, save=path, share_prefix="false")
+    config = plan_config(alike_world, save=path, share_prefix="false")
     preview(config).save(config.save)
     assert read_plan(path).format == "packtool plan 1"
     assert prepared(alike_world, tmp_path, plan=path).source.min_shared is None

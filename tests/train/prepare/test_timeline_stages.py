@@ -130,11 +130,11 @@ def runs(draw: st.DrawFn) -> tuple[Any, Recipe, dict[str, Any]]:
             stage["until"] = ends[stage_index] if mode == "steps" else f"{5 * ends[stage_index]}%"
         stages.append(stage)
     length = {"num_train_epochs": draw(st.sampled_from([1.0, 2.5]))}
-    recipe = named(stages)
+    recipe = recipe_of_stages(stages)
     return reader(*sizes[: len(recipe.sources)]), recipe, {"max_steps": 20} if "steps" in mode else length
 
 
-def named(stages: list[dict[str, Any]]) -> Recipe:
+def recipe_of_stages(stages: list[dict[str, Any]]) -> Recipe:
     """A recipe with the sources of all stages, also of caches that were never written."""
     parsed_recipe = parse_recipe(json.dumps({"stages": stages}), "mix.yaml", MixOptions())
     problems: list[str] = []

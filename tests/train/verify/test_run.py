@@ -52,7 +52,7 @@ from tests.batch.reduced import (
     mixed_samples,
     reduced_model,
     reduced_spec,
-    samples_alike,
+    samples_with_prefixes,
     save_image_processor,
 )
 from tests.train.alike import make_alike_world
@@ -218,7 +218,7 @@ def tree(request: pytest.FixtureRequest, tmp_path: Any) -> PackUnderTest:
     if name in VISION_MODELS:
         save_image_processor(name, str(tmp_path))
     spec = reduced_spec(name, str(tmp_path))
-    return PackUnderTest(reduced_model(name), samples_alike(name), spec, torch.float32, min_shared=1)
+    return PackUnderTest(reduced_model(name), samples_with_prefixes(name), spec, torch.float32, min_shared=1)
 
 
 def test_a_tree_is_compared_with_each_of_its_samples(tree: PackUnderTest) -> None:
@@ -274,7 +274,7 @@ def test_a_leak_between_branches_is_detected(monkeypatch: pytest.MonkeyPatch) ->
     """Each branch also sees the keys of the branch before it."""
     monkeypatch.setattr("packtool.batch.collate.key_index", _with_the_node_before)
     spec = reduced_spec("qwen3")
-    tree = PackUnderTest(reduced_model("qwen3"), samples_alike("qwen3"), spec, torch.float32, min_shared=1)
+    tree = PackUnderTest(reduced_model("qwen3"), samples_with_prefixes("qwen3"), spec, torch.float32, min_shared=1)
     functions = (check_isolation, check_prefixes, check_logits, check_loss, check_gradients)
     assert not any(check(tree).passed for check in functions)
     with pytest.raises(MismatchError, match="do not count from 0"):
