@@ -81,7 +81,7 @@ def export_rows(cache: Path, progress: Progress | None = None, **settings: Any) 
 
 
 class RecordingProgress(SilentProgress):
-    """Keeps what a user is told."""
+    """Records the messages to the user."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

@@ -71,7 +71,7 @@ def test_conversations_need_a_template(base: Path, template: Path) -> None:
         exported(base, "talk", dataset=(conversations, *texts_of(base.parent)), chat_template=str(template)).num_samples
         == 16
     )
-    # The same as the model that has the template itself; the path is only told.
+    # Equal to a model with its own template; the path is only reported.
     (base / "chat_template.jinja").write_text(CHATML)
     exported(base, "own", dataset=(conversations, *texts_of(base.parent)))
     packaged, custom = (Manifest.read(str(base.parent / name)) for name in ("talk", "own"))

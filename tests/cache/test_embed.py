@@ -20,7 +20,7 @@ Export = Callable[..., ExportSummary]
 
 
 class Counted(SilentProgress):
-    """Keeps how many rows were told to be dropped."""
+    """Records the reported number of dropped rows."""
 
     dropped = 0
 

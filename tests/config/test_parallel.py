@@ -1,4 +1,4 @@
-"""Options of sequence parallelism that contradict each other are told; what they come to."""
+"""Options of sequence parallelism: conflicts are reported, and sizes are derived."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def film(question: str, *videos: MediaRef, answer: str = "It is.") -> Sample:
 def test_frames_and_text_equal_those_of_the_processor(
     name: str, num_frames: int, fps: float, sides: tuple[int, int]
 ) -> None:
-    """It takes frames of a whole video there; here it is told of the size and rate alone."""
+    """transformers samples the frames of a complete video; packtool needs only its size and rate."""
     encoding, processor = ASKED[name]
     size = VideoSize(*sides, num_frames, fps, has_sound=False)
     metadata = VideoMetadata(num_frames, fps, sides[1], sides[0], num_frames / fps)

@@ -137,12 +137,10 @@ def test_videos_without_frame_numbers_are_errors(name: str) -> None:
     st.sampled_from(["H.264, Matroska", "VP9", "packets without frames"]), st.floats(0.3, 1.0), st.binary(max_size=9)
 )
 def test_frame_count_equals_that_of_a_decoder(name: str, share: float, damage: bytes) -> None:
-    """Of whole files, of what is left of those that were cut off, and of those with other bytes in the middle: where
-    these cost frames, and that is not found at once, it is told when they are loaded."""
+    """For intact, truncated and corrupted files; frames lost to corruption are reported when they are loaded."""
     contents, size = video(name), video(name).index(b"\x18S\x80g") + 4
-    contents = (
-        contents[:size] + b"\x01" + b"\xff" * 7 + contents[size + 8 :]
-    )  # a segment of unknown size, as of a live stream
+    # A segment of unknown size, as in a live stream.
+    contents = contents[:size] + b"\x01" + b"\xff" * 7 + contents[size + 8 :]
     data, middle = contents[: round(len(contents) * share)], round(len(contents) * share / 2)
     data = data[:middle] + damage + data[middle + len(damage) :]
     try:

@@ -69,7 +69,7 @@ def test_page_terminal_and_json_have_the_same_figures(
         figures[name] for name in ("num_packs", "steps_per_epoch", "num_samples")
     ]
 
-    # One baseline, whichever way it is told.
+    # One baseline in every representation.
     padding, times = figures["padding_of_plain_batches"], figures["tokens_of_plain_batches"] / figures["tokens"]
     assert times == pytest.approx(1 / (1 - padding), rel=1e-9)
     for shown_number in texts(text, r"([\d.]+% padding without packing)") + texts(

@@ -183,7 +183,7 @@ def test_a_small_file_is_opened_once_to_be_scanned_and_once_to_be_read(
 
 
 def test_equal_files_are_distinguished_by_name(tmp_path: Path) -> None:
-    """The form of files with the same keys is found once; what is wrong is told of each."""
+    """The form of files with equal keys is detected once; problems are reported for each file."""
     for name, text in (("a", '{"q": 1}'), ("b", '{"q": 1}'), ("c", '{"text": "t"}'), ("d", '{"text": null, "q": 1}')):
         (tmp_path / f"{name}.jsonl").write_text(text + "\n")
     for name in "abd":

@@ -243,7 +243,7 @@ def test_dynamic_groups_are_aligned_powers_of_two_and_fit(drawn_lengths: list[in
             alignment = 2 * batch.num_devices if batch.num_devices > 1 else 1
             tokens = -(-lengths[batch.samples] // alignment) * alignment
             fits = tokens.sum() <= bucket * batch.num_devices
-            # What the largest group cannot hold is there all the same, and told as out of memory.
+            # Sequences over the largest group are included and reported as out of memory.
             assert fits or (batch.num_devices == largest and tokens.max() > bucket * largest)
 
 

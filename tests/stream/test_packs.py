@@ -109,7 +109,7 @@ def test_stream_resumes_exactly_from_any_pack(
     model: Path,
     tmp_path: Path,
 ) -> None:
-    """Through the file that a checkpoint keeps, with the rows that are dropped told of once."""
+    """State is restored from the file of a checkpoint; each dropped row is reported once."""
     stream_options, packs, dropped = full_stream
     at = min(int(share * len(packs)), len(packs) - 1)
     write_stream_state(str(tmp_path), 3, packs[at].state)

@@ -79,7 +79,7 @@ def test_two_processes(name: str, two_processes: Path, reference: Path) -> None:
 
 
 def test_compiled_run_has_the_same_losses_and_few_lengths(world: TinyWorld, tmp_path: Path) -> None:
-    """With pictures, accumulation and evaluations; the padding is told, and counted nowhere."""
+    """With images, accumulation and evaluations; padding is reported and not counted."""
     torch._dynamo.reset()
     counters.clear()
     progress = RecordingProgress()

@@ -44,7 +44,7 @@ class Killing(SilentProgress):
 
 
 class RecordingProgress(SilentProgress):
-    """Keeps what it is told."""
+    """Records all notes."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

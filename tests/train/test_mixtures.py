@@ -144,7 +144,7 @@ def test_relabeled_sources_equal_exports_with_that_loss_scale(tiny: TinyWorld, t
 
 
 class RecordingProgress(SilentProgress):
-    """Keeps what it is told."""
+    """Records all notes."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

@@ -33,7 +33,7 @@ from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world, read_
 
 
 class Recording(SilentProgress):
-    """Remembers what it was told."""
+    """Records notes, lines and figures."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

@@ -138,9 +138,8 @@ def test_float64_results_differ_only_by_rounding(setting: Setting) -> None:
         target_losses(model, collate_packs([sample], spec), label_logits_only=True).weighted_sum() for sample in samples
     ]
     assert float(loss.detach()) == pytest.approx(sum(float(one.detach()) for one in sample_losses), rel=1e-6)
-    same(
-        tree_gradients, gradients(model, sample_losses), tolerance=2e-6
-    )  # losses and rotary angles are made in float32
+    # Losses and rotary angles are computed in float32.
+    same(tree_gradients, gradients(model, sample_losses), tolerance=2e-6)
 
 
 def test_gradient_checkpointing_keeps_the_gradients(setting: Setting) -> None:

@@ -81,7 +81,7 @@ def test_proposals_fit_and_more_memory_is_never_slower(
 def test_proposal_equals_the_dry_run_of_its_command(
     tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Traced through the model, and told to the last bit."""
+    """Traced through the model; estimates are bit-identical."""
     plan_options: dict[str, Any] = {"gradient_accumulation_steps": 2, "freeze_vit": False, "num_train_epochs": 3.0}
     fit = find_fit(plan_config(tiny, 8_000_000, **plan_options), SilentProgress())
     check(fit, 8_000_000 * Constants().usable_memory)
