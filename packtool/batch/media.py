@@ -199,15 +199,15 @@ def _resized(
     cache = spec.media_cache
     assert cache is not None, "there is a cache"
     key = _cache_key(medium, spec, processor)
-    kept = cache.read(key, is_read_again=sample.is_read_again)
-    if kept is not None:
-        return torch.from_numpy(kept)
-    family = spec.family
-    patches = decode()[(family.image_inputs if isinstance(medium, EncodedImage) else family.video_inputs)[0]]
-    frames = _frames_of_patches(patches, medium, processor)
+    cached_frames = cache.read(key, is_read_again=sample.is_read_again)
+    if cached_frames is not None:
+        return torch.from_numpy(cached_frames)
+    is_image = isinstance(medium, EncodedImage)
+    pixels_name, _ = spec.family.image_inputs if is_image else spec.family.video_inputs
+    frames = _frames_of_patches(decode()[pixels_name], medium, processor)
     # The file may have changed while it was decoded.
     if key is not None and key == _cache_key(medium, spec, processor):
-        cache.keep(key, frames.numpy(), is_read_again=sample.is_read_again)
+        cache.store(key, frames.numpy(), is_read_again=sample.is_read_again)
     return frames
 
 
@@ -334,23 +334,24 @@ def _mel_frames(
     """Mel frames of one sound, float32 (bins, frames)."""
     limits = spec.limits.audio
     assert limits is not None, "a sample with sound for a model without limits"
-    wave = load_audio(path, data, limits.sampling_rate, sound.num_samples, spec.media_policy)
+    waveform = load_audio(path, data, limits.sampling_rate, sound.num_samples, spec.media_policy)
     extractor = _load(AutoFeatureExtractor, spec.model)
     settings: dict[str, Any] = {"padding": True, "truncation": False}
     if limits.max_features is not None:
-        # The processor pads to five minutes. After a second of silence more of it changes no frame that is kept.
-        padded = -(-len(wave) // extractor.hop_length) * extractor.hop_length + limits.sampling_rate
-        settings = {"padding": "max_length", "max_length": min(padded, extractor.n_samples), "truncation": True}
+        # The processor would pad to five minutes. More than a second of silence changes none of the sound's frames.
+        num_frames = -(-len(waveform) // extractor.hop_length)  # rounded up
+        max_length = min(num_frames * extractor.hop_length + limits.sampling_rate, extractor.n_samples)
+        settings = {"padding": "max_length", "max_length": max_length, "truncation": True}
     settings |= {"return_attention_mask": True, "return_tensors": "pt"}
-    made = extractor(wave, sampling_rate=limits.sampling_rate, **settings)
-    count = int(made["attention_mask"].sum())
-    if count != sound.num_features:
+    outputs = extractor(waveform, sampling_rate=limits.sampling_rate, **settings)
+    num_features = int(outputs["attention_mask"].sum())
+    if num_features != sound.num_features:
         raise MediaError(
             f"{path or 'an embedded sound'} (row {sample.row} of {sample.source}) has changed since the export: "
-            f"it had {sound.num_features} mel frames, now it has {count}",
+            f"it had {sound.num_features} mel frames, now it has {num_features}",
             f"Put the file back, or {EXPORT_AGAIN}",
         )
-    features: Tensor = made["input_features"][0, :, :count]
+    features: Tensor = outputs["input_features"][0, :, :num_features]
     return features
 
 

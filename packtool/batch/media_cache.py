@@ -47,7 +47,7 @@ _SPARE_BYTES = 2**30
 _PAUSE_SECONDS = 60.0
 _MS = 10**6
 # Fraction of the limit that is removed at once: scanning half a million entries takes a second.
-_AT_ONCE = 1 / 20
+_EVICTED_SHARE = 1 / 20
 
 Frames = npt.NDArray[np.uint8]
 
@@ -82,8 +82,10 @@ class MediaReads:
 
 @dataclass
 class _State:
-    used: int
-    paused: float
+    """Content of the file ``state``: bytes of all entries (-1: unknown), Unix time until which nothing is evicted."""
+
+    used_bytes: int
+    paused_until: float
 
 
 class MediaCache:
@@ -101,7 +103,7 @@ class MediaCache:
         self._arguments = (directory, limit, name)
         self._entries, self._runs = (os.path.join(self.directory, part) for part in ("entries", "runs"))
         self._run_file: BinaryIO | None = None
-        self._reads, self._works = MediaReads(), True
+        self._reads, self._can_write = MediaReads(), True
 
     @classmethod
     def of(cls, options: MediaCacheOptions, name: str) -> MediaCache | None:
@@ -135,23 +137,23 @@ class MediaCache:
             is_read_again: whether the plan's next epoch reads it again.
         """
         frames = None
-        with self._watched():
+        with self._recording_errors():
             if key is not None and self._register():
                 frames = self._read_entry(key, is_read_again)
         self._reads += MediaReads(hits=int(frames is not None), misses=int(frames is None))
         return frames
 
-    def keep(self, key: str, frames: Frames, *, is_read_again: bool = True) -> None:
+    def store(self, key: str, frames: Frames, *, is_read_again: bool = True) -> None:
         """Store a medium's frames if there is room, or if removable entries make room."""
-        with self._watched():
-            if self._works and self._register():
+        with self._recording_errors():
+            if self._can_write and self._register():
                 size = _HEADER.size + frames.nbytes
                 file = self._claim(key, size, is_read_again)
                 if file is not None:
                     self._write(file, key, frames, size, is_read_again)
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _recording_errors(self) -> Iterator[None]:
         """Record errors of the operating system, after which this process writes no more entries."""
         try:
             yield
@@ -159,27 +161,27 @@ class MediaCache:
             self._fail(f"{self.directory}: {getattr(error, 'strerror', None) or error}")
 
     def _fail(self, problem: str) -> None:
-        self._works = False
+        self._can_write = False
         self._reads += MediaReads(problem=problem)
 
     def _register(self) -> bool:
         """Prepare the directory and register this process as a reader; return False if that fails."""
-        if self._run_file is None and self._works:
+        if self._run_file is None and self._can_write:
             os.makedirs(self._entries, exist_ok=True)
             os.makedirs(self._runs, exist_ok=True)
-            mine = os.path.join(self._runs, self.name)
+            run_path = os.path.join(self._runs, self.name)
             with self._locked() as state:
-                known = [entry.path for entry in os.scandir(self._runs)]
-                living = [path for path in known if not _is_unlocked(path)]
-                for path in set(known) - {mine, *living}:
+                paths = [entry.path for entry in os.scandir(self._runs)]
+                active_paths = [path for path in paths if not _is_unlocked(path)]
+                for path in set(paths) - {run_path, *active_paths}:
                     os.remove(path)
-                state.paused = 0.0
-                self._run_file = open(mine, "ab")  # noqa: SIM115  # as long as the process lives
+                state.paused_until = 0.0
+                self._run_file = open(run_path, "ab")  # noqa: SIM115  # as long as the process lives
                 fcntl.flock(self._run_file, fcntl.LOCK_SH)
-                if not living or state.used < 0:
+                if not active_paths or state.used_bytes < 0:
                     self._scan_entries(state)
-                if state.used > self.limit:
-                    self._scan_entries(state, state.used - self.limit, of_living=True)
+                if state.used_bytes > self.limit:
+                    self._scan_entries(state, state.used_bytes - self.limit, includes_active=True)
         return self._run_file is not None
 
     def _read_entry(self, key: str, is_read_again: bool) -> Frames | None:
@@ -191,7 +193,7 @@ class MediaCache:
         frames = _frames_of(data)
         if frames is None:
             with self._locked() as state, suppress(FileNotFoundError):
-                state.used -= _on_disk(os.stat(path).st_size)
+                state.used_bytes -= _disk_bytes(os.stat(path).st_size)
                 os.remove(path)
         else:
             with suppress(OSError):
@@ -200,7 +202,7 @@ class MediaCache:
 
     def _touch(self, path: str, is_read_again: bool) -> None:
         now = time.time_ns()
-        os.utime(path, ns=(now, now // _MS * _MS + _number(self.name) if is_read_again else 0))
+        os.utime(path, ns=(now, now // _MS * _MS + _run_number(self.name) if is_read_again else 0))
 
     def _claim(self, key: str, size: int, is_read_again: bool) -> BinaryIO | None:
         """Create the file of an entry and count all its bytes as used; return None if there is no room."""
@@ -211,7 +213,7 @@ class MediaCache:
             file = open(path + _PART, "xb")  # noqa: SIM115  # until it is written
             fcntl.flock(file, fcntl.LOCK_EX)
             file.truncate(size)
-            state.used += _on_disk(size)
+            state.used_bytes += _disk_bytes(size)
             return file
 
     def _write(self, file: BinaryIO, key: str, frames: Frames, size: int, is_read_again: bool) -> None:
@@ -228,50 +230,54 @@ class MediaCache:
         except BaseException:
             with self._locked() as state, suppress(FileNotFoundError):
                 os.remove(path + _PART)
-                state.used -= _on_disk(size)
+                state.used_bytes -= _disk_bytes(size)
             raise
 
     def _make_room(self, state: _State, size: int, is_read_again: bool) -> bool:
-        """Make room for an entry by removing entries that no run will read; return False if too little is left."""
+        """Make room for an entry of ``size`` bytes by evicting others; return False if there is too little."""
 
-        def excess() -> int:
-            free = shutil.disk_usage(self.directory).free
-            return max(state.used + _on_disk(size) - self.limit, _on_disk(size) + _SPARE_BYTES - free)
+        def missing_bytes() -> int:
+            free_bytes = shutil.disk_usage(self.directory).free
+            above_limit = state.used_bytes + _disk_bytes(size) - self.limit
+            return max(above_limit, _disk_bytes(size) + _SPARE_BYTES - free_bytes)
 
-        if (missing := excess()) <= 0:
+        if missing_bytes() <= 0:
             return True
-        if not is_read_again or time.time() < state.paused:
+        if not is_read_again or time.time() < state.paused_until:
             return False
-        self._scan_entries(state, missing + int(self.limit * _AT_ONCE))
-        if (missing := excess()) <= 0:
+        self._scan_entries(state, missing_bytes() + int(self.limit * _EVICTED_SHARE))
+        if missing_bytes() <= 0:
             return True
-        state.paused = time.time() + _PAUSE_SECONDS
-        if state.used + _on_disk(size) <= self.limit:
+        state.paused_until = time.time() + _PAUSE_SECONDS
+        if state.used_bytes + _disk_bytes(size) <= self.limit:
             self._fail(f"{self.directory}: the disk has less than {_SPARE_BYTES / 1e9:.1f} GB left")
         return False
 
-    def _scan_entries(self, state: _State, num_bytes: int = 0, *, of_living: bool = False) -> None:
-        """Count all entries; remove unfinished ones without a writer, and the oldest ones that no run will read.
+    def _scan_entries(self, state: _State, num_bytes: int = 0, *, includes_active: bool = False) -> None:
+        """Count the bytes of all entries, delete unfinished ones without a writer, and evict the oldest ones.
 
         Args:
-            num_bytes: approximate number of bytes to remove.
-            of_living: also remove entries that living runs read.
+            num_bytes: approximate number of bytes to evict.
+            includes_active: evict also entries that active runs read again.
         """
-        living = {_number(run.name) for run in os.scandir(self._runs) if not _is_unlocked(run.path)}
-        removable, state.used = [], 0
+        active_runs = {_run_number(run.name) for run in os.scandir(self._runs) if not _is_unlocked(run.path)}
+        evictable, state.used_bytes = [], 0
         for entry in os.scandir(self._entries):
-            if entry.name.endswith(_PART) and _is_unlocked(entry.path):
+            is_unfinished = entry.name.endswith(_PART)
+            if is_unfinished and _is_unlocked(entry.path):
                 os.remove(entry.path)
                 continue
-            is_part, known = entry.name.endswith(_PART), entry.stat()
-            state.used += _on_disk(known.st_size)
-            if not is_part and (of_living or known.st_mtime_ns % _MS not in living):
-                removable.append((known.st_mtime_ns, entry.path, _on_disk(known.st_size)))
-        for _, path, size in sorted(removable):
+            modified_ns, size = entry.stat().st_mtime_ns, _disk_bytes(entry.stat().st_size)
+            state.used_bytes += size
+            last_reader = modified_ns % _MS  # as _touch writes it
+            if not is_unfinished and (includes_active or last_reader not in active_runs):
+                evictable.append((modified_ns, entry.path, size))
+        for _, path, size in sorted(evictable):
             if num_bytes <= 0:
                 break
             os.remove(path)
-            state.used, num_bytes = state.used - size, num_bytes - size
+            state.used_bytes -= size
+            num_bytes -= size
 
     @contextmanager
     def _locked(self) -> Iterator[_State]:
@@ -285,7 +291,7 @@ class MediaCache:
                 yield state
             finally:
                 file.seek(0)
-                file.write(_STATE.pack(state.used, state.paused))
+                file.write(_STATE.pack(state.used_bytes, state.paused_until))
 
 
 def key_of(*parts: object) -> str:
@@ -312,12 +318,12 @@ def _checksum(shape: tuple[int, ...], pixels: Any) -> int:
     return zlib.crc32(pixels, zlib.crc32(repr(tuple(map(int, shape))).encode()))
 
 
-def _number(name: str) -> int:
+def _run_number(name: str) -> int:
     """Return the number, 1 to 999,999, that stands for a run's name in the modification times of its entries."""
     return int(name, 16) % (_MS - 1) + 1
 
 
-def _on_disk(size: int) -> int:
+def _disk_bytes(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 

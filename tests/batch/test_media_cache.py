@@ -38,7 +38,7 @@ def load(cache: MediaCache, medium: int, *, blocks: int = 1, is_read_again: bool
     """Whether a medium was there; it is right, and kept if it was not."""
     cached_frames = cache.read(key_of(medium), is_read_again=is_read_again)
     if cached_frames is None:
-        cache.keep(key_of(medium), frames(medium, blocks), is_read_again=is_read_again)
+        cache.store(key_of(medium), frames(medium, blocks), is_read_again=is_read_again)
         return False
     np.testing.assert_array_equal(cached_frames, frames(medium, blocks))
     return True

@@ -115,45 +115,45 @@ class LoadingTimes:
 
 def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> LoadingTimes:
     """Measure how long some of a plan's media take to load; raise a ConfigError if the caches have none."""
-    reader, shared = preview.inputs.reader, preview.inputs.shared
+    reader, shared_prefixes = preview.inputs.reader, preview.inputs.shared
     assert reader is not None, "called for caches only"
     identity = reader.manifests[0].identity
     model = config.model or str(identity.spec["model"])
     index, summary = reader.index, preview.plan.summary
-    pools = {kind: np.flatnonzero(getattr(index, name) > 0) for kind, name in _KINDS.items()}
-    if not any(map(len, pools.values())):
+    samples_by_kind = {kind: np.flatnonzero(getattr(index, column) > 0) for kind, column in _KINDS.items()}
+    if not any(map(len, samples_by_kind.values())):
         raise ConfigError("--media: the caches contain no media, so there is nothing to measure", "Leave out --media.")
     if not summary.num_steps or not preview.num_epochs:
         raise ConfigError("--media: the plan has no steps, so there is nothing to measure", "Leave out --media.")
     spec = InputSpec.load(model, identity.media_limits)
     planned, loaded_share = preview.plan.packs.samples, 1.0
-    if shared is not None:  # media in shared prefixes are loaded once; estimated by tokens
-        loaded_share = shared.media_tokens.sum() / index.media_tokens.sum()
-    ranks = preview.options.world_size * preview.first_inputs.sequence_parallel_size
-    threads = torch.get_num_threads()
+    if shared_prefixes is not None:  # media in shared prefixes are loaded once; estimated by tokens
+        loaded_share = shared_prefixes.media_tokens.sum() / index.media_tokens.sum()
+    num_ranks = preview.options.world_size * preview.first_inputs.sequence_parallel_size
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a data worker
     try:
         kinds = []
-        for kind, pool in pools.items():
-            if len(pool):
-                selected = np.random.default_rng(config.seed).permutation(pool)[: MAX_SAMPLES + 1].tolist()
+        for kind, with_kind in samples_by_kind.items():
+            if len(with_kind):
+                selected = np.random.default_rng(config.seed).permutation(with_kind)[: MAX_SAMPLES + 1].tolist()
                 # The first is loaded but not measured, because its time includes loading processors.
                 selected = selected if len(selected) > MAX_SAMPLES else [selected[0], *selected]
                 samples = map(reader.sample, selected)
-                measured, seconds, size, num_samples = _measure_loading(kind, samples, spec, progress)
-                num_planned = np.isin(planned, pool).sum()  # a mixture may take samples several times or never
-                per_step = num_planned * loaded_share * measured / num_samples / summary.num_steps / ranks
-                figures = {"seconds": seconds / measured, "megabytes": size / measured / 1e6, "per_step": per_step}
-                kinds.append({"kind": kind, "measured": measured, **figures})
+                num_media, seconds, num_bytes, num_samples = _measure_loading(kind, samples, spec, progress)
+                num_planned = np.isin(planned, with_kind).sum()  # a mixture may take samples several times or never
+                per_step = num_planned * loaded_share * num_media / num_samples / summary.num_steps / num_ranks
+                per_medium = {"seconds": seconds / num_media, "megabytes": num_bytes / num_media / 1e6}
+                kinds.append({"kind": kind, "measured": num_media, **per_medium, "per_step": per_step})
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(num_threads)
     tflops, hardware_name = config.tflops, "--tflops"
     if tflops is None:
         hardware = read_hardware(config.hardware)
         tflops, hardware_name = hardware.peak_tflops, hardware.name
-    step_seconds = preview.figures(tflops, config.mfu)["hours"] * 3600 / preview.num_epochs / summary.num_steps
+    epoch_seconds = preview.figures(tflops, config.mfu)["hours"] * 3600 / preview.num_epochs
     assumed = f"{preview.cost_source} on {hardware_name}, --mfu {config.mfu:g}"
-    return LoadingTimes(kinds, step_seconds, assumed, cores_of_a_rank())
+    return LoadingTimes(kinds, epoch_seconds / summary.num_steps, assumed, cores_of_a_rank())
 
 
 def _measure_loading(

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,15 @@ class StopSignals:
             raise KeyboardInterrupt
 
 
+class _PendingExchange(NamedTuple):
+    """Exchange of a step among all ranks whose result is not read yet: stop signal, and 1 if the step is bad."""
+
+    step: int
+    losses: list[Tensor]
+    sample_names: Callable[[int], Sequence[str]]
+    wait_for_result: Callable[[], list[int]]
+
+
 class StepWatch:
     """Exchange of two integers per step among all ranks: a stop signal, and whether the step is bad.
 
@@ -124,8 +133,7 @@ class StepWatch:
         self.last_good: int | None = None
         self._losses: list[Tensor] = []
         self._norm: Tensor | float = 0.0
-        # The exchange whose result is not read yet: step, losses, sample names, and a function that waits for it.
-        self._pending: tuple[int, list[Tensor], Callable[[int], Sequence[str]], Callable[[], list[int]]] | None = None
+        self._pending: _PendingExchange | None = None
 
     def begin_step(self) -> None:
         """Discard the losses and the norm of the previous step."""
@@ -149,26 +157,27 @@ class StepWatch:
         maximum = torch.stack([torch.full_like(is_bad, self.signals.received), is_bad])
         if self.world.size > 1:
             dist.all_reduce(maximum, dist.ReduceOp.MAX)
-        self._pending = step, self._losses, self.sample_names(), _read_later(maximum)
+        self._pending = _PendingExchange(step, self._losses, self.sample_names(), _read_later(maximum))
         if self.on_nan == "skip" and self.settle():
             # Without gradients an optimizer changes nothing: neither weights nor its moments.
             model.zero_grad(set_to_none=True)
 
     def settle(self) -> bool:
-        """Read the result of the last exchange, if not done yet, and handle a bad step; all ranks call this together.
+        """Read the result of the last exchange, unless that is done already, and handle a bad step.
 
-        Returns whether the step was bad; with ``stop``, a bad one raises a DivergedError on every rank.
+        All ranks call this together. Returns whether the step was bad; with ``stop``, a bad one raises a DivergedError
+        on every rank.
         """
         if self._pending is None:
             return False
-        (step, losses, names, result), self._pending = self._pending, None
-        stopped_by, is_bad = result()
+        exchange, self._pending = self._pending, None
+        step, (stopped_by, is_bad) = exchange.step, exchange.wait_for_result()
         self.stopped_by = self.stopped_by or stopped_by
         if not is_bad:
             return False
         self.num_bad += 1
         warns = self.on_nan == "stop" or self.num_bad <= _MAX_WARNINGS  # a warning per step would hide everything else
-        lines = self._bad_sample_lines(losses, names) if warns else []
+        lines = self._bad_sample_lines(exchange.losses, exchange.sample_names) if warns else []
         message = "\n".join([f"the loss or the gradient of step {step + 1:,} is infinite or not a number", *lines])
         if self.on_nan == "stop":
             raise DivergedError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -144,12 +145,14 @@ def _freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
             problems.append(f"--{option}-regex {regex}: no parameter's name matches")
     if problems:
         raise ConfigError("\n".join(problems), f"Parameters have names such as {names[0]} and {names[-1]}.")
-    num_left = int(sum(full_size(parameter) for _, parameter in named) * run.freeze_parameters_ratio)
+    max_frozen_elements = int(sum(full_size(parameter) for _, parameter in named) * run.freeze_parameters_ratio)
+    num_elements = 0  # of the parameters so far
     for name, parameter in named:
-        num_left -= full_size(parameter)
-        in_ratio = run.freeze_parameters_ratio > 0 and num_left >= 0
+        num_elements += full_size(parameter)
+        in_ratio = run.freeze_parameters_ratio > 0 and num_elements <= max_frozen_elements
         is_frozen = towers.part_of(name) in frozen or in_ratio or run.is_frozen(name)
-        parameter.requires_grad_((run.is_unfrozen(name) or not is_frozen) and not towers.is_unused(name))
+        is_trained = run.is_unfrozen(name) or not is_frozen
+        parameter.requires_grad_(is_trained and not towers.is_unused(name))
     if not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(
             f"all parameters are frozen ({', '.join(sorted(frozen)) or 'by name'}), so there is nothing to train",
@@ -344,22 +347,24 @@ def _difference(weights: Mapping[str, Tensor], directory: str, infix: str = "") 
 
 
 def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: nn.Module, config: TrainConfig) -> None:
-    """Give parameters of vision tower and aligner groups with their own rates in an optimizer, in place.
+    """Split an optimizer's parameter groups, in place, so that vision tower and aligner have their own learning rates.
 
     Does nothing without ``--vit-lr`` and ``--aligner-lr``. ``trained`` is the module whose parameters the optimizer
     has, perhaps wrapped for several processes; ``model`` is bare or inside an adapter.
     """
-    rates = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
-    if set(rates.values()) == {None}:
+    rate_of_part = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
+    if config.vit_lr is None and config.aligner_lr is None:
         return
     base = base_model(model)
     towers = towers_of(base, base.config.model_type)
     names = {id(parameter): name.removeprefix(_PEFT_PREFIX) for name, parameter in trained.named_parameters()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        by_rate: dict[float | None, list[Any]] = {}
+        parameters_by_rate: dict[float | None, list[Any]] = defaultdict(list)  # None: the group's own rate
         for parameter in group["params"]:
-            by_rate.setdefault(rates.get(towers.part_of(names[id(parameter)])), []).append(parameter)
-        for rate, parameters in by_rate.items():
-            groups.append({**group, "params": parameters} | ({} if rate is None else {"lr": rate}))
+            rate = rate_of_part.get(towers.part_of(names[id(parameter)]))
+            parameters_by_rate[rate].append(parameter)
+        for rate, parameters in parameters_by_rate.items():
+            new_rate = {} if rate is None else {"lr": rate}
+            groups.append({**group, "params": parameters, **new_rate})
     optimizer.param_groups[:] = groups
