@@ -12,7 +12,8 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -162,10 +163,11 @@ def _megatron_row(pack: Pack) -> dict[str, Any]:
     for sample in pack.samples:
         if sample.loss_scale is not None:
             weights = np.unique(sample.loss_scale[sample.labels != IGNORE_INDEX])
-            if len(fractions := weights[~np.isin(weights, (0, 1))]):
+            unsupported = weights[~np.isin(weights, (0, 1))]
+            if len(unsupported):
                 raise ConfigError(
                     f"--format megatron does not support loss weights other than 0 and 1: row {sample.row} of "
-                    f"{sample.source} has {fractions[0]:g}",
+                    f"{sample.source} has {unsupported[0]:g}",
                     "Export with a --loss-scale without weights, or choose another --format.",
                 )
     is_target = pack.labels != IGNORE_INDEX
@@ -304,8 +306,13 @@ class PacksSummary:
     num_files: int
 
 
-_Part = tuple[PackConfig, str, int, list[npt.NDArray[np.int64]]]
-"""One file to write: options, its name, the number of its first pack, and positions of each pack's samples."""
+class _FileJob(NamedTuple):
+    """One file to write: its name, the number of its first pack, and positions of each pack's samples."""
+
+    config: PackConfig
+    name: str
+    first_pack: int
+    packs: list[npt.NDArray[np.int64]]
 
 
 def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
@@ -315,27 +322,27 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     """
     reader = CacheReader.open(config.cached_dataset, config.split, copies=LocalCopies.of(config))
     _load_spec(config, reader.manifests[0])  # raises if the model cannot be read
-    samples, offsets, capacity, num_filtered = _plan(config, reader)
-    if config.format == "megatron" and (with_media := int((reader.index.media_tokens[samples] > 0).sum())):
+    packing = _pack_samples(config, reader)
+    samples = packing.samples
+    num_with_media = int((reader.index.media_tokens[samples] > 0).sum())
+    if config.format == "megatron" and num_with_media:
         raise ConfigError(
-            f"--format megatron does not support media, which {with_media:,} of {len(samples):,} samples have",
+            f"--format megatron does not support media, which {num_with_media:,} of {len(samples):,} samples have",
             "Choose --format energon, which supports them.",
         )
     directory = storage.normalize(config.output_dir)
     _check_empty(directory)
-    num_packs = len(offsets) - 1
-    starts = range(0, num_packs, config.packs_per_file)
-    names = [f"packs-{i:05d}-of-{len(starts):05d}{SUFFIXES[config.format]}" for i in range(len(starts))]
-    packs = np.split(samples, offsets[1:-1])
-    parts: list[_Part] = [
-        (config, name, first, packs[first : first + config.packs_per_file])
-        for name, first in zip(names, starts, strict=True)
-    ]
+    packs = np.split(samples, packing.offsets[1:-1])
+    starts, suffix = range(0, len(packs), config.packs_per_file), SUFFIXES[config.format]
+    jobs = []
+    for number, start in enumerate(starts):
+        name = f"packs-{number:05d}-of-{len(starts):05d}{suffix}"
+        jobs.append(_FileJob(config, name, start, packs[start : start + config.packs_per_file]))
     storage.make_directory(directory)
-    progress.start("writing packs", len(parts))
+    progress.start("writing packs", len(jobs))
     try:
         files = map_on_processes(
-            _write_file, parts, config.dataset_num_proc, on_progress=lambda num_done: progress.advance(1)
+            _write_file, jobs, config.dataset_num_proc, on_progress=lambda num_done: progress.advance(1)
         )
     except BaseException:
         storage.discard_unfinished(directory)  # left behind by processes that were stopped
@@ -348,12 +355,12 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     summary = PacksSummary(
         output_dir=directory,
         format=config.format,
-        num_packs=num_packs,
+        num_packs=len(packs),
         num_samples=len(samples),
-        filtered=num_filtered,
+        filtered=packing.num_filtered,
         tokens=int(reader.index.length[samples].sum()),
         target_tokens=int(reader.index.target_tokens[samples].sum()),
-        packing_length=capacity,
+        packing_length=packing.max_tokens,
         num_files=len(files),
     )
     storage.publish(storage.join(directory, PACKS_MANIFEST_NAME), _manifest(config, reader, summary, files))
@@ -381,22 +388,28 @@ def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, fi
     return json.dumps(manifest, indent=1).encode()
 
 
-def _plan(config: PackConfig, reader: CacheReader) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:
-    """Take the packs of ``--plan``, or pack all samples that are not too long.
+class _Packing(NamedTuple):
+    """Positions of samples in pack order, (N,), offsets of packs, (K + 1,), and the samples that are in no pack."""
 
-    Returns:
-        positions of samples in pack order, int64 (N,); offsets of packs, int64 (K + 1,); maximum tokens of a pack; and
-        the number of samples of the caches that are in no pack.
-    """
+    samples: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    max_tokens: int
+    num_filtered: int
+
+
+def _pack_samples(config: PackConfig, reader: CacheReader) -> _Packing:
+    """Take the packs of ``--plan``, or pack all samples that are not too long."""
     if config.plan is not None:
         saved = read_plan_of(reader, config.plan)
         if saved.shared is not None:
             raise ConfigError(
                 f"--plan {config.plan} has shared prefixes, which packs in files cannot have", _SHARED_REMEDY
             )
-        return saved.samples, saved.offsets, saved.capacity, len(reader) - len(np.unique(saved.samples))
+        num_filtered = len(reader) - len(np.unique(saved.samples))
+        return _Packing(saved.samples, saved.offsets, saved.capacity, num_filtered)
     lengths = reader.index.length
-    max_length = min(config.max_length or int(lengths.max()), config.packing_length or int(lengths.max()))
+    longest = int(lengths.max())
+    max_length = min(config.max_length or longest, config.packing_length or longest)
     kept = np.flatnonzero(lengths <= max_length)
     if not len(kept):
         raise DataError(
@@ -404,9 +417,8 @@ def _plan(config: PackConfig, reader: CacheReader) -> tuple[npt.NDArray[np.int64
             "Raise --packing-length and --max-length.",
         )
     capacity = config.packing_length or max_length
-    media = reader.index.media_tokens[kept]
-    plan = pack(lengths[kept], capacity, config, seed=config.seed, media_tokens=media)
-    return kept[plan.samples], plan.offsets, capacity, len(lengths) - len(kept)
+    plan = pack(lengths[kept], capacity, config, seed=config.seed, media_tokens=reader.index.media_tokens[kept])
+    return _Packing(kept[plan.samples], plan.offsets, capacity, len(lengths) - len(kept))
 
 
 def _load_spec(config: PackConfig, manifest: Manifest) -> InputSpec:
@@ -439,12 +451,12 @@ def _check_empty(directory: str) -> None:
             storage.remove(storage.join(directory, name))
 
 
-def _write_file(part: _Part) -> dict[str, Any]:
+def _write_file(job: _FileJob) -> dict[str, Any]:
     """Write one file of packs atomically, in a worker process; return its entry in the manifest."""
-    config, name, first, packs = part
+    config = job.config
     reader = CacheReader.open(config.cached_dataset, config.split, copies=LocalCopies.of(config))
     spec = _load_spec(config, reader.manifests[0])
-    path = storage.join(config.output_dir, name)
+    path = storage.join(config.output_dir, job.name)
     file = AtomicFile(path)
     sink = HashingSink(file)
     if config.format in ("webdataset", "energon"):
@@ -454,20 +466,20 @@ def _write_file(part: _Part) -> dict[str, Any]:
     else:
         writer = TableFile(sink, _schema(spec.has_vision and spec.has_audio), _row, is_arrow=config.format == "arrow")
     try:
-        for number, positions in enumerate(packs, start=first):
+        for pack_number, positions in enumerate(job.packs, start=job.first_pack):
             samples = [reader.sample(int(position)) for position in positions]
             if config.embeds:
                 samples = list(_embed_media(samples, config))
             elif config.media == "reference":
                 samples = [_strip_media_bytes(sample) for sample in samples]
-            writer.write(Pack(number, positions, tuple(samples), spec))
+            writer.write(Pack(pack_number, positions, tuple(samples), spec))
         for suffix, content in writer.close().items():
             storage.publish(path + suffix, content)
         state = file.commit()
     except BaseException:
         sink.discard()
         raise
-    return {"file": name, "packs": len(packs), "bytes": state.size, "sha256": sink.digest.hexdigest()}
+    return {"file": job.name, "packs": len(job.packs), "bytes": state.size, "sha256": sink.digest.hexdigest()}
 
 
 def _embed_media(samples: list[EncodedSample], config: PackConfig) -> Iterator[EncodedSample]:
@@ -476,12 +488,15 @@ def _embed_media(samples: list[EncodedSample], config: PackConfig) -> Iterator[E
     Files that are not media are refused: a cache from elsewhere could name any file of this machine.
     """
     policy = policy_for_cache(config)
-    rows = [[sample] for sample in samples]
-    for group in embed_media(rows, {sample.source: policy for sample in samples}, _refuse):
-        for sample in (sample for row in group for sample in row):
+    policies = {sample.source: policy for sample in samples}
+    samples_by_row = [[sample] for sample in samples]
+    for rows in embed_media(samples_by_row, policies, _refuse):
+        for sample in chain.from_iterable(rows):
             media: list[Any] = [*sample.images, *sample.audios, *sample.videos]
             files = [(medium.path, medium.data) for medium in media]
-            for path, data in (*files, *(frame for video in sample.videos for frame in video.frames)):
+            for video in sample.videos:
+                files += video.frames
+            for path, data in files:
                 if data is not None and not is_media(data):
                     raise MediaError(
                         f"row {sample.row} of {sample.source}: {path or 'a medium'} is not an image, video or audio "
@@ -495,14 +510,15 @@ def _strip_media_bytes(sample: EncodedSample) -> EncodedSample:
     """Return a sample whose media are only named, without bytes; media that were embedded in the rows are refused."""
 
     def without_bytes(medium: Any) -> Any:
-        frames = getattr(medium, "frames", ())
-        if None in (path for path, _ in frames or [(medium.path, None)]):
+        frames = getattr(medium, "frames", ())  # of a video given as images: paths and bytes
+        paths = [path for path, _ in frames] if frames else [medium.path]
+        if None in paths:
             raise ConfigError(
                 f"--media reference: row {sample.row} of {sample.source} has a medium without a file path",
                 "Use --media embed, which copies media into the packs.",
             )
         if frames:
-            return replace(medium, frames=tuple((path, None) for path, _ in frames))
+            return replace(medium, frames=tuple((path, None) for path in paths))
         return replace(medium, data=None)
 
     return replace(

@@ -202,11 +202,9 @@ class Ledger:
         ends = np.cumsum([0, *(source.num for source in self.sources)])
         sources = []
         for source, start, end in zip(self.sources, ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-            own, own_skipped = (
-                positions[slice(*np.searchsorted(positions, (start, end)))] - start
-                for positions in (rows, skipped_rows)
-            )
-            sources.append(source.plus(own, own_skipped, lengths[start:end], target_tokens[start:end]))
+            own_rows = _rows_between(rows, start, end)
+            own_skipped = _rows_between(skipped_rows, start, end)
+            sources.append(source.plus(own_rows, own_skipped, lengths[start:end], target_tokens[start:end]))
         return replace(self, step=self.step + len(steps), sources=tuple(sources))
 
     def in_next_epoch(self) -> Ledger:
@@ -214,6 +212,12 @@ class Ledger:
         sources = tuple(source.in_next_epoch() for source in self.sources)
         retired = tuple(source.in_next_epoch() for source in self.retired)
         return replace(self, epoch=self.epoch + 1, sources=sources, retired=retired)
+
+
+def _rows_between(rows: Int64Array, start: int, end: int) -> Int64Array:
+    """Return the ``rows``, ascending, from ``start`` to ``end`` - 1, relative to ``start``."""
+    first, last = np.searchsorted(rows, (start, end))
+    return rows[first:last] - start
 
 
 def concatenate_counts(counts: Sequence[RowCounts]) -> Int64Array:

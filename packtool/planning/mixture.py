@@ -135,11 +135,15 @@ class Mixture:
             num_trained = int(trained[start:stop].sum())
             if num_trained == 0:
                 continue
-            drawn = self._draw_source(source, epoch)[len(self._selections[source][0]) :]
+            # Candidates are the drawn samples that remain, without those that every epoch has.
+            fixed, _, _ = self._selections[source]
+            drawn = self._draw_source(source, epoch)[len(fixed) :]
             drawn = drawn[remaining[drawn] > 0]
+            by_length = drawn[self._by_length(drawn)]
             excess = int(remaining[start:stop].sum()) - max(self.counts[source] - num_trained, 0)
-            excess = min(max(excess, 0), len(drawn))
-            counts[drawn[self._by_length(drawn)][np.arange(excess) * len(drawn) // max(excess, 1)]] -= 1
+            num_left_out = min(max(excess, 0), len(drawn))
+            spread = np.arange(num_left_out) * len(drawn) // max(num_left_out, 1)
+            counts[by_length[spread]] -= 1
         return counts
 
     @cached_property
@@ -273,13 +277,15 @@ def make_mixture(
 
 def _counts(recipe: Recipe, candidates: list[Int64Array], values: IntArray | None) -> tuple[int, ...]:
     """Count the samples that an epoch draws of each source; ``values`` (N,) are their sizes, None counts them."""
-    nums = [len(samples) for samples in candidates]
+    num_candidates = [len(samples) for samples in candidates]
     if not recipe.has_weights:
-        pairs = zip(recipe.sources, nums, strict=True)
+        pairs = zip(recipe.sources, num_candidates, strict=True)
         return tuple(num if source.amount is None else source.amount.of(num) for source, num in pairs)
     is_taken = np.array([source.is_taken for source in recipe.sources])
-    sums = nums if values is None else [int(values[samples].sum(dtype=np.int64)) for samples in candidates]
-    sizes = np.array(sums, float)
+    if values is None:
+        sizes = np.array(num_candidates, float)
+    else:
+        sizes = np.array([int(values[samples].sum(dtype=np.int64)) for samples in candidates], float)
     if not sizes[is_taken].all():
         empty = recipe.sources[int(np.argmin(np.where(is_taken, sizes, np.inf)))].path
         raise DataError(
@@ -290,12 +296,16 @@ def _counts(recipe: Recipe, candidates: list[Int64Array], values: IntArray | Non
         weights = sizes ** (1 / recipe.temperature)
     else:
         weights = np.array([source.weight or 1.0 for source in recipe.sources], float)
-    ratios = sizes[is_taken] / weights[is_taken]
-    epochs = np.zeros(len(sizes))
-    epochs[is_taken] = (ratios.min() if recipe.stop == "first" else ratios.max()) / ratios
-    # At least one sample of each source that has any.
-    amounts = [min(copies * num, MAX_AMOUNT) for copies, num in zip(epochs.tolist(), nums, strict=True)]
-    return tuple(max(round(amount), min(num, 1)) for amount, num in zip(amounts, nums, strict=True))
+    # The epoch ends when the first, or the last, source has been drawn completely.
+    sizes_per_weight = sizes[is_taken] / weights[is_taken]
+    end = sizes_per_weight.min() if recipe.stop == "first" else sizes_per_weight.max()
+    copies = np.zeros(len(sizes))
+    copies[is_taken] = end / sizes_per_weight
+    counts = []
+    for num_copies, num in zip(copies.tolist(), num_candidates, strict=True):
+        min_count = min(num, 1)  # at least one sample of each source that has any
+        counts.append(max(round(min(num_copies * num, MAX_AMOUNT)), min_count))
+    return tuple(counts)
 
 
 def _names(sources: tuple[SourceRecipe, ...]) -> tuple[str, ...]:
