@@ -156,18 +156,19 @@ def plan_mixture(
     towers: TowerWork | None = None,
 ) -> EpochPlan:
     """Plan an epoch of a mixture: its slots are packed, and then filled with samples; arrays (N,), of all samples."""
-    slots, samples = mixture.slots, mixture.draw(epoch)
-    is_spread = options.shuffle and not (options.packing and options.packing_algorithm == "sequential")
-    is_one_source = max(mixture.counts) == mixture.num_drawn
-    if is_spread and options.packing and options.samples_per_step is None and not is_one_source:
-        packed, exchanged = pack_mixture(slots, options, seed=seed, epoch=epoch)
-        samples = samples[exchanged]
+    slots, sample_of_slot = mixture.slots, mixture.draw(epoch)
+    makes_packs = options.packing and options.samples_per_step is None
+    spreads_sources = options.shuffle and not (options.packing and options.packing_algorithm == "sequential")
+    has_one_source = max(mixture.counts) == mixture.num_drawn
+    if makes_packs and spreads_sources and not has_one_source:
+        packed_slots, exchanged = pack_mixture(slots, options, seed=seed, epoch=epoch)
+        sample_of_slot = sample_of_slot[exchanged]
     else:
-        packed = _pack(slots.lengths, slots.media_tokens, options, seed, epoch)
-    samples = samples[packed.samples]
+        packed_slots = _pack(slots.lengths, slots.media_tokens, options, seed, epoch)
+    samples = sample_of_slot[packed_slots.samples]
     lengths = mixture.lengths[samples].astype(np.int32, copy=False)
-    packs = PackPlan(samples, packed.offsets, lengths, packed.capacity, mixture=mixture.fingerprint)
-    if is_spread:
+    packs = PackPlan(samples, packed_slots.offsets, lengths, packed_slots.capacity, mixture=mixture.fingerprint)
+    if spreads_sources:
         sources, amounts = mixture.source_of(samples), mixture.amounts(samples)
         packs = select_packs(packs, order_mixture_packs(packs, sources, amounts, seed=seed, epoch=epoch))
     plan = assign_packs(
@@ -262,9 +263,9 @@ def _assign(
 
 def _round_robin_rank_costs(costs: Costs, samples_per_step: int, num_ranks: int) -> Costs:
     """Sum the work of each rank in each step, (S, W), if the samples (N,) of a step went to the ranks in turn."""
-    step, place = np.divmod(np.arange(len(costs)), samples_per_step)
+    step, index_in_step = np.divmod(np.arange(len(costs)), samples_per_step)
     rank_costs = np.zeros((-(-len(costs) // samples_per_step), num_ranks))
-    np.add.at(rank_costs, (step, place % num_ranks), costs)
+    np.add.at(rank_costs, (step, index_in_step % num_ranks), costs)
     return rank_costs
 
 
@@ -293,13 +294,14 @@ def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:
     The random order is divided into windows of 50 steps, each sorted by length, and the steps of a window are brought
     back into the order of their first rows, so that lengths do not rise and fall over the run.
     """
-    order = np.arange(rows.num_samples)
-    for start in range(0, len(order), _WINDOW_STEPS * rows_per_step):
-        window = order[start : start + _WINDOW_STEPS * rows_per_step]
-        descending = window[np.argsort(-rows.lengths[window], kind="stable")]
-        num_full = len(descending) // rows_per_step
-        full = descending[: num_full * rows_per_step].reshape(num_full, rows_per_step)
-        if num_full:
-            full = full[np.argsort(full.min(axis=1), kind="stable")]
-        order[start : start + len(window)] = np.concatenate((full.reshape(-1), descending[full.size :]))
+    order, window_size = np.arange(rows.num_samples), _WINDOW_STEPS * rows_per_step
+    for start in range(0, len(order), window_size):
+        window = order[start : start + window_size]
+        longest_first = window[np.argsort(-rows.lengths[window], kind="stable")]
+        num_steps = len(window) // rows_per_step
+        steps = longest_first[: num_steps * rows_per_step].reshape(num_steps, rows_per_step)
+        remaining = longest_first[steps.size :]
+        if num_steps:
+            steps = steps[np.argsort(steps.min(axis=1), kind="stable")]
+        order[start : start + len(window)] = np.concatenate((steps.reshape(-1), remaining))
     return replace(rows, samples=rows.samples[order], lengths=rows.lengths[order])

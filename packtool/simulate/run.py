@@ -194,9 +194,9 @@ def outcome(name: StrategyName, plan: SimulatedSchedule, sequences: Sequences, o
     cost = machine.sizes.cost
     lengths, targets = sequences.lengths[plan.samples].astype(np.int64), sequences.targets[plan.samples]
     timing = machine.time(plan, targets)
-    full = (timing.tokens > options.bucket_size) | (timing.memory > machine.usable_bytes)
+    is_full = (timing.tokens > options.bucket_size) | (timing.memory > machine.usable_bytes)
     out_of_memory = np.zeros(plan.num_steps, dtype=np.bool_)
-    out_of_memory[plan.micro_batch_steps[plan.row_micro_batches[full]]] = True
+    out_of_memory[plan.micro_batch_steps[plan.row_micro_batches[is_full]]] = True
     return Outcome(
         name=name,
         timing=timing,
@@ -288,11 +288,11 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     paths = config.cached_dataset or ((config.lengths,) if config.lengths is not None else ())
     begin = time.perf_counter()
     is_wanted = lengths <= (config.max_length or np.inf)
-    kept = arrange(lengths[is_wanted], options, targets[is_wanted])
+    sequences = arrange(lengths[is_wanted], options, targets[is_wanted])
     names = cast("tuple[StrategyName, ...]", tuple(dict.fromkeys(config.strategies)))
     outcomes = []
     progress.start("simulating", len(names))
-    for each in simulate(kept, names, options):
+    for each in simulate(sequences, names, options):
         outcomes.append(each)
         progress.advance(1)
     progress.finish()
@@ -301,8 +301,8 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
         options=options,
         source=source,
         name=names_of(paths) if paths else source,
-        num_sequences=len(kept),
-        num_left_out=len(lengths) - len(kept),
+        num_sequences=len(sequences),
+        num_left_out=len(lengths) - len(sequences),
         model=model,
         seconds=time.perf_counter() - begin,
     )
@@ -361,6 +361,7 @@ def _model_of(requested: str | None, reader: CacheReader | None) -> tuple[str, M
 
 
 def _sizes_of(model: str) -> ModelSizes:
+    """Read the sizes of a preset, or of the ``config.json`` in a directory."""
     config: Any = MODEL_PRESETS.get(model)
     if config is None:
         path = storage.join(model, "config.json")
