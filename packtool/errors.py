@@ -36,12 +36,9 @@ _MIN_PREFIX = 4  # letters including the dash in front: too many names begin wit
 
 
 def most_similar(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The known name with the most similar spelling, such as ``seed`` for ``sed``.
+    """The known name with the most similar spelling, such as ``seed`` for ``sed``; ``likeness`` is the minimum, 0 to 1.
 
     If none is similar, the shortest known name with a word that begins with it: ``--expand-turns`` for ``--expand``.
-
-    Args:
-        likeness: minimum similarity, from 0 to 1 (``difflib``).
     """
     names = list(known)
     if close := difflib.get_close_matches(name, names, n=1, cutoff=likeness):
@@ -56,11 +53,7 @@ def _words(name: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """The end of a message about an unknown name: ``; did you mean 'seed'?``, or "" without a similar name.
-
-    Args:
-        likeness: minimum similarity, as for ``most_similar``.
-    """
+    """The end of a message about an unknown name: ``; did you mean 'seed'?``, or "" without a similar name."""
     close = most_similar(name, known, likeness)
     if close is None:
         return ""
@@ -112,11 +105,7 @@ class ConfigError(PacktoolError):
 
 
 def raise_together(checks: Iterable[Callable[[], object]]) -> None:
-    """Run all checks, and raise their errors as one.
-
-    Raises:
-        PacktoolError: the only error; of several, one that lists them: a ConfigError, or of their common class.
-    """
+    """Run all checks, and raise their errors as one: several as a ConfigError, or as an error of their common class."""
     errors = []
     for check in checks:
         try:
@@ -206,11 +195,9 @@ class DivergedError(PacktoolError):
 
 
 class StoppedError(PacktoolError):
-    """A signal ended a run after it saved a checkpoint.
+    """A signal ended a run after it saved a checkpoint; the exit code is 128 + its number.
 
-    Args:
-        message: empty on all processes except the first.
-        signal: its number; the exit code is 128 + this number.
+    ``message`` is empty on all processes except the first.
     """
 
     def __init__(self, message: str, remedy: str | None = None, signal: int = 0) -> None:

@@ -52,11 +52,7 @@ def show_json(value: object) -> None:
 
 
 def show_styled(parts: Iterable[tuple[str, str]]) -> None:
-    """Print escaped texts without separators on stdout.
-
-    Args:
-        parts: (text, style: ``dim``, ``red``, ``green``, ``cyan`` or "").
-    """
+    """Print escaped texts without separators on stdout; ``parts``: (text, style: ``dim``, ``red``, ... or "")."""
     styled = (
         f"\x1b[{_STYLES[style]}m{escape_text(text)}\x1b[0m" if style else escape_text(text) for text, style in parts
     )

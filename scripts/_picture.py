@@ -22,13 +22,13 @@ class Word:
     x: float
     y: float
     text: str
-    look: str
+    style: str
     anchor: str = "start"
     size: int = 13
 
 
 def svg_picture(width: int, height: int, label: str, shapes: Iterable[Box | Path | Word]) -> str:
-    """An SVG on a white card, which is readable on light and dark pages; the looks of its shapes are colours."""
+    """An SVG on a white card, which is readable on light and dark pages; the styles of its shapes are colours."""
     head = Markup(
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {0} {1}" width="{0}" height="{1}" '
         'font-family="system-ui, sans-serif" role="img" aria-label="{2}">'
@@ -41,10 +41,10 @@ def svg_picture(width: int, height: int, label: str, shapes: Iterable[Box | Path
 def _element(shape: Box | Path | Word) -> str:
     if isinstance(shape, Word):
         text = Markup('<text x="{:.1f}" y="{:.1f}" font-size="{}" text-anchor="{}" fill="{}">{}</text>')
-        return text.format(shape.x, shape.y, shape.size, shape.anchor, shape.look, shape.text)
+        return text.format(shape.x, shape.y, shape.size, shape.anchor, shape.style, shape.text)
     if isinstance(shape, Path):
         path = Markup('<path d="{}" fill="none" stroke="{}" stroke-width="2" stroke-linejoin="round"/>')
-        return path.format(shape.d, shape.look)
+        return path.format(shape.d, shape.style)
     hint = Markup("<title>{}</title>").format(shape.hint) if shape.hint else ""
     rect = Markup('<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" rx="2" fill="{}">{}</rect>')
-    return rect.format(shape.x, shape.y, shape.width, shape.height, shape.look, hint)
+    return rect.format(shape.x, shape.y, shape.width, shape.height, shape.style, hint)

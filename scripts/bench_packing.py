@@ -35,7 +35,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # works
 from packtool.config.packing import PackOptions
 from packtool.planning.best_fit import count_lengths
 from packtool.planning.packing import pack
-from packtool.report.drawing import CURVE_COLOURS, SIZE, Axis, Box, Path
+from packtool.report.drawing import AXIS_LENGTH, CURVE_COLOURS, Axis, Box, Path
 from scripts._picture import Word, svg_picture
 
 Lengths = npt.NDArray[np.int32]
@@ -223,20 +223,20 @@ def draw_plot(title: str, measured: dict[str, list[tuple[int, float]]]) -> str:
 
 def across(at: float) -> float:
     """Return the x coordinate in pixels of a position on the horizontal axis."""
-    return LEFT + at / SIZE * (RIGHT - LEFT)
+    return LEFT + at / AXIS_LENGTH * (RIGHT - LEFT)
 
 
 def down(at: float) -> float:
     """Return the y coordinate in pixels of a position on the vertical axis."""
-    return BOTTOM - at / SIZE * (BOTTOM - TOP)
+    return BOTTOM - at / AXIS_LENGTH * (BOTTOM - TOP)
 
 
 def grid(x: Axis, y: Axis) -> Iterator[Box | Word]:
     """Draw a grid line and a label for every decade."""
-    for at, label in x.places:
+    for at, label in x.tick_positions:
         yield Box(across(at), TOP, 1, BOTTOM - TOP, PALE)
         yield Word(across(at), BOTTOM + 20, label, GREY, "middle")
-    for at, label in y.places:
+    for at, label in y.tick_positions:
         yield Box(LEFT, down(at), RIGHT - LEFT, 1, PALE)
         yield Word(LEFT - 8, down(at) + 4, label, GREY, "end")
     yield Word((LEFT + RIGHT) / 2, BOTTOM + 42, x.name, GREY, "middle")
@@ -248,7 +248,9 @@ def lines(x: Axis, y: Axis, measured: dict[str, list[tuple[int, float]]]) -> Ite
     lowest = 0.0
     for name, points in sorted(measured.items(), key=lambda item: -item[1][-1][1]):
         colour = COLOURS[list(measured).index(name) % len(COLOURS)]
-        places = [(across(x.at(math.log10(size))), down(y.at(math.log10(seconds)))) for size, seconds in points]
+        places = [
+            (across(x.position(math.log10(size))), down(y.position(math.log10(seconds)))) for size, seconds in points
+        ]
         end_x, end_y = places[-1]
         lowest = max(end_y + 4, lowest + 16)
         yield Path([[(end_x + 5, end_y), (RIGHT + 10, lowest - 4)]], PALE)

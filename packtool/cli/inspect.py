@@ -93,12 +93,12 @@ def _inspect_sample(config: InspectConfig, row: int, invocation: Invocation) -> 
     facts, parts = inspect.sample_view(config.directory, config.split, row, config.model)
     history = None if config.run is None else trained.row_figures(config.run, config.directory, row)
     if invocation.as_json:
-        shown = [{"look": part.look, "text": part.text, "weight": part.weight} for part in parts]
+        shown = [{"look": part.style, "text": part.text, "weight": part.weight} for part in parts]
         show_json({**dict(facts), "parts": shown, **({} if history is None else {"trained_in": history})})
         return
     print_table(f"{config.directory}, {config.split}, row {row}", facts, "l")
     if sys.stdout.isatty():
-        show_styled([(part.weighted_text, _COLOURS[part.look]) for part in parts])
+        show_styled([(part.weighted_text, _COLOURS[part.style]) for part in parts])
     else:
         show(inspect.marked_text(parts))
     if history is not None:

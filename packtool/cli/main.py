@@ -52,11 +52,7 @@ def is_debug_requested(arguments: Sequence[str]) -> bool:
 
 
 def configure_logging(debug: bool) -> None:
-    """Print debug messages of packtool's loggers on stderr if ``debug``, else only pass warnings to root handlers.
-
-    Raises:
-        ConfigError: if ``PACKTOOL_LOG_LEVEL`` is not a level.
-    """
+    """Print debug messages of packtool's loggers on stderr if ``debug``, else only pass warnings to root handlers."""
     level = os.environ.get(_VARIABLE, "")
     if level and level.upper() not in _LEVELS:
         raise ConfigError(f"{_VARIABLE}={level}: give {' or '.join(_LEVELS)}")

@@ -49,7 +49,7 @@ class Invocation:
 
     Args:
         arguments: everything after ``packtool``, unchanged; torchrun starts every process with it.
-        as_json: whether to print one JSON document on stdout instead of text.
+        as_json: print one JSON document on stdout instead of text.
     """
 
     arguments: tuple[str, ...]
@@ -95,7 +95,6 @@ def rewrite_arguments(
     """Rewrite a command line into the form that typer reads.
 
     Args:
-        arguments: those after the command's name.
         kinds: of each option, by its name with dashes.
         positional: the option that gets values without an option's name.
         explain_unknown: returns the error message for an unknown option and its value, or None to ignore them. By
@@ -106,60 +105,54 @@ def rewrite_arguments(
     """
     result: list[str] = []
     problems: list[str] = []
-    at = 0
-    while at < len(arguments):
-        argument = arguments[at]
-        at += 1
+    next_index = 0  # of the argument after those that were read
+    while next_index < len(arguments):
+        argument = arguments[next_index]
+        next_index += 1
         if not argument.startswith("--") or argument == "--":
             is_value = not argument.startswith("-")
             result += [positional, argument] if positional and is_value else [argument]
             if is_value and not positional and explain_unknown:
-                problems.append(_stray_value(argument, arguments[at - 2] if at > 1 else "", kinds))
+                previous = arguments[next_index - 2] if next_index > 1 else ""
+                problems.append(_stray_value(argument, previous.replace("_", "-"), kinds))
             continue
         name, equals, value = argument.partition("=")
         name = name.replace("_", "-")
         kind = kinds.get(name)
         is_known = kind is not None or name == "--help" or kinds.get("--" + name.removeprefix("--no-")) == "flag"
         if kind in ("flag", "switch"):
-            if not equals and at < len(arguments) and arguments[at].lower() in TRUE_WORDS + FALSE_WORDS:
-                value, equals = arguments[at], "="
-                at += 1
-            words = _boolean(name, value, kind) if equals else [name]
-            result += words or []
-            problems += [f"{name}: {value!r} is neither true nor false"] if words is None else []
+            if not equals and next_index < len(arguments) and arguments[next_index].lower() in TRUE_WORDS + FALSE_WORDS:
+                value, equals = arguments[next_index], "="
+                next_index += 1
+            if not equals or value.lower() in TRUE_WORDS:
+                result.append(name)
+            elif value.lower() not in FALSE_WORDS:
+                problems.append(f"{name}: {value!r} is neither true nor false")
+            elif kind == "flag":
+                result.append("--no-" + name.removeprefix("--"))
         elif kind == "list" or (explain_unknown is not None and not is_known):
-            values = list(itertools.takewhile(lambda word: not word.startswith("--"), arguments[at:]))
-            at += len(values)
+            values = list(itertools.takewhile(lambda word: not word.startswith("--"), arguments[next_index:]))
+            next_index += len(values)
             values = [value, *values] if equals else values
             if kind == "list":
-                # A name without a value stays for typer to report.
+                # Typer reads one value per name. A name without a value stays for typer to report.
                 result += [word for item in values for word in (name, item)] or [name]
             elif explain_unknown and (problem := explain_unknown(name, " ".join(values) if values else None)):
                 problems.append(problem)
         else:
             result.append(f"{name}={value}" if equals else name)
-            if kind == "single" and not equals and at < len(arguments):
-                result.append(arguments[at])
-                at += 1
+            if kind == "single" and not equals and next_index < len(arguments):
+                result.append(arguments[next_index])
+                next_index += 1
     if problems:
         raise ConfigError.from_problems(problems)
     return result
 
 
-def _boolean(name: str, value: str, kind: ArgumentKind) -> list[str] | None:
-    """Return a boolean option in the form that typer reads; None if the value is neither true nor false."""
-    if value.lower() in TRUE_WORDS:
-        return [name]
-    if value.lower() in FALSE_WORDS:
-        return ["--no-" + name.removeprefix("--")] if kind == "flag" else []
-    return None
-
-
-def _stray_value(value: str, before: str, kinds: Mapping[str, ArgumentKind]) -> str:
-    """Return the error message for a value that no option takes; ``before`` is the argument in front of it."""
-    name = before.replace("_", "-")
-    if kinds.get(name) in ("flag", "switch"):
-        return f"{name}: {value!r} is neither true nor false"
+def _stray_value(value: str, previous: str, kinds: Mapping[str, ArgumentKind]) -> str:
+    """Return the error message for a value that no option takes; ``previous`` is the argument in front of it."""
+    if kinds.get(previous) in ("flag", "switch"):
+        return f"{previous}: {value!r} is neither true nor false"
     return f"unexpected value {value!r}: put the name of its option in front, and quote values with spaces"
 
 
@@ -168,10 +161,7 @@ _MIN_SIMILARITY = 0.75
 
 
 class UnknownOptions:
-    """Error messages for option names that a command does not have: another tool's, another command's, or misspelled.
-
-    ``settings`` has the settings classes of all commands by name.
-    """
+    """Error messages for option names that a command does not have: those of another tool or command, or misspelled."""
 
     def __init__(self, command: str, settings: Mapping[str, type], warn: Callable[[str], None]) -> None:
         self.command = command
@@ -223,16 +213,13 @@ class UnknownOptions:
         return f"; did you mean {similar}? It is an option of packtool {owners(similar)}" if similar else ""
 
 
+_DEBUG_HELP = "Show tracebacks and the contents of batches (environment: PACKTOOL_LOG_LEVEL=DEBUG)."
 # Options of every command by name: kind, type, and arguments of typer.Option.
 _COMMON_OPTIONS: dict[str, tuple[ArgumentKind, Any, dict[str, Any]]] = {
     "config": ("single", str | None, {"metavar": "FILE", "help": "Read options from this YAML file."}),
     "set": ("list", list[str] | None, {"metavar": "KEY=VALUE", "help": "Set one option; may be repeated."}),
     "json": ("switch", bool, {"help": "Print one JSON document on stdout; messages go to stderr."}),
-    "debug": (
-        "switch",
-        bool,
-        {"help": "Show tracebacks and the contents of batches (environment: PACKTOOL_LOG_LEVEL=DEBUG)."},
-    ),
+    "debug": ("switch", bool, {"help": _DEBUG_HELP}),
 }
 
 
@@ -293,12 +280,13 @@ def command_of(cls: type[T], run: Callable[[T, Invocation], None], unknown: Unkn
             show("packtool: interrupted", error=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
-    common_parameters = [
-        _parameter(f"{name}_", hint, typer.Option(f"--{name}", **shown), False if hint is bool else None)
-        for name, (_, hint, shown) in _COMMON_OPTIONS.items()
-    ]
-    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    parameters = [context, *(_option(field, cls) for field in _flags(cls)), *common_parameters]
+    # Typer makes options of the parameters of a function's signature. Those of common options end with an underscore,
+    # because settings may have the same names.
+    parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    parameters += [_option(field, cls) for field in _flags(cls)]
+    for name, (_, value_class, typer_options) in _COMMON_OPTIONS.items():
+        default = False if value_class is bool else None
+        parameters.append(_parameter(f"{name}_", value_class, typer.Option(f"--{name}", **typer_options), default))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
@@ -328,14 +316,13 @@ def _option(field: dataclasses.Field[Any], cls: type) -> inspect.Parameter:
     kind = _kind(field, cls)
     names = list(option_names(field))
     panel = COMMON if field.name in getattr(cls, "COMMON_OPTIONS", ()) else field.metadata["panel"]
-    shown: dict[str, Any] = {"help": _help(field), "show_default": False, "rich_help_panel": panel}
+    typer_options: dict[str, Any] = {"help": _help(field), "show_default": False, "rich_help_panel": panel}
     if kind == "flag":
         names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
-        return _parameter(field.name, bool | None, typer.Option(*names, **shown))
-    unit = unit_of(field, cls)
-    shown["metavar"] = _metavar(value_type(field, cls)) if unit is None else unit
-    hint: Any = list[str] | None if kind == "list" else str | None
-    return _parameter(field.name, hint, typer.Option(*names, **shown))
+        return _parameter(field.name, bool | None, typer.Option(*names, **typer_options))
+    typer_options["metavar"] = unit_of(field, cls) or _metavar(value_type(field, cls))
+    value_class: Any = list[str] | None if kind == "list" else str | None
+    return _parameter(field.name, value_class, typer.Option(*names, **typer_options))
 
 
 def _help(field: dataclasses.Field[Any]) -> str:

@@ -80,7 +80,7 @@ def _print_plan(plan: Plan, config: PlanConfig) -> None:
     show("\nsamples by tokens, up to")
     show("\n".join(histogram_lines(lengths.counts, lengths.edges[1:], width)))
     show("\npacks by fill in percent, up to")
-    show("\n".join(histogram_lines(fills.counts, fills.edges[1:], width, rows=10)))
+    show("\n".join(histogram_lines(fills.counts, fills.edges[1:], width, max_bars=10)))
     if config.model is not None:
         # After everything that is known at once, because it takes seconds.
         memory = _memory(config, preview)

@@ -164,10 +164,7 @@ def _draw_curves(output_dir: str) -> str | None:
 
 
 def run_eval(config: EvalConfig, invocation: Invocation) -> None:
-    """Evaluate and print the totals; start torchrun first if the environment asks for several processes.
-
-    Invalid settings are reported once, before other processes start.
-    """
+    """Evaluate and print the totals; start torchrun first if the environment asks for several processes."""
 
     def prepare(world: World) -> None:
         from packtool.train.prepare.evaluation import prepare_evaluation

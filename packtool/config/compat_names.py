@@ -81,25 +81,26 @@ def training_argument_problem(name: str) -> str | None:
     return entry.reason if option == "-" else f"use {option} instead" + (f": {entry.reason}" if entry.reason else "")
 
 
-def find_compat_name(name: str, command: str, *, variable: bool = False) -> CompatName | None:
-    """Return the entry of another tool's name that packtool does not have; None if there is none.
+def find_compat_name(name: str, command: str) -> CompatName | None:
+    """Return the entry of another tool's option or key that packtool does not have; None if there is none.
 
     ``name`` may have dashes or underscores. If it has several meanings, the entry has the others in ``other_meanings``,
     in the order of ``_STRENGTH``.
     """
-    by_tool: dict[str, CompatName] = {}
+    first_of_tool: dict[str, CompatName] = {}
     for entry in _by_name().get(name.replace("-", "_"), ()):
-        if entry.is_variable == variable and entry.command in (EVERY_COMMAND, command) and entry.status != "same":
-            by_tool.setdefault(entry.tool, entry)
-    by_answer: dict[tuple[str, str, str], CompatName] = {}
-    for entry in by_tool.values():
-        key = (entry.status, entry.options, entry.reason)
-        known = by_answer.get(key)
-        by_answer[key] = entry if known is None else replace(known, tool=f"{known.tool}, {entry.tool}")
-    if not by_answer:
+        if not entry.is_variable and entry.command in (EVERY_COMMAND, command) and entry.status != "same":
+            first_of_tool.setdefault(entry.tool, entry)
+    # Tools with the same explanation share an entry.
+    meanings: dict[tuple[str, str, str], CompatName] = {}
+    for entry in first_of_tool.values():
+        explanation = (entry.status, entry.options, entry.reason)
+        same = meanings.get(explanation)
+        meanings[explanation] = entry if same is None else replace(same, tool=f"{same.tool}, {entry.tool}")
+    if not meanings:
         return None
-    first, *others = sorted(by_answer.values(), key=lambda entry: _STRENGTH.index(entry.status))
-    return replace(first, other_meanings=tuple(others)) if others else first
+    first, *others = sorted(meanings.values(), key=lambda entry: _STRENGTH.index(entry.status))
+    return replace(first, other_meanings=tuple(others))
 
 
 def _in_our_unit(options: str, value: object) -> str:

@@ -25,11 +25,7 @@ class Settings:
     """
 
     def problems(self, *sections: type) -> list[str]:
-        """Return the messages about conflicting options.
-
-        Args:
-            sections: classes whose rules are checked; by default all base classes.
-        """
+        """Return messages about conflicting options by the rules of some sections, by default of all base classes."""
         checks: dict[str, Callable[[Any], list[str]]] = {
             cls.__name__: vars(cls).get("value_problems", lambda _: []) for cls in sections or type(self).__mro__
         }

@@ -84,19 +84,19 @@ class MixOptions(Settings):
         """Return the problem of ``--interleave-probs``."""
         if not self.interleave_probs:
             return []
-        shown = f"--interleave-probs {' '.join(self.interleave_probs)}"
+        option_text = f"--interleave-probs {' '.join(self.interleave_probs)}"
         if self.mix_strategy in ("concat", "interleave_once"):
-            return [f"{shown}: --mix-strategy {self.mix_strategy} takes every cache whole; leave out one"]
+            return [f"{option_text}: --mix-strategy {self.mix_strategy} takes every cache whole; leave out one"]
         try:
-            numbers = self.interleaving
+            fractions = self.interleaving
         except ValueError:
-            return [f"{shown}: give one number for each cache, as in 0.7 0.3"]
-        if not all(0 < number < math.inf for number in numbers):
-            return [f"{shown}: every fraction must be above 0; leave out caches that are not trained"]
+            return [f"{option_text}: give one number for each cache, as in 0.7 0.3"]
+        if not all(0 < fraction < math.inf for fraction in fractions):
+            return [f"{option_text}: every fraction must be above 0; leave out caches that are not trained"]
         # Each file of rows becomes a cache.
         num_caches = len(self.cached_dataset or getattr(self, "dataset", ()))
-        if len(numbers) != num_caches:
-            return [f"{shown}: {len(numbers)} for {num_caches} caches; give one for each"]
+        if len(fractions) != num_caches:
+            return [f"{option_text}: {len(fractions)} for {num_caches} caches; give one for each"]
         return []
 
 
@@ -118,12 +118,9 @@ class Amount:
 
 
 def check_drawn(count: float, num: int, what: str) -> None:
-    """Raise a ConfigError if an epoch draws so many samples that their positions would fill the memory.
+    """Raise a ConfigError if an epoch draws more than 10 million samples, and 100 times the ``num`` of the source.
 
-    Args:
-        count: samples that the epoch draws, at most 10 million or 100 times ``num``.
-        num: samples of the source.
-        what: name of the option for the message.
+    More positions would fill the memory. ``what`` names the option.
     """
     if count > (limit := max(MAX_DRAWN, 100 * num)):
         raise ConfigError(
@@ -233,46 +230,40 @@ class Recipe:
 def unify_sources(recipe: Recipe) -> Recipe:
     """Give every stage the sources of all stages in the same order; other stages' sources have ``is_taken=False``.
 
-    A path that a stage has twice is two sources.
-
-    Raises:
-        ConfigError: if stages give a source different channels, loss weights, loss scales or media limits.
+    A path that a stage has twice is two sources. A ConfigError names sources whose settings differ between stages.
     """
-    # Of each stage, its sources by path and the number of earlier sources with that path.
-    keyed: list[dict[tuple[str, int], SourceRecipe]] = []
+    # The sources of each stage, by path and the number of earlier sources of the stage with that path.
+    stage_sources: list[dict[tuple[str, int], SourceRecipe]] = []
     for stage in recipe.stages:
-        counts = Counter[str]()
-        keyed.append({})
+        num_earlier = Counter[str]()
+        sources = {}
         for source in stage.sources:
-            keyed[-1][source.path, counts[source.path]] = source
-            counts[source.path] += 1
-    union: dict[tuple[str, int], SourceRecipe] = {}
+            sources[source.path, num_earlier[source.path]] = source
+            num_earlier[source.path] += 1
+        stage_sources.append(sources)
+    untaken: dict[tuple[str, int], SourceRecipe] = {}  # all sources, as a stage has them that does not train them
     problems = []
-    for sources in keyed:
+    for sources in stage_sources:
         for key, source in sources.items():
             settings = {name: getattr(source, name) for name in _RUN_SETTINGS}
-            first = union.setdefault(key, SourceRecipe(path=source.path, is_taken=False, **settings))
+            first = untaken.setdefault(key, SourceRecipe(path=source.path, is_taken=False, **settings))
             for name, value in settings.items():
-                if (other := getattr(first, name)) != value:
+                first_value = getattr(first, name)
+                if first_value != value:
                     problems.append(
-                        f"{recipe.place}, stages: {source.path} has the {name} {other} in one stage and {value} in "
-                        "another: give it the same in all"
+                        f"{recipe.place}, stages: {source.path} has the {name} {first_value} in one stage and {value} "
+                        "in another: give it the same in all"
                     )
     if problems:
         raise ConfigError.from_problems(problems)
-    stages = [
-        replace(stage, sources=tuple((union | sources)[key] for key in union))
-        for stage, sources in zip(recipe.stages, keyed, strict=True)
-    ]
-    return replace(recipe, sources=tuple(union.values()), stages=tuple(stages))
+    stages = []
+    for stage, sources in zip(recipe.stages, stage_sources, strict=True):
+        stages.append(replace(stage, sources=tuple(sources.get(key, untaken[key]) for key in untaken)))
+    return replace(recipe, sources=tuple(untaken.values()), stages=tuple(stages))
 
 
 def parse_recipe(text: str, file: str, options: MixOptions) -> Recipe:
-    """Parse the YAML text of a recipe file.
-
-    Raises:
-        ConfigError: naming every mistake, and its key.
-    """
+    """Parse the YAML text of a recipe file; the ConfigError names every mistake, and its key."""
     import yaml  # here, because most runs need none of it
 
     try:
@@ -308,44 +299,46 @@ class _RecipeParser:
         self.check_keys(value, (*_RECIPE_KEYS, "stages"), "")
         if "stages" not in value:
             return self.parse_recipe(value)
-        common = {key: item for key, item in value.items() if key in _RECIPE_KEYS}
+        defaults = {key: item for key, item in value.items() if key in _RECIPE_KEYS}  # for all stages
         stages = value["stages"]
-        if not isinstance(stages, list) or not stages or not all(isinstance(each, Mapping) for each in stages):
+        if not isinstance(stages, list) or not stages or not all(isinstance(stage, Mapping) for stage in stages):
             self.report("stages", "give a list of stages, each with sources, until, packing_length, ...")
-            return self.parse_recipe(common)
+            return self.parse_recipe(defaults)
         if all("sources" in stage for stage in stages):
-            for key in common:
+            for key in defaults:
                 self.report(str(key), "every stage has its own sources: give it in the stages")
-        parsed = [self.parse_stage(stage, common, f"stages[{number}]") for number, stage in enumerate(stages)]
-        self.check_ends(parsed)
+        recipes = [self.parse_stage(stage, defaults, f"stages[{number}]") for number, stage in enumerate(stages)]
+        self.check_ends(recipes)
         if len(stages) == 1:
             for key in _STAGE_KEYS:
                 if key in stages[0]:
                     remedy = "leave it out" if key == "until" else f"give {flag(key)}"
                     self.report(f"stages[0].{key}", f"the only stage is the whole run: {remedy}")
-            return parsed[0]
-        complete = tuple(stage for stage in parsed if stage is not None)
-        return Recipe(sources=(), stages=complete, place=self.place) if len(complete) == len(stages) else None
+            return recipes[0]
+        valid = tuple(recipe for recipe in recipes if recipe is not None)
+        return Recipe(sources=(), stages=valid, place=self.place) if len(valid) == len(stages) else None
 
-    def parse_stage(self, value: Mapping[str, Any], common: Mapping[str, Any], key: str) -> Recipe | None:
-        """Parse one stage; its keys replace those of ``common``, which the file has for all stages."""
+    def parse_stage(self, value: Mapping[str, Any], defaults: Mapping[str, Any], key: str) -> Recipe | None:
+        """Parse one stage; its keys replace those of ``defaults``, which the file has for all stages."""
         self.check_keys(value, (*_RECIPE_KEYS, *_STAGE_KEYS), f"{key}.")
-        own = {name: item for name, item in value.items() if name in _RECIPE_KEYS}
-        recipe = self.parse_recipe({**common, **own}, f"{key}." if "sources" in value else "")
-        until, share = self.parse_until(value.get("until"), f"{key}.until")
-        size = value.get("sequence_parallel_size")
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            self.report(f"{key}.sequence_parallel_size", f"{size!r} is not a number of ranks")
-        length = self.parse_length(value, "packing_length", key)
+        recipe_keys = {name: item for name, item in value.items() if name in _RECIPE_KEYS}
+        # Sources that all stages share are reported without the stage.
+        prefix = f"{key}." if "sources" in value else ""
+        recipe = self.parse_recipe({**defaults, **recipe_keys}, prefix)
+        until, until_share = self.parse_until(value.get("until"), f"{key}.until")
+        num_ranks = value.get("sequence_parallel_size")
+        if num_ranks is not None and (isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1):
+            self.report(f"{key}.sequence_parallel_size", f"{num_ranks!r} is not a number of ranks")
+        packing_length = self.parse_length(value, "packing_length", key)
         if recipe is None:
             return None
         return replace(
             recipe,
             place=f"{self.place}, {key}",
             until=until,
-            until_share=share,
-            packing_length=length,
-            sequence_parallel_size=size,
+            until_share=until_share,
+            packing_length=packing_length,
+            sequence_parallel_size=num_ranks,
         )
 
     def parse_until(self, value: Any, key: str) -> tuple[int | None, float | None]:
@@ -362,22 +355,23 @@ class _RecipeParser:
 
     def check_ends(self, stages: Sequence[Recipe | None]) -> None:
         """Report ends of stages that are missing or not increasing, and an end of the last stage."""
-        ends = [None if stage is None else stage.until or stage.until_share for stage in stages]
-        if len(stages) > 1 and ends[-1] is not None:
-            self.report(f"stages[{len(stages) - 1}].until", "the last stage ends with the run: leave it out")
-        ending = [stage for stage in stages[:-1] if stage is not None]
-        if len(ending) < len(stages) - 1 or all(end is None for end in ends[:-1]):
-            return
-        for number, end in enumerate(ends[:-1]):
-            if end is None:
+        *earlier, last = stages
+        if earlier and last is not None and (last.until or last.until_share) is not None:
+            self.report(f"stages[{len(earlier)}].until", "the last stage ends with the run: leave it out")
+        valid = [stage for stage in earlier if stage is not None]
+        if len(valid) < len(earlier) or all(not stage.end for stage in valid):
+            return  # a stage is invalid, or every stage trains its epochs
+        for number, stage in enumerate(valid):
+            if not stage.end:
                 self.report(
                     f"stages[{number}].until",
                     "it is missing: give it to every stage but the last, or to none, which trains the epochs of each",
                 )
-        for number, (before, stage) in enumerate(pairwise(ending), start=1):
-            for end, next_end in ((before.until, stage.until), (before.until_share, stage.until_share)):
+        for number, (previous, stage) in enumerate(pairwise(valid), start=1):
+            # Ends in steps and in shares of the run cannot be compared before the number of steps is known.
+            for end, next_end in ((previous.until, stage.until), (previous.until_share, stage.until_share)):
                 if end is not None and next_end is not None and end >= next_end:
-                    problem = f"{stage.end} is not after the {before.end} of the previous stage"
+                    problem = f"{stage.end} is not after the {previous.end} of the previous stage"
                     self.report(f"stages[{number}].until", problem)
 
     def check_keys(self, value: Mapping[Any, Any], known: tuple[str, ...], prefix: str) -> None:
@@ -388,22 +382,22 @@ class _RecipeParser:
                 self.report(f"{prefix}{key}", f"unknown key{hint}; known are {', '.join(known)}")
 
     def parse_recipe(self, value: Mapping[str, Any], prefix: str = "") -> Recipe | None:
-        """Parse the recipe of a stage or run, whose keys have a ``prefix`` with a dot; None if there are problems."""
-        raw = value.get("sources")
-        if not isinstance(raw, list) or not raw:
+        """Parse the recipe of a stage or run, whose keys have a ``prefix`` with a dot; None if anything is wrong."""
+        raw_sources = value.get("sources")
+        if not isinstance(raw_sources, list) or not raw_sources:
             self.report(f"{prefix}sources", "give a list of caches, each with its path")
             return None
-        parsed = [self.parse_source(each, f"{prefix}sources[{number}]") for number, each in enumerate(raw)]
+        parsed = [self.parse_source(raw, f"{prefix}sources[{number}]") for number, raw in enumerate(raw_sources)]
         temperature = self.parse_number(value, "temperature", prefix)
-        unit = value.get("unit", "samples")
-        if unit not in UNITS:
-            self.report(f"{prefix}unit", f"{unit!r} is none of {', '.join(UNITS)}")
+        temperature_unit = value.get("unit", "samples")
+        if temperature_unit not in UNITS:
+            self.report(f"{prefix}unit", f"{temperature_unit!r} is none of {', '.join(UNITS)}")
         if "unit" in value and temperature is None:
             self.report(f"{prefix}unit", "it applies only to temperature, which is missing: leave it out")
-        units: list[Any] = sorted({unit for _, unit in parsed if unit is not None})
         sources = tuple(source for source, _ in parsed if source is not None)
-        if len(units) > 1:
-            problem = f"weights in {' and '.join(units)} cannot be compared: give all in one of them"
+        weight_units: list[Any] = sorted({unit for _, unit in parsed if unit is not None})
+        if len(weight_units) > 1:
+            problem = f"weights in {' and '.join(weight_units)} cannot be compared: give all in one of them"
             self.report(f"{prefix}sources", problem)
         unweighted = [source.path for source in sources if source.weight is None]
         if len(unweighted) < len(sources):
@@ -417,7 +411,7 @@ class _RecipeParser:
             return None
         return Recipe(
             sources=sources,
-            unit=units[0] if units else unit,
+            unit=weight_units[0] if weight_units else temperature_unit,
             temperature=temperature,
             stop=self.options.mix_stop or "first",
             resample=self.options.resample,
@@ -425,14 +419,14 @@ class _RecipeParser:
         )
 
     def parse_source(self, value: Any, key: str) -> tuple[SourceRecipe | None, str | None]:
-        """Parse one source; also return the unit of its weight."""
+        """Parse one source; also return the unit of its weight, None without a weight."""
         if isinstance(value, str):
             value = {"path": value}
         if not isinstance(value, Mapping):
             self.report(key, "a source is a mapping with the key path")
             return None, None
-        known = ("path", *UNITS, "loss_weight", "loss_scale", "min_length", "max_length", "channel")
-        self.check_keys(value, (*known, *_MEDIA_OPTIONS), f"{key}.")
+        known_keys = ("path", *UNITS, "loss_weight", "loss_scale", "min_length", "max_length", "channel")
+        self.check_keys(value, (*known_keys, *_MEDIA_OPTIONS), f"{key}.")
         path = value.get("path")
         if not isinstance(path, str) or not path:
             self.report(f"{key}.path", "the directory of a cache is missing")
@@ -440,10 +434,10 @@ class _RecipeParser:
         units = [unit for unit in UNITS if unit in value]
         if len(units) > 1:
             self.report(key, f"{' and '.join(units)} are two weights: give one of them")
-        weight = self.parse_number(value, units[0], f"{key}.") if units else None
+        unit = units[0] if units else None
         source = SourceRecipe(
             path=path,
-            weight=weight,
+            weight=None if unit is None else self.parse_number(value, unit, f"{key}."),
             loss_weight=self.parse_number(value, "loss_weight", f"{key}.") or 1.0,
             min_length=self.parse_length(value, "min_length", key),
             max_length=self.parse_length(value, "max_length", key),
@@ -451,14 +445,15 @@ class _RecipeParser:
             channel=self.parse_text(value, "channel", f"{key}.channel", "name"),
             loss_scale=self.parse_text(value, "loss_scale", f"{key}.loss_scale", "loss scale"),
         )
-        return source, (units[0] if units else None)
+        return source, unit
 
     def parse_media_limits(self, value: Mapping[str, Any], key: str) -> dict[str, Any]:
         """Return the valid media limits of a source by option name."""
         limits = {}
-        for name in (each for each in _MEDIA_OPTIONS if value.get(each) is not None):
+        for name in _MEDIA_OPTIONS:
             try:
-                limits[name] = getattr(resolve(MediaOptions, {name: value[name]}), name)
+                if value.get(name) is not None:
+                    limits[name] = getattr(resolve(MediaOptions, {name: value[name]}), name)
             except ConfigError as error:
                 self.report(f"{key}.{name}", error.message.removeprefix(f"{flag(name)}: "))
         return limits

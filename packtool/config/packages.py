@@ -15,7 +15,7 @@ TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
         for name in ("clearml", "codecarbon", "dagshub", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb")
     },
 }
-_OF_BITSANDBYTES = ("paged_", "adamw_bnb", "adamw_8bit", "ademamix", "lion_8bit", "rmsprop_bnb")
+_BITSANDBYTES_OPTIMIZERS = ("paged_", "adamw_bnb", "adamw_8bit", "ademamix", "lion_8bit", "rmsprop_bnb")
 
 
 class PackageOptions:
@@ -23,22 +23,28 @@ class PackageOptions:
 
     def missing_packages(self) -> list[str]:
         """Return a message for each missing package of the given options, with the command that installs it."""
-        options = ("deepspeed", "use_liger_kernel", "quant_bits", "optim", "report_to", "executor")
-        deepspeed, liger, quant_bits, optim, report_to, executor = (getattr(self, name, None) for name in options)
-        bnb = (("bitsandbytes",), "bitsandbytes is", "bitsandbytes")
-        trackers = [(name, *TRACKERS[name]) for name in report_to or () if name in TRACKERS]
-        needs: list[tuple[bool, str, tuple[str, ...], str, str]] = [
-            (deepspeed is not None, f"--deepspeed {deepspeed}", ("deepspeed",), "DeepSpeed is", "deepspeed"),
-            (bool(liger), "--use-liger-kernel true", ("liger_kernel",), "Liger's kernels are", "liger-kernel"),
-            (quant_bits is not None, f"--quant-bits {quant_bits}", *bnb),
-            ((optim or "").startswith(_OF_BITSANDBYTES), f"--optim {optim}", *bnb),
-            *((True, f"--report-to {name}", modules, f"{package} is", package) for name, modules, package in trackers),
-            (executor == "ray", "--executor ray", ("ray",), "Ray is", '"packtool[ray]"'),
-        ]
+
+        given = vars(self).get  # None for an option that the command does not have
+        bitsandbytes = (("bitsandbytes",), "bitsandbytes is", "bitsandbytes")
+        needs: list[tuple[str, tuple[str, ...], str, str]] = []  # option, modules, subject of the message, package
+        if given("deepspeed") is not None:
+            needs.append((f"--deepspeed {given('deepspeed')}", ("deepspeed",), "DeepSpeed is", "deepspeed"))
+        if given("use_liger_kernel"):
+            needs.append(("--use-liger-kernel true", ("liger_kernel",), "Liger's kernels are", "liger-kernel"))
+        if given("quant_bits") is not None:
+            needs.append((f"--quant-bits {given('quant_bits')}", *bitsandbytes))
+        if (given("optim") or "").startswith(_BITSANDBYTES_OPTIMIZERS):
+            needs.append((f"--optim {given('optim')}", *bitsandbytes))
+        for tracker in given("report_to") or ():
+            if tracker in TRACKERS:
+                modules, package = TRACKERS[tracker]
+                needs.append((f"--report-to {tracker}", modules, f"{package} is", package))
+        if given("executor") == "ray":
+            needs.append(("--executor ray", ("ray",), "Ray is", '"packtool[ray]"'))
         return [
-            f"{option}: {name} not installed: pip install {package}"
-            for is_given, option, modules, name, package in needs
-            if is_given and not any(map(_is_installed, modules))
+            f"{option}: {subject} not installed: pip install {package}"
+            for option, modules, subject, package in needs
+            if not any(map(_is_installed, modules))
         ]
 
 

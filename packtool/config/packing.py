@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -105,9 +104,9 @@ class SharingOptions(Settings):
         """Return messages about given options that exclude ``--share-prefix true``."""
         if self.share_prefix != "true":
             return []
-        why = {SEQUENCE_PARALLELISM: ", which would spread a prefix over several ranks"}
+        reasons = {SEQUENCE_PARALLELISM: ", which would spread a prefix over several ranks"}
         return [
-            f"--share-prefix true cannot be combined with {name}{why.get(name, '')}: leave out one of them"
+            f"--share-prefix true cannot be combined with {name}{reasons.get(name, '')}: leave out one of them"
             for name in self.sharing_conflicts
         ]
 
@@ -139,18 +138,22 @@ class ParallelOptions(Settings):
 
     def value_problems(self) -> list[str]:
         """Return messages about contradictory sizes, and about a kernel without sequence parallelism."""
-        problems, size, kind = [], self.sequence_parallel_ranks, self.sequence_parallel_type
-        axes = {"--ulysses-size": self.ulysses_size, "--ring-size": self.ring_size}
-        sizes = {name: number for name, number in axes.items() if number is not None}
-        shown = " and ".join(f"{name} {number}" for name, number in sizes.items())
-        product = math.prod(sizes.values())
-        if size % product or (len(sizes) == len(axes) and size != product):
-            problems.append(f"--sequence-parallel-size {size} does not match {shown}: leave one of them out")
-        elif kind == "ulysses" and size > (self.ulysses_size or size // (self.ring_size or 1)):
-            problems.append(f"--sequence-parallel-type ulysses has no ring: leave out {shown}")
-        elif kind in ("ring", "allgather") and size > 1 and self.ulysses_size == size:
-            problems.append(f"--sequence-parallel-type {kind}: with {shown} there is no ring; leave one of them out")
-        if size > 1 and (attn_impl := getattr(self, "attn_impl", "auto")) not in SEQUENCE_PARALLEL_KERNELS:
+        problems, num_ranks, exchange = [], self.sequence_parallel_ranks, self.sequence_parallel_type
+        ulysses, ring = self.ulysses_size, self.ring_size
+        given = {"--ulysses-size": ulysses, "--ring-size": ring}
+        given_text = " and ".join(f"{name} {size}" for name, size in given.items() if size is not None)
+        product = (ulysses or 1) * (ring or 1)
+        are_both_given = ulysses is not None and ring is not None
+        ulysses_ranks = ulysses or num_ranks // (ring or 1)  # without --ulysses-size, all ranks beside the ring
+        if num_ranks % product or (are_both_given and num_ranks != product):
+            problems.append(f"--sequence-parallel-size {num_ranks} does not match {given_text}: leave one of them out")
+        elif exchange == "ulysses" and num_ranks > ulysses_ranks:
+            problems.append(f"--sequence-parallel-type ulysses has no ring: leave out {given_text}")
+        elif exchange in ("ring", "allgather") and num_ranks > 1 and ulysses == num_ranks:
+            problem = f"with {given_text} there is no ring; leave one of them out"
+            problems.append(f"--sequence-parallel-type {exchange}: {problem}")
+        attn_impl = getattr(self, "attn_impl", "auto")
+        if num_ranks > 1 and attn_impl not in SEQUENCE_PARALLEL_KERNELS:
             problems.append(
                 f"--attn-impl {attn_impl} cannot be combined with --sequence-parallel-size: use auto, which on CUDA is "
                 "torch's own flash attention"

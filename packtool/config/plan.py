@@ -57,12 +57,11 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         """Return the problems of combined options; ``--resume`` goes with few options at all."""
         if self.resume is None:
             return super().problems(*sections)
-        kept = {"resume", "cached_dataset", "mix", "world_size"} | {
-            each.name for each in dataclasses.fields(CacheOptions)
-        }
-        fields = [field for field in dataclasses.fields(self) if field.name not in kept]
-        others = [flag(field.name) for field in fields if getattr(self, field.name) != field.default]
-        return [f"{name}: --resume uses the options of the resumed run; leave it out" for name in others]
+        allowed = {field.name for field in dataclasses.fields(CacheOptions)}
+        allowed |= {"resume", "cached_dataset", "mix", "world_size"}
+        fields = [field for field in dataclasses.fields(self) if field.name not in allowed]
+        given = [flag(field.name) for field in fields if getattr(self, field.name) != field.default]
+        return [f"{name}: --resume uses the options of the resumed run; leave it out" for name in given]
 
     def value_problems(self) -> list[str]:
         """Return the problems of numbers that are impossible."""

@@ -49,10 +49,11 @@ def num_bytes(text: str) -> int:
 
 def format_bytes(num: int) -> str:
     """Format a number of bytes in the largest unit that divides it: ``1KB`` for 1000, ``4KiB`` for 4096, ``80``."""
-    bases = ((1000, ""), (1024, "i"))
-    units = [(base**power, f"{letter}{i}B") for power, letter in enumerate("KMGT", 1) for base, i in bases]
-    size, unit = max(((size, unit) for size, unit in units if num % size == 0), default=(1, ""))
-    return f"{num // size}{unit}"
+    sizes = {1: ""}
+    for power, letter in enumerate("KMGT", 1):
+        sizes |= {1000**power: f"{letter}B", 1024**power: f"{letter}iB"}
+    largest = max(size for size in sizes if num % size == 0)
+    return f"{num // largest}{sizes[largest]}"
 
 
 Tokens = Annotated[int, num_tokens]
@@ -233,7 +234,7 @@ def option_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 
 
 def is_required(field: dataclasses.Field[Any]) -> bool:
-    """Return whether a setting has no default."""
+    """Return True if a setting has no default."""
     return field.default is MISSING and field.default_factory is MISSING
 
 
@@ -261,7 +262,8 @@ def annotations_of(hint: Any) -> tuple[Any, ...]:
 
 def unit_of(field: dataclasses.Field[Any], owner: type) -> str | None:
     """Return the unit that ``--help`` shows for a number with suffixes; None for other types."""
-    return next((_UNITS[note] for note in annotations_of(declared_type(field, owner)) if note in _UNITS), None)
+    annotations = annotations_of(declared_type(field, owner))
+    return next((_UNITS[annotation] for annotation in annotations if annotation in _UNITS), None)
 
 
 def resolve(
@@ -274,7 +276,7 @@ def resolve(
     describe_unknown: Callable[[str, Any], str | None] | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> T:
-    """Merge the given values of all sources into checked settings of class ``cls``.
+    """Merge the given values of all sources into settings of class ``cls``; the ConfigError names all invalid ones.
 
     If ``cls`` has a class method ``complete``, it turns the given values into those of the fields.
 
@@ -284,33 +286,33 @@ def resolve(
         describe_unknown: returns the error message for an unknown name and its value, or None to ignore it. By default,
             the message suggests the most similar name.
         warn: called with a message for each given setting that has no effect.
-
-    Raises:
-        ConfigError: with all invalid settings and their sources.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems: list[str] = []
     values: dict[str, Any] = {}
-    refused: set[str] = set()
+    invalid: set[str] = set()
     for origin, key, raw in _given_values(fields, flags, sets, environ or {}, file or {}, problems):
         name = key.replace("-", "_")
-        name = next((f.name for f in fields.values() if name in f.metadata["aliases"]), name)
+        name = next((field.name for field in fields.values() if name in field.metadata["aliases"]), name)
         if name not in fields:
             unknown = f"unknown setting {key!r}{did_you_mean(name, fields)}"
             message = describe_unknown(name, raw) if describe_unknown is not None else unknown
-            # An unknown flag is its own origin.
-            problems += [message if origin == key else f"{origin}: {message}"] if message is not None else []
+            if message is not None:
+                # An unknown flag is its own origin.
+                problems.append(message if origin == key else f"{origin}: {message}")
             continue
         try:
             value = _convert(raw, declared_type(fields[name], cls))
             _check_bounds(value, fields[name])
         except ValueError as error:
             problems.append(f"{origin}: {error}")
-            refused.add(name)
+            invalid.add(name)
             continue
+        # Mappings from several sources are merged; other values replace those from earlier sources.
         values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
-    missing = [field for name, field in fields.items() if is_required(field) and name not in values.keys() | refused]
-    problems += [f"{option_names(field)[0]} is missing: {field.metadata['help']}" for field in missing]
+    for name, field in fields.items():
+        if is_required(field) and name not in values and name not in invalid:
+            problems.append(f"{flag(name)} is missing: {field.metadata['help']}")
     if problems:
         raise ConfigError.from_problems(problems)
     complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = getattr(cls, "complete", None)
@@ -318,10 +320,13 @@ def resolve(
     problems = [*getattr(config, "problems", list)(), *getattr(config, "missing_packages", list)()]
     if problems:
         raise ConfigError.from_problems(problems)
-    for name in values:
-        needed, wanted = fields[name].metadata["needs"] or (name, getattr(config, name))
-        if (actual := getattr(config, needed)) != wanted:
-            warn(f"{flag(name)} has no effect with {flag(needed)} {actual}: it requires {flag(needed)} {wanted}")
+    for name in (name for name in values if fields[name].metadata["needs"]):
+        needed, required_value = fields[name].metadata["needs"]
+        actual = getattr(config, needed)
+        if actual != required_value:
+            warn(
+                f"{flag(name)} has no effect with {flag(needed)} {actual}: it requires {flag(needed)} {required_value}"
+            )
     return config
 
 
@@ -354,25 +359,20 @@ def _given_values(
         except yaml.YAMLError as error:
             problems.append(f"--set {item}: {error}")
             continue
-        *parents, last = key.split(".")
-        nested: Any = {last: value} if parents else value
-        for parent in reversed(parents[1:]):
-            nested = {parent: nested}
-        values.append((f"--set {key}", parents[0] if parents else key, nested))
-    values += [
-        (option_names(fields[name])[0] if name in fields else name, name, value)
-        for name, value in flags.items()
-        if value is not None and value != ()
-    ]
+        name, *nested_keys = key.split(".")  # ``--set a.b=1`` sets ``a`` to ``{b: 1}``
+        for nested_key in reversed(nested_keys):
+            value = {nested_key: value}
+        values.append((f"--set {key}", name, value))
+    for name, value in flags.items():
+        if value is not None and value != ():
+            values.append((flag(name) if name in fields else name, name, value))
     return values
 
 
 def part_of(cls: type[T], config: object, **overrides: Any) -> T:
-    """Make options of class ``cls`` from the fields of the same names of larger options.
+    """Make options of class ``cls`` from the fields of the same names of larger options, and from ``overrides``.
 
-    Args:
-        config: options of a command; where a value is missing or None, the default of ``cls`` remains.
-        overrides: values that replace those of ``config``.
+    Where a value is missing or None in ``config``, the default of ``cls`` remains.
     """
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     values = {name: value for name in names if (value := getattr(config, name, None)) is not None}
@@ -390,32 +390,34 @@ def bound_problems(options: object) -> list[str]:
     return problems
 
 
-def _convert(raw: Any, hint: Any) -> Any:
-    """Convert a YAML value, or a text from the command line or environment, to the type ``hint``; else ValueError."""
-    annotations = annotations_of(hint)
-    kind = hint.__origin__ if annotations else hint
-    origin = typing.get_origin(kind)
-    if origin is Literal or kind is str:
+def _convert(raw: Any, declared: Any) -> Any:
+    """Convert a YAML value, or a text from the command line or environment, to a declared type; else ValueError."""
+    annotations = annotations_of(declared)
+    plain_type = declared.__origin__ if annotations else declared
+    generic = typing.get_origin(plain_type)  # ``Literal``, ``tuple`` or ``dict``; None for ``int``, ``str``, ...
+    if generic is Literal or plain_type is str:
         raw = _as_text(raw)
     for synonyms in annotations:
         if isinstance(synonyms, Synonyms):
             raw = synonyms.words.get(raw.lower(), raw)
             if (reason := synonyms.refused.get(raw.lower())) is not None:
                 raise ValueError(f"{raw}: {reason}")
-    if origin is Literal:
-        choices = typing.get_args(kind)
+    if generic is Literal:
+        choices = typing.get_args(plain_type)
         if raw not in choices:
             raise ValueError(f"{raw!r} is none of {', '.join(choices)}{did_you_mean(raw.lower(), choices)}")
         return raw
-    if origin is tuple:
+    if generic is tuple:
         return tuple(map(_as_text, raw if isinstance(raw, (list, tuple)) else [raw]))
-    if kind is bool:
-        if isinstance(raw, float) or (word := str(raw).lower()) not in TRUE_WORDS + FALSE_WORDS:
+    if plain_type is bool:
+        word = str(raw).lower()
+        if isinstance(raw, float) or word not in TRUE_WORDS + FALSE_WORDS:
             raise ValueError(f"{raw!r} is neither true nor false")
         return word in TRUE_WORDS
-    if kind in (int, float):
-        return _to_number(raw, kind, next((note for note in annotations if note in _UNITS), None))
-    return raw if origin is None else _to_mapping(raw)
+    if plain_type in (int, float):
+        parse_suffix = next((annotation for annotation in annotations if annotation in _UNITS), None)
+        return _to_number(raw, plain_type, parse_suffix)
+    return raw if generic is None else _to_mapping(raw)
 
 
 def _as_text(raw: Any) -> str:
@@ -437,20 +439,21 @@ def _to_mapping(raw: Any) -> dict[str, Any]:
     return dict(raw)
 
 
-def _to_number(raw: Any, kind: type[int] | type[float], parse: Callable[[str], int] | None) -> int | float:
-    """Return a number of type ``kind``; ``parse`` reads texts with a suffix such as K."""
+def _to_number(raw: Any, number_type: type[int | float], parse_suffix: Callable[[str], int] | None) -> int | float:
+    """Return a number of a type; ``parse_suffix`` reads texts with a suffix such as K."""
     try:
         number = float(raw) if not isinstance(raw, bool) else math.nan
     except (TypeError, ValueError):
         number = math.nan
-    if math.isnan(number) or (kind is int and not number.is_integer()):
-        if parse is not None and isinstance(raw, str):
-            return parse(raw)
-        raise ValueError(f"{raw!r} is not {'an integer' if kind is int else 'a number'}")
-    if kind is float:
+    if math.isnan(number) or (number_type is int and not number.is_integer()):
+        if parse_suffix is not None and isinstance(raw, str):
+            return parse_suffix(raw)
+        raise ValueError(f"{raw!r} is not {'an integer' if number_type is int else 'a number'}")
+    if number_type is float:
         if math.isinf(number):
             raise ValueError(f"{raw!r} is not finite")
         return number
+    # A float would round integers above 2^53.
     is_exact = isinstance(raw, int) or (isinstance(raw, str) and not any(mark in raw for mark in ".eE"))
     return int(raw) if is_exact else int(number)
 

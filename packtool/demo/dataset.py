@@ -60,12 +60,7 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 
 
 class Scene(NamedTuple):
-    """Content of an image: shapes of one kind and colour on a backdrop.
-
-    Args:
-        width, height: pixels.
-        boxes: (left, top, right, bottom) of each shape in pixels.
-    """
+    """Content of an image: shapes of one kind and colour, each in a box (left, top, right, bottom), on a backdrop."""
 
     width: int
     height: int
@@ -154,10 +149,9 @@ class SyntheticDataset:
 
 
 def make_rows(directory: str, num_rows: int, seed: int, num_unusable: int = 0) -> SyntheticDataset:
-    """Write a random dataset: ``train.json``, ``held_out.json``, ``swapped.json`` and their images.
+    """Write a random dataset: ``train.json``, ``held_out.json``, ``swapped.json``, and their images in ``pictures``.
 
     Args:
-        directory: created if it does not exist; images are in its folder ``pictures``.
         num_rows: rows of ``train.json``; ``held_out.json`` gets a fifth of that number in addition.
         seed: the same seed writes the same bytes.
         num_unusable: how many of the training rows export must drop: too long, or with a missing image.

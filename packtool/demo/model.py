@@ -73,14 +73,9 @@ INITIALIZER_RANGE = 0.05
 
 
 def make_model(directory: str, seed: int) -> int:
-    """Write a loadable Qwen3-VL with random weights, its tokenizer and its processor settings.
+    """Write a loadable Qwen3-VL with random weights, its tokenizer and its settings; return the number of parameters.
 
-    Args:
-        directory: created if it does not exist.
-        seed: the same seed writes the same weights.
-
-    Returns:
-        the number of parameters.
+    The same seed writes the same weights.
     """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)

@@ -111,18 +111,18 @@ class Batches(Dataset[dict[str, Any]]):
         elif rank != "all" and (not isinstance(rank, int) or not 0 <= rank < plan.world_size):
             raise ConfigError(f'rank {rank}: the plan has ranks 0 to {plan.world_size - 1}, or "all"')
         self.rank: int | Literal["all"] = rank
-        self._config = _training(plan, model, options)
+        self._config = _train_config(plan, model, options)
         self._prepare(None)
         if self._timeline.first.packs.fingerprint != plan.preview.timeline.first.packs.fingerprint:
             raise MismatchError(
                 "the caches have changed since the plan was made", "Call packtool.plan again, and check the new plan."
             )
 
-    def _prepare(self, before: RunState | None) -> None:
-        """Prepare the micro-batches of the plan, or of its remaining packs after a run with the state ``before``."""
-        self._before = before
-        world, planned = World(size=self.plan.world_size), self.plan.preview.inputs
-        self._run = Run.of(self._config, world, ResumePoint(before=before), planned)
+    def _prepare(self, resume_state: RunState | None) -> None:
+        """Prepare the micro-batches of the plan, or of its remaining packs after a run with the state."""
+        self._resume_state = resume_state
+        world, plan_inputs = World(size=self.plan.world_size), self.plan.preview.inputs
+        self._run = Run.of(self._config, world, ResumePoint(before=resume_state), plan_inputs)
         self._source, self._timeline = self._run.caches, self._run.caches.timeline
         self._tensors = MicroBatches(
             self._source.read,
@@ -133,9 +133,10 @@ class Batches(Dataset[dict[str, Any]]):
         )
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)
         # The first step that was assigned to this number of ranks; micro-batches are numbered from there.
-        self._first_step = self._run.state.assignments[-1][0] if self._run.state.assignments else 0
-        self._first_epoch = self._timeline.locate(self._first_step)[0]
-        self._offsets, self._epoch_starts, self.micro_batches_per_step = self._count()
+        assignments = self._run.state.assignments  # (first step, number of ranks, ...) of each
+        self._first_step = assignments[-1][0] if assignments else 0
+        self._first_epoch, _ = self._timeline.locate(self._first_step)
+        self._offsets, self._epoch_starts, self.micro_batches_per_step = self._count_micro_batches()
         # Numbers of the first micro-batch of the next iteration, and of the one after the last that was returned.
         self._begin = self._next = 0
 
@@ -190,9 +191,9 @@ class Batches(Dataset[dict[str, Any]]):
         """
         step, ends_step = self._first_step, True
         if self._next:
-            epoch, epoch_step, _, index = self._locate(self._next - 1)
-            ends_step = index + 1 == self._num_micro_batches(epoch, epoch_step)
-            step = self._epoch_starts[epoch - self._first_epoch] + epoch_step + ends_step
+            epoch, epoch_step, _, micro_batch = self._locate(self._next - 1)
+            ends_step = micro_batch + 1 == self._num_micro_batches(epoch, epoch_step)
+            step = self._epoch_starts[epoch - self._first_epoch] + epoch_step + (1 if ends_step else 0)
         run = asdict(replace(self._run.state, step=step))
         return {"micro_batch": self._next, "of_all_ranks": self.rank == "all", "ends_step": ends_step, "run": run}
 
@@ -206,14 +207,15 @@ class Batches(Dataset[dict[str, Any]]):
         try:
             values = dict(state["run"])
             values["assignments"] = tuple(map(tuple, values["assignments"]))
-            before, micro_batch = RunState(**values), int(state["micro_batch"])
+            saved_state, micro_batch = RunState(**values), int(state["micro_batch"])
             of_all_ranks, ends_step = bool(state["of_all_ranks"]), bool(state["ends_step"])
         except (KeyError, TypeError, ValueError) as error:
             raise MismatchError(f"this is not a state of packtool.Batches: {error!r}") from error
-        own_state = replace(self._run.state, assignments=())
-        is_reassigned = own_state.is_assigned_anew_after(before)
+        present_state = replace(self._run.state, assignments=())
+        # With another number of ranks, the remaining packs are assigned again, which is possible between two steps.
+        is_reassigned = present_state.is_assigned_anew_after(saved_state)
         try:
-            own_state.check_continues("this state", before)
+            present_state.check_continues("this state", saved_state)
         except MismatchError as error:
             raise MismatchError(error.message, "Create plan and batches with the same options as then.") from None
         if of_all_ranks != (self.rank == "all") and not is_reassigned:
@@ -223,31 +225,34 @@ class Batches(Dataset[dict[str, Any]]):
             )
         if is_reassigned and not ends_step:
             raise MismatchError(
-                f"this state was taken within step {before.step}, whose remaining packs cannot be assigned to another "
-                f"number of ranks: {before.world_size} then, {own_state.world_size} now",
+                f"this state was taken within step {saved_state.step}, whose remaining packs cannot be assigned to "
+                f"another number of ranks: {saved_state.world_size} then, {present_state.world_size} now",
                 'Take states where batch["targets"].ends_step is true.',
             )
-        if is_reassigned or before.assignments != self._run.state.assignments:
-            self._prepare(before)
+        if is_reassigned or saved_state.assignments != self._run.state.assignments:
+            self._prepare(saved_state)
         self._begin = self._next = 0 if is_reassigned else micro_batch
 
-    def _count(self) -> tuple[npt.NDArray[np.int64], list[int], int]:
-        """Count micro-batches before each epoch and in total, (E + 1,), first step of each epoch, maximum of a step."""
-        timeline, totals, starts, maximum = self._timeline, [0], [self._first_step], 1
-        config = self.plan.config
-        depends_on_tokens = config.has_unpadded_batches or config.samples_per_step is not None
+    def _count_micro_batches(self) -> tuple[npt.NDArray[np.int64], list[int], int]:
+        """Count a rank's micro-batches before each epoch and in total, (E + 1,), with the first step of each epoch.
+
+        The third result is the maximum number in a step.
+        """
+        timeline, config = self._timeline, self.plan.config
+        # Only plan epochs that may differ from the first: token budgets, a partial first epoch, or stages.
+        epochs_differ = config.has_unpadded_batches or config.samples_per_step is not None or timeline.inputs.stages
+        counts, starts, max_per_step = [0], [self._first_step], 1
         for epoch in count(self._first_epoch):
-            # Only plan epochs that may differ from the first: token budgets, a partial first epoch, or stages.
-            equals_first = epoch > self._first_epoch and not (depends_on_tokens or timeline.inputs.stages)
-            steps = (timeline.first if equals_first else timeline.plan_of(epoch)).steps
+            is_planned = epochs_differ or epoch == self._first_epoch
+            steps = (timeline.plan_of(epoch) if is_planned else timeline.first).steps
             num_steps = min(self.num_steps, timeline.stretch(starts[-1]).stop) - starts[-1]
             offsets = steps.step_offsets[: num_steps + 1] // steps.world_size
-            totals.append(totals[-1] + int(offsets[-1]))
+            counts.append(counts[-1] + int(offsets[-1]))
             starts.append(starts[-1] + num_steps)
-            maximum = max(maximum, int(np.diff(offsets).max(initial=1)))
+            max_per_step = max(max_per_step, int(np.diff(offsets).max(initial=1)))
             if starts[-1] == self.num_steps:
                 break
-        return np.array(totals, np.int64), starts, maximum
+        return np.array(counts, np.int64), starts, max_per_step
 
     def _num_micro_batches(self, epoch: int, step: int) -> int:
         """Return the number of micro-batches of a rank in a step of an epoch."""
@@ -261,43 +266,45 @@ class Batches(Dataset[dict[str, Any]]):
         return self._source.planned_epoch(plan, epoch), units_per_step(plan, self._source.figures)
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
-        """Return the epoch of a micro-batch, its step in the epoch, its rank, and its index in the step."""
+        """Return the epoch of a micro-batch, its step in the epoch, its rank, and its index in the rank's step."""
         if self.rank == "all":
-            number, rank = divmod(number, self.plan.world_size)
-            step, index = divmod(number, self.micro_batches_per_step)
-            return *self._timeline.locate(self._first_step + step), rank, index
-        num_epochs = int(np.searchsorted(self._offsets, number, side="right")) - 1  # complete ones
-        epoch = self._first_epoch + num_epochs
-        steps = self._epoch(epoch)[0].plan.steps
-        offsets, number = steps.step_offsets // steps.world_size, number - int(self._offsets[num_epochs])
-        step = int(np.searchsorted(offsets, number, side="right")) - 1
-        return epoch, step, self.rank, number - int(offsets[step])
+            rank_number, rank = divmod(number, self.plan.world_size)
+            step, micro_batch = divmod(rank_number, self.micro_batches_per_step)
+            return *self._timeline.locate(self._first_step + step), rank, micro_batch
+        num_complete_epochs = int(np.searchsorted(self._offsets, number, side="right")) - 1
+        epoch = self._first_epoch + num_complete_epochs
+        planned, _ = self._epoch(epoch)
+        step_offsets = planned.plan.steps.step_offsets // planned.plan.steps.world_size
+        epoch_number = number - int(self._offsets[num_complete_epochs])  # of the micro-batch in its epoch
+        step = int(np.searchsorted(step_offsets, epoch_number, side="right")) - 1
+        return epoch, step, self.rank, epoch_number - int(step_offsets[step])
 
     def _planned(self, number: int) -> MicroBatch:
         """Return a micro-batch as the samples to read; an empty one after the last of a smaller step."""
-        epoch, step, rank, index = self._locate(number)
+        epoch, step, rank, micro_batch = self._locate(number)
         planned, _ = self._epoch(epoch)
-        exists = index < planned.plan.steps.num_micro_batches(step)
-        return planned.micro_batch(step, rank, index) if exists else MicroBatch([])
+        exists = micro_batch < planned.plan.steps.num_micro_batches(step)
+        return planned.micro_batch(step, rank, micro_batch) if exists else MicroBatch([])
 
     def _inputs(self, number: int, batch: Batch) -> dict[str, Any]:
         """Return a collated micro-batch as keyword arguments of the model, with the targets of its loss."""
-        epoch, step, _, index = self._locate(number)
-        _, units = self._epoch(epoch)
+        epoch, step, _, micro_batch = self._locate(number)
+        _, loss_divisors = self._epoch(epoch)
         targets = Targets(
             batch.labels,
             batch.loss_weights,
             label_positions(batch),
             batch.num_target_tokens,
-            num_items=int(units[step]),
+            num_items=int(loss_divisors[step]),
             world_size=self.plan.world_size,
             step=self._epoch_starts[epoch - self._first_epoch] + step,
-            ends_step=index + 1 == self._num_micro_batches(epoch, step),
+            ends_step=micro_batch + 1 == self._num_micro_batches(epoch, step),
         )
         return {
             **batch.model_inputs(),
             "logits_to_keep": targets.positions,
-            # Rolling moves no target to the front, because the last label is always -100.
+            # ``batch.labels`` are shifted: the label of a token is the next token. ``labels`` are not: rolling moves no
+            # target to the front, because the last label is always -100.
             "labels": batch.labels.roll(1, dims=1),
             "shift_labels": batch.labels,
             "targets": targets,
@@ -306,14 +313,14 @@ class Batches(Dataset[dict[str, Any]]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle plan and options, from which another process prepares the same micro-batches."""
         create = partial(Batches, model=self.model, device=self.device, **self.options)
-        return create, (self.plan, self.rank), self._before
+        return create, (self.plan, self.rank), self._resume_state
 
-    def __setstate__(self, before: RunState) -> None:
-        self._prepare(before)
+    def __setstate__(self, resume_state: RunState) -> None:
+        self._prepare(resume_state)
 
 
-def _training(plan: Plan, model: str | None, options: Mapping[str, Any]) -> TrainConfig:
-    """Return the settings of the training run that has these batches."""
+def _train_config(plan: Plan, model: str | None, options: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings of the training run that has these batches: those of the plan, replaced by ``options``."""
     config, reader = plan.config, plan.preview.inputs.reader
     if reader is None:
         raise ConfigError("a plan of --lengths has no samples for batches", "Plan for caches.")
@@ -322,22 +329,23 @@ def _training(plan: Plan, model: str | None, options: Mapping[str, Any]) -> Trai
             f"in this plan {config.sequence_parallel_ranks} processes share each pack, which Batches does not support",
             "Plan without sequence_parallel_size, or use packtool train.",
         )
-    if problems := [f"{name} is not supported here: {why}" for name, why in _TRAIN_ONLY.items() if name in options]:
-        raise ConfigError.from_problems(problems)
-    if unknown := [name for name in options if name not in OPTIONS]:
-        problems = [f"{name} is not an option of Batches{did_you_mean(name, OPTIONS)}" for name in unknown]
+    problems = [f"{name} is not supported here: {reason}" for name, reason in _TRAIN_ONLY.items() if name in options]
+    unknown = [] if problems else [name for name in options if name not in OPTIONS]
+    problems += [f"{name} is not an option of Batches{did_you_mean(name, OPTIONS)}" for name in unknown]
+    if problems:
         raise ConfigError.from_problems(problems)
     if plan.preview.inputs.stages and options.get("max_steps", config.max_steps) != config.max_steps:
         raise ConfigError(
             f"max_steps={options['max_steps']}: the plan has stages, whose lengths depend on max_steps",
             "Pass the same max_steps to packtool.plan.",
         )
-    known = {field.name for field in fields(TrainConfig)}
-    plan_options = {
-        field.name: value
-        for field in fields(config)
-        if field.name in known and (value := getattr(config, field.name)) != field.default
-    }
-    made_for = model or config.model or str(reader.manifests[0].identity.spec["model"])
-    fixed = {"model": made_for, "output_dir": "", "eval_strategy": "no"}
-    return settings_of(TrainConfig, {**plan_options, **fixed, **options})
+    train_fields = {field.name for field in fields(TrainConfig)}
+    plan_options = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in train_fields and value != field.default:
+            plan_options[field.name] = value
+    model = model or config.model or str(reader.manifests[0].identity.spec["model"])
+    return settings_of(
+        TrainConfig, {**plan_options, "model": model, "output_dir": "", "eval_strategy": "no", **options}
+    )

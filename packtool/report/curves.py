@@ -21,7 +21,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from packtool.config.settings import load_json
-from packtool.report.drawing import CURVE_COLOURS, SIZE, Axis, Chart, Note, Path, Point
+from packtool.report.drawing import AXIS_LENGTH, CURVE_COLOURS, Axis, Chart, Note, Path, Point
 from packtool.terminal import escape_line
 
 CURVES_NAME = "curves.png"
@@ -35,7 +35,7 @@ _MARK = 10  # half the side of the square that marks a point
 _INK, _GREY, _WARNING = (CURVE_COLOURS[name] for name in ("ink", "grey", "warning"))
 _MAX_CURVES = 8
 _DASHES: tuple[tuple[int, int] | None, ...] = (None, (36, 18), (12, 14), (56, 16))
-# Color, width and dashes (lengths of dash and gap) of each look.
+# Color, width and dashes (lengths of dash and gap) of each style.
 _PENS: dict[str, tuple[str, int, tuple[int, int] | None]] = {
     "pale": (CURVE_COLOURS["pale"], _THIN, None),
     "grid": (CURVE_COLOURS["grid"], _THIN, None),
@@ -83,22 +83,22 @@ def _draw_chart(draw: ImageDraw.ImageDraw, chart: Chart, box: tuple[int, int, in
     left, top, right, bottom = box
 
     def to_pixels(point: Point) -> Point:
-        x, y = (coordinate / SIZE for coordinate in point)
+        x, y = (coordinate / AXIS_LENGTH for coordinate in point)
         return left + x * (right - left), top + y * (bottom - top)
 
     above, small = top - _TOP + 60, _font(_SMALL)
     draw.text((left, above), chart.y.name, fill=_INK, font=_font(_NORMAL), anchor="lm")
     for note in chart.notes:
-        x, _ = to_pixels((note.at, 0))
+        x, _ = to_pixels((note.x, 0))
         draw.text((x, above), " ".join(text for _, text in note.texts), fill=_WARNING, font=small, anchor="rm")
     for path in chart.drawing.shapes:
         for stroke in path.strokes if isinstance(path, Path) else ():
-            _draw_stroke(draw, [to_pixels(point) for point in stroke], *_PENS[path.look])
-    for at, label in chart.y.places:
-        x, y = to_pixels((0, SIZE - at))
+            _draw_stroke(draw, [to_pixels(point) for point in stroke], *_PENS[path.style])
+    for at, label in chart.y.tick_positions:
+        x, y = to_pixels((0, AXIS_LENGTH - at))
         draw.text((x - 24, y), label, fill=_GREY, font=small, anchor="rm")
-    for at, label in chart.x.places:
-        x, y = to_pixels((at, SIZE))
+    for at, label in chart.x.tick_positions:
+        x, y = to_pixels((at, AXIS_LENGTH))
         _draw_stroke(draw, [(x, y), (x, y + 16)], *_PENS["axis"])
         draw.text((x, y + 28), label, fill=_GREY, font=small, anchor="ma")
     draw.text(((left + right) / 2, bottom + 88), chart.x.name, fill=_GREY, font=small, anchor="ma")
@@ -113,7 +113,7 @@ def _draw_chart(draw: ImageDraw.ImageDraw, chart: Chart, box: tuple[int, int, in
         name_ys[number] = min(name_ys[number], max_y)
         max_y = name_ys[number] - _SMALL - 8
     for name_y, (end_y, path) in zip(name_ys, ends, strict=True):
-        color = _PENS[path.look][0]
+        color = _PENS[path.style][0]
         _draw_stroke(draw, [(right + 6, end_y), (right + 24, name_y)], color, _THIN, None)
         draw.text((right + 32, name_y), path.name, fill=color, font=small, anchor="lm")
 
@@ -160,27 +160,22 @@ class Curve:
 
     Args:
         x, y: (N,), x ascending; the curve is interrupted where y is not finite.
-        look: ``pale`` for the background, or ``c0`` to ``c7``, optionally followed by `` solid`` for no dashes.
+        style: ``pale`` for the background, or ``c0`` to ``c7``, optionally followed by `` solid`` for no dashes.
         name: text at the end of the curve; "" for none.
         is_marked: draw a mark at every point.
     """
 
     x: Numbers
     y: Numbers
-    look: str = "c0"
+    style: str = "c0"
     name: str = ""
     is_marked: bool = False
 
 
 def write_curves(metrics_path: str, output_dir: str) -> str | None:
-    """Draw the figures of a training log by optimizer step: loss, learning rate, throughput, fill and others.
+    """Draw a training log by optimizer step; return the path of the image, None if the log has no figures.
 
-    Args:
-        metrics_path: a file with a JSON object per line, with ``step`` and figures; an incomplete last line is ignored.
-        output_dir: directory of the image.
-
-    Returns:
-        the path of the image; None if the log has no figures.
+    ``metrics_path``: a file with a JSON object per line, with ``step`` and figures. An incomplete last line is ignored.
     """
     records = []
     with open(metrics_path, encoding="utf-8") as file:
@@ -204,10 +199,7 @@ def write_curves(metrics_path: str, output_dir: str) -> str | None:
 
 
 def smoothed(values: Numbers) -> Numbers:
-    """Return means over neighboring values with Gaussian weights, (N,).
-
-    Values that are not finite have no weight and are not changed.
-    """
+    """Return means over neighboring values with Gaussian weights, (N,); values that are not finite are left out."""
     width = max(len(values) / _SMOOTHED_VALUES / 2, 1.0)
     reach = math.ceil(3 * width)
     bell = np.exp(-0.5 * np.square(np.arange(-reach, reach + 1) / width))
@@ -220,7 +212,7 @@ def smoothed(values: Numbers) -> Numbers:
 
 def charts_of(records: Records) -> list[Chart]:
     """Return the charts of a log, all with optimizer steps as horizontal axis."""
-    evaluated = _curves(records, {"eval_loss": "evaluation"}, look="c1 solid", is_marked=True)
+    evaluated = _curves(records, {"eval_loss": "evaluation"}, style="c1 solid", is_marked=True)
     loss = _smooth_curves(records, "loss", name="training" if evaluated else "")
     count = Counter(name for record in records for name in record if name.startswith("loss_"))
     channels = sorted(count)
@@ -274,18 +266,18 @@ def _chart(
     lowest, highest = _padded(float(values.min()), float(values.max()), 0.05)
     if suffix == "%":
         lowest, highest = max(lowest, 0.0), min(highest, 100.0)
-    y = Axis.over(title, lowest if low is None else low, highest if high is None else high, 5, suffix=suffix)
+    y = Axis.linear(title, lowest if low is None else low, highest if high is None else high, 5, suffix=suffix)
     first, last = (float(pick(record["step"] for record in records)) for pick in (min, max))
     begin, end = _padded(0.0 if 0 <= first < _NEAR_ZERO * last else first, last, 0.0)
-    x = Axis.over("optimizer step", begin, end, 5, integers=True)
+    x = Axis.linear("optimizer step", begin, end, 5, integers=True)
     shapes = []
     for curve in shown:
         strokes = list(_strokes(curve, x, y))
-        shapes.append(Path(strokes, curve.look, curve.name))
+        shapes.append(Path(strokes, curve.style, curve.name))
         if curve.is_marked or len(curve.x) <= _MAX_MARKED_POINTS:
-            shapes.append(Path([[point] for stroke in strokes for point in stroke], curve.look))
+            shapes.append(Path([[point] for stroke in strokes for point in stroke], curve.style))
     num_infinite = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
-    warning = Note(SIZE, [("", f"{num_infinite:,} value{'s' if num_infinite > 1 else ''} not finite")])
+    warning = Note(AXIS_LENGTH, [("", f"{num_infinite:,} value{'s' if num_infinite > 1 else ''} not finite")])
     return Chart(x, y, shapes, [warning] if num_infinite else [])
 
 
@@ -305,7 +297,7 @@ def _strokes(curve: Curve, x: Axis, y: Axis) -> Iterator[list[Point]]:
     stroke: list[Point] = []
     for index in kept:
         if np.isfinite(curve.y[index]):
-            stroke.append((x.at(float(curve.x[index])), SIZE - y.at(float(curve.y[index]))))
+            stroke.append((x.position(float(curve.x[index])), AXIS_LENGTH - y.position(float(curve.y[index]))))
         elif stroke:
             yield stroke
             stroke = []
@@ -334,7 +326,7 @@ def _curves(
     records: Records,
     names: Mapping[str, str],
     *,
-    look: str = "",
+    style: str = "",
     scale: float = 1,
     smooth: bool = False,
     is_marked: bool = False,
@@ -346,5 +338,5 @@ def _curves(
         if points:
             x, y = np.array(points, np.float64).T
             y = smoothed(y) if smooth and len(y) >= _MIN_TO_SMOOTH else y
-            curves.append(Curve(x, y * scale, look or f"c{number}", name, is_marked))
+            curves.append(Curve(x, y * scale, style or f"c{number}", name, is_marked))
     return curves

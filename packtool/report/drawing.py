@@ -1,7 +1,7 @@
 """Shapes, axes and charts as data, and the rendering of pages from templates.
 
-The look of a shape is the name of its color and stroke. ``templates/page.css`` defines the looks for pages, ``curves``
-those for ``curves.png``.
+The style of a shape is the name of its color and stroke. ``templates/page.css`` defines the styles for pages, and
+``curves`` those for ``curves.png``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from packtool.constants import VERSION
 from packtool.terminal import escape_line
@@ -55,9 +55,9 @@ CURVE_COLOURS = {
     "c7": "#4d7c0f",
 }
 """Colors of ``curves.png``; curves also differ in brightness, for print."""
-SIZE = 1000
-"""Length of every axis, in units."""
-_LETTER = 36  # width of a letter of a label on a narrow phone, in units
+AXIS_LENGTH = 1000
+"""Length of every axis in units, the coordinates of shapes."""
+_LETTER_WIDTH = 36  # of a label on a narrow phone, in units
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Axis:
     is_log: bool = False
 
     @classmethod
-    def over(
+    def linear(
         cls,
         name: str,
         low: float,
@@ -86,7 +86,7 @@ class Axis:
         num_ticks: int,
         *,
         integers: bool = False,
-        cover: bool = False,
+        extend: bool = False,
         suffix: str = "",
     ) -> Axis:
         """Make a linear axis whose ticks are multiples of 1, 2, 2.5 or 5 times a power of ten.
@@ -95,57 +95,66 @@ class Axis:
             low, high: values at the ends; ``low < high``.
             num_ticks: approximate number of ticks.
             integers: only integers have ticks.
-            cover: ticks begin at ``low``, and the axis ends with the first tick at or above ``high``.
+            extend: ticks begin at ``low``, and the axis ends with the first tick at or above ``high``.
             suffix: unit after the number of each tick.
         """
         min_step = (high - low) / num_ticks
         power = 10.0 ** math.floor(math.log10(min_step))
-        steps = (factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= min_step * (1 - 1e-9))
-        step = next((step for step in steps if not integers or step == int(step)), 1.0)
-        if cover:
-            values = [low + i * step for i in range(max(math.ceil((high - low) / step - 1e-9), 1) + 1)]
+        # Tolerances of 1e-9 absorb rounding errors of quotients that should be integers.
+        steps = [factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= min_step * (1 - 1e-9)]
+        if integers:
+            steps = [*(step for step in steps if step == int(step)), 1.0]
+        step = steps[0]
+        if extend:
+            num_steps = max(math.ceil((high - low) / step - 1e-9), 1)
+            values = [low + i * step for i in range(num_steps + 1)]
         else:
-            values = [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+            first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+            values = [i * step for i in range(first, last + 1)]
         spacing = values[1] - values[0] if len(values) > 1 else 1.0
-        digits = next((digits for digits in range(4) if abs(round(spacing, digits) - spacing) < 1e-9), 4)
-        ticks = [(value, _label(value, spacing, digits) + suffix) for value in values]
-        return cls(name, low, values[-1] if cover else high, ticks)
+        num_decimals = 0  # as many as the spacing needs, at most 4
+        while num_decimals < 4 and abs(round(spacing, num_decimals) - spacing) >= 1e-9:
+            num_decimals += 1
+        ticks = [(value, _label(value, spacing, num_decimals) + suffix) for value in values]
+        return cls(name, low, values[-1] if extend else high, ticks)
 
     @classmethod
     def logarithmic(cls, name: str, low: float, high: float) -> Axis:
         """Make a logarithmic axis whose ticks are round numbers with labels that do not overlap on a phone."""
         powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
-        for factors, every in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2), ((1,), 3)):
+        # Try fewer and fewer ticks: those at some factors of each power of ten, and of these every n-th.
+        for factors, every_nth in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2), ((1,), 3)):
             values = [factor * power for power in powers for factor in factors if low <= factor * power <= high]
-            axis = cls(name, low, high, [(value, _label(value, 1, 0)) for value in values[::every]], is_log=True)
+            ticks = [(value, _label(value, 1, 0)) for value in values[::every_nth]]
+            axis = cls(name, low, high, ticks, is_log=True)
             if all(
-                right - left > _LETTER * (len(left_label + right_label) / 2 + 1)
-                for (left, left_label), (right, right_label) in pairwise(axis.places)
+                right - left > _LETTER_WIDTH * (len(left_label + right_label) / 2 + 1)
+                for (left, left_label), (right, right_label) in pairwise(axis.tick_positions)
             ):
                 break
         return axis
 
-    def at(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """Return the position of a value, in units."""
         if self.is_log:
-            return math.log(value / self.low) / math.log(self.high / self.low) * SIZE
-        return (value - self.low) / ((self.high - self.low) or 1) * SIZE
+            return math.log(value / self.low) / math.log(self.high / self.low) * AXIS_LENGTH
+        return (value - self.low) / ((self.high - self.low) or 1) * AXIS_LENGTH
 
     @property
-    def places(self) -> list[tuple[float, str]]:
-        """Position in units, and label, of every tick."""
-        return [(self.at(value), label) for value, label in self.ticks]
+    def tick_positions(self) -> list[tuple[float, str]]:
+        """(position in units, label) of every tick."""
+        return [(self.position(value), label) for value, label in self.ticks]
 
 
-def _label(value: float, step: float, digits: int) -> str:
-    """Return the label of a tick with some decimals; ``step`` is the distance of ticks."""
-    if abs(value) < step * 1e-9:
+def _label(value: float, spacing: float, num_decimals: int) -> str:
+    """Return the label of a tick with some decimals; ``spacing`` is the distance of ticks."""
+    if abs(value) < spacing * 1e-9:
         return "0"
-    if step < 1e-3:
+    if spacing < 1e-3:
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     # Millions are abbreviated, because phones are narrow.
-    return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value:,.{digits}f}"
+    return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value:,.{num_decimals}f}"
 
 
 Point = tuple[float, float]
@@ -161,21 +170,21 @@ class Box:
     y: float
     width: float
     height: float
-    look: str
+    style: str
     hint: str = ""
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """Rectangles of one look, which a browser draws faster than separate boxes."""
+    """Rectangles of one style, which a browser draws faster than separate boxes."""
 
-    places: Sequence[Rectangle]
-    look: str
+    rectangles: Sequence[Rectangle]
+    style: str
 
     @property
     def d(self) -> str:
         """The rectangles as an SVG path."""
-        return "".join(f"M{x:.2f} {y:g}h{wide:.2f}v{tall:g}H{x:.2f}z" for x, y, wide, tall in self.places)
+        return "".join(f"M{x:.2f} {y:g}h{width:.2f}v{high:g}H{x:.2f}z" for x, y, width, high in self.rectangles)
 
 
 @dataclass(frozen=True)
@@ -188,15 +197,15 @@ class Path:
     """
 
     strokes: Sequence[Sequence[Point]]
-    look: str
+    style: str
     name: str = ""
 
     @property
     def d(self) -> str:
         """The strokes as an SVG path; a dot is a line of length 0 with round ends, which are not stretched."""
-        return "".join(
-            "M" + " ".join(f"{x:.1f} {y:.1f}" for x, y in stroke) + "h0" * (len(stroke) == 1) for stroke in self.strokes
-        )
+        points = [" ".join(f"{x:.1f} {y:.1f}" for x, y in stroke) for stroke in self.strokes]
+        ends = ["h0" if len(stroke) == 1 else "" for stroke in self.strokes]
+        return "".join(f"M{text}{end}" for text, end in zip(points, ends, strict=True))
 
 
 @dataclass(frozen=True)
@@ -207,27 +216,25 @@ class Drawing:
         kind: class in the style sheet.
         label: description for screen readers.
         shapes: from back to front.
-        height: of the coordinate system; its width is ``SIZE``. Pages stretch shapes, but not the width of lines.
+        height: of the coordinate system; its width is ``AXIS_LENGTH``. Pages stretch shapes, but not line widths.
         in_pixels: the height is in CSS pixels and not stretched.
     """
 
     kind: str
     label: str
     shapes: Sequence[Box | Boxes | Path]
-    height: float = SIZE
+    height: float = AXIS_LENGTH
     in_pixels: bool = False
 
 
 @dataclass(frozen=True)
 class Note:
-    """Text at the upper edge of a chart.
+    """Text at the upper edge of a chart, at ``x`` units along the horizontal axis.
 
-    Args:
-        at: position along the horizontal axis, in units.
-        texts: pairs of a text and, before it, the look of the dot to draw before the text; "" for no dot.
+    ``texts``: (style of a dot before the text, text); "" for no dot.
     """
 
-    at: float
+    x: float
     texts: Sequence[tuple[str, str]]
 
 
@@ -243,8 +250,9 @@ class Chart:
     @property
     def drawing(self) -> Drawing:
         """The shapes, the grid and the horizontal axis."""
-        grid = [Path([[(0, SIZE - at), (SIZE, SIZE - at)]], "grid") for at, _ in self.y.places if at]
-        axis = Path([[(0, SIZE), (SIZE, SIZE)]], "axis")
+        lines = [(AXIS_LENGTH - position, "grid") for position, _ in self.y.tick_positions if position]
+        lines.append((AXIS_LENGTH, "axis"))
+        *grid, axis = (Path([[(0, y), (AXIS_LENGTH, y)]], style) for y, style in lines)
         return Drawing("drawn", f"{self.y.name} by {self.x.name}", [*grid, *self.shapes, axis])
 
     @property
@@ -253,8 +261,8 @@ class Chart:
         return max(len(label) for _, label in self.y.ticks) + 1
 
 
-# A long name may wrap after these characters, without a space, so that it can be copied and searched.
-_JOINT = re.compile(r"(?<=[^\s])([/_.,:=]|(?<=\w)-)(?=\w)")
+# Characters inside a long name after which it may wrap.
+_WRAP_AFTER = re.compile(r"(?<=[^\s])([/_.,:=]|(?<=\w)-)(?=\w)")
 
 
 def render(template: str, **values: Any) -> str:
@@ -262,17 +270,12 @@ def render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(version=VERSION, colours=PAGE_COLOURS, **values)
 
 
-def framed(page: str, title: str) -> str:
-    """Return an HTML page in a frame, to be shown inside another document such as a notebook."""
-    return render("framed.html", page=escape(page), title=title)
-
-
 def breakable(text: str) -> Markup:
     """Return text as HTML that wraps between words and, in long words, after ``/``, ``_`` and similar characters."""
     words = []
     for word in text.split(" "):
         # Split before HTML escaping, which adds ampersands and semicolons.
-        parts = _JOINT.sub("\\1\n", escape_line(word)).split("\n")
+        parts = _WRAP_AFTER.sub("\\1\n", escape_line(word)).split("\n")
         joined = Markup("<wbr>").join(parts)
         words.append(joined if len(parts) == 1 else Markup("<span class=word>{}</span>").format(joined))
     return Markup(" ").join(words)

@@ -6,14 +6,13 @@ the model's family defines them, so a box that was scaled wrongly in the rows is
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -62,14 +61,14 @@ _REGION = re.compile(
     re.DOTALL,
 )
 _STRING = r'"(?:label|text_content)"\s*:\s*(?P<label>"(?:[^"\\]|\\.){0,1000}")'
-_LABEL, _LABEL_BEFORE = re.compile(rf"\s*,\s*{_STRING}"), re.compile(rf"{_STRING}\s*,\s*$")
+_LABEL_AFTER, _LABEL_BEFORE = re.compile(rf"\s*,\s*{_STRING}"), re.compile(rf"{_STRING}\s*,\s*$")
 _MAX_LABEL_LENGTH = 1100
-_NUMBERS = re.compile(_NUMBER)
-_TOKENS = re.compile("|".join(map(re.escape, (*QWEN_TOKENS.name, *INTERNVL_TOKENS.name))))
+_NUMBER_PATTERN = re.compile(_NUMBER)
+_NAME_TOKENS = re.compile("|".join(map(re.escape, (*QWEN_TOKENS.name, *INTERNVL_TOKENS.name))))
 _MAX_EXAMPLES = 2
 _SAMPLE_RATE = 16_000
 
-Look = Literal["plain", "trained", "media", "truncated"]
+Style = Literal["plain", "trained", "media", "truncated"]
 Medium = EncodedImage | EncodedVideo | EncodedAudio
 
 
@@ -119,45 +118,71 @@ def regions_of(
     if form is None or not images:
         return []
     regions: list[ShownRegion] = []
-    for start, name, numbers, is_marked in _read_regions(text):
-        num_before = text.count(PICTURE, 0, start) or len(images)  # regions before the first image may mean any
-        is_ordered = len(numbers) != 4 or (numbers[0] <= numbers[2] and numbers[1] <= numbers[3])
-        for number, image in enumerate(images[:num_before]):
+    for found in _read_regions(text):
+        xs, ys = found.coordinates[::2], found.coordinates[1::2]
+        is_ordered = len(xs) != 2 or (xs[0] <= xs[1] and ys[0] <= ys[1])  # a box begins with its upper left corner
+        # A region before the first image may mean any image.
+        num_candidates = text.count(PICTURE, 0, found.start) or len(images)
+        for number, image in enumerate(images[:num_candidates]):
             width, height = written_size(form, image, limits)
-            corners = tuple((x / width, y / height) for x, y in zip(numbers[::2], numbers[1::2], strict=True))
-            region = ShownRegion(name, corners, number, is_complete and len(images) == 1)
-            if is_marked or (region.is_inside and is_ordered):
+            corners = tuple((x / width, y / height) for x, y in zip(xs, ys, strict=True))
+            region = ShownRegion(found.name, corners, number, is_complete and len(images) == 1)
+            # A list of numbers that nothing marks as a region is one only if it can be a region of this image.
+            if found.is_marked or (region.is_inside and is_ordered):
                 regions.append(region)
     return regions
 
 
-def _read_regions(text: str) -> Iterator[tuple[int, str, tuple[float, ...], bool]]:
-    """Yield start, name and coordinates of each region, and whether special tokens or JSON mark it as a region.
+class _TextRegion(NamedTuple):
+    """A region as a text writes it: its start in the text, and x and y of each corner in turn.
 
-    Unmarked lists of numbers are guesses: the caller drops those outside an image.
+    ``is_marked``: special tokens or JSON mark it as a region; False for a list of numbers, which may be none.
     """
+
+    start: int
+    name: str
+    coordinates: tuple[float, ...]
+    is_marked: bool
+
+
+def _read_regions(text: str) -> Iterator[_TextRegion]:
+    """Yield the regions that a text describes, and lists of numbers that may be regions."""
     for match in _REGION.finditer(text):
-        lists = match["json"] or match["lists"]
-        numbers_text = lists or match["pairs"] or match["list"] or ""
-        is_marked, name = match["list"] is None, match["pairs_name"] or match["lists_name"] or ""
-        if not name and is_marked:
-            before = text[max(match.start() - _MAX_LABEL_LENGTH, 0) : match.start()]
-            label = _LABEL.match(text, match.end()) or _LABEL_BEFORE.search(before)
-            if label:
-                name = label["label"][1:-1]
-                with contextlib.suppress(ValueError):  # not valid JSON
-                    name = str(json.loads(label["label"], strict=False))
+        is_marked = match["list"] is None
+        name = match["pairs_name"] or match["lists_name"] or (_json_label(text, match) if is_marked else "")
+        name = _NAME_TOKENS.sub("", name).strip()
         # Coordinates often follow a quote, a word or "="; other pairs of numbers rarely do.
-        before = text[max(match.start() - 1, 0) : match.start()]
-        is_attached = before.isalnum() or before in ("'", '"', "=")
-        for region in re.findall(r"\[[^\[\]]*\]", numbers_text) if lists else [numbers_text]:
-            numbers = tuple(map(float, _NUMBERS.findall(region)))
-            if len(numbers) % 2 == 0 and (is_marked or len(numbers) > 2 or is_attached):
-                yield match.start(), _TOKENS.sub("", name).strip(), numbers, is_marked
+        previous = text[max(match.start() - 1, 0) : match.start()]
+        is_attached = previous.isalnum() or previous in ("'", '"', "=")
+        if box_lists := match["json"] or match["lists"]:  # one or several boxes, each in brackets
+            boxes = re.findall(r"\[[^\[\]]*\]", box_lists)
+        else:
+            boxes = [match["pairs"] or match["list"] or ""]
+        for box in boxes:
+            coordinates = tuple(map(float, _NUMBER_PATTERN.findall(box)))
+            is_point = len(coordinates) == 2
+            if len(coordinates) % 2 == 0 and (is_marked or is_attached or not is_point):
+                yield _TextRegion(match.start(), name, coordinates, is_marked)
+
+
+def _json_label(text: str, match: re.Match[str]) -> str:
+    """Return the label in the JSON after or before a region, or ""."""
+    before = text[max(match.start() - _MAX_LABEL_LENGTH, 0) : match.start()]
+    label = _LABEL_AFTER.match(text, match.end()) or _LABEL_BEFORE.search(before)
+    if label is None:
+        return ""
+    try:
+        return str(json.loads(label["label"], strict=False))
+    except ValueError:  # not valid JSON
+        return label["label"][1:-1]
 
 
 def cache_figures(directory: str) -> dict[str, Any]:
-    """Return the output of ``packtool inspect --json``: figures of a cache's manifest, and examples of dropped rows."""
+    """Return the output of ``packtool inspect --json``: figures of a cache's manifest, and examples of dropped rows.
+
+    Raises:
+        MismatchError: if the export of the cache is not finished.
+    """
     directory = storage.normalize(directory)
     has_tasks = bool(storage.list_names(storage.join(directory, TASKS_DIR)))
     if has_tasks and not storage.exists(storage.join(directory, MANIFEST_NAME)):
@@ -168,14 +193,15 @@ def cache_figures(directory: str) -> dict[str, Any]:
     manifest = Manifest.read(directory)
     identity = manifest.identity
     defaults = {field.name: field.default for field in dataclasses.fields(EncodeSpec)}
-    names = {"rows": "num_samples", "shards": "num_shards"}
+    output_names = {"rows": "num_samples", "shards": "num_shards"}  # of fields whose output has another name
     splits = {}
     for split, info in manifest.splits.items():
         counts = dataclasses.asdict(info) | {"shards": len(info.shards)}
-        splits[split] = {names.get(name, name): value for name, value in counts.items()}
-    examples: dict[str, list[dict[str, Any]]] = {}
+        splits[split] = {output_names.get(name, name): value for name, value in counts.items()}
+    examples: dict[str, list[dict[str, Any]]] = {}  # of dropped rows, by reason
     for row in dropped_rows(storage.join(directory, DROPPED_NAME)):
-        if len(reason_examples := examples.setdefault(row["reason"], [])) < _MAX_EXAMPLES:
+        reason_examples = examples.setdefault(row["reason"], [])
+        if len(reason_examples) < _MAX_EXAMPLES:
             reason_examples.append(row)
     return {
         "directory": directory,
@@ -247,13 +273,12 @@ class Part:
     """Consecutive tokens of a sample that are shown in one style.
 
     Args:
-        look: the style.
         text: of the tokens; a description in brackets for media and for truncated tokens.
         weight: loss weight of trained tokens.
         medium: the medium of placeholder tokens.
     """
 
-    look: Look
+    style: Style
     text: str
     weight: float = 1.0
     medium: Medium | None = None
@@ -261,39 +286,33 @@ class Part:
     @property
     def weighted_text(self) -> str:
         """The text, preceded by its loss weight if that is not 1."""
-        return f"{self.weight:g}:{self.text}" if self.look == "trained" and self.weight != 1 else self.text
+        return f"{self.weight:g}:{self.text}" if self.style == "trained" and self.weight != 1 else self.text
 
 
 def marked_text(parts: Iterable[Part]) -> str:
     """Return a sample as text without colors: trained text is between « and »."""
-    texts = (f"«{part.weighted_text}»" if part.look == "trained" else part.weighted_text for part in parts)
+    texts = (f"«{part.weighted_text}»" if part.style == "trained" else part.weighted_text for part in parts)
     return escape_text("".join(texts))
 
 
 def sample_view(
     directory: str, split: str, row: int, model: str | None = None
 ) -> tuple[list[tuple[str, str]], list[Part]]:
-    """Decode a sample of a cache.
+    """Return facts about a sample of a cache as (name, value), and its decoded parts.
 
-    Args:
-        row: position of the sample in the split.
-        model: directory of the tokenizer; by default that of the export.
-
-    Returns:
-        facts about the sample as (name, value), and its parts.
+    ``row`` is its position in the split, ``model`` the directory of the tokenizer; by default that of the export.
     """
     reader = CacheReader.open([directory], split)
     if not 0 <= row < len(reader):
         raise ConfigError(f"--row {row}: the {split} split has samples 0 to {len(reader) - 1}")
     sample = reader.sample(row)
     decoder = Decoder(model_of_cache(reader, model), reader.manifests[0].identity)
-    facts = [
-        ("source", f"{sample.source}, row {sample.row}"),
-        ("channel", sample.channel or "none"),
-        ("tokens", f"{sample.length:,}, {int((sample.labels != IGNORE_INDEX).sum()):,} of them trained"),
-    ]
+    num_trained = int((sample.labels != IGNORE_INDEX).sum())
+    facts = [("source", f"{sample.source}, row {sample.row}")]
     if sample.part is not None:
-        facts.insert(1, ("part of its row", str(sample.part)))
+        facts.append(("part of its row", str(sample.part)))
+    facts.append(("channel", sample.channel or "none"))
+    facts.append(("tokens", f"{sample.length:,}, {num_trained:,} of them trained"))
     if sample.num_truncated:
         facts.append(("truncated", f"{sample.num_truncated:,} tokens"))
     parts = decoder.parts(sample)
@@ -307,74 +326,71 @@ class Decoder:
     """Decodes the samples of a cache, with the files of the model that it was exported for."""
 
     def __init__(self, files: ModelFiles, identity: Identity) -> None:
-        self._strategy = str(identity.spec.get("truncation_strategy"))
+        self._truncation_strategy = str(identity.spec.get("truncation_strategy"))
         self._trims_media = identity.spec.get("media_overflow") == "trim"
         self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
-        self._limits = identity.media_limits.image
-        self._form = box_form_of(files.config, *(identity.spec.get(name) for name in ("bbox_format", "norm_bbox")))
-        # Kinds of media by their placeholder token.
-        self._pads: dict[int, str] = {number: kind for kind, number in pad_ids_of(files.config).items()}
+        self._image_limits = identity.media_limits.image
+        self._box_form = box_form_of(files.config, identity.spec.get("bbox_format"), identity.spec.get("norm_bbox"))
+        # Kind of media ("image", "video", "audio") by the ID of its placeholder token.
+        self._media_kinds: dict[int, str] = {token_id: kind for kind, token_id in pad_ids_of(files.config).items()}
         for kind in ("image", "video", "audio"):
             token_id = self._tokenizer.token_to_id(f"<|{kind}_pad|>")
-            if kind not in self._pads.values() and token_id is not None:
-                self._pads[token_id] = kind
+            if kind not in self._media_kinds.values() and token_id is not None:
+                self._media_kinds[token_id] = kind
 
     def parts(self, sample: EncodedSample) -> list[Part]:
-        """Return the parts of a sample in order, including one for truncated tokens where they were removed.
-
-        A cache stores only the number of truncated tokens.
-        """
-        removed = "its oldest media"
-        if self._strategy in ("left", "right"):
-            side = "its beginning" if self._strategy == "left" else "its end"
-            removed = f"{side}, or of {removed}" if self._trims_media else side
+        """Return the parts of a sample in order, with one for truncated tokens; a cache stores only their number."""
         parts = list(self._kept_parts(sample))
         if sample.num_truncated:
+            removed = "its oldest media"
+            if self._truncation_strategy in ("left", "right"):
+                end = "its beginning" if self._truncation_strategy == "left" else "its end"
+                removed = f"{end}, or of {removed}" if self._trims_media else end
             truncated = Part("truncated", f"[{sample.num_truncated:,} tokens of {removed} were truncated]")
-            parts.insert(len(parts) if self._strategy == "right" else 0, truncated)
+            parts.insert(len(parts) if self._truncation_strategy == "right" else 0, truncated)
         return parts
 
     def _kept_parts(self, sample: EncodedSample) -> Iterator[Part]:
         """Yield the parts of a sample that were not truncated: media, and text of one style and weight each."""
-        media: dict[str, list[Medium]] = {
+        media: dict[str, list[Medium]] = {  # those that were not yielded yet
             "image": [*sample.images],
             "video": [*sample.videos],
             "audio": [*sample.audios],
         }
-        kinds = [self._pads.get(token) for token in sample.input_ids.tolist()]
-        trained = sample.labels != IGNORE_INDEX
-        weights = np.where(trained, 1.0 if sample.loss_scale is None else sample.loss_scale, 1.0)
-        position = 0
-        while position < sample.length:
-            kind = kinds[position]
+        # The kind of media that each token is a placeholder of; None for text.
+        kinds = [self._media_kinds.get(token) for token in sample.input_ids.tolist()]
+        is_trained = sample.labels != IGNORE_INDEX
+        weights = np.where(is_trained, 1.0 if sample.loss_scale is None else sample.loss_scale, 1.0)
+        end = 0  # of the last part
+        while end < sample.length:
+            start, kind = end, kinds[end]
             if kind == "audio" and media["video"] and getattr(media["video"][0], "audio", None) is not None:
                 # The placeholder tokens of a sound track may come before those of its video.
-                next_kind = next((each for each in kinds[position:] if each != "audio"), None)
+                next_kind = next((later for later in kinds[start:] if later != "audio"), None)
                 kind = "video" if next_kind == "video" else kind
             if kind is not None and media[kind]:
                 medium = media[kind].pop(0)
-                num_left = medium.num_tokens
+                num_placeholders = medium.num_tokens
                 if isinstance(medium, EncodedVideo) and medium.audio is not None:
-                    num_left += medium.audio.num_tokens
+                    num_placeholders += medium.audio.num_tokens
                 # Text between a medium's placeholder tokens belongs to the medium.
-                while num_left and position < sample.length:
-                    num_left -= kinds[position] is not None
-                    position += 1
+                while num_placeholders and end < sample.length:
+                    num_placeholders -= kinds[end] is not None
+                    end += 1
                 yield Part("media", medium_text(medium), medium=medium)
                 continue
-            start, position = position, position + 1
-            style = trained[start], weights[start]
-            while position < sample.length and kinds[position] is None:
-                if (trained[position], weights[position]) != style:
-                    break
-                position += 1
-            text = self._tokenizer.decode(sample.input_ids[start:position].tolist(), skip_special_tokens=False)
-            yield Part("trained" if trained[start] else "plain", text, float(weights[start]))
+            style = (is_trained[start], weights[start])
+            end += 1
+            while end < sample.length and kinds[end] is None and (is_trained[end], weights[end]) == style:
+                end += 1
+            text = self._tokenizer.decode(sample.input_ids[start:end].tolist(), skip_special_tokens=False)
+            yield Part("trained" if is_trained[start] else "plain", text, float(weights[start]))
 
     def regions(self, sample: EncodedSample, parts: Sequence[Part]) -> list[ShownRegion]:
         """Return the regions that the text of a sample with these parts describes."""
         text = "".join(PICTURE if isinstance(part.medium, EncodedImage) else part.text for part in parts)
-        return regions_of(text, sample.images, self._form, self._limits, is_complete=not sample.num_truncated)
+        is_complete = not sample.num_truncated
+        return regions_of(text, sample.images, self._box_form, self._image_limits, is_complete)
 
 
 def model_of_cache(reader: CacheReader, model: str | None = None) -> ModelFiles:
@@ -407,8 +423,7 @@ def medium_text(medium: Medium) -> str:
 def damage_figures(directory: str, progress: Progress) -> dict[str, Any]:
     """Compare all files of a cache with its manifest, for ``packtool inspect --verify``.
 
-    Returns:
-        figures for JSON; ``damaged`` lists files and their problems, ``mend`` is the command that repairs the cache.
+    ``damaged`` are files and their problems, ``mend`` is the command that repairs the cache.
     """
     directory = storage.normalize(directory)
     manifest = Manifest.read(directory)
@@ -452,9 +467,7 @@ def damage_lines(figures: Mapping[str, Any]) -> Iterator[str]:
 def pack_figures(directory: str, plan: str, pack: int, model: str | None = None) -> dict[str, Any]:
     """Describe a pack of a saved plan: its shared prefixes, the tokens that each sample adds, and trained tokens.
 
-    Args:
-        pack: number of the pack in the plan.
-        model: directory of the model, read only to locate media in shared prefixes; by default that of the export.
+    ``model``: directory of the model, read only to locate media in shared prefixes; by default that of the export.
 
     Returns:
         ``prefixes`` and ``samples``, each with its tokens in the pack (from ``start`` to before ``end``), the first and
@@ -466,14 +479,14 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
     num_packs = len(saved.offsets) - 1
     if not 0 <= pack < num_packs:
         raise ConfigError(f"--pack {pack}: the plan has packs 0 to {num_packs - 1}")
-    members = slice(int(saved.offsets[pack]), int(saved.offsets[pack + 1]))
-    branches = find_branches(saved.lengths[members], None if saved.shared is None else saved.shared[members])
-    numbers = saved.samples[members].tolist()
-    samples = [reader.sample(number) for number in numbers]
+    in_pack = slice(int(saved.offsets[pack]), int(saved.offsets[pack + 1]))
+    branches = find_branches(saved.lengths[in_pack], None if saved.shared is None else saved.shared[in_pack])
+    sample_numbers = saved.samples[in_pack].tolist()
+    samples = [reader.sample(number) for number in sample_numbers]
     media_tokens = None
     if any(branch.num_samples > 1 for branch in branches) and any(sample.media for sample in samples):
         media_tokens = MediaTokens.of(model_of_cache(reader, model).config)
-    prefixes, sample_figures = _layout(branches, numbers, samples, media_tokens)
+    prefixes, sample_figures = _branch_figures(branches, sample_numbers, samples, media_tokens)
     return {
         "pack": pack,
         "tokens": sum(branch.num_tokens for branch in branches),
@@ -484,49 +497,50 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
     }
 
 
-def _layout(
+def _branch_figures(
     branches: Sequence[Branch],
-    numbers: Sequence[int],
+    sample_numbers: Sequence[int],
     samples: Sequence[EncodedSample],
     media_tokens: MediaTokens | None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return figures of the shared prefixes, and of the tokens that each sample adds, in the order of the pack.
 
     Args:
-        branches: of the pack; a branch is a shared prefix, or the tokens that one sample adds.
-        numbers: of the samples in the cache.
+        branches: of the pack, each after its parent; a branch is a shared prefix, or the tokens that one sample adds.
+        sample_numbers: of the samples in the cache.
         media_tokens: locates media in a sample; None if no branch has only some of a sample's media.
     """
     prefixes: list[dict[str, Any]] = []
     sample_figures: list[dict[str, Any]] = []
-    prefix_numbers: dict[int, int | None] = {NOTHING: None}  # by branch
-    start = 0  # of the branch in the pack
-    for number, branch in enumerate(branches):
-        members = samples[branch.first : branch.last]
-        first = members[0]
-        is_trained = np.any([sample.labels[branch.start : branch.stop] != IGNORE_INDEX for sample in members], axis=0)
+    prefix_numbers: dict[int, int | None] = {NOTHING: None}  # number of the prefix by the index of its branch
+    pack_start = 0  # of the branch in the pack; ``branch.start`` is that in its samples
+    for index, branch in enumerate(branches):
+        branch_samples = samples[branch.first : branch.last]
+        labels = np.stack([sample.labels[branch.start : branch.stop] for sample in branch_samples])
+        is_trained = (labels != IGNORE_INDEX).any(axis=0)  # a prefix token may be a target of only some samples
         # Positions in the pack where trained tokens begin and end, alternately.
-        edges = start + np.flatnonzero(np.diff(np.concatenate(([0], is_trained, [0]))))
-        media = first.media
+        trained_edges = pack_start + np.flatnonzero(np.diff(np.concatenate(([0], is_trained, [0]))))
+        first_sample = branch_samples[0]
+        media = first_sample.media
         if media_tokens is not None:
-            spans = media_spans(first, media_tokens)
+            spans = media_spans(first_sample, media_tokens)
             media = [span.medium for span in spans if branch.start <= span.start < branch.stop]
         figures = {
-            "start": start,
-            "end": start + branch.num_tokens,
+            "start": pack_start,
+            "end": pack_start + branch.num_tokens,
             "positions": [branch.start, branch.stop - 1],
             "prefix": prefix_numbers[branch.parent],
-            "trained": edges.reshape(-1, 2).tolist(),
+            "trained": trained_edges.reshape(-1, 2).tolist(),
             "media": list(map(medium_text, media)),
         }
         if branch.num_samples > 1:
-            prefix_numbers[number] = len(prefixes)
-            prefixes.append({"samples": list(numbers[branch.first : branch.last]), **figures})
+            prefix_numbers[index] = len(prefixes)
+            prefixes.append({"samples": list(sample_numbers[branch.first : branch.last]), **figures})
         else:
-            part = "" if first.part is None else str(first.part)
-            name = {"sample": numbers[branch.first], "source": first.source, "row": first.row, "part": part}
-            sample_figures.append({**name, **figures})
-        start += branch.num_tokens
+            number, part = sample_numbers[branch.first], "" if first_sample.part is None else str(first_sample.part)
+            origin = {"source": first_sample.source, "row": first_sample.row, "part": part}
+            sample_figures.append({"sample": number, **origin, **figures})
+        pack_start += branch.num_tokens
     return prefixes, sample_figures
 
 
@@ -550,15 +564,18 @@ def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
             name += f", {node['part']}" if node["part"] else ""
             if node["prefix"] is not None:
                 name += f", adds {num_tokens:,} of its {last + 1:,} tokens"
-        # Lines of the tree that lead to this node, and those that continue below it, from the node up to its root.
-        here = below = ""
+        # A column of the tree for each ancestor, and for the node: a line leads on to later children of its parent.
+        columns: list[str] = []
         ancestor = node
         while ancestor["prefix"] is not None:
-            is_last = last_child[ancestor["prefix"]] is ancestor
-            here = (("└─ " if is_last else "├─ ") if not here else "   " if is_last else "│  ") + here
-            below = ("   " if is_last else "│  ") + below
+            is_last_child = last_child[ancestor["prefix"]] is ancestor
+            columns.insert(0, "   " if is_last_child else "│  ")
             ancestor = pack["prefixes"][ancestor["prefix"]]
+        below = "".join(columns)
+        here = below[:-3] + {"   ": "└─ ", "│  ": "├─ ", "": ""}[below[-3:]]
         yield f"  {here}[{node['start']:>6}, {node['end']:>6})  positions {first}-{last}  {name}"
-        trained = [f"trained {' '.join(f'{a}-{b}' for a, b in node['trained'])}"] if node["trained"] else []
-        if details := [*trained, *node["media"]]:
+        details = list(node["media"])
+        if node["trained"]:
+            details.insert(0, "trained " + " ".join(f"{start}-{end}" for start, end in node["trained"]))
+        if details:
             yield f"  {below}{'│  ' if is_prefix else '    '}{'   '.join(details)}"

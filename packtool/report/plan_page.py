@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections import Counter
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from packtool.planning.mixture import added, by_name, share_figures
 from packtool.planning.pack_plan import PackPlan
 from packtool.planning.prefix_trees import Branch, find_branches
-from packtool.report.drawing import SIZE, Axis, Box, Boxes, Chart, Drawing, Note, Path, Rectangle, render
+from packtool.report.drawing import AXIS_LENGTH, Axis, Box, Boxes, Chart, Drawing, Note, Path, Rectangle, render
 from packtool.report.plan import plan_lines, times_without_packing
 from packtool.report.tables import percent, source_rows
 from packtool.train.prepare.preview import Preview
@@ -30,27 +31,22 @@ _LOG_RATIO = 100  # longest ÷ shortest sample from which the axis of lengths is
 _MAX_INTERVALS = 60  # of the chart of a mixture
 _NUM_COLOURS = 5
 _MAX_LINES = 80
-_LINE, _GAP = 9, 2  # CSS pixels: height of a line of samples, and space between lines
+_LINE_HEIGHT, _LINE_GAP = 9, 2  # of lines of samples, in CSS pixels
+_LINE_PITCH = _LINE_HEIGHT + _LINE_GAP
 _MIN_WIDTH = 6  # units of the axis; narrower samples have neither a border nor a hint
-_PREFIX = "prefix"
+_PREFIX_STYLE = "prefix"
 _FINGERPRINT = re.compile("[0-9a-f]{12,}")
-_EPOCH_TICKS = [(part / 4, name) for part, name in enumerate(("first", "25%", "50%", "75%", "last"))]
+_EPOCH_TICKS = [(0.0, "first"), (0.25, "25%"), (0.5, "50%"), (0.75, "75%"), (1.0, "last")]
 
 Card = tuple[str, str, str]
 """A large number on the page, the name of what it counts, and a remark."""
 Block = tuple[int, str | None]
-"""Tokens of a sample, a shared prefix or free space, and the look to draw them in; None for padding and free space."""
+"""(tokens, style to draw them in) of a sample or a shared prefix; the style of padding and free space is None."""
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts in B bins.
-
-    Args:
-        edges: (B + 1,), ascending.
-        counts: (B,).
-        is_log: draw on a logarithmic axis.
-    """
+    """Counts (B,) in bins with ascending edges (B + 1,); ``is_log``: draw on a logarithmic axis."""
 
     edges: Sequence[float]
     counts: Sequence[int]
@@ -58,22 +54,21 @@ class Histogram:
 
 
 def length_histogram(lengths: npt.NDArray[np.integer[Any]]) -> Histogram:
-    """Count samples by their tokens; each bin includes its upper edge.
+    """Count samples by their tokens, ``lengths`` (S,); each bin includes its upper edge.
 
     Bins have equal widths, or are logarithmic if lengths span two orders of magnitude.
-
-    Args:
-        lengths: (S,), tokens of each sample.
     """
     longest = max(int(lengths.max(initial=1)), 1)
     shortest = max(int(lengths.min(initial=longest)), 1)
-    if is_log := longest >= _LOG_RATIO * shortest:
-        ends = np.minimum(np.ceil(np.geomspace(shortest, longest, _NUM_BINS + 1)[1:]), longest)
-        edges = np.concatenate(([shortest - 0.5], np.unique(ends)))
+    is_log = longest >= _LOG_RATIO * shortest
+    if is_log:
+        upper_edges = np.minimum(np.ceil(np.geomspace(shortest, longest, _NUM_BINS + 1)[1:]), longest)
+        edges = np.concatenate(([shortest - 0.5], np.unique(upper_edges)))
     else:
         # Integer widths: if bins differed by one token, some lengths would look rare.
-        width = -(-longest // _NUM_BINS)
-        edges = np.arange(-(-longest // width) + 1) * width
+        width = math.ceil(longest / _NUM_BINS)
+        edges = np.arange(math.ceil(longest / width) + 1) * width
+    # NumPy's bins exclude their upper edge; half a token more includes it.
     counts, _ = np.histogram(lengths, edges + 0.5)
     return Histogram(edges.tolist(), counts.tolist(), is_log)
 
@@ -90,31 +85,33 @@ def page_content(preview: Preview, figures: Mapping[str, Any], command: str, tit
     balance = preview.plan.summary.balance
     assert balance is not None, "previews are planned with costs"
     padding = figures["padding_of_plain_batches"]
-    # These parts add up to all samples of the caches.
-    length = "longer than --max-length" if figures["sources"] is None else "too long or too short"
-    parts = [
+    filter_name = "longer than --max-length" if figures["sources"] is None else "too long or too short"
+    # These counts add up to all samples of the caches.
+    sample_counts = [
         ("in the plan", figures["num_distinct_samples"]),
         ("not drawn in this epoch", figures["not_drawn"]),
-        (length, figures["filtered"]),
+        (filter_name, figures["filtered"]),
     ]
     dropped = Counter[str]()
     for manifest in () if preview.inputs.reader is None else preview.inputs.reader.manifests:
-        dropped.update({f"dropped at export: {reason}": count for reason, count in manifest.dropped.items()})
-        left_out = manifest.parts_left_out.items()
-        dropped.update({f"turns left out at export: {reason}": count for reason, count in left_out})
+        for reason, count in manifest.dropped.items():
+            dropped[f"dropped at export: {reason}"] += count
+        for reason, count in manifest.parts_left_out.items():
+            dropped[f"turns left out at export: {reason}"] += count
     fingerprints = [("costs from", str(figures["cost_model"])), ("plan", str(figures["plan_fingerprint"]))]
     if figures["cache_fingerprint"]:
         fingerprints.append(("caches", str(figures["cache_fingerprint"])))
+    first_packs = pairwise(packs.offsets[: _MAX_PACKS + 1])  # (first sample, sample after the last) of each
     return {
         "title": title,
         "headline": _headline(figures),
-        "parts": [(name, count) for name, count in parts if count],
+        "sample_counts": [(name, count) for name, count in sample_counts if count],
         "dropped": list(dropped.items()),
         "lengths": length_histogram(packs.full_lengths),
         "capacity": packs.capacity,
         "fills": fill_histogram(packs, 50),
-        "packs": [_branches(packs, *packs.offsets[i : i + 2]) for i in range(min(packs.num_packs, _MAX_PACKS))],
-        "plain": {
+        "packs": [_branches(packs, start, stop) for start, stop in first_packs],
+        "without_packing": {
             "rows": figures["rows_of_plain_batches"],
             "padding": percent(padding),
             "times": times_without_packing(figures),
@@ -139,25 +136,27 @@ def _mixture_content(preview: Preview) -> dict[str, Any] | None:
         timeline = preview.timeline
         counts = timeline.counts_of_steps()
         sources = share_figures(added([by_name(stage.counts(), stage.mixture) for stage in timeline.stages]))
-        stages = [
-            ((stage["first_step"] - 1) / timeline.num_steps, stage_title(stage), source_rows(stage["sources"])[1:])
-            for stage in timeline.figures()
-        ]
-    # Steps of an interval of the chart: 100, fewer in a short run, more in a very long one.
-    num_steps = max(min(100, -(-len(counts) // 4)), -(-len(counts) // _MAX_INTERVALS))
+        for stage in timeline.figures():
+            relative_start = (stage["first_step"] - 1) / timeline.num_steps
+            _, *stage_rows = source_rows(stage["sources"])
+            stages.append((relative_start, stage_title(stage), stage_rows))
+    # An interval of the chart has 100 steps, fewer in a short run, more in a very long one.
+    num_steps = len(counts)
+    steps_per_interval = max(min(100, math.ceil(num_steps / 4)), math.ceil(num_steps / _MAX_INTERVALS))
+    # ``counts`` are (steps, sources, units).
     unit_counts = counts[:, :, ("samples", "tokens", "target_tokens").index(mixture.unit)]
-    sums = np.add.reduceat(unit_counts, np.arange(0, len(unit_counts), num_steps), axis=0)
+    interval_counts = np.add.reduceat(unit_counts, np.arange(0, num_steps, steps_per_interval), axis=0)
     # Sources of the same name are shown as one.
-    columns = [sums[:, [own == name for own in mixture.names]].sum(axis=1) for name in sources]
-    by_source = np.stack(columns, axis=1)
+    source_names = np.array(mixture.names)
+    name_counts = np.stack([interval_counts[:, source_names == name].sum(axis=1) for name in sources], axis=1)
     heading, *rows = source_rows(sources)
     return {
         "heading": heading,
         "rows": rows,
-        "shares": (by_source / np.maximum(by_source.sum(axis=1, keepdims=True), 1)).tolist(),
+        "shares": (name_counts / np.maximum(name_counts.sum(axis=1, keepdims=True), 1)).tolist(),
         "unit": mixture.unit.replace("_", " "),
-        "steps": num_steps,
-        "num_steps": len(counts),
+        "steps_per_interval": steps_per_interval,
+        "num_steps": num_steps,
         "stages": stages,
         "of": "run" if stages else "epoch",
     }
@@ -165,49 +164,53 @@ def _mixture_content(preview: Preview) -> dict[str, Any] | None:
 
 def _headline(figures: Mapping[str, Any]) -> list[Card]:
     """Return the cards at the top of the page: fill, packs, steps and samples."""
-    without = f"{percent(figures['padding_of_plain_batches'])} padding without packing"
-    packs = ("packs", f"of {figures['packing_length']:,} tokens each")
+    padding = f"{percent(figures['padding_of_plain_batches'])} padding without packing"
+    pack_name, pack_note = "packs", f"of {figures['packing_length']:,} tokens each"
     if figures["skrull"] is not None:
-        fill = (percent(figures["skrull"]["bucket_fill"]), "fill of the micro-batches", without)
+        fill = (percent(figures["skrull"]["bucket_fill"]), "fill of the micro-batches", padding)
     elif figures["waste_tokens"] is not None:
-        fill = (percent(figures["fill"]), "fill of the packs", without)
-    else:
+        fill = (percent(figures["fill"]), "fill of the packs", padding)
+    else:  # without packing
         fill = (percent(figures["fill"]), "fill of the batches (tokens that are not padding)", "")
-        packs = ("padded rows", "one sample each")
+        pack_name, pack_note = "padded rows", "one sample each"
     left_out = f"{figures['filtered']:,} were too long"
     if figures["sources"] is not None:
         left_out = f"{figures['not_drawn']:,} were not drawn, {figures['filtered']:,} were too long or short"
-    steps = figures["steps_per_epoch"]
+    num_steps = figures["steps_per_epoch"]
+    samples_per_step = figures["num_samples"] / max(num_steps, 1)
     return [
         fill,
-        (f"{figures['num_packs']:,}", *packs),
-        (f"{steps:,}", "optimizer steps", f"per epoch, {figures['num_samples'] / max(steps, 1):,.1f} samples each"),
+        (f"{figures['num_packs']:,}", pack_name, pack_note),
+        (f"{num_steps:,}", "optimizer steps", f"per epoch, {samples_per_step:,.1f} samples each"),
         (f"{figures['num_samples']:,}", "samples", left_out),
     ]
 
 
 def _shared_content(packs: PackPlan, figures: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return savings by shared prefixes, and two prefix trees to draw; None if no prefix is shared."""
-    saved = figures["shared_prefixes"]
-    if saved is None or packs.shared is None:
+    """Return savings by shared prefixes, and up to two trees as (name, note, branches); None if nothing is shared."""
+    savings = figures["shared_prefixes"]
+    if savings is None or packs.shared is None:
         return None
-    tokens = f"{saved['tokens_saved']:,} of {saved['tokens_without']:,}"
-    headline: list[Card] = [(percent(saved["token_share_saved"]), "of the tokens saved", tokens)]
-    if saved["tower_work_share_saved"]:
-        fraction = percent(saved["tower_work_share_saved"])
+    tokens = f"{savings['tokens_saved']:,} of {savings['tokens_without']:,}"
+    headline: list[Card] = [(percent(savings["token_share_saved"]), "of the tokens saved", tokens)]
+    if savings["tower_work_share_saved"]:
+        fraction = percent(savings["tower_work_share_saved"])
         headline.append((fraction, "of the towers' FLOPs saved", "each medium once per tree"))
-    steps = f"instead of {saved['steps_without']:,} per epoch"
+    steps = f"instead of {savings['steps_without']:,} per epoch"
     headline.append((f"{figures['steps_per_epoch']:,}", "optimizer steps", steps))
-    sizes = f"of {saved['samples_per_tree']:.1f} samples on average, {saved['largest_tree']:,} at most"
-    headline.append((f"{saved['num_trees']:,}", "prefix trees", sizes))
+    sizes = f"of {savings['samples_per_tree']:.1f} samples on average, {savings['largest_tree']:,} at most"
+    headline.append((f"{savings['num_trees']:,}", "prefix trees", sizes))
 
     # A tree begins with the sample that shares nothing with the sample before it.
-    starts = np.append(np.flatnonzero(packs.shared == 0), packs.num_samples)
-    tokens_saved = np.add.reduceat(packs.shared, starts[:-1], dtype=np.int64)
-    order, num_trees = np.argsort(-tokens_saved, kind="stable"), int(np.count_nonzero(tokens_saved))
+    starts = np.flatnonzero(packs.shared == 0)
+    stops = np.append(starts[1:], packs.num_samples)
+    tokens_saved = np.add.reduceat(packs.shared, starts, dtype=np.int64)
+    by_savings = np.argsort(-tokens_saved, kind="stable")
+    num_trees = int(np.count_nonzero(tokens_saved))
     trees = []
-    for name, number in (("The tree that saves most", 0), ("The median tree", num_trees // 2))[:num_trees]:
-        start, stop = starts[order[number] : order[number] + 2].tolist()
+    for name, rank in (("The tree that saves most", 0), ("The median tree", num_trees // 2))[:num_trees]:
+        tree = by_savings[rank]
+        start, stop = int(starts[tree]), int(stops[tree])
         # ``lengths`` are tokens that samples add, ``full_lengths`` include their shared prefixes.
         num_tokens, num_unshared = int(packs.lengths[start:stop].sum()), int(packs.full_lengths[start:stop].sum())
         note = f"{stop - start:,} samples, {num_tokens:,} tokens instead of {num_unshared:,}"
@@ -224,25 +227,27 @@ def _branches(packs: PackPlan, start: int, stop: int) -> list[Branch]:
 
 def _maxima(values: npt.NDArray[np.float64]) -> list[float]:
     """Return the maxima of equal groups of consecutive values, at most ``_MAX_POINTS``."""
-    group_size = -(-len(values) // _MAX_POINTS)
-    return np.maximum.reduceat(values, np.arange(0, len(values), group_size)).tolist() if len(values) else []
+    if not len(values):
+        return []
+    group_size = math.ceil(len(values) / _MAX_POINTS)
+    return np.maximum.reduceat(values, np.arange(0, len(values), group_size)).tolist()
 
 
 def page(content: Mapping[str, Any]) -> str:
-    """Return the page as HTML.
+    """Return the page as HTML; ``content`` is the result of ``page_content``.
 
-    Args:
-        content: result of ``page_content``. ``parts`` and ``dropped`` are (name, count); ``packs`` has the branches of
-            some packs; ``balance`` has the slowest rank's FLOPs ÷ mean of each step, (round-robin, as planned);
-            ``figures`` are (name, value), where long hexadecimal values are fingerprints.
+    ``sample_counts`` and ``dropped`` are (name, count); ``packs`` has the branches of some packs; ``balance`` has the
+    slowest rank's FLOPs ÷ mean of each step, (round-robin, as planned); ``figures`` are (name, value), where long
+    hexadecimal values are fingerprints.
     """
-    packs, capacity, plain, mixture = (content[name] for name in ("packs", "capacity", "plain", "mixture"))
-    figures = content["figures"]
+    packs, capacity, mixture = content["packs"], content["capacity"], content["mixture"]
+    sample_counts, figures = content["sample_counts"], content["figures"]
     prints = [(f"Fingerprint of the {name}", value) for name, value in figures if _FINGERPRINT.fullmatch(value)]
-    is_packed = sum(content["lengths"].counts) > sum(content["fills"].counts)  # more samples than packs
-    blocks = plain_batches(packs, plain["rows"]) if plain else []
-    marks = ((float(capacity), f"pack: {capacity:,}"),) if is_packed else ()
-    num_cached = sum(count for _, count in content["parts"]) or 1
+    num_samples, num_packs = sum(content["lengths"].counts), sum(content["fills"].counts)
+    is_packed = num_samples > num_packs
+    pack_limit = [(float(capacity), f"pack: {capacity:,}")] if is_packed else []
+    padded_blocks = plain_batches(packs, content["without_packing"]["rows"])
+    num_cached = sum(count for _, count in sample_counts) or 1
     balance, trees = content["balance"], content["shared"]["trees"] if content["shared"] else []
     return render(
         "plan.html",
@@ -250,28 +255,28 @@ def page(content: Mapping[str, Any]) -> str:
         is_packed=is_packed,
         num_cached=num_cached,
         samples=[
-            (_look(i), name, count, percent(count / num_cached)) for i, (name, count) in enumerate(content["parts"])
+            (_colour(i), name, count, percent(count / num_cached)) for i, (name, count) in enumerate(sample_counts)
         ],
-        share=share_drawing([count for _, count in content["parts"]]),
-        looks=[_look(i) for i in range(len(mixture["rows"]))] if mixture else [],
+        sample_bar=divided_bar([count for _, count in sample_counts]),
+        source_styles=[_colour(i) for i in range(len(mixture["rows"]))] if mixture else [],
         shares=shares_chart(mixture) if mixture else None,
-        lengths=histogram(content["lengths"], "samples", "tokens of a sample", marks=marks),
+        lengths=histogram(content["lengths"], "samples", "tokens of a sample", vertical_lines=pack_limit),
         fills=histogram(content["fills"], "packs", "fill of a pack", suffix="%"),
         packed=packs_drawing(packs, capacity),
-        padded=blocks_drawing(blocks, capacity),
+        padded=blocks_drawing(padded_blocks, capacity),
         num_samples=sum(branch.num_samples == 1 for pack in packs for branch in pack),
-        trees=[(name, note, tree_drawing(tree)) for name, note, tree in trees],
-        num_lines=-(-sum(tokens for tokens, _ in blocks) // capacity),
+        trees=[(name, note, tree_drawing(branches)) for name, note, branches in trees],
+        num_lines=math.ceil(sum(num_tokens for num_tokens, _ in padded_blocks) / capacity),
         max_lines=_MAX_LINES,
         balance=balance_chart(*balance) if balance else None,
         is_round_robin=balance is None or list(balance[0]) == list(balance[1]),
-        figures=[figure for figure in figures if not _FINGERPRINT.fullmatch(figure[1])],
+        figures=[(name, value) for name, value in figures if not _FINGERPRINT.fullmatch(value)],
         commands=[*content["commands"], *prints],
     )
 
 
 def histogram(
-    counted: Histogram, noun: str, unit: str, suffix: str = "", marks: Sequence[tuple[float, str]] = ()
+    counted: Histogram, noun: str, unit: str, suffix: str = "", vertical_lines: Sequence[tuple[float, str]] = ()
 ) -> Chart:
     """Return a bar chart of counts.
 
@@ -279,94 +284,107 @@ def histogram(
         noun: plural of the counted things.
         unit: name of the horizontal axis.
         suffix: unit after the numbers of the horizontal axis.
-        marks: (value, name) of vertical lines; those far beyond the bars are left out.
+        vertical_lines: (value, name) of each; those far beyond the bars are left out.
     """
     low, high = counted.edges[0], counted.edges[-1]
-    marks = [(position, name) for position, name in marks if low <= position <= low + 1.5 * (high - low)]
-    end = max([high, *(position for position, _ in marks)])
-    x = Axis.logarithmic(unit, low, end) if counted.is_log else Axis.over(unit, low, end, 6, suffix=suffix)
-    y = Axis.over(noun, 0, max(counted.counts, default=0) or 1, 4, integers=True, cover=True)
+    vertical_lines = [(value, name) for value, name in vertical_lines if low <= value <= low + 1.5 * (high - low)]
+    end = max([high, *(value for value, _ in vertical_lines)])
+    x = Axis.logarithmic(unit, low, end) if counted.is_log else Axis.linear(unit, low, end, 6, suffix=suffix)
+    y = Axis.linear(noun, 0, max(counted.counts, default=0) or 1, 4, integers=True, extend=True)
     shapes: list[Box | Path] = []
-    for count, (start, stop) in zip(counted.counts, pairwise(counted.edges), strict=True):
+    for count, (lower, upper) in zip(counted.counts, pairwise(counted.edges), strict=True):
         if count:
-            height = max(y.at(count), 8)  # keeps a count of one among thousands visible
-            hint = f"{start:,.0f} to {stop:,.0f} {unit}: {count:,} {noun}"
-            shapes.append(Box(x.at(start), SIZE - height, x.at(stop) - x.at(start), height, "bar", hint))
-    shapes += [_mark(x, position) for position, _ in marks]
-    return Chart(x, y, shapes, [Note(x.at(position), [("", name)]) for position, name in marks])
+            left, right = x.position(lower), x.position(upper)
+            height = max(y.position(count), 8)  # keeps a count of one among thousands visible
+            hint = f"{lower:,.0f} to {upper:,.0f} {unit}: {count:,} {noun}"
+            shapes.append(Box(left, AXIS_LENGTH - height, right - left, height, "bar", hint))
+    shapes += [_vertical_line(x, value) for value, _ in vertical_lines]
+    return Chart(x, y, shapes, [Note(x.position(value), [("", name)]) for value, name in vertical_lines])
 
 
-def _mark(x: Axis, position: float) -> Path:
+def _vertical_line(x: Axis, value: float) -> Path:
     """Return a vertical line across a chart."""
-    return Path([[(x.at(position), 0), (x.at(position), SIZE)]], "mark")
+    return Path([[(x.position(value), 0), (x.position(value), AXIS_LENGTH)]], "mark")
 
 
 def balance_chart(before: Sequence[float], after: Sequence[float]) -> Chart:
     """Return a chart of each step's load imbalance: FLOPs of the slowest rank ÷ mean rank; 1 is balanced.
 
     A single step far above all others (often the last one, which is smaller) would compress the rest, so it is drawn at
-    the upper edge with its value as text.
-
-    Args:
-        before: with round-robin assignment; not drawn if equal to ``after``.
-        after: as planned.
+    the upper edge with its value as text. ``before``: with round-robin assignment; not drawn if equal to ``after``.
     """
+    num_steps = len(after)
     peaks = [max(pair) for pair in zip(before, after, strict=True)]
-    *_, second, highest = [1.0, 1.0, *sorted(peaks)]
-    has_outlier = len(peaks) > 2 and highest - 1 > 3 * max(second - 1, 0.01)
+    descending = sorted([1.0, 1.0, *peaks], reverse=True)
+    highest, second_highest = descending[:2]
+    has_outlier = num_steps > 2 and highest - 1 > 3 * max(second_highest - 1, 0.01)
+    top = max(second_highest if has_outlier else highest, 1.02)
     x = Axis("optimizer steps of the epoch, in order", 0, 1, _EPOCH_TICKS)
-    top = max(second if has_outlier else highest, 1.02)
-    y = Axis.over("FLOPs of the slowest rank ÷ mean rank", 1, top, 4, cover=True)
+    y = Axis.linear("FLOPs of the slowest rank ÷ mean rank", 1, top, 4, extend=True)
 
-    def dots(values: Sequence[float], look: str) -> Path:
-        steps = enumerate(values)
-        return Path([[(x.at((i + 0.5) / len(values)), max(SIZE - y.at(value), 0))] for i, value in steps], look)
+    step_positions = [x.position((step + 0.5) / num_steps) for step in range(num_steps)]
 
-    shapes = [dots(before, "dot-before")] * (list(before) != list(after)) + [dots(after, "dot-after")]
-    notes = []
-    if has_outlier:
-        step = peaks.index(highest)
-        # The text has the color of its series, because both series may have a value in this step.
-        outliers = {"hollow": before[step]} if f"{before[step]:.2f}" != f"{after[step]:.2f}" else {}
-        outliers["c0"] = after[step]
-        texts = [(look, f"{value:.2f} ↑") for look, value in outliers.items() if value > y.high]
-        notes = [Note(x.at((step + 0.5) / len(peaks)), texts)]
-    return Chart(x, y, shapes, notes)
+    def dots(values: Sequence[float], style: str) -> Path:
+        heights = [min(y.position(value), AXIS_LENGTH) for value in values]
+        points = zip(step_positions, heights, strict=True)
+        return Path([[(left, AXIS_LENGTH - height)] for left, height in points], style)
+
+    shapes = [dots(after, "dot-after")]
+    if list(before) != list(after):
+        shapes.insert(0, dots(before, "dot-before"))
+    if not has_outlier:
+        return Chart(x, y, shapes, [])
+    outlier = peaks.index(highest)
+    # Each text has the color of its series, because both series may have a value above the chart in this step.
+    before_text, after_text = f"{before[outlier]:.2f} ↑", f"{after[outlier]:.2f} ↑"
+    texts = []
+    if before[outlier] > y.high and before_text != after_text:
+        texts.append(("hollow", before_text))
+    if after[outlier] > y.high:
+        texts.append(("c0", after_text))
+    return Chart(x, y, shapes, [Note(step_positions[outlier], texts)])
 
 
 def shares_chart(mixture: Mapping[str, Any]) -> Chart:
     """Return a chart of the sources' shares along the steps, stacked; a steady mixture has horizontal borders.
 
     Args:
-        mixture: ``shares`` (0 to 1) of each source in intervals of ``steps`` steps (the last may be shorter) of
-            ``num_steps``; ``rows`` that begin with the names of the sources; ``stages`` that begin with their relative
-            start.
+        mixture: ``shares`` (0 to 1) of each source in intervals of ``steps_per_interval`` steps (the last may be
+            shorter) of ``num_steps``; ``rows`` that begin with the names of the sources; ``stages`` that begin with
+            their relative start.
     """
-    steps, num_steps, unit, stages = (mixture[name] for name in ("steps", "num_steps", "unit", "stages"))
-    x = Axis(f"optimizer steps of the {mixture['of']}, {steps:,} at a time", 0, 1, _EPOCH_TICKS)
-    y = Axis.over(f"share of the {unit}", 0, 100, 4, cover=True, suffix="%")
+    steps_per_interval, num_steps, unit = mixture["steps_per_interval"], mixture["num_steps"], mixture["unit"]
+    x = Axis(f"optimizer steps of the {mixture['of']}, {steps_per_interval:,} at a time", 0, 1, _EPOCH_TICKS)
+    y = Axis.linear(f"share of the {unit}", 0, 100, 4, extend=True, suffix="%")
+
+    source_names = [row[0] for row in mixture["rows"]]
     shapes: list[Box | Path] = []
-    for number, shares in enumerate(mixture["shares"]):
-        left, right = (SIZE * min(edge * steps / num_steps, 1) for edge in (number, number + 1))
-        stacked = 0.0  # sum of the shares below
+    for interval, shares in enumerate(mixture["shares"]):
+        first_step = interval * steps_per_interval
+        left = AXIS_LENGTH * (first_step / num_steps)
+        right = AXIS_LENGTH * (min(first_step + steps_per_interval, num_steps) / num_steps)
+        share_below = 0.0  # sum of the shares that are drawn below
         for source, share in enumerate(shares):
-            hint = f"{mixture['rows'][source][0]}: {percent(share)} of the {unit} of these steps"
-            box = Box(left, SIZE * (1 - stacked - share), right - left, SIZE * share, f"s {_look(source)}", hint)
-            shapes += [box] if share else []
-            stacked += share
-    shapes += [_mark(x, position) for position, _, _ in stages[1:]]
-    notes = [Note(x.at(position), [("", f"stage {number}")]) for number, (position, _, _) in enumerate(stages, 1)]
-    return Chart(x, y, shapes, notes[1:])
+            if share:
+                hint = f"{source_names[source]}: {percent(share)} of the {unit} of these steps"
+                top, height = AXIS_LENGTH * (1 - share_below - share), AXIS_LENGTH * share
+                shapes.append(Box(left, top, right - left, height, f"s {_colour(source)}", hint))
+            share_below += share
+    notes = []
+    for number, (relative_start, _, _) in enumerate(mixture["stages"], 1):
+        if number > 1:
+            shapes.append(_vertical_line(x, relative_start))
+            notes.append(Note(x.position(relative_start), [("", f"stage {number}")]))
+    return Chart(x, y, shapes, notes)
 
 
-def share_drawing(counts: Sequence[int]) -> Drawing:
-    """Return a bar divided by counts; even the smallest part stays visible."""
+def divided_bar(counts: Sequence[int]) -> Drawing:
+    """Return a bar divided in proportion to counts; even the smallest part stays visible."""
     total = sum(counts) or 1
-    widths = [max(SIZE * count / total, 9) if count else 0.0 for count in counts]
-    scale = SIZE / (sum(widths) or 1)
-    boxes = [
-        Box(sum(widths[:i]) * scale, 0, width * scale, 1, f"s {_look(i)}") for i, width in enumerate(widths) if width
-    ]
+    widths = [max(AXIS_LENGTH * count / total, 9) if count else 0.0 for count in counts]
+    scale = AXIS_LENGTH / (sum(widths) or 1)
+    lefts = [sum(widths[:i]) * scale for i in range(len(widths))]
+    boxes = [Box(lefts[i], 0, width * scale, 1, f"s {_colour(i)}") for i, width in enumerate(widths) if width]
     return Drawing("share", "shares of the samples", boxes, height=1)
 
 
@@ -374,7 +392,7 @@ def packs_drawing(packs: Sequence[Sequence[Branch]], capacity: int) -> Drawing:
     """Return a drawing of packs (their branches) to scale, one per line; free space is outlined."""
     blocks: list[Block] = []
     for pack in packs:
-        blocks += [(branch.num_tokens, _branch_look(branch)) for branch in pack]
+        blocks += [(branch.num_tokens, _branch_style(branch)) for branch in pack]
         blocks.append((capacity - sum(branch.num_tokens for branch in pack), None))
     return blocks_drawing(blocks, capacity, len(packs), padded=False)
 
@@ -384,68 +402,76 @@ def tree_drawing(branches: Sequence[Branch]) -> Drawing:
     longest = max(branch.stop for branch in branches)
     shapes = []
     for branch in branches:
-        x, width = branch.start / longest * SIZE, branch.num_tokens / longest * SIZE
-        y, height = branch.first * (_LINE + _GAP), branch.num_samples * (_LINE + _GAP) - _GAP
-        owner = f"shared by {branch.num_samples:,} samples" if branch.num_samples > 1 else "of one sample"
-        shapes.append(Box(x, y, width, height, f"s {_branch_look(branch)}", f"{branch.num_tokens:,} tokens {owner}"))
-    total_height = max(branch.last for branch in branches) * (_LINE + _GAP) - _GAP
-    return Drawing("tree", "samples that share prefixes, to scale", shapes, total_height, in_pixels=True)
+        x, width = branch.start / longest * AXIS_LENGTH, branch.num_tokens / longest * AXIS_LENGTH
+        y, height = branch.first * _LINE_PITCH, _height(branch.num_samples)
+        sharing = f"shared by {branch.num_samples:,} samples" if branch.num_samples > 1 else "of one sample"
+        hint = f"{branch.num_tokens:,} tokens {sharing}"
+        shapes.append(Box(x, y, width, height, f"s {_branch_style(branch)}", hint))
+    num_lines = max(branch.last for branch in branches)
+    return Drawing("tree", "samples that share prefixes, to scale", shapes, _height(num_lines), in_pixels=True)
 
 
-def _branch_look(branch: Branch) -> str:
-    """Return the look of a shared prefix, or one of the looks of samples."""
-    return _look(branch.first % _NUM_COLOURS) if branch.num_samples == 1 else _PREFIX
+def _height(num_lines: int) -> int:
+    """Return the height of lines with the gaps between them, in CSS pixels."""
+    return num_lines * _LINE_PITCH - _LINE_GAP
+
+
+def _branch_style(branch: Branch) -> str:
+    """Return the style of a shared prefix, or one of the styles of samples."""
+    return _colour(branch.first % _NUM_COLOURS) if branch.num_samples == 1 else _PREFIX_STYLE
 
 
 def blocks_drawing(
     blocks: Sequence[Block], capacity: int, max_lines: int = _MAX_LINES, *, padded: bool = True
 ) -> Drawing:
-    """Return a drawing of blocks to scale, one after the other and wrapped like text.
+    """Return a drawing of blocks to scale, one after the other and wrapped like text into lines of ``capacity`` tokens.
 
     Args:
-        capacity: tokens of a line.
-        max_lines: maximum number of lines; later blocks are not drawn.
-        padded: blocks without a look are padding, not free space. Padding is hatched by the background of the drawing,
+        max_lines: later blocks are not drawn.
+        padded: blocks without a style are padding, not free space. Padding is hatched by the background of the drawing,
             because a pattern in stretched shapes would be distorted.
     """
     shapes: list[Box | Boxes] = []
-    narrow: dict[str, list[Rectangle]] = {}
+    narrow: dict[str, list[Rectangle]] = {}  # of narrow blocks, by style
     position = 0  # in tokens, over all lines
-    for num_left, block_look in blocks:
-        look, hint = ("waste", "of padding") if padded else ("room", "free")
-        if block_look is not None:
-            look, hint = f"s {block_look}", "of a shared prefix" if block_look == _PREFIX else "of a sample"
-        while num_left and position < max_lines * capacity:
+    for num_tokens, block_style in blocks:
+        if block_style is not None:
+            style, hint = f"s {block_style}", "of a shared prefix" if block_style == _PREFIX_STYLE else "of a sample"
+        else:
+            style, hint = ("waste", "of padding") if padded else ("room", "free")
+        block_end = min(position + num_tokens, max_lines * capacity)
+        while position < block_end:
             line, start = divmod(position, capacity)
-            num_tokens = min(num_left, capacity - start)  # on this line
-            x, y, width = start / capacity * SIZE, line * (_LINE + _GAP), num_tokens / capacity * SIZE
+            line_tokens = min(block_end - position, capacity - start)  # of the block on this line
+            x, y = start / capacity * AXIS_LENGTH, line * _LINE_PITCH
+            width = line_tokens / capacity * AXIS_LENGTH
             if width >= _MIN_WIDTH:
-                shapes.append(Box(x, y, width, _LINE, look, f"{num_tokens:,} tokens {hint}"))
-            elif block_look is not None:
-                # Narrow blocks are drawn together by look; a tenth of the width is left free in place of a border.
-                narrow.setdefault(block_look, []).append((x, y, width * 0.9, _LINE))
-            position, num_left = position + num_tokens, num_left - num_tokens
-    shapes += [Boxes(rectangles, look) for look, rectangles in narrow.items()]
-    num_drawn = -(-position // capacity)
-    if padded and num_drawn:
+                shapes.append(Box(x, y, width, _LINE_HEIGHT, style, f"{line_tokens:,} tokens {hint}"))
+            elif block_style is not None:
+                # Narrow blocks are drawn together by style; a tenth of the width is left free in place of a border.
+                narrow.setdefault(block_style, []).append((x, y, width * 0.9, _LINE_HEIGHT))
+            position += line_tokens
+    shapes += [Boxes(rectangles, style) for style, rectangles in narrow.items()]
+    num_lines = math.ceil(position / capacity)
+    if padded and num_lines:
         # Cover the hatched background between lines and after the last block.
-        gaps: list[Rectangle] = [(0.0, line * (_LINE + _GAP) - _GAP, SIZE, _GAP) for line in range(1, num_drawn)]
-        end = (position - (num_drawn - 1) * capacity) / capacity * SIZE
-        shapes.append(Boxes([*gaps, (end, (num_drawn - 1) * (_LINE + _GAP), SIZE - end, _LINE)], "between"))
+        gaps: list[Rectangle] = [
+            (0.0, line * _LINE_PITCH - _LINE_GAP, AXIS_LENGTH, _LINE_GAP) for line in range(1, num_lines)
+        ]
+        last_line = num_lines - 1
+        end = (position - last_line * capacity) / capacity * AXIS_LENGTH
+        gaps.append((end, last_line * _LINE_PITCH, AXIS_LENGTH - end, _LINE_HEIGHT))
+        shapes.append(Boxes(gaps, "between"))
     kind, label = ("padded", "samples and their padding") if padded else ("packed", "samples in packs")
-    return Drawing(kind, f"{label}, to scale", shapes, max(num_drawn, 1) * (_LINE + _GAP) - _GAP, in_pixels=True)
+    return Drawing(kind, f"{label}, to scale", shapes, _height(max(num_lines, 1)), in_pixels=True)
 
 
 def plain_batches(packs: Sequence[Sequence[Branch]], batch_size: int) -> list[Block]:
     """Return the samples of packs as trained without packing: shuffled, in batches padded to their longest sample.
 
-    Args:
-        packs: branches of each pack.
-        batch_size: samples of a batch.
-
-    Returns:
-        blocks of each sample with all its shared prefixes, followed by its padding, in the looks of ``packs_drawing``.
+    Each sample is a block with all its shared prefixes, followed by its padding, in the styles of ``packs_drawing``.
     """
+    # The branch of a single sample begins after its shared prefixes and ends with the sample.
     samples = [branch for pack in packs for branch in pack if branch.num_samples == 1]
     random.Random(0).shuffle(samples)  # samples of a pack may have similar lengths, unlike those of a random batch
     blocks: list[Block] = []
@@ -453,11 +479,12 @@ def plain_batches(packs: Sequence[Sequence[Branch]], batch_size: int) -> list[Bl
         batch = samples[start : start + batch_size]
         longest = max(sample.stop for sample in batch)
         for sample in batch:
-            parts = ((sample.start, _PREFIX), (sample.num_tokens, _branch_look(sample)), (longest - sample.stop, None))
-            blocks += [part for part in parts if part[0]]
+            prefix, padding = (sample.start, _PREFIX_STYLE), (longest - sample.stop, None)
+            row: list[Block] = [prefix, (sample.num_tokens, _branch_style(sample)), padding]
+            blocks += [block for block in row if block[0]]
     return blocks
 
 
-def _look(number: int) -> str:
-    """Return the look of a sample or a source by its number; all beyond the last color have the same look."""
+def _colour(number: int) -> str:
+    """Return the style of a sample or a source by its number; all beyond the last color have the same style."""
     return f"c{min(number, _NUM_COLOURS)}"

@@ -12,6 +12,7 @@ import hmac
 import io
 import itertools
 import json
+import math
 import mimetypes
 import os
 import re
@@ -48,21 +49,20 @@ from packtool.terminal import escape_text
 
 Int64Array = npt.NDArray[np.int64]
 INDEX = "index.html"
-_STEP, _RANK, _MICRO_BATCH = range(3)
+_STEP, _RANK = 0, 1  # columns of a plan's locations; the third one is the micro-batch
 _BLOCK_SIZE = 50  # samples or packs of a data file
 _MAX_DROPPED = 10_000  # rows that are listed; the number shown counts all
 _THUMBNAIL_SIZE = 512
 _MAX_PLAYABLE_BYTES = 8_000_000
-_MEDIUM = re.compile(r"media/(\d+)-(\d+)(\.\w+)")
-_BLOCK = re.compile(r"data/(samples|packs)-(\d+)\.js")
-_PAGE_FILE = re.compile(rf"{INDEX}|samples\.js|data/(cache|dropped)\.js|{_BLOCK.pattern}|{_MEDIUM.pattern}")
+_MEDIA_FILE = re.compile(r"media/(\d+)-(\d+)(\.\w+)")  # sample, index of the medium in the sample, suffix
+_BLOCK_FILE = re.compile(r"data/(samples|packs)-(\d+)\.js")
+_PAGE_FILE = re.compile(rf"{INDEX}|samples\.js|data/(cache|dropped)\.js|{_BLOCK_FILE.pattern}|{_MEDIA_FILE.pattern}")
 
 
 class ShownPacks:
     """The packs of a plan that pages show: ordered by step, rank and micro-batch if the plan has these.
 
     Args:
-        plan: the saved plan.
         max_samples: approximate number of samples to show, in packs that are evenly spaced over the plan. If the plan
             has steps, all packs of evenly spaced steps are shown, unless a single step exceeds this number.
 
@@ -72,31 +72,24 @@ class ShownPacks:
 
     def __init__(self, plan: SavedPlan, max_samples: int) -> None:
         self._plan = plan
-        # Step, rank and micro-batch of each pack, (packs of the plan, 3); -1 where its samples differ, as with Skrull.
-        self._placement: Int64Array | None = None
-        if plan.locations is not None:
-            first: npt.NDArray[Any] = np.empty((0, 3), np.int64)
-            if len(plan.offsets) > 1:
-                first, starts = plan.locations[plan.offsets[:-1]], plan.offsets[:-1]
-                lowest, highest = (
-                    np.minimum.reduceat(plan.locations, starts),
-                    np.maximum.reduceat(plan.locations, starts),
-                )
-                first = np.where((first == lowest) & (first == highest), first, -1)
-            self._placement = first.astype(np.int64)
-        sizes, self._by_sample = np.diff(plan.offsets), np.argsort(plan.samples, kind="stable")
-        fraction = min(1.0, max_samples / max(len(plan.samples), 1))
+        self._placement = _pack_placement(plan)
+        self._by_sample = np.argsort(plan.samples, kind="stable")
+        self.numbers = self._choose_packs(max_samples)
+
+    def _choose_packs(self, max_samples: int) -> Int64Array:
+        pack_sizes = np.diff(self._plan.offsets)
+        fraction = min(1.0, max_samples / max(len(self._plan.samples), 1))
         if self._placement is None:
-            self.numbers = evenly_spaced(len(sizes), max(int(len(sizes) * fraction), 1))
-            return
+            return evenly_spaced(len(pack_sizes), len(pack_sizes) * fraction)
         steps = self._placement[:, _STEP]
         num_steps = int(steps.max(initial=-1)) + 1
-        shown = evenly_spaced(num_steps, max(int(num_steps * fraction), 1))
-        packs = np.flatnonzero(np.isin(steps, shown))
-        if len(shown) == 1 and (num_samples := int(sizes[packs].sum())) > max_samples:
-            packs = packs[evenly_spaced(len(packs), max(int(len(packs) * max_samples / num_samples), 1))]
+        shown_steps = evenly_spaced(num_steps, num_steps * fraction)
+        packs = np.flatnonzero(np.isin(steps, shown_steps))
+        num_samples = int(pack_sizes[packs].sum())
+        if len(shown_steps) == 1 and num_samples > max_samples:
+            packs = packs[evenly_spaced(len(packs), len(packs) * max_samples / num_samples)]
         step, rank, micro_batch = self._placement[packs].T
-        self.numbers = packs[np.lexsort((packs, micro_batch, rank, step))]
+        return packs[np.lexsort((packs, micro_batch, rank, step))]
 
     @property
     def samples(self) -> Int64Array:
@@ -109,12 +102,11 @@ class ShownPacks:
         members = self._slice(number)
         samples = self._plan.samples[members].tolist()
         shared = None if self._plan.shared is None else self._plan.shared[members]
-        # A shared prefix has no sample number.
-        parts = [
-            (samples[branch.first] if branch.num_samples == 1 else None, branch.num_tokens, branch.num_samples)
-            for branch in find_branches(self._plan.lengths[members], shared)
-        ]
-        return {"number": number, "samples": len(samples), "parts": parts}
+        branches = []
+        for branch in find_branches(self._plan.lengths[members], shared):
+            sample = samples[branch.first] if branch.num_samples == 1 else None  # None for a shared prefix
+            branches.append((sample, branch.num_tokens, branch.num_samples))
+        return {"number": number, "samples": len(samples), "parts": branches}
 
     def overview(self) -> dict[str, Any]:
         """Return figures of the plan, and step, rank and micro-batch of the packs shown; arrays as base64."""
@@ -136,44 +128,59 @@ class ShownPacks:
             return {}
         step, rank, micro_batch = self._plan.locations.T.astype(np.int64)  # of each sample
         num_steps, num_ranks = int(step.max()) + 1, int(rank.max()) + 1
-        rank_tokens = np.bincount(step * num_ranks + rank, self._plan.lengths, num_steps * num_ranks)
-        tokens = rank_tokens.astype(np.int64).reshape(num_steps, num_ranks)
+        step_and_rank = step * num_ranks + rank
+        tokens = np.bincount(step_and_rank, self._plan.lengths, num_steps * num_ranks).astype(np.int64)
+        rank_tokens = tokens.reshape(num_steps, num_ranks)
         num_micro_batches = np.zeros(num_steps, np.int64)
         np.maximum.at(num_micro_batches, step, micro_batch + 1)
         figures = {
             "number": np.arange(num_steps),
             "packs": np.bincount(self._placement[:, _STEP], minlength=num_steps),
             "microBatches": num_micro_batches,
-            "tokens": tokens.sum(axis=1),
-            "least": tokens.min(axis=1),
-            "most": tokens.max(axis=1),
+            "tokens": rank_tokens.sum(axis=1),
+            "least": rank_tokens.min(axis=1),
+            "most": rank_tokens.max(axis=1),
         }
-        shown = np.unique(self._placement[self.numbers, _STEP])
-        return {name: column[shown] for name, column in figures.items()}
+        shown_steps = np.unique(self._placement[self.numbers, _STEP])
+        return {name: values[shown_steps] for name, values in figures.items()}
 
-    def place_of(self, sample: int) -> list[int] | None:
+    def location_of(self, sample: int) -> list[int] | None:
         """Return pack and, if known, step, rank and micro-batch of a sample; None if it is in no pack."""
         index = int(np.searchsorted(self._plan.samples, sample, sorter=self._by_sample))
         if index == len(self._by_sample) or self._plan.samples[self._by_sample[index]] != sample:
             return None
-        row = int(self._by_sample[index])  # of the first occurrence in the plan
-        pack = int(np.searchsorted(self._plan.offsets, row, side="right")) - 1
-        return [pack] if self._plan.locations is None else [pack, *self._plan.locations[row].tolist()]
+        position = int(self._by_sample[index])  # of the sample's first occurrence in the plan
+        pack = int(np.searchsorted(self._plan.offsets, position, side="right")) - 1
+        return [pack] if self._plan.locations is None else [pack, *self._plan.locations[position].tolist()]
 
     def _slice(self, pack: int) -> slice:
         return slice(int(self._plan.offsets[pack]), int(self._plan.offsets[pack + 1]))
 
 
-def evenly_spaced(count: int, max_numbers: int) -> Int64Array:
-    """Return at most ``max_numbers`` evenly spaced numbers from 0 to ``count - 1``, int64 (N,), ascending."""
-    return np.unique(np.linspace(0, count - 1, min(count, max_numbers)).round().astype(np.int64))
+def _pack_placement(plan: SavedPlan) -> Int64Array | None:
+    """Return step, rank and micro-batch of each of the K packs, int64 (K, 3); None if the plan has no locations.
+
+    A value is -1 if the samples of a pack have different ones, as with Skrull, which splits packs.
+    """
+    if plan.locations is None:
+        return None
+    starts = plan.offsets[:-1]
+    if not len(starts):
+        return np.empty((0, 3), np.int64)
+    lowest, highest = np.minimum.reduceat(plan.locations, starts), np.maximum.reduceat(plan.locations, starts)
+    return np.where(lowest == highest, lowest, -1).astype(np.int64)
+
+
+def evenly_spaced(count: int, max_numbers: float) -> Int64Array:
+    """Return evenly spaced numbers from 0 to ``count - 1``, int64 (N,), ascending; at most ``max_numbers``, but one."""
+    num_numbers = min(count, max(int(max_numbers), 1))
+    return np.unique(np.linspace(0, count - 1, num_numbers).round().astype(np.int64))
 
 
 class Pages:
     """The pages of one split of a cache.
 
     Args:
-        config: cache, split, plan and model.
         shows_all: show all samples; otherwise about ``config.max_samples``, evenly spaced in the split, or the samples
             of evenly spaced packs of the plan.
 
@@ -207,9 +214,10 @@ class Pages:
     def names(self) -> Iterator[str]:
         """Yield the names of all files except media; the index is last, so that unfinished folders have none."""
         yield from ("samples.js", "data/cache.js", "data/dropped.js")
-        packs = self.numbers[:0] if self._packs is None else self._packs.numbers
-        for kind, numbers in (("packs", packs), ("samples", self.numbers)):
-            yield from (f"data/{kind}-{block}.js" for block in range(-(-len(numbers) // _BLOCK_SIZE)))
+        num_packs = 0 if self._packs is None else len(self._packs.numbers)
+        for kind, count in (("packs", num_packs), ("samples", len(self.numbers))):
+            for block in range(math.ceil(count / _BLOCK_SIZE)):
+                yield f"data/{kind}-{block}.js"
         yield INDEX
 
     def media_names(self, number: int) -> list[str]:
@@ -228,32 +236,45 @@ class Pages:
             return _script("cache", self._overview())
         if name == "data/dropped.js":
             return _script("dropped", self._dropped)
-        if match := _BLOCK.fullmatch(name):
-            kind, block = match[1], int(match[2])
-            shown = slice(block * _BLOCK_SIZE, (block + 1) * _BLOCK_SIZE)
-            if kind == "samples":
-                return _script(f"samples-{block}", [self._sample(number) for number in self.numbers[shown].tolist()])
-            if (packs := self._packs) is not None:
-                return _script(f"packs-{block}", [packs.pack(number) for number in packs.numbers[shown].tolist()])
-        if (match := _MEDIUM.fullmatch(name)) and int(match[1]) < self.num_cached:
-            number, i = int(match[1]), int(match[2])
-            media = self._reader.sample(number).media
-            if i < len(media) and name in _media_files(number, i, media[i]).values():
-                with contextlib.suppress(MediaError, MediaProblem):
-                    return (_thumbnail if match[3] == ".jpg" else _playable)(media[i], self._policy)
+        if match := _BLOCK_FILE.fullmatch(name):
+            return self._block(match[1], int(match[2]))
+        if match := _MEDIA_FILE.fullmatch(name):
+            return self._media_file(name, int(match[1]), int(match[2]))
+        return None
+
+    def _block(self, kind: str, block: int) -> bytes | None:
+        """Return a data file of ``_BLOCK_SIZE`` samples or packs."""
+        in_block = slice(block * _BLOCK_SIZE, (block + 1) * _BLOCK_SIZE)
+        if kind == "samples":
+            return _script(f"samples-{block}", list(map(self._sample, self.numbers[in_block].tolist())))
+        if self._packs is None:
+            return None
+        return _script(f"packs-{block}", list(map(self._packs.pack, self._packs.numbers[in_block].tolist())))
+
+    def _media_file(self, name: str, number: int, index: int) -> bytes | None:
+        """Return the file ``name`` of a medium: a thumbnail, or the medium itself to play it."""
+        media = self._reader.sample(number).media if number < self.num_cached else ()
+        if index >= len(media):
+            return None
+        names = _media_files(number, index, media[index])
+        with contextlib.suppress(MediaError, MediaProblem):
+            if name == names.get("seen"):
+                return _thumbnail(media[index], self._policy)
+            if name == names.get("played"):
+                return _playable(media[index], self._policy)
         return None
 
     def _overview(self) -> dict[str, Any]:
         """Return figures of the cache, and the values by which the page filters samples; arrays as base64."""
         index, shown = self._reader.index, self.numbers
         counts = (index.num_images, index.num_videos, index.num_audios)
-        kinds = sum((count[shown] > 0) * (1 << bit) for bit, count in enumerate(counts))
+        has_images, has_videos, has_audios = (count[shown] > 0 for count in counts)
         return {
             "total": self.num_cached,
             "numbers": _base64(shown),
             "lengths": _base64(index.length[shown]),
             "channel": _base64(index.channel[shown]),
-            "kinds": _base64(np.asarray(kinds)),
+            "kinds": _base64(1 * has_images + 2 * has_videos + 4 * has_audios),  # bits of ``samples.js``
             "channels": list(index.channels),
             "inABlock": _BLOCK_SIZE,
             "dropped": dict(self._reader.manifests[0].dropped),
@@ -264,18 +285,23 @@ class Pages:
         """Return a sample as the page's script shows it."""
         sample = self._reader.sample(number)
         # Files and regions of each medium, by object identity, because equal media may occur several times.
-        media: dict[int, dict[str, Any]] = {
-            id(medium): dict(_media_files(number, i, medium)) for i, medium in enumerate(sample.media)
+        media_figures: dict[int, dict[str, Any]] = {
+            id(medium): {**_media_files(number, i, medium)} for i, medium in enumerate(sample.media)
         }
         parts = self._decoder.parts(sample)
         for region in self._decoder.regions(sample, parts):
             image = sample.images[region.image]
-            shown = media[id(image)]
-            shown["ratio"] = image.width / image.height
             description = region.description(image.width, image.height)
-            shown.setdefault("regions", []).append(
+            image_figures = media_figures[id(image)]
+            image_figures["ratio"] = image.width / image.height
+            image_figures.setdefault("regions", []).append(
                 {"told": description, "corners": region.corners, "isCertain": region.is_certain}
             )
+        part_figures = []
+        for part in parts:
+            weight = {} if part.weight == 1 else {"weight": f"{part.weight:g}"}
+            medium_figures = {} if part.medium is None else media_figures[id(part.medium)]
+            part_figures.append({"look": part.style, "text": part.text, **weight, **medium_figures})
         return {
             "number": number,
             "source": storage.masked(sample.source),
@@ -285,37 +311,27 @@ class Pages:
             "tokens": sample.length,
             "trained": int((sample.labels != IGNORE_INDEX).sum()),
             "truncated": sample.num_truncated,
-            "place": None if self._packs is None else self._packs.place_of(number),
-            "parts": [
-                {"look": part.look, "text": part.text}
-                | ({} if part.weight == 1 else {"weight": f"{part.weight:g}"})
-                | ({} if part.medium is None else media[id(part.medium)])
-                for part in parts
-            ],
+            "place": None if self._packs is None else self._packs.location_of(number),
+            "parts": part_figures,
         }
 
 
 def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
-    """Write all pages and media files to a directory.
+    """Write all pages and media files to a directory; return how many media files cannot be read or are too large.
 
-    Args:
-        directory: new or empty, or with earlier pages, which are replaced.
-
-    Returns:
-        the number of media files that could not be read or are too large.
-
-    Raises:
-        ConfigError: if the directory contains other files.
+    The directory may be new or empty, or have earlier pages, which are replaced; ConfigError if it has other files.
     """
     directory = storage.normalize(directory)
     existing = sorted(storage.walk(directory)) if storage.is_directory(directory) else []
-    # Files of a command that was killed have temporary names.
-    names = {path: storage.final_name(path).removeprefix(directory).lstrip("/") for path in existing}
-    if others := [path for path, name in names.items() if not _PAGE_FILE.fullmatch(name)]:
-        raise ConfigError(
-            f"--html {directory} contains other files than pages, such as {others[0]}",
-            "Choose a directory that does not exist yet.",
-        )
+    for path in existing:
+        # Files of a command that was killed have temporary names.
+        final_name = storage.final_name(path).removeprefix(directory).lstrip("/")
+        if not _PAGE_FILE.fullmatch(final_name):
+            raise ConfigError(
+                f"--html {directory} contains other files than pages, such as {path}",
+                "Choose a directory that does not exist yet.",
+            )
+    # The index goes first, so that a folder whose pages are only partly removed has none.
     for path in sorted(existing, key=lambda path: storage.name(path) != INDEX):
         storage.remove(path)
     for name in ("data", "media"):
@@ -326,8 +342,9 @@ def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
         for number in pages.numbers.tolist():
             for name in pages.media_names(number):
                 content = pages.content(name)
-                num_missing += content is None
-                if content is not None:
+                if content is None:
+                    num_missing += 1
+                else:
                     storage.publish(storage.join(directory, name), content)
             progress.advance(1)
         for name in pages.names():
@@ -351,8 +368,8 @@ def _escape(value: Any) -> Any:
     if isinstance(value, str):
         return escape_text(value)
     if isinstance(value, dict):
-        return {_escape(key): _escape(each) for key, each in value.items()}
-    return [_escape(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {_escape(key): _escape(item) for key, item in value.items()}
+    return [_escape(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _base64(numbers: npt.NDArray[Any]) -> str:
@@ -407,10 +424,7 @@ def serving(content: Callable[[str], bytes | None], port: int = 0) -> Iterator[s
     Args:
         content: returns the bytes of a file by its name, or None if there is no such file; called by one thread at a
             time.
-        port: to listen on; 0 chooses a free one.
-
-    Raises:
-        ConfigError: if the port cannot be used.
+        port: to listen on; 0 chooses a free one. ConfigError if it cannot be used.
     """
     token, lock = secrets.token_urlsafe(16), threading.Lock()
 

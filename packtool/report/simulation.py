@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 
 from packtool import storage
-from packtool.report.drawing import SIZE, Boxes, Drawing, Rectangle, render
+from packtool.report.drawing import AXIS_LENGTH, Boxes, Drawing, Rectangle, render
 from packtool.report.tables import Line, table
 from packtool.simulate.machine import Timing
 from packtool.simulate.run import Outcome, Simulation
 
-_LINE, _GAP = 11, 3  # CSS pixels of a GPU's line, and between lines
-_MAX_LINES = 32
-_NUM_FIRST = 16  # GPUs that are drawn if there are more than lines, besides the slowest and the fastest
-_TIME_KINDS = {
+_LINE_HEIGHT, _LINE_GAP = 11, 3  # of GPUs, in CSS pixels
+_MAX_GPUS, _NUM_FIRST_GPUS = 32, 16  # of more GPUs than _MAX_GPUS, the first, the slowest and the fastest are drawn
+_ACTIVITIES = {
     "local": ("c0", "local sequences"),
     "sharded": ("c2", "sharded sequences"),
     "communication": ("c1", "exposed communication"),
@@ -24,7 +23,7 @@ _TIME_KINDS = {
     "synchronisation": ("c3", "synchronization of gradients and weights"),
     "waiting": ("wait", "waiting for other GPUs"),
 }
-"""Activities of a GPU: their looks and names."""
+"""(style, name) of each activity of a GPU."""
 _COLUMNS = ("step time", "speed-up", "imbalance", "comm.", "memory", "out of memory", "micro-batches", "local tokens")
 _MEANINGS = (
     "step time: mean over optimizer steps; every strategy has the same number of sequences per step.",
@@ -132,7 +131,7 @@ def _assumption_lines(simulation: Simulation) -> list[Line]:
 
 def simulation_page(simulation: Simulation, command: str) -> str:
     """Return the page as HTML; it shows ``command`` as the command that made it."""
-    kinds = {kind for outcome in simulation.outcomes for kind, share in outcome.timing.shares.items() if share > 0}
+    time_fractions = [item for outcome in simulation.outcomes for item in outcome.timing.shares.items()]
     return render(
         "simulation.html",
         title=f"{simulation.name}: {storage.name(simulation.model)} on {_machine(simulation)}",
@@ -140,7 +139,7 @@ def simulation_page(simulation: Simulation, command: str) -> str:
         baseline=simulation.baseline.title,
         is_faded=any(outcome.out_of_memory.any() for outcome in simulation.outcomes),
         cards=_headline(simulation),
-        legend=_legend(kinds),
+        legend=_legend({activity for activity, fraction in time_fractions if fraction > 0}),
         bars=_bars(simulation),
         header=("", *_COLUMNS),
         rows=_rows(simulation),
@@ -169,21 +168,21 @@ def _headline(simulation: Simulation) -> list[tuple[str, str, str]]:
 def _bars(simulation: Simulation) -> list[Any]:
     """Return bars of the time for the same tokens, one for each strategy.
 
-    A bar is its name, parts (look, percent of the width, hint), remark, speed-up, and whether it is drawn pale.
+    A bar is its name, segments (style, percent of the width, hint), remark, speed-up, and whether it is drawn pale.
     """
     longest = max(outcome.seconds_per_token for outcome in simulation.outcomes)
     bars = []
     for outcome in simulation.outcomes:
-        shares, num_oom_steps = outcome.timing.shares, int(outcome.out_of_memory.sum())
-        width = 100 * outcome.seconds_per_token / longest
-        parts = [
-            (look, width * shares[kind], f"{name}: {shares[kind]:.1%}")
-            for kind, (look, name) in _TIME_KINDS.items()
-            if shares.get(kind, 0) > 0
-        ]
+        width_percent = 100 * outcome.seconds_per_token / longest
+        segments = []
+        for activity, (style, name) in _ACTIVITIES.items():
+            fraction = outcome.timing.shares.get(activity, 0)
+            if fraction > 0:
+                segments.append((style, width_percent * fraction, f"{name}: {fraction:.1%}"))
+        num_oom_steps = int(outcome.out_of_memory.sum())
         remark = f"out of memory in {num_oom_steps} of {outcome.num_steps} steps" if num_oom_steps else ""
         speedup = f"{outcome.speedup_over(simulation.baseline):.2f}x"
-        bars.append((outcome.title, parts, remark, speedup, bool(num_oom_steps)))
+        bars.append((outcome.title, segments, remark, speedup, num_oom_steps > 0))
     return bars
 
 
@@ -191,49 +190,55 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
     """Return the timeline of a step of median time; strategies with the same sequences per step show the same step."""
     timing = outcome.timing
     # With sorted batches, steps have other sequences than those of the baseline.
-    times = (outcome if outcome.name == "sorted" else simulation.baseline).timing.step_seconds
-    step = int(times.argsort(kind="stable")[len(times) // 2])
-    seconds, num_gpus = float(timing.step_seconds[step]), timing.schedule.num_devices
-    gpus = {gpu: f"GPU {gpu}" for gpu in range(num_gpus if num_gpus <= _MAX_LINES else _NUM_FIRST)}
-    if num_gpus > _MAX_LINES:
+    reference = outcome if outcome.name == "sorted" else simulation.baseline
+    steps_by_time = reference.timing.step_seconds.argsort(kind="stable")
+    step = int(steps_by_time[len(steps_by_time) // 2])
+    step_seconds, num_gpus = float(timing.step_seconds[step]), timing.schedule.num_devices
+    gpu_names = {gpu: f"GPU {gpu}" for gpu in range(num_gpus if num_gpus <= _MAX_GPUS else _NUM_FIRST_GPUS)}
+    if num_gpus > _MAX_GPUS:
         # Among GPUs that finish at the same time, take the one that computes longest (slowest) or shortest (fastest).
-        order = np.lexsort((timing.busy[step], timing.device_seconds[step]))
-        for word, gpu in (("slowest", int(order[-1])), ("fastest", int(order[0]))):
-            gpus[gpu] = f"GPU {gpu:,}, {word}"
-    rectangles: dict[str, list[Rectangle]] = {}
-    for number, gpu in enumerate(gpus):
-        for kind, start, length in _activities(timing, step, gpu):
-            rectangle = (start / seconds * SIZE, number * (_LINE + _GAP), length / seconds * SIZE, _LINE)
-            rectangles.setdefault(kind, []).append(rectangle)
-    shapes = [Boxes(boxes, _TIME_KINDS[kind][0]) for kind, boxes in rectangles.items()]
-    height = max(len(gpus), 1) * (_LINE + _GAP) - _GAP
-    num_sequences = int((timing.schedule.micro_batch_steps[timing.schedule.micro_batch_of] == step).sum())
-    note = f"Step {step + 1}: {num_sequences:,} sequences in {duration(seconds)}. Each line is a GPU."
-    if len(gpus) < num_gpus:
-        note += f" {len(gpus)} of {num_gpus:,} are drawn: the first ones, the slowest and the fastest."
+        gpus_by_time = np.lexsort((timing.busy[step], timing.device_seconds[step]))
+        slowest, fastest = int(gpus_by_time[-1]), int(gpus_by_time[0])
+        gpu_names[slowest] = f"GPU {slowest:,}, slowest"
+        gpu_names[fastest] = f"GPU {fastest:,}, fastest"
+    rectangles: dict[str, list[Rectangle]] = {}  # by activity
+    for line, gpu in enumerate(gpu_names):
+        y = line * (_LINE_HEIGHT + _LINE_GAP)
+        for activity, start, seconds in _activities(timing, step, gpu):
+            x, width = start / step_seconds * AXIS_LENGTH, seconds / step_seconds * AXIS_LENGTH
+            rectangles.setdefault(activity, []).append((x, y, width, _LINE_HEIGHT))
+    shapes = [Boxes(boxes, _ACTIVITIES[activity][0]) for activity, boxes in rectangles.items()]
+    height = len(gpu_names) * (_LINE_HEIGHT + _LINE_GAP) - _LINE_GAP
+    step_of_sequence = timing.schedule.micro_batch_steps[timing.schedule.micro_batch_of]
+    num_sequences = int((step_of_sequence == step).sum())
+    note = f"Step {step + 1}: {num_sequences:,} sequences in {duration(step_seconds)}. Each line is a GPU."
+    if len(gpu_names) < num_gpus:
+        note += f" {len(gpu_names)} of {num_gpus:,} are drawn: the first ones, the slowest and the fastest."
     if outcome.out_of_memory[step]:
         note += " This step would run out of memory; its times ignore that."
     return {
         "title": outcome.title,
         "note": note,
-        "gpus": list(gpus.values()),
+        "gpus": list(gpu_names.values()),
         "drawing": Drawing("step", "activities of each GPU during the step", shapes, height, in_pixels=True),
-        "times": [duration(seconds * part / 4) for part in range(5)],
+        "times": [duration(step_seconds * quarter / 4) for quarter in range(5)],
         "legend": _legend(rectangles),
     }
 
 
-def _legend(kinds: Container[str]) -> list[tuple[str, str]]:
-    """Return look and name of some kinds of time, in the order of ``_TIME_KINDS``."""
-    return [look_and_name for kind, look_and_name in _TIME_KINDS.items() if kind in kinds]
+def _legend(activities: Container[str]) -> list[tuple[str, str]]:
+    """Return (style, name) of some activities, in the order of ``_ACTIVITIES``."""
+    return [style_and_name for activity, style_and_name in _ACTIVITIES.items() if activity in activities]
 
 
 def _activities(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, float, float]]:
-    """Yield kind, start and duration in seconds of a GPU's activities in a step, in order and without gaps."""
+    """Yield activity, start and duration in seconds of what a GPU does in a step, in order and without gaps."""
     schedule = timing.schedule
-    end = float(timing.device_seconds[step].max())
+    step_end = float(timing.device_seconds[step].max())
     now = 0.0
-    for row in np.flatnonzero(schedule.row_keys == step * schedule.num_devices + gpu).tolist():
+    # A row of the schedule is one GPU's part of a micro-batch.
+    rows = np.flatnonzero(schedule.row_keys == step * schedule.num_devices + gpu)
+    for row in rows.tolist():
         # A micro-batch starts when all GPUs that compute it are ready.
         start = float(timing.micro_batch_starts[schedule.row_micro_batches[row]])
         durations = (
@@ -243,11 +248,11 @@ def _activities(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, floa
             ("sharded", timing.sharded[row]),
             ("launching", timing.launching[row]),
         )
-        for kind, seconds in durations:
+        for activity, seconds in durations:
             if seconds > 1e-9:
-                yield kind, now, float(seconds)
+                yield activity, now, float(seconds)
             now += float(seconds)
-    if end - now > 1e-9:
-        yield "waiting", now, end - now
+    if step_end - now > 1e-9:
+        yield "waiting", now, step_end - now
     if timing.synchronisation:
-        yield "synchronisation", end, timing.synchronisation
+        yield "synchronisation", step_end, timing.synchronisation

@@ -8,6 +8,7 @@ copied from them. Counts are named ``num_...`` in every JSON document, except co
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -30,22 +31,20 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str = "lr") -> list[str]:
-    """Return rows as lines with aligned columns.
+    """Return rows of cells as lines with aligned columns; control characters are escaped.
 
-    Args:
-        rows: cells; control characters are escaped.
-        sides: alignment of each column, ``l``eft or ``r``ight; the last letter applies to all further columns.
+    ``sides``: alignment of each column, ``l``eft or ``r``ight; the last letter applies to all further columns.
     """
     cells = [[escape_line(cell) for cell in row] for row in rows]
     sides += sides[-1] * max((len(row) for row in cells), default=0)
-    widths = [
-        max((width for cell in column if (width := cell_len(cell)) <= _MAX_WIDTH), default=0)
-        for column in zip(*cells, strict=True)
-    ]
+    column_widths = []
+    for column in zip(*cells, strict=True):
+        cell_widths = [cell_len(cell) for cell in column]
+        column_widths.append(max((width for width in cell_widths if width <= _MAX_WIDTH), default=0))
     lines = []
     for row in cells:
         padded = []
-        for cell, side, width in zip(row, sides, widths, strict=False):
+        for cell, side, width in zip(row, sides, column_widths, strict=False):
             padding = " " * (width - cell_len(cell))
             padded.append(cell + padding if side == "l" else padding + cell)
         lines.append("  ".join(padded).rstrip())
@@ -62,35 +61,30 @@ def print_table(title: str, rows: Sequence[Sequence[str]], sides: str = "lr") ->
     show("\n".join(table(title, rows, sides)))
 
 
-def histogram_lines(counts: Sequence[int], ends: Sequence[float], width: int, rows: int = 16) -> list[str]:
+def histogram_lines(
+    counts: Sequence[int], upper_edges: Sequence[float], terminal_width: int, max_bars: int = 16
+) -> list[str]:
     """Return a histogram as horizontal bars, each with its upper edge and count; empty bins at the end are left out.
 
-    Args:
-        counts: of each bin.
-        ends: upper edges of the bins.
-        width: columns of the terminal.
-        rows: maximum number of bars; neighboring bins are merged.
+    Neighboring bins are merged into at most ``max_bars`` bars.
     """
-    bins_per_row = -(-len(counts) // rows)
-    grouped = np.add.reduceat(counts, np.arange(0, len(counts), bins_per_row))
-    grouped = grouped[: int(np.flatnonzero(grouped).max(initial=0)) + 1]
-    largest = int(grouped.max())
-    max_bar_width = max(width - len(f"{ends[-1]:,.0f}{largest:,}") - 4, 10)
+    bins_per_bar = math.ceil(len(counts) / max_bars)
+    bar_counts = np.add.reduceat(counts, np.arange(0, len(counts), bins_per_bar))
+    num_bars = int(np.flatnonzero(bar_counts).max(initial=0)) + 1
+    largest = int(bar_counts.max())
+    max_width = max(terminal_width - len(f"{upper_edges[-1]:,.0f}{largest:,}") - 4, 10)
     lines = []
-    for i, count in enumerate(grouped.tolist()):
-        bar = "█" * max(round(max_bar_width * count / largest), 1) + " " if count else ""
-        lines.append((f"{ends[min((i + 1) * bins_per_row, len(ends)) - 1]:,.0f}", f"{bar}{count:,}"))
+    for i, count in enumerate(bar_counts[:num_bars].tolist()):
+        last_bin = min((i + 1) * bins_per_bar, len(upper_edges)) - 1
+        bar = "█" * max(round(max_width * count / largest), 1) + " " if count else ""
+        lines.append((f"{upper_edges[last_bin]:,.0f}", f"{bar}{count:,}"))
     return aligned(lines, "rl")
 
 
 class TerminalProgress:
     """A ``packtool.progress.Progress`` on stderr: a bar in a terminal, otherwise a line every few seconds.
 
-    Use it as a context manager, so that the bar is removed after errors.
-
-    Args:
-        console: by default stderr.
-        enabled: False on ranks that print nothing.
+    Use it as a context manager, so that the bar is removed after errors. If not ``enabled``, it prints nothing.
     """
 
     def __init__(self, console: Console | None = None, enabled: bool = True) -> None:
@@ -229,8 +223,7 @@ def export_lines(summary: ExportSummary) -> list[Line]:
 def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
     """Return the output of ``packtool train`` after training or a dry run, as (name, value).
 
-    Args:
-        has_plan: packs were read from ``--plan``, so samples may be missing for other reasons than their length.
+    ``has_plan``: packs were read from ``--plan``, so samples may be missing for other reasons than their length.
     """
     if result.streaming and not result.num_samples:
         return [("optimizer steps, at most", f"{result.steps:,}"), ("packing length", f"{result.packing_length:,}")]
@@ -266,11 +259,7 @@ def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
 
 
 def source_rows(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
-    """Return a table of a mixture's sources: a heading, and a row with counts and shares for each source.
-
-    Args:
-        sources: figures of each source, by name.
-    """
+    """Return a table of a mixture's sources: a heading, and a row for each source; ``sources`` are figures by name."""
     rows: list[tuple[str, ...]] = [
         ("source", "samples", "share", "tokens", "share", "target tokens", "share", "epochs")
     ]

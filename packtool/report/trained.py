@@ -30,22 +30,19 @@ def is_run(directory: str) -> bool:
 
 
 def trained_figures(directory: str) -> dict[str, Any]:
-    """Count the samples and tokens that a run has trained up to a checkpoint.
+    """Count the samples and tokens that a run has trained up to a checkpoint, or up to its newest checkpoint.
 
-    Args:
-        directory: of the checkpoint, or of a run, which stands for its newest checkpoint.
-
-    Raises:
-        MismatchError: if there is no finished checkpoint, or it has no ledger.
+    A MismatchError is raised if there is no finished checkpoint, or it has no ledger.
     """
     if not os.path.isdir(directory):
         raise ConfigError(f"{directory}: no such directory")
-    checkpoint = directory if is_checkpoint(directory) else next(iter(finished_checkpoints(directory)[::-1]), None)
-    if checkpoint is None:
+    checkpoints = [directory] if is_checkpoint(directory) else finished_checkpoints(directory)
+    if not checkpoints:
         raise MismatchError(
             f"{directory} has no finished checkpoint, which records the trained samples",
             "Give the --output-dir of a run (with --add-version, a numbered folder in it), or one of its checkpoints.",
         )
+    checkpoint = checkpoints[-1]
     ledger, state = read_ledger(checkpoint), read_run_state(checkpoint)
     if ledger is None:
         raise MismatchError(
@@ -56,19 +53,20 @@ def trained_figures(directory: str) -> dict[str, Any]:
     sources = [_source_figures(source, is_in_run=True) for source in ledger.sources]
     sources += [_source_figures(source, is_in_run=False) for source in ledger.retired]
     output_dir = run_directory(checkpoint)
-    segments = segments_of(output_dir) if has_history(output_dir) else []
-    starts = [
-        {
-            "after_step": segment.first,
-            "began": _time(segment.began),
-            "world_size": segment.assignments[-1][1],
-            "num_steps": segment.num_steps,
-            "data_changed": segment.changed_at == segment.first,
-            "caches": [directory for directory, _, _ in segment.caches],
-        }
-        for segment, _ in segments
-        if segment.first < state.step
-    ]
+    starts = []  # of the run, and each time that it was resumed before the checkpoint
+    for segment, _ in segments_of(output_dir) if has_history(output_dir) else ():
+        if segment.first < state.step:
+            _, world_size, *_ = segment.assignments[-1]
+            starts.append(
+                {
+                    "after_step": segment.first,
+                    "began": _time(segment.began),
+                    "world_size": world_size,
+                    "num_steps": segment.num_steps,
+                    "data_changed": segment.changed_at == segment.first,
+                    "caches": [directory for directory, _, _ in segment.caches],
+                }
+            )
     return {
         "checkpoint": checkpoint,
         "step": state.step,
@@ -128,39 +126,34 @@ def trained_lines(figures: Mapping[str, Any]) -> Iterator[str]:
 def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[str, Any]:
     """Plan a step of a run again; return its samples by rank, micro-batch and pack.
 
-    Args:
-        output_dir: of the run, or of one of its checkpoints.
-        step: 1-based, as in the log.
-        model: directory of the run's model, if it has moved.
+    ``output_dir`` may be a checkpoint; ``step`` is 1-based, as in the log; ``model``: its directory if it has moved.
     """
     output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)
-    # The last segment that begins before the step.
-    segment, stop = next(each for each in reversed(segments) if each[0].first < step or each is segments[0])
+    # A segment ends where the next one begins; the end of the last one is the number of trained steps.
+    _, num_trained_steps = segments[-1]
+    segment, end = [pair for pair in segments if pair[0].first < step or pair is segments[0]][-1]
     if step > segment.num_steps:
         raise ConfigError(f"--step {step}: the run has steps 1 to {segment.num_steps}")
-    replay = replay_segment(output_dir, segment, stop, model)
-    stretch = replay.timeline.stretch(step - 1)
-    plan, number = stretch.plan, step - 1 - stretch.first
-    ranks = [
-        {
-            "rank": rank,
-            "micro_batches": [
-                [_sample_figures(replay, pack.tolist()) for pack in plan.samples(number, rank, micro_batch)]
-                for micro_batch in range(plan.steps.num_micro_batches(number))
-            ],
-        }
-        for rank in range(plan.steps.world_size)
-    ]
-    samples = plan.samples_of(number, number + 1)
+    replay = replay_segment(output_dir, segment, end, model)
+    stretch = replay.timeline.stretch(step - 1)  # the part of the step's epoch that has the same plan
+    plan, plan_step = stretch.plan, step - 1 - stretch.first
+    ranks = []
+    for rank in range(plan.steps.world_size):
+        micro_batches = []
+        for micro_batch in range(plan.steps.num_micro_batches(plan_step)):
+            packs = plan.samples(plan_step, rank, micro_batch)
+            micro_batches.append([_sample_figures(replay, pack.tolist()) for pack in packs])
+        ranks.append({"rank": rank, "micro_batches": micro_batches})
+    samples = plan.samples_of(plan_step, plan_step + 1)
     return {
         "step": step,
         "epoch": stretch.epoch,
-        "step_in_epoch": number,
-        "is_trained": step <= segments[-1][1],
+        "step_in_epoch": plan_step,
+        "is_trained": step <= num_trained_steps,
         "num_samples": len(samples),
         "tokens": int(replay.reader.index.length[samples].sum()),
-        "target_tokens": plan.steps.target_tokens(number),
+        "target_tokens": plan.steps.target_tokens(plan_step),
         "ranks": ranks,
     }
 
@@ -219,73 +212,74 @@ def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def row_figures(output_dir: str, cache: str | None, row: int, model: str | None = None) -> dict[str, Any]:
-    """Find the steps of a run that trained a sample, by planning them again.
+    """Find the steps of a run that trained a sample, number ``row`` of the train split, by planning them again.
 
-    Args:
-        output_dir: of the run, or of one of its checkpoints.
-        cache: directory of the sample's cache; None if the run has only one cache.
-        row: number of the sample in the train split.
-        model: directory of the run's model, if it has moved.
+    ``output_dir`` may be a checkpoint; ``cache`` is None if the run has only one; ``model``: its directory if it moved.
     """
     output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)
-    known = {fingerprint: (directory, num) for each, _ in segments for directory, fingerprint, num in each.caches}
+    trained_caches = {  # directory and number of samples, by fingerprint
+        fingerprint: (directory, num_samples)
+        for segment, _ in segments
+        for directory, fingerprint, num_samples in segment.caches
+    }
     if cache is None:
-        if len(known) > 1:
-            caches = ", ".join(directory for directory, _ in known.values())
+        if len(trained_caches) > 1:
+            directories = ", ".join(directory for directory, _ in trained_caches.values())
             raise ConfigError(
-                f"--row {row}: {output_dir} has trained several caches: {caches}",
+                f"--row {row}: {output_dir} has trained several caches: {directories}",
                 f"Name one of them: packtool inspect CACHE --row {row} --run {output_dir}.",
             )
-        fingerprint = next(iter(known))
+        (fingerprint,) = trained_caches
     else:
         fingerprint = Manifest.read(storage.normalize(cache)).fingerprint
-    if fingerprint not in known:
+    if fingerprint not in trained_caches:
         raise ConfigError(
             f"--run {output_dir} has not trained the present version of the cache {cache} ({fingerprint})"
         )
-    directory, num_samples = known[fingerprint]
+    directory, num_samples = trained_caches[fingerprint]
     if row >= num_samples:
         raise ConfigError(f"--row {row}: {directory} has samples 0 to {num_samples - 1}")
     times: list[dict[str, Any]] = []
     sample: dict[str, Any] | None = None
-    for segment, stop in segments:
-        fingerprints = [each for _, each, _ in segment.caches]
-        if fingerprint not in fingerprints or stop <= segment.first:
-            continue
-        replay = replay_segment(output_dir, segment, stop, model)
+    for segment, end in segments:
         # A run may list the same cache more than once.
-        numbers = [number for number, each in enumerate(fingerprints) if each == fingerprint]
+        numbers = [number for number, cache_info in enumerate(segment.caches) if cache_info[1] == fingerprint]
+        if not numbers or end <= segment.first:
+            continue
+        replay = replay_segment(output_dir, segment, end, model)
         positions = [row + int(replay.reader.offsets[number]) for number in numbers]
         sample = sample or _sample_figures(replay, positions[:1])[0]
-        occurrences = [
-            _occurrence(replay, position, *location)
-            for position in positions
-            for location in replay.occurrences(position)
-        ]
-        times += sorted(occurrences, key=lambda occurrence: int(occurrence["step"]))
+        segment_times = []
+        for position in positions:
+            segment_times += [_time_trained(replay, position, *location) for location in replay.occurrences(position)]
+        times += sorted(segment_times, key=lambda time_trained: int(time_trained["step"]))
+    num_skipped = 0
     checkpoints = finished_checkpoints(output_dir)
     ledger = read_ledger(checkpoints[-1]) if checkpoints else None
-    sources = () if ledger is None else (*ledger.sources, *ledger.retired)
+    for source in () if ledger is None else (*ledger.sources, *ledger.retired):
+        if source.fingerprint == fingerprint:
+            num_skipped += int((source.skipped == row).sum())
+    _, num_trained_steps = segments[-1]
     return {
         **(sample or {"cache": directory, "sample": row}),
         "run": output_dir,
         "times": times,
-        "num_skipped": sum(int((each.skipped == row).sum()) for each in sources if each.fingerprint == fingerprint),
-        "until_step": segments[-1][1],
+        "num_skipped": num_skipped,
+        "until_step": num_trained_steps,
     }
 
 
-def _occurrence(
+def _time_trained(
     replay: Replay, position: int, step: int, epoch: int, rank: int, micro_batch: int, pack: int
 ) -> dict[str, Any]:
     """Return figures of a 0-based step in which a sample was trained, with the samples that shared its pack."""
     stretch = replay.timeline.stretch(step)
-    plan, number = stretch.plan, step - stretch.first
+    plan, plan_step = stretch.plan, step - stretch.first
     # Without packing, and with Skrull, which splits packs, take all samples of the micro-batch instead.
     has_packs = plan.placement is None and plan.summary.options.packing
-    packs = [plan.packs.pack(pack)] if has_packs else list(plan.samples(number, rank, micro_batch))
-    companions = [each for pack in packs for each in pack.tolist() if each != position]
+    packs = [plan.packs.pack(pack)] if has_packs else list(plan.samples(plan_step, rank, micro_batch))
+    companions = [sample for samples in packs for sample in samples.tolist() if sample != position]
     return {
         "step": step + 1,
         "epoch": epoch,
@@ -293,7 +287,7 @@ def _occurrence(
         "micro_batch": micro_batch,
         "num_companions": len(companions),
         "companions": _sample_figures(replay, companions[:_MAX_COMPANIONS]),
-        "num_samples_of_step": len(plan.samples_of(number, number + 1)),
+        "num_samples_of_step": len(plan.samples_of(plan_step, plan_step + 1)),
     }
 
 

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from packtool.report.drawing import SIZE, Axis
+from packtool.report.drawing import AXIS_LENGTH, Axis
 
 
 @given(st.floats(0.01, 1e9), st.integers(3, 6), st.booleans())
-def test_numbers_are_round_and_evenly_spaced(high: float, max_ticks: int, cover: bool) -> None:
-    numbers = [value for value, _ in Axis.over("", 0, high, max_ticks, cover=cover).ticks]
+def test_numbers_are_round_and_evenly_spaced(high: float, max_ticks: int, extend: bool) -> None:
+    numbers = [value for value, _ in Axis.linear("", 0, high, max_ticks, extend=extend).ticks]
     assert 2 <= len(numbers) <= max_ticks + 2
-    assert numbers[-1] >= high * (1 - 1e-6) if cover else numbers[-1] <= high * (1 + 1e-6)
+    assert numbers[-1] >= high * (1 - 1e-6) if extend else numbers[-1] <= high * (1 + 1e-6)
     steps = [later - earlier for earlier, later in pairwise(numbers)]
     assert steps == pytest.approx([steps[0]] * len(steps))
     assert f"{steps[0]:e}".rstrip("0123456789").rstrip("+-e").rstrip("0") in ("1.", "2.", "2.5", "5.")
-    axis = Axis.over("", 0, max(round(high), 1), max_ticks, integers=True)
+    axis = Axis.linear("", 0, max(round(high), 1), max_ticks, integers=True)
     assert all(value == int(value) for value, _ in axis.ticks)
 
 
@@ -32,29 +32,29 @@ def test_numbers_are_round_and_evenly_spaced(high: float, max_ticks: int, cover:
         (0, 21_000, {}, ["0", "5,000", "10,000", "15,000", "20,000"]),
         (0, 2_600_000, {}, ["0", "1M", "2M"]),
         (-1.5, 2.2, {}, ["-1", "0", "1", "2"]),
-        (1, 1.17, {"cover": True}, ["1.00", "1.05", "1.10", "1.15", "1.20"]),
+        (1, 1.17, {"extend": True}, ["1.00", "1.05", "1.10", "1.15", "1.20"]),
     ],
 )
 def test_labels(low: float, high: float, settings: dict[str, Any], expected: list[str]) -> None:
-    axis = Axis.over("", low, high, 5, **settings)
+    axis = Axis.linear("", low, high, 5, **settings)
     assert [label for _, label in axis.ticks] == expected
-    assert axis.at(low) == 0
-    assert axis.at(axis.high) == SIZE
-    assert axis.high == (pytest.approx(1.2) if "cover" in settings else high)
+    assert axis.position(low) == 0
+    assert axis.position(axis.high) == AXIS_LENGTH
+    assert axis.high == (pytest.approx(1.2) if "extend" in settings else high)
 
 
 def test_a_single_number_is_labelled() -> None:
-    assert Axis.over("", 2.6, 3.4, 5, integers=True).ticks == [(3.0, "3")]
+    assert Axis.linear("", 2.6, 3.4, 5, integers=True).ticks == [(3.0, "3")]
 
 
 @example(low=0.5, span=200.0)
 @given(low=st.floats(0.5, 1e5), span=st.floats(100, 1e6))
 def test_a_logarithmic_axis_has_a_few_round_numbers(low: float, span: float) -> None:
     axis = Axis.logarithmic("", low, low * span)
-    assert [axis.at(axis.low), axis.at(axis.high)] == pytest.approx([0, SIZE])
-    assert axis.at(low * span**0.5) == pytest.approx(SIZE / 2)
-    places = [place for place, _ in axis.places]
-    assert 1 <= len(places) <= SIZE / 100
-    assert -1e-6 <= places[0] <= places[-1] <= SIZE * (1 + 1e-9)
+    assert [axis.position(axis.low), axis.position(axis.high)] == pytest.approx([0, AXIS_LENGTH])
+    assert axis.position(low * span**0.5) == pytest.approx(AXIS_LENGTH / 2)
+    places = [place for place, _ in axis.tick_positions]
+    assert 1 <= len(places) <= AXIS_LENGTH / 100
+    assert -1e-6 <= places[0] <= places[-1] <= AXIS_LENGTH * (1 + 1e-9)
     assert all(later - earlier > 100 for earlier, later in pairwise(places))
     assert {f"{value:.0e}"[0] for value, _ in axis.ticks} <= set("1235")

@@ -57,9 +57,9 @@ def titles(charts: list[Chart]) -> list[str]:
 
 
 def lines(chart: Chart) -> list[tuple[str, str, int]]:
-    """Return look, name and number of points of each path."""
+    """Return style, name and number of points of each path."""
     return [
-        (shape.look, shape.name, sum(map(len, shape.strokes))) for shape in chart.shapes if isinstance(shape, Curve)
+        (shape.style, shape.name, sum(map(len, shape.strokes))) for shape in chart.shapes if isinstance(shape, Curve)
     ]
 
 

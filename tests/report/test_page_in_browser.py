@@ -121,7 +121,7 @@ CONTENTS = {
             "rows": [("a/long/name", *["1,000,000"] * 7), ("b", *["> 99.99%"] * 7)],
             "shares": [[0.5, 0.5]],
             "unit": "tokens",
-            "steps": 1,
+            "steps_per_interval": 1,
             "num_steps": 1,
             "stages": [],
             "of": "epoch",

@@ -25,10 +25,10 @@ from tests.report.contents import branches, content, content_with_trees
 HOSTILE = ("<b>'", "<i onload", "\u202e", "\x1b", "\x07")
 
 
-def widths(drawing: Drawing, look: str) -> float:
-    """Return the total width of all rectangles of a look, in thousandths of a line."""
+def widths(drawing: Drawing, style: str) -> float:
+    """Return the total width of all rectangles of a style, in thousandths of a line."""
     boxes = [shape for shape in drawing.shapes if isinstance(shape, Box)]
-    return sum(box.width for box in boxes if box.look.startswith(look))
+    return sum(box.width for box in boxes if box.style.startswith(style))
 
 
 @given(st.lists(st.lists(st.integers(1, 500), min_size=1, max_size=9), min_size=1, max_size=9), st.integers(1, 20))
@@ -81,13 +81,13 @@ def test_a_prefix_is_drawn_once_in_a_pack_and_with_every_sample_without_packing(
     assert widths(drawing, "s c") == pytest.approx(100 + 20 + 50)
     assert widths(drawing, "room") == pytest.approx(330)
     plain = plain_batches([tree], 3)
-    assert sorted(tokens for tokens, look in plain if look == "prefix") == [400, 500, 500]
+    assert sorted(tokens for tokens, style in plain if style == "prefix") == [400, 500, 500]
     assert sum(tokens for tokens, _ in plain) == 3 * 550
 
 
 def test_a_tree_is_drawn_to_scale() -> None:
     boxes = [box for box in tree_drawing(branches([800, 140, 50], [0, 400, 500])).shapes if isinstance(box, Box)]
-    places = [(box.look, box.x, box.width) for box in boxes]
+    places = [(box.style, box.x, box.width) for box in boxes]
     assert places == [
         ("s prefix", 0, 500),
         ("s c0", 500, 500),
@@ -117,13 +117,20 @@ def test_an_outlier_does_not_compress_the_other_steps() -> None:
     assert near.notes == []
     assert far.notes == [Note(875, [("c0", "9.00 ↑")])]
     assert near.y.high == far.y.high == pytest.approx(1.2)
-    assert [shape.look for shape in balance_chart([2.0], [2.0]).shapes] == ["dot-after"], "drawn once: nothing changed"
+    assert [shape.style for shape in balance_chart([2.0], [2.0]).shapes] == ["dot-after"], "drawn once: nothing changed"
 
 
 def test_shares_are_drawn_at_their_steps() -> None:
     """Ten steps in intervals of three: the last interval has one step."""
     parts = [[1.0, 0.0]] * 2 + [[0.0, 1.0]] * 2
-    mixture = {"rows": [("a",), ("b",)], "shares": parts, "unit": "tokens", "steps": 3, "num_steps": 10, "stages": []}
+    mixture = {
+        "rows": [("a",), ("b",)],
+        "shares": parts,
+        "unit": "tokens",
+        "steps_per_interval": 3,
+        "num_steps": 10,
+        "stages": [],
+    }
     boxes = [shape for shape in shares_chart(mixture | {"of": "epoch"}).shapes if isinstance(shape, Box)]
     assert [(round(box.x), round(box.width)) for box in boxes] == [(0, 300), (300, 300), (600, 300), (900, 100)]
 
