@@ -103,8 +103,7 @@ def rewrite_arguments(
     Raises:
         ConfigError: naming unknown options, invalid booleans, and values without an option.
     """
-    result: list[str] = []
-    problems: list[str] = []
+    result, problems = list[str](), list[str]()
     next_index = 0  # of the argument after those that were read
     while next_index < len(arguments):
         argument = arguments[next_index]

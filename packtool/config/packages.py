@@ -24,22 +24,22 @@ class PackageOptions:
     def missing_packages(self) -> list[str]:
         """Return a message for each missing package of the given options, with the command that installs it."""
 
-        given = vars(self).get  # None for an option that the command does not have
+        value_of = vars(self).get  # None for an option that the command does not have
         bitsandbytes = (("bitsandbytes",), "bitsandbytes is", "bitsandbytes")
         needs: list[tuple[str, tuple[str, ...], str, str]] = []  # option, modules, subject of the message, package
-        if given("deepspeed") is not None:
-            needs.append((f"--deepspeed {given('deepspeed')}", ("deepspeed",), "DeepSpeed is", "deepspeed"))
-        if given("use_liger_kernel"):
+        if value_of("deepspeed") is not None:
+            needs.append((f"--deepspeed {value_of('deepspeed')}", ("deepspeed",), "DeepSpeed is", "deepspeed"))
+        if value_of("use_liger_kernel"):
             needs.append(("--use-liger-kernel true", ("liger_kernel",), "Liger's kernels are", "liger-kernel"))
-        if given("quant_bits") is not None:
-            needs.append((f"--quant-bits {given('quant_bits')}", *bitsandbytes))
-        if (given("optim") or "").startswith(_BITSANDBYTES_OPTIMIZERS):
-            needs.append((f"--optim {given('optim')}", *bitsandbytes))
-        for tracker in given("report_to") or ():
+        if value_of("quant_bits") is not None:
+            needs.append((f"--quant-bits {value_of('quant_bits')}", *bitsandbytes))
+        if (value_of("optim") or "").startswith(_BITSANDBYTES_OPTIMIZERS):
+            needs.append((f"--optim {value_of('optim')}", *bitsandbytes))
+        for tracker in value_of("report_to") or ():
             if tracker in TRACKERS:
                 modules, package = TRACKERS[tracker]
                 needs.append((f"--report-to {tracker}", modules, f"{package} is", package))
-        if given("executor") == "ray":
+        if value_of("executor") == "ray":
             needs.append(("--executor ray", ("ray",), "Ray is", '"packtool[ray]"'))
         return [
             f"{option}: {subject} not installed: pip install {package}"

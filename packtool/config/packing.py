@@ -140,17 +140,17 @@ class ParallelOptions(Settings):
         """Return messages about contradictory sizes, and about a kernel without sequence parallelism."""
         problems, num_ranks, exchange = [], self.sequence_parallel_ranks, self.sequence_parallel_type
         ulysses, ring = self.ulysses_size, self.ring_size
-        given = {"--ulysses-size": ulysses, "--ring-size": ring}
-        given_text = " and ".join(f"{name} {size}" for name, size in given.items() if size is not None)
+        sizes = {"--ulysses-size": ulysses, "--ring-size": ring}
+        sizes_text = " and ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
         product = (ulysses or 1) * (ring or 1)
         are_both_given = ulysses is not None and ring is not None
         ulysses_ranks = ulysses or num_ranks // (ring or 1)  # without --ulysses-size, all ranks beside the ring
         if num_ranks % product or (are_both_given and num_ranks != product):
-            problems.append(f"--sequence-parallel-size {num_ranks} does not match {given_text}: leave one of them out")
+            problems.append(f"--sequence-parallel-size {num_ranks} does not match {sizes_text}: leave one of them out")
         elif exchange == "ulysses" and num_ranks > ulysses_ranks:
-            problems.append(f"--sequence-parallel-type ulysses has no ring: leave out {given_text}")
+            problems.append(f"--sequence-parallel-type ulysses has no ring: leave out {sizes_text}")
         elif exchange in ("ring", "allgather") and num_ranks > 1 and ulysses == num_ranks:
-            problem = f"with {given_text} there is no ring; leave one of them out"
+            problem = f"with {sizes_text} there is no ring; leave one of them out"
             problems.append(f"--sequence-parallel-type {exchange}: {problem}")
         attn_impl = getattr(self, "attn_impl", "auto")
         if num_ranks > 1 and attn_impl not in SEQUENCE_PARALLEL_KERNELS:

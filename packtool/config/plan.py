@@ -60,8 +60,8 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         allowed = {field.name for field in dataclasses.fields(CacheOptions)}
         allowed |= {"resume", "cached_dataset", "mix", "world_size"}
         fields = [field for field in dataclasses.fields(self) if field.name not in allowed]
-        given = [flag(field.name) for field in fields if getattr(self, field.name) != field.default]
-        return [f"{name}: --resume uses the options of the resumed run; leave it out" for name in given]
+        refused = [flag(field.name) for field in fields if getattr(self, field.name) != field.default]
+        return [f"{name}: --resume uses the options of the resumed run; leave it out" for name in refused]
 
     def value_problems(self) -> list[str]:
         """Return the problems of numbers that are impossible."""

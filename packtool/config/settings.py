@@ -289,8 +289,7 @@ def resolve(
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems: list[str] = []
-    values: dict[str, Any] = {}
-    invalid: set[str] = set()
+    values, invalid = dict[str, Any](), set[str]()  # by name
     for origin, key, raw in _given_values(fields, flags, sets, environ or {}, file or {}, problems):
         name = key.replace("-", "_")
         name = next((field.name for field in fields.values() if name in field.metadata["aliases"]), name)
@@ -310,9 +309,8 @@ def resolve(
             continue
         # Mappings from several sources are merged; other values replace those from earlier sources.
         values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
-    for name, field in fields.items():
-        if is_required(field) and name not in values and name not in invalid:
-            problems.append(f"{flag(name)} is missing: {field.metadata['help']}")
+    missing = [name for name in fields if is_required(fields[name]) and name not in values and name not in invalid]
+    problems += [f"{flag(name)} is missing: {fields[name].metadata['help']}" for name in missing]
     if problems:
         raise ConfigError.from_problems(problems)
     complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = getattr(cls, "complete", None)

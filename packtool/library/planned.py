@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from markupsafe import escape
-
 from packtool import storage
 from packtool.config.plan import PlanConfig
 from packtool.errors import ConfigError
 from packtool.library.commands import settings_of
 from packtool.planning.epoch import EpochPlan
-from packtool.report.drawing import render
+from packtool.report.drawing import wrap_in_frame
 from packtool.report.plan import plan_lines
 from packtool.report.plan_page import page, page_content
 from packtool.report.tables import aligned
@@ -165,7 +163,7 @@ class Plan:
         return f"Plan of {self._title}: {packs:,} packs in {steps:,} steps of {self.world_size} ranks"
 
     def _repr_html_(self) -> str:
-        return render("framed.html", page=escape(self._page()), title=self._title)
+        return wrap_in_frame(self._page(), self._title)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the options, from which another process makes the same plan."""

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from packtool.constants import VERSION
 from packtool.terminal import escape_line
@@ -268,6 +268,11 @@ _WRAP_AFTER = re.compile(r"(?<=[^\s])([/_.,:=]|(?<=\w)-)(?=\w)")
 def render(template: str, **values: Any) -> str:
     """Render a template of ``templates/`` to text; all values are escaped."""
     return _environment().get_template(template).render(version=VERSION, colours=PAGE_COLOURS, **values)
+
+
+def wrap_in_frame(page: str, title: str) -> str:
+    """Return an HTML page as an iframe, to be shown inside another document such as a notebook."""
+    return render("framed.html", page=escape(page), title=title)
 
 
 def breakable(text: str) -> Markup:
