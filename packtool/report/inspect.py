@@ -118,17 +118,17 @@ def regions_of(
     if form is None or not images:
         return []
     regions: list[ShownRegion] = []
-    for found in _read_regions(text):
-        xs, ys = found.coordinates[::2], found.coordinates[1::2]
+    for text_region in _read_regions(text):
+        xs, ys = text_region.coordinates[::2], text_region.coordinates[1::2]
         is_ordered = len(xs) != 2 or (xs[0] <= xs[1] and ys[0] <= ys[1])  # a box begins with its upper left corner
         # A region before the first image may mean any image.
-        num_candidates = text.count(PICTURE, 0, found.start) or len(images)
+        num_candidates = text.count(PICTURE, 0, text_region.start) or len(images)
         for number, image in enumerate(images[:num_candidates]):
             width, height = written_size(form, image, limits)
             corners = tuple((x / width, y / height) for x, y in zip(xs, ys, strict=True))
-            region = ShownRegion(found.name, corners, number, is_complete and len(images) == 1)
+            region = ShownRegion(text_region.name, corners, number, is_complete and len(images) == 1)
             # A list of numbers that nothing marks as a region is one only if it can be a region of this image.
-            if found.is_marked or (region.is_inside and is_ordered):
+            if text_region.is_marked or (region.is_inside and is_ordered):
                 regions.append(region)
     return regions
 
