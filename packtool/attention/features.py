@@ -59,7 +59,7 @@ def share_features(model: nn.Module, parallel: SequenceParallel | None) -> None:
 
 
 @contextmanager
-def own_features(model: nn.Module) -> Iterator[None]:
+def original_features(model: nn.Module) -> Iterator[None]:
     """Let the model compute and merge its features as transformers alone would, inside the context."""
     hooks = [getattr(module, _ATTRIBUTE) for module in _tower_owners(model) if hasattr(module, _ATTRIBUTE)]
     for hook in hooks:

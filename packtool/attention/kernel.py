@@ -59,17 +59,19 @@ class LeakError(RuntimeError):
     """A call in which one document of a pack could see another: a bug in the caller, or an unknown kind of model."""
 
 
-def refuse_leaks(layer: object, states: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any], ranks: object) -> None:
+def refuse_leaks(
+    layer: object, states: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any], parallel: object
+) -> None:
     """Raise if documents could see each other in a layer's call. Not asserts, which ``python -O`` would remove.
 
     Args:
         states: queries or hidden states, (1, ...); more than one sequence is refused.
         mask: the attention mask, which must be None.
         kwargs: of the call; must have ``cu_seq_lens_q`` or ``sequence_shard``.
-        ranks: the ranks that share the layer's sequences; must not be None if there is a ``sequence_shard``.
+        parallel: the ranks that share the layer's sequences; must not be None if there is a ``sequence_shard``.
     """
     name, is_shard = type(layer).__name__, kwargs.get("sequence_shard") is not None
-    if is_shard and ranks is None:
+    if is_shard and parallel is None:
         raise LeakError(f"{name} was given a part of a sequence, but the model was not told which ranks have the rest")
     if not is_shard and kwargs.get("cu_seq_lens_q") is None:
         raise LeakError(f"{name} was called without cu_seq_lens_q: the documents of a pack could not be told apart")

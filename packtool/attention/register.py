@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from packtool.attention.choose import AUTO, KERNELS, choose
-from packtool.attention.features import own_features, share_features, towers_of_media
+from packtool.attention.features import original_features, share_features, towers_of_media
 from packtool.attention.kernel import LeakError, Varlen, refuse_leaks, reveal_boundaries
 from packtool.attention.parallel.attend import attend_shard
 from packtool.attention.parallel.axes import refuse_unshareable
@@ -63,8 +63,8 @@ def register() -> None:
         AttentionInterface.register(attention_name(impl), partial(packed_attention, impl=impl))
 
 
-def route(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
-    """The ``attn_implementation`` that sets the attention of a model's text tower, and of no other, to ``name``."""
+def text_attention(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
+    """Return the ``attn_implementation`` that sets the attention of a model's text tower, and no other, to ``name``."""
     towers = [tower for tower in config.sub_configs if getattr(config, tower, None) is not None]
     if "text_config" not in towers:
         return name
@@ -73,7 +73,7 @@ def route(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
 
 def set_text_attention(model: PreTrainedModel, name: str) -> None:
     """Set the attention of a model's text tower by transformers' name; its media towers keep ``tower_attention``."""
-    model.set_attn_implementation(route(model.config, name))
+    model.set_attn_implementation(text_attention(model.config, name))
     route_towers(model)
 
 
@@ -114,22 +114,23 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
 
 
 @contextmanager
-def own_attention(model: PreTrainedModel) -> Iterator[None]:
+def original_attention(model: PreTrainedModel) -> Iterator[None]:
     """Inside, the model computes as with transformers alone: SDPA, its own recurrent layers and towers.
 
     For comparisons; the attention set before is restored afterwards.
     """
-    text: Any = model.config.get_text_config()
-    name = text._attn_implementation
-    isolated = any("forward" in vars(layer) for layer in recurrent_layers(model))
-    model.set_attn_implementation(route(model.config, "sdpa"))
+    text_config: Any = model.config.get_text_config()
+    name = text_config._attn_implementation
+    # Isolated layers have a forward of their own, beside that of their class.
+    is_isolated = any("forward" in vars(layer) for layer in recurrent_layers(model))
+    model.set_attn_implementation(text_attention(model.config, "sdpa"))
     release_recurrent_layers(model)
     try:
-        with own_features(model):
+        with original_features(model):
             yield
     finally:
         set_text_attention(model, name)
-        if isolated:
+        if is_isolated:
             isolate_recurrent_layers(model)
 
 
@@ -172,7 +173,7 @@ def packed_attention(
             f"{type(module).__name__} sees {key.shape[2]} keys for {query.shape[2]} queries: a key-value cache is on"
         )
     window = _window(module, kwargs)
-    q, k, v = _as_kernels_take(query, key, value)
+    q, k, v = _to_kernel_layout(query, key, value)
     impl, head_dims = kwargs.get("impl", AUTO), (q.shape[-1], v.shape[-1])
     if (shard := kwargs.get("sequence_shard")) is not None:
         if dropout:
@@ -221,13 +222,13 @@ def tower_attention(
     """
     if attention_mask is not None or kwargs.get("cu_seq_lens_q") is None:
         raise LeakError(f"{type(module).__name__} does not say where the pictures end that it looks at")
-    q, k, v = _as_kernels_take(query, key, value)
+    q, k, v = _to_kernel_layout(query, key, value)
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], causal=False)
     kernel = kwargs.get("kernel") or choose(AUTO, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=q.shape[-1])
     return kernel.attend(q, k, v, varlen, scale=scaling, dropout=dropout).unsqueeze(0), None
 
 
-def _as_kernels_take(*tensors: Tensor) -> list[Tensor]:
+def _to_kernel_layout(*tensors: Tensor) -> list[Tensor]:
     """(1, H, T, D) as (T, H, D), cast to the precision of an active autocast as torch does for its own attention."""
     device_type = tensors[0].device.type
     has_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

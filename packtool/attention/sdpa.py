@@ -34,7 +34,7 @@ class SdpaKernel(Kernel):
         assert len(k) == len(v), "the documents do not add up to the packed sequence"
         outs = []
         for q_rows, kv_rows in zip(varlen.documents(len(q)), varlen.of_keys.documents(len(k)), strict=True):
-            query, key, value = map(_as_sdpa_takes, (q[q_rows], k[kv_rows], v[kv_rows]))
+            query, key, value = map(_to_sdpa_layout, (q[q_rows], k[kv_rows], v[kv_rows]))
             for queries, keys, mask in _blocks(query.shape[2], key.shape[2], window, q.device):
                 out = F.scaled_dot_product_attention(
                     query[:, :, queries],
@@ -50,7 +50,7 @@ class SdpaKernel(Kernel):
         return torch.cat(outs) if outs else q.new_zeros((0, q.shape[1], v.shape[-1]))
 
 
-def _as_sdpa_takes(tensor: Tensor) -> Tensor:
+def _to_sdpa_layout(tensor: Tensor) -> Tensor:
     """(T, H, D) as (1, H, T, D)."""
     return tensor.transpose(0, 1).unsqueeze(0)
 

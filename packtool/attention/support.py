@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from packtool.attention.kernel import LeakError, Varlen
 from packtool.attention.recurrent import ISOLATED_MODEL_TYPES, RECURRENT_LAYER, isolate_recurrent_layers
-from packtool.attention.register import packed_attention, route
+from packtool.attention.register import packed_attention, text_attention
 from packtool.batch.spec import auto_class, weights_in_one_piece
 from packtool.errors import MismatchError, UnsupportedModelError
 
@@ -128,7 +128,7 @@ def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
     varlen = Varlen.of_lengths(_TRIAL_LENGTHS)
     try:
         with weights_in_one_piece(), torch.device("meta"):
-            model = model_class._from_config(config, attn_implementation=route(config, _TRIAL_NAME))
+            model = model_class._from_config(config, attn_implementation=text_attention(config, _TRIAL_NAME))
         num_recurrent = isolate_recurrent_layers(model)
         with torch.no_grad():
             model(

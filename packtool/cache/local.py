@@ -191,6 +191,7 @@ class MappedBlocks:
 def check_all(directory: str, manifest: Manifest) -> Iterator[tuple[str, str, int]]:
     """Verify all files of a cache by reading them; yield (path below the directory, problem or "", bytes) of each."""
     for split, info in sorted(manifest.splits.items()):
+        # Name, size in bytes if it is known, and SHA-256 of each file.
         expected: list[tuple[str, int | None, str]] = [(INDEX_NAME, None, info.index_sha256)]
         expected += [(PREFIXES_NAME, None, info.prefixes_sha256)] if info.prefixes_sha256 else []
         expected += [(shard.file, shard.bytes, shard.sha256) for shard in info.shards]
@@ -256,8 +257,14 @@ class LocalCopies:
 
     def keeping(self, manifests: Sequence[Manifest]) -> LocalCopies:
         """Return this directory with these remote caches in use; raise a ConfigError if they exceed the limit."""
-        sizes = {(m.fingerprint, s.sha256): s.bytes for m in manifests for p in m.splits.values() for s in p.shards}
-        total = sum(sizes.values())
+        # The copies of a cache hold equal shards once.
+        shard_bytes = {
+            (manifest.fingerprint, shard.sha256): shard.bytes
+            for manifest in manifests
+            for split in manifest.splits.values()
+            for shard in split.shards
+        }
+        total = sum(shard_bytes.values())
         if self.limit is not None and total > self.limit:
             raise ConfigError(
                 f"--cache-dir-size {self.limit / 1e6:,.1f} MB is less than the {total / 1e6:,.1f} MB of the remote "
@@ -353,7 +360,7 @@ class LocalCopies:
             bytes_to_free = size + _SPARE_BYTES - shutil.disk_usage(self.directory).free
             if self.limit is not None:
                 bytes_to_free = max(bytes_to_free, used + size - self.limit)
-            for path, fingerprint, state in sorted(copies, key=lambda copy: copy[2].st_mtime):
+            for path, fingerprint, state in sorted(copies, key=lambda copy: copy[2].st_mtime):  # time of the last use
                 if bytes_to_free <= 0:
                     break
                 if fingerprint not in self.kept and _remove(path):

@@ -122,18 +122,18 @@ def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -
     exported = [(storage.absolute(source.path), source.settings) for source in manifest.sources]
     current = [(storage.absolute(storage.masked(spec.path)), spec.settings) for spec in specs]
     if exported != current:
-        shown = (", ".join(f"{path} {settings}".strip() for path, settings in each) for each in (exported, current))
-        different.append("dataset: {} there, {} here".format(*shown))
+        there = ", ".join(f"{path} {settings}".strip() for path, settings in exported)
+        here = ", ".join(f"{path} {settings}".strip() for path, settings in current)
+        different.append(f"dataset: {there} there, {here} here")
     else:
         for source, spec in zip(manifest.sources, specs, strict=True):
             if not storage.exists(spec.path):
                 continue  # the file was removed after the export
             state = storage.stat(spec.path)
-            # The content is read only if the file has the same size and another time.
-            is_same = state.size == source.size and (
-                state.modified == source.modified or scan(spec).digest == source.digest
-            )
-            if not is_same:
+            has_changed = state.size != source.size
+            if not has_changed and state.modified != source.modified:
+                has_changed = scan(spec).digest != source.digest  # the content is read only in this case
+            if has_changed:
                 different.append(f"{source.path} has changed since the export")
     if different:
         lines = "\n".join(f"  - {line}" for line in different)
@@ -207,7 +207,7 @@ def _other_export_error(directory: str, num_finished: int) -> MismatchError:
 def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
     """Return the results, by task number, of the tasks of an export whose files are all intact."""
     results = {}
-    states: dict[str, dict[str, storage.FileState | None]] = {}
+    states: dict[str, dict[str, storage.FileState | None]] = {}  # of the files of each split
     for name in storage.list_names(storage.join(directory, TASKS_DIR)):
         if not _is_marker(name):
             continue
@@ -220,9 +220,9 @@ def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
         for split in result.splits:
             if split not in states:
                 states[split] = storage.entries(storage.join(directory, split))
-        if _has_intact_parts(directory, result) and all(
-            is_shard(storage.join(directory, split, part.file), states[split].get(part.file), part)
-            for split, part in result.splits.items()
+        if _has_intact_files(directory, result) and all(
+            is_shard(storage.join(directory, split, shard.file), states[split].get(shard.file), shard)
+            for split, shard in result.splits.items()
         ):
             results[result.number] = result
     return results
@@ -309,14 +309,14 @@ def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results:
 
 
 def _split_info(name: str, results: Sequence[TaskResult], max_length: int) -> SplitInfo:
-    parts = [result.splits[name] for result in results if name in result.splits]
+    shards = [result.splits[name] for result in results if name in result.splits]
     histogram = np.zeros(_HISTOGRAM_BINS, np.int64)
     for length, count in length_counts(results, name).items():
         histogram[min((length - 1) * _HISTOGRAM_BINS // max_length, _HISTOGRAM_BINS - 1)] += count
     return SplitInfo(
-        **vars(SampleCounts.total(part.counts for part in parts)),
+        **vars(SampleCounts.total(shard.counts for shard in shards)),
         length_histogram=tuple(int(count) for count in histogram),
-        shards=tuple(ShardInfo(part.file, part.counts.rows, part.bytes, part.sha256) for part in parts),
+        shards=tuple(ShardInfo(shard.file, shard.counts.rows, shard.bytes, shard.sha256) for shard in shards),
         index_sha256="",  # set by publish_cache, like prefixes_sha256
     )
 
@@ -325,9 +325,9 @@ def length_counts(results: Sequence[TaskResult], split: str | None = None) -> Co
     """Count samples by length in tokens, in one split or in all."""
     counts: Counter[int] = Counter()
     for result in results:
-        for name, part in result.splits.items():
+        for name, shard in result.splits.items():
             if split in (None, name):
-                counts.update(part.lengths)
+                counts.update(shard.lengths)
     return counts
 
 
@@ -394,9 +394,9 @@ def check_written(directory: str, results: Sequence[TaskResult]) -> None:
         folder = storage.join(directory, split)
         states = storage.entries(folder)
         for result in results:
-            part = result.splits.get(split)
-            if part is not None and not is_shard(storage.join(folder, part.file), states.get(part.file), part):
-                wrong.append(f"{split}/{part.file}")
+            shard = result.splits.get(split)
+            if shard is not None and not is_shard(storage.join(folder, shard.file), states.get(shard.file), shard):
+                wrong.append(f"{split}/{shard.file}")
     if wrong:
         shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
         raise MismatchError(
@@ -406,11 +406,11 @@ def check_written(directory: str, results: Sequence[TaskResult]) -> None:
         )
 
 
-def is_shard(path: str, state: storage.FileState | None, part: SplitResult) -> bool:
+def is_shard(path: str, state: storage.FileState | None, shard: SplitResult) -> bool:
     """Return whether a file is the shard that a task wrote, by size and time, or by SHA-256 if the time differs."""
-    if state is None or state.size != part.bytes:
+    if state is None or state.size != shard.bytes:
         return False
-    return state.modified == part.modified or sha256_of(path) == part.sha256  # a copied file has another time
+    return state.modified == shard.modified or sha256_of(path) == shard.sha256  # a copied file has another time
 
 
 def _batches_of(
@@ -419,29 +419,29 @@ def _batches_of(
     """Yield the record batches of the tasks' parts of a split's index or prefixes, each with its task's result."""
     suffix = f"{split}.prefixes.arrow" if of_prefixes else f"{split}.arrow"
     for result in results:
-        if (part := result.splits.get(split)) is not None:
-            sha256 = part.prefixes_sha256 if of_prefixes else part.index_sha256
-            for batch in pa.ipc.open_stream(_read_part(task_file(directory, result.number, suffix), sha256)):
+        if (split_result := result.splits.get(split)) is not None:
+            sha256 = split_result.prefixes_sha256 if of_prefixes else split_result.index_sha256
+            for batch in pa.ipc.open_stream(_read_task_file(task_file(directory, result.number, suffix), sha256)):
                 yield result, batch
 
 
-def _has_intact_parts(directory: str, result: TaskResult) -> bool:
+def _has_intact_files(directory: str, result: TaskResult) -> bool:
     """Return whether a task's parts of index, prefixes and drops are intact.
 
     They are not written durably, so a local disk may lose them in a power failure; object stores lose nothing.
     """
     if storage.is_remote(directory):
         return True
-    parts = [("dropped.jsonl", result.dropped_sha256)] if result.dropped_sha256 else []
-    for split, counts in result.splits.items():
-        parts.append((f"{split}.arrow", counts.index_sha256))
-        if counts.prefixes_sha256:
-            parts.append((f"{split}.prefixes.arrow", counts.prefixes_sha256))
-    paths = ((task_file(directory, result.number, suffix), sha256) for suffix, sha256 in parts)
+    files = [("dropped.jsonl", result.dropped_sha256)] if result.dropped_sha256 else []
+    for split, split_result in result.splits.items():
+        files.append((f"{split}.arrow", split_result.index_sha256))
+        if split_result.prefixes_sha256:
+            files.append((f"{split}.prefixes.arrow", split_result.prefixes_sha256))
+    paths = ((task_file(directory, result.number, suffix), sha256) for suffix, sha256 in files)
     return all(storage.exists(path) and sha256_of(path) == sha256 for path, sha256 in paths)
 
 
-def _read_part(path: str, sha256: str) -> bytes:
+def _read_task_file(path: str, sha256: str) -> bytes:
     """Read a task's part of a file; raise a MismatchError if another process has changed it."""
     data = storage.read_bytes(path)
     if hashlib.sha256(data).hexdigest() != sha256:
@@ -471,7 +471,7 @@ def merge_dropped(directory: str, results: Sequence[TaskResult]) -> None:
     with atomic_file(storage.join(directory, DROPPED_NAME)) as file:
         for result in results:
             if result.dropped_sha256:
-                file.write(_read_part(task_file(directory, result.number, "dropped.jsonl"), result.dropped_sha256))
+                file.write(_read_task_file(task_file(directory, result.number, "dropped.jsonl"), result.dropped_sha256))
 
 
 def refuse_empty(manifest: Manifest, results: Sequence[TaskResult], directory: str | None) -> None:

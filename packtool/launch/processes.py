@@ -182,13 +182,7 @@ def launch_if_requested(
 
 
 def _number_from(
-    environ: Mapping[str, str],
-    name: str,
-    problems: list[str],
-    *,
-    default: int,
-    minimum: int,
-    maximum: int | None = None,
+    environ: Mapping[str, str], name: str, problems: list[str], default: int, minimum: int, maximum: int | None = None
 ) -> int:
     """Return a whole number from the environment, or the default; append a problem if it is out of bounds."""
     text = environ.get(name)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from packtool.attention.features import own_features, run_towers_once
+from packtool.attention.features import original_features, run_towers_once
 from packtool.attention.register import route_towers
 from packtool.batch.tower_inputs import tower_inputs
 from tests.batch.reduced import IMAGE_PAD, VISION_END, VISION_MODELS, VISION_START, reduced_model, reduced_spec
@@ -67,7 +67,7 @@ def test_one_call_equals_two(name: str, kinds: set[str]) -> None:
 def test_original_vision_forward_is_available_temporarily(name: str) -> None:
     model = reduced_model(name, packed=False)
     run_towers_once(model)
-    with own_features(model):
+    with original_features(model):
         looks, expected, _ = looks_and_gradients(model, name, {"image", "video"})
     assert looks == 2
     looks, logits, _ = looks_and_gradients(model, name, {"image", "video"})

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import packtool.attention.recurrent as recurrent
 from packtool.attention.kernel import LeakError
 from packtool.attention.recurrent import keeps_documents_apart, recurrent_layers
-from packtool.attention.register import own_attention, set_attention
+from packtool.attention.register import original_attention, set_attention
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
@@ -67,7 +67,7 @@ def test_packed_logits_equal_those_of_single_samples(setting: Setting) -> None:
         elif spec.has_vision:
             plain["input_ids"] = plain["input_ids"][:, : sample.length]
             plain = {"input_ids": plain["input_ids"]}
-        with own_attention(model), torch.no_grad():
+        with original_attention(model), torch.no_grad():
             expected = model(**plain).logits[0]
         torch.testing.assert_close(packed, expected, rtol=0, atol=1e-5)
 
@@ -105,7 +105,7 @@ def test_packing_leaks_without_isolation(setting: Setting) -> None:
     """The check itself is checked: transformers' own layers, asked without boundaries, do move."""
     model = setting[0]
     layer = recurrent_layers(model)[0]
-    with own_attention(model), torch.no_grad():
+    with original_attention(model), torch.no_grad():
         hidden = torch.randn(1, 20, 32)
         changed = torch.cat([torch.randn(1, 8, 32), hidden[:, 8:]], dim=1)
         assert float((layer(hidden)[:, 8:] - layer(changed)[:, 8:]).abs().max()) > 1e-3

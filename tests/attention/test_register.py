@@ -16,8 +16,8 @@ from packtool.attention.register import (
     attention_name,
     packed_attention,
     register,
-    route,
     set_attention,
+    text_attention,
 )
 from packtool.errors import ConfigError, UnsupportedModelError
 
@@ -87,8 +87,8 @@ def test_sliding_layer_without_window_is_refused() -> None:
 
 
 def test_only_the_text_tower_is_routed() -> None:
-    assert route(Qwen2Config(), ATTENTION_NAME) == ATTENTION_NAME
-    assert route(Qwen3VLConfig(), ATTENTION_NAME) == {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}
+    assert text_attention(Qwen2Config(), ATTENTION_NAME) == ATTENTION_NAME
+    assert text_attention(Qwen3VLConfig(), ATTENTION_NAME) == {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 
 
 def test_a_model_run_without_boundaries_fails_instead_of_leaking() -> None:
@@ -96,7 +96,7 @@ def test_a_model_run_without_boundaries_fails_instead_of_leaking() -> None:
     config = Qwen2Config(
         vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=route(config, ATTENTION_NAME))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=text_attention(config, ATTENTION_NAME))
     with pytest.raises(RuntimeError, match="without cu_seq_lens_q"):
         model(input_ids=torch.arange(6).unsqueeze(0), use_cache=False)
 

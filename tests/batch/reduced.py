@@ -22,7 +22,7 @@ from transformers import (
     Qwen3VLConfig,
 )
 
-from packtool.attention.register import ATTENTION_NAME, register, route
+from packtool.attention.register import ATTENTION_NAME, register, text_attention
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.encode.families import ImageLimits, MediaLimits
@@ -102,7 +102,7 @@ def reduced_model(name: str, *, packed: bool = True, seed: int = 0) -> PreTraine
     config = reduced_config(name)
     auto = AutoModelForCausalLM if name in TEXT_MODELS else AutoModelForImageTextToText
     torch.manual_seed(seed)
-    model = auto.from_config(config, attn_implementation=route(config, ATTENTION_NAME) if packed else "sdpa")
+    model = auto.from_config(config, attn_implementation=text_attention(config, ATTENTION_NAME) if packed else "sdpa")
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.08)

@@ -59,22 +59,25 @@ class AttentionBlock:
     window: int | None = None
 
     def documents(self, num_queries: int, num_keys: int) -> Iterator[tuple[slice, slice]]:
-        """Queries and keys of each document that has both."""
-        lengths = self.queries.host_lengths(), self.keys.host_lengths()
-        assert (sum(lengths[0]), sum(lengths[1])) == (num_queries, num_keys), "the documents do not add up"
+        """Yield the queries and keys of each document that has both."""
+        query_lengths, key_lengths = self.queries.host_lengths(), self.keys.host_lengths()
+        assert (sum(query_lengths), sum(key_lengths)) == (num_queries, num_keys), "the documents do not add up"
         query, key = 0, 0
-        for queries, keys in zip(*lengths, strict=True):
-            if queries and keys:
-                yield slice(query, query + queries), slice(key, key + keys)
-            query, key = query + queries, key + keys
+        for query_length, key_length in zip(query_lengths, key_lengths, strict=True):
+            if query_length and key_length:
+                yield slice(query, query + query_length), slice(key, key + key_length)
+            query, key = query + query_length, key + key_length
 
-    def parts(self, queries: slice, keys: slice, num_queries: int) -> Iterator[tuple[slice, slice]]:
-        """A document's queries, at most ``num_queries`` at a time, and the range of the keys that they see."""
-        for start in range(0, queries.stop - queries.start, num_queries):
-            stop = min(start + num_queries, queries.stop - queries.start)
-            part = slice(queries.start + start, queries.start + stop)
-            first_key = 0 if self.window is None else max(0, start - self.window + 1)
-            yield part, slice(keys.start + first_key, keys.start + stop) if self.causal else keys
+    def split_queries(self, queries: slice, keys: slice, max_queries: int) -> Iterator[tuple[slice, slice]]:
+        """Yield a document's queries, at most ``max_queries`` at a time, and the range of the keys that they see."""
+        num_queries = queries.stop - queries.start
+        for start in range(0, num_queries, max_queries):
+            stop = min(start + max_queries, num_queries)
+            seen_keys = keys
+            if self.causal:
+                first_key = 0 if self.window is None else max(0, start - self.window + 1)
+                seen_keys = slice(keys.start + first_key, keys.start + stop)
+            yield slice(queries.start + start, queries.start + stop), seen_keys
 
     def mask(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
         """bool (queries, keys) of two slices of one causal document that end with the same token."""
@@ -152,7 +155,7 @@ class MathBlockKernel(BlockKernel):
     def _scores(q: Tensor, k: Tensor, block: AttentionBlock) -> Iterator[tuple[slice, slice, Tensor]]:
         """Queries, keys and their scores (Hkv, Hq / Hkv, queries, keys)."""
         for document, document_keys in block.documents(len(q), len(k)):
-            for queries, keys in block.parts(document, document_keys, _MATH_QUERIES):
+            for queries, keys in block.split_queries(document, document_keys, _MATH_QUERIES):
                 grouped_keys = k[keys].to(_wide(q.dtype)).permute(1, 2, 0).unsqueeze(1)
                 scores = _in_groups(q[queries], k.shape[1]) @ grouped_keys * block.scale
                 if block.causal:
@@ -199,7 +202,7 @@ class CpuFlashBlockKernel(BlockKernel):
             if block.window is None or document.stop - document.start <= block.window:
                 yield document, document_keys, options | {"is_causal": block.causal, "attn_mask": None}
                 continue
-            for queries, keys in block.parts(document, document_keys, block.window):
+            for queries, keys in block.split_queries(document, document_keys, block.window):
                 visible = block.mask(queries, keys, q.device)
                 bias = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
                 yield queries, keys, options | {"is_causal": False, "attn_mask": bias}
@@ -243,21 +246,24 @@ class CudaFlashBlockKernel(BlockKernel):
         return (queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen), options
 
 
-def merge_outputs(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two blocks of the same queries.
+def merge_outputs(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the attention of the same queries to two blocks of keys.
 
     Args:
-        out, other: (T, Hq, D), ``out`` in float32 or float64.
-        lse, other_lse: (Hq, T), of the same precision.
+        out, block_out: (T, Hq, D), ``out`` in float32 or float64.
+        lse, block_lse: (Hq, T), of the same precision.
 
     Returns:
         out and lse over the keys of both; queries that see none of either keep 0 and -inf.
     """
-    total = torch.logaddexp(lse, other_lse)
-    # -inf minus -inf is a query that has seen nothing so far: its output is 0, whatever its weight.
-    weights = (torch.where(torch.isneginf(part), part, part - total).exp() for part in (lse, other_lse))
-    weight, other_weight = (weight.transpose(0, 1).unsqueeze(-1) for weight in weights)
-    return out * weight + other * other_weight, total
+    merged_lse = torch.logaddexp(lse, block_lse)
+
+    def weight_of(lse: Tensor) -> Tensor:
+        # -inf minus -inf is a query that has seen nothing so far: its output is 0, whatever its weight.
+        weight = torch.where(torch.isneginf(lse), lse, lse - merged_lse).exp()
+        return weight.transpose(0, 1).unsqueeze(-1)
+
+    return out * weight_of(lse) + block_out * weight_of(block_lse), merged_lse
 
 
 def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_dims: tuple[int, int]) -> BlockKernel:

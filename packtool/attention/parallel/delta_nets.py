@@ -57,13 +57,13 @@ def run_sharded(
     num_copies = _num_copies(net, num_ranks)
     q, k = (tensor.repeat_interleave(num_copies, dim=1) for tensor in (q, k))
     channels_by_rank = [torch.unflatten(tensor.flatten(1), 1, (num_ranks, -1)) for tensor in (q, k, v, b, a)]
-    received: Tensor = _ScatterHeads.apply(torch.cat(channels_by_rank, dim=2), parallel.group)
+    received: Tensor = _ExchangeHeads.apply(torch.cat(channels_by_rank, dim=2), parallel.group, False)
     # Convolution and recurrence over complete documents, then back to all heads of this rank's tokens.
     row_of_token, token_of_row = _token_order(shard, received.device)
     documents = Varlen.of_lengths(shard.sharded_lengths, received.device)
     forward = partial(type(layer).forward, _RankHeads(net, num_ranks, parallel.split.rank))
     states = run(forward, received[row_of_token].transpose(0, 1), documents)
-    out: Tensor = _GatherHeads.apply(states[0, token_of_row].unsqueeze(1), parallel.group)
+    out: Tensor = _ExchangeHeads.apply(states[0, token_of_row].unsqueeze(1), parallel.group, True)
     gated = net.norm(out.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim))
     projected: Tensor = net.out_proj(gated.reshape(*hidden_states.shape[:2], -1))
     return projected
@@ -170,27 +170,18 @@ class _RankHeads:
         return out
 
 
-class _ScatterHeads(torch.autograd.Function):
-    """(T, P, C), the channels of each rank for this rank's tokens, become (P * T, 1, C), its channels for all."""
+class _ExchangeHeads(torch.autograd.Function):
+    """Differentiable ``scatter_heads`` or, with ``gathers``, ``gather_heads``: each is the gradient of the other.
+
+    Scattered, (T, P, C), the channels of each rank for this rank's tokens, become (P * T, 1, C), its channels for all.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return scatter_heads(tensor, group)()
+    def forward(ctx: Any, tensor: Tensor, group: Any, gathers: bool) -> Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return gather_heads(tensor, group) if gathers else scatter_heads(tensor, group)()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gather_heads(grad, ctx.group), None
-
-
-class _GatherHeads(torch.autograd.Function):
-    """Undoes ``_ScatterHeads``."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return gather_heads(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return scatter_heads(grad, ctx.group)(), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        gradient = scatter_heads(grad, ctx.group)() if ctx.gathers else gather_heads(grad, ctx.group)
+        return gradient, None, None

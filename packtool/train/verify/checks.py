@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from packtool.attention.parallel.mesh import SequenceParallel
-from packtool.attention.register import own_attention
+from packtool.attention.register import original_attention
 from packtool.attention.support import refuse_leaky_inputs
 from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch
 from packtool.batch.collate import collate_packs, collate_tree
@@ -399,7 +399,7 @@ def _compare_logits(name: str, pack: PackUnderTest, changed: Node | None = None)
     """Compare logits packed and alone: of all samples, or of those of the node ``changed``, which is changed first."""
     packed = pack.packed_logits(pack.batch if changed is None else pack.with_change(changed))
     numbers = range(len(pack.samples)) if changed is None else changed.samples
-    with own_attention(base_model(pack.model)):
+    with original_attention(base_model(pack.model)):
         alone = {number: pack.logits_alone(number, changed) for number in numbers}
     allowed = pack.tolerances["logits"] * _largest_logit(list(alone.values()))
     change = "" if changed is None else f"after changing {pack.node_name(changed)} "
@@ -413,7 +413,7 @@ def _compare_logits(name: str, pack: PackUnderTest, changed: Node | None = None)
 def check_loss(pack: PackUnderTest) -> Check:
     """Compare the mean loss over the pack's targets with the same mean computed from each sample alone."""
     packed = pack.packed_loss()
-    with own_attention(base_model(pack.model)):
+    with original_attention(base_model(pack.model)):
         alone = sum(float(pack.loss(batch)) for batch in pack.alone)
     where = f"the mean over {pack.num_targets:,} targets is {packed:.6g} packed and {alone:.6g} alone;"
     return Check("loss", abs(packed - alone), pack.tolerances["loss"] * max(1.0, abs(alone)), where)
@@ -430,7 +430,7 @@ def check_gradients(pack: PackUnderTest, max_samples: int = 8) -> Check:
     """
     pack = pack.limited_to(max_samples)
     pack.model.zero_grad(set_to_none=True)
-    with own_attention(base_model(pack.model)):
+    with original_attention(base_model(pack.model)):
         for batch in pack.alone:
             torch.autograd.backward(pack.loss(batch))
     # Errors are relative to the gradient of the samples alone, or to a minimum for parameters with tiny gradients.

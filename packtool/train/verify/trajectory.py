@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from packtool.attention.register import own_attention
+from packtool.attention.register import original_attention
 from packtool.attention.support import refuse_leaky_inputs
 from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs
@@ -119,7 +119,7 @@ def compare_trajectories(
     weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     del model
     model = load()
-    with own_attention(model):
+    with original_attention(model):
         unpacked_losses = list(_train(model, steps, unpacked_batches, progress))
     progress.finish()
     losses = zip(packed_losses, unpacked_losses, strict=True)
