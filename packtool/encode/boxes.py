@@ -58,6 +58,8 @@ class BoxWriter:
     Args:
         options: the notation of boxes, and the unit of coordinates in JSON for rows without one (``--bbox-type``).
         limits: the model's limits on pictures; None if its own processor resizes them.
+        control: the tokenizer's control tokens.
+        measure: measures a medium of a kind.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class BoxWriter:
                 "Leave out --norm-bbox: coordinates are then thousandths of a picture's sides.",
             )
         self._unit, self._model_type = options.bbox_type, files.model_type
-        self._control, self._limits, self._measure = control, limits, measure
+        self._control_tokens, self._limits, self._measure = control, limits, measure
         self._tokens = QWEN_TOKENS if self._form is None else self._form.tokens
 
     def write(self, sample: Sample) -> Sample | Dropped:
@@ -87,24 +89,28 @@ class BoxWriter:
         """
         tokens = self._tokens
         if sample.objects is None:
-            joined = "\n".join([text for turn in sample.turns for text in turn.texts]) if sample.images else ""
-            if not any(token in joined for token in tokens.all) and (self._unit is None or JSON_KEY not in joined):
+            all_text = "\n".join([text for turn in sample.turns for text in turn.texts]) if sample.images else ""
+            has_tokens = any(token in all_text for token in tokens.all)
+            has_json_keys = self._unit is not None and JSON_KEY in all_text
+            if not has_tokens and not has_json_keys:
                 return sample
-        objects, form = sample.objects or Objects(), None
+        objects = sample.objects or Objects()
         objects = replace(objects, unit=objects.unit or self._unit)
         has_json = objects.unit is not None and any(map(_KEYS.search, _texts(sample)))
+        form: BoxForm | None = None
         try:
             if objects.names or objects.boxes or has_json:
                 form = self._known_form()
                 images: Any = [self._measure("image", ref) for ref in sample.images]
-                sample = _SampleWriter(form, self._limits, images, objects).written(sample)
+                sample = _SampleWriter(form, self._limits, images, objects).fill(sample)
             is_well_formed = not any(_is_broken(text, tokens) for text in _texts(sample))
             if form is not None and form.notation == "tokens" and not is_well_formed:
                 detail = f"the row's texts or names contain some of {', '.join(tokens.all)} outside boxes and names"
                 raise RowProblem("invalid_objects", detail)
         except (MediaProblem, RowProblem) as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
-        return replace(sample, objects=None, control=self._control & {*tokens.all} if is_well_formed else frozenset())
+        control = self._control_tokens.intersection(tokens.all) if is_well_formed else frozenset[str]()
+        return replace(sample, objects=None, control=control)
 
     def _known_form(self) -> BoxForm:
         """Return the model's notation of boxes; raise RowProblem if it has none, or lacks the tokens for it."""
@@ -112,7 +118,7 @@ class BoxWriter:
             known = ", ".join(name for family in FAMILIES if family.boxes is not None for name in family.model_types)
             detail = f"packtool does not know how {self._model_type} models write boxes; it supports {known}"
             raise RowProblem("objects_unsupported", detail)
-        missing = [token for token in self._form.tokens.all if token not in self._control]
+        missing = [token for token in self._form.tokens.all if token not in self._control_tokens]
         if self._form.notation == "tokens" and missing:
             raise RowProblem("objects_unsupported", f"the model's tokenizer lacks {', '.join(missing)}")
         return self._form
@@ -128,26 +134,26 @@ class _SampleWriter:
         self._image_numbers = deque(objects.images)
         self._has_image_numbers = bool(objects.images)
 
-    def written(self, sample: Sample) -> Sample:
+    def fill(self, sample: Sample) -> Sample:
         """Return the sample with its boxes and names in its texts; raise RowProblem if they do not match."""
-        turns = tuple(map(self._turn, sample.turns))
-        responses = tuple(replace(each, turns=tuple(map(self._turn, each.turns))) for each in sample.responses)
+        turns = tuple(map(self._fill_turn, sample.turns))
+        responses = tuple(replace(each, turns=tuple(map(self._fill_turn, each.turns))) for each in sample.responses)
         if self._image_numbers:
             detail = f"'image_id' of 'objects' has {len(self._image_numbers)} entries more than the texts have boxes"
             raise RowProblem("object_marks", detail)
         return replace(sample, turns=turns, responses=responses)
 
-    def _turn(self, turn: Turn) -> Turn:
-        return turn.map_texts(lambda text: _MARKS.sub(self._at_mark, self._rescaled(text, turn.role)))
+    def _fill_turn(self, turn: Turn) -> Turn:
+        return turn.map_texts(lambda text: _MARKS.sub(self._text_at_mark, self._rescale_json(text, turn.role)))
 
-    def _at_mark(self, mark: re.Match[str]) -> str:
+    def _text_at_mark(self, mark: re.Match[str]) -> str:
         """Return the text of the next name or box, which replaces a mark."""
         if mark[0] != BOX_MARK:
-            name, opening = self._form.name(next(self._names)), mark["json"] or ""
-            return opening + (json.dumps(name, ensure_ascii=False)[1:-1] if opening else name)
+            name, json_opening = self._form.name(next(self._names)), mark["json"]
+            return json_opening + json.dumps(name, ensure_ascii=False)[1:-1] if json_opening else name
         return self._form.boxes(list(map(self._numbers, next(self._boxes))))
 
-    def _rescaled(self, text: str, role: str) -> str:
+    def _rescale_json(self, text: str, role: str) -> str:
         """Convert the coordinates in a text's JSON; examples of the notation in a question stay."""
         if self._unit is None:
             return text
@@ -155,16 +161,17 @@ class _SampleWriter:
         for key in _KEYS.finditer(text):
             if key.end() < start:
                 continue
-            parsed = self._json(text, key, role)
+            parsed = self._parse_json(text, key, role)
             if parsed is not None:
                 value, stop = parsed
                 is_nested = _is_nested(value)
-                numbers = [self._numbers(self._box(each, key[0])) for each in (value if is_nested else [value])]
+                boxes = value if is_nested else [value]
+                numbers = [self._numbers(self._box(box, key[0])) for box in boxes]
                 pieces += [text[start : key.end()], str(numbers if is_nested else numbers[0])]
                 start = stop
         return "".join((*pieces, text[start:]))
 
-    def _json(self, text: str, key: re.Match[str], role: str) -> tuple[Any, int] | None:
+    def _parse_json(self, text: str, key: re.Match[str], role: str) -> tuple[Any, int] | None:
         """Parse the JSON after a key: return its value and end; None for null, or an example without coordinates."""
         try:
             value, stop = _JSON.raw_decode(text, key.end())
@@ -173,8 +180,10 @@ class _SampleWriter:
                 return None
             raise RowProblem("invalid_objects", f"the value of {key[0].strip()} is not JSON: {error}") from error
         flat = list(chain.from_iterable(value)) if _is_nested(value) else value
-        is_list = isinstance(flat, list) and all(finite(number) is not None for number in flat)
-        return None if value is None or (role != "assistant" and not is_list) else (value, stop)
+        has_coordinates = isinstance(flat, list) and all(finite(number) is not None for number in flat)
+        if value is None or (role != "assistant" and not has_coordinates):
+            return None
+        return value, stop
 
     def _box(self, value: Any, key: str) -> Region:
         """Return the region that a box in JSON describes; its picture is given by ``image_id``, or is the only one."""

@@ -85,10 +85,10 @@ class LossScale(NamedTuple):
         weights = np.ones(len(text), np.float32)
         for rule in self.rules:
             matches = list(_KEYWORD_PATTERNS[rule].finditer(text)) if rule in _KEYWORDS else []
-            for match, following in zip_longest(matches, matches[1:]):
-                own, after = _KEYWORDS[rule][match.group()]
-                weights[match.start() : match.end()] *= own
-                weights[match.end() : following.start() if following else len(text)] *= after
+            for match, next_match in zip_longest(matches, matches[1:]):
+                keyword_weight, following_weight = _KEYWORDS[rule][match.group()]
+                weights[match.start() : match.end()] *= keyword_weight
+                weights[match.end() : next_match.start() if next_match else len(text)] *= following_weight
             for pattern, weight in _PATTERNS.get(rule, {}).items():
                 for match in re.finditer(pattern, text, re.DOTALL):
                     weights[match.start() : match.end()] *= weight

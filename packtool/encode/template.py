@@ -244,20 +244,22 @@ class ChatTemplate:
     def missing_turn(self, turns: Sequence[Turn], messages: Sequence[Mapping[str, Any]], tools: Any) -> int | None:
         """Return the index of the first turn whose text the template leaves out; None if it renders all turns.
 
-        The assistant's turns are not checked. Results are cached by the sequence of roles.
+        The assistant's turns are not checked. Results are cached by the roles of the turns and the keys that they have.
         """
         roles = (bool(tools), *((turn.role, bool(turn.content.strip()), *sorted(turn.extra)) for turn in turns))
         if roles in self._missing_turns:
             return self._missing_turns[roles]
-        marks, marked = {}, []
+        # Render the conversation with a unique text in each turn, and look for these texts.
+        marks: dict[int, str] = {}
+        marked_messages = []
         for number, (turn, message) in enumerate(zip(turns, messages, strict=True)):
             if turn.role != "assistant" and turn.content.strip():
-                marks[number] = mark = f"packtoolturn{number}end"
+                mark = marks[number] = f"packtoolturn{number}end"
                 is_text = isinstance(message["content"], str)
                 message = {**message, "content": mark if is_text else [{"type": "text", "text": mark}]}
-            marked.append(message)
+            marked_messages.append(message)
         try:
-            rendered = self.render(marked, tools)
+            rendered = self.render(marked_messages, tools)
             missing = next((number for number, mark in marks.items() if mark not in rendered), None)
         except TemplateFailure:
             missing = None  # the template depends on the texts, and it rendered the row's own

@@ -65,7 +65,7 @@ def open_medium(
     except MediaProblem:
         raise
     except RemoteError as error:
-        problem = _problem_of_store(ref, error)
+        problem = _remote_problem(ref, error)
         if problem is error:
             raise
         raise problem from error
@@ -74,8 +74,8 @@ def open_medium(
     except PacktoolError:
         raise
     except Exception as error:  # decoders raise any type on damaged files
-        text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise MediaProblem("media_unreadable", f"{label(ref)}: {storage.scrubbed(text)}") from error
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise MediaProblem("media_unreadable", f"{label(ref)}: {storage.scrubbed(reason)}") from error
 
 
 def _record_success(ref: MediaRef) -> None:
@@ -119,7 +119,7 @@ def _check_size(ref: MediaRef, num_bytes: int, max_bytes: int) -> None:
         raise MediaProblem("media_size", detail)
 
 
-def _problem_of_store(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaProblem:
+def _remote_problem(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaProblem:
     """Return a remote failure as the problem of one medium, or as the failure of its store for all media."""
     assert ref.path is not None, "embedded bytes cannot fail remotely"
     try:
@@ -166,14 +166,14 @@ def content_name(path: str | None, data: bytes | None) -> str:
     """
     if data is not None:
         return _name(len(data), [data[start:stop] for start, stop in _pieces(len(data))])
-    return _of_version(_name_of_file, path) or f"at {path}"
+    return _identify_version(_name_of_file, path) or f"at {path}"
 
 
 def content_digest(path: str | None, data: bytes | None, policy: MediaPolicy) -> str | None:
     """Return a digest of a medium's whole content; None if it is remote, unreadable or not allowed."""
     if data is not None:
         return hashlib.sha256(data).hexdigest()
-    return _of_version(_digest_of_file, path, policy)
+    return _identify_version(_digest_of_file, path, policy)
 
 
 def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, is_image: bool) -> str | None:
@@ -193,7 +193,7 @@ def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, 
                 return f"{path} {file.seek(0, io.SEEK_END)} {tag}" if tag else None
         state = _stat(path)
     except (OSError, PacktoolError, ValueError):
-        return None  # as above
+        return None  # loading the medium reports the problem
     if state is None or state.st_size > policy.max_file_bytes(is_image):
         return None
     if time.time() - max(state.st_mtime, state.st_ctime) < SETTLED_SECONDS:
@@ -206,7 +206,7 @@ _Version = tuple[int, ...]
 """Size, device, inode and times of a file; at least one changes with its content."""
 
 
-def _of_version(identify: Callable[..., str], path: str | None, *arguments: Any) -> str | None:
+def _identify_version(identify: Callable[..., str], path: str | None, *arguments: Any) -> str | None:
     """Return ``identify(path, version, ...)`` of a local file; None if it is remote or unreadable."""
     try:
         if path is not None and (state := _stat(path)) is not None:

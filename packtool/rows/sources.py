@@ -55,7 +55,7 @@ def hub_files(name: str, subset: str | None = None, split: str | None = None, fo
 
     identifier = name
     if not os.path.isdir(name):
-        identifier, subset_in_name, split_in_name = [*name.split(":"), "", ""][:3]
+        identifier, subset_in_name, split_in_name = [*name.split(":"), "", ""][:3]  # both may be missing
         subset, split = subset_in_name or subset, split_in_name or split
     split = split or "train"
     try:
@@ -344,10 +344,10 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
     arguments += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
     specs: list[SourceSpec] = []
     for group, (name, option, split) in enumerate(arguments):
-        paths, values = _resolve(name, option, info, common)
+        paths, spec_fields = _resolve(name, option, info, common)
         if not config.per_dataset_loss_scale:
-            values["loss_scale"] = None
-        spec = replace(common, name=name, split=split, group=group, **values)
+            spec_fields["loss_scale"] = None
+        spec = replace(common, name=name, split=split, group=group, **spec_fields)
         if config.output_dir:
             output = f"{storage.absolute(storage.normalize(config.output_dir)).rstrip('/')}/"
             # If all files are in the output directory, the user means them.

@@ -93,13 +93,13 @@ class QwenOmni(QwenVL):
             return [audio_opening, TokenRun(self._pads["audio"], medium.num_tokens), audio_closing]
         if not isinstance(medium, EncodedVideo) or medium.audio is None:
             return super().segments(medium, number)
-        per_step = medium.num_tokens // medium.grid[0]
+        pads_per_step = medium.num_tokens // medium.grid[0]
         times = [i * medium.seconds_per_grid * self._audios.tokens_per_second for i in range(medium.grid[0])]
         if self._is_qwen3:
-            interleaved = _interleave_by_time(times, per_step, medium.audio.num_tokens)
+            interleaved = _interleave_by_time(times, pads_per_step, medium.audio.num_tokens)
         else:
-            chunk = int(self._audios.tokens_per_second * self._audios.seconds_per_chunk)
-            interleaved = _interleave_in_chunks(times, per_step, medium.audio.num_tokens, chunk)
+            tokens_per_chunk = int(self._audios.tokens_per_second * self._audios.seconds_per_chunk)
+            interleaved = _interleave_in_chunks(times, pads_per_step, medium.audio.num_tokens, tokens_per_chunk)
         pads = [TokenRun(self._pads[kind], count) for kind, count in interleaved if count]
         return [TokenRun(self._opening), audio_opening, *pads, audio_closing, TokenRun(self._closing)]
 
@@ -141,7 +141,7 @@ def num_sound_tokens(num_features: int, *, is_qwen3: bool) -> int:
     return rest + 13 * chunks
 
 
-def _interleave_by_time(times: list[float], per_step: int, num_sounds: int) -> Iterator[tuple[MediaKind, int]]:
+def _interleave_by_time(times: list[float], pads_per_step: int, num_sounds: int) -> Iterator[tuple[MediaKind, int]]:
     """Yield (kind, number of tokens) in Qwen3-Omni's order, by the steps' ``times`` in tokens of sound."""
     num_written = 0
     for time in times:
@@ -149,16 +149,16 @@ def _interleave_by_time(times: list[float], per_step: int, num_sounds: int) -> I
         if num_before > 0:
             yield "audio", num_before
             num_written += num_before
-        yield "video", per_step
+        yield "video", pads_per_step
     yield "audio", num_sounds - num_written
 
 
 def _interleave_in_chunks(
-    times: list[float], per_step: int, num_sounds: int, chunk: int
+    times: list[float], pads_per_step: int, num_sounds: int, tokens_per_chunk: int
 ) -> Iterator[tuple[MediaKind, int]]:
-    """Yield them in Qwen2.5-Omni's order: frames, then sound, in chunks as long as ``chunk`` tokens of sound."""
-    frames = _chunk_sizes([(time, per_step) for time in times], chunk)
-    sounds = _chunk_sizes([(float(i), 1) for i in range(num_sounds)], chunk)
+    """Yield them in Qwen2.5-Omni's order: frames, then sound, in chunks as long as so many tokens of sound."""
+    frames = _chunk_sizes([(time, pads_per_step) for time in times], tokens_per_chunk)
+    sounds = _chunk_sizes([(float(i), 1) for i in range(num_sounds)], tokens_per_chunk)
     for num_frame_tokens, num_sound_tokens in zip_longest(frames, sounds, fillvalue=0):
         yield "video", num_frame_tokens
         yield "audio", num_sound_tokens

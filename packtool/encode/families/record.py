@@ -102,29 +102,33 @@ class VideoLimits:
 
 def image_limits_of(ref: MediaRef, limits: ImageLimits) -> ImageLimits:
     """Return the limits of a picture: ``limits``, replaced by those of its row; ValueError if they contradict."""
-    own = dict(ref.limits)
-    return replace(limits, **_bounds(own, "pixels", limits.min_pixels, limits.max_pixels)) if own else limits
+    row_limits = dict(ref.limits)
+    if not row_limits:
+        return limits
+    return replace(limits, **_bounds(row_limits, "pixels", limits.min_pixels, limits.max_pixels))
 
 
 def video_limits_of(ref: MediaRef, limits: VideoLimits) -> VideoLimits:
     """Return the limits of a video: ``limits``, replaced by its row's (pixels of one frame); raises ValueError."""
-    own = dict(ref.limits)
-    if not own:
+    row_limits = dict(ref.limits)
+    if not row_limits:
         return limits
-    changes: dict[str, Any] = _bounds(own, "frames", limits.min_frames, limits.max_frames)
-    total = int(own["total_pixels"]) if "total_pixels" in own else None
+    changes: dict[str, Any] = _bounds(row_limits, "frames", limits.min_frames, limits.max_frames)
+    total_pixels = int(row_limits["total_pixels"]) if "total_pixels" in row_limits else None
     if limits.over_all_frames:
-        changes |= {f"frame_{name}": int(own[name]) for name in ("min_pixels", "max_pixels") if name in own}
-        changes |= {"max_pixels": total, "min_pixels": min(limits.min_pixels, total)} if total else {}
+        frame_bounds = [name for name in ("min_pixels", "max_pixels") if name in row_limits]
+        changes |= {f"frame_{name}": int(row_limits[name]) for name in frame_bounds}
+        if total_pixels:
+            changes |= {"max_pixels": total_pixels, "min_pixels": min(limits.min_pixels, total_pixels)}
     else:
-        changes |= _bounds(own, "pixels", limits.min_pixels, limits.max_pixels)
-        changes |= {"total_pixels": total} if total else {}
-    return replace(limits, fps=float(own.get("fps", limits.fps)), **changes)
+        changes |= _bounds(row_limits, "pixels", limits.min_pixels, limits.max_pixels)
+        changes |= {"total_pixels": total_pixels} if total_pixels else {}
+    return replace(limits, fps=float(row_limits.get("fps", limits.fps)), **changes)
 
 
-def _bounds(own: dict[str, float], unit: str, min_value: int, max_value: int) -> dict[str, int]:
+def _bounds(row_limits: dict[str, float], unit: str, min_value: int, max_value: int) -> dict[str, int]:
     """Return a row's bounds in a unit; one that it does not give is the default, moved to include the other one."""
-    low, high = own.get(f"min_{unit}"), own.get(f"max_{unit}")
+    low, high = row_limits.get(f"min_{unit}"), row_limits.get(f"max_{unit}")
     if low is not None and high is not None and low > high:
         raise ValueError(f"its row requires at least {low:g} and at most {high:g} {unit}")
     return {

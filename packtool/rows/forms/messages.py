@@ -61,30 +61,30 @@ class Content:
     results: list[Turn] = field(default_factory=list)
 
 
-def content_of(who: str, value: Any, inline: InlineMedia, is_tool: bool = False) -> Content:
+def content_of(label: str, value: Any, inline: InlineMedia, is_tool: bool = False) -> Content:
     """Read the content of a message: text, a number, or a list of parts; its media are added to ``inline``.
 
-    ``is_tool`` allows any JSON value, written as JSON; ``who`` is the message, in errors.
+    ``is_tool`` allows any JSON value, written as JSON; ``label`` is the message, in errors.
     """
     if isinstance(value, str):
         return Content(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if isinstance(value, float) and finite(value) is None:
-            raise RowProblem("invalid_content", f"{who} has the number {value} as content, which is not text")
+            raise RowProblem("invalid_content", f"{label} has the number {value} as content, which is not text")
         return Content(str(value))  # in a column with texts and numbers
     is_parts = isinstance(value, (list, tuple)) and all(isinstance(part, (str, Mapping)) for part in value)
     if is_parts and (not is_tool or all(isinstance(part, str) or _type_of(part) in _PART_TYPES for part in value)):
         content = Content()
         for part in value:
-            _add_part(content, who, part, inline)
+            _add_part(content, label, part, inline)
         return content
     if is_tool and value is not None:
         try:
             return Content(json.dumps(value, ensure_ascii=False, allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise RowProblem("invalid_content", f"{who} cannot be written as JSON: {error}") from error
+            raise RowProblem("invalid_content", f"{label} cannot be written as JSON: {error}") from error
     kind = "null" if value is None else f"a {type(value).__name__}"
-    raise RowProblem("invalid_content", f"{who} has {kind} as content, not text")
+    raise RowProblem("invalid_content", f"{label} has {kind} as content, not text")
 
 
 def _type_of(part: Mapping[str, Any]) -> str:
@@ -95,48 +95,48 @@ def _type_of(part: Mapping[str, Any]) -> str:
     return str(kind)
 
 
-def _add_part(content: Content, who: str, part: str | Mapping[str, Any], inline: InlineMedia) -> None:
+def _add_part(content: Content, label: str, part: str | Mapping[str, Any], inline: InlineMedia) -> None:
     """Add a part of a message to its content, and a medium in it to ``inline``."""
     if isinstance(part, str):
         content.text += part
         return
     kind = _type_of(part)
     if kind in _TEXT_TYPES:
-        content.text += _text(who, kind, part.get(kind, part.get("text")))
+        content.text += _text(label, kind, part.get(kind, part.get("text")))
     elif kind in _MEDIA_TYPES:
-        content.text += inline.add(_MEDIA_TYPES[kind], _medium(who, kind, part))
+        content.text += inline.add(_MEDIA_TYPES[kind], _medium(label, kind, part))
     elif kind == "thinking":
-        content.reasoning += _text(who, kind, part.get("thinking"))
+        content.reasoning += _text(label, kind, part.get("thinking"))
     elif kind == "redacted_thinking":
         pass  # encrypted, so it cannot be trained
     elif kind == "tool_use":
         if not isinstance(part.get("name"), str):
-            raise RowProblem("invalid_tool_call", f"{who} has a tool_use part without a name")
+            raise RowProblem("invalid_tool_call", f"{label} has a tool_use part without a name")
         function = {"name": part["name"], "arguments": part.get("input") or {}}
         content.tool_calls.append({"id": part.get("id"), "type": "function", "function": function})
     elif kind == "tool_result":
         value = part.get("content")
-        result = content_of(f"the tool_result of {who}", "" if value is None else value, inline, is_tool=True)
+        result = content_of(f"the tool_result of {label}", "" if value is None else value, inline, is_tool=True)
         extra = {"tool_call_id": part["tool_use_id"]} if part.get("tool_use_id") else {}
         if content.text:
             # Results become turns before the text, so a result after text would change the order.
-            raise RowProblem("invalid_content", f"{who} has a tool_result after text; it must come before the text")
+            raise RowProblem("invalid_content", f"{label} has a tool_result after text; it must come before the text")
         content.results.append(Turn("tool", result.text, extra))
     else:
-        detail = f"{who} has a part of type {shown(kind)}; its keys are: {listed(part)}"
+        detail = f"{label} has a part of type {shown(kind)}; its keys are: {listed(part)}"
         raise RowProblem("invalid_content", detail)
 
 
-def _text(who: str, kind: str, value: Any) -> str:
+def _text(label: str, kind: str, value: Any) -> str:
     """Return the text of a part of type ``kind``."""
     if isinstance(value, Mapping):
         value = value.get("value")  # OpenAI's Assistants API writes {"value": text}
     if not isinstance(value, str):
-        raise RowProblem("invalid_content", f"{who} has a {type(value).__name__} in a {kind} part, not text")
+        raise RowProblem("invalid_content", f"{label} has a {type(value).__name__} in a {kind} part, not text")
     return value
 
 
-def _medium(who: str, part_type: str, part: Mapping[str, Any]) -> Any:
+def _medium(label: str, part_type: str, part: Mapping[str, Any]) -> Any:
     """Return the medium of a part, with its limits and clip, for ``media_ref``; None if the row's columns have it."""
     kind = _MEDIA_TYPES[part_type]
     value = next((part[key] for key in (part_type, kind, f"{kind}_url", *_MEDIUM_KEYS) if part.get(key)), None)
@@ -147,7 +147,7 @@ def _medium(who: str, part_type: str, part: Mapping[str, Any]) -> Any:
         return {**limits, "path" if isinstance(value, str) else "frames": value} if limits and value else value
     if value.get("type") == "base64" or (part_type == "input_audio" and "data" in value):
         if not isinstance(value.get("data"), str):
-            raise RowProblem("invalid_media", f"{who} has a part of type {part_type} without data")
+            raise RowProblem("invalid_media", f"{label} has a part of type {part_type} without data")
         return {**limits, "bytes": value["data"].partition("base64,")[2] or value["data"]}
     return {**limits, **value}
 
@@ -216,18 +216,18 @@ def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
             turns.append(plain_turn)
             after_call = False
             continue
-        for who, single_message in _single_messages(f"message {i}", message, tags):
+        for label, single_message in _single_messages(f"message {i}", message, tags):
             role_name = _first_value(single_message, tags.role_keys)
             role = tags.roles.get(_normalized(role_name)) if isinstance(role_name, str) else None
             if role is None:
-                detail = f"{who} has the unknown role {shown(role_name)}; known roles are {', '.join(tags.roles)}"
+                detail = f"{label} has the unknown role {shown(role_name)}; known roles are {', '.join(tags.roles)}"
                 raise RowProblem("unknown_role", detail)
             if role != _CALL:
-                turns += _turns(who, role, single_message, inline, tags)
+                turns += _turns(label, role, single_message, inline, tags)
                 after_call = False
                 continue
             # Consecutive calls, or a text of the assistant and the calls after it, are one turn.
-            turn = _call_turn(who, single_message, tags)
+            turn = _call_turn(label, single_message, tags)
             if turns and turns[-1].role == "assistant" and (after_call or not turns[-1].extra.get("tool_calls")):
                 turn = _joined(turns.pop(), turn)
             turns.append(turn)
@@ -247,22 +247,22 @@ def _plain_turn(message: Any, tags: _Tags) -> Turn | None:
     return None
 
 
-def _single_messages(who: str, message: Any, tags: _Tags) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _single_messages(label: str, message: Any, tags: _Tags) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (name in error messages, message); several for a pair of question and answer in one object."""
     if isinstance(message, str):
-        message = parse_cell(message, "invalid_row", f"{who} is text, but not JSON")
+        message = parse_cell(message, "invalid_row", f"{label} is text, but not JSON")
     if not isinstance(message, Mapping):
-        raise RowProblem("invalid_row", f"{who} is a {type(message).__name__}, not an object")
+        raise RowProblem("invalid_row", f"{label} is a {type(message).__name__}, not an object")
     if any(key in message for key in tags.role_keys):
-        yield who, message
+        yield label, message
         return
     pair = [(role, key) for role, keys in _PAIR_KEYS for key in keys if message.get(key) is not None]
     if not pair:
-        detail = f"{who} has no {' or '.join(tags.role_keys)}; its keys are: {listed(message)}"
+        detail = f"{label} has no {' or '.join(tags.role_keys)}; its keys are: {listed(message)}"
         raise RowProblem("unknown_role", detail)
     for role, key in pair:
         if role != "system" or message[key]:  # every pair of a file may have this key, usually empty
-            yield f"{who} ({key})", {tags.role_keys[0]: role, tags.content_keys[0]: message[key]}
+            yield f"{label} ({key})", {tags.role_keys[0]: role, tags.content_keys[0]: message[key]}
 
 
 def _first_value(message: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
@@ -273,55 +273,55 @@ def _normalized(role: str) -> str:
     return role.strip().lower().replace("-", "_")
 
 
-def _turns(who: str, role: str, message: Mapping[str, Any], inline: InlineMedia, tags: _Tags) -> list[Turn]:
+def _turns(label: str, role: str, message: Mapping[str, Any], inline: InlineMedia, tags: _Tags) -> list[Turn]:
     """Return the turns of the tool results in a message, then its own turn if it has text or no results."""
     value = _first_value(message, tags.content_keys)
     extra = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
-    if calls := _tool_calls(who, message):
+    if calls := _tool_calls(label, message):
         extra["tool_calls"] = calls
     if value is None and extra.keys() & {"tool_calls", "reasoning_content", "thinking", "reasoning"}:
         value = ""
-    content = content_of(f"{who} ({role})", value, inline, is_tool=role == "tool")
+    content = content_of(f"{label} ({role})", value, inline, is_tool=role == "tool")
     if content.tool_calls:
         extra["tool_calls"] = [*extra.get("tool_calls", ()), *content.tool_calls]
     if content.reasoning:
         extra.setdefault("reasoning_content", content.reasoning)
     if content.results and not content.text:
         return content.results
-    return [*content.results, Turn(role, content.text, extra, *_loss(who, message))]
+    return [*content.results, Turn(role, content.text, extra, *_loss(label, message))]
 
 
-def _tool_calls(who: str, message: Mapping[str, Any]) -> list[Any]:
+def _tool_calls(label: str, message: Mapping[str, Any]) -> list[Any]:
     """Return the calls in ``tool_calls`` or ``function_call``, parsed if they are JSON text."""
     calls = message.get("tool_calls")
     if isinstance(calls, str):
-        calls = parse_cell(calls, "invalid_row", f"tool_calls of {who} is text, but not JSON") if calls else None
+        calls = parse_cell(calls, "invalid_row", f"tool_calls of {label} is text, but not JSON") if calls else None
     if not calls and message.get("function_call"):
-        return [_as_call(who, message["function_call"])]  # predecessor of tool_calls in OpenAI's format
+        return [_as_call(label, message["function_call"])]  # predecessor of tool_calls in OpenAI's format
     if not calls:
         return []
     if not isinstance(calls, Sequence):
-        raise RowProblem("invalid_tool_call", f"{who} has a {type(calls).__name__} as tool_calls, not a list")
-    problem = f"a tool call of {who} is text, but not JSON"
+        raise RowProblem("invalid_tool_call", f"{label} has a {type(calls).__name__} as tool_calls, not a list")
+    problem = f"a tool call of {label} is text, but not JSON"
     return [parse_cell(call, "invalid_row", problem) if isinstance(call, str) else call for call in calls]
 
 
-def _call_turn(who: str, message: Mapping[str, Any], tags: _Tags) -> Turn:
+def _call_turn(label: str, message: Mapping[str, Any], tags: _Tags) -> Turn:
     """Return the turn of a message whose content is a call or a list of calls, perhaps as JSON text."""
     value = _first_value(message, tags.content_keys)
     if isinstance(value, str):
-        value = parse_cell(value, "invalid_tool_call", f"{who} is a tool call, but not JSON")
+        value = parse_cell(value, "invalid_tool_call", f"{label} is a tool call, but not JSON")
     calls = value if isinstance(value, list) else [value]
-    extra = {"tool_calls": [_as_call(who, call) for call in calls]}
-    return Turn("assistant", "", extra, *_loss(who, message))
+    extra = {"tool_calls": [_as_call(label, call) for call in calls]}
+    return Turn("assistant", "", extra, *_loss(label, message))
 
 
-def _as_call(who: str, call: Any) -> dict[str, Any]:
+def _as_call(label: str, call: Any) -> dict[str, Any]:
     """Convert a call to the format of OpenAI's ``tool_calls``."""
     if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
         return dict(call)
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-        raise RowProblem("invalid_tool_call", f"{who} has a tool call without a function name: {shown(call)}")
+        raise RowProblem("invalid_tool_call", f"{label} has a tool call without a function name: {shown(call)}")
     arguments = call.get("arguments", call.get("parameters", {}))
     return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
 
@@ -337,12 +337,12 @@ def _joined(turn: Turn, call: Turn) -> Turn:
     )
 
 
-def _loss(who: str, message: Mapping[str, Any]) -> tuple[bool | None, float | None]:
+def _loss(label: str, message: Mapping[str, Any]) -> tuple[bool | None, float | None]:
     """Return ``loss`` (``weight`` in OpenAI's format) and ``loss_scale`` of a message; None for a missing key."""
     loss, scale = _first_value(message, ("loss", "weight")), message.get("loss_scale")
     if loss not in (None, 0, 1):  # true and false are equal to these
-        raise RowProblem("invalid_row", f"{who} has loss {shown(loss)}; it must be true or false")
-    scale = None if scale is None else _weight(f"{who} has loss_scale", scale)
+        raise RowProblem("invalid_row", f"{label} has loss {shown(loss)}; it must be true or false")
+    scale = None if scale is None else _weight(f"{label} has loss_scale", scale)
     return None if loss is None else bool(loss), scale
 
 
@@ -375,7 +375,7 @@ def responses_of(fields: Fields, turns: Sequence[Turn], source: Source) -> tuple
     return responses
 
 
-def _response_turns(who: str, value: Any, source: Source) -> list[Turn]:
+def _response_turns(label: str, value: Any, source: Source) -> list[Turn]:
     """Return the turns of a response: a text, a message, or messages that begin and end with an assistant message."""
     if isinstance(value, Mapping):
         value = [value]
@@ -383,11 +383,11 @@ def _response_turns(who: str, value: Any, source: Source) -> list[Turn]:
     if is_list(value) and value and isinstance(value[0], Mapping) and "type" not in value[0]:
         turns = turns_of(value, inline)
     else:
-        turns = [Turn("assistant", content_of(who, value, inline).text)]
+        turns = [Turn("assistant", content_of(label, value, inline).text)]
     if turns[0].role != "assistant" or turns[-1].role != "assistant":
-        raise RowProblem("role_order", f"{who} must begin and end with an assistant turn")
+        raise RowProblem("role_order", f"{label} must begin and end with an assistant turn")
     if inline.refs or inline.num_open:
-        raise RowProblem("invalid_media", f"{who} contains a medium; media are only allowed before the responses")
+        raise RowProblem("invalid_media", f"{label} contains a medium; media are only allowed before the responses")
     return turns
 
 

@@ -48,21 +48,21 @@ def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Object
     return objects if objects != Objects() else None
 
 
-def corners_of(value: Any, who: str, unit: BboxType) -> tuple[float, ...]:
-    """Return the coordinates of region ``who``; RowProblem if one is negative or too large for ``unit``."""
+def corners_of(value: Any, label: str, unit: BboxType) -> tuple[float, ...]:
+    """Return the coordinates of region ``label``; RowProblem if one is negative or too large for ``unit``."""
     if not is_list(value) or len(value) < 2 or len(value) % 2:
-        raise RowProblem("invalid_objects", f"{who} is {shown(value)}, not a list with x and y of each corner")
+        raise RowProblem("invalid_objects", f"{label} is {shown(value)}, not a list with x and y of each corner")
     numbers = tuple(map(finite, value))
     if any(number is None for number in numbers):
-        raise RowProblem("invalid_objects", f"{who} is {shown(value)}; all values must be numbers")
+        raise RowProblem("invalid_objects", f"{label} is {shown(value)}; all values must be numbers")
     corners = tuple(number for number in numbers if number is not None)
     if len(corners) == 4 and (corners[2] < corners[0] or corners[3] < corners[1]):
-        detail = f"{who} is {shown(value)}; the second corner must be to the right of and below the first"
+        detail = f"{label} is {shown(value)}; the second corner must be to the right of and below the first"
         raise RowProblem("invalid_objects", detail)
     limit = _MAX_COORDINATES.get(unit)
     if min(corners) < -ROUNDING or (limit is not None and max(corners) > limit * (1 + ROUNDING)):
         rule = f"coordinates with bbox_type {unit} must be 0 to {limit:g}" if limit else "coordinates must be 0 or more"
-        raise RowProblem("box_outside", f"{who} is {shown(value)}; {rule}")
+        raise RowProblem("box_outside", f"{label} is {shown(value)}; {rule}")
     return corners
 
 
@@ -91,16 +91,16 @@ def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: 
     """Read ms-swift's format before version 3, in which texts may have marks for names only, or for boxes only."""
     names, boxes = list[str](), list[tuple[Region, ...]]()
     for number, value in enumerate(values):
-        who = f"'objects' {number}"
+        label = f"'objects' {number}"
         if not isinstance(value, Mapping):
-            raise RowProblem("invalid_objects", f"{who} is {shown(value)}, not an object with caption and bbox")
+            raise RowProblem("invalid_objects", f"{label} is {shown(value)}, not an object with caption and bbox")
         image = value.get("image") or 0
-        _check_image(image, f"'image' of {who}", num_images)
+        _check_image(image, f"'image' of {label}", num_images)
         if value.get("caption") is not None:
             names.append(value["caption"])
-            _check_name(value["caption"], f"'caption' of {who}")
+            _check_name(value["caption"], f"'caption' of {label}")
         unit = _unit(value.get("bbox_type")) or "real"
-        boxes.append(_regions(value.get("bbox"), f"'bbox' of {who}", image, unit, num_images))
+        boxes.append(_regions(value.get("bbox"), f"'bbox' of {label}", image, unit, num_images))
     # If the texts have marks for names only, the boxes are unused, and the reverse.
     texts = [text for turn in turns for text in turn.texts]
     has_name_marks, has_box_marks = (any(mark in text for text in texts) for mark in (NAME_MARK, BOX_MARK))
@@ -111,11 +111,11 @@ def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: 
     return Objects(tuple(names), tuple(boxes))
 
 
-def _regions(value: Any, who: str, image: int, unit: BboxType, num_images: int) -> tuple[Region, ...]:
+def _regions(value: Any, label: str, image: int, unit: BboxType, num_images: int) -> tuple[Region, ...]:
     """Read the region of one mark, or a list of regions."""
-    _check_image(image, f"{who}: its image", num_images)
+    _check_image(image, f"{label}: its image", num_images)
     has_several = is_list(value) and len(value) > 0 and all(map(is_list, value))
-    return tuple(Region(corners_of(box, who, unit), image, unit) for box in (value if has_several else [value]))
+    return tuple(Region(corners_of(box, label, unit), image, unit) for box in (value if has_several else [value]))
 
 
 def _check_count(fields: Fields, turns: Sequence[Turn], objects: Objects) -> None:
@@ -140,19 +140,19 @@ def _unit(value: Any) -> BboxType | None:
     return _UNITS[value]
 
 
-def _check_name(name: Any, who: str) -> None:
+def _check_name(name: Any, label: str) -> None:
     if not isinstance(name, str):
-        raise RowProblem("invalid_objects", f"{who} is {shown(name)}, not text")
+        raise RowProblem("invalid_objects", f"{label} is {shown(name)}, not text")
     if any(mark in name for mark in MEDIA_MARKS.values()):
-        raise RowProblem("invalid_objects", f"{who} is {shown(name)}, which contains a media placeholder")
+        raise RowProblem("invalid_objects", f"{label} is {shown(name)}, which contains a media placeholder")
 
 
-def _check_image(image: Any, who: str, num_images: int) -> None:
+def _check_image(image: Any, label: str, num_images: int) -> None:
     if type(image) is not int or image < 0:
-        raise RowProblem("invalid_objects", f"{who} is {shown(image)}, not the number of an image, counted from 0")
+        raise RowProblem("invalid_objects", f"{label} is {shown(image)}, not the number of an image, counted from 0")
     if image >= num_images:
         count = "no images" if not num_images else f"{num_images} image{'s' * (num_images > 1)}, counted from 0"
-        raise RowProblem("object_image", f"{who} is image {shown(image)}, but the row has {count}")
+        raise RowProblem("object_image", f"{label} is image {shown(image)}, but the row has {count}")
 
 
 def _list_of(objects: Mapping[str, Any], key: str) -> list[Any]:
