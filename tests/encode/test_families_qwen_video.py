@@ -64,7 +64,7 @@ def test_grids_equal_those_of_the_processor(folder: Path, **settings_drawn: Any)
     videos = settings_drawn["videos"] if settings_drawn["videos"] is None or wants is None else wants
     place = settings_drawn["model_type"], settings_drawn["patch_size"], settings_drawn["pictures"], videos
     config_values, video_processor = processor(folder, *place)
-    options = MediaOptions(video_total_pixels=settings_drawn["total"], video_max_pixels=settings_drawn["most"])
+    options = MediaOptions(video_total_pixels=settings_drawn["total"], video_max_pixels=settings_drawn["max_pixels"])
     limits = video_limits(config_values, options, is_qwen3=settings_drawn["model_type"] == "qwen3_vl")
     min_pixels, max_pixels = limits.bounds(settings_drawn["frames"])
     pixels = torch.zeros(
