@@ -140,17 +140,17 @@ class StepLoader:
             self.media_reads += batch.media_reads
             if _LOG.isEnabledFor(logging.DEBUG):
                 tensors = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
-                facts = [self.run.source.debug_text(planned)]  # names of the samples
-                facts += [
-                    f"{name} {tuple(value.shape)}" for name, value in tensors.items() if isinstance(value, Tensor)
-                ]
+                details = [self.run.source.debug_text(planned)]  # names of the samples
+                for name, value in tensors.items():
+                    if isinstance(value, Tensor):
+                        details.append(f"{name} {tuple(value.shape)}")
                 if (lengths := getattr(batch, "lengths", None)) is not None:
-                    facts.append("lengths " + "+".join(map(str, lengths)))
-                facts.append(f"{batch.num_target_tokens} targets")
+                    details.append("lengths " + "+".join(map(str, lengths)))
+                details.append(f"{batch.num_target_tokens} targets")
                 if batch.skipped:
-                    facts.append(f"{len(batch.skipped)} samples skipped")
-                where = self.run.world.data.rank, number + 1, index, len(step.micro_batches)
-                _LOG.debug("rank %d, step %d, micro-batch %d of %d: %s", *where, "; ".join(filter(None, facts)))
+                    details.append(f"{len(batch.skipped)} samples skipped")
+                numbers = self.run.world.data.rank, number + 1, index, len(step.micro_batches)
+                _LOG.debug("rank %d, step %d, micro-batch %d of %d: %s", *numbers, "; ".join(filter(None, details)))
             yield batch
 
     def all_media_reads(self) -> MediaReads:

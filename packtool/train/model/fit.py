@@ -162,6 +162,7 @@ class Fit:
         self.proposals: list[Proposal] = []
         self.num_settings = self.num_tried = 0
         self._packs: dict[int, PackPlan] = {}  # by packing length
+        # Many settings have the same plan, sequence parallelism or model: each is made once.
         self._plan = cache(self._make_plan)
         self._axes = cache(self._make_axes)
         self._model = cache(self._make_model)
@@ -169,7 +170,7 @@ class Fit:
         self._model_config = model_config(self.files.directory)
         refuse_unsupported(self._model_config)
         self._tracer = CachedTracer()
-        self._memory: dict[str, MemoryEstimate] = {}
+        self._memory: dict[str, MemoryEstimate] = {}  # by settings
 
     def figures(self) -> dict[str, Any]:
         """Return the result by its names in JSON; ``shareable`` is the share of tokens shared prefixes would save."""
