@@ -42,7 +42,8 @@ class Settings:
 def conflict_table() -> tuple[tuple[str, tuple[tuple[Alternative, ...], ...], str], ...]:
     """Return the rules of ``conflicts.tsv``: (section, terms, message).
 
-    A rule applies if all terms hold; a term holds if one of its alternatives does.
+    A rule applies if all terms hold; a term holds if one of its alternatives does. A line of the file is the terms with
+    spaces between them, a tab and the message; a term has ``|`` between its alternatives.
     """
     rules = []
     section = ""
@@ -51,10 +52,10 @@ def conflict_table() -> tuple[tuple[str, tuple[tuple[Alternative, ...], ...], st
             section = line.strip("[]")
         elif line and not line.startswith("#"):
             condition, message = line.split("\t")
-            terms = tuple(
-                tuple(_ALTERNATIVE.findall(each)[0] for each in term.split("|")) for term in condition.split(" ")
-            )
-            rules.append((section, terms, message))
+            terms = []
+            for term in condition.split(" "):
+                terms.append(tuple(_ALTERNATIVE.findall(alternative)[0] for alternative in term.split("|")))
+            rules.append((section, tuple(terms), message))
     return tuple(rules)
 
 

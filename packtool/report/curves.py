@@ -214,17 +214,17 @@ def charts_of(records: Records) -> list[Chart]:
     """Return the charts of a log, all with optimizer steps as horizontal axis."""
     evaluated = _curves(records, {"eval_loss": "evaluation"}, style="c1 solid", is_marked=True)
     loss = _smooth_curves(records, "loss", name="training" if evaluated else "")
-    count = Counter(name for record in records for name in record if name.startswith("loss_"))
-    channels = sorted(count)
-    shown = sorted(sorted(channels, key=lambda name: -count[name])[:_MAX_CURVES])
-    num_shown = f" ({len(shown)} of {len(channels)} channels)" if len(shown) < len(channels) else ""
+    num_lines = Counter(name for record in records for name in record if name.startswith("loss_"))  # by channel
+    by_frequency = sorted(sorted(num_lines), key=lambda name: -num_lines[name])
+    shown = sorted(by_frequency[:_MAX_CURVES])
+    num_shown = f" ({len(shown)} of {len(num_lines)} channels)" if len(shown) < len(num_lines) else ""
     channel_names = {}
     for name in shown:
         label = escape_line(name.removeprefix("loss_"))
         channel_names[name] = label if len(label) <= _MAX_NAME_LENGTH else label[: _MAX_NAME_LENGTH - 1] + "…"
     throughputs = {"tokens_per_second": "all", "target_tokens_per_second": "targets"}
     fills = [fill for curve in _curves(records, {"fill": ""}) for fill in curve.y if math.isfinite(fill)]
-    min_fill = min(math.floor(10 * min(fills, default=0)) * 10, 90)
+    min_fill = min(math.floor(10 * min(fills, default=0)) * 10, 90)  # in percent, a multiple of ten
     charts = [
         _chart(records, "loss, mean over target tokens, in nats", [*loss, *evaluated]),
         _chart(records, "objective: the loss that training minimizes, in nats", _smooth_curves(records, "objective")),
@@ -261,24 +261,26 @@ def _chart(
     shown = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not shown:
         return None
-    ends = [end for end in (low, high) if end is not None]
-    values = np.concatenate([np.array(ends), *(curve.y[np.isfinite(curve.y)] for curve in shown)])
+    limits = [limit for limit in (low, high) if limit is not None]
+    values = np.concatenate([np.array(limits), *(curve.y[np.isfinite(curve.y)] for curve in shown)])
     lowest, highest = _padded(float(values.min()), float(values.max()), 0.05)
     if suffix == "%":
         lowest, highest = max(lowest, 0.0), min(highest, 100.0)
     y = Axis.linear(title, lowest if low is None else low, highest if high is None else high, 5, suffix=suffix)
-    first, last = (float(pick(record["step"] for record in records)) for pick in (min, max))
-    begin, end = _padded(0.0 if 0 <= first < _NEAR_ZERO * last else first, last, 0.0)
-    x = Axis.linear("optimizer step", begin, end, 5, integers=True)
+    steps = [float(record["step"]) for record in records]
+    begins_near_zero = 0 <= min(steps) < _NEAR_ZERO * max(steps)
+    first, last = _padded(0.0 if begins_near_zero else min(steps), max(steps), 0.0)
+    x = Axis.linear("optimizer step", first, last, 5, integers=True)
     shapes = []
     for curve in shown:
         strokes = list(_strokes(curve, x, y))
         shapes.append(Path(strokes, curve.style, curve.name))
         if curve.is_marked or len(curve.x) <= _MAX_MARKED_POINTS:
-            shapes.append(Path([[point] for stroke in strokes for point in stroke], curve.style))
-    num_infinite = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
-    warning = Note(AXIS_LENGTH, [("", f"{num_infinite:,} value{'s' if num_infinite > 1 else ''} not finite")])
-    return Chart(x, y, shapes, [warning] if num_infinite else [])
+            dots = [[point] for stroke in strokes for point in stroke]  # a stroke of one point is drawn as a dot
+            shapes.append(Path(dots, curve.style))
+    num_not_finite = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
+    warning = Note(AXIS_LENGTH, [("", f"{num_not_finite:,} value{'s' if num_not_finite > 1 else ''} not finite")])
+    return Chart(x, y, shapes, [warning] if num_not_finite else [])
 
 
 def _strokes(curve: Curve, x: Axis, y: Axis) -> Iterator[list[Point]]:
@@ -324,19 +326,25 @@ def _smooth_curves(records: Records, figure: str, *, name: str = "", scale: floa
 
 def _curves(
     records: Records,
-    names: Mapping[str, str],
+    end_texts: Mapping[str, str],
     *,
     style: str = "",
     scale: float = 1,
     smooth: bool = False,
     is_marked: bool = False,
 ) -> list[Curve]:
-    """Return curves of figures that the log contains; ``names`` has the texts at their ends, by figure."""
+    """Return a curve for each key of ``end_texts``, a figure of the log; its value is the text at the curve's end.
+
+    Figures that no record has as a number are left out. ``style``: by default another one for each curve.
+    """
     curves = []
-    for number, (figure, name) in enumerate(names.items()):
-        points = [(each["step"], each[figure]) for each in records if isinstance(each.get(figure), (int, float))]
+    for number, (figure, end_text) in enumerate(end_texts.items()):
+        points = [
+            (record["step"], record[figure]) for record in records if isinstance(record.get(figure), (int, float))
+        ]
         if points:
             x, y = np.array(points, np.float64).T
-            y = smoothed(y) if smooth and len(y) >= _MIN_TO_SMOOTH else y
-            curves.append(Curve(x, y * scale, style or f"c{number}", name, is_marked))
+            if smooth and len(y) >= _MIN_TO_SMOOTH:
+                y = smoothed(y)
+            curves.append(Curve(x, y * scale, style or f"c{number}", end_text, is_marked))
     return curves
