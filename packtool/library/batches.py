@@ -213,7 +213,7 @@ class Batches(Dataset[dict[str, Any]]):
             raise MismatchError(f"this is not a state of packtool.Batches: {error!r}") from error
         present_state = replace(self._run.state, assignments=())
         # With another number of ranks, the remaining packs are assigned again, which is possible between two steps.
-        is_reassigned = present_state.is_assigned_anew_after(saved_state)
+        is_reassigned = present_state.needs_reassignment(saved_state)
         try:
             present_state.check_continues("this state", saved_state)
         except MismatchError as error:

@@ -33,6 +33,7 @@ from packtool.simulate.hardware import read_hardware
 from packtool.simulate.machine import Constants
 from packtool.train.model.load import model_without_weights, resolve_dtype
 from packtool.train.model.memory import CachedTracer, MemoryEstimate, PassTracer, estimate_memory, parameter_sizes
+from packtool.train.prepare.checkpoint import BatchShape
 from packtool.train.prepare.costs import ExpectedTime
 from packtool.train.prepare.figures import RankTokens, assign_media, media_of_caches, peak_memory_batches
 from packtool.train.prepare.opening import open_to_train
@@ -289,7 +290,7 @@ class Fit:
         """
         options = dataclasses.replace(self.inputs.options, packing_length=packing_length)
         inputs, num_ranks = dataclasses.replace(self.inputs, options=options), self.config.world_size // size
-        shape = num_ranks, self.base.gradient_accumulation_steps, self.base.per_device_train_batch_size
+        shape = BatchShape(num_ranks, self.base.gradient_accumulation_steps, self.base.per_device_train_batch_size)
         if packing_length in self._packs:
             plan = inputs.assign(self._packs[packing_length], shape)
         else:

@@ -55,12 +55,12 @@ class CachedSource(Steps):
     @property
     def reader(self) -> CacheReader:
         """The reader of all caches."""
-        return self.inputs.for_training[2]
+        return self.inputs.for_training.reader
 
     @property
     def files(self) -> ModelFiles:
         """Files of the model."""
-        return self.inputs.for_training[1]
+        return self.inputs.for_training.files
 
     @property
     def media_limits(self) -> MediaLimits:
@@ -75,7 +75,7 @@ class CachedSource(Steps):
     @property
     def logs_channels(self) -> bool:
         """True if losses are logged by channel; the channels of a mixture are its sources."""
-        return self.inputs.mixture is not None or self.inputs.for_training[0].enable_channel_loss
+        return self.inputs.mixture is not None or self.inputs.for_training.config.enable_channel_loss
 
     def expected(self) -> dict[str, Any]:
         """The fields of a ``TrainResult`` that are known before the first step."""
@@ -111,7 +111,7 @@ class CachedSource(Steps):
             yield f"mixture: {mixture.num_drawn:,} samples per epoch from {len(mixture.names)} sources, {drawn}:"
             yield from source_lines(share_figures(counts_in(timeline.first, mixture)))
         if inputs.shared is not None:
-            unshared = inputs.unshared_summary(timeline.stages[0].sections[0].assignment)
+            unshared = inputs.unshared_summary(timeline.stages[0].sections[0].batch_shape)
             cost = RunCosts.of(config, self.files.config).model
             yield inputs.shared.line(cost, timeline.first.summary.num_steps, unshared.num_steps)
 
@@ -176,13 +176,13 @@ class CachedSource(Steps):
         inputs, read_again = self.inputs, None  # samples whose media the media cache keeps; None for all
         is_drawn_anew = inputs.mixture is not None and not inputs.stages
         is_last = self.timeline.locate(self.timeline.num_steps - 1)[0] <= epoch
-        if inputs.for_training[0].media_cache is not None and is_drawn_anew and not is_last:
+        if inputs.for_training.config.media_cache is not None and is_drawn_anew and not is_last:
             read_again = (inputs.epoch_counts(epoch + 1) > 0) | (inputs.epoch_counts(epoch) > 1)
         return PlannedEpoch(plan, towers, read_again, sequence_parallel_size)
 
     def rank_steps(self) -> Iterator[RankStep]:
         """Yield the steps of this rank from ``start`` on."""
-        is_dynamic = self.inputs.for_training[0].removes_padding and not self.timeline.first.summary.options.packing
+        is_dynamic = self.inputs.for_training.config.removes_padding and not self.timeline.first.summary.options.packing
         for stretch in self.timeline.stretches(self.start):
             plan, first = stretch.plan, max(self.start - stretch.first, 0)
             figures = islice(figures_of_steps(plan, self.figures, is_dynamic=is_dynamic), first, None)

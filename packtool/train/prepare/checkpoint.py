@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from packtool.config.settings import load_json
 from packtool.config.train import TrainConfig
@@ -49,7 +49,7 @@ _NEEDED = {
     "the random states": re.compile(r"rng_state.*\.pth"),
     "the Trainer's state": re.compile(r"trainer_state\.json"),
 }
-_PART = 2**26
+_CRC_BLOCK_BYTES = 2**26
 _NO_SPACE_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
 _TORCH_WORDS = ("PytorchStreamWriter", "unexpected pos", "inline_container")  # torch does not say why a write failed
 
@@ -61,26 +61,27 @@ def checksums_of(checkpoint: str) -> dict[str, tuple[int, int]]:
 
 
 def crc_of(checkpoint: str, name: str) -> int:
-    """CRC-32 of the CRC-32s of a file's 64 MiB parts, which several threads read."""
+    """CRC-32 of the CRC-32s of a file's 64 MiB blocks, which several threads read."""
     path = os.path.join(checkpoint, name)
 
-    def crc_of_part(start: int) -> bytes:
+    def crc_of_block(start: int) -> bytes:
         with open(path, "rb") as file:
             file.seek(start)
-            return zlib.crc32(file.read(_PART)).to_bytes(4, "little")
+            return zlib.crc32(file.read(_CRC_BLOCK_BYTES)).to_bytes(4, "little")
 
+    starts = range(0, max(os.path.getsize(path), 1), _CRC_BLOCK_BYTES)  # an empty file has one empty block
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        return zlib.crc32(b"".join(threads.map(crc_of_part, range(0, max(os.path.getsize(path), 1), _PART))))
+        return zlib.crc32(b"".join(threads.map(crc_of_block, starts)))
 
 
-def find_damage(checkpoint: str, sums: Checksums, *, only_model: bool = False) -> Iterator[str]:
+def find_damage(checkpoint: str, checksums: Checksums, *, only_model: bool = False) -> Iterator[str]:
     """Yield a sentence for each missing or changed file of a checkpoint.
 
     Args:
-        sums: checksums of its files when it was finished; empty from an older packtool.
+        checksums: of its files when it was finished; empty from an older packtool.
         only_model: check only weights.
     """
-    for name, (size, crc) in sums.items():
+    for name, (size, crc) in checksums.items():
         if only_model and not _WEIGHTS.fullmatch(name):
             continue
         path = os.path.join(checkpoint, name)
@@ -92,12 +93,12 @@ def find_damage(checkpoint: str, sums: Checksums, *, only_model: bool = False) -
             yield f"{name} has changed: its checksum differs"
 
 
-def check_resumable(checkpoint: str, rank: int, size: int) -> None:
+def check_resumable(checkpoint: str, rank: int, world_size: int) -> None:
     """Raise a MismatchError if a rank lacks files to resume exactly, as in checkpoints of ``--save-only-model``."""
     names = _files(checkpoint)
     missing = [what for what, pattern in _NEEDED.items() if not any(pattern.fullmatch(name) for name in names)]
-    ranks = [name for name in names if re.fullmatch(r"rng_state_\d+\.pth", name)]
-    if len(ranks) == size > 1 and f"rng_state_{rank}.pth" not in ranks:
+    rng_files = [name for name in names if re.fullmatch(r"rng_state_\d+\.pth", name)]
+    if len(rng_files) == world_size > 1 and f"rng_state_{rank}.pth" not in rng_files:
         missing.append(f"the random states of rank {rank}")
     if missing:
         raise MismatchError(f"{checkpoint} cannot be resumed from: it lacks {', '.join(missing)}", ONLY_MODEL)
@@ -140,10 +141,10 @@ def _write_failure(error: Exception, directory: str, num_bytes: int | None) -> s
     if reason == "File too large" and has_limit:
         return f"{reason}: files may have {_megabytes(limit)} at most; raise the limit with ulimit -f unlimited"
     written = sum(os.path.getsize(os.path.join(directory, name)) for name in _files(directory))
-    place = os.path.dirname(os.path.abspath(directory))
+    parent = os.path.dirname(os.path.abspath(directory))
     needed = f"more than {_megabytes(written)}" if num_bytes is None else f"about {_megabytes(max(num_bytes, written))}"
-    free = written + shutil.disk_usage(place).free
-    return f"{reason}: it needs {needed}, and {place} had {_megabytes(free)} free (a quota may allow less)"
+    free = written + shutil.disk_usage(parent).free  # the unfinished directory will be removed
+    return f"{reason}: it needs {needed}, and {parent} had {_megabytes(free)} free (a quota may allow less)"
 
 
 def _megabytes(num_bytes: int) -> str:
@@ -193,15 +194,27 @@ _PROCESSOR_FILE = re.compile(
 )
 
 
+class BatchShape(NamedTuple):
+    """The shape of an optimizer step: the ranks and micro-batches that its packs are assigned to.
+
+    Args:
+        world_size: data-parallel ranks.
+        batch_size: packs in a micro-batch.
+    """
+
+    world_size: int
+    gradient_accumulation_steps: int
+    batch_size: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The state of a run in a checkpoint: a resumed run must have the same settings to train exactly what is left.
+    """The settings and position of a run, saved in each checkpoint; a resumed run must have the same settings.
 
     Args:
         plan: fingerprint of the first epoch's packs.
         steps: fingerprint of how they are assigned to steps and ranks.
-        assignments: (first step, world size, gradient accumulation, batch size) for each number of ranks that packs
-            were assigned to.
+        assignments: first step, and ``BatchShape`` from there, each time that packs were assigned; empty if once.
         cache: fingerprint of the caches.
         data_since: the first step, 0-based, with the current data; 0 if they never changed.
         step: optimizer steps done.
@@ -247,21 +260,21 @@ class RunState:
         return cls(**{name: getattr(config, name) for name in _FROM_OPTIONS}, **fields)
 
     @property
-    def assignment(self) -> tuple[int, int, int]:
-        """World size, gradient accumulation and batch size, to which a step's packs are assigned."""
-        return self.world_size, self.gradient_accumulation_steps, self.per_device_train_batch_size
+    def batch_shape(self) -> BatchShape:
+        """The ranks and micro-batches that the packs of a step are assigned to."""
+        return BatchShape(self.world_size, self.gradient_accumulation_steps, self.per_device_train_batch_size)
 
-    def is_assigned_anew_after(self, other: RunState) -> bool:
-        """Return whether packs must be assigned to ranks again, because the number of ranks differs."""
-        return not self.streaming and self.world_size != other.world_size
+    def needs_reassignment(self, saved: RunState) -> bool:
+        """Return whether packs must be assigned to ranks again, because the ``saved`` run had another number."""
+        return not self.streaming and self.world_size != saved.world_size
 
     def check_continues(
         self,
         checkpoint: str,
-        other: RunState,
+        saved: RunState,
         *,
         data_may_change: bool = False,
-        other_data: Callable[[], Sequence[str]] = tuple,
+        cache_differences: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         """Raise a MismatchError with every difference if a run with this state cannot resume from a checkpoint.
 
@@ -269,40 +282,39 @@ class RunState:
 
         Args:
             checkpoint: its name in the error.
-            other: state of the checkpoint.
+            saved: state of the checkpoint.
             data_may_change: fields that follow from the caches may differ (``FROM_DATA``).
-            other_data: returns a line for each difference of the caches, for the error.
+            cache_differences: returns a line for each difference of the caches, for the error.
         """
         ignored = {"step", "epoch", "step_in_epoch", "saved_at", "assignments", "data_since"}
         if data_may_change:
             ignored |= FROM_DATA
-        if self.is_assigned_anew_after(other):
+        if self.needs_reassignment(saved):
             ignored |= {"steps", "world_size", "gradient_accumulation_steps", "per_device_train_batch_size"}
-        mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
-        different = [name for name in mine if name not in ignored and mine[name] != theirs[name]]
-        if "steps" not in different:
+        new_values, old_values = dataclasses.asdict(self), dataclasses.asdict(saved)
+        different = [name for name in new_values if name not in ignored and new_values[name] != old_values[name]]
+        if "steps" not in different:  # other trained parts matter only if they change the steps
             different = [name for name in different if name != "learning"]
-        # Plan and steps follow from the other fields, which explain the difference better.
+        # The fingerprints of plan and steps follow from the other fields, which explain the difference better.
         causes = [name for name in different if name not in ("plan", "steps")]
         different = causes or different
-        if different:
-            shown = {
-                name: ["none" if side[name] == "" else side[name] for side in (theirs, mine)] for name in different
-            }
-            lines = [f"  - {name}: {old} in the checkpoint, {new} now" for name, (old, new) in shown.items()]
-            remedy = "Resume with the settings of that run, or start a new run in another --output-dir."
-            if not causes:
-                lines.append(
-                    "    These depend on packing options, --plan and the mixture (--mix, or an amount after # of a "
-                    "cache); with stages, also on --max-steps and --num-train-epochs"
-                )
-            if "cache" in different:
-                lines += [f"    {line}" for line in other_data()]
-            if set(different) <= FROM_DATA:
-                remedy += " Or add --data-change allow: the rest of the epoch is planned again with the changed data."
-            raise MismatchError(
-                "\n".join([f"{checkpoint} belongs to a run with other data or settings:", *lines]), remedy
+        if not different:
+            return
+        lines = []
+        for name in different:
+            old, new = ("none" if values[name] == "" else values[name] for values in (old_values, new_values))
+            lines.append(f"  - {name}: {old} in the checkpoint, {new} now")
+        if not causes:
+            lines.append(
+                "    These depend on packing options, --plan and the mixture (--mix, or an amount after # of a "
+                "cache); with stages, also on --max-steps and --num-train-epochs"
             )
+        if "cache" in different:
+            lines += [f"    {line}" for line in cache_differences()]
+        remedy = "Resume with the settings of that run, or start a new run in another --output-dir."
+        if set(different) <= FROM_DATA:
+            remedy += " Or add --data-change allow: the rest of the epoch is planned again with the changed data."
+        raise MismatchError("\n".join([f"{checkpoint} belongs to a run with other data or settings:", *lines]), remedy)
 
 
 def read_run_state(checkpoint: str) -> RunState:
@@ -319,9 +331,9 @@ def read_state_with_checksums(checkpoint: str) -> tuple[RunState, Checksums]:
         if (digest := values.pop("digest", None)) is not None and digest != _digest(values):
             raise ValueError("its checksum differs")
         values.pop("options", None)
-        sums = {str(name): (int(size), int(crc)) for name, (size, crc) in values.pop("files", {}).items()}
+        checksums = {str(name): (int(size), int(crc)) for name, (size, crc) in values.pop("files", {}).items()}
         values["assignments"] = tuple(tuple(each) for each in values.pop(_ASSIGNMENTS, ()))
-        return RunState(**values), sums
+        return RunState(**values), checksums
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise MismatchError(
             f"{checkpoint} is not a finished checkpoint of packtool: {STATE_NAME} cannot be read ({error})",
@@ -350,7 +362,7 @@ def write_run_state(checkpoint: str, state: RunState, options: Mapping[str, Any]
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    """Checksum of the other values of a state file."""
+    """Checksum of the values of a state file."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -377,31 +389,37 @@ def find_checkpoint(
         ConfigError: if there is no finished checkpoint, or the named directory does not exist.
         MismatchError: if the named checkpoint is damaged.
     """
+
+    def damage_of(checkpoint: str) -> str:
+        """Sentences on missing and changed files; empty for an intact checkpoint."""
+        _, checksums = read_state_with_checksums(checkpoint)
+        return "; ".join(find_damage(checkpoint, checksums, only_model=only_model))
+
     if resume_from is None or resume_from.lower() == "false":
         return None, []
     if resume_from.lower() != "true":
         if not os.path.isdir(resume_from):
             raise ConfigError(f"--resume-from-checkpoint {resume_from}: there is no such directory")
-        if problems := list(find_damage(resume_from, read_state_with_checksums(resume_from)[1], only_model=only_model)):
+        if damage := damage_of(resume_from):
             raise MismatchError(
-                f"{resume_from} is damaged: {'; '.join(problems)}",
+                f"{resume_from} is damaged: {damage}",
                 f"Give another checkpoint. If its weights are intact, {ONLY_MODEL}",
             )
         return resume_from.rstrip("/"), []
-    broken = []
+    warnings = []  # on checkpoints that cannot be used
     for checkpoint in _checkpoints(output_dir):
         if not os.path.exists(os.path.join(checkpoint, STATE_NAME)):
-            broken.append(f"{checkpoint} is unfinished: it has no {STATE_NAME}")
+            warnings.append(f"{checkpoint} is unfinished: it has no {STATE_NAME}")
         elif _saved_at(checkpoint) is None:
-            broken.append(f"{checkpoint} is damaged: its {STATE_NAME} cannot be read")
+            warnings.append(f"{checkpoint} is damaged: its {STATE_NAME} cannot be read")
     for checkpoint in reversed(finished_checkpoints(output_dir)):
-        problems = list(find_damage(checkpoint, read_state_with_checksums(checkpoint)[1], only_model=only_model))
-        if not problems:
-            newest = [f"the newest intact checkpoint is {checkpoint}"] if broken else []
-            return checkpoint, [f"skipped: {line}" for line in broken] + newest
-        broken.append(f"{checkpoint} is damaged: {'; '.join(problems)}")
+        damage = damage_of(checkpoint)
+        if not damage:
+            skipped = [f"skipped: {warning}" for warning in warnings]
+            return checkpoint, [*skipped, f"the newest intact checkpoint is {checkpoint}"] if skipped else []
+        warnings.append(f"{checkpoint} is damaged: {damage}")
     raise ConfigError(
-        "\n  - ".join([f"--resume-from-checkpoint true: there is no finished checkpoint in {output_dir}", *broken]),
+        "\n  - ".join([f"--resume-from-checkpoint true: there is no finished checkpoint in {output_dir}", *warnings]),
         "Leave the option out to train from the beginning.",
     )
 
@@ -445,12 +463,13 @@ def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None =
 
     Args:
         last_good: step after which weights may be NaN: the newest checkpoint up to there is kept, too.
+        keep: a checkpoint that is never deleted.
     """
     finished = finished_checkpoints(output_dir)
-    good = [
-        checkpoint for checkpoint in finished if last_good is not None and read_run_state(checkpoint).step <= last_good
-    ]
-    kept = {os.path.abspath(checkpoint) for checkpoint in (*good[-1:], *([keep] if keep is not None else []))}
+    kept = set() if keep is None else {os.path.abspath(keep)}
+    if last_good is not None:
+        good = [checkpoint for checkpoint in finished if read_run_state(checkpoint).step <= last_good]
+        kept |= {os.path.abspath(checkpoint) for checkpoint in good[-1:]}
     for checkpoint in finished[:-limit] if limit else []:
         if os.path.abspath(checkpoint) in kept:
             continue

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
 import json
 import os
 import shutil
@@ -41,7 +40,7 @@ from packtool.constants import VERSION
 from packtool.errors import ConfigError, MismatchError, PacktoolError
 from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger
 from packtool.train.prepare.caches import portable_recipe
-from packtool.train.prepare.checkpoint import finished_checkpoints, read_run_state
+from packtool.train.prepare.checkpoint import BatchShape, finished_checkpoints, read_run_state
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.output_dir import HISTORY, METRICS_NAME
 from packtool.train.prepare.result import non_default_options
@@ -50,10 +49,11 @@ from packtool.train.prepare.timeline import Timeline
 _RUN = "run.json"
 LEDGER_NAME = "packtool_ledger.npz"
 _TOTALS = ("directory", "fingerprint", "num", "num_samples", "tokens", "target_tokens")
+_HEADER = "told"  # the name in the file
 _Arrays = dict[str, npt.NDArray[Any]]
 # Options of resuming, which do not change steps.
-_NOT_KEPT = ("resume_from_checkpoint", "resume_only_model", "overwrite_output_dir", "add_version", "dry_run")
-_PATHS = ("model", "plan", "hardware", "mix")
+_NOT_RECORDED = ("resume_from_checkpoint", "resume_only_model", "overwrite_output_dir", "add_version", "dry_run")
+_PATH_OPTIONS = ("model", "plan", "hardware", "mix")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,11 @@ class Segment:
     @property
     def train_config(self) -> TrainConfig:
         """The settings of the run; MismatchError if this version of packtool lacks one of its options."""
-        values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in self.config.items()}
+        options: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in self.config.items()
+        }
         try:
-            return TrainConfig(**values)
+            return TrainConfig(**options)
         except TypeError as error:
             raise MismatchError(
                 f"the run was trained with packtool {self.version}, which had other options: {error}",
@@ -97,16 +99,16 @@ class Segment:
 
 def recorded_options(config: TrainConfig) -> dict[str, Any]:
     """The options of a run for its history and checkpoints: those other than defaults, as JSON values."""
-    kept: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     for name, value in non_default_options(config).items():
-        if name in _NOT_KEPT:
+        if name in _NOT_RECORDED:
             continue
-        if name in _PATHS and os.path.exists(value):
+        if name in _PATH_OPTIONS and os.path.exists(value):
             value = storage.absolute(value)
         if name == "cached_dataset":
             value = [storage.absolute(directory) for directory in value]
-        kept[name] = plain_json(dict(value) if isinstance(value, Mapping) else value)
-    return kept
+        recorded[name] = plain_json(dict(value) if isinstance(value, Mapping) else value)
+    return recorded
 
 
 def read_history(output_dir: str) -> list[Segment]:
@@ -116,24 +118,22 @@ def read_history(output_dir: str) -> list[Segment]:
     folder = os.path.join(output_dir, HISTORY)
     path = os.path.join(folder, _RUN)
     if not os.path.exists(path):
-        older = finished_checkpoints(output_dir)
+        reason = "no run on caches was started there"
+        if finished_checkpoints(output_dir):
+            reason = "it was trained by an older packtool, or from streamed rows"
         raise MismatchError(
-            f"{output_dir} has no history of its steps: "
-            + (
-                "it was trained by an older packtool, or from streamed rows"
-                if older
-                else "no run on caches was started there"
-            ),
+            f"{output_dir} has no history of its steps: {reason}",
             "Give the --output-dir of a run; with --add-version, one of its numbered folders.",
         )
     try:
         with open(path, encoding="utf-8") as file:
-            raw = load_json(file.read())["segments"]
-        for each in raw:
-            each |= {name: tuple(map(tuple, each[name])) for name in ("caches", "assignments")}
-            if "mix" in each["config"]:
-                each["config"]["mix"] = os.path.join(folder, each["config"]["mix"])
-        return [Segment(**each) for each in raw]
+            segments = load_json(file.read())["segments"]
+        for fields in segments:
+            for name in ("caches", "assignments"):  # JSON has lists instead of tuples
+                fields[name] = tuple(tuple(item) for item in fields[name])
+            if "mix" in fields["config"]:
+                fields["config"]["mix"] = os.path.join(folder, fields["config"]["mix"])
+        return [Segment(**fields) for fields in segments]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MismatchError(f"{path} cannot be read: {error!r}", "Restore the file from a copy of the run.") from error
 
@@ -161,13 +161,13 @@ def ledger_name(step: int) -> str:
 def write_ledger(directory: str, ledger: Ledger, name: str = LEDGER_NAME) -> None:
     """Write a ledger into a checkpoint or another directory, in the format that the module describes."""
     arrays: _Arrays = {}
-    totals: list[dict[str, Any]] = []
+    totals: list[dict[str, Any]] = []  # of each cache
     for number, source in enumerate((*ledger.sources, *ledger.retired)):
-        arrays |= _planes(f"{number}.before", source.before) | _planes(f"{number}.epoch", source.epoch)
+        arrays |= _bit_planes(f"{number}.before", source.before) | _bit_planes(f"{number}.epoch", source.epoch)
         arrays[f"{number}.skipped"] = source.skipped
         totals.append({field: getattr(source, field) for field in _TOTALS})
     num_sources = len(ledger.sources)
-    header = {
+    header: dict[str, Any] = {
         "step": ledger.step,
         "epoch": ledger.epoch,
         "sources": totals[:num_sources],
@@ -177,14 +177,17 @@ def write_ledger(directory: str, ledger: Ledger, name: str = LEDGER_NAME) -> Non
     if ledger.stage is not None:
         header["stage"] = ledger.stage
     if (change := ledger.change) is not None:
-        header["change"] = [change.step, change.epoch, *(() if change.stage is None else (change.stage,))]
-        for kind, counts in (("left", change.left), ("trained", change.trained)):
-            for number, each in enumerate(counts):
-                arrays |= _planes(f"{number}.{kind}", each)
-    arrays["told"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    sink = io.BytesIO()
-    np.savez_compressed(sink, **arrays)  # type: ignore[arg-type]
-    storage.publish(os.path.join(directory, name), sink.getvalue())
+        header["change"] = [change.step, change.epoch]
+        if change.stage is not None:
+            header["change"].append(change.stage)
+        for number, counts in enumerate(change.left):
+            arrays |= _bit_planes(f"{number}.left", counts)
+        for number, counts in enumerate(change.trained):
+            arrays |= _bit_planes(f"{number}.trained", counts)
+    arrays[_HEADER] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    archive = io.BytesIO()
+    np.savez_compressed(archive, **arrays)  # type: ignore[arg-type]
+    storage.publish(os.path.join(directory, name), archive.getvalue())
 
 
 def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
@@ -194,25 +197,24 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
         return None
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            header = load_json(arrays["told"].tobytes())
+            header = load_json(arrays[_HEADER].tobytes())
             sources = []
             for number, fields in enumerate([*header["sources"], *header["retired"]]):
-                size = fields.pop("num")
-                before, epoch = (
-                    RowCounts(size, _read_planes(arrays, f"{number}.{kind}")) for kind in ("before", "epoch")
-                )
+                num_samples = fields.pop("num")
+                before = _read_counts(arrays, f"{number}.before", num_samples)
+                in_epoch = _read_counts(arrays, f"{number}.epoch", num_samples)
                 skipped = arrays[f"{number}.skipped"]
-                sources.append(SourceLedger(before=before, epoch=epoch, skipped=skipped, **fields))
+                sources.append(SourceLedger(before=before, epoch=in_epoch, skipped=skipped, **fields))
             num_sources = len(header["sources"])
             change = None
             if header["change"] is not None:
+                step, epoch, *stages = header["change"]  # with at most one stage
                 sizes = [source.num for source in sources[:num_sources]]
-                left, trained = (
-                    tuple(RowCounts(size, _read_planes(arrays, f"{n}.{kind}")) for n, size in enumerate(sizes))
-                    for kind in ("left", "trained")
-                )
-                step, epoch, *stage = header["change"]
-                change = DataChange(step, epoch, left, tuple(stage[0]) if stage else None, trained if stage else ())
+                left = tuple(_read_counts(arrays, f"{number}.left", size) for number, size in enumerate(sizes))
+                change = DataChange(step, epoch, left)
+                if stages:
+                    trained = [_read_counts(arrays, f"{number}.trained", size) for number, size in enumerate(sizes)]
+                    change = dataclasses.replace(change, stage=tuple(stages[0]), trained=tuple(trained))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MismatchError(f"{path} cannot be read: {error}", "Give another checkpoint.") from error
     return Ledger(
@@ -225,19 +227,21 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
     )
 
 
-def _planes(name: str, counts: RowCounts) -> _Arrays:
+def _bit_planes(name: str, counts: RowCounts) -> _Arrays:
     """The bit planes of counts, by their names in a ledger file: ``name.0``, ``name.1``, ..."""
     return {f"{name}.{bit}": plane for bit, plane in enumerate(counts.planes)}
 
 
-def _read_planes(arrays: Any, name: str) -> tuple[npt.NDArray[np.uint8], ...]:
-    """The bit planes that ``_planes`` has written under ``name``; any number of them."""
-    bits = itertools.takewhile(lambda bit: f"{name}.{bit}" in arrays, itertools.count())
-    return tuple(arrays[f"{name}.{bit}"] for bit in bits)
+def _read_counts(arrays: Any, name: str, num_samples: int) -> RowCounts:
+    """The counts whose bit planes ``_bit_planes`` has written under ``name``."""
+    planes: list[npt.NDArray[np.uint8]] = []
+    while (key := f"{name}.{len(planes)}") in arrays:
+        planes.append(arrays[key])
+    return RowCounts(num_samples, tuple(planes))
 
 
 Skipped = Sequence[tuple[int, int]]
-"""Samples that were left out: the step, 0-based, and the sample's position in the caches."""
+"""Samples that could not be loaded: the step, 0-based, and the sample's position in the caches."""
 
 
 class RunRecord:
@@ -257,22 +261,22 @@ class RunRecord:
         self._timeline, self._segment = timeline, segment
 
     def begin(self, output_dir: str) -> None:
-        """Write the history before the first step, without segments whose steps a resumed run trains again."""
+        """Write the history before the first step; a resumed run replaces segments that it trains again."""
         folder, segment = os.path.join(output_dir, HISTORY), self._segment
         storage.make_directory(folder)
-        before: list[Segment] = []
+        segments: list[Segment] = []
         if self._checkpoint is not None:
-            origin = os.path.dirname(os.path.abspath(self._checkpoint))
-            if has_history(origin):
-                before = [each for each in read_history(origin) if each.first < segment.first]
-                if os.path.realpath(origin) != os.path.realpath(output_dir):
-                    shutil.copytree(os.path.join(origin, HISTORY), folder, dirs_exist_ok=True)
+            resumed_dir = os.path.dirname(os.path.abspath(self._checkpoint))
+            if has_history(resumed_dir):
+                segments = [earlier for earlier in read_history(resumed_dir) if earlier.first < segment.first]
+                if os.path.realpath(resumed_dir) != os.path.realpath(output_dir):
+                    shutil.copytree(os.path.join(resumed_dir, HISTORY), folder, dirs_exist_ok=True)
         if (mix := segment.config.get("mix")) is not None:
             name = f"mix-{segment.first}.yaml"
             storage.publish(os.path.join(folder, name), portable_recipe(mix))
             segment = dataclasses.replace(segment, config={**segment.config, "mix": name})
-        segments = {"segments": [dataclasses.asdict(each) for each in (*before, segment)]}
-        storage.publish(os.path.join(folder, _RUN), (json.dumps(segments, indent=1) + "\n").encode())
+        content = {"segments": [dataclasses.asdict(each) for each in (*segments, segment)]}
+        storage.publish(os.path.join(folder, _RUN), (json.dumps(content, indent=1) + "\n").encode())
         if self.ledger.change is not None:
             write_ledger(folder, self.ledger, ledger_name(self.ledger.change.step))
 
@@ -285,7 +289,7 @@ class RunRecord:
         """
         # The rows of local caches are recorded, to match samples after a cache was removed. Those of remote caches are
         # read only when they are needed, because reading them copies all shards.
-        reader, history = self._timeline.inputs.for_training[2], history_of(checkpoint)
+        reader, history = self._timeline.inputs.for_training.reader, history_of(checkpoint)
         for cache, (directory, manifest) in enumerate(zip(reader.directories, reader.manifests, strict=True)):
             path = origins_path(history, manifest.fingerprint)
             if not storage.is_remote(directory) and not os.path.exists(path):
@@ -306,43 +310,49 @@ def ledger_after(
             ledger = ledger.in_next_epoch()
         if ledger.step >= step:
             return dataclasses.replace(ledger, stage=timeline.stage_of(ledger.step))
+        # Add the steps that belong to one epoch; its plan numbers them from ``first``.
         plan, first = stretch.plan, stretch.first
-        here = range(ledger.step, min(stretch.stop, step))
-        of_left_out = [plan.samples_of(each - first, each - first + 1) for each in left_out if each in here]
-        positions = [position for at, position in skipped if at in here and at not in left_out]
-        untrained = np.concatenate([np.array(positions, np.int64), *of_left_out])
-        ledger = ledger.plus(plan, range(here.start - first, here.stop - first), lengths, targets, untrained)
+        new_steps = range(ledger.step, min(stretch.stop, step))
+        untrained = [
+            np.array([at for number, at in skipped if number in new_steps and number not in left_out], np.int64)
+        ]
+        for number in left_out:
+            if number in new_steps:
+                untrained.append(plan.samples_of(number - first, number - first + 1))
+        plan_steps = range(new_steps.start - first, new_steps.stop - first)
+        ledger = ledger.plus(plan, plan_steps, lengths, targets, np.concatenate(untrained))
 
 
 def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
     """The ledger after ``step`` steps, for a checkpoint of an older packtool without one; no sample is skipped."""
-    inputs, (epoch, done) = timeline.inputs, timeline.locate(step)
-    reader = inputs.for_training[2]
-    lengths, targets = inputs.lengths, inputs.targets
-    planned = np.bincount(timeline.first.full_packs.samples, minlength=len(lengths)) > 0
+    inputs, (epoch, epoch_step) = timeline.inputs, timeline.locate(step)
+    reader, num_samples = inputs.for_training.reader, len(inputs.lengths)
+    is_planned = np.bincount(timeline.first.full_packs.samples, minlength=num_samples) > 0
 
-    def count_samples(number: int) -> npt.NDArray[np.int64]:
+    def occurrences(number: int) -> npt.NDArray[np.int64]:
         """Occurrences of each sample in an epoch, (N,)."""
-        return np.asarray(planned if inputs.mixture is None else inputs.epoch_counts(number), np.int64)
+        return np.asarray(is_planned if inputs.mixture is None else inputs.epoch_counts(number), np.int64)
 
-    before, in_epoch = np.zeros((2, len(lengths)), np.int64)
+    # Training counts of each sample in earlier epochs, and in the current one.
+    before, in_epoch = np.zeros((2, num_samples), np.int64)
     for number in range(epoch):
-        before += count_samples(number)
-    if done:
-        remaining = timeline.stretch(step).plan.packs_from(done).samples
-        in_epoch = count_samples(epoch) - np.bincount(remaining, minlength=len(lengths))
-    parts = (np.split(each, reader.offsets[1:-1]) for each in (before, in_epoch, lengths, targets))
+        before += occurrences(number)
+    if epoch_step:
+        remaining = timeline.stretch(step).plan.packs_from(epoch_step).samples
+        in_epoch = occurrences(epoch) - np.bincount(remaining, minlength=num_samples)
+    counts = before + in_epoch
     sources = []
-    for source, earlier, current, length, target in zip(begin_ledger(reader).sources, *parts, strict=True):
-        counts = earlier + current
+    bounds = zip(reader.offsets[:-1].tolist(), reader.offsets[1:].tolist(), strict=True)
+    for source, (start, stop) in zip(begin_ledger(reader).sources, bounds, strict=True):
+        cache = slice(start, stop)
         sources.append(
             dataclasses.replace(
                 source,
-                before=RowCounts.of(earlier),
-                epoch=RowCounts.of(current),
-                num_samples=int(counts.sum()),
-                tokens=int((counts * length).sum()),
-                target_tokens=int((counts * target).sum()),
+                before=RowCounts.of(before[cache]),
+                epoch=RowCounts.of(in_epoch[cache]),
+                num_samples=int(counts[cache].sum()),
+                tokens=int((counts[cache] * inputs.lengths[cache]).sum()),
+                target_tokens=int((counts[cache] * inputs.targets[cache]).sum()),
             )
         )
     return Ledger(step=step, epoch=epoch, sources=tuple(sources))
@@ -350,8 +360,10 @@ def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
 
 def begin_ledger(reader: CacheReader) -> Ledger:
     """The ledger of a run before its first step."""
-    caches = zip(reader.directories, reader.manifests, np.diff(reader.offsets).tolist(), strict=True)
-    sources = (SourceLedger.begin(storage.absolute(name), m.fingerprint, num) for name, m, num in caches)
+    sizes = np.diff(reader.offsets).tolist()
+    sources = []
+    for directory, manifest, size in zip(reader.directories, reader.manifests, sizes, strict=True):
+        sources.append(SourceLedger.begin(storage.absolute(directory), manifest.fingerprint, size))
     return Ledger(sources=tuple(sources))
 
 
@@ -371,32 +383,38 @@ class Replay:
     @property
     def reader(self) -> CacheReader:
         """The reader of its caches."""
-        return self.timeline.inputs.for_training[2]
+        return self.timeline.inputs.for_training.reader
 
     def occurrences(self, position: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield step, epoch, rank, micro-batch and pack of the epoch's plan of each time that a sample was trained."""
-        step = self.segment.first
-        while step < self.stop:
-            stretch = self.timeline.stretch(step)
+        """Yield step, epoch, rank, micro-batch and pack of the epoch's plan of each time that a sample was trained.
+
+        Args:
+            position: of the sample in the caches.
+        """
+        start = self.segment.first
+        while start < self.stop:
+            stretch = self.timeline.stretch(start)
             plan, stop = stretch.plan, min(stretch.stop, self.stop)
-            for at in np.flatnonzero(plan.packs.samples == position):
-                pack = int(np.searchsorted(plan.packs.offsets, at, side="right")) - 1
-                number, rank, micro_batch = map(int, plan.steps.locations()[pack])
-                if step <= stretch.first + number < stop:
-                    yield stretch.first + number, stretch.epoch, rank, micro_batch, pack
-            step = stop
+            for index in np.flatnonzero(plan.packs.samples == position):
+                pack = int(np.searchsorted(plan.packs.offsets, index, side="right")) - 1
+                plan_step, rank, micro_batch = map(int, plan.steps.locations()[pack])
+                step = stretch.first + plan_step
+                if start <= step < stop:
+                    yield step, stretch.epoch, rank, micro_batch, pack
+            start = stop
 
 
 def segments_of(output_dir: str) -> list[tuple[Segment, int]]:
     """The segments of a run, each with the first step after it; after the last, that is the number of trained steps."""
     segments = read_history(output_dir)
-    # Log and checkpoints tell how many steps were trained.
-    steps = [read_run_state(checkpoint).step for checkpoint in finished_checkpoints(output_dir)]
+    # The last segment has trained as many steps as the log and the checkpoints record.
+    recorded_steps = [segments[-1].first]
+    recorded_steps += [read_run_state(checkpoint).step for checkpoint in finished_checkpoints(output_dir)]
     path = os.path.join(output_dir, METRICS_NAME)
     if os.path.exists(path):
         with open(path, encoding="utf-8") as file:
-            steps += [load_json(line)["step"] for line in file if line.endswith("\n")]
-    stops = [*(segment.first for segment in segments[1:]), max([*steps, segments[-1].first])]
+            recorded_steps += [load_json(line)["step"] for line in file if line.endswith("\n")]
+    stops = [*(segment.first for segment in segments[1:]), max(recorded_steps)]
     return list(zip(segments, stops, strict=True))
 
 
@@ -409,9 +427,16 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
     """
     _check_unchanged(segment)
     config = segment.train_config
-    changes = {"resume_from_checkpoint": None, "data_change": "refuse", "cache_dir": None, "output_dir": output_dir}
+    replayed_config = dataclasses.replace(
+        config,
+        resume_from_checkpoint=None,
+        data_change="refuse",
+        cache_dir=None,
+        output_dir=output_dir,
+        model=model or config.model,
+    )
     try:
-        inputs = open_to_train(dataclasses.replace(config, **changes, model=model or config.model))  # type: ignore[arg-type]
+        inputs = open_to_train(replayed_config)
     except ConfigError as error:
         if model is not None:
             raise
@@ -428,7 +453,8 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
                 f"{output_dir}/{HISTORY} lacks {name}, the samples left at a change of data", "Restore it."
             )
         change = ledger.change
-    state = inputs.state(segment.assignments[-1][1:])
+    _, *last_shape = segment.assignments[-1]
+    state = inputs.state(BatchShape(*last_shape))
     if (state.plan, state.steps) != (segment.plan, segment.steps):
         if config.plan is not None:
             raise MismatchError(

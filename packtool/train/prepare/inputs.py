@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,26 +30,31 @@ from packtool.planning.prefix_trees import select_samples
 from packtool.planning.summary import PlanSummary
 from packtool.planning.towers import TowerWork
 from packtool.train.prepare.caches import packs_of
-from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared, load_shared_prefixes, parts_of
+from packtool.train.prepare.checkpoint import BatchShape, RunState
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared, load_shared_prefixes, part_placement
 
-_KEPT_PLANS = 2
-"""Plans that are cached, tens of megabytes each: of the epoch in training, and of the one read ahead."""
+_MAX_CACHED_PLANS = 2
+"""Plans have tens of megabytes each; one is of the epoch in training, the other of the one read ahead."""
 
 TargetChoices = tuple[TargetChoice | None, ...]
 """One for each cache of a run; None for the targets of its export."""
 
-BatchShape = tuple[int, int, int]
-"""World size, gradient accumulation and batch size: what the packs of an epoch are assigned to."""
+
+class TrainInputs(NamedTuple):
+    """The inputs that every training run has, and ``packtool plan`` may lack."""
+
+    config: TrainConfig
+    files: ModelFiles
+    reader: CacheReader
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Inputs:
-    """The inputs of the plans of a run, or of one of its stages, for any number of ranks.
+    """Everything that the plans of a run, or of one of its stages, depend on, except the number of ranks.
 
     Args:
         config: the command's settings; of a training run, with ``--eval-strategy`` decided.
-        options: of the plan, with costs; each ``BatchShape`` replaces ranks, accumulation and batch size.
+        options: of the plan, with costs; a ``BatchShape`` replaces ranks, accumulation and batch size for each plan.
         lengths, targets, media_tokens: all, target and media tokens of each sample, (N,); media may be unknown (None).
         towers: cost of the media of each sample, or of those that it adds to a shared prefix; None for lengths.
         reader: of the caches; None for a file of lengths.
@@ -91,11 +96,12 @@ class Inputs:
         if self.reader is None:
             return self
         assert self.options.cost is not None, "caches are planned with costs"
+        no_sharing_reason = None
         if self.saved_plan is not None:
-            packs, parts = packs_of(self.saved_plan), self.saved_plan.parts
-            shared, message = load_shared_prefixes(packs, parts, self.model, self.reader), None
+            packs, placement = packs_of(self.saved_plan), self.saved_plan.parts
+            shared = load_shared_prefixes(packs, placement, self.model, self.reader)
         else:
-            shared, message = find_shared(
+            shared, no_sharing_reason = find_shared(
                 self.config,
                 self.model,
                 self.reader,
@@ -105,36 +111,37 @@ class Inputs:
                 max_media_tokens=self.config.max_media_tokens_per_pack,
             )
             if shared is not None:
-                trees = dataclasses.replace(shared.trees, parts=parts_of(self.config))
+                trees = dataclasses.replace(shared.trees, parts=part_placement(self.config))
                 shared = dataclasses.replace(shared, trees=trees)
-        inputs = dataclasses.replace(self, shared=shared, no_sharing_reason=message)
-        if shared is not None:
-            inputs = dataclasses.replace(inputs, towers=shared.towers(self.options.cost, self.targets))
+        towers = self.towers if shared is None else shared.towers(self.options.cost, self.targets)
+        inputs = dataclasses.replace(self, shared=shared, no_sharing_reason=no_sharing_reason, towers=towers)
         if self.recipe is None:
             return inputs
         max_length = self.config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
         return inputs.with_mixture(self.recipe, max_length)
 
     def reuse_plans(self, planned: Inputs) -> Inputs:
-        """Reuse prefixes, mixtures and plans of ``planned`` if they would be the same; else ``prepared``."""
+        """Reuse prefixes, mixtures and cached plans of ``planned`` if its plans are the same; else ``prepared``."""
         options = planned.options
-        same = dataclasses.replace(
+        # These may differ: a plan is made for a number of ranks, and lengths were chosen when the caches were opened.
+        comparable_options = dataclasses.replace(
             self.options,
             max_length=options.max_length,
             packing_length=options.packing_length,
             world_size=options.world_size,
         )
         # Samples longer than a pack are left out by ``packtool plan``, and are an error in training.
-        is_too_long = (self.lengths > options.max_length) & (self.lengths <= self.options.max_length)
-        if (
-            self.reader is None
-            or planned.reader is None
-            or self.reader.fingerprint != planned.reader.fingerprint
-            or same != options
-            or self.recipe != planned.recipe
-            or not np.array_equal(self.targets, planned.targets)
-            or (is_too_long.any() and not planned.stages)
-        ):
+        is_only_in_training = (self.lengths > options.max_length) & (self.lengths <= self.options.max_length)
+        has_same_plans = (
+            self.reader is not None
+            and planned.reader is not None
+            and self.reader.fingerprint == planned.reader.fingerprint
+            and comparable_options == options
+            and self.recipe == planned.recipe
+            and np.array_equal(self.targets, planned.targets)
+            and (bool(planned.stages) or not is_only_in_training.any())
+        )
+        if not has_same_plans:
             return self.prepared()
         return dataclasses.replace(
             self,
@@ -148,27 +155,35 @@ class Inputs:
         )
 
     def with_mixture(self, recipe: Recipe, max_length: int) -> Inputs:
-        """Add the mixture of a recipe, or those of its stages; ``max_length`` limits the samples of every stage."""
+        """Add the mixture of a recipe, or the inputs of each of its stages.
+
+        Args:
+            max_length: maximum tokens of a sample in every stage.
+        """
         if not recipe.stages:
             return dataclasses.replace(self, recipe=recipe, mixture=self._mixture_of(recipe, self.options.max_length))
         if problems := _stage_problems(recipe, self):
             raise ConfigError.from_problems(problems)
-        stages = []
+        stages, mixtures = [], []
         for stage in recipe.stages:
             length = stage.packing_length or self.options.packing_length
             options = dataclasses.replace(self.options, packing_length=length, max_length=min(max_length, length))
             size = stage.sequence_parallel_size or self.config.sequence_parallel_ranks
             mixture = self._mixture_of(stage, options.max_length)
+            mixtures.append(mixture)
             stages.append(
                 dataclasses.replace(self, options=options, mixture=mixture, sequence_parallel_size=size, shared=None)
             )
-        longest = max((stage.options for stage in stages), key=lambda options: options.packing_length)
+        longest_options = max((stage.options for stage in stages), key=lambda options: options.packing_length)
         # The mixture of the run has the samples of all stages; it gives names, weights and epochs of sources.
-        mixtures = [stage.mixture for stage in stages if stage.mixture is not None]
-        of_sources = zip(*(mixture.candidates for mixture in mixtures), strict=True)
-        candidates = tuple(np.unique(np.concatenate(of_stages)) for of_stages in of_sources)
-        joined = dataclasses.replace(mixtures[0], candidates=candidates, counts=tuple(map(len, candidates)))
-        return dataclasses.replace(self, recipe=recipe, options=longest, mixture=joined, stages=tuple(stages))
+        candidates = []  # of each source, in any stage
+        for source in range(len(mixtures[0].candidates)):
+            candidates.append(np.unique(np.concatenate([mixture.candidates[source] for mixture in mixtures])))
+        counts = tuple(len(positions) for positions in candidates)
+        run_mixture = dataclasses.replace(mixtures[0], candidates=tuple(candidates), counts=counts)
+        return dataclasses.replace(
+            self, recipe=recipe, options=longest_options, mixture=run_mixture, stages=tuple(stages)
+        )
 
     def _mixture_of(self, recipe: Recipe, max_length: int) -> Mixture:
         assert self.reader is not None, "recipes mix caches"
@@ -178,12 +193,12 @@ class Inputs:
         )
 
     @property
-    def for_training(self) -> tuple[TrainConfig, ModelFiles, CacheReader]:
-        """Settings, model files and caches of a training run, which ``packtool plan`` may lack."""
+    def for_training(self) -> TrainInputs:
+        """Settings, model files and caches of a training run."""
         assert isinstance(self.config, TrainConfig), "the inputs of a training run"
         assert self.files is not None, "a model is trained"
         assert self.reader is not None, "checked with the settings"
-        return self.config, self.files, self.reader
+        return TrainInputs(self.config, self.files, self.reader)
 
     @cached_property
     def samples(self) -> SampleReader:
@@ -198,81 +213,88 @@ class Inputs:
         names, weights = self.mixture.names, self.mixture.loss_weights
         return MixedSamples(samples, self.mixture.offsets, names, weights, keeps_channels=keeps_channels)
 
-    def plan_of(self, epoch: int, assignment: BatchShape) -> EpochPlan:
+    def plan_of(self, epoch: int, batch_shape: BatchShape) -> EpochPlan:
         """The plan of a full epoch; the last ones are cached."""
-        return (self.planner or self)._cached_plan_of(epoch, assignment)
+        return (self.planner or self)._cached_plan_of(epoch, batch_shape)
 
     @cached_property
     def _cached_plan_of(self) -> Callable[[int, BatchShape], EpochPlan]:
-        return lru_cache(maxsize=_KEPT_PLANS)(self._plan_of)
+        return lru_cache(maxsize=_MAX_CACHED_PLANS)(self._plan_of)
 
-    def _plan_of(self, epoch: int, assignment: BatchShape) -> EpochPlan:
+    def _plan_of(self, epoch: int, batch_shape: BatchShape) -> EpochPlan:
         if self.saved_plan is not None:
             packs = packs_of(self.saved_plan)
-            is_first = epoch == 0 or not self.config.shuffle
-            return self.assign(
-                packs if is_first else reorder_saved_packs(packs, seed=self.config.seed, epoch=epoch), assignment
-            )
+            if epoch > 0 and self.config.shuffle:
+                packs = reorder_saved_packs(packs, seed=self.config.seed, epoch=epoch)
+            return self.assign(packs, batch_shape)
         if self.mixture is not None:
-            return self.plan_mixture(self.mixture, epoch, assignment)
-        return self._plan(epoch, assignment, self.shared)
+            return self.plan_mixture(self.mixture, epoch, batch_shape)
+        return self._plan(epoch, batch_shape, self.shared, self.towers)
 
     def _plan(
-        self, epoch: int, assignment: BatchShape, shared: SharedPrefixes | None, samples: Int64Array | None = None
+        self,
+        epoch: int,
+        batch_shape: BatchShape,
+        shared: SharedPrefixes | None,
+        towers: TowerWork | None,
+        untrained: Int64Array | None = None,
     ) -> EpochPlan:
-        """The plan of an epoch without a mixture, or of the given ``samples``, int64 (M,), ascending."""
-        options, towers = self._assigned(assignment), self.towers
-        if shared is not None and samples is not None:
-            assert options.cost is not None, "training knows costs"
-            towers = shared.towers(options.cost, self.targets)
+        """The plan of an epoch without a mixture: of all samples, or of those that are ``untrained``, (M,), ascending.
+
+        Args:
+            towers: cost of the media that each sample adds to the ``shared`` prefixes.
+        """
         return plan_epoch(
             self.lengths,
             self.targets,
-            options,
+            self._options_for(batch_shape),
             seed=self.config.seed,
             epoch=epoch,
             media_tokens=self.media_tokens if shared is None else shared.media_tokens,
             towers=towers,
             trees=None if shared is None else shared.trees,
-            untrained=samples,
+            untrained=untrained,
         )
 
-    def plan_mixture(self, mixture: Mixture, epoch: int, assignment: BatchShape) -> EpochPlan:
+    def plan_mixture(self, mixture: Mixture, epoch: int, batch_shape: BatchShape) -> EpochPlan:
         """The plan of the samples that a mixture draws in an epoch."""
-        options, seed = self._assigned(assignment), self.config.seed
+        options, seed = self._options_for(batch_shape), self.config.seed
         return plan_mixture(
             mixture, options, seed=seed, epoch=epoch, media_tokens=self.media_tokens, towers=self.towers
         )
 
-    def plan_left(self, change: DataChange, assignment: BatchShape) -> EpochPlan | None:
+    def plan_remaining(self, change: DataChange, batch_shape: BatchShape) -> EpochPlan | None:
         """The plan of the samples left of the epoch in which the data changed; None if all were trained."""
-        samples = np.repeat(np.arange(len(self.lengths)), change.samples())
+        remaining_counts = change.samples()
+        samples = np.repeat(np.arange(len(self.lengths)), remaining_counts)
         if not (self.lengths[samples] <= self.options.max_length).any():
             return None
-        shared = self.shared
+        shared, towers = self.shared, self.towers
         if shared is not None:
-            shared = dataclasses.replace(shared, trees=select_samples(shared.trees, change.samples() > 0))
-        return self._plan(change.epoch, assignment, shared, samples)
+            assert self.options.cost is not None, "training knows costs"
+            shared = dataclasses.replace(shared, trees=select_samples(shared.trees, remaining_counts > 0))
+            towers = shared.towers(self.options.cost, self.targets)
+        return self._plan(change.epoch, batch_shape, shared, towers, samples)
 
-    def assign(self, packs: PackPlan, assignment: BatchShape) -> EpochPlan:
+    def assign(self, packs: PackPlan, batch_shape: BatchShape) -> EpochPlan:
         """The plan that assigns given packs to steps and ranks."""
-        options, trees = self._assigned(assignment), None if self.shared is None else self.shared.trees
+        options, trees = self._options_for(batch_shape), None if self.shared is None else self.shared.trees
         media_tokens = self.media_tokens
         return assign_packs(packs, self.targets, options, media_tokens=media_tokens, towers=self.towers, trees=trees)
 
-    def unshared_summary(self, assignment: BatchShape) -> PlanSummary:
+    def unshared_summary(self, batch_shape: BatchShape) -> PlanSummary:
         """Packs and steps of the first epoch if no prefix were shared; packs it once more, without costs."""
-        options = dataclasses.replace(self._assigned(assignment), cost=None, balance="none")
+        options = dataclasses.replace(self._options_for(batch_shape), cost=None, balance="none")
         seed, media_tokens = self.config.seed, self.media_tokens
         return plan_epoch(self.lengths, self.targets, options, seed=seed, media_tokens=media_tokens).summary
 
-    def _assigned(self, assignment: BatchShape) -> PlanOptions:
-        world_size, accumulation, batch_size = assignment
+    def _options_for(self, batch_shape: BatchShape) -> PlanOptions:
+        """The options of a plan for this number of ranks and micro-batches."""
         return dataclasses.replace(
             self.options,
-            world_size=world_size,
-            gradient_accumulation_steps=accumulation,
-            per_device_train_batch_size=batch_size,
+            world_size=batch_shape.world_size,
+            gradient_accumulation_steps=batch_shape.gradient_accumulation_steps,
+            per_device_train_batch_size=batch_shape.batch_size,
         )
 
     def epoch_counts(self, epoch: int, trained: Int64Array | None = None) -> Int64Array:
@@ -284,41 +306,43 @@ class Inputs:
         trained = np.zeros(len(self.lengths), np.int64) if trained is None else trained
         return np.ones(len(trained), np.int64) if self.mixture is None else self.mixture.epoch_counts(epoch, trained)
 
-    def state(self, assignment: BatchShape) -> RunState:
+    def state(self, batch_shape: BatchShape) -> RunState:
         """The state of a run before its first step, to compare with checkpoints; plans the first epoch."""
         config, _, reader = self.for_training
-        plan, steps = self.fingerprints(assignment)
+        plan_fingerprint, steps_fingerprint = self.fingerprints(batch_shape)
         skrull, num_samples = self.options.skrull, self.options.samples_per_step
-        step_rule = "" if num_samples is None else f"{num_samples} samples a step"
+        # Checkpoints hold this text and are compared with it, so it must not change: "a row" means a sequence.
+        schedule = "" if num_samples is None else f"{num_samples} samples a step"
         if skrull is not None:
-            # "a row", where a sequence is meant: checkpoints hold this text, and are compared with it to the letter.
-            step_rule = f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}"
-            step_rule += f", for {skrull.times.device}"
+            schedule = (
+                f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}, "
+                f"for {skrull.times.device}"
+            )
         return RunState.of(
             config,
-            plan=plan,
-            steps=steps,
+            plan=plan_fingerprint,
+            steps=steps_fingerprint,
             cache=reader.fingerprint,
             max_length=self.options.max_length,
             packing_length=self.options.packing_length,
-            world_size=assignment[0],
+            world_size=batch_shape.world_size,
             loss_scale=config.loss_scale or "",
             loss_reduction=config.loss_reduction,
             shares_prefixes=self.shared is not None,
-            schedule=step_rule,
+            schedule=schedule,
             learning=config.training_summary,
         )
 
-    def fingerprints(self, assignment: BatchShape) -> tuple[str, str]:
+    def fingerprints(self, batch_shape: BatchShape) -> tuple[str, str]:
         """Fingerprints of the packs, equal for any number of ranks, and of the steps.
 
         With stages, the first includes the end of each stage, which decides the samples that it draws.
         """
         if not self.stages:
-            plan = self.plan_of(0, assignment)
+            plan = self.plan_of(0, batch_shape)
             return plan.lasting_fingerprint, plan.steps.fingerprint if plan.placement is None else plan.fingerprint
-        lasting, steps = self.stages[0].fingerprints(self.stage_assignment(0, assignment))
-        digest = hashlib.sha256(lasting.encode())
+        packs, steps = self.stages[0].fingerprints(self.stage_batch_shape(0, batch_shape))
+        digest = hashlib.sha256(packs.encode())
         for number, stage in enumerate(self.stages):
             assert stage.mixture is not None, "made with one"
             length, size = stage.options.packing_length, stage.sequence_parallel_size
@@ -329,67 +353,63 @@ class Inputs:
         """Steps of the run that are done when a stage ends; without ``--max-steps``, the stage's number of epochs."""
         assert self.recipe is not None, "stages are a recipe's"
         stages, config = self.recipe.stages, self.config
+        stage = stages[number]
         if config.max_steps is not None:
-            stage = stages[number]
             if stage.until is not None or stage.until_share is None:
                 return stage.until or config.max_steps
             return max(round(stage.until_share * config.max_steps), 1)
-        if all(stage.until_share is None for stage in stages):
-            return config.num_train_epochs
-        before = stages[number - 1].until_share if number else 0.0
-        return ((stages[number].until_share or 1.0) - (before or 0.0)) * config.num_train_epochs
+        if all(each.until_share is None for each in stages):
+            return config.num_train_epochs  # every stage trains all epochs
+        previous_share = stages[number - 1].until_share if number else 0.0
+        return ((stage.until_share or 1.0) - (previous_share or 0.0)) * config.num_train_epochs
 
-    def first_epoch_fraction(self, number: int, step: int, assignment: BatchShape) -> tuple[float, int]:
+    def first_epoch_fraction(self, number: int, step: int, batch_shape: BatchShape) -> tuple[float, int]:
         """The fraction of an epoch, in (0, 1], that a stage starting at ``step`` trains first; its epochs, rounded up.
 
         A stage of 2.3 epochs has a first epoch of 0.3 and two full ones, (0.3, 3).
         """
         epochs = self.stage_end(number)
         if self.config.max_steps is not None:
-            steps = self.stages[number].plan_of(0, self.stage_assignment(number, assignment)).steps
-            epochs = (epochs - step) / steps.num_steps
+            full_epoch = self.stages[number].plan_of(0, self.stage_batch_shape(number, batch_shape))
+            epochs = (epochs - step) / full_epoch.steps.num_steps
         num_epochs = max(math.ceil(epochs - 1e-9), 1)
         return epochs - (num_epochs - 1), num_epochs
 
-    def stage_assignment(self, number: int, assignment: BatchShape) -> BatchShape:
-        """The assignment of the run, with the data-parallel ranks of a stage, which may share sequences differently."""
-        world_size, accumulation, batch_size = assignment
-        ranks = world_size * self.config.sequence_parallel_ranks // self.stages[number].sequence_parallel_size
-        return ranks, accumulation, batch_size
+    def stage_batch_shape(self, number: int, batch_shape: BatchShape) -> BatchShape:
+        """The run's batch shape with the data-parallel ranks of a stage, which may share sequences differently."""
+        num_processes = batch_shape.world_size * self.config.sequence_parallel_ranks
+        return batch_shape._replace(world_size=num_processes // self.stages[number].sequence_parallel_size)
 
-    def epoch_to_resume(
-        self, ledger: Ledger, assignment: BatchShape
-    ) -> tuple[Callable[[Int64Array, Int64Array], Int64Array], int, tuple[int, int] | None]:
-        """Find the epoch in which a run with changed data resumes.
-
-        Returns:
-            a function ``count_samples(before, trained)`` of the training counts of each sample before the epoch and in
-            it, that returns how often the epoch has each sample, all int64 (N,); the maximum tokens of a sample; and
-            (number of the stage, first epoch of the stage), or None without stages.
-        """
+    def epoch_to_resume(self, ledger: Ledger, batch_shape: BatchShape) -> EpochToResume:
+        """Find the epoch in which a run with changed data resumes."""
         if not self.stages:
             if ledger.stage is not None and self.config.max_steps is None:
                 raise MismatchError(
                     "the run had stages and now has none, so the number of epochs left is unknown",
                     "Set its end with --max-steps N, or keep stages in the recipe.",
                 )
-            return lambda _, trained: self.epoch_counts(ledger.epoch, trained), self.options.max_length, None
-        number = self._stage_at(ledger)
-        is_same = ledger.stage is not None and ledger.stage[0] == number
-        first_epoch = ledger.stage[1] if ledger.stage is not None and is_same else ledger.epoch
+            return EpochToResume(
+                count_samples=lambda _, in_epoch: self.epoch_counts(ledger.epoch, in_epoch),
+                max_length=self.options.max_length,
+                stage=None,
+            )
+        number, first_epoch = self._stage_at(ledger), ledger.epoch
+        is_same_stage = ledger.stage is not None and ledger.stage[0] == number
+        if ledger.stage is not None and is_same_stage:
+            _, first_epoch = ledger.stage
         stage = self.stages[number]
 
-        def count_samples(before: Int64Array, trained: Int64Array) -> Int64Array:
+        def count_samples(before: Int64Array, in_epoch: Int64Array) -> Int64Array:
             mixture = stage.mixture
             assert mixture is not None, "every stage has a mixture"
-            if ledger.epoch == first_epoch:
-                start = self.stage_end(number - 1) if number and self.config.max_steps is not None else 0
-                fraction, _ = self.first_epoch_fraction(number, int(start), assignment)
+            if ledger.epoch == first_epoch:  # a stage begins with a partial epoch
+                first_step = self.stage_end(number - 1) if number and self.config.max_steps is not None else 0
+                fraction, _ = self.first_epoch_fraction(number, int(first_step), batch_shape)
                 mixture = mixture.partial_epoch(fraction, before)
             # Samples trained by another stage do not count for this one.
-            return mixture.epoch_counts(ledger.epoch, trained if is_same else np.zeros_like(trained))
+            return mixture.epoch_counts(ledger.epoch, in_epoch if is_same_stage else np.zeros_like(in_epoch))
 
-        return count_samples, stage.options.max_length, (number, first_epoch)
+        return EpochToResume(count_samples, stage.options.max_length, (number, first_epoch))
 
     def _stage_at(self, ledger: Ledger) -> int:
         """The 0-based number of the stage in which a run resumes with changed data."""
@@ -407,38 +427,57 @@ class Inputs:
         return ledger.stage[0]
 
 
+class EpochToResume(NamedTuple):
+    """The epoch in which a run with changed data resumes.
+
+    Args:
+        count_samples: returns how often the epoch has each sample, from the training counts of each sample before the
+            epoch, and in it; all int64 (N,).
+        max_length: maximum tokens of a sample.
+        stage: 0-based number of the stage, and its first epoch; None without stages.
+    """
+
+    count_samples: Callable[[Int64Array, Int64Array], Int64Array]
+    max_length: int
+    stage: tuple[int, int] | None
+
+
 def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
-    """Conflicts of stages with the settings of the run, a message for each."""
-    config, place, problems = inputs.config, recipe.place, []
-    stages, size = recipe.stages, config.sequence_parallel_ranks
+    """Conflicts of a recipe's stages with the settings of the run, a message for each."""
+    config, problems = inputs.config, []
+    num_shared, max_steps = config.sequence_parallel_ranks, config.max_steps
     if inputs.options.skrull is not None:
-        problems.append(f"{place}, stages: they cannot be combined with --schedule skrull; leave out one of them")
-    before = 0
-    for number, stage in enumerate(stages):
-        key = f"{place}, stages[{number}]"
+        problems.append(
+            f"{recipe.place}, stages: they cannot be combined with --schedule skrull; leave out one of them"
+        )
+    previous_end = 0  # step of the run after which the previous stage ends, with --max-steps
+    for number, stage in enumerate(recipe.stages):
+        key = f"{recipe.place}, stages[{number}]"
         if stage.packing_length is not None and not config.packing:
             problems.append(f"{key}.packing_length: it cannot be combined with --packing false; leave out one of them")
-        shared = stage.sequence_parallel_size
-        if shared is not None and size % shared:
+        size = stage.sequence_parallel_size
+        if size is not None and num_shared % size:
             problems.append(
-                f"{key}.sequence_parallel_size: {shared} does not divide the {size} processes of the run that "
+                f"{key}.sequence_parallel_size: {size} does not divide the {num_shared} processes of the run that "
                 "share a sequence: give --sequence-parallel-size the largest size, and each stage a divisor of it"
             )
-        if stage.until is not None and config.max_steps is None:
-            problems.append(
-                f"{key}.until: {stage.until:,} steps need --max-steps: add it, or give a share of the run (until: 30%)"
-            )
-        if (max_steps := config.max_steps) is None:
+        if max_steps is None:
+            if stage.until is not None:
+                problems.append(
+                    f"{key}.until: {stage.until:,} steps need --max-steps: add it, or give a share of the run "
+                    "(until: 30%)"
+                )
             continue
-        end = stage.until or max(round((stage.until_share or 0) * max_steps), 1)
-        if number + 1 == len(stages):
-            if before >= max_steps:
+        end = stage.until or round((stage.until_share or 0) * max_steps)
+        if number + 1 == len(recipe.stages):
+            if previous_end >= max_steps:
                 problems.append(f"{key}: the run ends after step {max_steps:,} (--max-steps), before this stage begins")
         elif not stage.end:
             problems.append(f"{key}.until is missing: with --max-steps, every stage but the last needs its end")
-        elif end <= before:
+        elif max(end, 1) <= previous_end:
             problems.append(
-                f"{key}.until: {stage.end} is step {end:,}, not after step {before:,}, where the previous stage ends"
+                f"{key}.until: {stage.end} is step {max(end, 1):,}, not after step {previous_end:,}, where the "
+                "previous stage ends"
             )
-        before = stage.until or round((stage.until_share or 0) * max_steps)
+        previous_end = end
     return problems

@@ -131,7 +131,7 @@ class Preview:
         """The summary of the first epoch if no prefix were shared."""
         if self.inputs.shared is None:
             return self.plan.summary
-        return self.inputs.unshared_summary(self.timeline.stages[0].sections[0].assignment)
+        return self.inputs.unshared_summary(self.timeline.stages[0].sections[0].batch_shape)
 
     def _plain_batches(self) -> dict[str, Any]:
         """Figures of the same samples in padded batches, with as many rows as a pack has samples on average."""
@@ -253,8 +253,8 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     begin = time.perf_counter()
     inputs = inputs.prepared()
     options = inputs.options
-    shape = options.world_size, options.gradient_accumulation_steps, options.per_device_train_batch_size
-    timeline = Timeline.of(inputs, ((0, *shape),))
+    assignment = (0, options.world_size, options.gradient_accumulation_steps, options.per_device_train_batch_size)
+    timeline = Timeline.of(inputs, (assignment,))
     return Preview(inputs, timeline, timeline.stages[0].sections[0].full, time.perf_counter() - begin)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,124 +47,147 @@ from packtool.train.prepare.history import (
     read_ledger,
     recorded_options,
 )
-from packtool.train.prepare.inputs import Inputs
+from packtool.train.prepare.inputs import EpochToResume, Inputs
 from packtool.train.prepare.output_dir import ResumePoint
 from packtool.train.prepare.timeline import Timeline
 
-_NOTHING = np.zeros(0, np.int64)
+_NO_POSITIONS = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True, eq=False)
-class MatchedCounts:
-    """Training counts of new caches, matched with those of removed caches that have the same samples.
+class NewCacheCounts(NamedTuple):
+    """Training counts of the N samples of a new cache, transferred from removed caches that have the same samples.
 
     Args:
-        before, epoch: by number of the new cache, counts (N,) of its samples before this epoch and in it.
-        num_new: by number of the new cache, its samples without a match.
-        is_gone: of each removed cache, bool (M,), its samples without a match.
+        before, in_epoch: counts before this epoch and in it, (N,).
+        num_unmatched: samples that no removed cache has.
     """
 
-    before: dict[int, Int64Array]
-    epoch: dict[int, Int64Array]
-    num_new: dict[int, int]
+    before: Int64Array
+    in_epoch: Int64Array
+    num_unmatched: int
+
+
+class MatchedCounts(NamedTuple):
+    """The result of matching the samples of new and removed caches.
+
+    Args:
+        new: of each new cache, by its number in the reader.
+        is_gone: of each removed cache, bool (M,): its samples that no new cache has.
+    """
+
+    new: dict[int, NewCacheCounts]
     is_gone: list[npt.NDArray[np.bool_]]
+
+
+class ContentMatches(NamedTuple):
+    """K pairs of equal samples: positions (K,) in a new cache, and in the joined samples of the removed caches."""
+
+    new: Int64Array
+    removed: Int64Array
 
 
 def _pair_caches(
     sources: Sequence[SourceLedger], reader: CacheReader
 ) -> tuple[list[SourceLedger | None], list[SourceLedger]]:
     """Pair caches by fingerprint: the ledger of each cache of ``reader``, None for new ones; and the removed caches."""
-    removed = list(sources)
+    leaving = list(sources)
     kept: list[SourceLedger | None] = []
     for manifest in reader.manifests:
-        same = next((source for source in removed if source.fingerprint == manifest.fingerprint), None)
+        same = next((source for source in leaving if source.fingerprint == manifest.fingerprint), None)
         kept.append(same)
         if same is not None:
-            removed.remove(same)
-    return kept, removed
+            leaving.remove(same)
+    return kept, leaving
 
 
 def _match_counts(
-    pool: Sequence[SourceLedger], num_leaving: int, reader: CacheReader, new: Sequence[int], history: str
+    removed: Sequence[SourceLedger], num_leaving: int, reader: CacheReader, new: Sequence[int], history: str
 ) -> MatchedCounts:
     """Match the samples of new caches to those of removed ones, first by file and row, then by content.
 
     Args:
-        pool: removed caches; the first ``num_leaving`` were removed since the checkpoint, the others earlier.
+        removed: ledgers of removed caches; the first ``num_leaving`` were removed since the checkpoint, the others
+            earlier. Their samples are joined, one cache after the other.
         new: numbers of the new caches in ``reader``.
     """
-    if not new or not pool:
+    if not new or not removed:
         sizes = np.diff(reader.offsets).tolist()
         zeros = {cache: np.zeros(sizes[cache], np.int64) for cache in new}
-        gone = [np.ones(source.num, np.bool_) for source in pool]
-        return MatchedCounts(zeros, zeros, {cache: sizes[cache] for cache in new}, gone)
-    # Arrays of the joined pool: the samples of all its caches, one after the other.
-    before, epoch = (concatenate_counts([getattr(source, name) for source in pool]) for name in ("before", "epoch"))
+        unmatched = {cache: NewCacheCounts(zeros[cache], zeros[cache], sizes[cache]) for cache in new}
+        return MatchedCounts(unmatched, [np.ones(source.num, np.bool_) for source in removed])
+    before = concatenate_counts([source.before for source in removed])
+    in_epoch = concatenate_counts([source.epoch for source in removed])
     # Samples of earlier removed caches that were matched then have no counts left, and are no candidates again.
-    is_candidate = before + epoch > 0
-    is_candidate[: sum(source.num for source in pool[:num_leaving])] = True
+    is_candidate = before + in_epoch > 0
+    is_candidate[: sum(source.num for source in removed[:num_leaving])] = True
     candidates = np.flatnonzero(is_candidate)
-    old_origins = [_old_origins(source, history) for source in pool]
+    # Match by file and row.
+    old_origins = [_old_origins(source, history) for source in removed]
     new_origins = {cache: read_origins(reader, cache) for cache in new}
     old_keys = np.concatenate([_row_keys(origins) for origins in old_origins], axis=1)[:, candidates]
-    matches = {cache: match(old_keys, _row_keys(origins)) for cache, origins in new_origins.items()}
-    unmatched = candidates[np.logical_and.reduce([by_row.is_gone for by_row in matches.values()])]
-    by_content = _match_contents(pool, unmatched, before + epoch, reader, matches)
-    if by_content is None:
-        _check_rows_unchanged(pool, old_origins, new_origins)
-    counts = MatchedCounts({}, {}, {}, [])
+    row_matches = {cache: match(old_keys, _row_keys(origins)) for cache, origins in new_origins.items()}
+    # Match by content what was not matched by row with any cache.
+    has_no_row_match = np.logical_and.reduce([row_match.is_gone for row_match in row_matches.values()])
+    unmatched_by_row = candidates[has_no_row_match]
+    content_matches = _match_contents(removed, unmatched_by_row, before + in_epoch, reader, row_matches)
+    if content_matches is None:
+        _check_rows_unchanged(removed, old_origins, new_origins)
+        content_matches = dict.fromkeys(new, ContentMatches(_NO_POSITIONS, _NO_POSITIONS))
+    # Transfer the counts.
     is_gone = np.zeros(len(before), np.bool_)
-    is_gone[unmatched] = True
-    for cache, by_row in matches.items():
-        samples, same = (_NOTHING, _NOTHING) if by_content is None else by_content[cache]
-        counts.before[cache] = by_row.transfer(before[candidates])
-        counts.epoch[cache] = by_row.transfer(epoch[candidates])
-        counts.before[cache][samples], counts.epoch[cache][samples] = before[same], epoch[same]
-        is_new = by_row.is_new.copy()
-        is_new[samples] = False
-        counts.num_new[cache] = int(is_new.sum())
-        is_gone[same] = False
-    counts.is_gone.extend(np.split(is_gone, np.cumsum([source.num for source in pool])[:-1]))
-    return counts
+    is_gone[unmatched_by_row] = True
+    counts = {}
+    for cache, row_match in row_matches.items():
+        pairs = content_matches[cache]
+        cache_before, cache_in_epoch = row_match.transfer(before[candidates]), row_match.transfer(in_epoch[candidates])
+        cache_before[pairs.new], cache_in_epoch[pairs.new] = before[pairs.removed], in_epoch[pairs.removed]
+        num_unmatched = int(row_match.is_new.sum()) - len(pairs.new)
+        counts[cache] = NewCacheCounts(cache_before, cache_in_epoch, num_unmatched)
+        is_gone[pairs.removed] = False
+    ends = np.cumsum([source.num for source in removed])
+    return MatchedCounts(counts, np.split(is_gone, ends[:-1]))
 
 
 def _match_contents(
-    pool: Sequence[SourceLedger],
-    missing: Int64Array,
+    removed: Sequence[SourceLedger],
+    unmatched: Int64Array,
     counts: Int64Array,
     reader: CacheReader,
-    matches: dict[int, Match],
-) -> dict[int, tuple[Int64Array, Int64Array]] | None:
+    row_matches: Mapping[int, Match],
+) -> dict[int, ContentMatches] | None:
     """Match samples by content that were not matched by row.
 
     Args:
-        missing: positions in the joined pool of samples without a match, int64 (M,), ascending.
-        counts: training count of each sample of the joined pool.
-        matches: by number of the new cache, the matches by row.
+        removed: ledgers of the removed caches, whose samples are joined, one cache after the other.
+        unmatched: positions in the joined samples, int64 (M,), ascending.
+        counts: training count of each joined sample.
+        row_matches: by number of the new cache, the matches by row.
 
     Returns:
-        by number of the new cache, positions of matched samples in it and in the joined pool; None if a removed cache
-        cannot be read.
+        by number of the new cache, its matches; None if a removed cache cannot be read.
     """
-    starts = np.cumsum([0, *(source.num for source in pool)])
-    unmatched = {cache: np.flatnonzero(each.is_new) for cache, each in matches.items()}
-    if not len(missing) or not any(map(len, unmatched.values())):
-        return dict.fromkeys(matches, (_NOTHING, _NOTHING))
-    contents = np.zeros(len(missing), np.uint64)
-    for number, source in enumerate(pool):
-        here = (missing >= starts[number]) & (missing < starts[number + 1])
-        if here.any():
-            removed = _open_unchanged(source)
-            if removed is None:
+    unmatched_new = {cache: np.flatnonzero(row_match.is_new) for cache, row_match in row_matches.items()}
+    if not len(unmatched) or not any(len(samples) for samples in unmatched_new.values()):
+        return dict.fromkeys(row_matches, ContentMatches(_NO_POSITIONS, _NO_POSITIONS))
+    contents = np.zeros(len(unmatched), np.uint64)  # a hash of each unmatched sample of the removed caches
+    stop = 0
+    for source in removed:
+        start, stop = stop, stop + source.num
+        is_of_source = (unmatched >= start) & (unmatched < stop)
+        if is_of_source.any():
+            removed_cache = _open_unchanged(source)
+            if removed_cache is None:
                 return None
-            contents[here] = hash_contents(removed, missing[here] - starts[number])
-    old = content_keys(contents, counts[missing])
-    by_cache = {}
-    for cache, samples in unmatched.items():
-        new = hash_contents(reader, samples + reader.offsets[cache])
-        same = match(old, content_keys(new, np.zeros(len(new), np.int64))).same
-        by_cache[cache] = samples[same >= 0], missing[same[same >= 0]]
-    return by_cache
+            contents[is_of_source] = hash_contents(removed_cache, unmatched[is_of_source] - start)
+    old_keys = content_keys(contents, counts[unmatched])
+    matches = {}
+    for cache, samples in unmatched_new.items():
+        new_contents = hash_contents(reader, samples + reader.offsets[cache])
+        new_keys = content_keys(new_contents, np.zeros(len(samples), np.int64))
+        same = match(old_keys, new_keys).same  # number of the equal old sample, -1 for none
+        is_matched = same >= 0
+        matches[cache] = ContentMatches(new=samples[is_matched], removed=unmatched[same[is_matched]])
+    return matches
 
 
 def _old_origins(source: SourceLedger, history: str) -> Origins:
@@ -192,12 +215,17 @@ def _open_unchanged(source: SourceLedger) -> CacheReader | None:
         return None
 
 
-def _check_rows_unchanged(pool: Sequence[SourceLedger], old: Sequence[Origins], new: dict[int, Origins]) -> None:
-    """Raise a MismatchError if a file of rows has changed, and a cache of its earlier rows is missing."""
-    new_digests = {
-        path: digest for origins in new.values() for path, digest in zip(origins.files, origins.digests, strict=True)
-    }
-    for source, origins in zip(pool, old, strict=True):
+def _check_rows_unchanged(removed: Sequence[SourceLedger], old: Sequence[Origins], new: dict[int, Origins]) -> None:
+    """Raise a MismatchError if a file of rows has changed, and a cache of its earlier rows is missing.
+
+    Args:
+        old: origins of the samples of each removed cache.
+        new: those of each new cache.
+    """
+    new_digests: dict[str, str] = {}
+    for origins in new.values():
+        new_digests |= zip(origins.files, origins.digests, strict=True)
+    for source, origins in zip(removed, old, strict=True):
         for path, digest in zip(origins.files, origins.digests, strict=True):
             if new_digests.get(path, digest) != digest and _open_unchanged(source) is None:
                 raise MismatchError(
@@ -210,8 +238,8 @@ def _check_rows_unchanged(pool: Sequence[SourceLedger], old: Sequence[Origins], 
 def _row_keys(origins: Origins) -> Keys:
     """Keys of samples by content of their file, row, and part of the row."""
     digests = [blake2b(digest.encode(errors="surrogatepass"), digest_size=8).digest() for digest in origins.digests]
-    of_files = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
-    return row_keys(of_files[origins.file], origins.row, origins.part)
+    file_keys = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+    return row_keys(file_keys[origins.file], origins.row, origins.part)
 
 
 SourceStatus = Literal["as before", "new", "back", "exported again", "replaced", "gone"]
@@ -250,34 +278,25 @@ class SourceChange:
         return f"{self.directory}: {status}{trained}"
 
 
-def change_lines(
-    change: DataChange, sources: Sequence[SourceChange], steps_left: int, steps_before: str
-) -> Iterator[str]:
-    """Describe a change of the data and the steps left in its epoch; ``steps_before`` describes the whole run."""
+def change_lines(change: DataChange, sources: Sequence[SourceChange], steps_left: int, run_end: str) -> Iterator[str]:
+    """Describe a change of the data and the steps left in its epoch; ``run_end`` describes the end of the run."""
     yield f"the data changed after step {change.step:,}, in epoch {change.epoch + 1:,}:"
     for source in sources:
         yield f"  {source.sentence}"
     left = sum(source.left for source in sources)
     yield (
         f"the rest of this epoch, {left:,} samples in {steps_left:,} steps, is planned again; samples trained in it "
-        f"are not repeated; {steps_before}"
+        f"are not repeated; {run_end}"
     )
 
 
 def with_changed_data(
-    ledger: Ledger,
-    reader: CacheReader,
-    count_samples: Callable[[Int64Array, Int64Array], Int64Array],
-    history: str,
-    max_length: int,
-    stage: tuple[int, int] | None = None,
+    ledger: Ledger, reader: CacheReader, epoch: EpochToResume, history: str
 ) -> tuple[Ledger, tuple[SourceChange, ...]]:
     """Transfer the ledger of a checkpoint to changed caches.
 
     Args:
         reader: of the caches of the resumed run.
-        count_samples: returns how often the epoch has each of their samples, (N,), from how often each was trained
-            before the epoch, and in it.
         history: folder of the run's history.
 
     Returns:
@@ -286,35 +305,55 @@ def with_changed_data(
     kept, leaving = _pair_caches(ledger.sources, reader)
     new = [cache for cache, source in enumerate(kept) if source is None]
     # Caches that were removed earlier may come back under another export, if they have trained rows.
-    pool = [*leaving, *(source for source in ledger.retired if source.trained.num_rows)]
-    matched = _match_counts(pool, len(leaving), reader, new, history)
+    removed = [*leaving, *(source for source in ledger.retired if source.trained.num_rows)]
+    matched = _match_counts(removed, len(leaving), reader, new, history)
     removed_before = {source.fingerprint: source for source in reversed(ledger.retired)}
+    # The ledger of each cache of the resumed run.
     sources = []
     for cache, (directory, manifest, source) in enumerate(zip(reader.directories, reader.manifests, kept, strict=True)):
         if source is None:
-            num = len(matched.before[cache])
-            source = removed_before.get(manifest.fingerprint) or SourceLedger.begin("", manifest.fingerprint, num)
-            before, epoch = RowCounts.of(matched.before[cache]), RowCounts.of(matched.epoch[cache])
-            source = dataclasses.replace(source, before=before, epoch=epoch)
+            counts = matched.new[cache]
+            source = removed_before.get(manifest.fingerprint)
+            source = source or SourceLedger.begin("", manifest.fingerprint, len(counts.before))
+            before, in_epoch = RowCounts.of(counts.before), RowCounts.of(counts.in_epoch)
+            source = dataclasses.replace(source, before=before, epoch=in_epoch)
         sources.append(dataclasses.replace(source, directory=storage.absolute(directory)))
-    counts = concatenate_counts([source.epoch for source in sources])
+    # The samples that the epoch has yet to train, over all caches.
     before_epoch = concatenate_counts([source.before for source in sources])
-    remaining = np.maximum(count_samples(before_epoch, counts) - counts, 0)
+    trained_in_epoch = concatenate_counts([source.epoch for source in sources])
+    remaining = np.maximum(epoch.count_samples(before_epoch, trained_in_epoch) - trained_in_epoch, 0)
     bounds = reader.offsets[1:-1]
-    trained = () if stage is None else tuple(source.trained for source in sources)
-    remaining_counts = tuple(map(RowCounts.of, np.split(remaining, bounds)))
-    change = DataChange(ledger.step, ledger.epoch, remaining_counts, stage, trained)
-    # Matched samples count for the new caches only; totals stay, because the old ones have trained them.
+    remaining_by_cache = tuple(RowCounts.of(counts) for counts in np.split(remaining, bounds))
+    trained = () if epoch.stage is None else tuple(source.trained for source in sources)
+    change = DataChange(ledger.step, ledger.epoch, remaining_by_cache, epoch.stage, trained)
+    new_ledger = dataclasses.replace(
+        ledger,
+        sources=tuple(sources),
+        retired=_retired_ledgers(ledger, removed, matched.is_gone, reader),
+        change=change,
+        stage=epoch.stage,
+    )
+    to_train = np.where(reader.index.length <= epoch.max_length, remaining, 0)
+    num_left = [int(counts.sum()) for counts in np.split(to_train, bounds)]
+    return new_ledger, _describe_changes(new_ledger, kept, leaving, matched, removed_before, num_left)
+
+
+def _retired_ledgers(
+    ledger: Ledger, removed: Sequence[SourceLedger], is_gone: Sequence[npt.NDArray[np.bool_]], reader: CacheReader
+) -> tuple[SourceLedger, ...]:
+    """The ledgers of all caches that the run had and has no longer.
+
+    Counts of matched samples are set to 0, because they count for the new caches. Totals stay, because the old caches
+    have trained them.
+    """
     retired = []
-    for source, is_gone in zip(pool, matched.is_gone, strict=True):
-        before, epoch = (RowCounts.of(np.where(is_gone, each.counts(), 0)) for each in (source.before, source.epoch))
-        retired.append(dataclasses.replace(source, before=before, epoch=epoch))
+    for source, mask in zip(removed, is_gone, strict=True):
+        before = RowCounts.of(np.where(mask, source.before.counts(), 0))
+        in_epoch = RowCounts.of(np.where(mask, source.epoch.counts(), 0))
+        retired.append(dataclasses.replace(source, before=before, epoch=in_epoch))
     retired += [source for source in ledger.retired if not source.trained.num_rows]
     present = {manifest.fingerprint for manifest in reader.manifests}
-    retired = [source for source in retired if source.fingerprint not in present]
-    ledger = dataclasses.replace(ledger, sources=tuple(sources), retired=tuple(retired), change=change, stage=stage)
-    to_train = np.where(reader.index.length <= max_length, remaining, 0)
-    return ledger, _describe_changes(ledger, kept, leaving, matched, removed_before, np.split(to_train, bounds))
+    return tuple(source for source in retired if source.fingerprint not in present)
 
 
 def _describe_changes(
@@ -323,28 +362,31 @@ def _describe_changes(
     leaving: Sequence[SourceLedger],
     matched: MatchedCounts,
     removed_before: Mapping[str, SourceLedger],
-    remaining: Sequence[Int64Array],
+    num_left: Sequence[int],
 ) -> tuple[SourceChange, ...]:
-    """The change of each cache, those removed since the checkpoint last.
+    """The change of each cache of the resumed run, then of those removed since the checkpoint.
 
     Args:
         ledger: of the caches of the resumed run.
-        kept: ledger of each cache in the checkpoint; None for a new cache.
+        kept: ledger of each of these caches in the checkpoint; None for a new cache.
+        leaving: caches removed since the checkpoint, the first ones in ``matched.is_gone``.
         removed_before: caches that were removed earlier, by fingerprint.
-        remaining: of each cache, how often the epoch has yet to train each sample, (N,).
+        num_left: samples of each cache that the epoch has yet to train, repeats counted.
     """
     changes = []
     for cache, (source, before) in enumerate(zip(ledger.sources, kept, strict=True)):
-        status: SourceStatus = "back" if before is None else "as before"
+        status: SourceStatus = "as before"
         num_new = 0
-        if before is None and source.fingerprint not in removed_before:
-            num_new = matched.num_new[cache]
+        if before is None and source.fingerprint in removed_before:
+            status = "back"
+        elif before is None:
+            num_new = matched.new[cache].num_unmatched
             status = "exported again" if num_new < source.num else "new"
-        num_left = int(remaining[cache].sum())
+        num_trained = source.epoch.num_rows
         changes.append(
-            SourceChange(source.directory, status, source.num, source.epoch.num_rows, left=num_left, new=num_new)
+            SourceChange(source.directory, status, source.num, num_trained, left=num_left[cache], new=num_new)
         )
-    for source, is_gone in zip(leaving, matched.is_gone, strict=False):
+    for source, is_gone in zip(leaving, matched.is_gone[: len(leaving)], strict=True):
         status = "gone" if is_gone.all() else "replaced"
         num_gone = int(is_gone.sum())
         changes.append(SourceChange(source.directory, status, source.num, source.epoch.num_rows, gone=num_gone))
@@ -367,8 +409,8 @@ def cache_differences(sources: Sequence[SourceLedger], reader: CacheReader) -> l
 
 _FIXED_PANELS = ("Optimizer", "Parameters")
 """Panels of the options that a checkpoint's optimizer fixes."""
-_LENGTH = ("num_train_epochs", "max_steps")
-_NOT_COMPARED = ("output_dir", "dataloader_num_workers", "data_change")
+_LENGTH_OPTIONS = ("num_train_epochs", "max_steps")
+_OPTIONS_WITHOUT_EFFECT = ("output_dir", "dataloader_num_workers", "data_change")
 
 
 @dataclass(frozen=True, eq=False)
@@ -394,44 +436,47 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
     Args:
         state: of a new run with these options and caches.
     """
-    before, checkpoint, (config, _, reader) = resume_point.before, resume_point.checkpoint, inputs.for_training
-    if before is None:
-        return ResumedState(Timeline.of(inputs, ((0, *state.assignment),)), state, begin_ledger(reader))
+    saved, checkpoint = resume_point.before, resume_point.checkpoint
+    config, _, reader = inputs.for_training
+    if saved is None:
+        return ResumedState(Timeline.of(inputs, ((0, *state.batch_shape),)), state, begin_ledger(reader))
     # packtool.Batches resumes without a checkpoint, and so without a ledger.
     ledger = begin_ledger(reader) if checkpoint is None else read_ledger(checkpoint)
-    origin = checkpoint or "this state"
     if checkpoint is not None:
-        trained = () if ledger is None else ledger.sources
+        sources = () if ledger is None else ledger.sources
         state.check_continues(
             checkpoint,
-            before,
+            saved,
             data_may_change=config.data_change == "allow",
-            other_data=lambda: cache_differences(trained, reader) if trained else [],
+            cache_differences=lambda: cache_differences(sources, reader) if sources else [],
         )
         check_resumable(checkpoint, world.rank, world.size)
-        if (state.cache, state.plan) != (before.cache, before.plan):
-            return _with_other_data(checkpoint, before, state, inputs, ledger)
-    assignments, notes = before.assignments or ((0, *before.assignment),), []
-    if state.is_assigned_anew_after(before):
+        if (state.cache, state.plan) != (saved.cache, saved.plan):
+            return _resume_with_changed_data(checkpoint, saved, state, inputs, ledger)
+    assignments, notes = saved.assignments or ((0, *saved.batch_shape),), []
+    origin = checkpoint or "this state"
+    if state.needs_reassignment(saved):
         notes.append(
-            f"{origin} was trained by {before.world_size} data-parallel ranks, and now there are "
+            f"{origin} was trained by {saved.world_size} data-parallel ranks, and now there are "
             f"{state.world_size}: the remaining packs of its epoch are assigned to them"
         )
-        assignments = (*assignments, (before.step, *state.assignment))
+        assignments = (*assignments, (saved.step, *state.batch_shape))
     timeline = Timeline.of(inputs, assignments, None if ledger is None else ledger.change)
     if ledger is None:
-        ledger = ledger_of_plan(timeline, before.step)
+        ledger = ledger_of_plan(timeline, saved.step)
         notes.append(
             f"{origin} is from an older packtool and has no ledger: trained samples are taken from its plan, "
             "including any that --on-bad-media skip left out"
         )
-    is_plain = len(assignments) == 1 and before.data_since == 0
-    state = dataclasses.replace(state, assignments=() if is_plain else assignments, data_since=before.data_since)
+    # States leave out a single assignment from step 0.
+    if len(assignments) == 1 and saved.data_since == 0:
+        assignments = ()
+    state = dataclasses.replace(state, assignments=assignments, data_since=saved.data_since)
     return ResumedState(timeline, state, ledger, notes=tuple(notes))
 
 
-def _with_other_data(
-    checkpoint: str, before: RunState, state: RunState, inputs: Inputs, ledger: Ledger | None
+def _resume_with_changed_data(
+    checkpoint: str, saved: RunState, state: RunState, inputs: Inputs, ledger: Ledger | None
 ) -> ResumedState:
     """Resume with changed data (``--data-change allow``): the rest of the epoch is planned again."""
     if ledger is None:
@@ -439,30 +484,27 @@ def _with_other_data(
             f"{checkpoint} is from an older packtool and has no ledger, so it is unknown which samples were trained",
             "Resume with its own caches until the next checkpoint, and change the data there.",
         )
-    step, epoch = before.step, ledger.epoch
-    count_samples, max_length, stage = inputs.epoch_to_resume(ledger, state.assignment)
-    ledger, changes = with_changed_data(
-        ledger, inputs.for_training[2], count_samples, history_of(checkpoint), max_length, stage
-    )
+    step, epoch = saved.step, inputs.epoch_to_resume(ledger, state.batch_shape)
+    ledger, changes = with_changed_data(ledger, inputs.for_training.reader, epoch, history_of(checkpoint))
     assert ledger.change is not None, "made with it"
-    assignments = ((step, *state.assignment),)
+    assignments = ((step, *state.batch_shape),)
     timeline = Timeline.of(inputs, assignments, ledger.change)
     state = dataclasses.replace(state, assignments=assignments, data_since=step)
-    stretch, num_steps, num_before = timeline.stretch(step), timeline.num_steps, steps_planned(checkpoint)
-    steps_left = stretch.stop - step if stretch.epoch == epoch else 0
-    steps = f"the run ends after step {num_steps:,}"
-    if stage is None:
-        steps = f"later epochs have {timeline.steps_per_epoch:,} steps each, and {steps}"
-    if num_before == num_steps:
-        steps += ", as before"
+    # Describe what is left of the epoch and of the run.
+    stretch, num_steps, num_steps_before = timeline.stretch(step), timeline.num_steps, steps_planned(checkpoint)
+    steps_left = stretch.stop - step if stretch.epoch == ledger.epoch else 0
+    run_end = f"the run ends after step {num_steps:,}"
+    if epoch.stage is None:
+        run_end = f"later epochs have {timeline.steps_per_epoch:,} steps each, and {run_end}"
+    if num_steps_before == num_steps:
+        run_end += ", as before"
     else:
-        steps += (
-            f" instead of {num_before:,}: {step / num_steps:.1%} of the learning rate schedule is done instead of "
-            f"{step / num_before:.1%}"
+        run_end += (
+            f" instead of {num_steps_before:,}: {step / num_steps:.1%} of the learning rate schedule is done instead "
+            f"of {step / num_steps_before:.1%}"
         )
-    return ResumedState(
-        timeline, state, ledger, changes, tuple(change_lines(ledger.change, changes, steps_left, steps))
-    )
+    notes = tuple(change_lines(ledger.change, changes, steps_left, run_end))
+    return ResumedState(timeline, state, ledger, changes, notes)
 
 
 def steps_planned(checkpoint: str) -> int:
@@ -477,27 +519,27 @@ def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState
     Raises:
         MismatchError: if a changed setting would have no effect, or would shift the learning rate schedule.
     """
-    checkpoint, before = resume_point.checkpoint, resume_point.before
-    if checkpoint is None or before is None:
+    checkpoint, saved = resume_point.checkpoint, resume_point.before
+    if checkpoint is None or saved is None:
         return
-    options_before, options_now = read_options(checkpoint), recorded_options(config)
-    changes = {
-        field.name: (_option_text(field, options_before), _option_text(field, options_now))
-        for field in dataclasses.fields(config)
-        if options_before is not None  # an older packtool does not record them
-        and field.name not in _NOT_COMPARED
-        and options_before.get(field.name) != options_now.get(field.name)
-    }
-    num_planned = steps_planned(checkpoint)
+    # Values of changed options as text, before and now; an older packtool does not record its options.
+    changes: dict[str, tuple[str, str]] = {}
+    saved_options, options = read_options(checkpoint), recorded_options(config)
+    if saved_options is not None:
+        for field in dataclasses.fields(config):
+            name = field.name
+            if name not in _OPTIONS_WITHOUT_EFFECT and saved_options.get(name) != options.get(name):
+                changes[name] = _option_text(field, saved_options), _option_text(field, options)
     panels = {field.name: field.metadata["panel"] for field in dataclasses.fields(TrainConfig)}
     refused = [name for name in changes if panels[name] in _FIXED_PANELS and name != "adapters"]
-    is_same_data = config.data_change == "refuse" and not state.is_assigned_anew_after(before)
-    shifts = num_steps != num_planned and config.lr_scheduler_type != "constant"
+    # The number of steps decides the learning rate schedule. It may change only with the data or the number of ranks.
     reasons = []
-    is_length_set = config.data_change == "refuse" and any(name in changes for name in _LENGTH)
-    if shifts and (is_same_data or is_length_set):
-        refused += [name for name in _LENGTH if name in changes]
-        reasons = [f"    the learning rate schedule would have {num_steps:,} steps instead of {num_planned:,}"]
+    num_planned = steps_planned(checkpoint)
+    if num_steps != num_planned and config.lr_scheduler_type != "constant" and config.data_change == "refuse":
+        changed_length_options = [name for name in _LENGTH_OPTIONS if name in changes]
+        if changed_length_options or not state.needs_reassignment(saved):
+            refused += changed_length_options
+            reasons = [f"    the learning rate schedule would have {num_steps:,} steps instead of {num_planned:,}"]
     if refused or reasons:
         lines = [f"  - {flag(name)}: {changes[name][0]} in the checkpoint, {changes[name][1]} now" for name in refused]
         raise MismatchError(
@@ -505,7 +547,7 @@ def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState
             f"Resume with the settings of that run; or {ONLY_MODEL}",
         )
     settings = ", ".join(f"{flag(name)} {new} (was {old})" for name, (old, new) in changes.items())
-    done = f"{before.step:,} of {num_steps:,} steps done, {max(num_steps - before.step, 0):,} left"
+    done = f"{saved.step:,} of {num_steps:,} steps done, {max(num_steps - saved.step, 0):,} left"
     yield f"resuming from {checkpoint}: {done}" + (f"; changed settings: {settings}" if settings else "")
 
 

@@ -17,7 +17,7 @@ from packtool.launch.world import World
 from packtool.planning.ledger import Ledger
 from packtool.stream.reading import read_stream_state
 from packtool.train.prepare.cached import CachedSource, sample_figures
-from packtool.train.prepare.checkpoint import RunState, check_resumable
+from packtool.train.prepare.checkpoint import BatchShape, RunState, check_resumable
 from packtool.train.prepare.evaluation import Validation, validation_of
 from packtool.train.prepare.figures import RankTokens, Steps, length_step, max_tokens, num_fillers
 from packtool.train.prepare.history import RunRecord, Segment, recorded_options
@@ -70,8 +70,10 @@ class Run:
         inputs = open_to_train(config, planned)
         config, files, _ = inputs.for_training
         resume_point = resume_point or ResumePoint.of(config)
-        assignment = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
-        resumed = resume(resume_point, inputs.state(assignment), world, inputs)
+        batch_shape = BatchShape(
+            world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size
+        )
+        resumed = resume(resume_point, inputs.state(batch_shape), world, inputs)
         stages = resumed.timeline.stages if inputs.stages else ()
         sizes = {stage.inputs.sequence_parallel_size for stage in stages} | {world.sequence_parallel_size}
         axes = {
@@ -207,7 +209,7 @@ class Run:
             num_steps=self.timeline.num_steps,
             config=recorded_options(self.config),
             caches=tuple((storage.absolute(name), manifest.fingerprint, num) for name, manifest, num in caches),
-            assignments=state.assignments or ((0, *state.assignment),),
+            assignments=state.assignments or ((0, *state.batch_shape),),
             changed_at=None if self.ledger.change is None else self.ledger.change.step,
             plan=state.plan,
             steps=state.steps,

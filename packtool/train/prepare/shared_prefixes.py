@@ -186,7 +186,7 @@ def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[In
         return None, f"shared prefixes: each sample is computed in full: {_reason(reasons[0])}"
     min_saving = 0.0 if config.share_prefix == "true" else MIN_SAVING
     limits = config.max_rows_per_tree, config.max_media_tokens_per_pack
-    return IntervalSharing(MediaTokens.of(model), min_saving, *limits, parts=parts_of(config)), None
+    return IntervalSharing(MediaTokens.of(model), min_saving, *limits, parts=part_placement(config)), None
 
 
 def _reasons_against(config: SharingOptions, model: Mapping[str, Any]) -> list[str]:
@@ -227,7 +227,7 @@ def load_shared_prefixes(
     return SharedPrefixes(reader.index, prefixes, replace(trees, parts=wanted))
 
 
-def parts_of(config: TrainConfig | PlanConfig) -> PartPlacement:
+def part_placement(config: TrainConfig | PlanConfig) -> PartPlacement:
     """The placement in steps of the packs of a tree that does not fit into one pack."""
     if not config.shuffle:
         return "any"  # the order is the user's

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,8 @@ from packtool.planning.ledger import DataChange, concatenate_counts
 from packtool.planning.mixture import Mixture, by_name, counts_of_samples, counts_of_steps, share_figures
 from packtool.planning.pack_plan import Int64Array
 from packtool.train.prepare.caches import source_lines
-from packtool.train.prepare.inputs import BatchShape, Inputs
+from packtool.train.prepare.checkpoint import BatchShape
+from packtool.train.prepare.inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,16 @@ class OpenTimeline:
         return None
 
 
+class Assignment(NamedTuple):
+    """The shape of the steps from ``first_step`` on, to which packs are assigned there."""
+
+    first_step: int
+    batch_shape: BatchShape
+
+
 @dataclass(frozen=True, eq=False)
 class EpochStretch:
-    """Consecutive steps of one epoch: ``first`` to ``stop - 1`` of the run, which its plan numbers from 0."""
+    """Consecutive steps of one epoch: steps ``first`` to ``stop - 1`` of the run, steps 0, 1, ... of its plan."""
 
     section: Section
     epoch: int
@@ -116,22 +124,23 @@ class Section:
     """
 
     inputs: Inputs
-    assignment: BatchShape
+    batch_shape: BatchShape
     first: int = 0
     epoch: int = 0
     partial_plan: EpochPlan | None = None
     max_partial_steps: int | None = None
 
     @classmethod
-    def after_change(cls, inputs: Inputs, assignment: BatchShape, change: DataChange) -> Section:
+    def after_change(cls, inputs: Inputs, batch_shape: BatchShape, change: DataChange) -> Section:
         """The rest of the epoch in which the data changed, and the epochs after it."""
-        rest = inputs.plan_left(change, assignment)
-        return cls(inputs, assignment, change.step, change.epoch + (rest is None), rest)
+        remaining = inputs.plan_remaining(change, batch_shape)
+        epoch = change.epoch + 1 if remaining is None else change.epoch
+        return cls(inputs, batch_shape, change.step, epoch, remaining)
 
     @cached_property
     def full(self) -> EpochPlan:
         """The plan of the first full epoch; all have as many steps."""
-        return self.inputs.plan_of(0, self.assignment)
+        return self.inputs.plan_of(0, self.batch_shape)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -148,32 +157,33 @@ class Section:
         """The plan of one of its epochs."""
         if self.partial_plan is not None and epoch == self.epoch:
             return self.partial_plan
-        return self.inputs.plan_of(epoch, self.assignment)
+        return self.inputs.plan_of(epoch, self.batch_shape)
 
     def end(self, num_epochs: float, max_steps: int | None) -> int:
         """Steps of the run that are done after ``num_epochs`` epochs of the run, or ``max_steps`` if that is given."""
         if max_steps:
             return max_steps
-        epochs = num_epochs - self.epoch
+        num_epochs -= self.epoch  # from here, those of this section
         if self.partial_plan is None:
-            return self.first + math.ceil(max(epochs, 0.0) * self.steps_per_epoch)
-        if epochs == 1:
-            return self.first + self.num_partial_steps
-        # The first epoch ends with the partial one; its earlier steps were trained before this section.
+            return self.first + math.ceil(max(num_epochs, 0.0) * self.steps_per_epoch)
+        if num_epochs == 1:
+            return self.first + self.num_partial_steps  # without planning a full epoch
+        # The section has the last steps of its first epoch; the earlier ones were trained before it.
         per_epoch = self.steps_per_epoch
-        partial = math.ceil(max(min(epochs, 1.0) * per_epoch - (per_epoch - self.num_partial_steps), 0))
-        return self.first + partial + math.ceil(max(epochs - 1, 0.0) * per_epoch)
+        num_steps_before = per_epoch - self.num_partial_steps
+        first_epoch_steps = math.ceil(max(min(num_epochs, 1.0) * per_epoch - num_steps_before, 0))
+        return self.first + first_epoch_steps + math.ceil(max(num_epochs - 1, 0.0) * per_epoch)
 
     def stretch(self, step: int) -> EpochStretch:
         """The epoch that a step of the run belongs to."""
         assert step >= self.first, "earlier steps were assigned before"
-        first = self.first + self.num_partial_steps
-        if step < first:
-            return EpochStretch(self, self.epoch, self.first, first)
-        per_epoch = self.steps_per_epoch
-        number = (step - first) // per_epoch
-        first += number * per_epoch
-        return EpochStretch(self, self.epoch + (self.partial_plan is not None) + number, first, first + per_epoch)
+        first_full_step = self.first + self.num_partial_steps
+        if step < first_full_step:
+            return EpochStretch(self, self.epoch, self.first, first_full_step)
+        first_full_epoch = self.epoch if self.partial_plan is None else self.epoch + 1
+        num_full_epochs = (step - first_full_step) // self.steps_per_epoch  # before the epoch of ``step``
+        first = first_full_step + num_full_epochs * self.steps_per_epoch
+        return EpochStretch(self, first_full_epoch + num_full_epochs, first, first + self.steps_per_epoch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,23 +208,25 @@ class TrainedStage:
         number: int,
         epoch: int,
         section: Section,
-        later: Sequence[tuple[int, BatchShape]],
+        reassignments: Sequence[Assignment],
         num_epochs: float,
         max_steps: int | None,
     ) -> TrainedStage:
         """A stage whose packs are assigned to other ranks after some steps.
 
         Args:
-            later: steps after which other ranks resume, and assignments to them.
-            num_epochs, max_steps: of the run when it ends.
+            section: its first steps.
+            reassignments: in order of their steps; those after the stage are ignored.
+            num_epochs, max_steps: of the run when the stage ends.
         """
         sections = [section]
-        for step, assignment in later:
+        for step, batch_shape in reassignments:
             if step >= section.end(num_epochs, max_steps):
                 break
             stretch = section.stretch(step)
-            rest = section.inputs.assign(stretch.plan.packs_from(step - stretch.first), assignment)
-            section = Section(section.inputs, assignment, step, stretch.epoch, rest)
+            remaining_packs = stretch.plan.packs_from(step - stretch.first)
+            plan = section.inputs.assign(remaining_packs, batch_shape)
+            section = Section(section.inputs, batch_shape, step, stretch.epoch, plan)
             sections.append(section)
         return cls(number, epoch, tuple(sections), section.end(num_epochs, max_steps))
 
@@ -236,11 +248,16 @@ class TrainedStage:
 
     def stretch(self, step: int) -> EpochStretch:
         """The steps around ``step`` that belong to one epoch and section."""
-        number = max((n for n, section in enumerate(self.sections) if section.first <= step), default=0)
-        stretch = self.sections[number].stretch(step)
-        if number + 1 == len(self.sections):
+        current, next_section = self.sections[0], None
+        for section in self.sections[1:]:
+            if section.first > step:
+                next_section = section
+                break
+            current = section
+        stretch = current.stretch(step)
+        if next_section is None:
             return stretch
-        return dataclasses.replace(stretch, stop=min(stretch.stop, self.sections[number + 1].first))
+        return dataclasses.replace(stretch, stop=min(stretch.stop, next_section.first))
 
     def stretches(self, start: int = 0) -> Iterator[EpochStretch]:
         """Its epochs in order, from that of step ``start``."""
@@ -259,27 +276,29 @@ class TrainedStage:
 
     def counts(self) -> Int64Array:
         """Its samples, tokens and target tokens of each source, int64 (S, 3)."""
-        nothing = np.zeros((len(self.mixture.names), 3), np.int64)
-        return sum((counts_of_samples(stretch.samples(), self.mixture) for stretch in self.stretches()), nothing)
+        counts = np.zeros((len(self.mixture.names), 3), np.int64)
+        for stretch in self.stretches():
+            counts += counts_of_samples(stretch.samples(), self.mixture)
+        return counts
 
     def figures(self) -> dict[str, Any]:
         """Its figures and those of its sources, by name, as JSON has them."""
-        options = self.inputs.options
-        shares = share_figures(by_name(self.counts(), self.mixture))
-        sources = {name: each for name, each in shares.items() if each["num_samples"]}
-        trained, filtered = self.training_counts(), self.mixture.num_filtered
-        num_distinct = int(np.count_nonzero(trained))
+        options, num_filtered = self.inputs.options, self.mixture.num_filtered
+        counts_by_source = by_name(self.counts(), self.mixture)
+        sources = {name: each for name, each in share_figures(counts_by_source).items() if each["num_samples"]}
+        training_counts = self.training_counts()
+        num_distinct = int(np.count_nonzero(training_counts))
         return {
             "first_step": self.first + 1,
             "last_step": self.stop,
             "packing_length": options.packing_length if options.packing else None,
             "sequence_parallel_size": self.inputs.sequence_parallel_size,
             "max_length": options.max_length,
-            "samples": sum(each["num_samples"] for each in sources.values()),
-            "num_samples_in_caches": len(trained),
+            "samples": sum(source["num_samples"] for source in sources.values()),
+            "num_samples_in_caches": len(training_counts),
             "num_distinct_samples": num_distinct,
-            "not_drawn": len(trained) - num_distinct - filtered,
-            "filtered": filtered,
+            "not_drawn": len(training_counts) - num_distinct - num_filtered,
+            "filtered": num_filtered,
             "sources": sources,
         }
 
@@ -295,19 +314,19 @@ class Timeline:
     def of(
         cls, inputs: Inputs, assignments: Sequence[tuple[int, int, int, int]], change: DataChange | None = None
     ) -> Timeline:
-        """The steps of a run; the rest of an epoch is assigned anew wherever the number of ranks changed.
+        """The steps of a run; the rest of an epoch is assigned again wherever the number of ranks changed.
 
         Args:
-            assignments: since the last change of the data: a step, and world size, gradient accumulation and batch size
-                from there.
+            assignments: since the last change of the data: a step, and the fields of ``BatchShape`` from there.
             change: the last change of the data, before which no step can be located; None without any.
         """
+        by_step = [Assignment(step, BatchShape(*shape)) for step, *shape in assignments]
         if inputs.stages:
-            return cls(inputs, tuple(_stages(inputs, assignments, change)))
-        (_, assignment), *later = [(step, (ranks, accum, size)) for step, ranks, accum, size in assignments]
-        config = inputs.config
-        section = Section(inputs, assignment) if change is None else Section.after_change(inputs, assignment, change)
-        return cls(inputs, (TrainedStage.of(0, 0, section, later, config.num_train_epochs, config.max_steps),))
+            return cls(inputs, tuple(_stages(inputs, by_step, change)))
+        config, shape = inputs.config, by_step[0].batch_shape
+        section = Section(inputs, shape) if change is None else Section.after_change(inputs, shape, change)
+        num_epochs, max_steps = config.num_train_epochs, config.max_steps
+        return cls(inputs, (TrainedStage.of(0, 0, section, by_step[1:], num_epochs, max_steps),))
 
     @property
     def num_steps(self) -> int:
@@ -352,20 +371,21 @@ class Timeline:
 
     def plan_of(self, epoch: int) -> EpochPlan:
         """The plan of an epoch as its packs were last assigned."""
-        stage = next(stage for stage in reversed(self.stages) if stage.epoch <= epoch or stage is self.stages[0])
+        begun = [stage for stage in self.stages if stage.epoch <= epoch]
+        stage = begun[-1] if begun else self.stages[0]
         return stage.sections[-1].plan_of(epoch)
 
     def epochs(self, step: int) -> float:
         """Epochs done after ``step`` steps, as a fraction; the partial epoch of a stage counts as a whole one."""
         stretch = self.stretch(step)
-        done, section = step - stretch.first, stretch.section
+        epoch_step, section = step - stretch.first, stretch.section
         if self.inputs.stages:
-            return stretch.epoch + done / max(stretch.stop - stretch.first, 1)
+            return stretch.epoch + epoch_step / max(stretch.stop - stretch.first, 1)
         if section.first == 0 and section.partial_plan is None:
             return step / self.steps_per_epoch
-        if stretch.is_partial:
-            done += max(self.steps_per_epoch - section.num_partial_steps, 0)
-        return stretch.epoch + done / self.steps_per_epoch
+        if stretch.is_partial:  # earlier steps of the epoch were trained before this section
+            epoch_step += max(self.steps_per_epoch - section.num_partial_steps, 0)
+        return stretch.epoch + epoch_step / self.steps_per_epoch
 
     def target_tokens_from(self, start: int) -> int:
         """Target tokens of all steps from ``start``, over all ranks."""
@@ -374,7 +394,7 @@ class Timeline:
     def num_steps_without_packing(self) -> int:
         """Steps of the run with one sample a row."""
         if self.inputs.stages:
-            return math.ceil(sum(self._trained_parts(lambda plan: plan.summary.num_steps_without_packing)))
+            return math.ceil(self._sum_over_epochs(lambda plan: plan.summary.num_steps_without_packing))
         return math.ceil(self.num_steps / self.steps_per_epoch * self.first.summary.num_steps_without_packing)
 
     def num_empty_micro_batches(self) -> int:
@@ -383,23 +403,25 @@ class Timeline:
         Each epoch has them in its last step; with Skrull their number differs a little between epochs.
         """
         if self.inputs.stages:
-            return round(sum(self._trained_parts(lambda plan: plan.steps.num_empty_micro_batches)))
+            return round(self._sum_over_epochs(lambda plan: plan.steps.num_empty_micro_batches))
         return self.num_steps // self.steps_per_epoch * self.first.steps.num_empty_micro_batches
 
     def slowest_flops(self) -> float:
         """FLOPs of all steps if every rank had as many as the slowest of its step; plans need costs."""
 
-        def of_epoch(plan: EpochPlan) -> float:
+        def slowest_flops_of_epoch(plan: EpochPlan) -> float:
             assert plan.summary.balance is not None, "costs are known"
             return plan.summary.balance.flops * plan.summary.balance.mean
 
-        return sum(self._trained_parts(of_epoch))
+        return self._sum_over_epochs(slowest_flops_of_epoch)
 
-    def _trained_parts(self, figure: Callable[[EpochPlan], float]) -> Iterator[float]:
-        """Yield a figure of each epoch's plan, times the fraction of its steps that is trained."""
+    def _sum_over_epochs(self, figure: Callable[[EpochPlan], float]) -> float:
+        """Sum a figure of each epoch's plan, times the fraction of its steps that is trained."""
+        trained_figures = []
         for stretch in self.stretches():
             plan = stretch.typical_plan
-            yield figure(plan) * (stretch.stop - stretch.first) / max(plan.steps.num_steps, 1)
+            trained_figures.append(figure(plan) * (stretch.stop - stretch.first) / max(plan.steps.num_steps, 1))
+        return sum(trained_figures)
 
     def counts_of_steps(self) -> Int64Array:
         """Samples, tokens and target tokens of each source in each step of the run, int64 (T, S, 3).
@@ -417,8 +439,8 @@ class Timeline:
         """The figures of each stage, as JSON has them; empty without stages."""
         if not self.inputs.stages:
             return []
-        last = self.stages[-1].number + 1
-        return [{"stage": stage.number + 1, "stages": last, **stage.figures()} for stage in self.stages]
+        num_stages = self.stages[-1].number + 1
+        return [{"stage": stage.number + 1, "stages": num_stages, **stage.figures()} for stage in self.stages]
 
     def lines(self) -> Iterator[str]:
         """The samples and sources of each stage, for the log."""
@@ -431,7 +453,9 @@ class Timeline:
 
     def stage_line(self, step: int) -> str | None:
         """The message that a stage begins after ``step`` steps; None if none does."""
-        for figures in self.figures() if any(stage.first == step for stage in self.stages) else ():
+        if all(stage.first != step for stage in self.stages):
+            return None  # figures take time
+        for figures in self.figures():
             if figures["first_step"] == step + 1:
                 return stage_title(figures).replace(", ", " begins: ", 1)
         return None
@@ -446,61 +470,70 @@ def stage_title(figures: Mapping[str, Any]) -> str:
     return f"stage {figures['stage']} of {figures['stages']}, {steps}{packs}{shared}"
 
 
-def _stages(
-    inputs: Inputs, assignments: Sequence[tuple[int, int, int, int]], change: DataChange | None
-) -> Iterator[TrainedStage]:
+def _stages(inputs: Inputs, assignments: Sequence[Assignment], change: DataChange | None) -> Iterator[TrainedStage]:
     """Yield the stages of a run, each with the plan of its first epoch; arguments as for ``Timeline.of``.
 
     A run whose data changed begins with the stage of the change, at that step.
     """
-    shapes = [(step, (ranks, accumulation, size)) for step, ranks, accumulation, size in assignments]
-    step, epoch, number = 0, 0, 0
-    trained = np.zeros(len(inputs.lengths), np.int64)
+    step, epoch, first_number = 0, 0, 0
+    training_counts = np.zeros(len(inputs.lengths), np.int64)  # of each sample, before the stage
     if change is not None:
         assert change.stage is not None, "a change of a run with stages"
-        step, epoch, number = change.step, change.epoch, change.stage[0]
-        trained = concatenate_counts(change.trained)
-    while True:
-        *_, shape = (each for at, each in shapes if at <= step)  # the last assignment before the stage
-        later = [(at, inputs.stage_assignment(number, each)) for at, each in shapes if at > step]
-        first_epoch, assignment = epoch, inputs.stage_assignment(number, shape)
-        fraction, num_epochs = inputs.first_epoch_fraction(number, step, shape)
-        if change is not None and change.stage is not None:
-            first_epoch = change.stage[1]
-            section = Section.after_change(inputs.stages[number], assignment, change)
+        step, epoch, first_number = change.step, change.epoch, change.stage[0]
+        training_counts = concatenate_counts(change.trained)
+    for number in range(first_number, len(inputs.stages)):
+        run_shape = [shape for first_step, shape in assignments if first_step <= step][-1]
+        batch_shape = inputs.stage_batch_shape(number, run_shape)
+        fraction, num_epochs = inputs.first_epoch_fraction(number, step, run_shape)
+        if change is not None and change.stage is not None and number == first_number:
+            first_epoch = change.stage[1]  # the stage may have begun before the change
+            section = Section.after_change(inputs.stages[number], batch_shape, change)
         else:
-            section = _first_section(inputs, number, (step, epoch), fraction, trained, assignment)
-        stop = None if inputs.config.max_steps is None else int(inputs.stage_end(number))
-        stage = TrainedStage.of(number, first_epoch, section, later, first_epoch + num_epochs, stop)
+            first_epoch = epoch
+            section = _first_section(inputs, number, step, epoch, fraction, training_counts, batch_shape)
+        reassignments = [
+            Assignment(first_step, inputs.stage_batch_shape(number, shape))
+            for first_step, shape in assignments
+            if first_step > step
+        ]
+        max_steps = None if inputs.config.max_steps is None else int(inputs.stage_end(number))
+        stage = TrainedStage.of(number, first_epoch, section, reassignments, first_epoch + num_epochs, max_steps)
         yield stage
-        number += 1
-        if number == len(inputs.stages):
-            return
-        if stage.stop > step:
+        if stage.stop > step:  # else the stage has no steps
             step = stage.stop
             epoch = stage.sections[-1].stretch(step - 1).epoch
-        trained, epoch, change = trained + stage.training_counts(), epoch + 1, None
+        epoch += 1
+        if number + 1 < len(inputs.stages):
+            training_counts = training_counts + stage.training_counts()
 
 
 def _first_section(
-    inputs: Inputs, number: int, start: tuple[int, int], fraction: float, trained: Int64Array, assignment: BatchShape
+    inputs: Inputs,
+    number: int,
+    first_step: int,
+    epoch: int,
+    fraction: float,
+    training_counts: Int64Array,
+    batch_shape: BatchShape,
 ) -> Section:
-    """The section that a stage begins with.
+    """The first section of a stage: its partial epoch, and full ones after it.
 
     Args:
-        start: its first step and epoch.
+        number: of the stage.
         fraction: of an epoch that the stage trains first, in (0, 1].
-        trained: training count of each sample so far, int64 (N,); the least trained are drawn first.
+        training_counts: of each sample so far, int64 (N,); the least trained are drawn first.
     """
     stage = inputs.stages[number]
     assert stage.mixture is not None, "made with one"
-    num_steps = per_epoch = None
-    if inputs.config.max_steps is not None:
-        per_epoch = stage.plan_of(0, assignment).steps.num_steps
-        num_steps = round(fraction * per_epoch)
+    if inputs.config.max_steps is None:
+        plan = stage.plan_mixture(stage.mixture.partial_epoch(fraction, training_counts), epoch, batch_shape)
+        return Section(stage, batch_shape, first_step, epoch, plan)
+    steps_per_epoch = stage.plan_of(0, batch_shape).steps.num_steps
+    num_steps = round(fraction * steps_per_epoch)
     while True:
-        plan = stage.plan_mixture(stage.mixture.partial_epoch(fraction, trained), start[1], assignment)
-        if num_steps is None or per_epoch is None or plan.steps.num_steps >= num_steps:
-            return Section(stage, assignment, *start, plan, num_steps)
+        plan = stage.plan_mixture(stage.mixture.partial_epoch(fraction, training_counts), epoch, batch_shape)
+        num_missing = num_steps - plan.steps.num_steps
+        if num_missing <= 0:
+            return Section(stage, batch_shape, first_step, epoch, plan, max_partial_steps=num_steps)
         # One step too few would end the run early, so more samples are drawn.
-        fraction += (num_steps - plan.steps.num_steps + 0.5) / per_epoch
+        fraction += (num_missing + 0.5) / steps_per_epoch

@@ -20,8 +20,9 @@ from packtool.planning.ledger import Ledger, concatenate_counts
 from packtool.planning.mixture import counts_of_samples
 from packtool.planning.options import PlanOptions
 from packtool.train.prepare.caches import _with_amounts
+from packtool.train.prepare.checkpoint import BatchShape
 from packtool.train.prepare.history import begin_ledger, ledger_after
-from packtool.train.prepare.inputs import BatchShape, Inputs
+from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.resume import with_changed_data
 from packtool.train.prepare.timeline import Timeline, TrainedStage
 
@@ -247,9 +248,9 @@ def test_data_may_change_in_any_stage(
         ),
     )
     other = inputs(cache_reader, more, **length)
-    batch_shape: BatchShape = (world_size, 1, 1)
-    epoch_counts, max_length, stage = other.epoch_to_resume(ledger, batch_shape)
-    changed, _ = with_changed_data(ledger, cache_reader, epoch_counts, "", max_length, stage)
+    batch_shape = BatchShape(world_size, 1, 1)
+    to_resume = other.epoch_to_resume(ledger, batch_shape)
+    changed, _ = with_changed_data(ledger, cache_reader, to_resume, "")
     change = changed.change
     assert change is not None
     after = Timeline.of(other, ((step, *batch_shape),), change)
@@ -258,7 +259,7 @@ def test_data_may_change_in_any_stage(
     if epoch == ledger.epoch:
         trained = concatenate_counts([each.epoch for each in ledger.sources])
         planned_counts = np.bincount(after.plan_of(epoch).packs.samples, minlength=len(trained))
-        expected_counts = epoch_counts(concatenate_counts([source.before for source in ledger.sources]), trained)
+        expected_counts = to_resume.count_samples(concatenate_counts([source.before for source in ledger.sources]), trained)
         assert np.array_equal(planned_counts, np.maximum(expected_counts - trained, 0))
     # Written down, and read, it goes on as it was planned; and once more from a later step.
     remaining = samples_of(after, step, after.num_steps)
