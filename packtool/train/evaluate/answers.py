@@ -40,7 +40,7 @@ def exact_match(
         loaded = load_trained(trained, spec, dtype).to(device)
     lengths = reader.index.length
     plan = pack(lengths, max(packing_length, int(lengths.max(initial=1))), seed=0)
-    exact_turns: dict[int, list[bool]] = {}
+    exact_turns: dict[int, list[bool]] = {}  # of each sample, by its position
     progress.start("evaluate", plan.num_packs)
     with evaluating(loaded, packed=True) as scorer:
         for number in range(plan.num_packs):
@@ -49,10 +49,12 @@ def exact_match(
             batch = collate_packs(samples, spec).to(device)
             _, correct = scorer(batch)
             is_exact = (correct | (batch.labels == IGNORE_INDEX))[0].cpu().numpy()
-            for position, sample, start in zip(positions, samples, batch.cu_seqlens.tolist(), strict=False):
-                sample_exact = is_exact[start : start + sample.length]  # position i is about token i + 1
+            starts = batch.cu_seqlens[: len(samples)].tolist()
+            for position, sample, start in zip(positions, samples, starts, strict=True):
+                sample_exact = is_exact[start : start + sample.length]  # entry i predicts token i + 1
                 spans = sample.turns.reshape(-1, 2).tolist()
                 exact_turns[position] = [bool(sample_exact[max(begin - 1, 0) : end - 1].all()) for begin, end in spans]
             progress.advance(1)
     progress.finish()
-    return [(number, turn, exact) for number, turns in sorted(exact_turns.items()) for turn, exact in enumerate(turns)]
+    by_sample = sorted(exact_turns.items())
+    return [(position, turn, is_exact) for position, turns in by_sample for turn, is_exact in enumerate(turns)]

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ from packtool.train.model.loss import LossFunction, base_model
 from packtool.train.model.trainable import without_dropout
 
 _REMEDY = "Run the same command again"
-_ORIGIN = 3 + len(dataclasses.fields(RowPart))  # tokens, source, row, part
+_ORIGIN_COLUMNS = 3 + len(dataclasses.fields(RowPart))  # tokens, source, row, part
 SCORES = ("sum of losses", "target tokens", "correct tokens", "first wrong position or -1")
 """Columns of the result of ``sample_scores``."""
 
@@ -64,9 +64,13 @@ the most likely token, bool (1, T). Positions without a label have 0 and False."
 
 FloatArray = npt.NDArray[np.float64]
 
-RankScores = tuple[npt.NDArray[np.float64], Int64Array, tuple[str, ...]]
-"""Results of one rank for n samples, in the order of its micro-batches: scores, float64 (n, 4), from ``sample_scores``;
-origins, int64 (n, 7), with tokens, source number, row, and the four numbers of ``RowPart``; and names of sources."""
+
+class RankScores(NamedTuple):
+    """Results of one rank for n samples, in the order of its micro-batches."""
+
+    scores: FloatArray  # (n, 4), from ``sample_scores``
+    origins: Int64Array  # (n, 7): tokens, position in ``sources``, row, and the four numbers of ``RowPart``
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -236,8 +240,10 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
                 batch: Batch = collate_shard(aligned, self.spec, self.split)
             elif self.shares_prefixes:
                 batch = collate_tree(aligned, self.spec)
+            elif self.packed:
+                batch = collate_packs(aligned, self.spec)
             else:
-                batch = (collate_packs if self.packed else collate_padded)(aligned, self.spec)
+                batch = collate_padded(aligned, self.spec)
             batch = with_media_reads(batch, self.spec)
         except PacktoolError as error:
             return error
@@ -311,8 +317,9 @@ def evaluate(
     with evaluating(unwrapped, packed=packed) as scorer:
         device = next(unwrapped.parameters()).device
         rank_scores = _score_samples(scorer, parallel, device, dataset, progress, num_workers)
-    # Ranks that split the same sequences have the same results.
-    return _join_ranks(all_gather_objects(rank_scores, world.size)[:: world.sequence_parallel_size], plan, reader)
+    all_scores = all_gather_objects(rank_scores, world.size)
+    # Ranks that split the same sequences are neighbors, and have the same results: take one of each group.
+    return _join_ranks(all_scores[:: world.sequence_parallel_size], plan, reader)
 
 
 def _score_samples(
@@ -337,35 +344,37 @@ def _score_samples(
             labels, (losses, correct) = batch.labels[:1], scorer(batch)
             if parallel is not None:
                 assert isinstance(batch, ShardedBatch), "collated with a split"
-                num_tokens, local = sum(batch.lengths), (labels, losses, correct)
-                labels, losses, correct = (parallel.gather(row[0], batch.index, num_tokens)[None] for row in local)
+                num_tokens, of_rank = sum(batch.lengths), (labels, losses, correct)  # of the tokens of this rank
+                labels, losses, correct = (parallel.gather(row[0], batch.index, num_tokens)[None] for row in of_rank)
             if item.labels is not None:
-                assert isinstance(batch, TreeBatch), "only trees have separate labels"
                 # A target of a prefix need not be one in every sample that begins with it: they may train other turns.
+                assert isinstance(batch, TreeBatch), "only trees have separate labels"
                 labels, index = item.labels.to(device), batch.sample_index()
                 losses, correct = losses[:, index].where(labels != IGNORE_INDEX, 0), correct[:, index]
             seqlens, cu_seqlens, prompt_lengths = (tensor.to(device) for tensor in item.spans)
             scores.append(sample_scores(seqlens, cu_seqlens, prompt_lengths, labels, losses, correct).cpu().numpy())
-            for tokens, source, row, part in item.origins:
+            for num_tokens, source, row, part in item.origins:
                 number = source_numbers.setdefault(source, len(source_numbers))
-                origins.append((tokens, number, row, *dataclasses.astuple(part or RowPart())))
+                origins.append((num_tokens, number, row, *dataclasses.astuple(part or RowPart())))
             progress.advance(1, samples=len(origins))
     progress.finish()
     if dataset.spec.media_cache is not None:
         progress.note(media_reads.sentence(dataset.spec.media_cache))
-    return np.concatenate(scores), np.array(origins, np.int64).reshape(-1, _ORIGIN), tuple(source_numbers)
+    origin_rows = np.array(origins, np.int64).reshape(-1, _ORIGIN_COLUMNS)
+    return RankScores(np.concatenate(scores), origin_rows, tuple(source_numbers))
 
 
 def _join_ranks(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: CacheReader) -> Evaluation:
     """Join the results of all ranks in the order of the samples in the caches."""
-    sources = tuple(sorted({name for *_, names in ranks for name in names}))
-    numbers = {name: number for number, name in enumerate(sources)}
-    in_plan = np.concatenate([plan.order_positions(rank) for rank in range(plan.num_ranks)])
-    rows = np.argsort(in_plan)[plan.batches.inverse]  # of each sample in the joined results of all ranks
-    scores = np.concatenate([rank_scores for rank_scores, *_ in ranks])[rows]
-    origins = np.concatenate([rank_origins for _, rank_origins, _ in ranks])[rows]
+    sources = tuple(sorted({name for rank in ranks for name in rank.sources}))
     # Each rank numbered its own sources; renumber them by their position in ``sources``.
-    codes = [np.array([numbers[name] for name in names], np.int64)[each[:, 1]] for _, each, names in ranks]
+    codes = {name: code for code, name in enumerate(sources)}
+    rank_codes = [np.array([codes[name] for name in rank.sources], np.int64)[rank.origins[:, 1]] for rank in ranks]
+    # ``order`` has the position of each sample of the caches in the joined results of the ranks.
+    planned = np.concatenate([plan.order_positions(number) for number in range(plan.num_ranks)])
+    order = np.argsort(planned)[plan.batches.inverse]
+    scores = np.concatenate([rank.scores for rank in ranks])[order]
+    origins = np.concatenate([rank.origins for rank in ranks])[order]
     target_tokens, num_correct, first_wrong = scores[:, 1:].astype(np.int64).T
     return Evaluation(
         tokens=origins[:, 0],
@@ -373,7 +382,7 @@ def _join_ranks(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: Cache
         loss_sum=scores[:, 0],
         num_correct=num_correct,
         first_wrong=first_wrong,
-        source=np.concatenate(codes)[rows],
+        source=np.concatenate(rank_codes)[order],
         row=origins[:, 2],
         parts=origins[:, 3:],
         channel=reader.index.channel[: len(plan.lengths)].astype(np.int64),
@@ -398,18 +407,18 @@ def sample_scores(
     Returns:
         float64 (S, 4) with the columns ``SCORES``.
     """
-    widths = seqlens - prompt_lengths
-    max_width = int(widths.max()) if len(widths) else 0
+    # Token scores become rows, one for each sample, whose columns are the tokens after the prompt.
+    max_width = int((seqlens - prompt_lengths).max()) if len(seqlens) else 0
     group_size = max(1, _MAX_CELLS // max(max_width, 1))
     scores = [torch.zeros(0, 4, dtype=torch.float64, device=losses.device)]
-    for start in range(0, len(widths), group_size):
+    for start in range(0, len(seqlens), group_size):
         stop = start + group_size
         spans = seqlens[start:stop], cu_seqlens[start : stop + 1], max_width, prompt_lengths[start:stop]
         is_target = restore_padding(labels != IGNORE_INDEX, *spans)
         is_wrong = is_target & ~restore_padding(correct, *spans)
         num_targets, num_wrong = is_target.sum(1), is_wrong.sum(1)
-        # The number of columns before the first wrong one; column 0 is the first token after the prompt.
-        first_wrong = torch.where(num_wrong > 0, (is_wrong.cumsum(1) == 0).sum(1) + prompt_lengths[start:stop], -1)
+        num_before_first_wrong = (is_wrong.cumsum(1) == 0).sum(1)
+        first_wrong = torch.where(num_wrong > 0, prompt_lengths[start:stop] + num_before_first_wrong, -1)
         loss_sums = restore_padding(losses, *spans).double().sum(1)
         counts = (num_targets, num_targets - num_wrong, first_wrong)
         scores.append(torch.stack([loss_sums, *(count.double() for count in counts)], dim=1))
@@ -440,6 +449,7 @@ def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
     """
     base: Any = base_model(model)
     attention = base.config.get_text_config()._attn_implementation
+    # Packed attention replaces the forward function of each recurrent layer, so that packed samples stay isolated.
     was_isolated = any("forward" in vars(layer) for layer in recurrent_layers(base))
     sets_attention = packed and not is_packed(model)
     if sets_attention:

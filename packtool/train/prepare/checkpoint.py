@@ -195,12 +195,7 @@ _PROCESSOR_FILE = re.compile(
 
 
 class BatchShape(NamedTuple):
-    """The shape of an optimizer step: the ranks and micro-batches that its packs are assigned to.
-
-    Args:
-        world_size: data-parallel ranks.
-        batch_size: packs in a micro-batch.
-    """
+    """Data-parallel ranks, and micro-batches of each, that the packs of an optimizer step are assigned to."""
 
     world_size: int
     gradient_accumulation_steps: int
@@ -392,8 +387,7 @@ def find_checkpoint(
 
     def damage_of(checkpoint: str) -> str:
         """Sentences on missing and changed files; empty for an intact checkpoint."""
-        _, checksums = read_state_with_checksums(checkpoint)
-        return "; ".join(find_damage(checkpoint, checksums, only_model=only_model))
+        return "; ".join(find_damage(checkpoint, read_state_with_checksums(checkpoint)[1], only_model=only_model))
 
     if resume_from is None or resume_from.lower() == "false":
         return None, []
@@ -401,12 +395,10 @@ def find_checkpoint(
         if not os.path.isdir(resume_from):
             raise ConfigError(f"--resume-from-checkpoint {resume_from}: there is no such directory")
         if damage := damage_of(resume_from):
-            raise MismatchError(
-                f"{resume_from} is damaged: {damage}",
-                f"Give another checkpoint. If its weights are intact, {ONLY_MODEL}",
-            )
+            remedy = f"Give another checkpoint. If its weights are intact, {ONLY_MODEL}"
+            raise MismatchError(f"{resume_from} is damaged: {damage}", remedy)
         return resume_from.rstrip("/"), []
-    warnings = []  # on checkpoints that cannot be used
+    warnings = []
     for checkpoint in _checkpoints(output_dir):
         if not os.path.exists(os.path.join(checkpoint, STATE_NAME)):
             warnings.append(f"{checkpoint} is unfinished: it has no {STATE_NAME}")
@@ -463,13 +455,10 @@ def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None =
 
     Args:
         last_good: step after which weights may be NaN: the newest checkpoint up to there is kept, too.
-        keep: a checkpoint that is never deleted.
     """
     finished = finished_checkpoints(output_dir)
-    kept = set() if keep is None else {os.path.abspath(keep)}
-    if last_good is not None:
-        good = [checkpoint for checkpoint in finished if read_run_state(checkpoint).step <= last_good]
-        kept |= {os.path.abspath(checkpoint) for checkpoint in good[-1:]}
+    good = [name for name in finished if last_good is not None and read_run_state(name).step <= last_good]
+    kept = {os.path.abspath(checkpoint) for checkpoint in (*good[-1:], *([keep] if keep is not None else []))}
     for checkpoint in finished[:-limit] if limit else []:
         if os.path.abspath(checkpoint) in kept:
             continue

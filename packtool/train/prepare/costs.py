@@ -84,7 +84,7 @@ class RunCosts:
         """FLOPs of a model with the trained weights and the recomputation of a run."""
         recomputes, in_towers = bool(config.gradient_checkpointing), config.vit_gradient_checkpointing
         vocabulary = text_config_of(model).get("vocab_size") or 0
-        again = cost_of(
+        hardware = cost_of(
             model,
             config,
             recomputes_language=recomputes,
@@ -92,7 +92,7 @@ class RunCosts:
             # The head recomputes chunks of logits; a pack with few targets may have a single chunk, which costs little.
             recomputes_head=config.packing_length is None or config.packing_length * vocabulary > CHUNK_LOGITS,
         )
-        return cls(cost_of(model, config), again)
+        return cls(cost_of(model, config), hardware)
 
 
 def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: bool) -> CostModel:
@@ -105,9 +105,12 @@ def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: b
             targets = adapter["target_modules"]
             if not isinstance(targets, str):
                 targets = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, targets))})"
-            saved, rank, bias = adapter.get("modules_to_save") or (), int(adapter["r"]), adapter.get("bias", "none")
             learning = dataclasses.replace(
-                learning, target_regex=targets, modules_to_save=tuple(saved), lora_rank=rank, lora_bias=bias
+                learning,
+                target_regex=targets,
+                modules_to_save=tuple(adapter.get("modules_to_save") or ()),
+                lora_rank=int(adapter["r"]),
+                lora_bias=adapter.get("bias", "none"),
             )
     try:
         return CostModel.of_config(model, learning, **recomputes)
@@ -131,28 +134,29 @@ def with_costs(
     model: Mapping[str, Any],
     learning: LearningOptions,
     hardware: Hardware,
-    way: SequenceParallelType = "auto",
+    sequence_parallel_type: SequenceParallelType = "auto",
 ) -> PlanOptions:
     """Add a model's FLOPs to the options, and for Skrull the speed of devices and links.
 
     Args:
-        way: how ranks share sequences; ``auto`` depends on model and hardware alone, so that every machine plans alike
-            (``simulate.machine.exchanges_of``).
+        sequence_parallel_type: ``auto`` depends on model and hardware alone, so that every machine plans alike.
     """
     options = dataclasses.replace(options, cost=cost_of(model, learning))
     if options.skrull is None:
         return options
-    sequence_parallel_size = options.skrull.sequence_parallel_size
+    num_ranks = options.skrull.sequence_parallel_size
     machine = Machine(
-        sizes=ModelSizes.or_8b(model), hardware=hardware, world_size=sequence_parallel_size, sequence_parallel_type=way
+        sizes=ModelSizes.or_8b(model),
+        hardware=hardware,
+        world_size=num_ranks,
+        sequence_parallel_type=sequence_parallel_type,
     )
-    return dataclasses.replace(
-        options, skrull=dataclasses.replace(options.skrull, times=machine.step_time(sequence_parallel_size))
-    )
+    skrull = dataclasses.replace(options.skrull, times=machine.step_time(num_ranks))
+    return dataclasses.replace(options, skrull=skrull)
 
 
 Seconds = npt.NDArray[np.float64]
-_BACKWARD = 2 / 3
+_BACKWARD_FRACTION = 2 / 3
 """Approximate fraction of a micro-batch's time that its backward pass takes."""
 
 
@@ -186,37 +190,39 @@ class ExpectedTime:
             recompute=bool(config.gradient_checkpointing),
             sequence_parallel_type=config.sequence_parallel_type,
         )
-        # The costs of the run include recomputation and frozen weights, so the machine must not add recomputation;
-        # exchanges and launches are those with recomputation.
+        # Exchanges and launches are those with recomputation; the costs of the run include it already.
+        with_recomputation = machine.step_time(sequence_parallel_size)
         run_machine = dataclasses.replace(machine, sizes=dataclasses.replace(sizes, cost=cost), recompute=False)
-        recomputing = machine.step_time(sequence_parallel_size)
         times = dataclasses.replace(
             run_machine.step_time(sequence_parallel_size),
-            exchanges=recomputing.exchanges,
-            launch_seconds=recomputing.launch_seconds,
+            exchanges=with_recomputation.exchanges,
+            launch_seconds=with_recomputation.launch_seconds,
         )
         sample_flops = sample_costs(cost, index, index.target_tokens)
         work, attention_work = times.work(index.length, sample_flops, sequence_parallel_size)
 
         def per_batch(per_sample: Seconds) -> Seconds:
-            """Sums over the samples of each micro-batch of each rank, (C,)."""
+            """Sums over the samples of each of the C micro-batches of all ranks, (C,)."""
             return steps.micro_batch_sums(np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1]))
 
+        # The ranks that share a micro-batch divide the language model evenly, and wait for the slowest tower.
         flops = per_batch(work)
         tower_flops = slowest_tower = per_batch(tower_work(cost, index).flops.astype(np.float64))
         if sequence_parallel_size > 1:
             media = shares.media
             slowest_tower = shares.max_per_rank(cost.towers(media.tokens, media.squares, media.sounds))
-        speed = times.flops_per_second
-        attention = per_batch(attention_work) / sequence_parallel_size / speed
         language_flops = (flops - tower_flops) / sequence_parallel_size
-        seconds = (language_flops + slowest_tower + np.where(flops > 0, times.batch_flops, 0.0)) / speed
-        seconds += times.exposed_seconds(per_batch(index.length.astype(np.float64)), np.zeros(len(flops)), attention)
-        with_each, with_last, exposed = self.collectives(config)
-        ranks = steps.rank_sums(np.maximum(seconds, max(times.launch_seconds, with_each)))
-        # The last backward pass hides a part of the exchange; a step waits for its slowest rank.
-        hidden = _BACKWARD * ranks.min(axis=1) / np.maximum(np.diff(steps.step_offsets) // steps.world_size, 1)
-        return np.asarray(ranks.max(axis=1) + np.maximum(with_last - hidden, 0.0) + exposed)
+        fixed_flops = np.where(flops > 0, times.batch_flops, 0.0)  # of every micro-batch with samples
+        seconds = (language_flops + slowest_tower + fixed_flops) / times.flops_per_second
+        attention_seconds = per_batch(attention_work) / sequence_parallel_size / times.flops_per_second
+        tokens, no_seconds = per_batch(index.length.astype(np.float64)), np.zeros(len(flops))
+        seconds += times.exposed_seconds(tokens, no_seconds, attention_seconds)
+        per_micro_batch, once_per_step, exposed = self.collectives(config)
+        rank_seconds = steps.rank_sums(np.maximum(seconds, max(times.launch_seconds, per_micro_batch)))
+        # The backward pass of the last micro-batch hides a part of the exchange; a step waits for its slowest rank.
+        num_micro_batches = np.maximum(np.diff(steps.step_offsets) // steps.world_size, 1)  # of each rank
+        hidden = _BACKWARD_FRACTION * rank_seconds.min(axis=1) / num_micro_batches
+        return np.asarray(rank_seconds.max(axis=1) + np.maximum(once_per_step - hidden, 0.0) + exposed)
 
     def collectives(self, config: TrainConfig) -> tuple[float, float, float]:
         """Seconds of exchanges of weights and gradients, by the sharding of a run.
@@ -227,17 +233,16 @@ class ExpectedTime:
         """
         if self.world_size == 1:
             return 0.0, 0.0, 0.0
-        gathered, reduced = self._seconds(self.weight_bytes), self._seconds(self.gradient_bytes)
-        if config.fsdp:
-            passes = 1 if "shard_grad_op" in config.fsdp else 2
-            return passes * gathered + reduced, 0.0, 0.0
-        stage = config.deepspeed[4:5] if config.deepspeed is not None else ""
-        if stage == "3":
-            return 2 * gathered + reduced, 0.0, 0.0
-        if stage in ("1", "2"):
-            exposed = self._seconds(self.trained_bytes)
-            return (reduced, 0.0, exposed) if stage == "2" else (0.0, reduced, exposed)
-        return 0.0, 2 * reduced, 0.0
+        gather_s, reduce_s = self._seconds(self.weight_bytes), self._seconds(self.gradient_bytes)
+        zero_stage = config.deepspeed[len("zero") :][:1] if config.deepspeed is not None else ""
+        if config.fsdp or zero_stage == "3":
+            num_gathers = 1 if config.fsdp and "shard_grad_op" in config.fsdp else 2  # forward, and backward
+            return num_gathers * gather_s + reduce_s, 0.0, 0.0
+        if zero_stage == "2":
+            return reduce_s, 0.0, self._seconds(self.trained_bytes)
+        if zero_stage == "1":
+            return 0.0, reduce_s, self._seconds(self.trained_bytes)
+        return 0.0, 2 * reduce_s, 0.0  # an all-reduce: reduce and gather
 
     def _seconds(self, num_bytes: int) -> float:
         """Seconds of a collective of ``num_bytes`` over all ranks, layer by layer."""

@@ -129,44 +129,51 @@ class Steps(ABC):
 
 def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: bool) -> Iterator[StepFigures]:
     """Yield the figures of every step of an epoch, in order; with ``is_dynamic``, unpacked samples are not padded."""
-    packs, steps = plan.packs, plan.steps
+    packs, steps, mixture = plan.packs, plan.steps, samples.mixture
     tokens = packs.tokens_per_pack()
-    if plan.placement is not None and plan.summary.skrull is not None:
-        alignment = plan.summary.skrull.options.alignment
-        computed = steps.sums_per_step(computed_tokens(packs, steps, plan.placement, alignment))
-    elif plan.summary.options.packing:
-        computed = steps.sums_per_step(np.full(packs.num_packs, packs.capacity))
-    elif is_dynamic:
-        computed = steps.sums_per_step(tokens)
-    else:
-        # Each row is padded to the longest of its micro-batch.
-        sizes = steps.micro_batch_sizes()
-        longest = np.zeros(len(sizes), np.int64)
-        longest[sizes > 0] = np.maximum.reduceat(tokens[steps.order], steps.micro_batch_offsets[:-1][sizes > 0])
-        before = np.concatenate(([0], np.cumsum(longest * sizes)))
-        computed = np.diff(before[steps.step_offsets])
-    columns: tuple[npt.NDArray[Any], ...] = (
-        steps.target_tokens_per_step,
-        units_per_step(plan, samples),
-        steps.sums_per_step(tokens),
-        computed,
-        steps.sums_per_step(packs.sum_squares_per_pack()),
-        steps.sums_per_step(np.square(tokens.astype(np.int64))),
-        *(
-            steps.sums_per_step(
-                np.zeros(packs.num_packs)
-                if flops is None or not packs.num_packs
-                else np.add.reduceat(flops[packs.samples], packs.offsets[:-1])
-            )
-            for flops in (samples.flops, samples.hardware_flops)
-        ),
-    )
-    mixture = samples.mixture
+
+    def flops_per_step(flops: Costs | None) -> npt.NDArray[Any]:
+        """Sums of the FLOPs of samples, float (S,)."""
+        if flops is None or not packs.num_packs:
+            return np.zeros(steps.num_steps)
+        return steps.sums_per_step(np.add.reduceat(flops[packs.samples], packs.offsets[:-1]))
+
+    columns: dict[str, npt.NDArray[Any]] = {
+        "target_tokens": steps.target_tokens_per_step,
+        "units": units_per_step(plan, samples),
+        "tokens": steps.sums_per_step(tokens),
+        "computed_tokens": _computed_tokens_per_step(plan, is_dynamic),
+        "attended": steps.sums_per_step(packs.sum_squares_per_pack()),
+        "attended_dense": steps.sums_per_step(np.square(tokens.astype(np.int64))),
+        "flops": flops_per_step(samples.flops),
+        "hardware_flops": flops_per_step(samples.hardware_flops),
+    }
+    lists = {name: column.tolist() for name, column in columns.items()}
     sources: Iterable[Counts] = repeat({}, steps.num_steps)
     if mixture is not None:
         sources = (by_name(counts, mixture) for counts in counts_of_steps(packs, steps, mixture))
-    for *numbers, own in zip(*(column.tolist() for column in columns), sources, strict=True):
-        yield dataclasses.replace(StepFigures(*numbers), sources=own)
+    for step, source_counts in enumerate(sources):
+        yield StepFigures(**{name: values[step] for name, values in lists.items()}, sources=source_counts)
+
+
+def _computed_tokens_per_step(plan: EpochPlan, is_dynamic: bool) -> npt.NDArray[Any]:
+    """Tokens that each step computes on all ranks, padding included, (S,)."""
+    packs, steps, summary = plan.packs, plan.steps, plan.summary
+    if plan.placement is not None and summary.skrull is not None:
+        alignment = summary.skrull.options.alignment
+        return steps.sums_per_step(computed_tokens(packs, steps, plan.placement, alignment))
+    if summary.options.packing:
+        return steps.sums_per_step(np.full(packs.num_packs, packs.capacity))
+    tokens = packs.tokens_per_pack()
+    if is_dynamic:
+        return steps.sums_per_step(tokens)
+    # Each row is padded to the longest of its micro-batch.
+    num_rows = steps.micro_batch_sizes()
+    is_used = num_rows > 0
+    longest = np.zeros(len(num_rows), np.int64)
+    longest[is_used] = np.maximum.reduceat(tokens[steps.order], steps.micro_batch_offsets[:-1][is_used])
+    tokens_before = np.concatenate(([0], np.cumsum(longest * num_rows)))  # of each micro-batch
+    return np.diff(tokens_before[steps.step_offsets])
 
 
 def units_per_step(plan: EpochPlan, samples: SampleFigures) -> npt.NDArray[np.int64]:
@@ -285,29 +292,30 @@ def peak_memory_batches(
         a full micro-batch that has the maximum of each kind of tokens over all micro-batches of the plan; and with
         ``--torch-compile``, one with fillers in place of media, if it is longer.
     """
-    packs, steps, size, reader = plan.packs, plan.steps, config.sequence_parallel_ranks, inputs.reader
+    packs, steps, reader = plan.packs, plan.steps, inputs.reader
     if reader is None:
         return longest_micro_batches(config, inputs.model, RankTokens(computed=1))
-    added = reader.index if inputs.shared is None else inputs.shared
-    media_tokens, audio_tokens = added.media_tokens, added.audio_tokens
-    num_local: tuple[int | None, int | None] = None, None
-    if size > 1:
-        shares = shares or assign_media(media_of_caches(reader.index, inputs.model), inputs.model, plan, size)
-        maxima = (shares.max_per_rank(values).max(initial=0) for values in (shares.media.tokens, shares.media.sounds))
-        vision, audio = (math.ceil(maximum - 1e-6) for maximum in maxima)
-        num_local = vision, audio
 
-    def max_per_batch(values: npt.NDArray[Any]) -> int:
-        return int(steps.micro_batch_sums(packs.sums_per_pack(values[packs.samples])).max(initial=0))
+    def max_per_batch(tokens_per_sample: npt.NDArray[Any]) -> int:
+        tokens_per_pack = packs.sums_per_pack(tokens_per_sample[packs.samples])
+        return int(steps.micro_batch_sums(tokens_per_pack).max(initial=0))
 
+    media = reader.index if inputs.shared is None else inputs.shared
     tokens = RankTokens(
         computed=1,
-        vision=max_per_batch(media_tokens - audio_tokens),
-        audio=max_per_batch(audio_tokens),
-        num_local_vision_tokens=num_local[0],
-        num_local_audio_tokens=num_local[1],
+        vision=max_per_batch(media.media_tokens - media.audio_tokens),
+        audio=max_per_batch(media.audio_tokens),
         keys=int(steps.micro_batch_sums(max_keys_per_pack(packs)).max(initial=0)) if packs.shared is not None else 0,
     )
+    num_ranks = config.sequence_parallel_ranks
+    if num_ranks > 1:
+        shares = shares or assign_media(media_of_caches(reader.index, inputs.model), inputs.model, plan, num_ranks)
+        # Sums of floats: do not round a whole number up.
+        max_vision, max_audio = (
+            math.ceil(shares.max_per_rank(values).max(initial=0) - 1e-6)
+            for values in (shares.media.tokens, shares.media.sounds)
+        )
+        tokens = dataclasses.replace(tokens, num_local_vision_tokens=max_vision, num_local_audio_tokens=max_audio)
     return longest_micro_batches(config, inputs.model, tokens)
 
 

@@ -129,8 +129,8 @@ def read_history(output_dir: str) -> list[Segment]:
         with open(path, encoding="utf-8") as file:
             segments = load_json(file.read())["segments"]
         for fields in segments:
-            for name in ("caches", "assignments"):  # JSON has lists instead of tuples
-                fields[name] = tuple(tuple(item) for item in fields[name])
+            fields["caches"] = tuple(map(tuple, fields["caches"]))
+            fields["assignments"] = tuple(map(tuple, fields["assignments"]))
             if "mix" in fields["config"]:
                 fields["config"]["mix"] = os.path.join(folder, fields["config"]["mix"])
         return [Segment(**fields) for fields in segments]
@@ -341,10 +341,10 @@ def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
         remaining = timeline.stretch(step).plan.packs_from(epoch_step).samples
         in_epoch = occurrences(epoch) - np.bincount(remaining, minlength=num_samples)
     counts = before + in_epoch
-    sources = []
-    bounds = zip(reader.offsets[:-1].tolist(), reader.offsets[1:].tolist(), strict=True)
-    for source, (start, stop) in zip(begin_ledger(reader).sources, bounds, strict=True):
-        cache = slice(start, stop)
+    sources, start = [], 0
+    for source in begin_ledger(reader).sources:
+        cache = slice(start, start + source.num)
+        start += source.num
         sources.append(
             dataclasses.replace(
                 source,
@@ -360,11 +360,10 @@ def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
 
 def begin_ledger(reader: CacheReader) -> Ledger:
     """The ledger of a run before its first step."""
-    sizes = np.diff(reader.offsets).tolist()
-    sources = []
-    for directory, manifest, size in zip(reader.directories, reader.manifests, sizes, strict=True):
-        sources.append(SourceLedger.begin(storage.absolute(directory), manifest.fingerprint, size))
-    return Ledger(sources=tuple(sources))
+    caches = zip(reader.directories, reader.manifests, np.diff(reader.offsets).tolist(), strict=True)
+    return Ledger(
+        sources=tuple(SourceLedger.begin(storage.absolute(name), m.fingerprint, num) for name, m, num in caches)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -386,11 +385,7 @@ class Replay:
         return self.timeline.inputs.for_training.reader
 
     def occurrences(self, position: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield step, epoch, rank, micro-batch and pack of the epoch's plan of each time that a sample was trained.
-
-        Args:
-            position: of the sample in the caches.
-        """
+        """Yield step, epoch, rank, micro-batch and pack of the epoch's plan of each time that a sample was trained."""
         start = self.segment.first
         while start < self.stop:
             stretch = self.timeline.stretch(start)
@@ -427,16 +422,10 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
     """
     _check_unchanged(segment)
     config = segment.train_config
-    replayed_config = dataclasses.replace(
-        config,
-        resume_from_checkpoint=None,
-        data_change="refuse",
-        cache_dir=None,
-        output_dir=output_dir,
-        model=model or config.model,
-    )
+    config = dataclasses.replace(config, resume_from_checkpoint=None, data_change="refuse")
+    config = dataclasses.replace(config, cache_dir=None, output_dir=output_dir, model=model or config.model)
     try:
-        inputs = open_to_train(replayed_config)
+        inputs = open_to_train(config)
     except ConfigError as error:
         if model is not None:
             raise

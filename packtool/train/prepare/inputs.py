@@ -155,11 +155,7 @@ class Inputs:
         )
 
     def with_mixture(self, recipe: Recipe, max_length: int) -> Inputs:
-        """Add the mixture of a recipe, or the inputs of each of its stages.
-
-        Args:
-            max_length: maximum tokens of a sample in every stage.
-        """
+        """Add the mixture of a recipe, or inputs for each stage; samples have at most ``max_length`` tokens."""
         if not recipe.stages:
             return dataclasses.replace(self, recipe=recipe, mixture=self._mixture_of(recipe, self.options.max_length))
         if problems := _stage_problems(recipe, self):
@@ -176,14 +172,10 @@ class Inputs:
             )
         longest_options = max((stage.options for stage in stages), key=lambda options: options.packing_length)
         # The mixture of the run has the samples of all stages; it gives names, weights and epochs of sources.
-        candidates = []  # of each source, in any stage
-        for source in range(len(mixtures[0].candidates)):
-            candidates.append(np.unique(np.concatenate([mixture.candidates[source] for mixture in mixtures])))
-        counts = tuple(len(positions) for positions in candidates)
-        run_mixture = dataclasses.replace(mixtures[0], candidates=tuple(candidates), counts=counts)
-        return dataclasses.replace(
-            self, recipe=recipe, options=longest_options, mixture=run_mixture, stages=tuple(stages)
-        )
+        candidates_by_source = zip(*(mixture.candidates for mixture in mixtures), strict=True)
+        candidates = tuple(np.unique(np.concatenate(of_stages)) for of_stages in candidates_by_source)
+        joined = dataclasses.replace(mixtures[0], candidates=candidates, counts=tuple(map(len, candidates)))
+        return dataclasses.replace(self, recipe=recipe, options=longest_options, mixture=joined, stages=tuple(stages))
 
     def _mixture_of(self, recipe: Recipe, max_length: int) -> Mixture:
         assert self.reader is not None, "recipes mix caches"
@@ -239,11 +231,7 @@ class Inputs:
         towers: TowerWork | None,
         untrained: Int64Array | None = None,
     ) -> EpochPlan:
-        """The plan of an epoch without a mixture: of all samples, or of those that are ``untrained``, (M,), ascending.
-
-        Args:
-            towers: cost of the media that each sample adds to the ``shared`` prefixes.
-        """
+        """The plan of an epoch without a mixture: of all samples, or of those that are ``untrained``, (M,), ascending."""
         return plan_epoch(
             self.lengths,
             self.targets,
@@ -388,15 +376,11 @@ class Inputs:
                     "the run had stages and now has none, so the number of epochs left is unknown",
                     "Set its end with --max-steps N, or keep stages in the recipe.",
                 )
-            return EpochToResume(
-                count_samples=lambda _, in_epoch: self.epoch_counts(ledger.epoch, in_epoch),
-                max_length=self.options.max_length,
-                stage=None,
-            )
-        number, first_epoch = self._stage_at(ledger), ledger.epoch
+            epoch = ledger.epoch
+            return EpochToResume(lambda _, in_epoch: self.epoch_counts(epoch, in_epoch), self.options.max_length, None)
+        number = self._stage_at(ledger)
         is_same_stage = ledger.stage is not None and ledger.stage[0] == number
-        if ledger.stage is not None and is_same_stage:
-            _, first_epoch = ledger.stage
+        first_epoch = ledger.stage[1] if ledger.stage is not None and is_same_stage else ledger.epoch
         stage = self.stages[number]
 
         def count_samples(before: Int64Array, in_epoch: Int64Array) -> Int64Array:
@@ -430,16 +414,13 @@ class Inputs:
 class EpochToResume(NamedTuple):
     """The epoch in which a run with changed data resumes.
 
-    Args:
-        count_samples: returns how often the epoch has each sample, from the training counts of each sample before the
-            epoch, and in it; all int64 (N,).
-        max_length: maximum tokens of a sample.
-        stage: 0-based number of the stage, and its first epoch; None without stages.
+    ``count_samples`` returns how often the epoch has each sample, from the training counts of each sample before the
+    epoch, and in it; all int64 (N,).
     """
 
     count_samples: Callable[[Int64Array, Int64Array], Int64Array]
-    max_length: int
-    stage: tuple[int, int] | None
+    max_length: int  # maximum tokens of a sample
+    stage: tuple[int, int] | None  # 0-based number, and first epoch; None without stages
 
 
 def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:

@@ -55,28 +55,18 @@ _NO_POSITIONS = np.zeros(0, np.int64)
 
 
 class NewCacheCounts(NamedTuple):
-    """Training counts of the N samples of a new cache, transferred from removed caches that have the same samples.
+    """Training counts of the N samples of a new cache, transferred from removed caches that have the same samples."""
 
-    Args:
-        before, in_epoch: counts before this epoch and in it, (N,).
-        num_unmatched: samples that no removed cache has.
-    """
-
-    before: Int64Array
+    before: Int64Array  # in earlier epochs, (N,)
     in_epoch: Int64Array
-    num_unmatched: int
+    num_unmatched: int  # samples that no removed cache has
 
 
 class MatchedCounts(NamedTuple):
-    """The result of matching the samples of new and removed caches.
+    """The result of matching the samples of new and removed caches."""
 
-    Args:
-        new: of each new cache, by its number in the reader.
-        is_gone: of each removed cache, bool (M,): its samples that no new cache has.
-    """
-
-    new: dict[int, NewCacheCounts]
-    is_gone: list[npt.NDArray[np.bool_]]
+    new: dict[int, NewCacheCounts]  # by number of the cache in the reader
+    is_gone: list[npt.NDArray[np.bool_]]  # of each removed cache, (M,): samples that no new cache has
 
 
 class ContentMatches(NamedTuple):
@@ -216,12 +206,7 @@ def _open_unchanged(source: SourceLedger) -> CacheReader | None:
 
 
 def _check_rows_unchanged(removed: Sequence[SourceLedger], old: Sequence[Origins], new: dict[int, Origins]) -> None:
-    """Raise a MismatchError if a file of rows has changed, and a cache of its earlier rows is missing.
-
-    Args:
-        old: origins of the samples of each removed cache.
-        new: those of each new cache.
-    """
+    """Raise a MismatchError if a file of rows has changed, and a cache of its earlier rows is missing."""
     new_digests: dict[str, str] = {}
     for origins in new.values():
         new_digests |= zip(origins.files, origins.digests, strict=True)
@@ -341,12 +326,9 @@ def with_changed_data(
 def _retired_ledgers(
     ledger: Ledger, removed: Sequence[SourceLedger], is_gone: Sequence[npt.NDArray[np.bool_]], reader: CacheReader
 ) -> tuple[SourceLedger, ...]:
-    """The ledgers of all caches that the run had and has no longer.
-
-    Counts of matched samples are set to 0, because they count for the new caches. Totals stay, because the old caches
-    have trained them.
-    """
+    """The ledgers of all caches that the run had and has no longer; ``is_gone`` as in ``MatchedCounts``."""
     retired = []
+    # Matched samples count for the new caches only; totals stay, because the old caches have trained them.
     for source, mask in zip(removed, is_gone, strict=True):
         before = RowCounts.of(np.where(mask, source.before.counts(), 0))
         in_epoch = RowCounts.of(np.where(mask, source.epoch.counts(), 0))
@@ -367,11 +349,10 @@ def _describe_changes(
     """The change of each cache of the resumed run, then of those removed since the checkpoint.
 
     Args:
-        ledger: of the caches of the resumed run.
+        ledger, num_left: of the caches of the resumed run: samples that the epoch has yet to train.
         kept: ledger of each of these caches in the checkpoint; None for a new cache.
         leaving: caches removed since the checkpoint, the first ones in ``matched.is_gone``.
         removed_before: caches that were removed earlier, by fingerprint.
-        num_left: samples of each cache that the epoch has yet to train, repeats counted.
     """
     changes = []
     for cache, (source, before) in enumerate(zip(ledger.sources, kept, strict=True)):

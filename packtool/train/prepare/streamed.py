@@ -224,14 +224,6 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
     return source, state, [*([] if not_shared is None else [not_shared]), *encoder.warnings, *refused]
 
 
-_TOWER_SUMS = ("vision_tokens", "patch_squares", "audio_tokens")
-_SUMS = (
-    *("target_tokens", "logits", "whole_tokens", "tokens", "packs", "samples"),
-    *("attended", "in_windows", "attended_dense", *_TOWER_SUMS),
-    "more",
-)
-
-
 class NumberExchange(Protocol):
     """Exchange of numbers between ranks during training; every rank calls each method at the same step."""
 
@@ -285,35 +277,40 @@ class StreamedSteps(Steps):
                 partial(self._begin, self._counts(packs, is_last=next_pack is None), position),
             )
 
-    def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> list[int]:
-        """The figures of this rank's packs of a step, in the order of ``_SUMS``."""
+    def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> dict[str, int]:
+        """The counts of this rank's packs of a step; those of all ranks are added up."""
         lengths = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
         amounts = SampleAmounts.joined([pack.amounts for pack in packs])
-        num_tokens = lengths.sum() - amounts.shared_tokens.sum()
-        counts = [
-            *(sum(pack.num_targets for pack in packs), amounts.targets.sum(), lengths.sum(), num_tokens),
-            *(len(packs), len(lengths)),
-            np.square(lengths).sum() - np.square(amounts.shared_tokens).sum(),
-            self._costs.model.window_squares(lengths, amounts.shared_tokens).sum(),
-            sum(pack.num_tokens**2 for pack in packs),
-            (amounts.media_tokens - amounts.audio_tokens).sum(),
-            *(amounts.patch_squares.sum(), amounts.audio_tokens.sum()),
-            not is_last,
-        ]
-        return [int(count) for count in counts]
+        counts = {
+            "target_tokens": sum(pack.num_targets for pack in packs),
+            "logits": amounts.targets.sum(),
+            "whole_tokens": lengths.sum(),
+            "tokens": lengths.sum() - amounts.shared_tokens.sum(),
+            "packs": len(packs),
+            "samples": len(lengths),
+            "attended": np.square(lengths).sum() - np.square(amounts.shared_tokens).sum(),
+            "in_windows": self._costs.model.window_squares(lengths, amounts.shared_tokens).sum(),
+            "attended_dense": sum(pack.num_tokens**2 for pack in packs),
+            "vision_tokens": (amounts.media_tokens - amounts.audio_tokens).sum(),
+            "patch_squares": amounts.patch_squares.sum(),
+            "audio_tokens": amounts.audio_tokens.sum(),
+            "ranks_with_more": not is_last,
+        }
+        return {name: int(count) for name, count in counts.items()}
 
-    def _begin(self, counts: list[int], position: StreamState) -> StepFigures:
+    def _begin(self, counts: dict[str, int], position: StreamState) -> StepFigures:
         """Begin a step, and sum its ``counts`` over all ranks; ``position`` is the stream's after its packs."""
-        sums = dict(zip(_SUMS, self._exchange.sums(counts), strict=True))
+        sums = dict(zip(counts, self._exchange.sums(list(counts.values())), strict=True))
         if not sums["packs"]:
             where = f"Rows that were dropped are listed in {self._log.path}."
             raise all_dropped("no sample is left to train on", self._stream.counts.dropped, self._log.firsts, where)
-        self.ended = not sums.pop("more")
+        self.ended = not sums.pop("ranks_with_more")
         flops = []
+        arrays = {name: np.array(total) for name, total in sums.items()}
         for cost in (self._costs.model, self._costs.hardware):
-            towers = cost.towers(*(np.array(sums[name]) for name in _TOWER_SUMS))
-            attention = cost.attention_of(np.array(sums["attended"]), np.array(sums["in_windows"]))
-            flops.append(float(cost(np.array(sums["tokens"]), attention, sums["logits"], towers)))
+            towers = cost.towers(arrays["vision_tokens"], arrays["patch_squares"], arrays["audio_tokens"])
+            attention = cost.attention_of(arrays["attended"], arrays["in_windows"])
+            flops.append(float(cost(arrays["tokens"], attention, sums["logits"], towers)))
         self.totals.update(sums)
         self._positions = {self._step: self._positions[self._step], self._step + 1: position}
         self._step += 1

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -56,13 +57,6 @@ class OpenTimeline:
     def stage_line(self, step: int) -> str | None:
         """None: a stream has no stages."""
         return None
-
-
-class Assignment(NamedTuple):
-    """The shape of the steps from ``first_step`` on, to which packs are assigned there."""
-
-    first_step: int
-    batch_shape: BatchShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,15 +202,14 @@ class TrainedStage:
         number: int,
         epoch: int,
         section: Section,
-        reassignments: Sequence[Assignment],
+        reassignments: Sequence[tuple[int, BatchShape]],
         num_epochs: float,
         max_steps: int | None,
     ) -> TrainedStage:
         """A stage whose packs are assigned to other ranks after some steps.
 
         Args:
-            section: its first steps.
-            reassignments: in order of their steps; those after the stage are ignored.
+            reassignments: steps in their order, and the batch shape from there; those after the stage are ignored.
             num_epochs, max_steps: of the run when the stage ends.
         """
         sections = [section]
@@ -248,16 +241,10 @@ class TrainedStage:
 
     def stretch(self, step: int) -> EpochStretch:
         """The steps around ``step`` that belong to one epoch and section."""
-        current, next_section = self.sections[0], None
-        for section in self.sections[1:]:
-            if section.first > step:
-                next_section = section
-                break
-            current = section
-        stretch = current.stretch(step)
-        if next_section is None:
-            return stretch
-        return dataclasses.replace(stretch, stop=min(stretch.stop, next_section.first))
+        number = bisect_right(self.sections, step, key=lambda section: section.first) - 1
+        stretch = self.sections[max(number, 0)].stretch(step)
+        later = self.sections[max(number, 0) + 1 :]
+        return dataclasses.replace(stretch, stop=min(stretch.stop, later[0].first)) if later else stretch
 
     def stretches(self, start: int = 0) -> Iterator[EpochStretch]:
         """Its epochs in order, from that of step ``start``."""
@@ -320,13 +307,12 @@ class Timeline:
             assignments: since the last change of the data: a step, and the fields of ``BatchShape`` from there.
             change: the last change of the data, before which no step can be located; None without any.
         """
-        by_step = [Assignment(step, BatchShape(*shape)) for step, *shape in assignments]
+        shapes = [(step, BatchShape(*shape)) for step, *shape in assignments]
         if inputs.stages:
-            return cls(inputs, tuple(_stages(inputs, by_step, change)))
-        config, shape = inputs.config, by_step[0].batch_shape
+            return cls(inputs, tuple(_stages(inputs, shapes, change)))
+        config, (_, shape) = inputs.config, shapes[0]
         section = Section(inputs, shape) if change is None else Section.after_change(inputs, shape, change)
-        num_epochs, max_steps = config.num_train_epochs, config.max_steps
-        return cls(inputs, (TrainedStage.of(0, 0, section, by_step[1:], num_epochs, max_steps),))
+        return cls(inputs, (TrainedStage.of(0, 0, section, shapes[1:], config.num_train_epochs, config.max_steps),))
 
     @property
     def num_steps(self) -> int:
@@ -470,10 +456,12 @@ def stage_title(figures: Mapping[str, Any]) -> str:
     return f"stage {figures['stage']} of {figures['stages']}, {steps}{packs}{shared}"
 
 
-def _stages(inputs: Inputs, assignments: Sequence[Assignment], change: DataChange | None) -> Iterator[TrainedStage]:
-    """Yield the stages of a run, each with the plan of its first epoch; arguments as for ``Timeline.of``.
+def _stages(
+    inputs: Inputs, shapes: Sequence[tuple[int, BatchShape]], change: DataChange | None
+) -> Iterator[TrainedStage]:
+    """Yield the stages of a run, each with the plan of its first epoch; after a change, from the stage of the change.
 
-    A run whose data changed begins with the stage of the change, at that step.
+    ``shapes`` are steps in their order, and the batch shape from there.
     """
     step, epoch, first_number = 0, 0, 0
     training_counts = np.zeros(len(inputs.lengths), np.int64)  # of each sample, before the stage
@@ -482,7 +470,7 @@ def _stages(inputs: Inputs, assignments: Sequence[Assignment], change: DataChang
         step, epoch, first_number = change.step, change.epoch, change.stage[0]
         training_counts = concatenate_counts(change.trained)
     for number in range(first_number, len(inputs.stages)):
-        run_shape = [shape for first_step, shape in assignments if first_step <= step][-1]
+        run_shape = [shape for first_step, shape in shapes if first_step <= step][-1]
         batch_shape = inputs.stage_batch_shape(number, run_shape)
         fraction, num_epochs = inputs.first_epoch_fraction(number, step, run_shape)
         if change is not None and change.stage is not None and number == first_number:
@@ -491,13 +479,9 @@ def _stages(inputs: Inputs, assignments: Sequence[Assignment], change: DataChang
         else:
             first_epoch = epoch
             section = _first_section(inputs, number, step, epoch, fraction, training_counts, batch_shape)
-        reassignments = [
-            Assignment(first_step, inputs.stage_batch_shape(number, shape))
-            for first_step, shape in assignments
-            if first_step > step
-        ]
+        later = [(first, inputs.stage_batch_shape(number, shape)) for first, shape in shapes if first > step]
         max_steps = None if inputs.config.max_steps is None else int(inputs.stage_end(number))
-        stage = TrainedStage.of(number, first_epoch, section, reassignments, first_epoch + num_epochs, max_steps)
+        stage = TrainedStage.of(number, first_epoch, section, later, first_epoch + num_epochs, max_steps)
         yield stage
         if stage.stop > step:  # else the stage has no steps
             step = stage.stop
@@ -519,21 +503,18 @@ def _first_section(
     """The first section of a stage: its partial epoch, and full ones after it.
 
     Args:
-        number: of the stage.
         fraction: of an epoch that the stage trains first, in (0, 1].
         training_counts: of each sample so far, int64 (N,); the least trained are drawn first.
     """
     stage = inputs.stages[number]
     assert stage.mixture is not None, "made with one"
-    if inputs.config.max_steps is None:
-        plan = stage.plan_mixture(stage.mixture.partial_epoch(fraction, training_counts), epoch, batch_shape)
-        return Section(stage, batch_shape, first_step, epoch, plan)
-    steps_per_epoch = stage.plan_of(0, batch_shape).steps.num_steps
-    num_steps = round(fraction * steps_per_epoch)
+    num_steps = steps_per_epoch = None
+    if inputs.config.max_steps is not None:
+        steps_per_epoch = stage.plan_of(0, batch_shape).steps.num_steps
+        num_steps = round(fraction * steps_per_epoch)
     while True:
         plan = stage.plan_mixture(stage.mixture.partial_epoch(fraction, training_counts), epoch, batch_shape)
-        num_missing = num_steps - plan.steps.num_steps
-        if num_missing <= 0:
+        if num_steps is None or steps_per_epoch is None or plan.steps.num_steps >= num_steps:
             return Section(stage, batch_shape, first_step, epoch, plan, max_partial_steps=num_steps)
         # One step too few would end the run early, so more samples are drawn.
-        fraction += (num_missing + 0.5) / steps_per_epoch
+        fraction += (num_steps - plan.steps.num_steps + 0.5) / steps_per_epoch

@@ -96,12 +96,13 @@ class PackUnderTest:
         self.model, self.samples, self.spec, self.dtype = model, list(samples), spec, dtype
         self.parallel, self.some_local, self.min_shared = parallel, some_local, min_shared
         self.tolerances = tolerances(dtype)
+        self.lengths = [sample.length for sample in self.samples]
         alone = [collate_packs([sample], spec).to(device) for sample in self.samples]
         self.alone = [without_boundaries(batch) for batch in alone]
+        self.num_targets = max(sum(batch.num_target_tokens for batch in alone), 1)
         self.batch: PackedBatch | ShardedBatch
-        numbers = range(len(self.samples))
-        # Nodes are shared prefixes, and the tokens that a single sample adds; without shared prefixes, samples.
-        self.nodes = [Node((number,), 0, self.samples[number].length, ROOT) for number in numbers]
+        # A node is a prefix that several samples share, or the tokens that one sample adds: here, all of its tokens.
+        self.nodes = [Node((number,), 0, length, ROOT) for number, length in enumerate(self.lengths)]
         if min_shared is not None:
             assert parallel is None, "sequences that are split over ranks have no shared prefixes"
             self.batch = collate_tree(self.samples, spec, min_shared=min_shared).to(device)
@@ -110,14 +111,14 @@ class PackUnderTest:
         elif parallel is None:
             self.batch = collate_packs(self.samples, spec).to(device)
         else:
-            # Two neighbors are computed on the same rank: they could leak, too.
-            size = parallel.split.size
-            self.placement = [number // 3 % size if some_local and number % 3 else SHARDED for number in numbers]
+            # Of three samples, two are computed on the same rank, where they could leak into each other.
+            self.placement = [SHARDED] * len(self.samples)
+            for number in range(len(self.samples)):
+                if some_local and number % 3 != 0:
+                    self.placement[number] = number // 3 % parallel.split.size
             self.batch = collate_shard(self.samples, spec, parallel.split, self.placement).to(device)
-        self.lengths = [sample.length for sample in self.samples]
         # Starts of the nodes in the pack. Padding and the filler documents at the end belong to no node.
-        self.starts = [0, *np.cumsum(self.batch.lengths).tolist()][: len(self.nodes)]
-        self.num_targets = max(sum(batch.num_target_tokens for batch in alone), 1)
+        self.node_starts = [0, *np.cumsum(self.batch.lengths).tolist()][: len(self.nodes)]
 
     @property
     def is_tree(self) -> bool:
@@ -158,23 +159,25 @@ class PackUnderTest:
 
     def packed_logits(self, batch: PackedBatch | ShardedBatch) -> list[Tensor]:
         """Return each sample's logits at its checked positions, float32 (P, vocabulary) on the CPU, on every rank."""
-        nodes, positions, num_positions = list(zip(self.starts, self.nodes, strict=True)), [], []
+        # Checked positions in the packed sequence, one sample after the other.
+        positions_by_sample = []
         for number, length in enumerate(self.lengths):
-            spans = [torch.arange(start, start + node.length) for start, node in nodes if number in node.samples]
-            positions.append(torch.cat(spans)[_checked_positions(length)])  # in the packed sequence
-            num_positions.append(len(positions[-1]))
-        packed_positions = torch.cat(positions)
+            nodes = zip(self.node_starts, self.nodes, strict=True)
+            ranges = [torch.arange(start, start + node.length) for start, node in nodes if number in node.samples]
+            positions_by_sample.append(torch.cat(ranges)[_checked_positions(length)])
+        positions, counts = torch.cat(positions_by_sample), [len(each) for each in positions_by_sample]
         if self.parallel is None:
-            return list(torch.split(_compute_logits(self.model, batch, packed_positions), num_positions))
+            return list(torch.split(_compute_logits(self.model, batch, positions), counts))
         # Each rank computes the logits of its local tokens; the sum over ranks has all of them.
-        slots = {position: slot for slot, position in enumerate(batch.index.tolist())}
-        local = [(number, slots[row]) for number, row in enumerate(packed_positions.tolist()) if row in slots]
+        local_numbers = {position: number for number, position in enumerate(batch.index.tolist())}
+        is_local = [position in local_numbers for position in positions.tolist()]
+        local_positions = [local_numbers[position] for position in positions.tolist() if position in local_numbers]
         # Ranks without a checked position run the model, too: its forward pass communicates.
-        logits = _compute_logits(self.model, batch, torch.tensor([slot for _, slot in local] or [0]))
-        all_logits = logits.new_zeros((sum(num_positions), logits.shape[1]))
-        if local:
-            all_logits[torch.tensor([number for number, _ in local])] = logits
-        return list(torch.split(self.parallel.sum(all_logits.to(batch.input_ids.device)).cpu(), num_positions))
+        local_logits = _compute_logits(self.model, batch, torch.tensor(local_positions or [0]))
+        logits = local_logits.new_zeros((len(positions), local_logits.shape[1]))
+        if local_positions:
+            logits[torch.tensor(is_local)] = local_logits
+        return list(torch.split(self.parallel.sum(logits.to(batch.input_ids.device)).cpu(), counts))
 
     def logits_alone(self, number: int, changed: Node | None = None) -> Tensor:
         """Return logits of an unpacked sample at its checked positions, float32 (P, vocabulary) on the CPU.
@@ -184,11 +187,11 @@ class PackUnderTest:
         """
         batch = self.alone[number]
         if changed is not None:
-            sample, own = self.samples[number], [node for node in self.nodes if number in node.samples]
             ids = batch.input_ids.clone()
             ids[0, changed.start : changed.stop] = self._changed_tokens(changed).to(ids.device)
-            parts = [slice_sample(sample, node.start, node.stop, self.spec) for node in own]
-            media = self._negate_media(batch.media, parts, own.index(changed))
+            sample, nodes = self.samples[number], [node for node in self.nodes if number in node.samples]
+            pieces = [slice_sample(sample, node.start, node.stop, self.spec) for node in nodes]
+            media = self._negate_media(batch.media, pieces, nodes.index(changed))
             batch = dataclasses.replace(batch, input_ids=ids, media=media)
         return _compute_logits(self.model, batch, _checked_positions(self.lengths[number]))
 
@@ -219,56 +222,56 @@ class PackUnderTest:
     def with_change(self, changed: Node) -> PackedBatch | ShardedBatch:
         """Return the pack with changed tokens and media in one node, and everything else unchanged."""
         number = self.nodes.index(changed)
-        start = self.starts[number]
+        start = self.node_starts[number]
         tokens = torch.full((sum(self.batch.lengths),), _UNCHANGED)
         tokens[start : start + changed.length] = self._changed_tokens(changed)
         ids = self.batch.input_ids.clone()
         local_tokens = tokens.to(ids.device)[self.batch.index]
         ids[0] = torch.where(local_tokens == _UNCHANGED, ids[0], local_tokens)
-        parts: Sequence[EncodedSample] = self.samples
+        pieces: Sequence[EncodedSample] = self.samples
         if self.parallel is not None:
-            parts = with_rank_media(parts, self.placement, self.spec, self.parallel.split)
+            pieces = with_rank_media(pieces, self.placement, self.spec, self.parallel.split)
         elif self.min_shared is not None:
-            parts = [slice_sample(parts[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
-        return dataclasses.replace(self.batch, input_ids=ids, media=self._negate_media(self.batch.media, parts, number))
+            pieces = [slice_sample(pieces[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
+        media = self._negate_media(self.batch.media, pieces, number)
+        return dataclasses.replace(self.batch, input_ids=ids, media=media)
 
     def _changed_tokens(self, node: Node) -> Tensor:
         """Return changed tokens for a node, int64 (L,): each text token becomes the next larger one in the pack."""
         # Special tokens, such as placeholders of media, are kept.
         settings = self.spec.config.to_dict().items()
         special = [token for name, token in settings if name.endswith(("_token_id", "_token_index"))]
-        kept = torch.tensor(sorted({token for token in special if isinstance(token, int)}))
-        tokens = torch.from_numpy(np.concatenate([sample.input_ids for sample in self.samples], dtype=np.int64))
-        known = torch.unique(tokens[~torch.isin(tokens, kept)])
-        if len(known) == 1:
-            known = torch.unique(torch.cat([known, torch.where(known > 0, known - 1, known + 1)]))
-        own = torch.from_numpy(self.samples[node.samples[0]].input_ids[node.start : node.stop].astype(np.int64))
-        words = own[~torch.isin(own, kept)]
-        own[~torch.isin(own, kept)] = known[(torch.searchsorted(known, words) + 1) % len(known)]
-        return own
+        special_ids = torch.tensor(sorted({token for token in special if isinstance(token, int)}))
+        pack_tokens = torch.from_numpy(np.concatenate([sample.input_ids for sample in self.samples], dtype=np.int64))
+        text_ids = torch.unique(pack_tokens[~torch.isin(pack_tokens, special_ids)])
+        if len(text_ids) == 1:
+            text_ids = torch.unique(torch.cat([text_ids, torch.where(text_ids > 0, text_ids - 1, text_ids + 1)]))
+        tokens = torch.from_numpy(self.samples[node.samples[0]].input_ids[node.start : node.stop].astype(np.int64))
+        is_text = ~torch.isin(tokens, special_ids)
+        next_numbers = (torch.searchsorted(text_ids, tokens[is_text]) + 1) % len(text_ids)
+        tokens[is_text] = text_ids[next_numbers]
+        return tokens
 
     def _negate_media(
-        self, media: Mapping[str, Tensor], parts: Sequence[EncodedSample], number: int
+        self, media: Mapping[str, Tensor], pieces: Sequence[EncodedSample], number: int
     ) -> dict[str, Tensor]:
-        """Return the inputs of the towers with the media of ``parts[number]`` negated.
+        """Return the inputs of the towers with the media of ``pieces[number]`` negated.
 
         Args:
-            parts: samples, or pieces of samples, in the order of their media in the inputs.
+            pieces: samples, or stretches of samples, in the order of their media in the inputs.
         """
-        flipped = {}
+        negated = dict(media)
         for name, tensor in media.items():
-            shapes = [_tower_input_shape(part, name, self.spec) for part in parts]
+            shapes = [_tower_input_shape(piece, name, self.spec) for piece in pieces]
             known = [shape for shape in shapes if shape]
-            # Parts are concatenated along the first axis, or along the last one as patches in one long row.
+            # Media are concatenated along the first axis, or along the last one as patches in one long row.
             is_first = not known or sum(shape[0] for shape in known) == len(tensor) or len(known[0]) == 1
             axis = 0 if is_first else tensor.ndim - 1
-            counts = [shape[axis] if shape else 0 for shape in shapes]
-            start = sum(counts[:number])
-            signs = torch.ones(tensor.shape[axis], device=tensor.device)
-            signs[start : start + counts[number]] = -1
-            signs = signs.to(tensor.dtype).reshape([-1 if i == axis else 1 for i in range(tensor.ndim)])
-            flipped[name] = tensor * signs if sum(counts) else tensor
-        return flipped
+            sizes = [shape[axis] if shape else 0 for shape in shapes]
+            if sizes[number]:
+                negated[name] = tensor.clone()
+                negated[name].narrow(axis, sum(sizes[:number]), sizes[number]).neg_()
+        return negated
 
 
 def without_boundaries(batch: PackedBatch) -> Batch:
@@ -362,14 +365,16 @@ def check_isolation(pack: PackUnderTest, max_changes: int = 8) -> Check:
     """
     before = pack.packed_logits(pack.batch)
     allowed = pack.tolerances["isolation"] * _largest_logit(before)
-    checks, has_effect = [Check("isolation", 0.0, allowed, "no change affected another sample")], False
+    checks = [Check("isolation", 0.0, allowed, "no change affected another sample")]
+    has_effect = False  # whether a change affected its own sample
     # A node that all samples share would change all of them.
     nodes = [node for node in pack.nodes if len(node.samples) < len(pack.samples)]
     for changed in _spread(nodes, max_changes):
         after = pack.packed_logits(pack.with_change(changed))
-        for number, error in enumerate(map(_difference, after, before)):
+        for number in range(len(pack.samples)):
+            error = _difference(after[number], before[number])
             if number in changed.samples:
-                has_effect |= not error <= allowed  # also true for NaN
+                has_effect |= math.isnan(error) or error > allowed
             else:
                 where = f"changing {pack.node_name(changed)} changes the logits of {pack.name(number)}"
                 checks.append(Check("isolation", error, allowed, where))
@@ -434,16 +439,21 @@ def check_gradients(pack: PackUnderTest, max_samples: int = 8) -> Check:
         for batch in pack.alone:
             torch.autograd.backward(pack.loss(batch))
     # Errors are relative to the gradient of the samples alone, or to a minimum for parameters with tiny gradients.
-    norms = {name: float(p.grad.float().norm()) for name, p in pack.model.named_parameters() if p.grad is not None}
+    norms = _gradient_norms(pack.model)
     min_norm = _MIN_GRADIENT * max(norms.values(), default=0.0) or 1.0
     pack.subtract_packed_gradients()
-    checks = [Check("gradients", 0.0, pack.tolerances["gradients"], "nowhere")]
-    for name, parameter in pack.model.named_parameters():
-        if parameter.grad is not None:
-            error = float(parameter.grad.float().norm()) / max(norms.get(name, 0.0), min_norm)
-            checks.append(Check("gradients", error, checks[0].allowed, f"in {name}"))
+    allowed = pack.tolerances["gradients"]
+    checks = [Check("gradients", 0.0, allowed, "nowhere")]
+    for name, error_norm in _gradient_norms(pack.model).items():
+        error = error_norm / max(norms.get(name, 0.0), min_norm)
+        checks.append(Check("gradients", error, allowed, f"in {name}"))
     pack.model.zero_grad(set_to_none=True)
     return worst_of(checks)[0]
+
+
+def _gradient_norms(model: nn.Module) -> dict[str, float]:
+    """Return the norms of the gradients of a model's parameters, by name."""
+    return {name: float(p.grad.float().norm()) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def worst_of(checks: Sequence[Check]) -> list[Check]:
@@ -490,8 +500,8 @@ def verify_before_training(
     config, on_gpu = run.config, torch.cuda.is_available()
     if not (config.removes_padding and config.verify_packing):
         return
-    is_sharded = config.shares_experts or zero_stage(config) == 3
-    if is_sharded or (on_gpu and (config.fsdp or config.deepspeed)):
+    is_sharded = config.shares_experts or zero_stage(config) == 3 or (on_gpu and (config.fsdp or config.deepspeed))
+    if is_sharded:
         progress.note("packing is not verified, because the weights are sharded; run packtool verify on one device")
         return
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
@@ -525,26 +535,25 @@ def verify_cheaply(
         parallel: the ranks over which sequences are split; all of them call this with the same samples.
         min_shared: minimum tokens of a shared prefix that is computed once; None shares no prefix.
     """
-    weights = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    weights = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     # Frozen and trained weights may differ in their type.
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    needs_autocast = dtype is not None and dtypes != {dtype}
-    autocast = torch.autocast(weights.device.type, dtype) if needs_autocast else contextlib.nullcontext()
+    needs_autocast = dtype is not None and any(weight.dtype != dtype for weight in weights)
+    autocast = torch.autocast(weights[0].device.type, dtype) if needs_autocast else contextlib.nullcontext()
+    dtype = dtype or weights[0].dtype
     with without_dropout(model), torch.no_grad(), autocast:
-        pack = PackUnderTest(
-            model, samples, spec, dtype or weights.dtype, parallel, some_local=True, min_shared=min_shared
-        )
-        packed = pack.batch if parallel is None else collate_packs(pack.samples, spec)
-        refuse_leaky_inputs(packed.model_inputs())
-        checks = [check_isolation(pack, _MAX_CHANGES), check_loss(pack)]
-        return [*checks, check_prefixes(pack, 1)] if pack.is_tree else checks
+        pack = PackUnderTest(model, samples, spec, dtype, parallel, some_local=True, min_shared=min_shared)
+        # A split batch has the inputs of one rank; those of the whole pack are checked.
+        whole_batch = pack.batch if parallel is None else collate_packs(pack.samples, spec)
+        refuse_leaky_inputs(whole_batch.model_inputs())
+        checks = [check_isolation(pack, max_changes=_MAX_CHANGES), check_loss(pack)]
+        return [*checks, check_prefixes(pack, max_changes=1)] if pack.is_tree else checks
 
 
 def shortest_samples(samples: Sequence[EncodedSample], max_tokens: int = _MAX_TOKENS) -> list[EncodedSample]:
     """Return as many of the shortest samples as fit into ``max_tokens``, at least two, in their original order."""
-    kept, num_tokens = set[int](), 0
+    chosen, num_tokens = set[int](), 0
     for number in sorted(range(len(samples)), key=lambda number: samples[number].length):
         num_tokens += samples[number].length
-        if num_tokens <= max_tokens or len(kept) < 2:
-            kept.add(number)
-    return [sample for number, sample in enumerate(samples) if number in kept]
+        if num_tokens <= max_tokens or len(chosen) < 2:
+            chosen.add(number)
+    return [sample for number, sample in enumerate(samples) if number in chosen]

@@ -191,7 +191,7 @@ def _verify_trajectory(
     kernel = choose(config.attn_impl, device, torch.float32).name
     with quiet_transformers():
         trained_steps, checks = compare_trajectories(load, steps, reader.sample, spec, progress)
-    return [pack for packs, _ in steps for pack in packs], {
+    return [pack for step in steps for pack in step.packs], {
         "device": str(device),
         "dtype": "float32",
         "attention": kernel,
@@ -236,8 +236,8 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
     shared_tokens = np.zeros(plan.num_packs, np.int64) if plan.shared is None else plan.sums_per_pack(plan.shared)
     has_prefix = shared_tokens[candidates] > 0
     has_media = plan.sums_per_pack(index.media_tokens[plan.samples])[candidates] > 0
-    first = candidates[np.lexsort((~has_media, ~has_prefix))[0]]
-    # The other packs stay in the random order of the plan.
+    first = candidates[np.lexsort((~has_media, ~has_prefix))[0]]  # by prefix, then by media
+    # The other packs with prefixes, and those without, stay in the random order of the plan.
     ordered = candidates[np.argsort(~has_prefix, kind="stable")]
-    numbers = [first, *ordered[ordered != first]][: config.num_packs]
-    return [plan.pack(number).tolist() for number in numbers]
+    chosen = [first, *ordered[ordered != first]][: config.num_packs]
+    return [plan.pack(number).tolist() for number in chosen]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from packtool.planning.options import PlanOptions
 from packtool.progress import Progress
 from packtool.train.model.loss import sum_of_losses
 from packtool.train.model.trainable import without_dropout
+from packtool.train.prepare.checkpoint import BatchShape
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.timeline import Timeline
 from packtool.train.verify.checks import Check, tolerances, without_boundaries, worst_of
@@ -42,8 +44,12 @@ _EPSILON = 1e-6
 _ROUNDING = 1e-2
 """Allowed difference of a weight, as a fraction of the distance that AdamW can move it; a leak uses all of it."""
 
-StepSamples = tuple[Sequence[Sequence[int]], int]
-"""The samples of each pack of a step, and the number of target tokens of all of them."""
+
+class StepSamples(NamedTuple):
+    """The samples of an optimizer step: positions in the caches, by pack; and their number of target tokens."""
+
+    packs: list[list[int]]
+    num_targets: int
 
 
 @dataclass(frozen=True)
@@ -75,13 +81,15 @@ def plan_steps(config: VerifyConfig, packing_length: int, reader: CacheReader) -
     train_config, index = part_of(TrainConfig, config, packing=True, max_steps=config.trajectory), reader.index
     inputs = Inputs(config=train_config, options=options, lengths=index.length, targets=index.target_tokens)
     steps: list[StepSamples] = []
-    for stretch in Timeline.of(inputs, ((0, 1, 1, 1),)).stretches():
+    one_rank = BatchShape(world_size=1, gradient_accumulation_steps=1, batch_size=1)
+    for stretch in Timeline.of(inputs, ((0, *one_rank),)).stretches():
         plan = stretch.plan
-        for step in range(stretch.stop - stretch.first):
-            batches = range(plan.steps.num_micro_batches(step))
-            packs = [pack.tolist() for number in batches for pack in plan.samples(step, 0, number)]
-            steps.append((packs, plan.steps.target_tokens(step)))
-    if all(len(pack) == 1 for packs, _ in steps for pack in packs):
+        for number in range(stretch.stop - stretch.first):
+            packs: list[list[int]] = []
+            for micro_batch in range(plan.steps.num_micro_batches(number)):
+                packs += [pack.tolist() for pack in plan.samples(number, 0, micro_batch)]
+            steps.append(StepSamples(packs, plan.steps.target_tokens(number)))
+    if all(len(pack) == 1 for step in steps for pack in step.packs):
         raise ConfigError(
             f"--packing-length {packing_length}: no two samples of these steps share a pack, so there is nothing to "
             "compare",
@@ -106,12 +114,12 @@ def compare_trajectories(
 
     def packed_batches(packs: Sequence[Sequence[int]]) -> Iterator[Batch]:
         for pack in packs:
-            batch = collate_packs([read(number) for number in pack], spec)
+            batch = collate_packs([read(position) for position in pack], spec)
             refuse_leaky_inputs(batch.model_inputs())
             yield batch
 
     def unpacked_batches(packs: Sequence[Sequence[int]]) -> Iterator[Batch]:
-        return (without_boundaries(collate_packs([read(number)], spec)) for pack in packs for number in pack)
+        return (without_boundaries(collate_packs([read(position)], spec)) for pack in packs for position in pack)
 
     progress.start("verify", 2 * len(steps))
     model = load()
@@ -122,17 +130,16 @@ def compare_trajectories(
     with original_attention(model):
         unpacked_losses = list(_train(model, steps, unpacked_batches, progress))
     progress.finish()
-    losses = zip(packed_losses, unpacked_losses, strict=True)
-    trained_steps = tuple(
-        TrainedStep(number, sum(map(len, packs)), num_targets, len(packs), packed, unpacked)
-        for number, ((packs, num_targets), (packed, unpacked)) in enumerate(zip(steps, losses, strict=True), start=1)
-    )
-    allowed = tolerances(torch.float32)["loss"] * max(1.0, *(abs(step.unpacked) for step in trained_steps))
+    trained_steps: list[TrainedStep] = []
+    for step, packed, unpacked in zip(steps, packed_losses, unpacked_losses, strict=True):
+        number, num_samples = len(trained_steps) + 1, sum(len(pack) for pack in step.packs)
+        trained_steps.append(TrainedStep(number, num_samples, step.num_targets, len(step.packs), packed, unpacked))
+    allowed = tolerances(torch.float32)["loss"] * max(1.0, *(abs(loss) for loss in unpacked_losses))
     checks = []
-    for step in trained_steps:
-        where = f"in step {step.step}, loss {step.packed:.7g} packed and {step.unpacked:.7g} unpacked,"
-        checks.append(Check("losses", abs(step.packed - step.unpacked), allowed, where))
-    return trained_steps, (worst_of(checks)[0], _check_weights(model, weights, len(steps)))
+    for trained in trained_steps:
+        where = f"in step {trained.step}, loss {trained.packed:.7g} packed and {trained.unpacked:.7g} unpacked,"
+        checks.append(Check("losses", abs(trained.packed - trained.unpacked), allowed, where))
+    return tuple(trained_steps), (worst_of(checks)[0], _check_weights(model, weights, len(steps)))
 
 
 def _train(
@@ -145,10 +152,10 @@ def _train(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, eps=_EPSILON, weight_decay=_WEIGHT_DECAY)
     with without_dropout(model):
-        for packs, num_targets in steps:
+        for step in steps:
             step_loss = 0.0
-            for batch in batches_of(packs):
-                loss = sum_of_losses(model, batch.to(parameters[0].device)) / num_targets
+            for batch in batches_of(step.packs):
+                loss = sum_of_losses(model, batch.to(parameters[0].device)) / step.num_targets
                 torch.autograd.backward(loss)
                 step_loss += float(loss.detach())
             torch.nn.utils.clip_grad_norm_(parameters, _MAX_GRAD_NORM)

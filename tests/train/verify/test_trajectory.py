@@ -30,7 +30,7 @@ def steps_of(samples: list[EncodedSample], num_steps: int) -> list[StepSamples]:
     """Return steps of all samples in two packs, which differ between steps."""
     num_targets = sum(int((sample.labels[1:] != -100).sum()) for sample in samples)
     turned = [[(step + place) % len(samples) for place in range(len(samples))] for step in range(num_steps)]
-    return [([numbers[:2], numbers[2:]], num_targets) for numbers in turned]
+    return [StepSamples([numbers[:2], numbers[2:]], num_targets) for numbers in turned]
 
 
 def loader(name: str) -> Callable[[], PreTrainedModel]:
