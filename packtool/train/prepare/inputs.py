@@ -231,7 +231,7 @@ class Inputs:
         towers: TowerWork | None,
         untrained: Int64Array | None = None,
     ) -> EpochPlan:
-        """The plan of an epoch without a mixture: of all samples, or of those that are ``untrained``, (M,), ascending."""
+        """The plan of an epoch without a mixture: of all samples, or of ``untrained`` ones, (M,), ascending."""
         return plan_epoch(
             self.lengths,
             self.targets,

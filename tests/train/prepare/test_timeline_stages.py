@@ -259,7 +259,9 @@ def test_data_may_change_in_any_stage(
     if epoch == ledger.epoch:
         trained = concatenate_counts([each.epoch for each in ledger.sources])
         planned_counts = np.bincount(after.plan_of(epoch).packs.samples, minlength=len(trained))
-        expected_counts = to_resume.count_samples(concatenate_counts([source.before for source in ledger.sources]), trained)
+        expected_counts = to_resume.count_samples(
+            concatenate_counts([source.before for source in ledger.sources]), trained
+        )
         assert np.array_equal(planned_counts, np.maximum(expected_counts - trained, 0))
     # Written down, and read, it goes on as it was planned; and once more from a later step.
     remaining = samples_of(after, step, after.num_steps)
