@@ -43,7 +43,7 @@ from packtool.errors import ConfigError, MediaError, UnsupportedModelError
 from packtool.planning.cost import CostModel
 from packtool.progress import SilentProgress
 from packtool.rows.sample import Dropped, MediaRef, Objects, Region, Sample, Turn
-from packtool.train.loop.media_times import _measured
+from packtool.train.loop.media_times import _measure_loading
 from packtool.train.model.trace import trace_pass, traced_batch
 from packtool.train.model.trainable import make_trainable, towers_of
 from packtool.train.prepare.figures import RankTokens
@@ -248,7 +248,7 @@ def test_resized_frames_are_cached(world_of: Callable[[str], World], tmp_path: P
 def test_loading_time_is_measured(world_of: Callable[[str], World], name: str) -> None:
     world = world_of(name)
     for kind, samples, num in (("videos", world.samples[-2:], 2), ("pictures", world.samples[2:5], 3)):
-        media, seconds, size, num_samples = _measured(kind, samples, world.spec, SilentProgress())
+        media, seconds, size, num_samples = _measure_loading(kind, samples, world.spec, SilentProgress())
         assert (media, num_samples) == (num, len(samples) - 1)
         assert seconds > 0
         assert size == sum(len(each.data) for one in samples[1:] for each in (*one.images, *one.videos))

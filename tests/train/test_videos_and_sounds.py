@@ -32,7 +32,7 @@ from packtool.errors import DataError
 from packtool.planning.skrull import SHARDED
 from packtool.progress import SilentProgress
 from packtool.rows.sample import MediaRef, Sample, Turn
-from packtool.train.loop.media_times import _measured
+from packtool.train.loop.media_times import _measure_loading
 from packtool.train.model.load import load_model
 from packtool.train.model.loss import LossFunction
 from tests.attention.parallel.shared_model import check_setting, forward_alone
@@ -102,10 +102,10 @@ def test_planning_measures_videos_and_sounds(model_of: Make, media: Path) -> Non
     media_samples = [samples[5], *(sample for sample in samples if sample.videos or sample.audios)]
     sizes = {name: (media / name).stat().st_size for name in ("a.wav", "plain.mp4", "loud.mp4")}
     # The first is not counted. Sound tracks are read from their videos.
-    count, seconds, size, num_samples = _measured("videos", media_samples[:-2], spec, SilentProgress())
+    count, seconds, size, num_samples = _measure_loading("videos", media_samples[:-2], spec, SilentProgress())
     assert (count, num_samples, size) == (2, 2, 2 * sizes["plain.mp4"])
     assert seconds > 0
-    count, seconds, size, num_samples = _measured(
+    count, seconds, size, num_samples = _measure_loading(
         "sounds", [media_samples[0], *media_samples[-2:]], spec, SilentProgress()
     )
     assert (count, num_samples, size) == (3, 2, 2 * sizes["a.wav"] + sizes["loud.mp4"])
