@@ -97,8 +97,7 @@ class Pack:
     @property
     def cu_seqlens(self) -> IntArray:
         """Offset of each sample, and L; int32 (S + 1,)."""
-        lengths = [sample.length for sample in self.samples]
-        return np.cumsum([0, *lengths]).astype(np.int32)
+        return np.cumsum([0, *(sample.length for sample in self.samples)]).astype(np.int32)
 
     @property
     def loss_scale(self) -> npt.NDArray[np.float32] | None:
@@ -201,7 +200,6 @@ class TableFile:
         self._rows: list[dict[str, Any]] = []
 
     def write(self, pack: Pack) -> None:
-        """Append a pack."""
         self._rows.append(self._make_row(pack))
         if len(self._rows) == self._group_size:
             self._flush()
@@ -237,7 +235,6 @@ class TarFile:
         self._is_indexed = is_indexed
 
     def write(self, pack: Pack) -> None:
-        """Append a pack."""
         self._offsets.append(self._tar.offset)
         row = _row(pack)
         files = {name: data for kind in _MEDIA for name, data in _extract_files(kind, row[kind])}
@@ -530,7 +527,6 @@ def _strip_media_bytes(sample: EncodedSample) -> EncodedSample:
 
 
 def _refuse(dropped: Dropped) -> None:
-    """Raise a MediaError for a sample whose media cannot be read."""
     raise MediaError(
         f"row {dropped.row} of {dropped.source}: {dropped.detail} ({dropped.reason})",
         "Restore the file, export again without it, or use --media reference, which copies no media.",

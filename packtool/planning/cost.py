@@ -187,10 +187,7 @@ def _part_flops(
     has_gradient: bool = False,
     recomputes: bool = False,
 ) -> _PartFlops:
-    """Sum the FLOPs of consecutive modules; ``has_gradient``: gradients flow back to the input of the first.
-
-    ``training`` is by name of the module.
-    """
+    """Sum the FLOPs of consecutive modules; ``has_gradient``: gradients flow back to the input of the first."""
     # Gradients flow back to the input of module i if ``flows[i]``, to its output if ``flows[i + 1]``.
     flows = [has_gradient]
     for module in modules:
@@ -261,9 +258,7 @@ class ModelSizes:
         attention_weights = hidden * (2 * q + 2 * kv)
         mlp_weights = 3 * hidden * (mlp.expert * max(mlp.num_experts, 1) + mlp.shared_expert)
         token_mlp_width = mlp.expert * mlp.experts_per_token + mlp.shared_expert
-        num_embeddings = 2
-        if text.get("tie_word_embeddings") or config.get("tie_word_embeddings"):
-            num_embeddings = 1
+        num_embeddings = 1 if text.get("tie_word_embeddings") or config.get("tie_word_embeddings") else 2
         embedding_weights = num_embeddings * hidden * int(text.get("vocab_size") or 0)
         return cls(
             cost=CostModel.of_config(config),
@@ -309,7 +304,6 @@ class Load(NamedTuple):
     attention: float
 
     def plus(self, other: Load) -> Load:
-        """Add two loads."""
         return Load(self.flops + other.flops, self.attention + other.attention)
 
     @staticmethod
@@ -319,7 +313,6 @@ class Load(NamedTuple):
 
 
 NO_LOAD = Load(0.0, 0.0)
-"""No work."""
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,6 @@ those of one rank have about equal work::
     lengths   7 1 1 5 2 3 | 4 4      budget 8, 2 ranks
     rank 0    [7] [3 4]              micro-batches, heaviest first
     rank 1    [1 1 5] [2 4]
-
-Samples are placed longest first, each into the emptiest micro-batch (LPT); if that exceeds the budget, again with one
-more micro-batch for every rank. ``assign_by_tokens`` makes micro-batches alike and then assigns them to ranks;
-``assign_samples`` makes ranks alike first, since a rank with a long sample can take fewer others.
 """
 
 from __future__ import annotations
@@ -101,8 +97,8 @@ def _divide(
 ) -> StepAssignment:
     """Place the samples (K,) of each step in bins, and order the bins as micro-batches, those of a rank heaviest first.
 
-    With ``ranks_first``, samples are assigned to ranks, and there to bins; otherwise bins are assigned to ranks
-    afterwards, the heaviest ones to different ranks, then the next ones.
+    With ``ranks_first``, samples are assigned to ranks, and there to bins, since a rank with a long sample can take
+    fewer others; otherwise bins are assigned to ranks afterwards, the heaviest to different ranks, then the next ones.
     """
     num_samples = len(work)
     num_full_steps, num_in_full_steps = num_samples // samples_per_step, num_samples - num_samples % samples_per_step

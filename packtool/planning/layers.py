@@ -126,11 +126,7 @@ class ModelLayers:
         return (*self.audio, *self.audio_aligner, *self.vision, *mergers, *language, self.head)
 
 
-_ADAPTABLE = (
-    "linear",
-    "convolution",
-    "no_product",
-)  # by a regular expression; names and all-linear mean linear modules
+_ADAPTABLE = "linear", "convolution", "no_product"  # by a regular expression; names and all-linear: linear modules
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Training counts of samples, a few bits a sample, and the matching of samples between exports.
 
-Counts are stored as bit planes, the lowest first, so that an epoch takes one bit a sample. The current epoch is counted
-apart from those before it: a run whose data has changed must still train the rest of it. Samples that could not be
-loaded were not trained; they are listed.
+The current epoch is counted apart from those before it: a run whose data has changed must still train the rest of it.
+Samples that could not be loaded were not trained; they are listed.
 
 Samples of a re-exported cache are matched by 64-bit keys of their rows, or of their contents::
 
@@ -88,7 +87,6 @@ class RowCounts:
 
     @property
     def total(self) -> int:
-        """Sum of all counts."""
         return sum(int(np.bitwise_count(plane).sum(dtype=np.int64)) << bit for bit, plane in enumerate(self.planes))
 
 
@@ -140,7 +138,6 @@ class SourceLedger:
         )
 
     def in_next_epoch(self) -> SourceLedger:
-        """Return the ledger at the beginning of the next epoch."""
         return replace(self, before=self.before + self.epoch, epoch=RowCounts(self.num))
 
 
@@ -208,7 +205,6 @@ class Ledger:
         return replace(self, step=self.step + len(steps), sources=tuple(sources))
 
     def in_next_epoch(self) -> Ledger:
-        """Return the ledger at the beginning of the next epoch."""
         sources = tuple(source.in_next_epoch() for source in self.sources)
         retired = tuple(source.in_next_epoch() for source in self.retired)
         return replace(self, epoch=self.epoch + 1, sources=sources, retired=retired)

@@ -77,7 +77,6 @@ class Mixture:
 
     @property
     def num_drawn(self) -> int:
-        """The number M of samples of an epoch."""
         return sum(self.counts)
 
     @property
@@ -158,7 +157,6 @@ class Mixture:
         return np.argsort(times, kind="stable").astype(np.int64, copy=False)
 
     def _draw(self, epoch: int) -> Int64Array:
-        """Draw the samples as in ``draw``, one source after the other."""
         return np.concatenate([self._draw_source(source, epoch) for source in range(len(self.counts))])
 
     def _draw_source(self, source: int, epoch: int) -> Int64Array:

@@ -45,12 +45,10 @@ class PackPlan:
 
     @property
     def num_packs(self) -> int:
-        """The number K of packs."""
         return len(self.offsets) - 1
 
     @property
     def num_samples(self) -> int:
-        """The number N of samples."""
         return len(self.samples)
 
     @property
@@ -82,7 +80,6 @@ class PackPlan:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens of all samples."""
         return int(self.lengths.sum(dtype=np.int64))
 
     @property

@@ -56,7 +56,6 @@ class Prefixes:
 
     @property
     def num_samples(self) -> int:
-        """The number N of samples."""
         return len(self.offsets) - 1
 
     def owners(self) -> Int64Array:
@@ -390,12 +389,10 @@ class Branch:
 
     @property
     def num_samples(self) -> int:
-        """Samples that have the tokens."""
         return self.last - self.first
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the branch."""
         return self.stop - self.start
 
 

@@ -93,12 +93,10 @@ class StepPlan:
 
     @property
     def num_steps(self) -> int:
-        """The number S of optimizer steps."""
         return len(self.step_offsets) - 1
 
     @property
     def num_packs(self) -> int:
-        """The number K of packs."""
         return len(self.order)
 
     @property
@@ -108,7 +106,6 @@ class StepPlan:
 
     @property
     def num_micro_batches_of_all_ranks(self) -> int:
-        """The number C of micro-batches."""
         return len(self.micro_batch_offsets) - 1
 
     @property

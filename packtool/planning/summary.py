@@ -32,7 +32,6 @@ class BalanceFigures:
 
     @property
     def mean(self) -> float:
-        """Mean over the steps."""
         return float(self.steps.mean())
 
     def figures(self) -> dict[str, float]:
@@ -151,17 +150,14 @@ class PlanSummary:
 
     @property
     def samples_per_pack(self) -> float:
-        """Mean number of samples of a pack."""
         return self.num_samples / self.num_packs
 
     @property
     def samples_per_step(self) -> float:
-        """Mean number of samples of a step."""
         return self.num_samples / self.num_steps
 
     @property
     def targets_per_sample(self) -> float:
-        """Mean number of target tokens of a sample."""
         return self.num_target_tokens / self.num_samples
 
     @property

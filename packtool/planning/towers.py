@@ -1,9 +1,6 @@
 """Work of the towers: assignment of images, videos and sounds to the ranks that share a sequence.
 
-Media of a sample that is local to a rank are computed there. Those of sharded samples are assigned most work first,
-each to the rank with the least tower work so far, local media included (LPT: Graham 1969, "Bounds on multiprocessing
-timing anomalies"), as in ``batch.collate_shard``. Ranks wait for each other after their towers, where features are
-exchanged, so tower work is balanced by itself.
+Ranks wait for each other after their towers, where features are exchanged, so tower work is balanced by itself.
 
 An image is computed by one rank, so ranks have unequal shares of a pack. The index of a cache has the number of images
 of a sample, their total tokens, and the squares of their patches, but not the size of each; of sounds it has the
@@ -40,7 +37,7 @@ class TowerWork:
 def assign_heaviest_first(
     weights: Sequence[float] | Costs, loads: Sequence[float] | Costs, groups: Int64Array | None = None
 ) -> Int64Array:
-    """Assign items to ranks, (n,): the heaviest first, each to the rank with the least so far.
+    """Assign items to ranks, (n,): the heaviest first, each to the rank with the least so far (LPT).
 
     Ties go to the earlier item and the lower rank. ``loads``, (N,), are those of each rank before. Given the group of
     each item, ``groups`` (n,), many groups of ranks are assigned at once, with ``loads`` (G, N). Cost: O(n N), in as

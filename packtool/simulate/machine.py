@@ -12,8 +12,7 @@ N ranks share a micro-batch; each sequence is local to one of them or sharded ov
     step         = time of the slowest device + gradients out + weights back
 
 with f FLOPs of a token, h of a target and g of a unit of s^2 (``planning.cost``), all for forward and backward, and
-once more forward with recomputation. With ZeRO-3 a micro-batch also takes no less than gathering all layers' weights,
-forward and backward, and the micro-batches of all devices run in lock-step.
+once more forward with recomputation.
 
 Left out: towers of images and sounds, the optimizer's own time, loading, stragglers, congestion, and padding inside
 kernels.
@@ -94,7 +93,6 @@ class SimulatedSchedule:
 
     @property
     def num_micro_batches(self) -> int:
-        """The number C of micro-batches, over all steps and devices."""
         return len(self.micro_batch_steps)
 
     @cached_property

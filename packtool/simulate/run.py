@@ -110,17 +110,14 @@ class Outcome:
 
     @property
     def num_sequences(self) -> int:
-        """Number of trained sequences."""
         return len(self.timing.schedule.samples)
 
     @property
     def title(self) -> str:
-        """Name of the strategy for tables and pages."""
         return TITLES[self.name]
 
     @property
     def num_steps(self) -> int:
-        """The number S of optimizer steps."""
         return self.timing.schedule.num_steps
 
     @property

@@ -180,12 +180,10 @@ class SimulateOptions(StrategyOptions):
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of a global batch."""
         return self.num_groups * self.sequences_per_rank
 
     @property
     def skrull(self) -> SkrullOptions:
-        """Options of Skrull on these devices."""
         return SkrullOptions(
             bucket_size=self.bucket_size,
             sequence_parallel_size=self.sequence_parallel_size,
