@@ -29,8 +29,6 @@ def choose(
     torch's varlen attention on CUDA in 16 bits, and otherwise SDPA for each document.
 
     Args:
-        device, dtype: of Q, K and V.
-        needs_dropout: the model drops attention weights.
         head_dim: D of its heads; 0 if unknown.
 
     Raises:

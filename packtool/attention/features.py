@@ -1,17 +1,15 @@
 """One call per tower in a forward pass, whose features are written to their tokens by index.
 
 transformers' models run their tower once for pictures and again for videos. Ranks that share a model's weights exchange
-them in every call: a rank with pictures *and* videos would wait for one with pictures alone. The models also search for
-placeholder tokens with masks whose size the host has to read from the device, in every layer that takes features
-(DeepStack) and once more in the backward pass. So where a micro-batch has ``TowerInputs``, a hook before the forward of
-the module that owns the towers does their part::
+them in every call: a rank with pictures *and* videos would wait for one with pictures alone. The models also read the
+size of masks of placeholder tokens from the device in every layer that takes features (DeepStack). So where a
+micro-batch has ``TowerInputs``, a hook before the forward of the module that owns the towers does their part::
 
     pixel_values, pixel_values_videos ──► one call of the tower ──► (N, D) ──► embeddings (B, T, D) at N positions
     input_features ─────────────────────► one call of the tower ──► (M, D) ──►            "        at M positions
 
-and the model continues from embeddings. The numbers are the same, as a tower keeps pictures apart, and without
-``TowerInputs`` nothing changes. Families whose own processor makes their pictures have ``TowerInputs`` only where ranks
-share a sequence: features are then the model's own ``get_image_features``, exchanged before they are written.
+and the model continues from embeddings with the same numbers. Families whose own processor makes their pictures have
+``TowerInputs`` only where ranks share a sequence; their features are those of the model's ``get_image_features``.
 """
 
 from __future__ import annotations
@@ -48,11 +46,7 @@ def run_towers_once(model: nn.Module) -> None:
 
 
 def share_features(model: nn.Module, parallel: SequenceParallel | None) -> None:
-    """Make a model exchange features wherever its forward has a ``sequence_shard``; includes ``run_towers_once``.
-
-    Args:
-        parallel: ranks that share sequences; None for none.
-    """
+    """Make a model exchange features wherever its forward has a ``sequence_shard``; includes ``run_towers_once``."""
     run_towers_once(model)
     for module in _tower_owners(model):
         getattr(module, _ATTRIBUTE).parallel = parallel

@@ -38,11 +38,7 @@ _HOPPER = 9
 
 
 class FlashKernel(Kernel):
-    """Flash attention of one of its versions.
-
-    Args:
-        version: 2 or 3.
-    """
+    """Flash attention of version 2 or 3."""
 
     max_head_dim = 256
     is_half_only = True

@@ -116,11 +116,7 @@ class Varlen:
         return tuple(self.cu_seqlens.diff().tolist()) if self.lengths is None else self.lengths
 
     def documents(self, num_tokens: int) -> Iterator[slice]:
-        """The tokens of each document that has any, in order.
-
-        Args:
-            num_tokens: T of the sequence, which the documents must add up to.
-        """
+        """The tokens of each document that has any, in order; the documents must add up to ``num_tokens``."""
         lengths = self.host_lengths()
         # Tokens behind the last document would be left without an output, silently.
         assert sum(lengths) == num_tokens, "the documents do not add up to the packed sequence"
@@ -170,7 +166,6 @@ class Kernel(abc.ABC):
 
     Attributes:
         name: the value of ``--attn-impl``.
-        has_dropout: whether it supports dropout of attention weights.
         max_head_dim: maximum head size D; None for no limit.
         is_half_only: whether it supports only 16-bit types.
     """
@@ -199,8 +194,7 @@ class Kernel(abc.ABC):
 
         Args:
             q: (T, Hq, D).
-            k: (T', Hkv, D); Hq is a multiple of Hkv. T' is T unless ``varlen.keys`` is set.
-            v: (T', Hkv, D).
+            k, v: (T', Hkv, D); Hq is a multiple of Hkv. T' is T unless ``varlen.keys`` is set.
             varlen: boundaries of the documents; their lengths add up to T, those of its keys to T'.
             scale: factor on the scores, by default 1 / sqrt(D).
             window: a query sees itself and at most ``window - 1`` tokens before it.

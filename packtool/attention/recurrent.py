@@ -12,9 +12,6 @@ flash-linear-attention and causal-conv1d use them. Without the first, 5.17 leaks
 in both unless the caller passes ``seq_idx``, which the models do not [read in modeling_qwen3_5 and hub_kernels]. So
 each layer is *tried* once per device: if a change of one document changes the other at all, or the two differ from
 their outputs alone, every document is run through the layer on its own.
-
-In a sequence that ranks share, a document local to one rank runs there, and of the others each rank runs some heads
-(``attention.parallel.delta_nets``).
 """
 
 from __future__ import annotations
@@ -57,13 +54,10 @@ _trial_results: dict[tuple[type, str, torch.dtype], bool] = {}
 
 
 def isolate_recurrent_layers(model: nn.Module) -> int:
-    """Make every recurrent layer of a model reset its state at each document; idempotent.
+    """Make every recurrent layer of a model reset its state at each document; return their number. Idempotent.
 
     Only the instances are changed, not their classes, weights or names: checkpoints and copies stay as they are.
     Afterwards the model can only be called with boundaries, as in ``PackedBatch.model_inputs``.
-
-    Returns:
-        the number of such layers.
     """
     layers = recurrent_layers(model)
     for layer in layers:
@@ -97,16 +91,12 @@ def _forward(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Run the layer on a packed sequence.
+    """Run the layer on a packed sequence, (1, T, hidden), and return the same shape.
 
     Args:
-        hidden_states: (1, T, hidden).
         cache_params, attention_mask: must be None.
         kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths``, as for attention;
             or a ``sequence_shard``, for a sequence that ranks share.
-
-    Returns:
-        (1, T, hidden).
 
     Raises:
         LeakError: on a call in which one document could see another.
@@ -145,11 +135,7 @@ def _own_forward(layer: nn.Module) -> Callable[..., Tensor]:
 
 @torch.no_grad()
 def keeps_documents_apart(layer: nn.Module, like: Tensor) -> bool:
-    """Test whether the layer's own forward respects boundaries; once per class, device and precision.
-
-    Args:
-        like: hidden states (..., hidden) on the device and in the precision to try.
-    """
+    """Test once per class, device and type of ``like`` (..., hidden) whether a layer's forward respects boundaries."""
     key = type(layer), like.device.type, like.dtype
     if key not in _trial_results:
         # A trial needs numbers.
@@ -190,5 +176,4 @@ def _run_all_at_once(forward: Callable[..., Tensor], hidden_states: Tensor, varl
 
 
 def _run_one_by_one(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
-    """Run every document in a call of its own."""
     return torch.cat([forward(hidden_states[:, document]) for document in varlen.documents(hidden_states.shape[1])], 1)

@@ -46,10 +46,7 @@ _NO_PACKING = "Train this model with --packing false."
 
 
 def attention_name(impl: str) -> str:
-    """transformers' name of a kernel; ConfigError if there is none.
-
-    It never contains "flash", which transformers takes for its own flash attention, with masks of its own.
-    """
+    """transformers' name of a kernel, never with "flash" (see ``TOWER_ATTENTION``); ConfigError if there is none."""
     if impl == AUTO:
         return ATTENTION_NAME
     if impl not in KERNELS:
@@ -94,7 +91,6 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
 
     Args:
         model: not yet wrapped in adapters.
-        impl: a value of ``--attn-impl``.
         parallel: ranks that share each sequence; the model then also takes a ``ShardedBatch``.
 
     Raises:
@@ -148,10 +144,8 @@ def packed_attention(
     """transformers' attention interface over the kernels.
 
     Args:
-        module: the attention layer.
         query: (1, Hq, T, D).
-        key: (1, Hkv, T, D).
-        value: (1, Hkv, T, D).
+        key, value: (1, Hkv, T, D).
         attention_mask: must be None; ``cu_seq_lens_q`` separates the documents.
         kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths`` (host integers),
             ``sliding_window``; ``impl``, a value of ``--attn-impl``, or a ``kernel`` and ``blocks``. Where documents
@@ -208,9 +202,7 @@ def tower_attention(
     """transformers' attention interface for a tower: all pictures, frames or sounds of a micro-batch in one call.
 
     Args:
-        module: the attention layer.
         query, key, value: (1, H, T, D).
-        attention_mask: None.
         kwargs: ``cu_seq_lens_q`` int32 (S + 1,) and ``max_length_q``, the boundaries inside which tokens see each other
             in both directions; ``kernel``, by default the best available.
 

@@ -34,7 +34,8 @@ class SdpaKernel(Kernel):
         assert len(k) == len(v), "the documents do not add up to the packed sequence"
         outs = []
         for q_rows, kv_rows in zip(varlen.documents(len(q)), varlen.of_keys.documents(len(k)), strict=True):
-            query, key, value = map(_to_sdpa_layout, (q[q_rows], k[kv_rows], v[kv_rows]))
+            # (1, H, T, D) each.
+            query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (q[q_rows], k[kv_rows], v[kv_rows]))
             for queries, keys, mask in _blocks(query.shape[2], key.shape[2], window, q.device):
                 out = F.scaled_dot_product_attention(
                     query[:, :, queries],
@@ -48,11 +49,6 @@ class SdpaKernel(Kernel):
                 )
                 outs.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(outs) if outs else q.new_zeros((0, q.shape[1], v.shape[-1]))
-
-
-def _to_sdpa_layout(tensor: Tensor) -> Tensor:
-    """(T, H, D) as (1, H, T, D)."""
-    return tensor.transpose(0, 1).unsqueeze(0)
 
 
 def _blocks(

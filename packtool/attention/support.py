@@ -111,9 +111,6 @@ def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
     """Call a model on two documents on the meta device; raise UnsupportedModelError if its attention could leak.
 
     A model that fails there for other reasons passes: not everything runs on the meta device.
-
-    Args:
-        model_class: the class with a language head that ``config`` belongs to.
     """
     num_attended = 0
 
@@ -221,11 +218,7 @@ def _boundary_problems(inputs: Mapping[str, Any]) -> list[str]:
 
 
 def _length_problems(inputs: Mapping[str, Any], lengths: Sequence[int], q_or_k: str, name: str) -> list[str]:
-    """Describe where other inputs contradict the lengths that follow from ``cu_seq_lens_q`` or ``cu_seq_lens_k``.
-
-    Args:
-        name: of the input that repeats the lengths.
-    """
+    """Describe where other inputs contradict the lengths that follow from ``cu_seq_lens_q`` or ``cu_seq_lens_k``."""
     problems = []
     max_length, longest = inputs.get(f"max_length_{q_or_k}"), max(lengths, default=0)
     if max_length != longest:

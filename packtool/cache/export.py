@@ -229,10 +229,7 @@ class _Export:
         return self._summary(manifest, ordered, reused, storage.join(directory, DROPPED_NAME))
 
     def _partial_summary(self, results: Mapping[int, TaskResult], missing: Sequence[int]) -> ExportSummary:
-        """Return the summary of this part of a job array while other parts are unfinished; ``--finalize`` raises.
-
-        ``missing`` has the numbers of the unfinished tasks.
-        """
+        """Return the summary of this part of a job array while other parts are unfinished; ``--finalize`` raises."""
         config = self.config
         if config.finalize:
             shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
@@ -309,10 +306,7 @@ class _Export:
     def _summary(
         self, manifest: Manifest, results: Sequence[TaskResult], reused: Mapping[int, TaskResult], dropped_file: str
     ) -> ExportSummary:
-        """Return the counts of this run, after a note about errors in rows that point to a bug in packtool.
-
-        ``reused`` has the results of tasks that an earlier run finished.
-        """
+        """Return the counts of this run, after a note about errors in rows that point to a bug in packtool."""
         if note := unexpected_note(manifest.dropped, dropped_file):
             self.progress.note(note)
         return ExportSummary.of_manifest(
@@ -366,7 +360,6 @@ class _Export:
         return results
 
     def _is_own_task(self, task_number: int) -> bool:
-        """Return whether this part of a job array runs a task."""
         config = self.config
         return not config.is_part or task_number % (config.num_tasks or 1) == config.task_index
 
@@ -423,7 +416,6 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_toke
 
 
 def _samples_of_shards(directory: str, manifest: Manifest, split: str) -> Iterator[list[EncodedSample]]:
-    """Yield all samples of each shard of a split."""
     for shard in manifest.splits[split].shards:
         file = ShardFile(storage.join(directory, split, shard.file))
         yield [file.sample(row) for row in range(len(file))]

@@ -92,7 +92,6 @@ class SplitPrefixes(NamedTuple):
 
     Args:
         offsets: int64 (N + 1,).
-        prefixes: of all samples, concatenated.
     """
 
     offsets: npt.NDArray[np.int64]

@@ -4,13 +4,9 @@
     CACHE_DIR/<fingerprint of the cache>/<split>-<tag>.index                  a copy of an index
     CACHE_DIR/<fingerprint of the cache>/<digest of the file's path>.checked  a note about a verified file
 
-Copies are named by content, so two URLs of one cache share them. A file is fetched when first needed, by one process;
-the others wait for its lock, which the operating system releases when a process dies. Before the directory exceeds its
-limit, the least recently used copies of other caches are removed; processes that mapped them keep their bytes.
-
-A note has path, size and times of the file, and the checksums of its blocks. A file is verified once per machine (by
-each process where no note can be written). Because a mapped file may be damaged later, each process also compares every
-block with its checksum when it first reads it, and again when the file has changed.
+Copies are named by content, so two URLs of one cache share them; processes that mapped a removed copy keep its bytes.
+A file is verified once per machine (by each process where no note can be written). Because a mapped file may be damaged
+later, each process also compares every block with its checksum when it first reads it, and again after a change.
 """
 
 from __future__ import annotations
@@ -142,7 +138,6 @@ class MappedBlocks:
 
     Args:
         sums: CRC-32 of each block, from ``check_file``.
-        remedy: how to fix a damaged file, for errors; by default for a file of a local cache.
     """
 
     def __init__(self, path: str, data: pa.Buffer, sums: bytes, remedy: str | None = None) -> None:

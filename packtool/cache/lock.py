@@ -3,11 +3,10 @@
     OUTPUT_DIR/.lock-000001.json       of a whole export or a training; the largest number holds the directory
     OUTPUT_DIR/.lock-part-RUN.json     of a part of a job array
 
-A lock names host, process and start time. It is created by a write that succeeds for only one of several processes, on
-local disks and in object stores, and renewed every half minute. A lock is stale when its process on this machine has
-ended, and on other machines after five minutes without a renewal. The next holder creates a lock with the next number,
-so that two processes cannot take the same lock, and none removes a new one. A holder whose lock was considered stale,
-for example after a suspension, sees the larger number at its next check and stops.
+A lock is created by a write that succeeds for only one of several processes, on local disks and in object stores. Once
+it is stale (see ``Holder.is_live``), the next holder creates one with the next number, so that two processes cannot
+take the same lock, and none removes a new one. A holder whose lock was considered stale, for example after a
+suspension, sees the larger number at its next check and stops.
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ class Holder:
         return time.time() - self.renewed < _STALE_S
 
     def to_json(self) -> bytes:
-        """Return the content of the lock's file."""
         return json.dumps(asdict(self)).encode()
 
     def __str__(self) -> str:
@@ -161,10 +159,6 @@ class DirectoryLock:
     """A context manager that holds a directory's lock, alone or together with other parts of the same export.
 
     Entering raises a MismatchError if the directory is busy. A thread renews the lock every half minute.
-
-    Args:
-        directory: normalized path.
-        part, what: as in ``Holder``.
     """
 
     def __init__(self, directory: str, part: str = "", what: str = "export") -> None:

@@ -183,7 +183,6 @@ class InputCounts(Counts):
     """Counts of input rows, each of which is dropped or becomes one or several samples.
 
     Args:
-        dropped: dropped rows by reason.
         marks_added: rows in which missing media marks were inserted.
         parts_left_out: dropped turns and responses of kept rows, by reason.
     """
@@ -348,8 +347,6 @@ class ExportSummary:
     """The counts of an export, with the field names of ``packtool export --json``.
 
     Args:
-        truncated, pieces_added: as in ``SampleCounts``.
-        dropped, marks_added, parts_left_out: as in ``InputCounts``.
         length: p50, p90, p99 and max of the kept samples' tokens.
         already_finished: the cache existed, and nothing was exported.
         num_missing_shards: shards that other parts of a job array have not finished; then all counts are this part's.

@@ -171,8 +171,6 @@ def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> d
     """Create the directories; return the results, by task number, that an interrupted run of this export has left.
 
     Args:
-        state: of this export (``export_state``).
-        splits: names of the splits that will have shards.
         is_part: other parts of a job array may be working on the same export, so nothing is removed.
 
     Raises:
@@ -317,7 +315,6 @@ def _split_info(name: str, results: Sequence[TaskResult], max_length: int) -> Sp
         **vars(SampleCounts.total(shard.counts for shard in shards)),
         length_histogram=tuple(int(count) for count in histogram),
         shards=tuple(ShardInfo(shard.file, shard.counts.rows, shard.bytes, shard.sha256) for shard in shards),
-        index_sha256="",  # set by publish_cache, like prefixes_sha256
     )
 
 
@@ -338,7 +335,6 @@ def publish_cache(
 
     Args:
         check: raises a MismatchError if this run has lost the directory's lock.
-        has_parts: rows may become several samples.
     """
     channel_positions = {name: position for position, name in enumerate(manifest.channels)}
     splits = {}

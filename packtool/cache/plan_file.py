@@ -67,7 +67,6 @@ class SavedPlan:
 
     @property
     def format(self) -> str:
-        """Format of the file."""
         return _FORMAT if self.shared is None else _SHARED_FORMAT
 
 

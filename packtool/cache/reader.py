@@ -80,7 +80,6 @@ class CacheReader:
         copies: where remote caches are copied to, and whether files are verified.
 
     Attributes:
-        index: of all samples.
         offsets: int64 (C + 1,): cache ``c`` has the samples from ``offsets[c]`` up to ``offsets[c + 1]``.
     """
 
@@ -473,7 +472,6 @@ class RelabeledReader:
         self._reader, self._choices = reader, tuple(choices)
 
     def sample(self, position: int) -> EncodedSample:
-        """Return a sample by its position in the plan's numbering."""
         sample, choice = self._reader.sample(position), self._choices[self._reader.cache_of(position)[0]]
         return sample if choice is None else choice(sample)
 
@@ -513,7 +511,6 @@ def _bare_samples(table: pa.Table) -> Iterator[EncodedSample]:
 
 
 def _lists(column: pa.ListArray) -> Iterator[npt.NDArray[np.int32]]:
-    """Yield each row of a list column as an array."""
     values = column.values.to_numpy(zero_copy_only=True)
     for start, stop in pairwise(column.offsets.to_pylist()):
         yield values[start:stop]
@@ -524,7 +521,6 @@ class MixedSamples:
 
     Args:
         offsets: int64 (S + 1,): source ``s`` has the samples from ``offsets[s]`` up to ``offsets[s + 1]``.
-        names: of the S sources.
         loss_weights: factor of each source's losses.
         keeps_channels: samples that already have a channel keep it.
     """
@@ -542,7 +538,6 @@ class MixedSamples:
         self._loss_weights, self._keeps_channels = tuple(loss_weights), keeps_channels
 
     def sample(self, position: int) -> EncodedSample:
-        """Return a sample by its position in the plan's numbering."""
         source = int(np.searchsorted(self._offsets, position, side="right")) - 1
         sample, weight = self._reader.sample(position), self._loss_weights[source]
         channel = sample.channel if self._keeps_channels and sample.channel is not None else self._names[source]

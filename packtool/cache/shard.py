@@ -224,7 +224,6 @@ class ShardWriter:
         return self._sink.digest.hexdigest(), self._file.commit()
 
     def discard(self) -> None:
-        """Remove the unfinished file."""
         self._file.discard()
 
 
@@ -302,7 +301,6 @@ def index_columns(
     """Return the index columns of S consecutive samples of a shard, (S,) each.
 
     Args:
-        shard: number of the shard.
         first_row: row of the first sample in the shard.
         channel_codes: number of each channel by name; channels that it lacks are added with the next number.
     """
@@ -343,7 +341,6 @@ def embed_media(
     A group ends when its media exceed 64 MiB. The paths of media are kept for messages, without secrets.
 
     Args:
-        rows: the samples of each row.
         policies: media access policy of each source, by the source's label.
         drop: called for each row with a medium that cannot be read any more; the row is left out.
     """

@@ -1,12 +1,9 @@
 """Tasks of an export, and their executors: each task encodes a stretch of rows into one shard of each split.
 
-The tasks are the same for any number of processes, machines or interruptions. A task is independent of the others and
-of the machine that runs it. At its end it writes a marker with its counts, its export and the digests of its files; a
-task with a marker need not run again. Only shards are written durably: if a power failure leaves no marker, or files
-that differ from it, the task runs again.
-
-Tasks run in this process, in worker processes of this machine, or on actors of a Ray cluster, and always write the same
-bytes. Each worker process and each actor has one encoder.
+The tasks and their bytes are the same for any number of processes, machines or interruptions. A task is independent of
+the others and of the machine that runs it. At its end it writes a marker with its counts, its export and the digests of
+its files; a task with a marker need not run again. Only shards are written durably: if a power failure leaves no
+marker, or files that differ from it, the task runs again.
 """
 
 from __future__ import annotations
@@ -83,7 +80,6 @@ class Task:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the task."""
         return sum(blocks.num_rows for _, blocks in self.stretches)
 
 
@@ -95,7 +91,6 @@ class TaskSettings:
         directory: of the cache; None to count samples and write nothing.
         strict: raise an error at the first unusable row.
         has_parts: rows may become several samples.
-        export: identifier of the export (``output_dir.export_id``).
         is_locked: returns whether the lock is still held; called before shards are published. None without a lock.
     """
 
@@ -135,7 +130,6 @@ class TaskResult:
     """The counts and files of a task, which its marker file stores.
 
     Args:
-        export: identifier of the export.
         dropped_sha256: of the task's part of ``dropped.jsonl``; empty if it dropped nothing.
         first_dropped: description of the first dropped row for each reason.
         channels: names; the task's part of the index stores their positions here.
@@ -227,7 +221,6 @@ class _Outputs:
 
     @property
     def num_dropped(self) -> int:
-        """Number of rows dropped so far."""
         return sum(self.result.counts.dropped.values())
 
     def drop(self, item: Dropped) -> None:
@@ -303,7 +296,6 @@ class _Outputs:
         return self.result
 
     def discard(self) -> None:
-        """Remove the unfinished shards."""
         for writer in self._writers.values():
             writer.discard()
 
@@ -429,7 +421,6 @@ class Executor(WorkerPool[tuple[Task, TaskSettings], TaskResult]):
 
         Args:
             encoder: returns the encoder of this process, for tasks that run here.
-            report: called while tasks run.
 
         Raises:
             PacktoolError: if a worker died. An error of a task passes through and stops the other tasks.

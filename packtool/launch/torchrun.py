@@ -128,7 +128,6 @@ class Nodes:
 
     Args:
         num_nodes, rank: number of machines, and 0-based number of this one.
-        per_node: processes on each machine.
         address, port: of the store of node 0.
         limit: seconds to wait for other machines.
     """

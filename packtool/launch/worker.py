@@ -113,7 +113,6 @@ class WorkerPool(Generic[Job, Result]):
 
     @property
     def has_started(self) -> bool:
-        """True if worker processes were started."""
         return bool(self._workers)
 
     def start(self, num: int) -> None:

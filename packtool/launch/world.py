@@ -27,7 +27,6 @@ class World:
     """The rank of this process and the number of processes of a run.
 
     Args:
-        rank: 0-based rank of this process.
         size: number of processes (``WORLD_SIZE``).
         sequence_parallel_size: number of consecutive ranks that share each sequence.
     """
@@ -133,7 +132,6 @@ def all_gather_objects(own: T, num_processes: int, group: Any = None) -> list[T]
 
     Args:
         num_processes: size of the group; with 1, no process group is needed.
-        group: process group; by default all processes.
     """
     if num_processes == 1:
         return [own]

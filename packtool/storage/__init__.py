@@ -1,12 +1,9 @@
 """Files on this machine, in ``s3://`` and ``oss://`` buckets, and on ``http(s)://`` servers, which can only be read.
 
-All caches, rows and media are read and written with these functions. No other package imports aiobotocore or aiohttp,
-which are imported when the first remote path is used. Join paths that may be remote with ``join``.
-
-Every function raises a StorageError if the operation fails, with path, operation, cause and remedy, and without
-secrets. Requests that fail for temporary reasons are retried (``packtool.storage.options``). Object stores have neither
-directories nor renaming: an object appears when its upload is complete, so ``publish`` and ``AtomicFile`` are atomic
-there too. Each process opens its own connections, also after a fork; threads may share them.
+All caches, rows and media are read and written with these functions. Every function raises a StorageError if the
+operation fails, with path, operation, cause and remedy, and without secrets. Object stores have neither directories nor
+renaming: an object appears when its upload is complete, so ``publish`` and ``AtomicFile`` are atomic there too. Each
+process opens its own connections, also after a fork; threads may share them.
 """
 
 from __future__ import annotations
@@ -57,7 +54,6 @@ _local = LocalStore()
 
 
 def _store_of(path: str) -> tuple[LocalStore | S3Store | HttpStore, str]:
-    """Return the store of a path, and the normalized path."""
     path = normalize(path)
     scheme = scheme_of(path)
     return _store(scheme) if scheme else _local, path
@@ -201,10 +197,7 @@ def glob(pattern: str) -> list[str]:
 
 
 def _matching_paths(base: str, patterns: list[str]) -> Iterator[str]:
-    """Yield the paths below ``base`` whose names match ``patterns``, one per level; ``**`` is any number of levels.
-
-    A path may be yielded more than once.
-    """
+    """Yield the paths below ``base`` whose names match ``patterns``, one per level; ``**`` is any number of levels."""
     if not patterns:
         yield base
         return
@@ -265,10 +258,7 @@ def remove(path: str) -> None:
 
 
 def discard_unfinished(path: str) -> None:
-    """Remove the temporary files and unfinished uploads of killed processes below a directory.
-
-    Call it only while no process writes there.
-    """
+    """Remove temporary files and unfinished uploads of killed processes below a directory that no process writes to."""
     store, path = _writable(path)
     store.discard_unfinished(path)
 

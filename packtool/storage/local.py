@@ -71,10 +71,7 @@ class LocalStore:
         return os.path.isdir(path)
 
     def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
-        """Open a file for reading.
-
-        Pipes and devices are refused: a pipe would wait for its writer, and a device may have no end.
-        """
+        """Open a file for reading; refuse a pipe, which would wait for its writer, and a device, which may not end."""
         with _local_errors(path):
             mode = os.stat(path).st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -227,7 +224,6 @@ def local_error(path: str, error: OSError | ValueError) -> StorageError:
 
 @contextmanager
 def _local_errors(path: str) -> Iterator[None]:
-    """Raise errors of the operating system as StorageError."""
     try:
         yield
     except (OSError, ValueError) as error:  # a null byte in a name is a ValueError

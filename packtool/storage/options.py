@@ -28,8 +28,6 @@ class StorageOptions:
     """Options of remote storage.
 
     Args:
-        retries: attempts of a request after the first.
-        timeout: seconds without data after which an attempt ends.
         first_pause: seconds between the first attempt and the second.
         s3_endpoint: address of the S3 server if it is not Amazon's, from the variables that botocore reads.
         oss_*: address and credentials of OSS.

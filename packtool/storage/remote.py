@@ -108,7 +108,6 @@ async def with_retries(work: Callable[[], Awaitable[T]], num_bytes: int = 0, ret
     """Make a request, and retry it if it fails for a temporary reason, as ``packtool.storage.options`` describes.
 
     Args:
-        work: makes the request; called for each attempt.
         num_bytes: number of bytes that the request transfers, for its time limit.
         retries: attempts after the first; None for the number in the options.
     """
@@ -158,9 +157,6 @@ class RemoteReader(io.RawIOBase):
     Args:
         fetch: returns bytes [start, stop), fewer at the end of the file.
         first_block: size in bytes of ``first``, and of the first block after a seek.
-
-    Attributes:
-        tag: version of the file, as in ``Range``.
     """
 
     def __init__(
@@ -201,7 +197,6 @@ class RemoteReader(io.RawIOBase):
         return count
 
     def close(self) -> None:
-        """Release the blocks and cancel the read-ahead."""
         if not self.closed:
             if self._ahead is not None and os.getpid() == self._process:
                 self._ahead[1].cancel()

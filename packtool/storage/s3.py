@@ -134,7 +134,6 @@ class S3Writer:
                 wait(asyncio.wait_for(self._abort_others(self._upload), _ABORT_S))
 
     async def _complete(self, upload: str) -> None:
-        """Join the uploaded parts to the object."""
         parts = [{"PartNumber": i, "ETag": tag} for i, tag in enumerate(self._tags, start=1)]
         num_attempts = 0
 
@@ -374,7 +373,6 @@ class S3Store:
         return await self._has_content(bucket, key, data)
 
     async def _has_content(self, bucket: str, key: str, data: bytes) -> bool:
-        """Return whether an object exists and has exactly this content."""
         try:
             content = await with_retries(lambda: self._range(bucket, key, 0, len(data) + 1), len(data))
         except Exception as error:
@@ -422,7 +420,6 @@ class S3Store:
                 raise
 
     async def _pages(self, method: str, **arguments: Any) -> AsyncIterator[dict[str, Any]]:
-        """Yield the pages of a listing."""
         position: dict[str, Any] = {}
         while True:
             page = await self.request(method, **arguments, **position)

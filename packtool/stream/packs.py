@@ -53,11 +53,7 @@ class IntervalSharing:
     parts: PartPlacement = "any"
 
     def find_trees(self, samples: Sequence[EncodedSample], capacity: int) -> PrefixSharing | None:
-        """Find the prefix trees of an interval's samples; None if at most ``min_saving`` would be saved.
-
-        Args:
-            capacity: maximum tokens of a pack, which no sample exceeds.
-        """
+        """Find the prefix trees of an interval's samples; None if at most ``min_saving`` would be saved."""
         lengths = np.array([sample.length for sample in samples], np.int32)
         assert lengths.max(initial=0) <= capacity, "longer samples were dropped"
         num_prefixes, prefixes = prefix_hashes(samples, self.media, longer_than=MIN_SHARED)
@@ -140,8 +136,6 @@ class StreamOptions(PackOptions, IntervalOptions):
 
     Args:
         packing_length: maximum tokens of a pack.
-        num_epochs: passes over all rows.
-        seed: seed of packing and order.
         dataset_num_proc: number of worker processes, which does not affect the packs.
         strict: raise an error at the first unusable row.
     """
@@ -159,7 +153,6 @@ class StreamedPack:
 
     Args:
         state: state of the stream after this pack; a stream resumed from it continues with the next pack.
-        amounts: what each sample adds to the computation.
     """
 
     samples: list[EncodedSample]
@@ -186,15 +179,10 @@ class PackStream:
     """The packs of one data-parallel rank.
 
     Args:
-        specs: files of rows.
-        spec: options of encoding.
         rank, world_size: data-parallel rank and number of ranks.
         start: state of an earlier stream with the same arguments to resume from; None for the beginning.
         sharing: options for shared prefixes; None if prefixes are not shared.
         log: called once with every dropped row.
-
-    Attributes:
-        counts: counts of dropped rows so far.
 
     Raises (during iteration):
         PacktoolError: reading or encoding failed, or a worker process died.

@@ -118,11 +118,7 @@ class _OpenFiles:
 
     Args:
         specs: all files in the order of the epoch.
-        max_open: maximum files to read at the same time.
         start: position to start from; its files are opened, and their blocks before it skipped.
-
-    Attributes:
-        num_opened: number of files opened so far.
     """
 
     def __init__(self, specs: Sequence[SourceSpec], max_open: int, start: StreamPosition) -> None:

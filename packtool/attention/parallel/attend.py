@@ -147,16 +147,7 @@ def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One layer's attention to a shared sequence.
-
-    Args:
-        parallel: the ranks that share it.
-        shard: this rank's tokens.
-        kernel: computes attention in blocks.
-        scale: factor on the scores.
-        window: of a sliding layer; not with a ring.
-        layout: of this rank's tokens.
-    """
+    """One layer's attention to a shared sequence; ``window`` is that of a sliding layer, not with a ring."""
 
     parallel: SequenceParallel
     shard: SequenceShard
@@ -203,9 +194,7 @@ def attend_shard(
 
     Args:
         q: (T, Hq, D) of this rank's tokens: first its local documents, then its tokens of the sharded ones.
-        k: (T, Hkv, D).
-        v: (T, Hkv, D).
-        shard: this rank's tokens.
+        k, v: (T, Hkv, D).
 
     Returns:
         (T, Hq, D), differentiable.
@@ -309,8 +298,7 @@ def _sharded_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> ShardedForw
 def _sharded_backward(call: Call, grad: Tensor, saved: AttentionTensors, num_key_heads: int) -> Backward:
     """Return the gradients of this rank's Q, K and V for that of its output: the backward of ``_sharded_forward``.
 
-    Args:
-        num_key_heads: heads of K and V before they were repeated for Ulysses.
+    ``num_key_heads``: heads of K and V before they were repeated for Ulysses.
     """
     num_ranks = call.parallel.split.ulysses_size
     if num_ranks == 1:
@@ -352,15 +340,7 @@ def _run(generator: Generator[None, None, T]) -> T:
 
 
 def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
-    """Attend to the keys of all ring ranks, which pass K and V around.
-
-    Args:
-        q: (T, Hq, D) of this rank's sharded tokens.
-        k, v: (T, Hkv, D).
-
-    Returns:
-        output (T, Hq, D) and lse float32 (Hq, T).
-    """
+    """Attend to the keys of all ring ranks, which pass K and V around; shapes: see ``AttentionTensors``."""
     if call.gathers_keys:
         return (yield from _gather_forward(call, q, k, v))
     ring, ring_size, layout = call.parallel.ring, call.parallel.split.ring_size, call.layout

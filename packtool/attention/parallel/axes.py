@@ -56,9 +56,6 @@ class Heads:
         Forward, Ulysses sends (U - 1) / U of Q, K, V and the output of T / P tokens; ring and all-gather send K and V
         of the R - 1 other ring ranks, with a rank's share of the heads. Backward, Ulysses sends as much again. K and V
         are sent once more, and so are their 32-bit gradients: on the ring one hop more, back to their owner.
-
-        Args:
-            backward: count the backward pass too.
         """
         num_ranks, num_hops = ring_size * ulysses_size, ring_size - 1
         key_heads = math.lcm(self.keys, ulysses_size)

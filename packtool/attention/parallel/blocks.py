@@ -48,7 +48,6 @@ class AttentionBlock:
         queries: the S documents of the queries.
         keys: those of the keys; document i of the queries sees document i of the keys, and nothing else.
         causal: queries and keys are the same tokens, and none sees later ones; otherwise each query sees all keys.
-        scale: factor on the scores.
         window: with ``causal``, a query sees itself and at most ``window - 1`` tokens before it.
     """
 
@@ -99,8 +98,7 @@ class BlockKernel(abc.ABC):
 
         Args:
             q: (T, Hq, D).
-            k: (T', Hkv, D).
-            v: (T', Hkv, D).
+            k, v: (T', Hkv, D).
 
         Returns:
             out (T, Hq, D) and lse float32 (Hq, T), float64 for float64; 0 and -inf for queries without keys.
@@ -238,7 +236,6 @@ class CudaFlashBlockKernel(BlockKernel):
 
     @staticmethod
     def _arguments(block: AttentionBlock) -> tuple[tuple[Tensor, Tensor, int, int], dict[str, float | int]]:
-        """Boundaries and options."""
         queries, keys = block.queries, block.keys
         options: dict[str, float | int] = {"scale": block.scale}
         if block.window is not None:

@@ -43,9 +43,6 @@ def run_sharded(
     Args:
         layer: the complete layer, with its weights.
         hidden_states: (1, T / P, hidden).
-        shard: the tokens of the hidden states.
-        parallel: the ranks.
-        run: runs the forward of the layer's class on documents.
 
     Returns:
         (1, T / P, hidden).
@@ -102,11 +99,6 @@ class _RankHeads:
 
     Its hidden states are (1, T, C): q, k, v, b and a of these heads, side by side, as ``run_sharded`` exchanges them.
     All other attributes are the layer's.
-
-    Args:
-        net: the layer.
-        num_ranks: ranks that share its heads.
-        rank: this one.
     """
 
     def __init__(self, net: Any, num_ranks: int, rank: int) -> None:

@@ -1,11 +1,8 @@
 """Groups of ranks that share a sequence, and what they exchange: heads for tokens, keys and values, media features.
 
-The groups are axes of a mesh (data, ring, ulysses) over all ranks of a run.
-
 Media of a shared sequence are encoded once: each rank's towers get some, and the features are sent to the ranks of
-their tokens. The features of all levels (DeepStack), side by side, take one all-to-all for pictures, one for videos and
-one for sounds; the model then continues as if it had encoded exactly the media of its own tokens. Backward the
-gradients take the same way back.
+their tokens. The features of all levels (DeepStack), side by side, take one all-to-all for each kind of medium;
+backward the gradients take the same way back.
 """
 
 from __future__ import annotations
@@ -32,9 +29,6 @@ class AbsentRanks:
     """Stand-in for a process group without other ranks: memory for their data is allocated but not filled.
 
     For memory traces (``train.model.trace``), which run in one process.
-
-    Args:
-        size: ranks of the group.
     """
 
     size: int
@@ -117,7 +111,6 @@ class SequenceParallel:
     """Process groups of the P ranks that share this rank's sequences.
 
     Args:
-        split: ranks that share a sequence, and this rank.
         kv_exchange: how the ranks of the ring axis obtain keys and values.
         ring, ulysses, group: groups of the ring axis, the Ulysses axis and all P ranks.
         others: the same for the run's other sequence parallel sizes.
@@ -146,15 +139,11 @@ class SequenceParallel:
 
     @torch.no_grad()
     def gather(self, values: Tensor, index: Tensor, num_tokens: int) -> Tensor:
-        """Gather the complete sequence on every rank.
+        """Gather the complete sequence, (``num_tokens``, ...), on every rank.
 
         Args:
             values: (T, ...) of this rank's tokens.
             index: int64 (T,), their positions in the complete sequence.
-            num_tokens: of the complete sequence.
-
-        Returns:
-            (``num_tokens``, ...).
         """
         own_count = torch.zeros(self.split.size, dtype=torch.int64, device=values.device)
         own_count[self.split.rank] = len(values)
@@ -187,8 +176,6 @@ def exchange_features(levels: list[Tensor], route: FeatureRoute, parallel: Seque
 
     Args:
         levels: (n, D) of each level, of this rank's media.
-        route: for this kind of media.
-        parallel: ranks that share the sequence.
 
     Returns:
         (m, D) of each level, of this rank's tokens.
@@ -219,10 +206,6 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange_rows(rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], group: Any) -> Tensor:
-    """Send rows (n, ...), those for rank 0 first, and receive rows (m, ...), those from rank 0 first.
-
-    Args:
-        send, receive: rows for and from each rank.
-    """
+    """Send rows (n, ...), ``send[i]`` of them to rank i, in order; return rows (m, ...), ``receive[i]`` from rank i."""
     received = rows.new_empty((sum(receive), *rows.shape[1:]))
     return _start(dist.all_to_all_single, received, rows.contiguous(), list(receive), list(send), group=group)()
