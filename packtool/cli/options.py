@@ -332,7 +332,7 @@ def _help(field: dataclasses.Field[Any]) -> str:
     default = field.default
     if is_required(field):
         return f"{text} (required)"
-    if default in (None, dataclasses.MISSING, (), "") or "; by default" in text:
+    if default in (None, dataclasses.MISSING, (), "") or "; default " in text:
         return text
     shown = " ".join(default) if isinstance(default, tuple) else str(default)
     return f"{text} (default: {shown.lower() if isinstance(default, bool) else shown})"

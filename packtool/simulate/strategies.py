@@ -265,7 +265,7 @@ def _equal_work(sequences: Sequences, options: SimulateOptions, num_groups: int)
     capacity = options.packing_length * size
     times, cost = options.machine.step_time(size), options.machine.sizes.cost
     tokens = _aligned(sequences.lengths.astype(np.int64), alignment_of(size))
-    loads = times.loads(tokens, cost(tokens, tokens**2, sequences.targets), size)
+    loads = times.loads(tokens, cost(tokens, cost.attention(tokens), sequences.targets), size)
     sizes, work = np.minimum(tokens, capacity).tolist(), [load.flops for load in loads]
     packs: list[list[int]] | None = None
     num_packs = num_groups * -(-sum(sizes) // (capacity * num_groups))
