@@ -78,7 +78,6 @@ class Total:
     """Totals and means over several samples; means are over target tokens.
 
     Args:
-        samples, target_tokens: counts.
         loss: mean cross-entropy in nats; NaN without target tokens.
         perplexity: exp(loss).
         token_accuracy: fraction of target tokens that are the model's most likely tokens.
@@ -107,7 +106,6 @@ class Evaluation:
         row: int64, row in the source.
         parts: int64 (N, 4), the fields of ``RowPart``; zeros for a sample that is a full row.
         channel: int64, position in ``channels``, or -1.
-        sources, channels: names.
     """
 
     tokens: Int64Array
@@ -143,7 +141,6 @@ class Evaluation:
 
     @property
     def total(self) -> Total:
-        """Totals over all samples."""
         return self._total_of(np.ones(len(self), np.bool_))
 
     @property
@@ -162,7 +159,6 @@ class Evaluation:
         return figures | {f"{prefix}loss/{name}": channel.loss for name, channel in channels if name is not None}
 
     def _total_of(self, selected: npt.NDArray[np.bool_]) -> Total:
-        """Return the totals of selected samples."""
         targets, correct = int(self.target_tokens[selected].sum()), int(self.num_correct[selected].sum())
         loss = float(self.loss_sum[selected].sum()) / targets if targets else math.nan
         with np.errstate(over="ignore"):
@@ -443,9 +439,7 @@ def is_packed(model: nn.Module) -> bool:
 def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
     """Yield a scorer that runs a model without dropout and gradients; the model is restored afterwards.
 
-    Args:
-        model: possibly with adapters.
-        packed: isolate packed samples, by packtool's attention if the model has transformers' own.
+    With ``packed``, packed samples are isolated, by packtool's attention if the model has transformers' own.
     """
     base: Any = base_model(model)
     attention = base.config.get_text_config()._attn_implementation

@@ -46,11 +46,8 @@ class EvalResult:
 def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None = None) -> EvalResult:
     """Evaluate a model on caches; every process of a torchrun job calls this, and the first one writes the file.
 
-    Errors in options, caches and paths are raised before the model is loaded.
-
-    Args:
-        progress: used on the first rank only.
-        world: this process among the others; by default from torchrun's environment.
+    Errors in options, caches and paths are raised before the model is loaded. ``progress`` is used on the first rank
+    only; ``world`` is by default torchrun's.
     """
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     progress = progress if world.is_first else SilentProgress()

@@ -54,12 +54,10 @@ class CachedSource(Steps):
 
     @property
     def reader(self) -> CacheReader:
-        """The reader of all caches."""
         return self.inputs.for_training.reader
 
     @property
     def files(self) -> ModelFiles:
-        """Files of the model."""
         return self.inputs.for_training.files
 
     @property

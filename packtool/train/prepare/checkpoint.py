@@ -77,9 +77,7 @@ def crc_of(checkpoint: str, name: str) -> int:
 def find_damage(checkpoint: str, checksums: Checksums, *, only_model: bool = False) -> Iterator[str]:
     """Yield a sentence for each missing or changed file of a checkpoint.
 
-    Args:
-        checksums: of its files when it was finished; empty from an older packtool.
-        only_model: check only weights.
+    ``checksums`` are those of the finished checkpoint, empty from an older packtool. ``only_model``: only weights.
     """
     for name, (size, crc) in checksums.items():
         if only_model and not _WEIGHTS.fullmatch(name):
@@ -214,10 +212,8 @@ class RunState:
         data_since: the first step, 0-based, with the current data; 0 if they never changed.
         step: optimizer steps done.
         epoch, step_in_epoch: position of that step.
-        shares_prefixes: True if shared prefixes are computed once.
         schedule: settings by which Skrull assigns packs, or ``--samples-per-step``; empty without them.
         learning: the trained parts of the model, if they decide how packs are assigned.
-        master_weights: precision of the kept weights.
         shares_experts: True if ranks hold different experts.
         streaming: settings that decide the packs of a stream; empty for a run on caches.
         saved_at: seconds since 1970.
@@ -256,7 +252,6 @@ class RunState:
 
     @property
     def batch_shape(self) -> BatchShape:
-        """The ranks and micro-batches that the packs of a step are assigned to."""
         return BatchShape(self.world_size, self.gradient_accumulation_steps, self.per_device_train_batch_size)
 
     def needs_reassignment(self, saved: RunState) -> bool:
@@ -277,7 +272,6 @@ class RunState:
 
         Args:
             checkpoint: its name in the error.
-            saved: state of the checkpoint.
             data_may_change: fields that follow from the caches may differ (``FROM_DATA``).
             cache_differences: returns a line for each difference of the caches, for the error.
         """
@@ -453,8 +447,7 @@ def finished_checkpoints(output_dir: str) -> list[str]:
 def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None = None, keep: str | None = None) -> None:
     """Delete all but the newest ``limit`` finished checkpoints.
 
-    Args:
-        last_good: step after which weights may be NaN: the newest checkpoint up to there is kept, too.
+    Weights may be NaN after step ``last_good``: the newest checkpoint up to there is kept, too.
     """
     finished = finished_checkpoints(output_dir)
     good = [name for name in finished if last_good is not None and read_run_state(name).step <= last_good]

@@ -138,8 +138,7 @@ def with_costs(
 ) -> PlanOptions:
     """Add a model's FLOPs to the options, and for Skrull the speed of devices and links.
 
-    Args:
-        sequence_parallel_type: ``auto`` depends on model and hardware alone, so that every machine plans alike.
+    ``sequence_parallel_type`` ``auto`` depends on model and hardware alone, so that every machine plans alike.
     """
     options = dataclasses.replace(options, cost=cost_of(model, learning))
     if options.skrull is None:

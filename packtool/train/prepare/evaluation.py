@@ -133,8 +133,7 @@ def plan_of_samples(
     """Plan the micro-batches of an evaluation.
 
     Args:
-        max_tokens: of a micro-batch; a ConfigError if a sample alone has more.
-        max_samples: of a micro-batch.
+        max_tokens, max_samples: of a micro-batch; a ConfigError if a sample alone has more tokens.
         limit: take only the first ``limit`` samples.
         alignment: multiple of tokens that each sample is padded to.
     """

@@ -34,7 +34,6 @@ class StepFigures:
 
     Args:
         units: denominator of the loss: target tokens, or samples with ``--loss-reduction sample``.
-        tokens: of all samples.
         computed_tokens: of the packs, padding included: ``tokens`` over this is the fill.
         attended: sum of len^2 over samples.
         attended_dense: the same if every pack were one text.
@@ -109,8 +108,7 @@ class RankStep:
 class Steps(ABC):
     """The optimizer steps of one rank, from the first one to train.
 
-    Attributes:
-        ended: True once the step that was begun last is the last step of the run.
+    ``ended`` is True once the step that was begun last is the last step of the run.
     """
 
     ended = False
@@ -206,12 +204,10 @@ class RankTokens:
 
     @property
     def local_vision(self) -> int:
-        """Tokens of pictures and videos that this rank's vision tower computes."""
         return self.vision if self.num_local_vision_tokens is None else self.num_local_vision_tokens
 
     @property
     def local_audio(self) -> int:
-        """Tokens of sounds that this rank's audio tower computes."""
         return self.audio if self.num_local_audio_tokens is None else self.num_local_audio_tokens
 
     def within(self, computed: int) -> RankTokens:

@@ -38,10 +38,8 @@ def length_of_rows(config: TrainConfig, files: ModelFiles) -> int:
 def with_cache(config: TrainConfig, progress: Progress, check: Callable[[TrainConfig], None]) -> TrainConfig:
     """Replace the rows of a run by their cache, which is made if it does not exist; other runs stay unchanged.
 
-    One process of the machine makes the cache while the others wait; an interrupted export is resumed.
-
-    Args:
-        check: called before rows are read; raises errors that do not depend on them.
+    One process of the machine makes the cache while the others wait; an interrupted export is resumed. ``check`` is
+    called before rows are read, and raises errors that do not depend on them.
     """
     if not config.dataset or config.streaming:
         return config
@@ -79,8 +77,7 @@ def rows_fingerprint(
 ) -> str:
     """Fingerprint of an export: its options, the model, and each file's path, size and time.
 
-    Args:
-        with_times: include modification times of local files, which differ between machines.
+    ``with_times`` includes modification times of local files, which differ between machines.
     """
     identity = dataclasses.asdict(identity_of(export_config, files, media_encoding(files, export_config).limits))
     identity["spec"] = {name: value for name, value in identity["spec"].items() if name not in PATH_SETTINGS}

@@ -249,7 +249,6 @@ class RunRecord:
 
     Args:
         ledger: of all samples trained before this start.
-        segment: to add to the history.
         checkpoint: that the run resumes from, if any.
 
     Attributes:
@@ -381,7 +380,6 @@ class Replay:
 
     @property
     def reader(self) -> CacheReader:
-        """The reader of its caches."""
         return self.timeline.inputs.for_training.reader
 
     def occurrences(self, position: int) -> Iterator[tuple[int, int, int, int, int]]:

@@ -67,7 +67,6 @@ class Inputs:
         no_sharing_reason: message if prefixes could be shared, and are not.
         mixture: samples of an epoch; with stages, the samples of all stages; None without a recipe.
         stages: inputs of each stage of the recipe; empty without stages.
-        sequence_parallel_size: ranks that share a sequence.
         planner: equal inputs whose cached plans are reused; None to plan.
     """
 
@@ -186,7 +185,6 @@ class Inputs:
 
     @property
     def for_training(self) -> TrainInputs:
-        """Settings, model files and caches of a training run."""
         assert isinstance(self.config, TrainConfig), "the inputs of a training run"
         assert self.files is not None, "a model is trained"
         assert self.reader is not None, "checked with the settings"
@@ -277,7 +275,6 @@ class Inputs:
         return plan_epoch(self.lengths, self.targets, options, seed=seed, media_tokens=media_tokens).summary
 
     def _options_for(self, batch_shape: BatchShape) -> PlanOptions:
-        """The options of a plan for this number of ranks and micro-batches."""
         return dataclasses.replace(
             self.options,
             world_size=batch_shape.world_size,
@@ -288,8 +285,7 @@ class Inputs:
     def epoch_counts(self, epoch: int, trained: Int64Array | None = None) -> Int64Array:
         """Occurrences of each sample of the caches in an epoch, int64 (N,), including samples that are too long.
 
-        Args:
-            trained: how often the epoch trained each before the data changed, (N,); None without a change.
+        ``trained`` counts how often the epoch trained each before the data changed, (N,); None without a change.
         """
         trained = np.zeros(len(self.lengths), np.int64) if trained is None else trained
         return np.ones(len(trained), np.int64) if self.mixture is None else self.mixture.epoch_counts(epoch, trained)

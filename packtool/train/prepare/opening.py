@@ -127,8 +127,7 @@ def _choice(directory: str, manifest: Manifest, files: ModelFiles, loss_scale: s
 def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
     """Open the caches of a training run, check that they fit its model and options, and prepare their plans.
 
-    Args:
-        planned: inputs of ``packtool plan`` for this run, whose plans are reused if they would be the same.
+    Plans of ``planned``, the inputs of ``packtool plan`` for this run, are reused if they would be the same.
     """
     files = ModelFiles.load(config.model)
     directories, recipe = named_sources(config)

@@ -292,5 +292,4 @@ def _versions(output_dir: str) -> list[str]:
 
 
 def _number(folder: str) -> int:
-    """The number of a folder of ``--add-version``."""
     return int(os.path.basename(folder)[1:].partition("-")[0])

@@ -58,12 +58,10 @@ class Preview:
 
     @property
     def options(self) -> PlanOptions:
-        """The options of ``plan``."""
         return dataclasses.replace(self.first_inputs.options, world_size=self.plan.steps.world_size)
 
     @property
     def num_epochs(self) -> float:
-        """Epochs of the run."""
         config = self.inputs.config
         return config.max_steps / self.plan.steps.num_steps if config.max_steps else config.num_train_epochs
 

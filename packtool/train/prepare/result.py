@@ -39,13 +39,11 @@ class TrainResult:
         fill: true tokens over computed tokens, 0 to 1.
         steps, steps_without_packing: optimizer steps of the whole run.
         num_empty_micro_batches: zero-loss micro-batches of the whole run.
-        num_processes: data-parallel ranks.
         target_tokens: of the steps of this run, after resuming.
         seconds: between the first step and the last checkpoint.
         target_tokens_per_second: over all ranks.
         first_loss, last_loss: mean over the target tokens of the first and the last log line that has any.
         checkpoint: directory of the trained model or adapter.
-        resumed_from: checkpoint that this run resumed from.
         num_trainable_parameters, num_parameters: of the model with its adapters.
         streaming: True if rows were streamed; figures of samples then count those that were trained.
         num_shared_tokens: tokens that a streaming run saved by shared prefixes.

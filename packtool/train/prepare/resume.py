@@ -278,11 +278,7 @@ def change_lines(change: DataChange, sources: Sequence[SourceChange], steps_left
 def with_changed_data(
     ledger: Ledger, reader: CacheReader, epoch: EpochToResume, history: str
 ) -> tuple[Ledger, tuple[SourceChange, ...]]:
-    """Transfer the ledger of a checkpoint to changed caches.
-
-    Args:
-        reader: of the caches of the resumed run.
-        history: folder of the run's history.
+    """Transfer the ledger of a checkpoint to the changed caches of ``reader``.
 
     Returns:
         the ledger of these caches, with the change; and the change of each cache, removed ones last.
@@ -414,8 +410,7 @@ class ResumedState:
 def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inputs) -> ResumedState:
     """Check that a run may resume, and locate it in its timeline; a new run starts at step 0.
 
-    Args:
-        state: of a new run with these options and caches.
+    ``state`` is that of a new run with these options and caches.
     """
     saved, checkpoint = resume_point.before, resume_point.checkpoint
     config, _, reader = inputs.for_training

@@ -124,12 +124,10 @@ class Run:
 
     @property
     def timeline(self) -> Timeline | OpenTimeline:
-        """The steps of the run by number."""
         return self.source.timeline
 
     @property
     def caches(self) -> CachedSource:
-        """The source of a run on caches."""
         assert isinstance(self.source, CachedSource), "a run on caches"
         return self.source
 

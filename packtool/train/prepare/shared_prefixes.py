@@ -37,10 +37,7 @@ class SharedPrefixes:
     """Trees of samples with common prefixes.
 
     A sample adds to its tree the tokens after the prefix that it shares with the sample before it. Arrays (N,) are by
-    position in the caches.
-
-    Args:
-        prefixes: candidates of each sample, recorded at export.
+    position in the caches. ``prefixes`` are the candidates of each sample, recorded at export.
     """
 
     index: SplitIndex

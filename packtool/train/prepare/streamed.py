@@ -84,7 +84,6 @@ class StreamedSource:
 
     @property
     def logs_channels(self) -> bool:
-        """True if losses are logged by channel."""
         return self.config.enable_channel_loss
 
     def expected(self) -> dict[str, Any]:
@@ -367,7 +366,6 @@ class DropLog:
         self._kept = sum(sum(counts.values()) for counts in logged)
 
     def __call__(self, item: Dropped) -> None:
-        """Append a line."""
         self.firsts.setdefault(item.reason, item.summary)
         if not self._writes:
             return

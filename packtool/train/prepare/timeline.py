@@ -138,7 +138,6 @@ class Section:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of a full epoch."""
         return self.full.steps.num_steps
 
     @property
@@ -148,7 +147,6 @@ class Section:
         return num_steps if self.max_partial_steps is None else min(num_steps, self.max_partial_steps)
 
     def plan_of(self, epoch: int) -> EpochPlan:
-        """The plan of one of its epochs."""
         if self.partial_plan is not None and epoch == self.epoch:
             return self.partial_plan
         return self.inputs.plan_of(epoch, self.batch_shape)
@@ -225,12 +223,10 @@ class TrainedStage:
 
     @property
     def first(self) -> int:
-        """Its first step."""
         return self.sections[0].first
 
     @property
     def inputs(self) -> Inputs:
-        """The inputs of its plans."""
         return self.sections[0].inputs
 
     @property

@@ -1,14 +1,8 @@
 """Checks that packed samples give the same outputs as unpacked ones.
 
-*isolation*: changes the tokens and media of one sample; no other sample's logits may change.
-*prefixes*: changes a prefix that several samples share; their logits must equal those of each sample alone with the
-same change.
-*logits*, *loss*, *gradients*: compares those of the pack with those of each sample alone, which transformers computes
-with its own attention and recurrent layers.
-
 Isolation is the strictest check: the pack keeps its shape, so the other samples' logits should not differ in the last
-bit. Packed and unpacked outputs differ by rounding, more so in 16 bits. Training runs the cheap checks before its first
-step.
+bit. The other checks compare with each sample alone, which transformers computes with its own attention and recurrent
+layers; such outputs differ by rounding, more so in 16 bits.
 """
 
 from __future__ import annotations
@@ -75,7 +69,6 @@ class PackUnderTest:
     Args:
         model: possibly with adapters.
         samples: at least two.
-        dtype: of the model's computation.
         parallel: the ranks over which the pack is split; all of them call the same methods.
         some_local: compute two of three samples on a single rank, as Skrull does.
         min_shared: minimum tokens of a shared prefix that is computed once; None shares no prefix.
@@ -182,8 +175,7 @@ class PackUnderTest:
     def logits_alone(self, number: int, changed: Node | None = None) -> Tensor:
         """Return logits of an unpacked sample at its checked positions, float32 (P, vocabulary) on the CPU.
 
-        Args:
-            changed: a node of the sample to change first, in the same way as ``with_change``.
+        ``changed`` is a node of the sample to change first, in the same way as ``with_change``.
         """
         batch = self.alone[number]
         if changed is not None:
@@ -255,11 +247,7 @@ class PackUnderTest:
     def _negate_media(
         self, media: Mapping[str, Tensor], pieces: Sequence[EncodedSample], number: int
     ) -> dict[str, Tensor]:
-        """Return the inputs of the towers with the media of ``pieces[number]`` negated.
-
-        Args:
-            pieces: samples, or stretches of samples, in the order of their media in the inputs.
-        """
+        """Return inputs of towers with the media of ``pieces[number]`` negated; pieces are in the order of media."""
         negated = dict(media)
         for name, tensor in media.items():
             shapes = [_tower_input_shape(piece, name, self.spec) for piece in pieces]
@@ -319,7 +307,6 @@ class Check:
     Args:
         name: ``isolation``, ``prefixes``, ``logits``, ``loss`` or ``gradients``; ``losses`` or ``weights`` of a
             trajectory.
-        error: the largest error.
         allowed: the largest error that rounding explains.
         where: description of the sample, node or parameter with the largest error, for messages.
     """
@@ -428,10 +415,8 @@ def check_gradients(pack: PackUnderTest, max_samples: int = 8) -> Check:
     """Compare the gradients of the pack's loss with the sum of the gradients of each sample alone.
 
     Adds the gradients of the samples, subtracts those of the pack, and takes the rest as the error. Needs memory for
-    one more copy of the weights, and overwrites the model's gradients.
-
-    Args:
-        max_samples: maximum number of samples in the pack: in 16 bits, rounding of many sums would hide a leak.
+    one more copy of the weights, and overwrites the model's gradients. Uses at most ``max_samples`` samples: in 16
+    bits, rounding of many sums would hide a leak.
     """
     pack = pack.limited_to(max_samples)
     pack.model.zero_grad(set_to_none=True)
@@ -452,7 +437,6 @@ def check_gradients(pack: PackUnderTest, max_samples: int = 8) -> Check:
 
 
 def _gradient_norms(model: nn.Module) -> dict[str, float]:
-    """Return the norms of the gradients of a model's parameters, by name."""
     return {name: float(p.grad.float().norm()) for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -492,11 +476,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 def verify_before_training(
     run: Run, model: nn.Module, spec: InputSpec, parallel: SequenceParallel | None, progress: Progress
 ) -> None:
-    """Run the cheap checks on a few samples before the first step; raise a MismatchError if one fails.
-
-    Args:
-        model: the model to train, not yet wrapped for several processes.
-    """
+    """Run the cheap checks before the first step, on a model not yet wrapped; raise a MismatchError if one fails."""
     config, on_gpu = run.config, torch.cuda.is_available()
     if not (config.removes_padding and config.verify_packing):
         return

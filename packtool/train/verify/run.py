@@ -89,10 +89,7 @@ class VerifyReport:
 def verify(config: VerifyConfig, progress: Progress | None = None, world: World | None = None) -> VerifyReport:
     """Compare packed with unpacked samples; failed checks are reported, not raised.
 
-    With sequence parallelism, all processes that split a sequence call this.
-
-    Args:
-        world: this process among the others; by default from torchrun's environment.
+    With sequence parallelism, all processes that split a sequence call this; ``world`` is by default torchrun's.
     """
     begin, progress = time.perf_counter(), progress or SilentProgress()
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
@@ -184,7 +181,6 @@ def _verify_trajectory(
     steps = plan_steps(config, _capacity(config, reader), reader)
 
     def load() -> PreTrainedModel:
-        """Load the model with packed attention."""
         model = load_model(config.model, spec.config, dtype=torch.float32, packing=True, attn_impl=config.attn_impl)
         return model.to(device)  # type: ignore[arg-type]  # to is overloaded
 

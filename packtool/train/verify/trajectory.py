@@ -58,7 +58,6 @@ class TrainedStep:
 
     Args:
         step: 1-based.
-        num_samples, num_targets, num_packs: counts; targets are target tokens.
         packed, unpacked: mean loss over the target tokens before the weights are updated.
     """
 
