@@ -24,8 +24,6 @@ class SkippedSample:
     """A sample whose media could not be loaded, left out by ``--on-bad-media skip``.
 
     Args:
-        source, row: its origin.
-        message: of the error.
         num_target_tokens: labels that the loss lacks.
         sample: its position in the caches; None in a stream.
     """
@@ -53,9 +51,7 @@ class Batch(Movable):
         loss_weights: float32 (B, T), of each label, shifted like them, or None if all weigh 1.
         channels: of each document or row, a filler's is None; see ``TreeBatch`` for its own.
         num_samples: samples in it, without fillers.
-        skipped: samples that should be in it and could not be loaded.
         num_padding: tokens of a filler document that pads the row to a multiple, for compiled layers.
-        media_reads: reads of the media cache for it.
     """
 
     input_ids: Tensor
@@ -164,7 +160,6 @@ class TreeBatch(PackedBatch):
         key_lengths: the S lengths of the documents' keys, on the host.
         channels: the C different channels of the samples, as a document may belong to samples of several.
         target_counts: int64 (C, N), the number of labels of the samples of each channel that each target stands for.
-        num_sample_targets: their sum: the labels of the samples.
         sample_ends: the last document of each sample.
     """
 
@@ -199,7 +194,6 @@ class ShardedBatch(Batch):
     """One rank's part, T tokens, of a packed sequence that several ranks share.
 
     Args:
-        shard: the part as attention needs it.
         index: int64 (T,), position of each token in the complete sequence.
         lengths: of all documents of the complete sequence, with the padding of sharded ones, fillers last.
     """

@@ -88,7 +88,6 @@ def collate_padded(
 
     Args:
         samples: without any, the micro-batch has only filler rows, with zero loss.
-        spec, towers: as for ``collate_packs``.
     """
     check_placeholders(samples, spec)
     rows, media, _ = _load_with_fillers(samples, spec, towers)
@@ -127,10 +126,7 @@ def batch_fields(
     *,
     exchanges_features: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields that all classes of ``Batch`` have in common, from the tokens (T,) or (B, T) of a micro-batch.
-
-    ``exchanges_features``: ranks share the sequence, and send each other the features of its media.
-    """
+    """Return the fields that all classes of ``Batch`` share, from the tokens (T,) or (B, T) of a micro-batch."""
     ids, targets = _as_rows(input_ids), _as_rows(labels)
     return {
         "input_ids": ids,
@@ -284,7 +280,6 @@ def collate_tree(
     The cost: attention gathers keys and values of all complete samples, one layer at a time.
 
     Args:
-        samples, spec, towers, pad_to_multiple_of: as for ``collate_packs``.
         min_shared: minimum length of a shared prefix in tokens.
 
     Returns:

@@ -156,11 +156,6 @@ def _load_rank_media(
     """Load the inputs of this rank's towers; return them with the routes of their features by kind of medium.
 
     A tower that runs without media of this rank gets a blank image or silence, whose features are not sent.
-
-    Args:
-        ranks: of the documents, or ``SHARDED``.
-        tokens_by_rank: as ``assign_tokens`` returns them.
-        towers: that run even if the sequence has no media for them.
     """
     if not spec.has_vision:
         return {}, {}

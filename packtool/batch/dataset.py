@@ -50,15 +50,12 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
 
     Args:
         read: reads a sample, given an element of ``MicroBatch.samples``.
-        spec: the model they are collated for.
         packing: False pads one sample per row instead.
-        skip_bad_media: leave out samples whose media cannot be loaded.
         splits: how sequences are split, and this rank's part, by sequence parallel size; the first is the default of
             micro-batches. Size 1 needs no entry.
         required_towers: towers that run in every micro-batch; by default all. Others run if any rank has media for
             them.
         min_shared: minimum length in tokens of a common prefix that is computed once; None shares no prefixes.
-        pad_to_multiple_of: pads packed sequences to a multiple; see ``collate_packs``.
     """
 
     def __init__(

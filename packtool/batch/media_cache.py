@@ -57,7 +57,6 @@ class MediaReads:
     """Hits and misses of a media cache.
 
     Args:
-        hits, misses: media found in the cache, and media that were decoded.
         problem: reason why media could not be stored although there was room.
     """
 

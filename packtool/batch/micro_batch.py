@@ -46,7 +46,6 @@ class PlannedEpoch:
         has_media: for each tower, whether each sample has media for it, bool (N,) by position in the cache, or None if
             any sample may. Without ``has_media`` the ``towers`` of micro-batches are None (unknown).
         read_again: whether the next epoch contains each sample too, bool (N,); None for all.
-        sequence_parallel_size: of each micro-batch; None for the run's default.
     """
 
     def __init__(

@@ -42,9 +42,6 @@ class MediaNumbers:
 
     Files are read only if two media of equal size have different paths: first pieces of both, then both completely if
     the pieces are equal. Media that cannot be read are equal only if their paths are.
-
-    Args:
-        policy: media access policy.
     """
 
     def __init__(self, policy: MediaPolicy) -> None:
@@ -132,7 +129,6 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
     The cost: each sample is compared with one other for each prefix that it shares.
 
     Args:
-        spec: the model they are for.
         min_shared: minimum length of a shared prefix in tokens, counted from the samples' beginning.
 
     Returns:
@@ -190,9 +186,6 @@ def _prefix_end(samples: Sequence[EncodedSample], can_end: npt.NDArray[np.bool_]
 
 def _symbols(sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
     """Return a sample's tokens as symbols that are equal for equal inputs, and the lengths at which a prefix may end.
-
-    Args:
-        numbers: the same for all samples that are compared.
 
     Returns:
         int64 (L,): token ids, but for placeholder tokens a negative number that identifies the content of their medium.

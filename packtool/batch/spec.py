@@ -36,8 +36,6 @@ class InputSpec:
         config: the model's configuration; of an Omni model its thinker's.
         limits: bounds on media that the cache was exported with.
         loss_reduction: ``sample`` weights labels so that each sample's mean counts once.
-        media_policy: media access policy.
-        media_cache: cache of resized pictures and frames; None for none.
     """
 
     model: str
@@ -62,9 +60,6 @@ class InputSpec:
 
     def keeping_media(self, options: MediaCacheOptions, name: str) -> InputSpec:
         """This specification with the media cache of the options, if any.
-
-        Args:
-            name: the fingerprint of the caches that are read.
 
         Raises:
             ConfigError: if it is not a directory, or the model's media cannot be cached.

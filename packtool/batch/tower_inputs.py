@@ -70,7 +70,6 @@ def tower_inputs(
     """Make the inputs of each tower that has media.
 
     Args:
-        media: as in ``Batch.media``.
         input_ids: int64 (B, T), of the micro-batch.
         exchanges_features: ranks share the sequence, and send each other the features of its media.
 

@@ -109,10 +109,7 @@ def _converted(value: Any, allowed: tuple[Any, ...]) -> Any:
 
 
 def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtype, on_gpu: bool) -> TrainingArguments:
-    """Return the Trainer's arguments, for which a step is one batch and the run one epoch; check optimizer and reports.
-
-    ``num_steps`` are those of the whole run, and ``dtype`` is that of the computation.
-    """
+    """Return the Trainer's arguments, for which a step is a batch and the run an epoch; check optimizer and reports."""
     # Options with the same name in TrainingArguments.
     same = ("weight_decay", "lr_scheduler_type", "max_grad_norm", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")
     fields: dict[str, Any] = {
@@ -297,10 +294,7 @@ def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[s
 
 
 def estimate_run(run: Run, model: nn.Module, spec: InputSpec, dtype: torch.dtype) -> MemoryEstimate:
-    """Return the largest estimate of a rank's memory over all configurations of steps (several with stages).
-
-    The model is made trainable, on any device.
-    """
+    """Return the largest estimate of a rank's memory over all configurations of steps (several with stages)."""
     estimates = [
         estimate_memory(
             config,

@@ -21,6 +21,7 @@ from packtool.batch.spec import InputSpec
 from packtool.cache.lock import DirectoryLock
 from packtool.errors import ConfigError
 from packtool.launch.world import all_gather_objects
+from packtool.planning.mixture import share_figures
 from packtool.progress import Progress
 from packtool.train.loop.checks import check_ranks_agree, estimate_run, training_arguments
 from packtool.train.loop.log import Report
@@ -51,12 +52,7 @@ _MAX_SHOWN = 20
 def execute(
     run: Run, spec: InputSpec, result: TrainResult, progress: Progress, lock: DirectoryLock | None
 ) -> TrainResult:
-    """Load the model, check it, train, and write ``result``, completed with the figures of training.
-
-    Args:
-        result: the planned figures.
-        lock: of the output directory; None on all but the first rank.
-    """
+    """Load the model, check it, train, and write ``result``, completed with the figures of training."""
     run = run.with_config(dataloader_num_workers=workers_of(run))
     with quiet_transformers():
         trainer, callback = _make_trainer(run, spec, progress, lock)
@@ -84,7 +80,7 @@ def execute(
     result = dataclasses.replace(
         result,
         num_skipped=_report_skipped(trainer, progress),
-        sources=trainer.trained_shares,
+        sources=share_figures(trainer.meter.sources),
         output_dir=config.output_dir,
         steps=steps,
         seconds=seconds,

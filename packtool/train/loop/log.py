@@ -288,11 +288,6 @@ def is_far_above(value: float, previous: Sequence[float], min_sigma: float) -> b
     standard deviation around the mean, use absolute deviation around the median", take three). A previous value is
     similar if it is at least 70 % as far above the median. With three similar values there is no outlier: a source may
     be harder than the others, or the run has reached another level. With fewer than 20 previous values there is none.
-
-    Args:
-        value: of a log line.
-        previous: values of the previous lines.
-        min_sigma: lower bound of the standard deviation.
     """
     if len(previous) < _MIN_LINES:
         return False

@@ -109,7 +109,6 @@ class LoadingTimes:
         return sentences
 
     def _shown_workers(self) -> Sequence[int]:
-        """Return the numbers of workers whose waiting times are shown."""
         return sorted({0, 1, self.workers // 2, self.workers})
 
 

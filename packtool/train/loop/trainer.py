@@ -41,7 +41,6 @@ from packtool.batch.spec import InputSpec
 from packtool.cache.evaluation_file import plain_json
 from packtool.config.train import TrainConfig
 from packtool.launch.world import World, all_gather_objects
-from packtool.planning.mixture import share_figures
 from packtool.train.evaluate.per_sample import evaluate
 from packtool.train.loop.checks import refused_by_transformers
 from packtool.train.loop.log import Meter
@@ -199,7 +198,6 @@ class EmbeddingNoise:
 
     Args:
         model: bare, or inside an adapter; not yet wrapped for several processes.
-        alpha: NEFTune's.
 
     Attributes:
         batch: the micro-batch that the model runs on; None for no noise.
@@ -289,7 +287,6 @@ class PackTrainer(Trainer):
 
     Attributes:
         skipped: (step, sample) of this rank's samples whose media could not be loaded; steps are 0-based.
-        meter: measurements for log lines.
     """
 
     def __init__(
@@ -447,11 +444,6 @@ class PackTrainer(Trainer):
             self.meter.end_log()
         # trainer_state.json contains these lines, and JSON has no NaN or Infinity.
         self.state.log_history[-1] = plain_json(self.state.log_history[-1])
-
-    @property
-    def trained_shares(self) -> dict[str, dict[str, float]]:
-        """Figures of each mixture source, over the steps that this process trained."""
-        return share_figures(self.meter.sources)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return 0, because the Trainer's estimate needs a batch of its own format."""

@@ -105,14 +105,12 @@ class StepWatch:
     nothing of it was stored. Only ``skip`` waits at once, because it must prevent the update.
 
     Args:
-        signals: recorder of this process.
         sample_names: returns a function from the number of a micro-batch in the current step to its samples' names,
             which stays valid during later steps.
 
     Attributes:
         stopped_by: number of the signal that ends the run, 0 for none.
         skipped_steps: numbers of skipped steps since the last checkpoint, 0-based.
-        num_bad: number of bad steps so far.
         last_good: number of completed steps before the first bad update; None while there was no bad update.
     """
 
@@ -195,10 +193,7 @@ class StepWatch:
         return True
 
     def end_step(self, state: TrainerState, control: TrainerControl, *, is_evaluated: bool) -> None:
-        """Settle a step before it is logged, saved or evaluated; after a stop signal, request a checkpoint and the end.
-
-        ``is_evaluated`` says whether an evaluation follows this step.
-        """
+        """Settle a step before anything of it is stored; after a stop signal, request a checkpoint and the end."""
         is_stored = control.should_log or control.should_save or control.should_training_stop or is_evaluated
         if self.stopped_by or is_stored:
             self.settle()
@@ -208,10 +203,7 @@ class StepWatch:
             control.should_save = control.should_training_stop = control.should_log = True
 
     def raise_if_stopped(self, step: int, num_steps: int, checkpoint: str) -> None:
-        """Raise a StoppedError if a signal ended the run before its last step; only the first rank's has a message.
-
-        ``step`` is the number of trained steps, and ``checkpoint`` the last one saved.
-        """
+        """Raise a StoppedError if a signal ended the run before its last step; only the first rank's has a message."""
         if not self.stopped_by or step >= num_steps:
             return
         if not self.world.is_first:

@@ -56,7 +56,6 @@ class Proposal:
 
     Args:
         micro_batches: those of a rank that may need most memory.
-        axes: how ranks share sequences.
         fill: share of the packs' capacity that samples fill.
         num_steps, tokens, seconds: of an epoch.
         memory: of a rank; None before it is traced.
@@ -146,7 +145,6 @@ class Fit:
 
     Attributes:
         proposals: settings that fit, the fastest first.
-        num_settings: number of all settings.
         num_tried: number of settings whose memory was compared with the budget.
         budget: bytes of a GPU that a run may use.
     """

@@ -120,7 +120,6 @@ def load_model(
     Args:
         model: directory or hub name of the checkpoint.
         config: of the model; not changed.
-        dtype: precision of the weights in memory.
         packing: replace the attention of the language model by packed attention.
         attn_impl: kernel of the packed attention; ``auto`` chooses one.
         parallel: ranks that share each sequence; None without sequence parallelism.
@@ -212,8 +211,6 @@ def build_model(
     run: Run, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None, progress: Progress
 ) -> tuple[PreTrainedModel | PeftModel, SavedPrecision, dict[str, str]]:
     """Load the model that a run trains, make it trainable, and compile its layers if requested.
-
-    ``dtype`` is that of the computation.
 
     Returns:
         the model, bare or inside a LoRA adapter; the precision of its weights in checkpoints; and tensors of the base

@@ -66,7 +66,6 @@ class MemoryEstimate:
         activations: traced peak of a forward and backward pass of one micro-batch; None if the model cannot be traced.
         gathered: unsharded weights and gradients that exist at a time with FSDP or ZeRO-3.
         buckets: copies of gradients that data-parallel ranks exchange without sharding.
-        num_tokens: of the micro-batch.
         num_parameters, num_trainable: of the model, before sharding.
     """
 
@@ -118,7 +117,6 @@ def estimate_memory(
     Args:
         model: made trainable, on any device; for its weights.
         model_config: for tracing a copy of the model.
-        dtype: of the computation.
         micro_batches: those that may need most memory; by default the longest one, text only.
         trace: returns the bytes of a pass; by default ``traced_pass_bytes``.
     """
@@ -129,11 +127,8 @@ def estimate_memory(
     # First the bytes without quantization, also if the model is already quantized; then minus the saved bytes.
     weight_bytes = torch.float32.itemsize if config.torch_dtype == "float32" else dtype.itemsize
     added = sum(full_size(layer.weight) * (weight_bytes - layer.weight.element_size()) for layer in quantized)
-    total_weight_bytes = (
-        sum(size.num_elements * size.element_bytes for size in sizes)
-        + added
-        - saved_bytes(quantized, config, weight_bytes)
-    )
+    total_weight_bytes = sum(size.num_elements * size.element_bytes for size in sizes) + added
+    total_weight_bytes -= saved_bytes(quantized, config, weight_bytes)
     # A quantized layer is dequantized while it computes.
     dequantized = max((full_size(layer.weight) for layer in quantized), default=0) * dtype.itemsize
     # Sharded are with stage 1 optimizer states, 2 also gradients, 3 also weights.
@@ -263,7 +258,6 @@ class CachedTracer:
     def __call__(
         self, config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
     ) -> int:
-        """Return the peak bytes of a pass."""
         traces, key = self._of(config, dtype), (tokens, dataclasses.replace(axes, reason=""))
         if key not in traces:
             traces[key] = traced_pass_bytes(config, model_config, dtype, tokens, axes)
@@ -287,7 +281,6 @@ class CachedTracer:
         return max(smaller, default=0)
 
     def _of(self, config: TrainConfig, dtype: torch.dtype) -> dict[tuple[RankTokens, Axes], int]:
-        """Return the traces so far of all settings with the same passes."""
         fsdp = ("full_shard",) if config.fsdp or config.deepspeed else ()
         relevant = dataclasses.replace(
             config, packing_length=None, sequence_parallel_size=None, fsdp=fsdp, deepspeed=None
@@ -341,10 +334,9 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
             "Give a number of tokens, as in --bucket-size 8192.",
         )
     dtype = resolve_dtype(model, config, on_gpu=on_gpu)
-    if config.hardware is not None:
-        usable_bytes = read_hardware(config.hardware).memory_gb * 1e9 * Constants().usable_memory
-    else:
-        usable_bytes = device_bytes(on_gpu=on_gpu) * Constants().usable_memory
+    hardware = None if config.hardware is None else read_hardware(config.hardware)
+    total_bytes = device_bytes(on_gpu=on_gpu) if hardware is None else hardware.memory_gb * 1e9
+    usable_bytes = total_bytes * Constants().usable_memory
     empty_model = model_without_weights(config, model, dtype)
     # The longest sample decides how ranks share sequences.
     lengths = np.array([config.max_length or _LONG])

@@ -31,14 +31,7 @@ from packtool.train.prepare.trained import TrainedModel, describe_non_adapter
 
 @dataclass(frozen=True)
 class MergeResult:
-    """Result of merging an adapter.
-
-    Args:
-        output: directory of the merged model.
-        base_model, adapter: directories of its sources.
-        num_merged: number of modules whose weights have changed.
-        dtype: precision of the weights.
-    """
+    """Result of merging an adapter: ``num_merged`` modules have changed weights, stored in ``dtype``."""
 
     output: str
     base_model: str

@@ -85,10 +85,7 @@ def raise_to_masters(model: nn.Module) -> None:
 
 
 def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved: torch.dtype) -> Iterator[str]:
-    """Describe the precision of a run's weights in memory, in the computation and in checkpoints, in one line.
-
-    ``dtype`` is that of the computation, and ``saved`` that of the original checkpoint.
-    """
+    """Describe the precision of a run's weights in memory, in the computation and in checkpoints, in one line."""
     trained_dtypes = {str(parameter.dtype)[6:] for parameter in model.parameters() if parameter.requires_grad}
     frozen = {str(parameter.dtype)[6:] for parameter in model.parameters() if not parameter.requires_grad}
     frozen -= {"int8", "uint8"}  # quantized weights have a line of their own

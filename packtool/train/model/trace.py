@@ -136,11 +136,9 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     num_ranks = axes.ring_size * axes.ulysses_size
     if num_ranks > 1:
         # With gathered keys, the first rank copies most, because its last chunk attends to nearly all others.
-        split = SequenceSplit(
-            axes.ring_size, axes.ulysses_size, 0 if axes.kv_exchange == "allgather" else num_ranks - 1
-        )
-        routes = _traced_routes(tokens, num_ranks)
-        shard = SequenceShard(split, (), (num_tokens * num_ranks,), routes)
+        rank = 0 if axes.kv_exchange == "allgather" else num_ranks - 1
+        split = SequenceSplit(axes.ring_size, axes.ulysses_size, rank)
+        shard = SequenceShard(split, (), (num_tokens * num_ranks,), _traced_routes(tokens, num_ranks))
         return ShardedBatch(**fields, shard=shard, index=torch.arange(num_tokens), lengths=shard.sharded_lengths)
     fields |= {"cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32), "lengths": (num_tokens,)}
     if not tokens.keys:
