@@ -55,14 +55,7 @@ _MEDIA = ("images", "videos", "audios")
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """S samples that are concatenated to L tokens.
-
-    Args:
-        number: of the pack in the plan.
-        positions_in_cache: of the samples, int64 (S,).
-        samples: in the order of the pack.
-        spec: inputs of the model.
-    """
+    """S samples, at ``positions_in_cache`` (S,), that are concatenated to L tokens; ``number`` is that in the plan."""
 
     number: int
     positions_in_cache: npt.NDArray[np.int64]
@@ -177,12 +170,7 @@ def _megatron_row(pack: Pack) -> dict[str, Any]:
 
 
 class TableFile:
-    """Writer of an Arrow or Parquet file with a row for each pack.
-
-    Args:
-        make_row: returns the columns of a pack.
-        group_size: rows that are written, and later read, together.
-    """
+    """Writer of an Arrow or Parquet file with a row for each pack; readers load ``group_size`` rows at once."""
 
     def __init__(
         self,
@@ -222,9 +210,7 @@ class TarFile:
 
     As in WebDataset, files of one pack have the same name up to the first dot: ``000000007.json``,
     ``000000007.image0.jpg``. The document refers to a media file by the part of its name after the first dot.
-
-    Args:
-        is_indexed: also write a file with the offsets of the packs, for Megatron Energon.
+    With ``is_indexed``, a companion file has the offsets of the packs, for Megatron Energon.
     """
 
     def __init__(self, sink: HashingSink, is_indexed: bool) -> None:
@@ -286,11 +272,7 @@ def _extract_files(kind: str, media: Sequence[dict[str, Any]]) -> Iterator[tuple
 
 @dataclass(frozen=True)
 class PacksSummary:
-    """Figures of the written packs.
-
-    Args:
-        filtered: samples of the caches that are not in the packs: too long, or missing in ``--plan``.
-    """
+    """Figures of the written packs; ``filtered`` samples are in none: too long, or missing in ``--plan``."""
 
     output_dir: str
     format: str

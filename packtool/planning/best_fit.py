@@ -421,9 +421,8 @@ def pack_histogram(
 
     Best-fit decreasing (Johnson, Demers, Ullman, Garey, Graham 1974, "Worst-case performance bounds for simple
     one-dimensional packing algorithms") needs at most 11/9 of the fewest possible packs + 4. Where it needs over 0.01 %
-    more than the lower bound, exact fit is tried, too. Groups of equal samples are packed; the sample for each slot,
-    and the order of packs, are then drawn from ``seed`` and ``epoch``. Where most lengths are rare, the packers
-    themselves are randomized. The number of packs depends on the lengths only, so every epoch has equally many.
+    more than the lower bound, exact fit is tried, too. The sample for each slot, and the order of packs, are drawn
+    from ``seed`` and ``epoch``. The number of packs depends on the lengths only, so every epoch has equally many.
 
     Cost: O(N log N) to sort N integers, and some 30,000 group steps for 10,000 distinct lengths. Peak memory: 30 bytes
     a sample at four samples a pack and 55 at one, of which 14 and 20 remain in the plan.

@@ -5,8 +5,7 @@
     used     9870         4091           5       one budget used up, nearly all of the other
 
 Vector packing is hard even to approximate; it helps to keep each pack on the diagonal: a pack with little space left
-for media takes text, one with little space for text takes media. Samples are sorted into classes by their share of
-media tokens, and a pack takes from the class that comes nearest to the share it has left.
+for media takes text, one with little space for text takes media.
 """
 
 from __future__ import annotations

@@ -166,11 +166,9 @@ class CostModel:
 
 
 class _PartFlops(NamedTuple):
-    """FLOPs of a part of a model for each unit, such as a token.
+    """FLOPs of a part of a model for each unit, such as a token, of squared lengths, and of ``window_squares``.
 
-    Args:
-        per_square: additional FLOPs per unit of the sum of squared lengths; ``per_window`` of ``window_squares``.
-        has_gradient: gradients flow back to the part's output.
+    ``has_gradient``: gradients flow back to the part's output.
     """
 
     per_unit: float

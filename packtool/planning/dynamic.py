@@ -216,14 +216,13 @@ class EvaluationPlan:
     """Micro-batches of an evaluation; ``batches.inverse`` restores the order of the samples from results rank by rank.
 
     Samples are divided into consecutive windows of a thousand or more, so that reading stays local; in each window
-    ``assign_by_tokens`` makes micro-batches. Samples with shared prefixes are placed tree by tree, by the tokens
-    computed for each.
+    ``assign_by_tokens`` makes micro-batches.
 
     Args:
         lengths: (K,), tokens of the samples, in their order.
         max_tokens, max_samples: of a micro-batch, including alignment padding.
         alignment: each sample is padded to a multiple of it.
-        trees: groups of samples with shared prefixes, each of which is in one micro-batch.
+        trees: groups of samples with shared prefixes, each in one micro-batch and of as many tokens as are computed.
     """
 
     lengths: IntArray

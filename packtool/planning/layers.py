@@ -35,7 +35,6 @@ class ModuleCost:
     """A module and its forward work for one unit of its part.
 
     Args:
-        name: of the module, or of the tensor.
         times: number of uses for a unit.
         shares_input: its input is that of the module before.
         layer: number of its layer; None outside of layers.
@@ -131,11 +130,9 @@ _ADAPTABLE = "linear", "convolution", "no_product"  # by a regular expression; n
 
 @dataclass(frozen=True)
 class Trainable:
-    """Training of a module.
+    """Training of a module's weights: of all, of an adapter, or of none.
 
-    Args:
-        weights: all are trained, an adapter is, or none.
-        any: any parameter of it is trained, even a bias alone: gradients flow back to its output.
+    ``any`` parameter of it is trained, even a bias alone: gradients flow back to its output.
     """
 
     weights: Literal["full", "lora", "frozen"] = "frozen"
@@ -423,10 +420,8 @@ def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[ModuleC
     is_omni = "audio_config" in config
     # One merger reads the last layer; Qwen3's "deepstack" has further ones for earlier layers.
     list_name = "merger_list" if is_omni else "deepstack_merger_list"
-    names = ["merger"]
-    for number, layer in enumerate(vision.get("deepstack_visual_indexes") or ()):
-        if int(layer) < depth:
-            names.append(f"{list_name}.{number}")
+    earlier_layers = map(int, vision.get("deepstack_visual_indexes") or ())
+    names = ["merger", *(f"{list_name}.{number}" for number, layer in enumerate(earlier_layers) if layer < depth)]
     up, down, norm = "linear_fc1", "linear_fc2", "norm"
     if is_omni or "num_position_embeddings" not in vision:
         up, down, norm = "mlp.0", "mlp.2", "ln_q"

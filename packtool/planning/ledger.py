@@ -23,8 +23,6 @@ import numpy.typing as npt
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.pack_plan import Int64Array, IntArray
 
-Plane = npt.NDArray[np.uint8]
-
 
 @dataclass(frozen=True, eq=False)
 class RowCounts:
@@ -35,7 +33,7 @@ class RowCounts:
     """
 
     num: int
-    planes: tuple[Plane, ...] = ()
+    planes: tuple[npt.NDArray[np.uint8], ...] = ()
 
     @classmethod
     def of(cls, counts: IntArray | npt.NDArray[np.bool_]) -> RowCounts:
@@ -118,7 +116,6 @@ class SourceLedger:
 
     @property
     def num(self) -> int:
-        """Samples of the cache, N."""
         return self.epoch.num
 
     @property

@@ -9,8 +9,7 @@ one of them or *sharded* over all. A rank holds at most C tokens at a time (the 
 
 Assignment is deterministic; ties go to the earlier sequence and the lower rank. ``docs/how-it-works.md`` explains the
 steps and the differences from the paper. Placements are compared by estimated time (``cost.StepTime``), so no
-data-parallel rank is slower than with all its sequences sharded. Micro-batches run heaviest first, so that those which
-run at the same time on different ranks are alike.
+data-parallel rank is slower than with all its sequences sharded.
 
 Cost: O(n log n) for n sequences of a step, and O(n (n + N)) at worst, mostly O(n N), for each number of micro-batches.
 """
@@ -40,9 +39,8 @@ SHARDED = -1
 class PlacedMicroBatch(NamedTuple):
     """Sequences that the N ranks of a micro-batch compute at once.
 
-    Args:
-        samples: positions in the step's lengths, by ascending length.
-        placement: for each sample, ``SHARDED`` or the sequence parallel rank that it is local to.
+    ``samples`` are positions in the step's lengths, the shortest first; ``placement`` is the rank that each is
+    local to, or ``SHARDED``.
     """
 
     samples: list[int]

@@ -18,12 +18,9 @@ from packtool.planning.towers import TowerWork, shared_tower_costs
 
 @dataclass(frozen=True)
 class BalanceFigures:
-    """Work of the slowest rank divided by the mean rank's, 1 or more, of each step: 1 is even.
+    """Work of the slowest rank divided by the mean rank's, 1 or more, of each step, (S,): 1 is even.
 
-    Args:
-        steps_before: (S,), if packs were assigned to ranks in turn.
-        steps: (S,), as planned.
-        flops: of all packs, forward and backward.
+    ``steps_before`` is for packs assigned to ranks in turn; ``flops`` are of all packs, forward and backward.
     """
 
     steps_before: Costs = field(compare=False)
@@ -117,7 +114,6 @@ class PlanSummary:
         num_target_tokens: labels that carry loss among them.
         longest: tokens of the longest sample in the plan, including its shared prefix.
         num_packs: packs; without packing, padded rows; with Skrull the packs before they are divided into samples.
-        lower_bound: minimum number of packs of ``packing_length`` for the tokens.
         fill: true tokens divided by all tokens computed, 0 to 1. With packing, by ``num_packs * packing_length``;
             without, by the tokens of batches padded to their longest rows. Dynamic batches have no padding, and with
             Skrull only sharded samples have some.

@@ -192,7 +192,6 @@ class Timing:
 
     @cached_property
     def _starts_and_ends(self) -> tuple[Seconds, Seconds]:
-        """(C,) start of each micro-batch in its step, and (S, W) end of each device's last micro-batch."""
         plan = self.schedule
         free = np.zeros((plan.num_steps, plan.num_devices))
         starts = np.zeros(plan.num_micro_batches)
@@ -244,10 +243,7 @@ class Machine:
     zero_stage: int = 2
 
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
-        """Compute times and memory of each rank's micro-batches; ``targets``, (K,), are labels of each sequence.
-
-        A row of the result is one rank's part of a micro-batch: its local sequences, and its shard of the sharded ones.
-        """
+        """Compute times and memory of each row of a schedule; ``targets``, (K,), are labels of each sequence."""
         is_local = schedule.placement != SHARDED
         num_ranks = schedule.micro_batch_num_ranks[schedule.row_micro_batches].astype(np.float64)
         rank = np.where(is_local, schedule.placement, 0)
@@ -337,11 +333,10 @@ class Machine:
         """Convert links, speeds and launches to the model that Skrull plans with."""
         hardware, square, speed = self.hardware, self.sizes.cost.per_square, self._linear_speed
         slower = speed / (hardware.peak * hardware.attention_share / self._attention_passes)
+        exchanges = exchanges_of(self.sequence_parallel_type, self.sizes, hardware, num_ranks, recompute=self.recompute)
         return StepTime(
             flops_per_second=speed,
-            exchanges=exchanges_of(
-                self.sequence_parallel_type, self.sizes, hardware, num_ranks, recompute=self.recompute
-            ),
+            exchanges=exchanges,
             attention_flops=square,
             square_flops=square * (slower - 1),
             query_flops=square * slower * self.constants.attention_half_tokens,

@@ -30,12 +30,9 @@ _TIME_LIMITS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0,
 
 
 class PlacedBatch(NamedTuple):
-    """n sequences of a micro-batch.
+    """n sequences of a micro-batch on ``num_devices``.
 
-    Args:
-        first_device, num_devices: that share it.
-        samples: int64 (n,).
-        placement: int64 (n,), rank of these devices, or ``SHARDED``; None where all are sharded.
+    ``placement``, int64 (n,), is a rank of these devices, or ``SHARDED``; None where all are sharded.
     """
 
     first_device: int
