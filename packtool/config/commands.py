@@ -34,7 +34,6 @@ class InspectConfig(AccessOptions):
     verify: bool = option(False, "Check all files and list damaged ones with the command that repairs them.")
 
     def value_problems(self) -> list[str]:
-        """Return the problem of options that show different things."""
         shown = ("row", "trained", "step", "pack", "html", "serve", "verify")
         names = [flag(name) for name in shown if getattr(self, name) != getattr(type(self), name)]
         return [f"{' and '.join(names)} show different things: give one of them"] if len(names) > 1 else []
@@ -59,7 +58,6 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, 
 
     @property
     def sharing_conflicts(self) -> list[str]:
-        """Given options that exclude shared prefixes, as on the command line."""
         trained = ["--trajectory"] if self.trajectory is not None else []
         return trained + ([SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else [])
 
@@ -98,7 +96,6 @@ class EvalConfig(
 
     @property
     def sharing_conflicts(self) -> list[str]:
-        """Given options that exclude shared prefixes, as on the command line."""
         bounds = ["--max-samples-per-micro-batch"] if self.max_samples_per_micro_batch is not None else []
         return bounds + ([SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else [])
 

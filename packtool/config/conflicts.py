@@ -42,8 +42,7 @@ class Settings:
 def conflict_table() -> tuple[tuple[str, tuple[tuple[Alternative, ...], ...], str], ...]:
     """Return the rules of ``conflicts.tsv``: (section, terms, message).
 
-    A rule applies if all terms hold; a term holds if one of its alternatives does. A line of the file is the terms with
-    spaces between them, a tab and the message; a term has ``|`` between its alternatives.
+    A rule applies if all terms hold; a term holds if one of its alternatives does.
     """
     rules = []
     section = ""

@@ -222,7 +222,6 @@ class ExportConfig(RowOptions, EncodeSpec, PackageOptions):
 
     @property
     def encode_spec(self) -> EncodeSpec:
-        """The options that determine how a row is encoded."""
         return part_of(EncodeSpec, self)
 
     @property
@@ -285,7 +284,6 @@ class MediaCacheOptions(Settings):
     media_cache_size: Bytes | None = cache_option(None, "Limit the size of --media-cache, such as 500GB.", minimum=None)
 
     def value_problems(self) -> list[str]:
-        """Return the message about a media cache that is remote or has no size."""
         directory, size = self.media_cache, self.media_cache_size
         if directory is None:
             return []

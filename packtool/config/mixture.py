@@ -3,11 +3,8 @@
 A recipe says how much of each cache an epoch takes, and may define the stages of a curriculum:
 
     sources:
-      - path: caches/ocr
-        tokens: 3
-      - path: caches/chat
-        tokens: 1
-        loss_weight: 0.5
+      - {path: caches/ocr, tokens: 3}
+      - {path: caches/chat, tokens: 1, loss_weight: 0.5}
 """
 
 from __future__ import annotations
@@ -81,7 +78,6 @@ class MixOptions(Settings):
         return bool(self.cached_dataset or self.mix)
 
     def value_problems(self) -> list[str]:
-        """Return the problem of ``--interleave-probs``."""
         if not self.interleave_probs:
             return []
         option_text = f"--interleave-probs {' '.join(self.interleave_probs)}"
@@ -163,10 +159,8 @@ class SourceRecipe:
     """One source of a mixture.
 
     Args:
-        path: the cache.
         amount: samples of an epoch; None to follow the weight, or without weights to take all.
         weight: relative to the other sources.
-        loss_weight: factor of its losses.
         loss_scale: rule that selects its trained tokens; None for that of the run or the export.
         min_length, max_length: inclusive bounds of the samples' tokens.
         media_limits: required limits of its cache, by option name.
@@ -448,7 +442,6 @@ class _RecipeParser:
         return source, unit
 
     def parse_media_limits(self, value: Mapping[str, Any], key: str) -> dict[str, Any]:
-        """Return the valid media limits of a source by option name."""
         limits = {}
         for name in _MEDIA_OPTIONS:
             try:

@@ -93,7 +93,6 @@ class LearningOptions(Settings):
 
     @property
     def frozen_parts(self) -> frozenset[ModelPart]:
-        """The parts that are frozen."""
         flags: dict[ModelPart, bool] = {
             "vision tower": self.freeze_vit,
             "aligner": self.freeze_aligner,
@@ -149,7 +148,6 @@ class AdapterOptions(LearningOptions):
     )
 
     def value_problems(self) -> list[str]:
-        """Return the problems of invalid regular expressions."""
         problems = []
         for name in ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex"):
             try:
@@ -184,7 +182,6 @@ class MemoryOptions(Settings):
     fsdp: tuple[str, ...] = memory_option((), "Shard with FSDP2: full_shard or shard_grad_op, optionally with offload.")
 
     def value_problems(self) -> list[str]:
-        """Return the problems of unknown words of ``--fsdp``."""
         known = ", ".join(FSDP_WORDS)
         return [f"--fsdp {word}: known are {known}" for word in self.fsdp if word not in FSDP_WORDS]
 

@@ -101,7 +101,6 @@ class SharingOptions(Settings):
         raise NotImplementedError
 
     def value_problems(self) -> list[str]:
-        """Return messages about given options that exclude ``--share-prefix true``."""
         if self.share_prefix != "true":
             return []
         reasons = {SEQUENCE_PARALLELISM: ", which would spread a prefix over several ranks"}
@@ -137,7 +136,6 @@ class ParallelOptions(Settings):
         return self.sequence_parallel_size or (self.ulysses_size or 1) * (self.ring_size or 1)
 
     def value_problems(self) -> list[str]:
-        """Return messages about contradictory sizes, and about a kernel without sequence parallelism."""
         problems, num_ranks, exchange = [], self.sequence_parallel_ranks, self.sequence_parallel_type
         ulysses, ring = self.ulysses_size, self.ring_size
         sizes = {"--ulysses-size": ulysses, "--ring-size": ring}
@@ -209,7 +207,6 @@ class PackingOptions(SharingOptions, StepOptions):
         return None if self.bucket_size in (None, "auto") else num_tokens(str(self.bucket_size))
 
     def value_problems(self) -> list[str]:
-        """Return the message about a ``--bucket-size`` that is not a number."""
         try:
             _ = self.schedule == "skrull" and self.bucket_tokens
         except ValueError:

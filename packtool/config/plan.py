@@ -64,7 +64,6 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         return [f"{name}: --resume uses the options of the resumed run; leave it out" for name in refused]
 
     def value_problems(self) -> list[str]:
-        """Return the problems of numbers that are impossible."""
         problems = []
         if self.world_size % self.sequence_parallel_ranks:
             problems.append(
@@ -87,7 +86,6 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
 
     @property
     def sharing_conflicts(self) -> list[str]:
-        """Given options that exclude shared prefixes, as on the command line."""
         return [*self.packing_sharing_conflicts(self.packing, self.sequence_parallel_ranks), *self.mixing]
 
     def sweep_lengths(self) -> list[int]:

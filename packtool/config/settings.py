@@ -4,9 +4,6 @@ A setting is declared once, as a field of a frozen dataclass (``packtool.config`
 from the same declarations. A value comes from the first of: a flag, ``--set key=value``, an environment variable,
 the file of ``--config``, the default. All mistakes are reported in one ``ConfigError``.
 
-The declared type determines how a value may be written: ``Tokens`` and ``Bytes`` take suffixes, booleans take yes and
-no, and ``Annotated[..., Synonyms(...)]`` takes further words.
-
 YAML is read by the rules of YAML 1.2 (core schema, section 10.3). PyYAML follows YAML 1.1, which reads ``1e-6`` as a
 text and ``no`` as a boolean. In YAML 1.2 ``1e-6`` is a number, ``no`` a word (as are ``12:30`` and ``2024-01-01``), and
 only ``true`` and ``false`` are booleans; ``_convert`` turns words into booleans where an option is declared as one.
@@ -186,16 +183,8 @@ def option(
         flag: whether it is an option of the command line; if not, only YAML and ``--set`` can set it.
         needs: (another setting, value that it must have), without which this setting has no effect.
     """
-    metadata = {
-        "help": help,
-        "panel": panel,
-        "env": env,
-        "aliases": aliases,
-        "minimum": minimum,
-        "maximum": maximum,
-        "flag": flag,
-        "needs": needs,
-    }
+    metadata: dict[str, Any] = {"help": help, "panel": panel, "env": env, "aliases": aliases}
+    metadata |= {"minimum": minimum, "maximum": maximum, "flag": flag, "needs": needs}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

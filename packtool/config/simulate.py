@@ -74,7 +74,6 @@ class SimulateConfig(StrategyOptions):
         return None if self.bucket_size == "auto" else num_tokens(self.bucket_size)
 
     def value_problems(self) -> list[str]:
-        """Return the problems of combined options."""
         problems = []
         if (bool(self.cached_dataset), self.lengths is not None, self.distribution is not None).count(True) != 1:
             problems.append("give either caches, or --lengths FILE, or --distribution NAME")

@@ -127,7 +127,6 @@ class CheckpointOptions(Settings):
 
     @property
     def prefers_greater(self) -> bool:
-        """True if a larger value of ``best_metric`` is better."""
         return "accuracy" in self.best_metric if self.greater_is_better is None else self.greater_is_better
 
 
@@ -234,7 +233,6 @@ class TrainConfig(
     )
 
     def value_problems(self) -> list[str]:
-        """Return the problems of a loss scale with ``--expand-turns``, and of epochs of a stream."""
         problems = data.expand_problems(self.expand_turns, self.loss_scale)
         if self.streaming and (not float(self.num_train_epochs).is_integer() or self.num_train_epochs < 1):
             problems.append(f"--num-train-epochs {self.num_train_epochs}: streaming reads all rows each time")
@@ -242,7 +240,6 @@ class TrainConfig(
 
     @property
     def sharing_conflicts(self) -> list[str]:
-        """Given options that exclude shared prefixes, as on the command line."""
         others = [flag(name) for name in ("neftune_noise_alpha", "router_aux_loss_coef") if getattr(self, name)]
         return [*self.packing_sharing_conflicts(self.packing, self.sequence_parallel_ranks), *self.mixing, *others]
 

@@ -10,8 +10,7 @@ Every answer is drawn independently and uniformly, so only the image reveals it,
 Number, position and kind of the shapes vary but are not asked about: a model of a few million random parameters learns
 colours within a minute on two cores; counting would take much longer.
 
-An image has one to three shapes of one colour on a coloured backdrop. They are painted without smoothing, so every
-pixel has one of the eight named colours, and tests can read every answer from the file.
+Shapes are painted without smoothing, so every pixel has one of the eight named colours.
 """
 
 from __future__ import annotations
@@ -129,7 +128,6 @@ class SyntheticDataset:
     """Files of the dataset and its held-out questions.
 
     Args:
-        train: rows to train on.
         held_out: other rows, all with images.
         swapped: the rows of ``held_out``, each with the images of another row.
         held_out_questions: questions of each held-out row in the order of its turns.

@@ -255,7 +255,6 @@ class Batches(Dataset[dict[str, Any]]):
         return np.array(counts, np.int64), starts, max_per_step
 
     def _num_micro_batches(self, epoch: int, step: int) -> int:
-        """Return the number of micro-batches of a rank in a step of an epoch."""
         if self.rank == "all":
             return self.micro_batches_per_step
         return self._epoch(epoch)[0].plan.steps.num_micro_batches(step)

@@ -31,7 +31,6 @@ def settings_of(cls: type[T], options: Mapping[str, Any]) -> T:
 
 
 def _as_text(value: Any) -> Any:
-    """Convert paths and caches in a value to strings."""
     if isinstance(value, (list, tuple)):
         return [_as_text(item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value

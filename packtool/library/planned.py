@@ -147,7 +147,6 @@ class Plan:
         storage.publish(os.fspath(path), self._page(command).encode())
 
     def _page(self, command: str | None = None) -> str:
-        """Return the HTML of ``page``."""
         command = command or shlex.join(["packtool", "plan", *option_words(self.config)])
         return page(page_content(self.preview, self._figures, command, self._title))
 

@@ -162,7 +162,6 @@ class Curve:
         x, y: (N,), x ascending; the curve is interrupted where y is not finite.
         style: ``pale`` for the background, or ``c0`` to ``c7``, optionally followed by `` solid`` for no dashes.
         name: text at the end of the curve; "" for none.
-        is_marked: draw a mark at every point.
     """
 
     x: Numbers

@@ -66,7 +66,6 @@ class Axis:
 
     Args:
         name: quantity and unit.
-        low, high: values at its ends.
         ticks: (value, label) of each tick.
         is_log: logarithmic; all values are positive.
     """

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -90,7 +90,6 @@ class ShownRegion:
 
     @property
     def is_inside(self) -> bool:
-        """True if all corners are inside the image."""
         return all(0 <= coordinate <= 1 for corner in self.corners for coordinate in corner)
 
     def description(self, width: int, height: int) -> str:
@@ -118,35 +117,26 @@ def regions_of(
     if form is None or not images:
         return []
     regions: list[ShownRegion] = []
-    for text_region in _read_regions(text):
-        xs, ys = text_region.coordinates[::2], text_region.coordinates[1::2]
+    for start, name, coordinates, is_marked in _read_regions(text):
+        xs, ys = coordinates[::2], coordinates[1::2]
         is_ordered = len(xs) != 2 or (xs[0] <= xs[1] and ys[0] <= ys[1])  # a box begins with its upper left corner
         # A region before the first image may mean any image.
-        num_candidates = text.count(PICTURE, 0, text_region.start) or len(images)
+        num_candidates = text.count(PICTURE, 0, start) or len(images)
         for number, image in enumerate(images[:num_candidates]):
             width, height = written_size(form, image, limits)
             corners = tuple((x / width, y / height) for x, y in zip(xs, ys, strict=True))
-            region = ShownRegion(text_region.name, corners, number, is_complete and len(images) == 1)
+            region = ShownRegion(name, corners, number, is_complete and len(images) == 1)
             # A list of numbers that nothing marks as a region is one only if it can be a region of this image.
-            if text_region.is_marked or (region.is_inside and is_ordered):
+            if is_marked or (region.is_inside and is_ordered):
                 regions.append(region)
     return regions
 
 
-class _TextRegion(NamedTuple):
-    """A region as a text writes it: its start in the text, and x and y of each corner in turn.
+def _read_regions(text: str) -> Iterator[tuple[int, str, tuple[float, ...], bool]]:
+    """Yield start, name, coordinates (x, y, x, y, ...) and ``is_marked`` of each region that a text describes.
 
     ``is_marked``: special tokens or JSON mark it as a region; False for a list of numbers, which may be none.
     """
-
-    start: int
-    name: str
-    coordinates: tuple[float, ...]
-    is_marked: bool
-
-
-def _read_regions(text: str) -> Iterator[_TextRegion]:
-    """Yield the regions that a text describes, and lists of numbers that may be regions."""
     for match in _REGION.finditer(text):
         is_marked = match["list"] is None
         name = match["pairs_name"] or match["lists_name"] or (_json_label(text, match) if is_marked else "")
@@ -162,7 +152,7 @@ def _read_regions(text: str) -> Iterator[_TextRegion]:
             coordinates = tuple(map(float, _NUMBER_PATTERN.findall(box)))
             is_point = len(coordinates) == 2
             if len(coordinates) % 2 == 0 and (is_marked or is_attached or not is_point):
-                yield _TextRegion(match.start(), name, coordinates, is_marked)
+                yield match.start(), name, coordinates, is_marked
 
 
 def _json_label(text: str, match: re.Match[str]) -> str:
@@ -387,7 +377,6 @@ class Decoder:
             yield Part("trained" if is_trained[start] else "plain", text, float(weights[start]))
 
     def regions(self, sample: EncodedSample, parts: Sequence[Part]) -> list[ShownRegion]:
-        """Return the regions that the text of a sample with these parts describes."""
         text = "".join(PICTURE if isinstance(part.medium, EncodedImage) else part.text for part in parts)
         is_complete = not sample.num_truncated
         return regions_of(text, sample.images, self._box_form, self._image_limits, is_complete)
@@ -507,7 +496,6 @@ def _branch_figures(
 
     Args:
         branches: of the pack, each after its parent; a branch is a shared prefix, or the tokens that one sample adds.
-        sample_numbers: of the samples in the cache.
         media_tokens: locates media in a sample; None if no branch has only some of a sample's media.
     """
     prefixes: list[dict[str, Any]] = []

@@ -60,7 +60,6 @@ def _sample_lines(figures: Mapping[str, Any]) -> list[Line]:
 
 
 def _shared_lines(figures: Mapping[str, Any]) -> list[Line]:
-    """Return the lines on savings by shared prefixes."""
     shared = figures["shared_prefixes"]
     if shared is None:
         return []

@@ -282,7 +282,6 @@ def histogram(
 
     Args:
         noun: plural of the counted things.
-        unit: name of the horizontal axis.
         suffix: unit after the numbers of the horizontal axis.
         vertical_lines: (value, name) of each; those far beyond the bars are left out.
     """
@@ -303,7 +302,6 @@ def histogram(
 
 
 def _vertical_line(x: Axis, value: float) -> Path:
-    """Return a vertical line across a chart."""
     return Path([[(x.position(value), 0), (x.position(value), AXIS_LENGTH)]], "mark")
 
 
@@ -417,7 +415,6 @@ def _height(num_lines: int) -> int:
 
 
 def _branch_style(branch: Branch) -> str:
-    """Return the style of a shared prefix, or one of the styles of samples."""
     return _colour(branch.first % _NUM_COLOURS) if branch.num_samples == 1 else _PREFIX_STYLE
 
 

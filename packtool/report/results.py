@@ -40,7 +40,6 @@ def verify_figures(report: VerifyReport) -> dict[str, Any]:
 
 
 def _verdict(report: VerifyReport) -> str:
-    """State the result in a clause."""
     does = "" if report.passed else " do NOT"
     if report.trajectory:
         return f"packed steps{does} train the same as unpacked steps"
@@ -48,7 +47,6 @@ def _verdict(report: VerifyReport) -> str:
 
 
 def _check_rows(report: VerifyReport) -> list[tuple[str, ...]]:
-    """Return a row for each check: its name, the largest error, the allowed error, and the result."""
     return [
         (_CHECKS[check.name], f"{check.error:.1e}", f"{check.allowed:.1e}", "ok" if check.passed else "FAILED")
         for check in report.checks

@@ -54,7 +54,6 @@ def simulation_lines(simulation: Simulation) -> list[str]:
 
 
 def _machine(simulation: Simulation) -> str:
-    """Return the number and the name of the GPUs as text."""
     machine = simulation.options.machine
     return f"{machine.world_size:,} x {machine.hardware.name}"
 
@@ -83,7 +82,6 @@ def _rows(simulation: Simulation) -> list[tuple[str, ...]]:
 
 
 def _warnings(simulation: Simulation) -> list[str]:
-    """Return warnings of steps that are out of memory, and of sequences that were left out."""
     warnings = []
     if any(outcome.out_of_memory.any() for outcome in simulation.outcomes):
         warnings.append("*: times ignore that some steps run out of memory; column 'out of memory' counts these steps.")

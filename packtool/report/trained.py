@@ -159,7 +159,6 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
 
 
 def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, Any]]:
-    """Return figures of the samples at some positions in the caches of a run."""
     figures = []
     for position in positions:
         cache, row = replay.reader.cache_of(position)
@@ -197,7 +196,6 @@ def step_lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each sample."""
     rows = [
         (
             sample["cache"],
