@@ -230,7 +230,6 @@ class TarFile:
             self._add(f"{pack.number:09d}.{name}", data)
 
     def close(self) -> dict[str, bytes]:
-        """Finish writing to the sink; return companion files by suffix."""
         end = self._tar.offset
         self._tar.close()
         return {".idx": struct.pack(f"<{len(self._offsets) + 1}Q", *self._offsets, end)} if self._is_indexed else {}

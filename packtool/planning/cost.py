@@ -355,10 +355,8 @@ class StepTime:
     H100s: 40 % of 989 TFLOP/s, and an all-gather measured at 53, 489 and 6468 us for 2, 64 and 1024 MB. Only placements
     are compared, so they need not be accurate to a percent.
 
-    Args:
-        attention_flops: of a unit of s^2, included in the FLOPs of sequences.
-        batch_flops: additional cost of every micro-batch, since kernels on few tokens are slow.
-        launch_seconds: minimum of a micro-batch.
+    ``attention_flops``, of a unit of s^2, are included in the FLOPs of sequences. Every micro-batch costs
+    ``batch_flops`` more, since kernels on few tokens are slow, and takes at least ``launch_seconds``.
     """
 
     flops_per_second: float = 0.4 * 989e12

@@ -360,7 +360,6 @@ def _tower_width(vision: Mapping[str, Any]) -> int:
 
 
 def _vision(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
-    """Yield the modules of a vision tower; the unit is an output token, which stands for several patches."""
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     hidden = _tower_width(vision)
     if not hidden:

@@ -165,7 +165,6 @@ class Ledger:
     """Training counts of all caches of a run.
 
     Args:
-        step: optimizer steps that are counted.
         epoch: the current one, 0-based.
         sources: the run's caches, in their order.
         retired: caches of earlier data.

@@ -132,7 +132,6 @@ def _pack_job(job: _Job) -> PackPlan:
 
 
 def _pack_windows(job: _Job, window_size: int) -> PackPlan:
-    """Divide the samples into windows of at most ``window_size``, and pack each by itself."""
     lengths, media_tokens, options, num = job.lengths, job.media_tokens, job.options, len(job.lengths)
     keeps_order = options.packing_algorithm == "sequential"
     if keeps_order:

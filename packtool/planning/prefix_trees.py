@@ -44,7 +44,6 @@ class Prefixes:
     """Hashes of prefixes of N samples, as CSR: sample ``i`` has those from ``offsets[i]`` to ``offsets[i + 1]``.
 
     Args:
-        offsets: int64 (N + 1,).
         lengths: int32 (M,), tokens of each prefix, ascending in each sample, at most the whole sample.
         hashes: uint64 (M,), of everything that the model sees of the prefix; a collision makes a pack longer than
             planned, and nothing else.

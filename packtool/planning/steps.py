@@ -66,7 +66,6 @@ class StepPlan:
     A micro-batch may have no packs: the rank then runs one with zero loss, so that all ranks do the same collectives.
 
     Args:
-        world_size: W.
         order: int64 (K,), the packs, micro-batch by micro-batch.
         micro_batch_offsets: int64 (C + 1,), first position in ``order`` of each micro-batch, and K.
         step_offsets: int64 (S + 1,), first micro-batch of each step, and C.
@@ -81,10 +80,7 @@ class StepPlan:
 
     @classmethod
     def of(cls, packs: PackPlan, target_tokens: IntArray, assignment: StepAssignment, world_size: int) -> StepPlan:
-        """Build the plan of an assignment of ``packs``, and add up each step's target tokens.
-
-        ``target_tokens``, (N,), are the labels that carry loss, by sample number as in ``packs.samples``.
-        """
+        """Build the plan of an assignment of ``packs``; ``target_tokens``, (N,), are labels by sample number."""
         micro_batch_offsets = to_offsets(assignment.micro_batch_sizes)
         step_offsets = to_offsets(assignment.micro_batches_per_step)
         targets_per_pack = packs.sums_per_pack(target_tokens[packs.samples])

@@ -26,10 +26,7 @@ _MAX_ATTEMPTS_PER_PACK, _MAX_ATTEMPTS_PER_STEP = 128, 8
 class TreeParts:
     """P parts of trees that are in several packs, tree after tree.
 
-    Args:
-        trees: int64 (P,), ids of trees, ascending.
-        packs: int64 (P,), ascending for each tree.
-        placement: required steps of the parts of a tree; not "any".
+    ``trees``, int64 (P,), are ascending ids, ``packs``, int64 (P,), ascend in each tree; ``placement`` is not "any".
     """
 
     trees: Int64Array

@@ -228,10 +228,8 @@ def _sums(keys: Int64Array, values: npt.NDArray[Any], num: int) -> Seconds:
 class Machine:
     """A model on devices, by which schedules are timed.
 
-    Args:
-        world_size: devices, over which gradients and optimizer are sharded.
-        recompute: activations are computed again in backward, which costs a third more and saves memory.
-        zero_stage: 3 shards the weights, too.
+    Gradients and optimizer are sharded over ``world_size`` devices, with ``zero_stage`` 3 the weights, too. With
+    ``recompute``, activations are computed again in backward, which costs a third more and saves memory.
     """
 
     sizes: ModelSizes

@@ -283,8 +283,6 @@ def _skrull(sequences: Sequences, options: SimulateOptions, num_groups: int) -> 
 
 
 def _dynamic_cp(sequences: Sequences, options: SimulateOptions, num_groups: int) -> list[PlacedBatch]:
-    """Return the fastest of several placements of a step's sequences in groups of their own sizes."""
-
     def seconds(batches: list[PlacedBatch]) -> float:
         plan = schedule_of(batches, sequences, options)
         return float(options.machine.time(plan, sequences.targets[plan.samples]).step_seconds[0])
