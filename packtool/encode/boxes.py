@@ -58,8 +58,6 @@ class BoxWriter:
     Args:
         options: the notation of boxes, and the unit of coordinates in JSON for rows without one (``--bbox-type``).
         limits: the model's limits on pictures; None if its own processor resizes them.
-        control: the tokenizer's control tokens.
-        measure: measures a medium of a kind.
     """
 
     def __init__(
@@ -147,7 +145,6 @@ class _SampleWriter:
         return turn.map_texts(lambda text: _MARKS.sub(self._text_at_mark, self._rescale_json(text, turn.role)))
 
     def _text_at_mark(self, mark: re.Match[str]) -> str:
-        """Return the text of the next name or box, which replaces a mark."""
         if mark[0] != BOX_MARK:
             name, json_opening = self._form.name(next(self._names)), mark["json"]
             return json_opening + json.dumps(name, ensure_ascii=False)[1:-1] if json_opening else name

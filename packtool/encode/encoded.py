@@ -96,7 +96,6 @@ class EncodedSample:
         labels: int32 (L,): the token itself for a target, else -100. Not shifted.
         turns: int32 (2 * num_turns,): [start, end) of every assistant turn that may be trained, flat.
         images, videos, audios: in the order of their placeholder tokens.
-        channel: the row's ``channel``, if any.
         source, row: the dataset, and the row's 0-based index in it.
         num_truncated: tokens removed by truncation, including those of removed media.
         loss_scale: float32 (L,): the weight of each label; None if all labels weigh 1.

@@ -89,10 +89,7 @@ class _Rendered(NamedTuple):
 class Encoder:
     """Encodes samples for one model with one set of options.
 
-    Args:
-        spec: the options that determine the tokens.
-        files: the model's tokenizer, chat template and settings.
-        media: encoding of the model's media; by default that of the spec and the files.
+    ``media`` is by default the encoding that the options and the model's files determine.
 
     Raises:
         ConfigError: if rows cannot be encoded for the model.
@@ -169,10 +166,8 @@ class Encoder:
         """Tokenize very long texts at both ends only, where truncation certainly removes the middle.
 
         Truncation keeps the first or the last ``max_length`` tokens of a row. Samples with media or with rules of the
-        loss scale are left out: both are located by the tokens of the entire text.
-
-        Returns:
-            the ends of each such text, by its index among the units of all samples.
+        loss scale are left out: both are located by the tokens of the entire text. Return the ends of each such text by
+        its index among the units of all samples.
         """
         ends_by_unit: dict[int, TextEnds] = {}
         if self.spec.truncation_strategy not in ("left", "right"):
@@ -199,7 +194,6 @@ class Encoder:
         return PreparedRows(self.spec, self._media, self.media_tokens, self._vocabulary.ids, num_ids)
 
     def _encode_prepared(self, sample: Sample) -> list[EncodedSample] | Dropped:
-        """Check and truncate a row that another tool has tokenized."""
         try:
             samples = self._prepared_rows.split(sample, self._measure_all(sample))
         except Problem as problem:
@@ -216,7 +210,6 @@ class Encoder:
         return {kind: [self._measure(kind, ref) for ref in refs] for kind, refs in sample.media.items()}
 
     def _render_or_drop(self, sample: Sample) -> _Rendered | Dropped:
-        """Render a conversation and insert the tokens of its media; drop it if that fails, or if it is too long."""
         try:
             rendered = self._render(sample)
         except Problem as problem:
@@ -439,8 +432,7 @@ def _tokenizer(files: ModelFiles) -> Tokenizer:
 def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: bool) -> Iterator[Sample | Dropped]:
     """Read blocks of rows, and yield for every row its sample, or the reason why it is dropped, in order.
 
-    Args:
-        may_hold_secrets: False drops rows with a medium whose URL has a user, password or query.
+    Unless ``may_hold_secrets``, rows with a medium whose URL has a user, password or query are dropped.
     """
     for block in blocks:
         for number, row in read_block(source, block):
@@ -496,7 +488,6 @@ def first_row_error(source: Source, blocks: Iterable[RowBlock]) -> str | None:
 
 
 def _refusal(ref: MediaRef) -> str | None:
-    """Return the reason why the media access policy refuses a medium, None if it does not."""
     try:
         check_allowed(ref)
     except MediaProblem as problem:

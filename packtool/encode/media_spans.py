@@ -171,8 +171,7 @@ class MediaTokens:
 
     Args:
         pads: placeholder token by kind of medium.
-        opening_vision: opens a picture or a video; None if the model has no such token.
-        opening_sound: opens a sound; None if the model has no such token.
+        opening_vision, opening_sound: open a picture or a video, and a sound; None if the model has no such token.
     """
 
     pads: Mapping[MediaKind, int]

@@ -61,11 +61,7 @@ class ModelFiles:
     def load(cls, model: str, chat_template: str | None = None) -> ModelFiles:
         """Read a model's files, downloaded first if ``model`` names a repository on the Hugging Face Hub.
 
-        Args:
-            chat_template: path of a file whose template replaces the model's own.
-
-        Raises:
-            ConfigError: if a file is missing or invalid.
+        The template in the file ``chat_template`` replaces the model's. ConfigError if a file is missing or invalid.
         """
         directory = model if os.path.isdir(model) else _fetch(model)
         tokenizer_config = _read_json(directory, "tokenizer_config.json") or {}
@@ -153,7 +149,6 @@ class ModelFiles:
         return False
 
     def _stop_tokens(self) -> tuple[str, ...]:
-        """Return the tokens that generation stops at, from ``generation_config.json``."""
         stops = (_read_json(self.directory, "generation_config.json") or {}).get("eos_token_id")
         stops = stops if isinstance(stops, list) else [stops]
         try:
@@ -246,7 +241,6 @@ def _settings_of(directory: str, part: str, *names: str) -> dict[str, Any]:
 
 
 def _fetch(model: str) -> str:
-    """Download the small files of a repository on the Hugging Face Hub, and return their directory."""
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ConfigError(f"--model {model}: there is no such directory")
     from huggingface_hub import snapshot_download

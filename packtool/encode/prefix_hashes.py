@@ -67,12 +67,8 @@ def prefix_hashes(
 ) -> tuple[npt.NDArray[np.int64], PrefixHashes]:
     """Hash the prefixes of S samples: BLAKE2b of 64 bits over tokens and media.
 
-    Args:
-        tokens: ids by which media are located; a sample with media that cannot be located has no prefixes.
-        longer_than: prefixes of at most this many tokens are left out.
-
-    Returns:
-        int64 (S,), the number of prefixes of each sample; and the prefixes of all samples.
+    A sample with media that cannot be located by ``tokens`` has no prefixes; those of at most ``longer_than`` tokens
+    are left out. Return int64 (S,), the number of prefixes of each sample; and the prefixes of all samples.
     """
     counts = []
     rows: list[tuple[int, bytes, int, int, int, int]] = []  # the fields of ``PrefixHashes``, with the hash as bytes
@@ -108,10 +104,7 @@ def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[in
     """Return media files of which at least one has changed since a sample's prefixes were hashed; empty if none has.
 
     Compares the size and four pieces of each file (``content_name``). Files on other machines, files that cannot be
-    read, and media after the last hashed prefix are not checked.
-
-    Args:
-        hashes: hash by length of each of the sample's prefixes.
+    read, and media after the last hashed prefix are not checked. ``hashes`` are its prefixes' by length.
     """
     media = media_spans(sample, tokens)
     if len(media) < len(sample.media):
@@ -194,7 +187,6 @@ def _digests(
 
 
 def _num_audio_tokens(medium: Medium) -> int:
-    """Return the number of placeholder tokens of a sound, or of a video's sound track."""
     sound = medium.audio if isinstance(medium, EncodedVideo) else medium
     return sound.num_tokens if isinstance(sound, EncodedAudio) else 0
 

@@ -104,7 +104,6 @@ class PreparedRows:
         return spans
 
     def _check_num_pads(self, sample: EncodedSample, kind: MediaKind) -> None:
-        """Raise RowProblem if the number of placeholder tokens of a kind is not what the sample's media need."""
         pads = self._tokens.pads
         pad = pads.get(kind)
         # Several kinds may have the same placeholder token.
@@ -191,7 +190,6 @@ def _targets(tokens: PreparedTokens, start: int, stop: int, base: Base) -> tuple
 
 
 def _pads_message(kind: str, num_pads: int, needed: Sequence[int]) -> str:
-    """Return the message for a row with ``num_pads`` placeholder tokens, whose media need other numbers."""
     if not needed:
         return f"the row has {num_pads:,} placeholder tokens for {kind}s, and no {kind}s"
     each = ", ".join(f"{number:,}" for number in needed[:8]) + (", ..." if len(needed) > 8 else "")

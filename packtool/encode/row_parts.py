@@ -42,9 +42,8 @@ def expansion_of(requested: ExpandTurns, files: ModelFiles) -> ExpandTurns:
 class RowSplitter:
     """Splits rows into samples.
 
-    Args:
-        spec: the encoder's options, with ``expand_turns`` resolved by ``expansion_of``.
-        template, finder: None for a model without a chat template.
+    ``expand_turns`` of ``spec`` must be resolved by ``expansion_of``; ``template`` and ``finder`` are None for a model
+    without a chat template.
     """
 
     def __init__(
@@ -192,7 +191,6 @@ def _is_trained(turn: Turn, by_scale: bool) -> bool:
 
 
 def _multiply_loss_scale(turn: Turn, weight: float) -> Turn:
-    """Multiply the loss scale of an assistant's turn."""
     if weight == 1 or turn.role != "assistant":
         return turn
     return replace(turn, loss_scale=weight * (1.0 if turn.loss_scale is None else turn.loss_scale))

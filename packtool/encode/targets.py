@@ -3,8 +3,6 @@
 A turn's targets are the tokens that the model generates: from the end of the *generation prompt* through the token that
 ends the turn. Turns are found by the control tokens that the template wrote. This works for templates that rewrite
 earlier turns (Qwen3 removes their ``<think>`` blocks), and needs no ``{% generation %}`` tags.
-
-``TargetChoice`` selects other targets of encoded samples without encoding their rows again.
 """
 
 from __future__ import annotations
@@ -178,10 +176,8 @@ def infer_turn_finder(
 def _infer_header(question: list[Piece], prompted: list[Piece], answers: Sequence[_ProbeAnswer]) -> tuple[_Header, str]:
     """Return the header that opens every assistant turn, and the text of the generation prompt after it.
 
-    The header is what the generation prompt and the pieces before each answer have in common.
-
-    Args:
-        question, prompted: pieces of a conversation without an answer, without and with the generation prompt.
+    The header is what the generation prompt and the pieces before each answer have in common. ``question`` and
+    ``prompted`` are the pieces of a conversation without an answer, without and with the generation prompt.
     """
     has_prompt = question != prompted
     if has_prompt:

@@ -8,9 +8,6 @@ templates are extended by that token after the last answer::
 
 So answers are trained to end with ``<|user|>``, as in ms-swift and TRL [read in both], and tool calls with
 ``<|observation|>``, which follows from the template and the stop tokens.
-
-Many templates render only a system prompt at the beginning, and silently skip all others. ``missing_turn`` finds such
-turns by rendering the same roles once more, with a mark in place of each text.
 """
 
 from __future__ import annotations
@@ -201,12 +198,9 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation as one string.
 
-        Args:
-            thinks: value of ``enable_thinking`` and ``thinking``, the switch of templates with hybrid thinking; None
-                leaves both undefined.
-
-        Raises:
-            TemplateFailure: if the template refuses the conversation, or exceeds the bounds on time and memory.
+        ``thinks`` is the value of ``enable_thinking`` and ``thinking``, the switch of templates with hybrid thinking;
+        None leaves both undefined. TemplateFailure if the template refuses the conversation, or exceeds the bounds on
+        time and memory.
         """
         self._environment.rounds_left = _MAX_ROUNDS
         pieces, num_chars = [], 0
@@ -244,7 +238,8 @@ class ChatTemplate:
     def missing_turn(self, turns: Sequence[Turn], messages: Sequence[Mapping[str, Any]], tools: Any) -> int | None:
         """Return the index of the first turn whose text the template leaves out; None if it renders all turns.
 
-        The assistant's turns are not checked. Results are cached by the roles of the turns and the keys that they have.
+        Many templates silently skip later system prompts. The same roles are rendered once more, with a mark in place
+        of each text; the assistant's turns are not checked. Results are cached by the roles and keys of the turns.
         """
         roles = (bool(tools), *((turn.role, bool(turn.content.strip()), *sorted(turn.extra)) for turn in turns))
         if roles in self._missing_turns:
@@ -287,12 +282,9 @@ _EXTENSION = (
 def ended_template(text: str, variables: Mapping[str, str], stops: Callable[[], Collection[str]]) -> tuple[str, str]:
     """Extend a chat template whose answers end only where the next turn opens, so that the last answer ends, too.
 
-    Args:
-        stops: returns the tokens that generation stops at; called only for such a template.
-
-    Returns:
-        the extended template, and the text that it adds after the last answer. The template unchanged and "" if it ends
-        answers itself, or generation does not stop at the token that opens the next turn.
+    Return the template, and the text that it adds after the last answer: the template unchanged and "" if it ends
+    answers itself, or generation does not stop at the token that opens the next turn. ``stops`` returns the tokens
+    that generation stops at; called only for templates that do not end answers.
     """
     for template in template_variants(text, variables):
         if user := _mark_between(template, "user", stops):

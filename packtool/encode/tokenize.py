@@ -59,11 +59,8 @@ class Piece(NamedTuple):
 class ControlEscaper:
     """Replaces control tokens and media marks in the texts of one row by private-use characters, until it is rendered.
 
-    Args:
-        allowed: control tokens that keep their meaning in these texts.
-
-    Raises:
-        ValueError: if the row's texts use private-use characters of every block.
+    The ``allowed`` control tokens keep their meaning in these texts. ValueError if the row's texts use private-use
+    characters of every block.
     """
 
     def __init__(
@@ -261,7 +258,6 @@ class WordTokenizer:
         return TextEnds([*head, *tail], num_after_head - len(tail))
 
     def _ids_by_word(self, text: str) -> Iterator[tuple[int, ...]]:
-        """Yield the ids of each word or added token of a text, in order."""
         for i, part in enumerate(self._added_pattern.split(text)):
             if i % 2:
                 yield (self._added[part],)
@@ -312,7 +308,6 @@ def _pattern(tokenizer: Tokenizer) -> str | None:
 
 
 def _settings(component: Any) -> dict[str, Any]:
-    """Return the settings of a normalizer or pre-tokenizer; empty for None."""
     if component is None:
         return {}
     try:
@@ -367,7 +362,6 @@ def _is_supported(pattern: str) -> bool:
 
 
 def _is_lossless(tokenizer: Tokenizer) -> bool:
-    """Return whether a tokenizer certainly loses no character of a text."""
     model, normalizer = tokenizer.model, _settings(tokenizer.normalizer)
     if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
@@ -396,10 +390,7 @@ class PieceTokenizer:
 
     Most tokenizers (all byte-level BPE ones) give a text the same ids wherever it is. Some SentencePiece ones put a
     space before the first text only, so texts are tokenized behind their control tokens. The kind is determined once,
-    with some example texts.
-
-    Args:
-        tokenizer: the backend tokenizer, with ``encode_special_tokens`` set.
+    with some example texts. The backend ``tokenizer`` must have ``encode_special_tokens`` set.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: ControlVocabulary) -> None:

@@ -90,10 +90,8 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
     """Truncate a sample to ``spec.max_length`` tokens, and label it.
 
     If the media alone fill ``max_length``, ``spec.media_overflow`` decides: ``drop`` and ``raise`` reject the sample,
-    ``trim`` removes the oldest media. ``spec.truncation_strategy`` decides about everything else.
-
-    Raises:
-        RowError: if it is too long and one of the two options is ``raise``.
+    ``trim`` removes the oldest media. ``spec.truncation_strategy`` decides about everything else. RowError if it is too
+    long and one of the two options is ``raise``.
     """
     sample, max_length = item.sample, spec.max_length
     if spec.truncation_strategy == "split":

@@ -47,9 +47,8 @@ def load_audio(
 ) -> npt.NDArray[np.float32]:
     """Return the first audio stream as mono, float32 (num_samples,) from -1 to 1.
 
-    Args:
-        num_samples: measured length; the sound is trimmed or padded to it by at most a quarter of a second. None
-            returns the entire sound.
+    The sound is trimmed or padded by at most a quarter of a second to ``num_samples``, its measured length; None
+    returns the entire sound.
     """
     ref = MediaRef(path, data, policy=policy)
     tolerance = int(_TOLERANCE_SECONDS * sampling_rate)
@@ -73,7 +72,6 @@ def load_audio(
 
 
 def _declared_seconds(container: Any, stream: Any) -> float | None:
-    """Return the duration by the header in seconds; None if it is missing or unreliable."""
     if any(name in container.format.name.split(",") for name in _ESTIMATED_FORMATS):
         return None
     num_packets = len(index_of(stream))

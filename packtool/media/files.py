@@ -41,9 +41,6 @@ def open_medium(
 ) -> Iterator[BinaryIO]:
     """Open the encoded file of a medium; errors of the code in the ``with`` block also become MediaProblem.
 
-    Args:
-        first_block: bytes of a remote file to fetch first.
-
     Raises:
         MediaProblem: if the file may not be opened, does not exist, is not a regular file, is empty, too large or
             cannot be decoded.
@@ -79,7 +76,6 @@ def open_medium(
 
 
 def _record_success(ref: MediaRef) -> None:
-    """Tell the retry policy that the store of a remote medium works."""
     if ref.path is not None and ref.data is None and storage.is_remote(ref.path):
         storage.record_success(storage.store_name(ref.path))
 

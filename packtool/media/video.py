@@ -49,7 +49,6 @@ class VideoSize:
     Args:
         height, width: pixels of a frame after rotation.
         fps: average frames per second.
-        has_sound: whether the file has an audio stream.
     """
 
     height: int
@@ -139,9 +138,8 @@ def _decode_frames(
 ) -> tuple[npt.NDArray[np.uint8] | None, list[int]]:
     """Decode the frames with these ``numbers``, which ascend, by ``needed_frames`` or ``all_frames``.
 
-    Returns:
-        the frames, uint8 (T, H, W, 3), and the numbers of those that are missing. The frames are None if the file has
-        none of them, or the reader cannot number them.
+    Return the frames, uint8 (T, H, W, 3), and the numbers of those that are missing. The frames are None if the file
+    has none of them, or the reader cannot number them.
     """
     pixels: npt.NDArray[np.uint8] | None = None
     missing = set(numbers)
@@ -201,7 +199,6 @@ def _count_by_packets(ref: MediaRef) -> int | None:
 
 
 def _video_stream(container: Any, ref: MediaRef) -> Any:
-    """Return the first video stream, decoded by a single thread."""
     stream = first_stream(container, "video", ref)
     # Several processes load videos at the same time. More threads in each would decode frames ahead that seeking
     # discards: with 16 threads twice as many, for 64 frames of ten minutes with a keyframe every two seconds.
@@ -412,10 +409,9 @@ def needed_frames(
 def decode_from_start(container: Any, stream: Any) -> tuple[Any, Iterator[Any], bool]:
     """Decode a container from its beginning.
 
-    Returns:
-        the first frame (None if there is none), an iterator over the others, and whether each packet of the header is
-        one frame. This is not so if the file begins in the middle of a group: then the first frame does not belong to
-        the first shown packet, or is no keyframe although no hidden packets come before it.
+    Return the first frame (None if there is none), an iterator over the others, and whether each packet of the header
+    is one frame. This is not so if the file begins in the middle of a group: then the first frame does not belong to
+    the first shown packet, or is no keyframe although no hidden packets come before it.
     """
     packets = container.demux(stream)
     first_packets = list(islice(packets, _MAX_REORDERED_PACKETS))
@@ -431,12 +427,8 @@ def count_frames(container: Any, stream: Any) -> int:
     """Count the frames of a video by its packets; only the first 32 frames and the last group are decoded.
 
     There the frames must match the packets one by one. Of a truncated file, the frames that can be decoded are counted.
-
-    Args:
-        container: an opened file at its beginning.
-
-    Raises:
-        FrameNumbersUnknown: if all frames must be decoded to count them; the container cannot be used afterwards.
+    ``container`` is an opened file at its beginning. FrameNumbersUnknown if all frames must be decoded to count them;
+    the container cannot be used afterwards.
     """
     if stream.codec_context.codec.canonical_name not in _CODECS_HIDING_DAMAGE:
         raise FrameNumbersUnknown
@@ -468,10 +460,8 @@ def all_frames(container: Any, stream: Any, numbers: Sequence[int], _: int | Non
 def _is_leaf(packet: Any, prefix_bytes: int) -> bool:
     """Return whether no other frame depends on a packet of H.264: nal_ref_idc is 0 in all its units.
 
-    In parameter sets it is never 0 (ISO/IEC 14496-10, 7.4.1), so packets with these are never left out.
-
-    Args:
-        prefix_bytes: bytes of the length before each unit; 0 if unknown, for which the result is False.
+    In parameter sets it is never 0 (ISO/IEC 14496-10, 7.4.1), so packets with these are never left out. Each unit
+    follows its length in ``prefix_bytes`` bytes; 0 if unknown, for which the result is False.
     """
     data, offset, has_slice = bytes(packet), 0, False
     while 0 < prefix_bytes < len(data) - offset:

@@ -211,7 +211,6 @@ def _readers() -> OrderedDict[Source, Any]:
 
 
 def _check_unchanged(source: Source) -> None:
-    """Raise DataError if a file's size, or a remote file's entity tag, has changed since the scan."""
     if source.size < 0:
         return
     try:

@@ -44,7 +44,6 @@ def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list
 
 
 def _description(source: Source, blocks: Iterable[RowBlock]) -> str:
-    """Describe the tokens of a source by the rows of its first block."""
     rows = [row for block in islice(blocks, 1) for _, row in read_block(source, block) if isinstance(row, dict)]
     samples: list[Sample] = []
     for row in rows:

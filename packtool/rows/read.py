@@ -177,9 +177,8 @@ class _Scanner:
     def detect_form(self, blocks: Iterable[RowBlock]) -> Source:
         """Return the source with the form of the first block that has usable rows; with no form if none has.
 
-        Args:
-            blocks: blocks of the file. At least one must have been taken from ``self.blocks``, so that the beginning of
-                the file is in memory and is not read again.
+        At least one of the file's blocks must have been taken from ``self.blocks``, so that the beginning of the file
+        is in memory and is not read again.
         """
         source = self._source
         if source.kind == "txt":

@@ -57,9 +57,6 @@ class TableReader:
 
     A compressed file is decompressed once, into an anonymous temporary file.
 
-    Attributes:
-        kind: name of the format in messages.
-
     Raises:
         DataError: the file is damaged or has another format; raised by all methods.
         StorageError: the file cannot be reached.
@@ -299,7 +296,6 @@ def _text_bytes(value: Any) -> int:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without the null values of nested objects."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -374,7 +370,6 @@ class MegatronReader:
         self._tokens.close()
 
     def _read_head(self) -> None:
-        """Read and check the head of the index."""
         head = self._index.read(len(_INDEX_MAGIC) + _INDEX_HEAD.size)
         if not head.startswith(_INDEX_MAGIC) or len(head) < len(_INDEX_MAGIC) + _INDEX_HEAD.size:
             raise self._index_error("it does not begin with MMIDIDX")

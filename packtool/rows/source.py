@@ -177,10 +177,7 @@ class RowBlocks(Sequence[RowBlock]):
     Args:
         columns: start, stop, first_row and num_rows of each block, int64 (number of blocks, 4).
         picks: concatenated picks of all blocks, int16 (num_rows,); None uses every row once.
-        num_rows: total number of rows, if known.
-
-    Attributes:
-        num_rows: total number of rows; of picks, if there are any.
+        num_rows: total number of rows, if known; of picks, if there are any.
     """
 
     def __init__(self, columns: np.ndarray, picks: np.ndarray | None = None, num_rows: int | None = None) -> None:
@@ -261,8 +258,7 @@ class ScannedSource:
     """A scanned file with the positions of its rows.
 
     Args:
-        spec: the file as requested.
-        source: the file as it is read.
+        spec, source: the file as requested, and as it is read.
         digest: digest of the content; for a remote parquet or Arrow file, of its schema, size and entity tag.
         blocks: positions of the rows to use.
     """
@@ -284,14 +280,11 @@ _MAX_HYPERGEOMETRIC = 10**9
 
 
 def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) -> list[RowBlocks]:
-    """Draw ``num_rows`` rows from all sources together, uniformly and without replacement.
+    """Draw ``num_rows`` rows from all sources together, uniformly and without replacement; return each source's blocks.
 
     If ``num_rows`` exceeds the number of existing rows, each row is used ``num_rows // existing`` times, and only the
     remainder is drawn. The draw depends only on the seed and the blocks. Memory is a few bytes per block and two bytes
     per drawn row.
-
-    Returns:
-        the blocks of each source with the drawn rows, in the order of ``sources``.
     """
     rng = np.random.default_rng(seed)
     block_sizes = np.concatenate([blocks.rows_of_each for blocks in sources])

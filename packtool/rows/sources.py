@@ -119,8 +119,7 @@ _DOWNLOAD_DATASET = "dataset_snapshot_download"
 def with_local_copies(config: C) -> C:
     """Return the settings with ids replaced by folders downloaded from ModelScope, if ``--use-hf false`` is set.
 
-    Raises:
-        ConfigError: ``modelscope`` is not installed, or a model or dataset cannot be downloaded.
+    ConfigError if ``modelscope`` is not installed, or a model or dataset cannot be downloaded.
     """
     if config.use_hf is not False:
         return config
@@ -185,14 +184,11 @@ _COLUMN_KEYS = tuple(dict.fromkeys((*NAMES, "prompt", *_PREFERENCE_COLUMNS)))
 
 
 class DatasetInfo:
-    """The entries of a ``dataset_info.json``.
+    """The ``entries`` of a ``dataset_info.json`` by name, which ``get`` checks.
 
     Args:
         path: the file, or its directory; paths in the file are relative to the directory.
         prefers_modelscope: for entries with both, use ``ms_hub_url`` instead of ``hf_hub_url``.
-
-    Attributes:
-        entries: unchecked entries by name.
 
     Raises:
         ConfigError: the file is not a JSON object.
@@ -215,8 +211,7 @@ class DatasetInfo:
     def get(self, name: str) -> Mapping[str, Any] | None:
         """Return the checked entry of a dataset; None if there is none.
 
-        Raises:
-            ConfigError: the entry is invalid; the message lists all problems.
+        ConfigError with all of its problems if the entry is invalid.
         """
         if name not in self.entries:
             return None
@@ -377,11 +372,7 @@ def unread_splits(config: ExportConfig) -> list[str]:
 def _resolve(
     argument: str, option: str, info: DatasetInfo | None, common: SourceSpec
 ) -> tuple[list[str], dict[str, Any]]:
-    """Resolve one argument of ``option``.
-
-    Returns:
-        its files, and the fields of their specs that differ from ``common``.
-    """
+    """Return the files of one argument of ``option``, and the fields of their specs that differ from ``common``."""
     name, sampling = argument, dict[str, Any]()
     text = amount_suffix(name)
     if text and not (info and name in info.entries) and not _exists(name):
@@ -414,7 +405,6 @@ def _without_amount(name: str) -> str:
 
 
 def _files_of_entry(entry: Mapping[str, Any], info: DatasetInfo, option: str, name: str) -> list[str]:
-    """Return the files of an entry of ``--dataset-info``, downloaded if they are on a hub."""
     subset, split, folder = (entry.get(key) or None for key in _SELECTION_KEYS)
     key = _location_key(entry)
     if key == "hf_hub_url" and info.prefers_modelscope and entry.get("ms_hub_url"):

@@ -38,13 +38,9 @@ Also used for a chunk of whole lines.
 
 
 def find_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock]:
-    """Yield blocks of up to 64 lines and about 8 MiB.
+    """Yield blocks of up to 64 lines and about 8 MiB; DataError if the file is not UTF-8.
 
-    Args:
-        max_bytes: a longer line is not kept in memory and becomes a block of its own.
-
-    Raises:
-        DataError: the file is not UTF-8.
+    A line above ``max_bytes`` is not kept in memory and becomes a block of its own.
     """
     block_start = first_row = 0  # byte offset and line number at which the next block begins
     chunk_start = chunk_row = 0  # those of the chunk
@@ -148,14 +144,8 @@ _Record = tuple[int, list[str] | str]
 def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tuple[tuple[str, ...], Iterator[RowBlock]]:
     """Return the column names of a csv or tsv file, and its blocks of up to 64 records and about 8 MiB.
 
-    An invalid record is a block of its own.
-
-    Args:
-        kind: ``csv`` or ``tsv``.
-        max_bytes: maximum size of a record; a quote that is not closed within it counts as never closed.
-
-    Raises:
-        DataError: the header is invalid or names a column twice.
+    An invalid record is a block of its own; a quote that is not closed within ``max_bytes`` counts as never closed.
+    DataError if the header is invalid or names a column twice.
     """
     chunks = _chunks_of_lines(path, file, max_bytes)
     lines = (line for chunk in chunks for line in ([chunk] if isinstance(chunk, int) else io.BytesIO(chunk)))
@@ -184,7 +174,6 @@ def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tupl
 
 
 def _parse_records(source: Source, block: RowBlock, data: bytes) -> Iterator[NumberedRow]:
-    """Yield (record number, {column: text}) for the records of a block."""
     number = block.first_row
     for _, fields in _records(io.BytesIO(data), source.kind, source.max_row_bytes):
         if isinstance(fields, str):
@@ -285,11 +274,8 @@ _BRACKETS, _IN_STRINGS, _AFTER_ELEMENT = re.compile(r'[\[\]{}"]'), re.compile(r'
 def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock]:
     """Yield blocks of up to 64 elements of a JSON array and about 8 MiB.
 
-    Args:
-        max_bytes: a larger element is not kept in memory and becomes a block of its own.
-
-    Raises:
-        DataError: the file is not an array, or the array is invalid; the message has the row.
+    An element above ``max_bytes`` is not kept in memory and becomes a block of its own. DataError, with the row, if
+    the file is not an array or the array is invalid.
     """
     check_encoding(path, file.peek(CHUNK_BYTES))
     text = _JsonText(path, file, max_bytes)
@@ -399,8 +385,7 @@ class _JsonText:
     def skip_element(self, row: int) -> None:
         """Move past one element, even if it is nested too deep, too large or has too many digits for the parser.
 
-        Raises:
-            DataError: the element is invalid; the message has ``row``.
+        DataError with ``row`` if the element is invalid.
         """
         num_bytes = CHUNK_BYTES
         while True:

@@ -146,7 +146,6 @@ class ProcessorVideos:
         return self._segments_and_grid(sampled)[0]
 
     def _sample_frames(self, num_frames: int, fps: float) -> tuple[int, ...]:
-        """Return the indexes of the frames that the processor samples."""
         video_processor = self._processor.video_processor
         settings = {name: getattr(video_processor, name, None) for name in video_processor.valid_kwargs.__annotations__}
         indices = video_processor.sample_frames(metadata=_metadata(num_frames, fps, None), **settings)
@@ -173,14 +172,10 @@ def has_videos(processor: Any) -> bool:
 def process_video(
     processor: Any, frames: Any, num_frames: int, fps: float, indices: Sequence[int]
 ) -> tuple[str, Mapping[str, Any]]:
-    """Run a processor on the sampled frames of a video.
+    """Run a processor on the sampled frames of a video; return its text for the video, and all its outputs.
 
-    Args:
-        frames: uint8 (T, 3, H, W), on torch's meta device if only their size is needed.
-        indices: indexes of the T frames in the video.
-
-    Returns:
-        the processor's text for the video, and all its outputs.
+    ``frames`` are uint8 (T, 3, H, W), on torch's meta device if only their size is needed; ``indices`` are their
+    indexes in the video.
     """
     metadata = _metadata(num_frames, fps, list(indices), *frames.shape[2:])
     outputs: Mapping[str, Any] = processor(
@@ -197,8 +192,7 @@ def process_video(
 def process_images(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[list[str]], Mapping[str, Any]]:
     """Run a processor on the pictures of some rows, at least one in each.
 
-    Returns:
-        the processor's text for each picture of each row, and all its outputs, with tensors for pictures.
+    Return the processor's text for each picture of each row, and all its outputs, with tensors for pictures.
     """
     outputs: Mapping[str, Any] = processor(
         text=[" ".join([processor.image_token] * len(pictures)) for pictures in rows],
@@ -364,7 +358,6 @@ def _numbered(segments: list[MediaSegment], number: int) -> list[MediaSegment]:
 
 
 def _token_counts(segments: list[MediaSegment]) -> Counter[str]:
-    """Return how often each control token occurs in the segments of a medium."""
     counts: Counter[str] = Counter()
     for segment in segments:
         if not isinstance(segment, str):

@@ -61,7 +61,6 @@ class QwenOmni(QwenVL):
         return self._audio(ref) if kind == "audio" else super().measure(kind, ref)
 
     def _audio(self, ref: MediaRef) -> EncodedAudio:
-        """Measure a sound, and count its mel frames and tokens; raise MediaProblem if it is too short."""
         from packtool.media.audio import measure_audio  # here, because most rows need no PyAV
 
         limits = self._audios
@@ -105,7 +104,6 @@ class QwenOmni(QwenVL):
 
 
 def _audio_limits(files: ModelFiles, options: MediaOptions, is_qwen3: bool) -> AudioLimits:
-    """Return the limits on sounds from the feature extractor's settings and ``config.json``."""
     settings = files.audio_processor
     rate = int(settings.get("sampling_rate", 16000))
     if options.sampling_rate not in (None, rate):

@@ -4,9 +4,6 @@ Pictures are resized as by ``Qwen2VLImageProcessor`` of transformers, which all 
 sizes; videos as by ``Qwen2VLVideoProcessor`` (Qwen2-VL, Qwen2.5-VL, Omni) and ``Qwen3VLVideoProcessor``, without their
 optional bound on a single frame. Users set other limits by the variables of Qwen's tools and ms-swift:
 ``VIDEO_MAX_PIXELS`` for one frame, ``VIDEO_TOTAL_PIXELS`` for all, ``FPS`` and its bounds.
-
-``image_bounds`` and ``video_bounds`` infer resize bounds: bounds at which a processor makes the same patches as counted
-by the export, whatever limits the cache was exported with.
 """
 
 from __future__ import annotations
@@ -194,11 +191,8 @@ def sample_frames(num_frames: int, fps: float, limits: VideoLimits) -> tuple[int
 def clip_frames(clip: tuple[float | None, float | None], num_frames: int, fps: float) -> tuple[int, int]:
     """Return (first frame, number of frames) of a clip, counted as in Qwen's tools.
 
-    Args:
-        clip: (start, end) in seconds, inclusive; an end after that of the video is moved there.
-
-    Raises:
-        ValueError: if the clip begins after the end of the video, or has fewer than two frames.
+    ``clip`` is (start, end) in seconds, inclusive; an end after that of the video is moved there. ValueError if it
+    begins after the end of the video, or has fewer than two frames.
     """
     seconds = num_frames / fps
     start, end = clip[0] or 0.0, seconds if clip[1] is None else clip[1]
@@ -231,8 +225,7 @@ def video_grid(
 ) -> tuple[int, int, int]:
     """Return (t, h, w) in patches of ``num_taken`` frames of ``height`` x ``width`` pixels.
 
-    Args:
-        bounds: (min, max) pixels that are passed to the processor; those of the limits if None.
+    ``bounds`` are (min, max) pixels that are passed to the processor; those of the limits if None.
     """
     min_pixels, max_pixels = bounds or limits.bounds(num_taken)
     if limits.over_all_frames:
@@ -328,7 +321,6 @@ class QwenVL(MediaEncoding):
         raise MediaProblem("media_unsupported", f"{label(ref)}: {missing}")
 
     def _image(self, ref: MediaRef) -> EncodedImage:
-        """Measure a picture, and count its patches; raise MediaProblem if that is not possible."""
         from packtool.media.measure import measure_image  # here, because rows of text need no PIL
 
         height, width = measure_image(ref)
@@ -344,7 +336,6 @@ class QwenVL(MediaEncoding):
         return image_grid(height, width, image_limits_of(ref, self._images))
 
     def _video(self, ref: MediaRef) -> EncodedVideo:
-        """Measure a video, sample its frames, and count its patches; raise MediaProblem if that is not possible."""
         from packtool.media.video import measure_video  # here, because most rows need no PyAV
 
         size = measure_video(ref)

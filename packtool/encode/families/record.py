@@ -69,7 +69,6 @@ class VideoLimits:
         total_pixels: without ``over_all_frames``, the user's bound on the pixels of all frames.
         even_ends: whether frames are sampled evenly from the first to the last (Qwen3-VL); otherwise at equal steps
             from the first.
-        patch_size, merge_size, temporal_patch_size: as for pictures.
     """
 
     fps: float
@@ -242,9 +241,7 @@ class Towers:
 class BoxTokens(NamedTuple):
     """Control tokens around names and boxes.
 
-    Args:
-        is_list: whether the text of a box is a list with the numbers of several boxes; otherwise it is the pairs of
-            numbers of a single box.
+    ``is_list``: the text of a box is a list with the numbers of several boxes; otherwise the pairs of a single box.
     """
 
     name: tuple[str, str]

@@ -191,7 +191,6 @@ def _with_system(turns: list[Turn], fields: Fields, source: Source) -> list[Turn
 
 
 def _tools(fields: Fields) -> tuple[Any, ...] | None:
-    """Return the tools of a row, parsed if they are JSON text; None if it has none."""
     tools = fields.parsed("tools")
     if not tools:
         return None

@@ -212,7 +212,6 @@ def _ref_from_text(name: str, text: str, source: Source) -> MediaRef:
 
 
 def _decoded(name: str, text: str) -> bytes:
-    """Decode base64 text, ignoring blanks."""
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
@@ -355,7 +354,6 @@ def lone_mark(
     raised if the row has lost its medium, so no model must be trained on it.
 
     Args:
-        is_text: whether the row is a pretraining text.
         holds_media: whether a column of the row's file could contain media.
     """
     lone_kind = ""

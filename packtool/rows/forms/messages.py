@@ -128,7 +128,6 @@ def _add_part(content: Content, label: str, part: str | Mapping[str, Any], inlin
 
 
 def _text(label: str, kind: str, value: Any) -> str:
-    """Return the text of a part of type ``kind``."""
     if isinstance(value, Mapping):
         value = value.get("value")  # OpenAI's Assistants API writes {"value": text}
     if not isinstance(value, str):
@@ -448,7 +447,6 @@ def _turns_of_cell(role: str, name: str, value: Any, inline: InlineMedia) -> lis
 
 
 def _history(fields: Fields, inline: InlineMedia) -> list[Turn]:
-    """Return the turns of ``history``, a list of [query, response]."""
     history = fields.parsed("history")
     if history is None:
         return []

@@ -119,7 +119,6 @@ def _regions(value: Any, label: str, image: int, unit: BboxType, num_images: int
 
 
 def _check_count(fields: Fields, turns: Sequence[Turn], objects: Objects) -> None:
-    """Raise RowProblem unless the turns have as many marks as there are names and boxes."""
     if fields.is_disabled("objects"):
         return
     all_texts = "\n".join([text for turn in turns for text in turn.texts])
@@ -132,7 +131,6 @@ def _check_count(fields: Fields, turns: Sequence[Turn], objects: Objects) -> Non
 
 
 def _unit(value: Any) -> BboxType | None:
-    """Check a ``bbox_type``; return None if it is missing."""
     if not value:
         return None
     if not isinstance(value, str) or value not in _UNITS:
@@ -156,7 +154,6 @@ def _check_image(image: Any, label: str, num_images: int) -> None:
 
 
 def _list_of(objects: Mapping[str, Any], key: str) -> list[Any]:
-    """Return a list in ``objects``; [] if it is missing."""
     value = objects.get(key)
     if value is None:
         return []

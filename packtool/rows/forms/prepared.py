@@ -41,7 +41,6 @@ def _fits(columns: Columns, formatting: str | None) -> bool:
 
 
 def _read_tokens(fields: Fields, inline: InlineMedia) -> PreparedTokens:
-    """Read the tokens of a row and remove its padding."""
     ids = _column(fields, "input_ids", None)
     if ids is None or not len(ids):
         raise RowProblem("empty_tokens", "'input_ids' is empty")
