@@ -396,9 +396,7 @@ def sample_scores(
         seqlens: int64 (S,), tokens of each sample, without padding.
         cu_seqlens: int64 (S + 1,), start of each sample, padding included.
         prompt_lengths: int64 (S,), tokens before the first target; all tokens of a sample without targets.
-        labels: int64 (1, T), shifted.
-        losses: float32 (1, T).
-        correct: bool (1, T).
+        labels, losses, correct: int64 (shifted), float32 and bool, (1, T).
 
     Returns:
         float64 (S, 4) with the columns ``SCORES``.

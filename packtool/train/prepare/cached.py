@@ -39,11 +39,9 @@ from packtool.train.prepare.timeline import Timeline, TrainedStage
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachedSource(Steps):
-    """The samples of caches, and the steps in which one rank trains them.
+    """The samples of caches, and the steps in which one rank trains them, from step ``start`` on.
 
-    Args:
-        start: the first step to train.
-        figures: of all samples; a sample that shares a prefix has the figures that it adds.
+    ``figures`` are those of all samples; a sample that shares a prefix has the figures that it adds.
     """
 
     inputs: Inputs

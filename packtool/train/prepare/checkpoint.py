@@ -8,7 +8,6 @@ OUTPUT_DIR/checkpoint-120/
 
 Sizes and checksums of files are recorded when a checkpoint is finished, and compared before a run resumes from it:
 safetensors and torch read changed bytes without an error, and transformers resumes without a missing optimizer state.
-Cost: files are read once, some GB a second on several cores.
 """
 
 from __future__ import annotations
@@ -351,7 +350,6 @@ def write_run_state(checkpoint: str, state: RunState, options: Mapping[str, Any]
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    """Checksum of the values of a state file."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -369,7 +367,6 @@ def find_checkpoint(
     Args:
         resume_from: None, ``true``, ``false`` or a directory.
         output_dir: where ``true`` takes the newest intact checkpoint.
-        only_model: check only weights.
 
     Returns:
         its directory, None to train from the beginning; and warnings on newer checkpoints that are damaged.

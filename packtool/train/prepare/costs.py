@@ -7,8 +7,7 @@ A micro-batch of packs on P ranks that share it takes
 
 because towers process each picture or sound on one rank, and ranks wait for each other after them
 (``planning.towers``); weights are gathered, and gradients sent, while layers compute. A step takes as long as its
-slowest rank. Gradients that are exchanged once a step overlap with the backward pass of the last micro-batch; the rest
-of that exchange is waited for, as are 16-bit weights that ZeRO-1 and ZeRO-2 send back.
+slowest rank, and waits for exchanges once a step that its last backward pass does not hide.
 
 Left out: the optimizer's own time, loading, evaluation and stragglers.
 """

@@ -39,7 +39,6 @@ class StepFigures:
         attended_dense: the same if every pack were one text.
         flops: forward and backward, by the model's sizes; 0 if they are unknown.
         hardware_flops: the same with recomputed activations.
-        sources: counts of each source of a mixture.
     """
 
     target_tokens: int = 0
@@ -96,9 +95,8 @@ class SampleFigures:
 class RankStep:
     """One optimizer step of one rank, before any sample is read.
 
-    Args:
-        micro_batches: of this rank, the same number on every rank.
-        begin: returns the figures over all ranks; every rank calls it once, when the step is next.
+    Every rank has as many ``micro_batches``. ``begin`` returns the figures over all ranks; every rank calls it once,
+    when the step is next.
     """
 
     micro_batches: tuple[MicroBatch, ...]

@@ -248,11 +248,8 @@ class RunRecord:
     """Writer of the history and the ledgers of a run, on its first rank.
 
     Args:
-        ledger: of all samples trained before this start.
+        ledger: of all samples trained before this start; the attribute includes steps up to the last checkpoint.
         checkpoint: that the run resumes from, if any.
-
-    Attributes:
-        ledger: of the steps up to the last checkpoint.
     """
 
     def __init__(self, ledger: Ledger, timeline: Timeline, segment: Segment, checkpoint: str | None) -> None:
@@ -282,9 +279,7 @@ class RunRecord:
     def save(self, checkpoint: str, step: int, skipped: Skipped = (), left_out: Sequence[int] = ()) -> None:
         """Write the ledger into a checkpoint after ``step`` steps.
 
-        Args:
-            skipped: samples that all ranks skipped since the last checkpoint.
-            left_out: steps since then that changed no weight.
+        Since the last checkpoint, all ranks skipped the samples ``skipped``, and steps ``left_out`` changed no weight.
         """
         # The rows of local caches are recorded, to match samples after a cache was removed. Those of remote caches are
         # read only when they are needed, because reading them copies all shards.
@@ -414,9 +409,7 @@ def segments_of(output_dir: str) -> list[tuple[Segment, int]]:
 def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | None = None) -> Replay:
     """Plan a segment of a run again, and check that its fingerprints are the same.
 
-    Args:
-        stop: the first step that is not replayed.
-        model: directory of its model, if that has moved.
+    ``stop`` is the first step that is not replayed, and ``model`` the directory of its model, if that has moved.
     """
     _check_unchanged(segment)
     config = segment.train_config

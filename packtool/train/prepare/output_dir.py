@@ -134,7 +134,6 @@ class ResumePoint:
         checkpoint: directory of the checkpoint; None to train from the beginning.
         before: state to resume from; ``packtool.Batches`` has one without a checkpoint, which its user keeps.
         weights: checkpoint from which only the weights are loaded; None for those of the model.
-        notes: warnings on damaged checkpoints.
     """
 
     checkpoint: str | None = None

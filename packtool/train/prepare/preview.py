@@ -39,11 +39,9 @@ from packtool.train.prepare.timeline import Timeline
 
 @dataclass(frozen=True, eq=False)
 class Preview:
-    """A planned schedule and its figures.
+    """A planned schedule and its figures; planning took ``seconds``.
 
-    Args:
-        plan: of the first epoch; with stages, a full epoch of the first stage.
-        seconds: duration of planning.
+    ``plan`` is that of the first epoch; with stages, of a full epoch of the first stage.
     """
 
     inputs: Inputs

@@ -40,7 +40,6 @@ class Run:
         source: samples and steps, of caches or of rows that are encoded during training.
         state: recorded by its checkpoints; a run that resumes from them must have the same.
         axes_by_size: sequence parallelism by number of ranks, of the run and of its stages.
-        validation: the split that is evaluated between steps; None without evaluation.
         ledger: of the samples trained before; None for a stream.
         changes: of each cache since the checkpoint; empty if the data are the same.
     """
@@ -133,7 +132,6 @@ class Run:
 
     @property
     def start(self) -> int:
-        """The first step to train."""
         return self.resume_point.start
 
     @property

@@ -52,9 +52,7 @@ class StreamedSource:
     """The rows of a run that are encoded and packed while it trains.
 
     Args:
-        specs: files of all rows.
-        spec: options of their encoding.
-        options: of their packing.
+        specs, spec, options: files of all rows, and options of their encoding and of their packing.
         sharing: of prefixes by samples of an interval; None if every sample is computed in full.
         start: the first step to train.
         stream: position of this rank in the rows at ``start``; None for the beginning.
@@ -79,7 +77,6 @@ class StreamedSource:
 
     @property
     def min_shared(self) -> int | None:
-        """Minimum tokens of a prefix that is computed once for several samples; None without shared prefixes."""
         return None if self.sharing is None else MIN_SHARED
 
     @property
@@ -351,11 +348,8 @@ class StreamedSteps(Steps):
 class DropLog:
     """Writer of ``OUTPUT_DIR/dropped-00000.jsonl``, with a line for each row that a rank could not use.
 
-    Args:
-        start: position at which the stream resumes: lines of earlier rows stay, later ones are removed.
-
-    Attributes:
-        firsts: the first row of each reason, as a message.
+    Lines of rows before ``start``, where the stream resumes, stay; later ones are removed. ``firsts`` has the first row
+    of each reason, as a message.
     """
 
     def __init__(self, output_dir: str, world: World, start: StreamState | None) -> None:

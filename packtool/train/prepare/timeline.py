@@ -10,8 +10,7 @@ the epoch. Stages of a curriculum:
                   | full epochs        epochs 2, 3  drawn as usual
 
 Each stage starts a new epoch, for seeds and for the ledger. The partial epoch of a stage comes first, so that all of
-its samples are trained, and is a mixture of its own (``Mixture.partial_epoch``), in which samples of earlier stages
-come last.
+its samples are trained (``Mixture.partial_epoch``).
 """
 
 from __future__ import annotations
@@ -312,7 +311,6 @@ class Timeline:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run."""
         return self.stages[-1].stop
 
     @cached_property
@@ -498,9 +496,8 @@ def _first_section(
 ) -> Section:
     """The first section of a stage: its partial epoch, and full ones after it.
 
-    Args:
-        fraction: of an epoch that the stage trains first, in (0, 1].
-        training_counts: of each sample so far, int64 (N,); the least trained are drawn first.
+    The stage trains ``fraction`` of an epoch first, in (0, 1]; samples with the least ``training_counts``, int64 (N,),
+    are drawn first.
     """
     stage = inputs.stages[number]
     assert stage.mixture is not None, "made with one"

@@ -14,12 +14,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The directories of a trained model.
-
-    Args:
-        base: directory (or hub id) of the model, with tokenizer and processor.
-        adapter: directory of the adapter; None for full weights.
-    """
+    """Directories of a trained model: its base (or hub id), with the processor; and its adapter, None without one."""
 
     base: str
     adapter: str | None

@@ -192,7 +192,6 @@ class PackUnderTest:
         return sum_of_losses(self.model, batch) / self.num_targets
 
     def packed_loss(self) -> float:
-        """Return the pack's mean loss."""
         loss = self.loss(self.batch)
         return float(loss if self.parallel is None else self.parallel.sum(loss))
 
@@ -343,9 +342,7 @@ class Check:
 def check_isolation(pack: PackUnderTest, max_changes: int = 8) -> Check:
     """Change one sample (or one node of a tree) at a time, and compare the logits of all other samples.
 
-    Args:
-        max_changes: maximum number of changes, spread over the pack; the first sample, which can leak into all others,
-            is always changed.
+    At most ``max_changes`` are spread over the pack; one is of the first sample, which may leak into all others.
 
     Raises:
         MismatchError: if no change affects even the logits of its own sample, so that nothing can be checked.

@@ -54,12 +54,7 @@ class StepSamples(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """One optimizer step, trained packed and unpacked.
-
-    Args:
-        step: 1-based.
-        packed, unpacked: mean loss over the target tokens before the weights are updated.
-    """
+    """One optimizer step (1-based), trained packed and unpacked: mean losses over target tokens before its update."""
 
     step: int
     num_samples: int
@@ -106,9 +101,8 @@ def compare_trajectories(
 ) -> tuple[tuple[TrainedStep, ...], tuple[Check, Check]]:
     """Train the same steps packed and unpacked; return their losses, and the checks ``losses`` and ``weights``.
 
-    Args:
-        load: returns a new model with packed attention and the initial weights, in float32.
-        read: returns a sample by its position in the caches.
+    ``load`` returns a new model with packed attention and the initial weights, in float32; ``read`` returns a sample by
+    its position in the caches.
     """
 
     def packed_batches(packs: Sequence[Sequence[int]]) -> Iterator[Batch]:
