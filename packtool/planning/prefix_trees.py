@@ -327,8 +327,8 @@ def _pack_wide_trees(
     is_wide = sizes >= MIN_BRANCHES
     for start, size in zip(starts[is_wide].tolist(), sizes[is_wide].tolist(), strict=True):
         tree = slice(start, start + size)
-        least_shared = start + 1 + int(shared[tree][1:].argmin())
-        trunk_tokens, trunk_prefix = int(shared[least_shared]), shared_prefixes[least_shared]
+        trunk_end = start + 1 + int(shared[tree][1:].argmin())
+        trunk_tokens, trunk_prefix = int(shared[trunk_end]), shared_prefixes[trunk_end]
         branches = np.flatnonzero(shared[tree] <= trunk_tokens)
         branch_tokens = np.add.reduceat(lengths[tree] - np.maximum(shared[tree], trunk_tokens), branches)
         space = capacity - trunk_tokens
@@ -356,9 +356,9 @@ def select_samples(trees: PrefixTrees, is_selected: npt.NDArray[np.bool_]) -> Pr
     # The minimum shared since the previous kept sample: tokens and position are compared as one number.
     keys = trees.shared.astype(np.int64) * len(is_selected) + np.arange(len(trees.samples))
     starts = np.append(0, positions[:-1] + 1)
-    least_shared = np.minimum.reduceat(keys[: positions[-1] + 1], starts) % len(is_selected)
+    sources = np.minimum.reduceat(keys[: positions[-1] + 1], starts) % len(is_selected)
     offsets = np.unique(np.searchsorted(positions, trees.offsets))
-    shared, prefixes = trees.shared[least_shared], trees.prefixes[least_shared]
+    shared, prefixes = trees.shared[sources], trees.prefixes[sources]
     shared[offsets[:-1]], prefixes[offsets[:-1]] = 0, NOTHING
     return replace(
         trees,

@@ -106,8 +106,8 @@ def schedule_step(
         times=times,
     )
     work = [load.flops for load in step.local]
-    most_work_first = sorted(range(len(work)), key=lambda i: -work[i])
-    return [step.schedule_rank(sequences) for sequences in assign_to_lightest(most_work_first, work, num_ranks)]
+    descending = sorted(range(len(work)), key=lambda i: -work[i])
+    return [step.schedule_rank(sequences) for sequences in assign_to_lightest(descending, work, num_ranks)]
 
 
 @dataclass(frozen=True)

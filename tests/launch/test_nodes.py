@@ -163,25 +163,18 @@ def test_peer_killed_between_meeting_and_torchruns_rendezvous(
     assert re.search(r"node 1 \(\S+, rank 1 of 2\) has not answered for \d+ s: killed, or disconnected", output_of(0))
 
 
-def test_peer_killed_while_ranks_run(node: Node, output_of: ReadOutput) -> None:
+@pytest.mark.parametrize("killed", [0, 1])
+def test_node_killed_while_ranks_run(node: Node, output_of: ReadOutput, port: int, killed: int) -> None:
     """Ranks that do not notice it themselves are ended after the limit."""
-    with node(1, WAITS) as peer:
-        wait_for(lambda: "waiting" in output_of(1), lambda: not peer.is_alive())
-        with node(0, WAITS, limit=3) as master:
-            wait_for(lambda: "rank runs" in output_of(0) and "rank runs" in output_of(1), lambda: not master.is_alive())
-            peer.kill()
-            assert exit_code_of(master) == 128 + signal.SIGTERM
-    assert "rank 1 of 2) has not answered for" in output_of(0)
-
-
-def test_master_killed_while_ranks_run(node: Node, output_of: ReadOutput, port: int) -> None:
-    with node(0, WAITS) as master:
-        wait_for(lambda: "waiting" in output_of(0), lambda: not master.is_alive())
-        with node(1, WAITS, limit=3) as peer:
-            wait_for(lambda: "rank runs" in output_of(0) and "rank runs" in output_of(1), lambda: not peer.is_alive())
-            master.kill()
-            assert exit_code_of(peer) == 128 + signal.SIGTERM
-    assert f"node 1 of 2: node 0 at 127.0.0.1:{port} has ended: " in output_of(1)
+    other = 1 - killed
+    with node(killed, WAITS) as dying:
+        wait_for(lambda: "waiting" in output_of(killed), lambda: not dying.is_alive())
+        with node(other, WAITS, limit=3) as surviving:
+            wait_for(lambda: all("rank runs" in output_of(n) for n in (0, 1)), lambda: not surviving.is_alive())
+            dying.kill()
+            assert exit_code_of(surviving) == 128 + signal.SIGTERM
+    messages = [f"node 1 of 2: node 0 at 127.0.0.1:{port} has ended: ", "rank 1 of 2) has not answered for"]
+    assert messages[killed] in output_of(other)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -123,7 +123,7 @@ def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])).to(device)
 
     def index_of_own(chunk: int) -> Tensor:
-        return index_of(chunk_rows(chunk)) - rank * sum(lengths)
+        return index_of([rows - rank * sum(lengths) for rows in chunk_rows(chunk)])
 
     # Queries see the keys of the chunks before their own; this rank's own keys are handled apart.
     first_chunks, second_chunks = index_of_own(rank), index_of_own(last_chunk - rank)
