@@ -17,7 +17,7 @@ from packtool.encode.boxes import BoxWriter
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import media_encoding
 from packtool.encode.families.record import MediaEncoding, Medium
-from packtool.encode.loss_scale import LossScale, Weights, loss_scale_of, parse_loss_scale
+from packtool.encode.loss_scale import TRAIN_NEWLINE, LossScale, Weights, loss_scale_of, parse_loss_scale
 from packtool.encode.media_spans import (
     ExpandedPieces,
     JoinedTokens,
@@ -338,6 +338,11 @@ class Encoder:
                 turn_weights = self._rule_weights(rendered.expanded, tokens, turn, turn_scale)
             factor = 1.0 if turn.message.loss_scale is None else turn.message.loss_scale
             weights[slice(*turn.span)] = turn_weights * factor
+            if is_trained and TRAIN_NEWLINE in turn_scale.rules and not sample.is_text:
+                # White space after the end-of-turn token: its unit's text, if the turn ends with that token.
+                start, text = turn.span[1], rendered.expanded.units[turn.last_unit].text
+                if start == tokens.text_starts[turn.last_unit] and text.isspace():
+                    weights[start : start + len(self._piece_tokenizer.offsets(text))] = factor
         return weights
 
     def _rule_weights(

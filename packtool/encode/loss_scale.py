@@ -16,6 +16,9 @@ Models with *hybrid thinking* (Qwen3, Qwen3.5, DeepSeek-V3.1) begin an answer wi
 block. When thinking is switched off, the generation prompt contains this block, so the model never predicts it.
 ``ignore_empty_think`` is therefore added to every loss scale of such a model, as in ms-swift since 4.3.1, unless
 ``keep_empty_think`` is among its rules.
+
+``train_newline`` also trains the line break that ChatML templates write after ``<|im_end|>``, as ms-swift and
+LLaMA-Factory do. The model never has to predict it, because generation stops before.
 """
 
 from __future__ import annotations
@@ -64,11 +67,14 @@ EMPTY_THINKING = r"\s*(?:(?:<think>)?\s*</think>|<\|channel>thought\n<channel\|>
 """An empty thinking block, as a regular expression."""
 KEEP_EMPTY_THINK = "keep_empty_think"
 """The rule that trains empty thinking blocks."""
+TRAIN_NEWLINE = "train_newline"
+"""The rule that also trains the white space that the template writes after an assistant's end-of-turn token."""
 _IGNORE = "ignore_empty_think"
 _PATTERNS: dict[str, dict[str, float]] = {
     "hermes": {r"<tool_call>.+?</tool_call>": 2.0},
     _IGNORE: {rf"\A{EMPTY_THINKING}": 0.0},
     KEEP_EMPTY_THINK: {},
+    TRAIN_NEWLINE: {},
     "ignore_think_prefix": {r"\A\s*<think>\n?": 0.0},
 }
 _ALIASES = {"last_round_with_ignore_empty_think": "last_round+ignore_empty_think"}
@@ -97,7 +103,7 @@ class LossScale(NamedTuple):
     @property
     def of_marked_turns(self) -> LossScale:
         """Loss scale with only the rules that apply to turns with ``loss: true`` in their row."""
-        return LossScale(self.base, tuple(rule for rule in self.rules if rule == _IGNORE))
+        return LossScale(self.base, tuple(rule for rule in self.rules if rule in (_IGNORE, TRAIN_NEWLINE)))
 
 
 @lru_cache(maxsize=64)

@@ -70,6 +70,38 @@ def test_bases(model: str, scale: str, expected: str) -> None:
     assert trained_text(encoded(model, *CHAT, scale="default", row_scale=scale)) == expected
 
 
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("default+train_newline", "one#\ntwo#\n"),
+        ("train_newline", "one#\ntwo#\n"),
+        ("last_round+train_newline", "two#\n"),
+        ("all+train_newline", "#user\na?#\n#assistant\none#\n#user\nb?#\n#assistant\ntwo#\n"),
+    ],
+)
+def test_newline_after_a_turn_is_trained(model: str, scale: str, expected: str) -> None:
+    sample = encoded(model, *CHAT, scale=scale)
+    assert trained_text(sample) == expected
+    assert sample.loss_scale is None
+    assert np.array_equal(sample.turns, encoded(model, *CHAT).turns)
+    marked = Turn("assistant", "two", loss=False)
+    assert trained_text(encoded(model, *CHAT[:3], marked, scale="default+train_newline")) == "one#\n"
+
+
+def test_newline_has_the_weight_of_its_message(model: str) -> None:
+    weighted = Turn("assistant", "one", loss_scale=0.5)
+    sample = encoded(model, CHAT[0], weighted, *CHAT[2:], scale="default+train_newline")
+    assert trained_text(sample) == "one#\ntwo#\n"
+    assert sample.loss_scale is not None
+    assert sample.loss_scale[sample.labels != -100].tolist() == [0.5] * 5 + [1.0] * 5
+
+
+def test_newline_is_trained_only_where_the_template_writes_white_space(small_model: ModelMaker) -> None:
+    template = CHATML.replace("<|im_end|>\n", "<|im_end|>")
+    model = str(small_model(template, ["<|im_start|>", "<|im_end|>"]))
+    assert trained_text(encoded(model, *CHAT, scale="default+train_newline")) == "one#two#"
+
+
 def test_loss_setting_of_a_message_takes_precedence(model: str) -> None:
     one, two = Turn("assistant", "one", loss=True), Turn("assistant", "two", loss=False)
     assert trained_text(encoded(model, CHAT[0], one, CHAT[2], CHAT[3], scale="last_round")) == "one#two#"

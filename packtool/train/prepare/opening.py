@@ -19,7 +19,7 @@ from packtool.config.plan import PlanConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.encode.families import family_of
-from packtool.encode.loss_scale import Base, loss_scale_of, parse_loss_scale
+from packtool.encode.loss_scale import TRAIN_NEWLINE, Base, loss_scale_of, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.targets import TargetChoice
 from packtool.errors import ConfigError, MismatchError
@@ -92,7 +92,8 @@ def _choice(directory: str, manifest: Manifest, files: ModelFiles, loss_scale: s
     if current == wanted:
         return None
     by_processor = bool(family_of(files.config).processor_inputs)
-    narrows = current.base == "default" and wanted.base == "last_round"
+    # The turns in a cache end before the line breaks of ``TRAIN_NEWLINE``.
+    narrows = (current.base, wanted.base) == ("default", "last_round") and TRAIN_NEWLINE not in current.rules
     # Samples of one row share tokens that only one of them may train.
     spec = manifest.identity.spec
     has_responses = spec.get("truncation_strategy") != "split" and any(

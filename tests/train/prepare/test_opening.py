@@ -56,6 +56,16 @@ def test_a_plan_needs_the_model_for_targets(tiny: TinyWorld) -> None:
     assert planned_targets(reader, source_recipe, tiny.model).sum() < reader.index.target_tokens.sum()
 
 
+def test_newlines_after_turns_need_the_rows(tiny: TinyWorld, tmp_path: Path) -> None:
+    """The last turn in a cache ends before the newline that ``train_newline`` made a target."""
+    export_rows(tiny, tmp_path / "cache", loss_scale="default+train_newline")
+    reader, files = CacheReader.open([str(tmp_path / "cache")]), ModelFiles.load(tiny.model)
+    (exported_choice,) = choices_of_targets(reader, files, "default+train_newline", None)
+    assert exported_choice is None
+    with pytest.raises(MismatchError, match="the parts of texts that last_round"):
+        choices_of_targets(reader, files, "last_round+train_newline", None)
+
+
 @pytest.mark.parametrize(
     ("source", "message", "remedy"),
     [
