@@ -19,19 +19,19 @@ from packtool.encode.families import media_encoding
 from packtool.encode.families.record import MediaEncoding, Medium
 from packtool.encode.loss_scale import TRAIN_NEWLINE, LossScale, Weights, loss_scale_of, parse_loss_scale
 from packtool.encode.media_spans import (
-    ExpandedPieces,
+    ExpandedChunks,
     JoinedTokens,
     MediaTokens,
+    common_prefix_length,
     expand_media,
     join_tokens,
-    num_common,
 )
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.prepared import PreparedRows
 from packtool.encode.row_parts import RowSplitter, expansion_of, join_results
-from packtool.encode.targets import TurnFinder, TurnPieces, infer_turn_finder
+from packtool.encode.targets import TurnChunks, TurnFinder, infer_turn_finder
 from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
-from packtool.encode.tokenize import ControlEscaper, ControlVocabulary, Piece, PieceTokenizer, TextEnds
+from packtool.encode.tokenize import Chunk, ChunkTokenizer, ControlEscaper, ControlVocabulary, TextEnds
 from packtool.encode.truncation import Tokenized, drop_too_long, truncate, truncate_all
 from packtool.errors import ConfigError, StorageError
 from packtool.media.files import MediaProblem, check_allowed
@@ -77,13 +77,13 @@ _CHARS_PER_TOKEN = 8
 
 
 class _Rendered(NamedTuple):
-    """A rendered sample before tokenization: a medium is one of ``pieces``, and all its tokens in ``expanded``."""
+    """A rendered sample before tokenization: ``chunks`` has one placeholder per medium, ``expanded`` all its tokens."""
 
     sample: Sample
-    pieces: list[Piece]
-    turns: list[TurnPieces]
+    chunks: list[Chunk]
+    turns: list[TurnChunks]
     media: dict[str, list[Medium]]
-    expanded: ExpandedPieces
+    expanded: ExpandedChunks
 
 
 class Encoder:
@@ -115,10 +115,10 @@ class Encoder:
                 "tokenizer.json and config.json come from different models: take both from the same one.",
             )
         self._boxes = BoxWriter(files, spec, self.limits.image, frozenset(self._vocabulary.ids), self._measure)
-        self._piece_tokenizer = PieceTokenizer(tokenizer, self._vocabulary)
+        self._chunk_tokenizer = ChunkTokenizer(tokenizer, self._vocabulary)
         self._is_hybrid_thinking = files.is_hybrid_thinking
         split_spec = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
-        self._row_splitter = RowSplitter(split_spec, self._template, self._turn_finder, self._render_pieces)
+        self._row_splitter = RowSplitter(split_spec, self._template, self._turn_finder, self._render_chunks)
         self.warnings = encoding_warnings(spec, files, self._media)
         self._end_of_text = variables.get("eos_token", "")
         self._measured: dict[tuple[object, ...], Medium] = {}
@@ -140,23 +140,23 @@ class Encoder:
     def _encode_split(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         """Encode samples that need no further splitting; the texts of all are tokenized in one call."""
         items = [self._render_or_drop(sample) for sample in samples]
-        units = [unit for item in items if isinstance(item, _Rendered) for unit in item.expanded.units]
+        chunks = [chunk for item in items if isinstance(item, _Rendered) for chunk in item.expanded.chunks]
         # Texts of which only the ends are needed are left out of the call.
-        ends_by_unit = self._tokenize_ends(items)
-        unit_ids = self._piece_tokenizer.encode(
-            [unit._replace(text="") if i in ends_by_unit else unit for i, unit in enumerate(units)]
+        ends_by_chunk = self._tokenize_ends(items)
+        ids_by_chunk = self._chunk_tokenizer.encode(
+            [chunk._replace(text="") if i in ends_by_chunk else chunk for i, chunk in enumerate(chunks)]
         )
-        for i, ends in ends_by_unit.items():
-            unit_ids[i] = ends.ids
+        for i, ends in ends_by_chunk.items():
+            ids_by_chunk[i] = ends.ids
         results: list[list[EncodedSample] | Dropped] = []
-        start = 0  # index of the sample's first unit
+        start = 0  # index of the sample's first expanded chunk
         for item in items:
             if isinstance(item, Dropped):
                 results.append(item)
                 continue
-            stop = start + len(item.expanded.units)
-            tokenized = self._tokenize(item, unit_ids[start:stop])
-            if num_removed := sum(ends_by_unit[i].num_omitted for i in range(start, stop) if i in ends_by_unit):
+            stop = start + len(item.expanded.chunks)
+            tokenized = self._tokenize(item, ids_by_chunk[start:stop])
+            if num_removed := sum(ends_by_chunk[i].num_omitted for i in range(start, stop) if i in ends_by_chunk):
                 tokenized = replace(tokenized, num_removed=num_removed)
             results.append(truncate(tokenized, self.spec))
             start = stop
@@ -167,26 +167,26 @@ class Encoder:
 
         Truncation keeps the first or the last ``max_length`` tokens of a row. Samples with media or with rules of the
         loss scale are left out: both are located by the tokens of the entire text. Return the ends of each such text by
-        its index among the units of all samples.
+        its index among the expanded chunks of all samples.
         """
-        ends_by_unit: dict[int, TextEnds] = {}
+        ends_by_chunk: dict[int, TextEnds] = {}
         if self.spec.truncation_strategy not in ("left", "right"):
-            return ends_by_unit
+            return ends_by_chunk
         max_length = self.spec.max_length
-        start = 0  # index of the sample's first unit
+        start = 0  # index of the sample's first expanded chunk
         for item in items:
             if isinstance(item, Dropped):
                 continue
-            units = item.expanded.units
+            chunks = item.expanded.chunks
             rules = parse_loss_scale(item.sample.loss_scale or self.spec.loss_scale).rules
-            if not rules and not item.expanded.media_borders:
-                for i, unit in enumerate(units):
-                    if len(unit.text) <= 2 * _CHARS_PER_TOKEN * max_length:
+            if not rules and not item.expanded.media_ranges:
+                for i, chunk in enumerate(chunks):
+                    if len(chunk.text) <= 2 * _CHARS_PER_TOKEN * max_length:
                         continue
-                    if (ends := self._piece_tokenizer.ends(units, i, max_length)) is not None:
-                        ends_by_unit[start + i] = ends
-            start += len(units)
-        return ends_by_unit
+                    if (ends := self._chunk_tokenizer.ends(chunks, i, max_length)) is not None:
+                        ends_by_chunk[start + i] = ends
+            start += len(chunks)
+        return ends_by_chunk
 
     @cached_property
     def _prepared_rows(self) -> PreparedRows:
@@ -224,39 +224,39 @@ class Encoder:
         if self._media.one_picture_only and len(sample.images) > 1:
             detail = f"the row has {len(sample.images)} pictures; for this model packtool encodes one picture per row"
             raise RowProblem("media_unsupported", detail)
-        pieces = self._render_pieces(sample)
-        rendered_kinds = [piece.media for piece in pieces]
+        chunks = self._render_chunks(sample)
+        rendered_kinds = [chunk.media_kind for chunk in chunks]
         for kind, media_of_kind in media.items():
             num_rendered = rendered_kinds.count(kind)
             if num_rendered != len(media_of_kind):
                 detail = f"the chat template wrote {num_rendered} of the row's {len(media_of_kind)} {kind}s"
                 raise RowProblem(f"{kind}_marks", detail)
-        turns, num_answers = list[TurnPieces](), 0
+        turns, num_answers = list[TurnChunks](), 0
         if not sample.is_text:
-            turns = [] if self._turn_finder is None else self._turn_finder.find(pieces)
+            turns = [] if self._turn_finder is None else self._turn_finder.find(chunks)
             num_answers = [turn.role for turn in sample.turns].count("assistant")
         # Turns with a loss setting of their own must be found one by one.
         has_own_loss = any(turn.loss is not None or turn.loss_scale is not None for turn in sample.turns)
         if len(turns) < num_answers or (has_own_loss and len(turns) != num_answers):
             detail = f"only {len(turns)} of {num_answers} assistant turns were found in the rendered conversation"
             raise RowProblem("turns_not_found", detail)
-        expanded = expand_media(pieces, media, self._media.segments, self.spec.max_length)
-        return _Rendered(sample, pieces, turns, media, expanded)
+        expanded = expand_media(chunks, media, self._media.segments, self.spec.max_length)
+        return _Rendered(sample, chunks, turns, media, expanded)
 
     def _drop_too_long(self, item: _Rendered) -> Dropped | None:
         """Drop a row whose text is certainly too long, before tokenizing it; None if ``truncate`` must decide."""
-        max_length, units = self.spec.max_length, item.expanded.units
+        max_length, chunks = self.spec.max_length, item.expanded.chunks
         if self.spec.truncation_strategy not in ("delete", "raise"):
             return None
-        if sum([len(unit.text) for unit in units]) <= _CHARS_PER_TOKEN * max_length:
+        if sum([len(chunk.text) for chunk in chunks]) <= _CHARS_PER_TOKEN * max_length:
             return None
-        min_tokens = self._piece_tokenizer.min_tokens(units, max_length + 1)
-        if min_tokens <= max_length or sum(unit.times for unit in units) >= max_length:
+        min_tokens = self._chunk_tokenizer.min_tokens(chunks, max_length + 1)
+        if min_tokens <= max_length or sum(chunk.times for chunk in chunks) >= max_length:
             return None
         return drop_too_long(item.sample, self.spec, f"at least {min_tokens}")
 
-    def _render_pieces(self, sample: Sample) -> list[Piece]:
-        """Render a sample, and split it into pieces: a conversation by the chat template, a pretraining text as is."""
+    def _render_chunks(self, sample: Sample) -> list[Chunk]:
+        """Render a sample, and split it at control tokens; conversations are rendered by the chat template."""
         kinds = [kind for kind, refs in sample.media.items() if refs]
         strings = strings_of(sample)
         try:
@@ -265,7 +265,7 @@ class Encoder:
             raise RowProblem("private_characters", str(error)) from error
         if sample.is_text:
             text = "".join(escaper.text(escaper.media(turn.content, kinds)) for turn in sample.turns)
-            end = [Piece(self._end_of_text, "", "")] if self._end_of_text else []
+            end = [Chunk(self._end_of_text, "", "")] if self._end_of_text else []
             return [*escaper.split(text), *end]
         if self._template is None:
             detail = "the row is a conversation, and the model has no chat template: give one with --chat-template FILE"
@@ -300,11 +300,11 @@ class Encoder:
                 self._measured[key] = medium
         return medium
 
-    def _tokenize(self, rendered: _Rendered, unit_ids: list[list[int]]) -> Tokenized:
-        """Join the ids of a sample's units, and locate its turns and media among them."""
+    def _tokenize(self, rendered: _Rendered, ids_by_chunk: list[list[int]]) -> Tokenized:
+        """Join the ids of a sample's expanded chunks, and locate its turns and media among them."""
         sample = rendered.sample
-        tokens = join_tokens(rendered.expanded, unit_ids, self._vocabulary.ids, self._encode_one)
-        turns = self._locate_turns(rendered, tokens, unit_ids)
+        tokens = join_tokens(rendered.expanded, ids_by_chunk, self._vocabulary.ids, self._encode_one)
+        turns = self._locate_turns(rendered, tokens, ids_by_chunk)
         borders = None
         if sample.part is not None:  # other samples of the row may share the tokens up to these positions
             positions = {position for turn in turns for position in (*turn.header, *turn.span)}
@@ -330,7 +330,8 @@ class Encoder:
             return None
         weights = np.full(len(tokens.ids), float(scale.base == "all"), np.float32)
         for number, turn in enumerate(turns):
-            is_trained, turn_scale = scale.base != "last_round" or number == len(turns) - 1, scale
+            is_last = number == len(turns) - 1
+            is_trained, turn_scale = is_last or scale.base != "last_round", scale
             if turn.message.loss is not None:  # the row's own setting replaces the base
                 is_trained, turn_scale = turn.message.loss, scale.of_marked_turns
             turn_weights: Any = float(is_trained)
@@ -346,22 +347,23 @@ class Encoder:
         return weights
 
     def _rule_weights(
-        self, expanded: ExpandedPieces, tokens: JoinedTokens, turn: _LocatedTurn, scale: LossScale
+        self, expanded: ExpandedChunks, tokens: JoinedTokens, turn: _LocatedTurn, scale: LossScale
     ) -> Weights:
         """Return the weight of each token of a turn's span: of its first character, or its medium's control token."""
-        # Join the texts of the turn's units. For each token: its index, and its first character in the joined text.
+        # Join the texts of the turn's chunks. For each token: its index, and its first character in the joined text.
         text, indices, first_chars = "", list[int](), list[int]()
-        for number in range(turn.first_unit, turn.last_unit + 1):
-            unit, text_start = expanded.units[number], tokens.text_starts[number]
-            if unit.control:
-                indices += range(text_start - unit.times, text_start)
-                first_chars += [len(text)] * unit.times
-                text += unit.control
-            if number != turn.last_unit or number == turn.first_unit:  # the text after the turn's end is not the turn's
-                offsets = self._piece_tokenizer.offsets(unit.text)
+        for chunk_index in range(turn.first_chunk, turn.last_chunk + 1):
+            chunk, text_start = expanded.chunks[chunk_index], tokens.text_starts[chunk_index]
+            if chunk.control:
+                indices += range(text_start - chunk.times, text_start)
+                first_chars += [len(text)] * chunk.times
+                text += chunk.control
+            # Of a last chunk after the first one, only the control token is the turn's; its text follows the turn.
+            if chunk_index == turn.first_chunk or chunk_index != turn.last_chunk:
+                offsets = self._chunk_tokenizer.offsets(chunk.text)
                 indices += range(text_start, text_start + len(offsets))
                 first_chars += [len(text) + start for start, _ in offsets]
-                text += unit.text
+                text += chunk.text
         start, end = turn.span
         in_turn = [(index, char) for index, char in zip(indices, first_chars, strict=True) if start <= index < end]
         assert [index for index, _ in in_turn] == list(range(start, end)), "every token of the turn has a character"
@@ -370,43 +372,46 @@ class Encoder:
         char_weights = scale.text_weights(text[answer_start:])
         return char_weights[[char - answer_start for _, char in in_turn]]
 
-    def _encode_one(self, piece: Piece) -> list[int]:
-        return self._piece_tokenizer.encode([piece])[0]
+    def _encode_one(self, chunk: Chunk) -> list[int]:
+        return self._chunk_tokenizer.encode([chunk])[0]
 
-    def _locate_turns(self, rendered: _Rendered, tokens: JoinedTokens, unit_ids: list[list[int]]) -> list[_LocatedTurn]:
+    def _locate_turns(
+        self, rendered: _Rendered, tokens: JoinedTokens, ids_by_chunk: list[list[int]]
+    ) -> list[_LocatedTurn]:
         """Locate the assistant's turns among the tokens, in order; turns without tokens are left out."""
-        pieces, first_units, sample = rendered.pieces, rendered.expanded.first_units, rendered.sample
-        last_unit = len(rendered.expanded.units) - 1
+        chunks, expanded, sample = rendered.chunks, rendered.expanded, rendered.sample
+        end_of_sample, last_expanded = len(tokens.ids), len(expanded.chunks) - 1
         if sample.is_text:
-            return [_LocatedTurn(sample.turns[-1], (0, len(tokens.ids)), 0, last_unit)]
+            return [_LocatedTurn(sample.turns[-1], (0, end_of_sample), 0, last_expanded)]
         answers = [turn for turn in sample.turns if turn.role == "assistant"]
+        knows_answers = len(answers) == len(rendered.turns)
         located = []
         for number, turn in enumerate(rendered.turns):
             # The answer starts after the header's tokens. A blank at its start may merge with the header's last: the
             # merged token is the answer's.
-            first_unit = first_units[turn.first]
-            text_start, ids = tokens.text_starts[first_unit], unit_ids[first_unit]
-            start = text_start + self._header_length(pieces[turn.first].control, turn.header, ids)
+            first_expanded = expanded.first_expanded[turn.first]
+            text_start, ids = tokens.text_starts[first_expanded], ids_by_chunk[first_expanded]
+            start = text_start + self._header_length(chunks[turn.first].control, turn.header, ids)
             header: tuple[int, ...] = ()
             if sample.part is not None and self._turn_finder is not None:
                 # A line break at the start of the answer may merge with the header's.
                 header = text_start, text_start + self._header_length(*self._turn_finder.header[-1], ids)
-            # The turn ends with the control token of its last piece, or with the conversation.
-            end_unit, end = last_unit, len(tokens.ids)
-            if turn.last < len(pieces):
-                end_unit = first_units[turn.last]
-                end = tokens.text_starts[end_unit]
+            # The turn ends with the control token of chunk ``turn.last``, or with the conversation.
+            end_expanded, end = last_expanded, end_of_sample
+            if turn.last < len(chunks):
+                end_expanded = expanded.first_expanded[turn.last]
+                end = tokens.text_starts[end_expanded]
             if end > start:
-                message = answers[number] if len(answers) == len(rendered.turns) else Turn("assistant", "")
-                located.append(_LocatedTurn(message, (start, end), first_unit, end_unit, header))
+                message = answers[number] if knows_answers else Turn("assistant", "")
+                located.append(_LocatedTurn(message, (start, end), first_expanded, end_expanded, header))
         return located
 
     def _header_length(self, control: str, header: str, ids: Sequence[int]) -> int:
         """Return how many of the first ``ids`` of the text after a control token belong to the turn's header."""
         header_ids = self._header_ids.get((control, header))
         if header_ids is None:  # a template has one or two
-            header_ids = self._header_ids[control, header] = self._encode_one(Piece(control, "", header))
-        return num_common(header_ids, ids)
+            header_ids = self._header_ids[control, header] = self._encode_one(Chunk(control, "", header))
+        return common_prefix_length(header_ids, ids)
 
 
 class _LocatedTurn(NamedTuple):
@@ -415,15 +420,15 @@ class _LocatedTurn(NamedTuple):
     Args:
         message: the row's turn; an empty one if it cannot be told which of the row's turns this is.
         span: its tokens [start, end), from the answer to the token that ends the turn.
-        first_unit, last_unit: units of the expanded conversation that have these tokens.
+        first_chunk, last_chunk: indexes of the first and the last expanded chunk that has these tokens.
         header: start and end of its header, without thinking that the generation prompt writes; empty unless the row
             becomes several samples.
     """
 
     message: Turn
     span: tuple[int, int]
-    first_unit: int
-    last_unit: int
+    first_chunk: int
+    last_chunk: int
     header: tuple[int, ...] = ()
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from packtool.encode.encoded import EncodedAudio, EncodedSample, EncodedVideo
 from packtool.encode.families import family_of, thinker_of
 from packtool.encode.families.record import MediaSegment, Medium
-from packtool.encode.tokenize import Piece
+from packtool.encode.tokenize import Chunk
 from packtool.rows.sample import MediaKind
 
 
@@ -29,77 +29,91 @@ class Span(NamedTuple):
     end: int
 
 
-class _Border(NamedTuple):
-    """The begin or end of a medium: after so many characters of a unit's text; None is before its control token."""
+class _TextPosition(NamedTuple):
+    """A position in an expanded chunk: after ``num_chars`` characters of its text; None: before its control tokens."""
 
-    unit_index: int
+    chunk_index: int
     num_chars: int | None
 
 
-class ExpandedPieces(NamedTuple):
-    """The pieces of a conversation after each medium was replaced by its tokens.
+class _MediumRange(NamedTuple):
+    """The positions between which the tokens and texts of a medium are; ``number``: its index among its kind."""
+
+    kind: str
+    number: int
+    begin: _TextPosition
+    end: _TextPosition
+
+
+class ExpandedChunks(NamedTuple):
+    """The chunks of a rendered conversation after each medium was replaced by its tokens and texts.
 
     Args:
-        units: the resulting pieces; a medium becomes several of them, or text of the unit before.
-        first_units: for each original piece, the index of its first unit.
-        media_borders: (kind, index among the media of that kind, begin, end) of each medium.
+        chunks: the expanded chunks; a medium becomes several of them, or text at the end of the chunk before.
+        first_expanded: for each rendered chunk, the index of its first expanded chunk.
+        media_ranges: of each medium, in order.
         num_omitted: control tokens left out of media that no sample can hold.
     """
 
-    units: list[Piece]
-    first_units: list[int]
-    media_borders: list[tuple[str, int, _Border, _Border]]
+    chunks: list[Chunk]
+    first_expanded: list[int]
+    media_ranges: list[_MediumRange]
     num_omitted: int
 
 
 def expand_media(
-    pieces: Sequence[Piece],
+    rendered: Sequence[Chunk],
     media: Mapping[str, Sequence[Medium]],
     segments_of: Callable[[Medium, int], Sequence[MediaSegment]],
     max_length: int,
-) -> ExpandedPieces:
-    """Replace each piece that stands for a medium by the medium's tokens and texts.
+) -> ExpandedChunks:
+    """Replace each rendered chunk that stands for a medium by the medium's tokens and texts.
 
     Args:
-        media: by kind, in the order of their pieces.
+        media: by kind, in the order of their chunks.
         segments_of: returns the segments of a medium, given the medium and its index among those of its kind.
         max_length: maximum tokens of a sample. Of a medium with more control tokens, only ``max_length + 1`` are
             inserted, so that memory does not depend on limits that a row sets.
     """
-    units: list[Piece] = []
-    first_units: list[int] = []
-    borders: list[tuple[str, int, _Border, _Border]] = []
+    expanded: list[Chunk] = []
+    first_expanded: list[int] = []
+    ranges: list[_MediumRange] = []
     num_omitted = 0
     counts = dict.fromkeys(media, 0)
-    for piece in pieces:
-        first_units.append(len(units))
-        kind = piece.media
+    for chunk in rendered:
+        first_expanded.append(len(expanded))
+        kind = chunk.media_kind
         if not kind:
-            units.append(piece)
+            expanded.append(chunk)
             continue
         number = counts[kind]
         counts[kind] += 1
-        begin: _Border | None = None
+        begin: _TextPosition | None = None
         num_allowed = max_length + 1
         for segment in segments_of(media[kind][number], number):
             if isinstance(segment, str):
-                begin = begin or _Border(len(units) - 1, len(units[-1].text))
-                _append_text(units, segment)
+                begin = begin or _end_of_text(expanded)
+                _append_text(expanded, segment)
             elif segment.times:
                 times = min(segment.times, num_allowed)
                 num_allowed -= times
                 num_omitted += segment.times - times
-                begin = begin or _Border(len(units), None)
-                units.append(Piece(segment.token, "", "", times))
-        end = _Border(len(units) - 1, len(units[-1].text))
-        borders.append((kind, number, begin or _Border(len(units), None), end))
-        _append_text(units, piece.text)
-    return ExpandedPieces(units, first_units, borders, num_omitted)
+                begin = begin or _TextPosition(len(expanded), None)
+                expanded.append(Chunk(segment.token, "", "", times))
+        # A medium without segments is empty: it begins at the next control token.
+        begin = begin or _TextPosition(len(expanded), None)
+        ranges.append(_MediumRange(kind, number, begin, _end_of_text(expanded)))
+        _append_text(expanded, chunk.text)
+    return ExpandedChunks(expanded, first_expanded, ranges, num_omitted)
 
 
-def _append_text(units: list[Piece], text: str) -> None:
-    """Append a text to that of the last unit: the two are tokenized together."""
-    units[-1] = units[-1]._replace(text=units[-1].text + text)
+def _end_of_text(chunks: Sequence[Chunk]) -> _TextPosition:
+    return _TextPosition(len(chunks) - 1, len(chunks[-1].text))
+
+
+def _append_text(chunks: list[Chunk], text: str) -> None:
+    """Append a text to that of the last chunk: the two are tokenized together."""
+    chunks[-1] = chunks[-1]._replace(text=chunks[-1].text + text)
 
 
 class JoinedTokens(NamedTuple):
@@ -107,7 +121,8 @@ class JoinedTokens(NamedTuple):
 
     Args:
         ids: of all control tokens and texts, in order.
-        text_starts: for each unit, the index in ``ids`` where its text begins, after its control tokens.
+        text_starts: for each expanded chunk, the index in ``ids`` where its text begins, after its control tokens.
+        spans: of the media.
     """
 
     ids: list[int]
@@ -116,48 +131,51 @@ class JoinedTokens(NamedTuple):
 
 
 def join_tokens(
-    expanded: ExpandedPieces,
-    unit_ids: Sequence[Sequence[int]],
+    expanded: ExpandedChunks,
+    ids_by_chunk: Sequence[Sequence[int]],
     control_ids: Mapping[str, int],
-    encode: Callable[[Piece], Sequence[int]],
+    encode: Callable[[Chunk], Sequence[int]],
 ) -> JoinedTokens:
-    """Concatenate the control tokens and the text ids of all units, and locate the media among them.
+    """Concatenate the control tokens and the text ids of all expanded chunks, and locate the media among them.
 
-    ``unit_ids`` are the ids of each unit's text, without its control token; ``encode`` returns those of one text.
+    ``ids_by_chunk`` are the ids of each chunk's text, without its control token; ``encode`` returns those of one text.
     """
-    units = expanded.units
+    chunks = expanded.chunks
     ids: list[int] = []
     text_starts: list[int] = []
-    for unit, text_ids in zip(units, unit_ids, strict=True):
-        if unit.control:
-            ids += [control_ids[unit.control]] * unit.times
+    for chunk, text_ids in zip(chunks, ids_by_chunk, strict=True):
+        if chunk.control:
+            ids += [control_ids[chunk.control]] * chunk.times
         text_starts.append(len(ids))
         ids += text_ids
 
-    # At a border within a text, outside the medium are the tokens that the text outside also has by itself. A token
-    # with characters of both sides belongs to the medium.
-    def start_of(border: _Border) -> int:
-        i, unit = border.unit_index, units[border.unit_index]
-        if border.num_chars is None:
-            return text_starts[i] - unit.times
-        text_before = unit.text[: border.num_chars]
-        ids_before = encode(unit._replace(text=text_before)) if text_before else []
-        return text_starts[i] + num_common(ids_before, unit_ids[i])
+    # A medium that begins or ends within a text: its other side is outside of the medium. Outside are only tokens that
+    # the outer text has also when it is tokenized alone; a token with characters of both sides belongs to the medium.
+    def start_index(begin: _TextPosition) -> int:
+        i, chunk = begin.chunk_index, chunks[begin.chunk_index]
+        if begin.num_chars is None:
+            return text_starts[i] - chunk.times
+        outer_text = chunk.text[: begin.num_chars]
+        outer_ids = encode(chunk._replace(text=outer_text)) if outer_text else []
+        return text_starts[i] + common_prefix_length(outer_ids, ids_by_chunk[i])
 
-    def end_of(border: _Border) -> int:
-        i, unit = border.unit_index, units[border.unit_index]
-        if not border.num_chars:
+    def end_index(end: _TextPosition) -> int:
+        i, chunk = end.chunk_index, chunks[end.chunk_index]
+        if not end.num_chars:
             return text_starts[i]
-        text_after = unit.text[border.num_chars :]
-        ids_after = encode(unit._replace(text=text_after)) if text_after else []
-        num_after = num_common(ids_after[::-1], unit_ids[i][::-1])
-        return text_starts[i] + len(unit_ids[i]) - num_after
+        outer_text = chunk.text[end.num_chars :]
+        outer_ids = encode(chunk._replace(text=outer_text)) if outer_text else []
+        num_outer = common_prefix_length(outer_ids[::-1], ids_by_chunk[i][::-1])
+        return text_starts[i] + len(ids_by_chunk[i]) - num_outer
 
-    spans = [Span(kind, number, start_of(begin), end_of(end)) for kind, number, begin, end in expanded.media_borders]
+    spans = [
+        Span(medium.kind, medium.number, start_index(medium.begin), end_index(medium.end))
+        for medium in expanded.media_ranges
+    ]
     return JoinedTokens(ids, text_starts, spans)
 
 
-def num_common(a: Sequence[object], b: Sequence[object]) -> int:
+def common_prefix_length(a: Sequence[object], b: Sequence[object]) -> int:
     """Return the length of the common prefix of two sequences."""
     for count, (one, other) in enumerate(zip(a, b, strict=False)):
         if one != other:

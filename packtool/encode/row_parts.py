@@ -25,7 +25,7 @@ from packtool.encode.loss_scale import EMPTY_THINKING, KEEP_EMPTY_THINK, parse_l
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.targets import TurnFinder
 from packtool.encode.template import REASONING_NAMES, ChatTemplate, TemplateFailure
-from packtool.encode.tokenize import Piece
+from packtool.encode.tokenize import Chunk
 from packtool.rows.forms.columns import RowProblem
 from packtool.rows.sample import Dropped, RowPart, Sample, Turn
 
@@ -51,7 +51,7 @@ class RowSplitter:
         spec: EncodeSpec,
         template: ChatTemplate | None,
         finder: TurnFinder | None,
-        render: Callable[[Sample], list[Piece]],
+        render: Callable[[Sample], list[Chunk]],
     ) -> None:
         self._spec, self._template, self._finder, self._render = spec, template, finder, render
 
@@ -142,22 +142,22 @@ class RowSplitter:
         """
         assert self._finder is not None, "turns are expanded only by a template"
         groups: dict[int, set[int]] = {}
-        end, longer = -1, list[Piece]()  # the end of the sample made last, and its pieces; it is longer than the next
+        end, longer = -1, list[Chunk]()  # the end of the sample made last, and its chunks; it is longer than the next
         for index in reversed(trained):
             try:
-                pieces = self._render(_cut_after(sample, index))
+                chunks = self._render(_cut_after(sample, index))
             except RowProblem:
                 return {}
-            turns = self._finder.find(pieces)
+            turns = self._finder.find(chunks)
             if len(turns) != answers.index(index) + 1:
                 return {}
-            rendered = list(pieces[: turns[-1].last])
+            rendered = list(chunks[: turns[-1].last])
             if ignores_empty:
                 header = self._finder.header[-1][1]
                 for turn in turns:
-                    piece = rendered[turn.first]
-                    answer = _EMPTY_THINKING.sub("", piece.text[len(header) :])
-                    rendered[turn.first] = piece._replace(text=header + answer)
+                    chunk = rendered[turn.first]
+                    answer = _EMPTY_THINKING.sub("", chunk.text[len(header) :])
+                    rendered[turn.first] = chunk._replace(text=header + answer)
             if not groups or rendered != longer[: len(rendered)]:
                 end, longer = index, rendered
                 groups[end] = set()

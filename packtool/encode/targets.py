@@ -20,9 +20,9 @@ from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import family_of, pad_ids_of, thinker_of
 from packtool.encode.loss_scale import Base
-from packtool.encode.media_spans import num_common
+from packtool.encode.media_spans import common_prefix_length
 from packtool.encode.template import ChatTemplate, TemplateFailure
-from packtool.encode.tokenize import ControlEscaper, ControlVocabulary, Piece
+from packtool.encode.tokenize import Chunk, ControlEscaper, ControlVocabulary
 from packtool.errors import ConfigError
 
 _QUESTION = "packtoolquestion"
@@ -38,21 +38,21 @@ _Header = tuple[tuple[str, str], ...]
 
 
 class _ProbeAnswer(NamedTuple):
-    """An answer in a rendered probe conversation: the index of its piece, and the control token after the piece."""
+    """An answer in a rendered probe conversation: the index of its chunk, and the control token after the chunk."""
 
-    pieces: list[Piece]
+    chunks: list[Chunk]
     answer: str
-    piece_index: int
+    chunk_index: int
     next_control: str
 
 
-class TurnPieces(NamedTuple):
+class TurnChunks(NamedTuple):
     """One assistant turn in a rendered conversation.
 
     Args:
-        first: index of the piece whose text begins with ``header``; targets start after the header.
+        first: index of the chunk whose text begins with ``header``; targets start after the header.
         header: text that the generation prompt already contains.
-        last: index of the piece whose control token ends the turn and is its last target; ``len(pieces)`` if the
+        last: index of the chunk whose control token ends the turn and is its last target; ``len(chunks)`` if the
             conversation ends without such a token.
     """
 
@@ -66,7 +66,7 @@ class TurnFinder:
     """Finds the assistant's turns in conversations rendered by one template.
 
     Args:
-        header: (control token, text) of each piece that opens an assistant turn; the last text may continue.
+        header: (control token, text) of each chunk that opens an assistant turn; the last text may continue.
         prompt_rest: text of the generation prompt after the header (``<think>\\n`` for thinking models).
         ends: control tokens that end a turn; the last turn of a conversation may have another than earlier ones.
         tail: control tokens that always directly follow an end, and belong to the turn.
@@ -96,55 +96,58 @@ class TurnFinder:
         # The tail follows an end whether or not another turn comes next.
         tail: list[str] = []
         if len(ends) == 1:
-            tail, tail_before_turn = (_controls_after(pieces, index + 1) for pieces, _, index, _ in (only, first))
-            tail = tail[: num_common(tail, tail_before_turn)]
+            tail = _controls_after(one_turn, only.chunk_index + 1)
+            tail_before_turn = _controls_after(two_turns, first.chunk_index + 1)
+            tail = tail[: common_prefix_length(tail, tail_before_turn)]
         finder = cls(header, prompt_rest, ends, tuple(tail))
-        # Check that the turns found in the probes are their answers, without a question.
-        for pieces, answers in ((one_turn, _ANSWERS[:1]), (two_turns, _ANSWERS)):
-            texts = ["".join(piece.text for piece in pieces[turn.first : turn.last]) for turn in finder.find(pieces)]
-            if len(texts) != len(answers) or any(_QUESTION in text for text in texts):
-                raise _no_control_tokens()
-            if any(answer not in text for answer, text in zip(answers, texts, strict=True)):
-                raise _no_control_tokens()
+        if not (finder._finds(one_turn, _ANSWERS[:1]) and finder._finds(two_turns, _ANSWERS)):
+            raise _no_control_tokens()
         return finder
 
-    def find(self, pieces: Sequence[Piece]) -> list[TurnPieces]:
+    def _finds(self, chunks: Sequence[Chunk], answers: Sequence[str]) -> bool:
+        """Return whether the turns found in a probe conversation are its answers, without a question."""
+        texts = ["".join(chunk.text for chunk in chunks[turn.first : turn.last]) for turn in self.find(chunks)]
+        if len(texts) != len(answers) or any(_QUESTION in text for text in texts):
+            return False
+        return all(answer in text for answer, text in zip(answers, texts, strict=True))
+
+    def find(self, chunks: Sequence[Chunk]) -> list[TurnChunks]:
         """Return the assistant's turns of a conversation, in order; turns that the next one interrupts are left out."""
         turns = []
         i, header_length = 0, len(self.header)
         opening_token, header_text = self.header[0][0], self.header[-1][1]
-        while i + header_length <= len(pieces):
-            if pieces[i].control != opening_token or not self._is_header(pieces[i : i + header_length]):
+        while i + header_length <= len(chunks):
+            if chunks[i].control != opening_token or not self._is_header(chunks[i : i + header_length]):
                 i += 1
                 continue
-            first = i + header_length - 1  # the header's last piece contains the beginning of the answer
+            first = i + header_length - 1  # the header's last chunk contains the beginning of the answer
             prompt_text = header_text + self.prompt_rest
-            header = prompt_text if pieces[first].text.startswith(prompt_text) else header_text
-            last = self._find_end(pieces, first)
+            header = prompt_text if chunks[first].text.startswith(prompt_text) else header_text
+            last = self._find_end(chunks, first)
             if last is not None:
-                turns.append(TurnPieces(first, header, last))
+                turns.append(TurnChunks(first, header, last))
             i = first + 1 if last is None else last
         return turns
 
-    def _find_end(self, pieces: Sequence[Piece], first: int) -> int | None:
-        """Return ``last`` of the turn whose answer begins in piece ``first``; None if the next turn interrupts it."""
+    def _find_end(self, chunks: Sequence[Chunk], first: int) -> int | None:
+        """Return ``last`` of the turn whose answer begins in chunk ``first``; None if the next turn interrupts it."""
         opening_token = self.header[0][0]
-        for i in range(first + 1, len(pieces)):
-            if pieces[i].control in self.ends:
-                next_controls = _controls_after(pieces, i)[: len(self.tail)]
+        for i in range(first + 1, len(chunks)):
+            if chunks[i].control in self.ends:
+                next_controls = _controls_after(chunks, i)[: len(self.tail)]
                 return i + len(self.tail) if tuple(next_controls) == self.tail else i
-            if pieces[i].control == opening_token:
+            if chunks[i].control == opening_token:
                 # The next turn begins: this one ended with another token (a tool call's <|eom_id|>), or with none.
-                return i - 1 if i - 1 > first and not pieces[i - 1].text.strip() else None
-        return len(pieces)
+                return i - 1 if i - 1 > first and not chunks[i - 1].text.strip() else None
+        return len(chunks)
 
-    def _is_header(self, pieces: Sequence[Piece]) -> bool:
-        """Return whether the pieces are the header's; the text of the last one may continue."""
+    def _is_header(self, chunks: Sequence[Chunk]) -> bool:
+        """Return whether the chunks are the header's; the text of the last one may continue."""
         *exact_pairs, (last_control, last_text) = self.header
-        *exact_pieces, last_piece = pieces
-        if last_piece.control != last_control or not last_piece.text.startswith(last_text):
+        *exact_chunks, last_chunk = chunks
+        if last_chunk.control != last_control or not last_chunk.text.startswith(last_text):
             return False
-        return [(piece.control, piece.text) for piece in exact_pieces] == exact_pairs
+        return _control_text_pairs(exact_chunks) == exact_pairs
 
 
 def infer_turn_finder(
@@ -173,32 +176,29 @@ def infer_turn_finder(
     return vocabulary, TurnFinder.infer(template, vocabulary)
 
 
-def _infer_header(question: list[Piece], prompted: list[Piece], answers: Sequence[_ProbeAnswer]) -> tuple[_Header, str]:
+def _infer_header(question: list[Chunk], prompted: list[Chunk], answers: Sequence[_ProbeAnswer]) -> tuple[_Header, str]:
     """Return the header that opens every assistant turn, and the text of the generation prompt after it.
 
-    The header is what the generation prompt and the pieces before each answer have in common. ``question`` and
-    ``prompted`` are the pieces of a conversation without an answer, without and with the generation prompt.
+    The header is what the generation prompt and the chunks before each answer have in common. ``question`` and
+    ``prompted`` are the chunks of a conversation without an answer, without and with the generation prompt.
     """
     has_prompt = question != prompted
     if has_prompt:
-        start = num_common(question, prompted)
-        # A piece whose control token is shared has only new text; it is the prompt only if no piece follows.
-        has_next = start + 1 < len(prompted)
-        if has_next and start < len(question) and question[start].control == prompted[start].control:
-            start += 1
-        prompt = prompted[start:]
+        prompt = _prompt_chunks(question, prompted)
     else:
-        # The piece of the answer opens it, by a header as in other templates, or by the question's closing "[/INST]".
-        prompt = [answers[0].pieces[answers[0].piece_index]]
-    if not prompt or not all(piece.control for piece in prompt):
+        # The chunk of the answer opens it, by a header as in other templates, or by the question's closing "[/INST]".
+        prompt = [answers[0].chunks[answers[0].chunk_index]]
+    if not prompt or not all(chunk.control for chunk in prompt):
         raise _no_control_tokens()
-    header = [(piece.control, piece.text) for piece in prompt]
-    for pieces, answer, index, _ in answers:
-        # The answer's turn begins at the last opening token before the answer; without one, in the answer's piece.
-        start = max((i for i in range(index + 1) if pieces[i].control == prompt[0].control), default=index)
-        opening = [(piece.control, piece.text) for piece in pieces[start:index]]
-        text_before_answer = pieces[index].text.partition(answer)[0]
-        header = _common_pairs(header, [*opening, (pieces[index].control, text_before_answer)])
+    header = _control_text_pairs(prompt)
+    opening_token = prompt[0].control
+    for chunks, answer, index, _ in answers:
+        # The answer's turn begins at the last opening token before the answer; without one, in the answer's chunk.
+        openings = [i for i in range(index + 1) if chunks[i].control == opening_token]
+        start = openings[-1] if openings else index
+        text_before_answer = chunks[index].text.partition(answer)[0]
+        opening = [*chunks[start:index], chunks[index]._replace(text=text_before_answer)]
+        header = _common_pairs(header, _control_text_pairs(opening))
     if not header or any(_QUESTION in text for _, text in header):
         raise _no_control_tokens()
     prompt_rest = ""
@@ -207,33 +207,48 @@ def _infer_header(question: list[Piece], prompted: list[Piece], answers: Sequenc
     return tuple(header), prompt_rest
 
 
-def _find_answer(pieces: list[Piece], answer: str) -> _ProbeAnswer:
-    """Find the piece with an answer; raise ConfigError unless control tokens are around the answer."""
-    index = next((i for i, piece in enumerate(pieces) if answer in piece.text), None)
-    if index is None or index + 1 >= len(pieces) or not pieces[index].control:
+def _prompt_chunks(question: list[Chunk], prompted: list[Chunk]) -> list[Chunk]:
+    """Return the chunks of the generation prompt, which ends ``prompted``; ``question`` is the same without it."""
+    start = common_prefix_length(question, prompted)
+    # If the first different chunk has the question's control token, the template only added text to the question's last
+    # chunk. The prompt begins with the next chunk; if there is none, the added text is the prompt.
+    has_next = start + 1 < len(prompted)
+    if has_next and start < len(question) and question[start].control == prompted[start].control:
+        start += 1
+    return prompted[start:]
+
+
+def _control_text_pairs(chunks: Sequence[Chunk]) -> list[tuple[str, str]]:
+    return [(chunk.control, chunk.text) for chunk in chunks]
+
+
+def _find_answer(chunks: list[Chunk], answer: str) -> _ProbeAnswer:
+    """Find the chunk with an answer; raise ConfigError unless control tokens are around the answer."""
+    index = next((i for i, chunk in enumerate(chunks) if answer in chunk.text), None)
+    if index is None or index + 1 >= len(chunks) or not chunks[index].control:
         raise _no_control_tokens()
-    return _ProbeAnswer(pieces, answer, index, pieces[index + 1].control)
+    return _ProbeAnswer(chunks, answer, index, chunks[index + 1].control)
 
 
 def _ends_before_tools(
-    template: ChatTemplate, escaper: ControlEscaper, ends: frozenset[str], question: Sequence[Piece]
+    template: ChatTemplate, escaper: ControlEscaper, ends: frozenset[str], question: Sequence[Chunk]
 ) -> frozenset[str]:
     """Return the token that opens a tool's message, if it ends the turn before: ``<|observation|>`` of GLM."""
-    if not any(piece.control in ends and _QUESTION in piece.text for piece in question):
+    if not any(chunk.control in ends and _QUESTION in chunk.text for chunk in question):
         return frozenset()
     try:
-        pieces = escaper.split(template.render([*_PROBE[:2], {"role": "tool", "content": _QUESTION}]))
-        return frozenset({_find_answer(pieces, _ANSWERS[0]).next_control})
+        chunks = escaper.split(template.render([*_PROBE[:2], {"role": "tool", "content": _QUESTION}]))
+        return frozenset({_find_answer(chunks, _ANSWERS[0]).next_control})
     except (TemplateFailure, ConfigError):
         return frozenset()
 
 
-def _controls_after(pieces: Sequence[Piece], index: int) -> list[str]:
-    """Return the control tokens that follow the piece at ``index`` without text between them."""
+def _controls_after(chunks: Sequence[Chunk], index: int) -> list[str]:
+    """Return the control tokens that follow the chunk at ``index`` without text between them."""
     controls = []
-    while index + 1 < len(pieces) and not pieces[index].text:
+    while index + 1 < len(chunks) and not chunks[index].text:
         index += 1
-        controls.append(pieces[index].control)
+        controls.append(chunks[index].control)
     return controls
 
 
@@ -243,7 +258,7 @@ def _common_pairs(a: Sequence[tuple[str, str]], b: Sequence[tuple[str, str]]) ->
     for (a_control, a_text), (b_control, b_text) in zip(a, b, strict=False):
         if a_control != b_control:
             break
-        common.append((a_control, a_text[: num_common(a_text, b_text)]))
+        common.append((a_control, a_text[: common_prefix_length(a_text, b_text)]))
         if a_text != b_text:
             break
     return common

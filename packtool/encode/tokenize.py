@@ -42,16 +42,16 @@ _NOTHING = "(?!)"
 _NO_PLACEHOLDERS: Mapping[str, str] = {}
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """A control token of a rendered conversation, and the text up to the next one.
 
     Args:
         control: text of the control token; "" for the text before the first one.
-        media: "image", "video" or "audio" if the control token stands for a medium, else "".
+        media_kind: "image", "video" or "audio" if the control token stands for a medium, else "".
     """
 
     control: str
-    media: str
+    media_kind: str
     text: str
     times: int = 1
 
@@ -115,7 +115,7 @@ class ControlEscaper:
                 start = i + 1
         return [*parts, {"type": "text", "text": string[start:]}] if start < len(string) or not parts else parts
 
-    def split(self, rendered: str, placeholders: Mapping[str, str] = _NO_PLACEHOLDERS) -> list[Piece]:
+    def split(self, rendered: str, placeholders: Mapping[str, str] = _NO_PLACEHOLDERS) -> list[Chunk]:
         """Split a rendered conversation at its control tokens; ``placeholders``: kinds of media by their tokens."""
         parts = self._vocabulary.split_pattern("".join(self._kinds)).split(rendered)
         texts, controls = parts[::2], ["", *parts[1::2]]
@@ -123,7 +123,7 @@ class ControlEscaper:
             escaped = {self._base + slot: text for slot, text in enumerate(self._vocabulary.texts)}
             texts = [text.translate(escaped) for text in texts]
         kinds = {**placeholders, **self._kinds}
-        return [Piece(control, kinds.get(control, ""), text) for control, text in zip(controls, texts, strict=True)]
+        return [Chunk(control, kinds.get(control, ""), text) for control, text in zip(controls, texts, strict=True)]
 
 
 class ControlVocabulary:
@@ -379,14 +379,14 @@ def _is_lossless(tokenizer: Tokenizer) -> bool:
 
 
 # Short texts (a newline, a role) occur in every turn of every row, so their ids are cached.
-_MAX_PIECE_CHARS = 64
-_MAX_PIECES = 100_000
+_MAX_CHUNK_CHARS = 64
+_MAX_CHUNKS = 100_000
 _MAX_COMPOSED = 4  # maximum characters that normalization (NFC) composes into one
 _PROBES = ("user\nHello, world", "\n", " a  b\n\nc", "1 + 1 = 2. 你好")
 
 
-class PieceTokenizer:
-    """Tokenizes pieces one by one; their ids equal those of tokenizing the whole conversation.
+class ChunkTokenizer:
+    """Tokenizes chunks one by one; their ids equal those of tokenizing the whole conversation.
 
     Most tokenizers (all byte-level BPE ones) give a text the same ids wherever it is. Some SentencePiece ones put a
     space before the first text only, so texts are tokenized behind their control tokens. The kind is determined once,
@@ -402,17 +402,17 @@ class PieceTokenizer:
         self._cached_ids: dict[str, list[int]] = {}
         usable = next((text for text in vocabulary.texts if text not in vocabulary.strip_right), None)
         self.context_free = usable is None or all(
-            self._encode_after_control(Piece(usable, "", probe)) == self._plain(probe) for probe in _PROBES
+            self._encode_after_control(Chunk(usable, "", probe)) == self._plain(probe) for probe in _PROBES
         )
 
-    def encode(self, pieces: Sequence[Piece]) -> list[list[int]]:
-        """Return the ids of each piece's text, without its control token."""
+    def encode(self, chunks: Sequence[Chunk]) -> list[list[int]]:
+        """Return the ids of each chunk's text, without its control token."""
         if not self.context_free:
-            return [self._encode_after_control(piece) for piece in pieces]
+            return [self._encode_after_control(chunk) for chunk in chunks]
         if self._vocabulary.strip_left or self._vocabulary.strip_right:
-            texts = [self._trimmed(pieces, i) for i in range(len(pieces))]
+            texts = [self._trimmed(chunks, i) for i in range(len(chunks))]
         else:
-            texts = [piece.text for piece in pieces]
+            texts = [chunk.text for chunk in chunks]
         new_texts = list(dict.fromkeys(text for text in texts if text and text not in self._cached_ids))
         new_ids: dict[str, list[int]] = {"": []}
         if self._words is not None:
@@ -422,17 +422,17 @@ class PieceTokenizer:
         if new_texts:
             encodings = self._tokenizer.encode_batch_fast(new_texts, add_special_tokens=False)
             new_ids.update(zip(new_texts, (encoding.ids for encoding in encodings), strict=True))
-        ids_of_pieces = [new_ids[text] if text in new_ids else self._cached_ids[text] for text in texts]
-        if len(self._cached_ids) < _MAX_PIECES:
-            self._cached_ids.update({text: ids for text, ids in new_ids.items() if len(text) <= _MAX_PIECE_CHARS})
-        return ids_of_pieces
+        ids_of_chunks = [new_ids[text] if text in new_ids else self._cached_ids[text] for text in texts]
+        if len(self._cached_ids) < _MAX_CHUNKS:
+            self._cached_ids.update({text: ids for text, ids in new_ids.items() if len(text) <= _MAX_CHUNK_CHARS})
+        return ids_of_chunks
 
-    def min_tokens(self, pieces: Sequence[Piece], enough: int) -> int:
-        """Return a lower bound on the number of tokens of the pieces' texts; counting stops at ``enough``."""
+    def min_tokens(self, chunks: Sequence[Chunk], enough: int) -> int:
+        """Return a lower bound on the number of tokens of the chunks' texts; counting stops at ``enough``."""
         num_tokens = 0
         if self.context_free and self._max_token_chars:
-            for i in range(len(pieces)):
-                text = self._trimmed(pieces, i)
+            for i in range(len(chunks)):
+                text = self._trimmed(chunks, i)
                 num_chars = len(text)
                 is_composing = not text.isascii() and self._tokenizer.normalizer is not None
                 if is_composing and not unicodedata.is_normalized("NFC", text):
@@ -454,37 +454,37 @@ class PieceTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True) if _is_lossless(self._tokenizer) else ()
         return max(map(len, vocabulary), default=0)
 
-    def ends(self, pieces: Sequence[Piece], i: int, num_ids: int) -> TextEnds | None:
-        """Tokenize the text of piece ``i`` as ``WordTokenizer.ends``; None if all of it must be tokenized."""
+    def ends(self, chunks: Sequence[Chunk], i: int, num_ids: int) -> TextEnds | None:
+        """Tokenize the text of chunk ``i`` as ``WordTokenizer.ends``; None if all of it must be tokenized."""
         if self._words is None or not self.context_free:
             return None
-        return self._words.ends(self._trimmed(pieces, i), num_ids)
+        return self._words.ends(self._trimmed(chunks, i), num_ids)
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Return the characters [start, end) of each token of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).offsets)
 
-    def _trimmed(self, pieces: Sequence[Piece], i: int) -> str:
-        """Return the text of piece ``i`` without the blanks that the control tokens around it absorb."""
-        text = pieces[i].text
-        if pieces[i].control in self._vocabulary.strip_right:
+    def _trimmed(self, chunks: Sequence[Chunk], i: int) -> str:
+        """Return the text of chunk ``i`` without the blanks that the control tokens around it absorb."""
+        text = chunks[i].text
+        if chunks[i].control in self._vocabulary.strip_right:
             text = text.lstrip()
-        if i + 1 < len(pieces) and pieces[i + 1].control in self._vocabulary.strip_left:
+        if i + 1 < len(chunks) and chunks[i + 1].control in self._vocabulary.strip_left:
             text = text.rstrip()
         return text
 
     def _plain(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def _encode_after_control(self, piece: Piece) -> list[int]:
-        """Return the ids that a piece's text has behind its control token."""
-        if piece.control not in self._vocabulary.ids or self._vocabulary.pattern.search(piece.text):
-            # Control tokens are tokenized as text here, so a newline takes the place of the piece's own.
+    def _encode_after_control(self, chunk: Chunk) -> list[int]:
+        """Return the ids that a chunk's text has behind its control token."""
+        if chunk.control not in self._vocabulary.ids or self._vocabulary.pattern.search(chunk.text):
+            # Control tokens are tokenized as text here, so a newline takes the place of the chunk's own.
             newline = self._plain("\n")
-            ids = self._plain("\n" + piece.text)
-            return ids[len(newline) :] if piece.control and ids[: len(newline)] == newline else self._plain(piece.text)
+            ids = self._plain("\n" + chunk.text)
+            return ids[len(newline) :] if chunk.control and ids[: len(newline)] == newline else self._plain(chunk.text)
         self._tokenizer.encode_special_tokens = False
         try:
-            return self._plain(piece.control + piece.text)[1:]
+            return self._plain(chunk.control + chunk.text)[1:]
         finally:
             self._tokenizer.encode_special_tokens = True

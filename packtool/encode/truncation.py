@@ -178,9 +178,9 @@ def _split(item: Tokenized, max_length: int) -> list[EncodedSample] | Dropped:
         return Dropped(sample.source, sample.row, "cannot_be_split", detail)
     kept: list[EncodedSample] = []
     for start in range(0, len(item.ids), max_length):
-        chunk = item.take(np.arange(start, min(start + max_length, len(item.ids))))
-        encoded = _make_sample(replace(chunk, num_removed=0))
-        if encoded is not None:  # a chunk of a single token has no target
+        window = item.take(np.arange(start, min(start + max_length, len(item.ids))))
+        encoded = _make_sample(replace(window, num_removed=0))
+        if encoded is not None:  # a window of a single token has no target
             kept.append(encoded)
     return kept or Dropped(sample.source, sample.row, _NO_TARGET, "the text has fewer than two tokens")
 

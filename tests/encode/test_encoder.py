@@ -46,7 +46,7 @@ def encoded_sample(encoder: Encoder, *turns: str, images: list[str] | None = Non
 
 
 def texts_of_turns(encoder: Encoder, sample: EncodedSample) -> list[str]:
-    tokenizer = encoder._piece_tokenizer._tokenizer
+    tokenizer = encoder._chunk_tokenizer._tokenizer
     return [
         tokenizer.decode(sample.input_ids[start:end].tolist(), skip_special_tokens=False)
         for start, end in sample.turns.reshape(-1, 2)
@@ -54,7 +54,7 @@ def texts_of_turns(encoder: Encoder, sample: EncodedSample) -> list[str]:
 
 
 def decoded(encoder: Encoder, sample: EncodedSample) -> str:
-    return encoder._piece_tokenizer._tokenizer.decode(sample.input_ids.tolist(), skip_special_tokens=False)
+    return encoder._chunk_tokenizer._tokenizer.decode(sample.input_ids.tolist(), skip_special_tokens=False)
 
 
 @pytest.fixture

@@ -251,13 +251,13 @@ def test_large_numbers_cost_no_memory(small_model: Any, tmp_path: Path) -> None:
 
 
 def test_tokenizer_error_drops_its_row(encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = encoder._piece_tokenizer.encode
+    encode = encoder._chunk_tokenizer.encode
 
-    def breaks(pieces: Any) -> Any:
-        assert not any("odd" in piece.text for piece in pieces)
-        return encode(pieces)
+    def breaks(chunks: Any) -> Any:
+        assert not any("odd" in chunk.text for chunk in chunks)
+        return encode(chunks)
 
-    monkeypatch.setattr(encoder._piece_tokenizer, "encode", breaks)
+    monkeypatch.setattr(encoder._chunk_tokenizer, "encode", breaks)
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join([GOOD, GOOD.replace(b'"q"', b'"odd"'), GOOD]))
     first_item, second_item, third = encoded(encoder, tmp_path / "rows.jsonl")
     assert isinstance(first_item, list)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from packtool.encode import encoder as encoder_module
-from packtool.encode.tokenize import ControlVocabulary, Piece, PieceTokenizer, WordTokenizer
+from packtool.encode.tokenize import Chunk, ChunkTokenizer, ControlVocabulary, WordTokenizer
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped
 from tests.encode.conftest import encoder_for
@@ -43,7 +43,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 def min_tokens(tokenizer: Tokenizer, text: str, enough: int) -> int:
-    return PieceTokenizer(tokenizer, ControlVocabulary(tokenizer)).min_tokens([Piece("", "", text)], enough)
+    return ChunkTokenizer(tokenizer, ControlVocabulary(tokenizer)).min_tokens([Chunk("", "", text)], enough)
 
 
 TEXTS = st.text(st.sampled_from("ab  \n1.,é\u0301\u1f82\u0313\u0342\u0345你\U0001f600\u1100\u1161\u11a8"), max_size=60)
@@ -99,7 +99,7 @@ def test_overlong_text_is_not_tokenized(small_model: Any, monkeypatch: pytest.Mo
     folder: Path = small_model(CHATML, CONTROL)
     encoder = encoder_for(folder, max_length=100)
     monkeypatch.setattr(
-        encoder._piece_tokenizer, "encode", lambda pieces: [[1] for piece in pieces if len(piece.text) < 1000]
+        encoder._chunk_tokenizer, "encode", lambda chunks: [[1] for chunk in chunks if len(chunk.text) < 1000]
     )
     dropped = encode(encoder, "x" * 10_000, "a")
     assert isinstance(dropped, Dropped)
