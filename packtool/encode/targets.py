@@ -183,11 +183,9 @@ def _infer_header(question: list[Chunk], prompted: list[Chunk], answers: Sequenc
     ``prompted`` are the chunks of a conversation without an answer, without and with the generation prompt.
     """
     has_prompt = question != prompted
-    if has_prompt:
-        prompt = _prompt_chunks(question, prompted)
-    else:
-        # The chunk of the answer opens it, by a header as in other templates, or by the question's closing "[/INST]".
-        prompt = [answers[0].chunks[answers[0].chunk_index]]
+    # Without a prompt, the answer's chunk opens it: by a header as in other templates, or by the question's "[/INST]".
+    answer_chunk = answers[0].chunks[answers[0].chunk_index]
+    prompt = _prompt_chunks(question, prompted) if has_prompt else [answer_chunk]
     if not prompt or not all(chunk.control for chunk in prompt):
         raise _no_control_tokens()
     header = _control_text_pairs(prompt)
