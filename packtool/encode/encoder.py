@@ -340,10 +340,10 @@ class Encoder:
             factor = 1.0 if turn.message.loss_scale is None else turn.message.loss_scale
             weights[slice(*turn.span)] = turn_weights * factor
             if is_trained and TRAIN_NEWLINE in turn_scale.rules and not sample.is_text:
-                # White space after the end-of-turn token: its unit's text, if the turn ends with that token.
-                start, text = turn.span[1], rendered.expanded.units[turn.last_unit].text
-                if start == tokens.text_starts[turn.last_unit] and text.isspace():
-                    weights[start : start + len(self._piece_tokenizer.offsets(text))] = factor
+                # White space after the end-of-turn token: its chunk's text, if the turn ends with that token.
+                start, text = turn.span[1], rendered.expanded.chunks[turn.last_chunk].text
+                if start == tokens.text_starts[turn.last_chunk] and text.isspace():
+                    weights[start : start + len(self._chunk_tokenizer.offsets(text))] = factor
         return weights
 
     def _rule_weights(
