@@ -216,7 +216,7 @@ def test_templates_and_the_rule_of_ms_swift(text_model: ModelMaker, data: Path) 
     for name in ("qwen2.5-vl", "qwen3-vl", "qwen3-omni"):
         assert not ModelFiles.load(str(data / "tokenizers" / name)).is_hybrid_thinking
     model = text_model("text-qwen3")
-    tokenizer = encoder_for(model)._piece_tokenizer._tokenizer
+    tokenizer = encoder_for(model)._chunk_tokenizer._tokenizer
     for answer in ("Yes.", "<think>\nHm.\n</think>\n\nYes.", f"{EMPTY}Yes."):
         rendered = answer if answer.startswith("<think>") else EMPTY + answer
         sample = encoded(str(model), Turn("user", "?"), Turn("assistant", answer))
