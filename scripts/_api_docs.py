@@ -8,7 +8,7 @@ import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import packtool
@@ -163,11 +163,12 @@ Made by scripts/make_docs.py from the declarations in config/; do not edit.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
 Text = str | os.PathLike[str]
 Texts = Text | Sequence[Text]
+Values = Mapping[str, Any] | str
 '''
 
 
@@ -191,5 +192,7 @@ def _type(field: dataclasses.Field[Any], cls: type) -> str:
         return f"Literal[{choices}]"
     if origin is tuple:
         return "Texts"
+    if origin is Mapping:
+        return "Values"
     plain = {str: "Text", bool: "bool", int: "int", float: "float"}[hint]
     return f"{plain} | str" if unit_of(field, cls) is not None else plain

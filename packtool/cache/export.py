@@ -129,7 +129,7 @@ class _Export:
     def __init__(self, config: ExportConfig, progress: Progress, executor: Executor) -> None:
         self.config, self.progress, self.executor = config, progress, executor
         self.started = time.perf_counter()
-        self.files = ModelFiles.load(config.model, config.chat_template)
+        self.files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
         self.specs = sources_of(config)
         self.directory = None if config.dry_run else storage.normalize(config.output_dir)
         if self.directory is None or not storage.exists(storage.join(self.directory, MANIFEST_NAME)):

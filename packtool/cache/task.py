@@ -450,7 +450,7 @@ def _make_run_task(report: Report, spec: EncodeSpec) -> Callable[[tuple[Task, Ta
     """Load the tokenizer in a worker process, and return the function that runs a task there."""
     tokenize_in_one_thread()
     _block_pandas()
-    encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
+    encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template, spec.chat_template_kwargs))
     gc.freeze()  # garbage collections skip the loaded files, which stay alive
 
     def run(job: tuple[Task, TaskSettings]) -> TaskResult:
@@ -579,7 +579,8 @@ class _Actor:
     def __init__(self, settings: TaskSettings) -> None:
         tokenize_in_one_thread()
         self._settings = settings
-        self._encoder = Encoder(settings.spec, ModelFiles.load(settings.spec.model, settings.spec.chat_template))
+        spec = settings.spec
+        self._encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template, spec.chat_template_kwargs))
 
     def run(self, task: Task) -> TaskResult:
         return run_task(task, self._encoder, self._settings)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
@@ -45,6 +47,7 @@ TRUNCATION_HELP = "Drop rows above --max-length, truncate them left or right, sp
 OVERFLOW_HELP = "If media alone exceed --max-length: drop the row, trim its oldest media, or stop."
 TEMPLATE_HELP = "Use the Jinja chat template in this file instead of the model's."
 LOSS_SCALE_HELP = "Train all answers (default), the last_round, or all tokens; add rules as in default+hermes."
+TEMPLATE_KWARGS_HELP = "Pass these JSON arguments to the chat template, such as '{\"enable_thinking\": false}'."
 EXPAND_HELP = "Make one sample per assistant turn, to train the thoughts of every turn."
 
 
@@ -161,6 +164,43 @@ def expand_problems(expand_turns: ExpandTurns | None, loss_scale: str | None) ->
     return []
 
 
+RESERVED_TEMPLATE_KWARGS = (
+    *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
+    *("padding", "truncation", "max_length"),
+    *(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")),
+)
+"""Arguments of chat templates, and of ``apply_chat_template``, that packtool sets itself."""
+
+
+def template_kwargs_problem(kwargs: Mapping[Any, Any]) -> str | None:
+    """Return the error about arguments that cannot be passed to a chat template; None if all can."""
+    for name in kwargs:
+        if not isinstance(name, str):
+            return f"{name!r} is not a name: names are text"
+        if name in RESERVED_TEMPLATE_KWARGS:
+            return f"{name} cannot be set: packtool takes it from the rows and the model"
+    try:
+        json.dumps(kwargs, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+    return None
+
+
+def set_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments that are set: null leaves an argument undefined, as tables fill in missing keys."""
+    return {name: value for name, value in (kwargs or {}).items() if value is not None}
+
+
+def row_option_problems(
+    expand_turns: ExpandTurns | None, loss_scale: str | None, kwargs: Mapping[str, Any] | None
+) -> list[str]:
+    """Return the messages about options of rows that contradict each other or cannot be used."""
+    problem = template_kwargs_problem(kwargs or {})
+    invalid = [f"--chat-template-kwargs: {problem}"] if problem else []
+    return [*expand_problems(expand_turns, loss_scale), *invalid]
+
+
 Executor = Literal["local", "ray"]
 
 
@@ -175,6 +215,7 @@ class EncodeSpec(BoxOptions, MediaOptions):
     loss_scale: str = row_option("default", LOSS_SCALE_HELP)
     expand_turns: ExpandTurns = row_option("false", EXPAND_HELP)
     chat_template: str | None = row_option(None, TEMPLATE_HELP)
+    chat_template_kwargs: Mapping[str, Any] | None = row_option(None, TEMPLATE_KWARGS_HELP)
     media: Literal["reference", "embed"] = row_option(
         "reference", "Store paths of media files in the cache (reference), or the files (embed)."
     )
@@ -187,7 +228,9 @@ class EncodeSpec(BoxOptions, MediaOptions):
         values = dataclasses.asdict(self)
         if self.chat_template is not None:
             values["chat_template"] = os.path.abspath(self.chat_template)
-        newer = {"expand_turns": "false", **dict.fromkeys((*BOX_SETTINGS, "chat_template"))}
+        values["chat_template_kwargs"] = set_kwargs(self.chat_template_kwargs) or None
+        names = (*BOX_SETTINGS, "chat_template", "chat_template_kwargs")
+        newer = {"expand_turns": "false", **dict.fromkeys(names)}
         return {name: value for name, value in values.items() if name not in newer or value != newer[name]}
 
 
@@ -230,8 +273,8 @@ class ExportConfig(RowOptions, EncodeSpec, PackageOptions):
         return self.task_index is not None or self.finalize
 
     def value_problems(self) -> list[str]:
-        """Return the message about a loss scale that contradicts ``--expand-turns``, if it does."""
-        return expand_problems(self.expand_turns, self.loss_scale)
+        """Return the messages about options of rows that contradict each other or cannot be used."""
+        return row_option_problems(self.expand_turns, self.loss_scale, self.chat_template_kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,6 +171,7 @@ class TrainConfig(
     loss_scale: str | None = row_option(None, data.LOSS_SCALE_HELP)
     expand_turns: data.ExpandTurns | None = row_option(None, data.EXPAND_HELP)
     chat_template: str | None = row_option(None, data.TEMPLATE_HELP)
+    chat_template_kwargs: Mapping[str, Any] | None = row_option(None, data.TEMPLATE_KWARGS_HELP)
     streaming: bool = stream_option(False, "Tokenize and pack --dataset during training, without a cache.")
     bf16: bool | None = memory_option(None, "Compute in bfloat16; false uses float32 even for a bfloat16 checkpoint.")
     fp16: bool | None = memory_option(None, "Compute in float16; false uses float32 even for a float16 checkpoint.")
@@ -233,7 +234,7 @@ class TrainConfig(
     )
 
     def value_problems(self) -> list[str]:
-        problems = data.expand_problems(self.expand_turns, self.loss_scale)
+        problems = data.row_option_problems(self.expand_turns, self.loss_scale, self.chat_template_kwargs)
         if self.streaming and (not float(self.num_train_epochs).is_integer() or self.num_train_epochs < 1):
             problems.append(f"--num-train-epochs {self.num_train_epochs}: streaming reads all rows each time")
         return problems

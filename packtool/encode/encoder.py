@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +19,15 @@ from packtool.encode.boxes import BoxWriter
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import media_encoding
 from packtool.encode.families.record import MediaEncoding, Medium
-from packtool.encode.loss_scale import TRAIN_NEWLINE, LossScale, Weights, loss_scale_of, parse_loss_scale
+from packtool.encode.loss_scale import (
+    EMPTY_THINKING,
+    KEEP_EMPTY_THINK,
+    TRAIN_NEWLINE,
+    LossScale,
+    Weights,
+    loss_scale_of,
+    parse_loss_scale,
+)
 from packtool.encode.media_spans import (
     ExpandedChunks,
     JoinedTokens,
@@ -72,6 +82,8 @@ def encoding_warnings(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding)
 
 
 _MAX_REMEMBERED_MEDIA = 10_000
+_MAX_REMEMBERED_TEMPLATES = 64
+_EMPTY_BLOCK = re.compile(rf"(?=<){EMPTY_THINKING}\Z")
 _CHARS_PER_TOKEN = 8
 """Texts with more characters per token of ``max_length`` are checked for their length before they are tokenized."""
 
@@ -106,7 +118,13 @@ class Encoder:
         self._turn_finder: TurnFinder | None = None
         if files.chat_template:
             self._template = ChatTemplate(files.chat_template, variables, self._media.content_as_list)
-            self._vocabulary, self._turn_finder = infer_turn_finder(self._template, tokenizer, media_tokens)
+            try:
+                self._vocabulary, self._turn_finder = infer_turn_finder(self._template, tokenizer, media_tokens)
+            except ConfigError as error:
+                if not files.chat_template_kwargs:
+                    raise
+                message = f"--chat-template-kwargs {json.dumps(files.chat_template_kwargs)}: {error.message}"
+                raise ConfigError(message, "Check names and values in the chat template, or leave them out.") from error
         else:
             self._vocabulary = ControlVocabulary(tokenizer, media_tokens)
         if missing := [token for token in media_tokens if token not in self._vocabulary.ids]:
@@ -118,9 +136,11 @@ class Encoder:
         self._chunk_tokenizer = ChunkTokenizer(tokenizer, self._vocabulary)
         self._is_hybrid_thinking = files.is_hybrid_thinking
         split_spec = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
-        self._row_splitter = RowSplitter(split_spec, self._template, self._turn_finder, self._render_chunks)
+        self._row_splitter = RowSplitter(split_spec, self._template_of, self._render_chunks)
         self.warnings = encoding_warnings(spec, files, self._media)
         self._end_of_text = variables.get("eos_token", "")
+        self._has_kwargs = bool(files.chat_template_kwargs)
+        self._templates: dict[str, tuple[ChatTemplate, TurnFinder]] = {}  # by a row's own arguments
         self._measured: dict[tuple[object, ...], Medium] = {}
         self._header_ids: dict[tuple[str, str], list[int]] = {}
 
@@ -233,7 +253,12 @@ class Encoder:
                 raise RowProblem(f"{kind}_marks", detail)
         turns, num_answers = list[TurnChunks](), 0
         if not sample.is_text:
-            turns = [] if self._turn_finder is None else self._turn_finder.find(chunks)
+            finder = self._template_of(sample)[1]
+            turns = finder.find(chunks)
+            rules = parse_loss_scale(sample.loss_scale or self.spec.loss_scale).rules
+            if KEEP_EMPTY_THINK in rules and (self._has_kwargs or sample.chat_template_kwargs):
+                # Arguments that switch thinking off move the empty block from the answer into the generation prompt.
+                turns = [turn._replace(header=_EMPTY_BLOCK.sub("", turn.header)) for turn in turns]
             num_answers = [turn.role for turn in sample.turns].count("assistant")
         # Turns with a loss setting of their own must be found one by one.
         has_own_loss = any(turn.loss is not None or turn.loss_scale is not None for turn in sample.turns)
@@ -267,9 +292,7 @@ class Encoder:
             text = "".join(escaper.text(escaper.media(turn.content, kinds)) for turn in sample.turns)
             end = [Chunk(self._end_of_text, "", "")] if self._end_of_text else []
             return [*escaper.split(text), *end]
-        if self._template is None:
-            detail = "the row is a conversation, and the model has no chat template: give one with --chat-template FILE"
-            raise RowProblem("no_chat_template", detail)
+        template, _ = self._template_of(sample)
         try:
             messages = []
             for turn in sample.turns:
@@ -277,16 +300,39 @@ class Encoder:
                 content = escaper.as_list(text) if self._media.content_as_list else text
                 messages.append({"role": turn.role, "content": content, **escaper.value(turn.extra)})
             tools = escaper.value(sample.tools)
-            rendered = self._template.render(messages, tools)
+            rendered = template.render(messages, tools)
         except TemplateFailure as failure:
             raise RowProblem("template_refused", str(failure)) from failure
         except RecursionError as error:
             raise RowProblem("template_refused", "tools or tool calls of the row are nested too deeply") from error
-        missing = self._template.missing_turn(sample.turns, messages, tools)
+        missing = template.missing_turn(sample.turns, messages, tools)
         if missing is not None:
             detail = f"the chat template leaves out turn {missing} (role {sample.turns[missing].role})"
             raise RowProblem("turn_left_out", detail)
         return escaper.split(rendered, self._media.placeholders)
+
+    def _template_of(self, sample: Sample) -> tuple[ChatTemplate, TurnFinder]:
+        """Return the chat template with the row's own arguments, and its turn finder; RowProblem if it refuses them."""
+        if self._template is None or self._turn_finder is None:
+            detail = "the row is a conversation, and the model has no chat template: give one with --chat-template FILE"
+            raise RowProblem("no_chat_template", detail)
+        if not sample.chat_template_kwargs:
+            return self._template, self._turn_finder
+        key = json.dumps(sample.chat_template_kwargs, sort_keys=True, ensure_ascii=False)
+        if key not in self._templates:
+            if control := self._vocabulary.pattern.search(key):
+                detail = f"'chat_template_kwargs' has the control token {control.group()}"
+                raise RowProblem("invalid_template_kwargs", detail)
+            template = self._template.with_arguments(sample.chat_template_kwargs)
+            try:
+                finder = TurnFinder.infer(template, self._vocabulary)
+            except ConfigError as error:
+                detail = f"with 'chat_template_kwargs' {key}: {error.message}"
+                raise RowProblem("template_refused", detail) from error
+            if len(self._templates) >= _MAX_REMEMBERED_TEMPLATES:
+                self._templates.clear()
+            self._templates[key] = template, finder
+        return self._templates[key]
 
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """Measure a medium; one in a file only once."""
@@ -395,7 +441,8 @@ class Encoder:
             header: tuple[int, ...] = ()
             if sample.part is not None and self._turn_finder is not None:
                 # A line break at the start of the answer may merge with the header's.
-                header = text_start, text_start + self._header_length(*self._turn_finder.header[-1], ids)
+                _, finder = self._template_of(sample)
+                header = text_start, text_start + self._header_length(*finder.header[-1], ids)
             # The turn ends with the control token of chunk ``turn.last``, or with the conversation.
             end_expanded, end = last_expanded, end_of_sample
             if turn.last < len(chunks):

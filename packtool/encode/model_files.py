@@ -10,11 +10,13 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from packtool.config.data import set_kwargs
 from packtool.config.settings import load_json
 from packtool.encode.loss_scale import EMPTY_THINKING
 from packtool.encode.template import TemplateFailure, ended_template, template_variants
@@ -43,6 +45,7 @@ class ModelFiles:
         video_processor: settings of the video processor; those of the image processor if the model has no others.
         audio_processor: settings of the feature extractor for sound; empty if there is none.
         template_file: ``--chat-template``, the file that replaces the model's own template; None for the model's own.
+        chat_template_kwargs: arguments of the chat template in this run, from ``--chat-template-kwargs``.
         end_mark: text that was added to the chat template to end the last answer; "" if the template ends answers.
     """
 
@@ -56,9 +59,12 @@ class ModelFiles:
     audio_processor: dict[str, Any] = field(default_factory=dict)
     template_file: str | None = None
     end_mark: str = ""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, model: str, chat_template: str | None = None) -> ModelFiles:
+    def load(
+        cls, model: str, chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> ModelFiles:
         """Read a model's files, downloaded first if ``model`` names a repository on the Hugging Face Hub.
 
         The template in the file ``chat_template`` replaces the model's. ConfigError if a file is missing or invalid.
@@ -83,7 +89,8 @@ class ModelFiles:
             template_file=chat_template,
         )
         template, end_mark = ended_template(files.chat_template, files.template_variables, files._stop_tokens)
-        return replace(files, chat_template=template, end_mark=end_mark)
+        kwargs = set_kwargs(chat_template_kwargs)
+        return replace(files, chat_template=template, end_mark=end_mark, chat_template_kwargs=kwargs)
 
     @property
     def model_type(self) -> str:
@@ -119,12 +126,13 @@ class ModelFiles:
         return _digest(json.dumps(settings, sort_keys=True))
 
     @property
-    def template_variables(self) -> dict[str, str]:
-        """Special tokens by the name that chat templates know them by, such as ``bos_token``."""
+    def template_variables(self) -> dict[str, Any]:
+        """Arguments of the run, and special tokens by the name that templates know them by, such as ``bos_token``."""
         extra = self.tokenizer_config.get("extra_special_tokens")
         settings = {**self.tokenizer_config, **(extra if isinstance(extra, dict) else {})}
         texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
-        return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+        tokens = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+        return {**self.chat_template_kwargs, **tokens}
 
     @cached_property
     def is_hybrid_thinking(self) -> bool:

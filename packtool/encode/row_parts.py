@@ -42,18 +42,17 @@ def expansion_of(requested: ExpandTurns, files: ModelFiles) -> ExpandTurns:
 class RowSplitter:
     """Splits rows into samples.
 
-    ``expand_turns`` of ``spec`` must be resolved by ``expansion_of``; ``template`` and ``finder`` are None for a model
-    without a chat template.
+    ``expand_turns`` of ``spec`` must be resolved by ``expansion_of``; ``template_of`` returns the template and the turn
+    finder for a sample, or raises RowProblem if it cannot be rendered.
     """
 
     def __init__(
         self,
         spec: EncodeSpec,
-        template: ChatTemplate | None,
-        finder: TurnFinder | None,
+        template_of: Callable[[Sample], tuple[ChatTemplate, TurnFinder]],
         render: Callable[[Sample], list[Chunk]],
     ) -> None:
-        self._spec, self._template, self._finder, self._render = spec, template, finder, render
+        self._spec, self._template_of, self._render = spec, template_of, render
 
     def split(self, sample: Sample) -> list[Sample]:
         """Return the samples of a row, in the order of its turns and responses; often the row itself."""
@@ -91,10 +90,15 @@ class RowSplitter:
         # The indexes of the turns that a sample trains, by the index of the turn at its end.
         groups = {index: {index} for index in trained}
         if self._spec.expand_turns == "auto":
-            if not any(self._may_lose_text(sample.turns[index]) for index in answers):
+            try:
+                template, finder = self._template_of(sample)
+            except RowProblem:  # raised again when the sample is rendered, which drops it
+                return [sample]
+            if not any(_may_lose_text(template, sample.turns[index]) for index in answers):
                 return [sample]
             if len(trained) > 1:
-                groups = self._group_turns(sample, answers, trained, ignores_empty=KEEP_EMPTY_THINK not in scale.rules)
+                ignores_empty = KEEP_EMPTY_THINK not in scale.rules
+                groups = self._group_turns(sample, finder, answers, trained, ignores_empty=ignores_empty)
         if not groups or list(groups) == [last_turn]:
             return [sample]
         if len(groups) == 1:
@@ -108,24 +112,14 @@ class RowSplitter:
             samples.append(replace(conversation, turns=turns, part=part))
         return samples
 
-    def _may_lose_text(self, turn: Turn) -> bool:
-        """Return whether the template may remove text of a turn once another question follows.
-
-        A cheap check on one turn: rendering each turn of a row costs time quadratic in the row's length.
-        """
-        assert self._template is not None, "without a template nothing is left out"
-        if any(turn.extra.get(name) for name in REASONING_NAMES):
-            return True
-        try:
-            rendered = self._template.render(
-                [_QUESTION, {"role": turn.role, "content": turn.content}, _QUESTION, _ANSWER]
-            )
-        except TemplateFailure:
-            return True
-        return turn.content.strip() not in rendered
-
     def _group_turns(
-        self, sample: Sample, answers: Sequence[int], trained: Sequence[int], *, ignores_empty: bool
+        self,
+        sample: Sample,
+        finder: TurnFinder,
+        answers: Sequence[int],
+        trained: Sequence[int],
+        *,
+        ignores_empty: bool,
     ) -> dict[int, set[int]]:
         """Group trained turns into the fewest samples in which each is rendered as at the end of a conversation.
 
@@ -140,7 +134,6 @@ class RowSplitter:
             by the index of the turn that ends a sample, ascending: the indexes of the turns that the sample trains.
             Empty if the turns cannot be found in the rendered text.
         """
-        assert self._finder is not None, "turns are expanded only by a template"
         groups: dict[int, set[int]] = {}
         end, longer = -1, list[Chunk]()  # the end of the sample made last, and its chunks; it is longer than the next
         for index in reversed(trained):
@@ -148,12 +141,12 @@ class RowSplitter:
                 chunks = self._render(_cut_after(sample, index))
             except RowProblem:
                 return {}
-            turns = self._finder.find(chunks)
+            turns = finder.find(chunks)
             if len(turns) != answers.index(index) + 1:
                 return {}
             rendered = list(chunks[: turns[-1].last])
             if ignores_empty:
-                header = self._finder.header[-1][1]
+                header = finder.header[-1][1]
                 for turn in turns:
                     chunk = rendered[turn.first]
                     answer = _EMPTY_THINKING.sub("", chunk.text[len(header) :])
@@ -183,6 +176,20 @@ def join_results(
         return replace(first, detail=detail)
     row.left_out = tuple(left_out)
     return row
+
+
+def _may_lose_text(template: ChatTemplate, turn: Turn) -> bool:
+    """Return whether the template may remove text of a turn once another question follows.
+
+    A cheap check on one turn: rendering each turn of a row costs time quadratic in the row's length.
+    """
+    if any(turn.extra.get(name) for name in REASONING_NAMES):
+        return True
+    try:
+        rendered = template.render([_QUESTION, {"role": turn.role, "content": turn.content}, _QUESTION, _ANSWER])
+    except TemplateFailure:
+        return True
+    return turn.content.strip() not in rendered
 
 
 def _is_trained(turn: Turn, by_scale: bool) -> bool:

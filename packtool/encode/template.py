@@ -12,6 +12,7 @@ So answers are trained to end with ``<|user|>``, as in ms-swift and TRL [read in
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -173,11 +174,11 @@ class ChatTemplate:
     """A compiled chat template.
 
     Args:
-        variables: special tokens by name, such as ``bos_token``.
+        variables: special tokens by name, such as ``bos_token``, and other arguments, such as ``enable_thinking``.
         content_as_list: pass a content that is a text as a list with one text.
     """
 
-    def __init__(self, text: str, variables: Mapping[str, str], content_as_list: bool = False) -> None:
+    def __init__(self, text: str, variables: Mapping[str, Any], content_as_list: bool = False) -> None:
         self._content_as_list = content_as_list
         self._environment = environment = _new_environment()
         try:
@@ -188,6 +189,12 @@ class ChatTemplate:
         self._template = environment.template_class.from_code(environment, code, dict(environment.globals))
         self._variables = dict(variables)
         self._missing_turns: dict[tuple[Any, ...], int | None] = {}
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
+        """Return a copy with further variables, which take precedence; the compiled code is shared."""
+        template = copy.copy(self)
+        template._variables, template._missing_turns = {**self._variables, **arguments}, {}
+        return template
 
     def render(
         self,
@@ -206,13 +213,13 @@ class ChatTemplate:
         pieces, num_chars = [], 0
         switch = {} if thinks is None else dict.fromkeys(_THINKING_SWITCHES, thinks)
         try:
-            for piece in self._template.generate(
-                messages=[self._prepared(message) for message in messages],
-                tools=list(tools) if tools else None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._variables, **switch},
-            ):
+            own = {
+                "messages": [self._prepared(message) for message in messages],
+                "tools": list(tools) if tools else None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            for piece in self._template.generate({**self._variables, **switch, **own}):
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > _MAX_CHARS:
@@ -263,7 +270,7 @@ class ChatTemplate:
         return missing
 
 
-def template_variants(text: str, variables: Mapping[str, str]) -> Iterator[ChatTemplate]:
+def template_variants(text: str, variables: Mapping[str, Any]) -> Iterator[ChatTemplate]:
     """Yield the template for contents that are texts, then for lists; nothing if it is not valid Jinja."""
     try:
         for as_list in (False, True):
@@ -279,7 +286,7 @@ _EXTENSION = (
 )
 
 
-def ended_template(text: str, variables: Mapping[str, str], stops: Callable[[], Collection[str]]) -> tuple[str, str]:
+def ended_template(text: str, variables: Mapping[str, Any], stops: Callable[[], Collection[str]]) -> tuple[str, str]:
     """Extend a chat template whose answers end only where the next turn opens, so that the last answer ends, too.
 
     Return the template, and the text that it adds after the last answer: the template unchanged and "" if it ends
@@ -313,7 +320,7 @@ def strings_of(sample: Sample) -> list[str]:
     """Return every text of a sample that a template may print; RowProblem for NaN or infinity, which JSON lacks."""
     strings = [turn.content for turn in sample.turns]
     stack: list[object] = [turn.extra for turn in sample.turns if turn.extra]
-    stack += list(sample.tools or ())
+    stack += [*(sample.tools or ()), *sample.chat_template_kwargs.values()]
     while stack:
         value = stack.pop()
         if isinstance(value, str):

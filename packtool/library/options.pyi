@@ -6,11 +6,12 @@ Made by scripts/make_docs.py from the declarations in config/; do not edit.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
 Text = str | os.PathLike[str]
 Texts = Text | Sequence[Text]
+Values = Mapping[str, Any] | str
 
 class ExportKeywords(TypedDict, total=False):
     """See ``packtool.config.data.ExportConfig``."""
@@ -40,6 +41,7 @@ class ExportKeywords(TypedDict, total=False):
     loss_scale: Text | None
     expand_turns: Literal["auto", "true", "false"] | None
     chat_template: Text | None
+    chat_template_kwargs: Values | None
     media: Literal["reference", "embed"] | None
     media_access: Literal["root", "local", "any"] | None
     max_media_bytes: int | str | None

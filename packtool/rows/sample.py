@@ -17,7 +17,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from packtool.config.data import BboxType
+from packtool.config.data import RESERVED_TEMPLATE_KWARGS, BboxType
 from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError, PacktoolError, RowError
 from packtool.rows.media_policy import NOT_ALLOWED, MediaPolicy
@@ -206,6 +206,7 @@ class Sample:
         tokens: tokens of a row without turns that another tool has tokenized; else None.
         objects: boxes and names for the placeholders in the texts; None if there are none, or they are filled in.
         control: control tokens that keep their meaning in the texts; all others are plain text.
+        chat_template_kwargs: the row's own arguments of the chat template; they take precedence over the run's.
     """
 
     turns: tuple[Turn, ...]
@@ -225,6 +226,7 @@ class Sample:
     tokens: PreparedTokens | None = None
     objects: Objects | None = None
     control: frozenset[str] = frozenset()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def media(self) -> dict[MediaKind, tuple[MediaRef, ...]]:
@@ -309,6 +311,8 @@ DROP_REASONS = {
     "Merge such turns in the rows, or pass another template with --chat-template FILE.",
     "template_refused": "The chat template rejects these conversations. Correct the rows, or pass another template "
     "with --chat-template FILE.",
+    "invalid_template_kwargs": "Write 'chat_template_kwargs' as a JSON object, without control tokens and these names: "
+    f"{', '.join(RESERVED_TEMPLATE_KWARGS)}.",
     "no_chat_template": "Pass a template with --chat-template FILE, or use the instruct version of the model.",
     "role_order": "A conversation must begin with a user turn, after an optional system prompt.",
     "unknown_form": "Name the columns with --columns, for example --columns messages=dialog.",

@@ -191,7 +191,7 @@ def encoded_blocks(
 def _make_encode(report: object, spec: EncodeSpec) -> Callable[[StreamBlock], EncodedBlock]:
     """Load tokenizer and template in a worker process, and return the function that encodes a block."""
     tokenize_in_one_thread()
-    encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
+    encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template, spec.chat_template_kwargs))
 
     def encode(block: StreamBlock) -> EncodedBlock:
         samples: list[EncodedSample] = []

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from packtool.config.data import set_kwargs, template_kwargs_problem
 from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError, did_you_mean
 from packtool.rows.forms.columns import NAMES, Columns, Fields, RowProblem, listed
@@ -138,6 +139,7 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         lone_mark=unmatched_mark,
         responses=responses,
         objects=objects_of(fields, all_turns, len(media["image"])),
+        chat_template_kwargs={} if is_text else _template_kwargs(fields),
         **common,
     )
 
@@ -197,3 +199,15 @@ def _tools(fields: Fields) -> tuple[Any, ...] | None:
     if not isinstance(tools, Sequence):
         raise RowProblem("invalid_row", f"'tools' is a {type(tools).__name__}, not a list")
     return tuple(Fields({"tools": tool}, ()).parsed("tools") if isinstance(tool, str) else tool for tool in tools)
+
+
+def _template_kwargs(fields: Fields) -> dict[str, Any]:
+    """Return the row's own arguments of the chat template."""
+    kwargs = fields.parsed("chat_template_kwargs")
+    if kwargs is None:
+        return {}
+    is_mapping = isinstance(kwargs, Mapping)
+    problem = template_kwargs_problem(kwargs) if is_mapping else f"a {type(kwargs).__name__}, not an object"
+    if problem is not None:
+        raise RowProblem("invalid_template_kwargs", f"'chat_template_kwargs': {problem}")
+    return set_kwargs(kwargs)

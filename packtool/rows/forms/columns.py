@@ -87,6 +87,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "videos": ("videos", "video"),
     "audios": ("audios", "audio"),
     **{name: (name,) for name in ("channel", "objects", "bbox_type", "reasoning_content", "responses")},
+    "chat_template_kwargs": ("chat_template_kwargs",),
     "response_weights": ("response_weights", "weights"),
     **{name: (name,) for name in TOKEN_COLUMNS},
     "seq_lengths": ("seq_lengths", "seq_lens"),
@@ -97,7 +98,7 @@ NUMBER_COLUMNS = frozenset(column for name in TOKEN_COLUMNS for column in NAMES[
 # Looked up under all usual names in each row, because the first rows of a file may lack them.
 _OPTIONAL = (
     *("history", "input", "system", "tools", "images", "videos", "audios"),
-    *("channel", "objects", "bbox_type", "reasoning_content"),
+    *("channel", "objects", "bbox_type", "reasoning_content", "chat_template_kwargs"),
 )
 
 # Characters; Python's parser needs some hundred times the size of the text in memory.

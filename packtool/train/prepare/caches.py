@@ -6,6 +6,7 @@ An option may only repeat the settings that a cache's manifest records.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
 from packtool.config.commands import EvalConfig, VerifyConfig
-from packtool.config.data import BOX_SETTINGS, EncodeSpec, MediaOptions
+from packtool.config.data import BOX_SETTINGS, EncodeSpec, MediaOptions, set_kwargs
 from packtool.config.mixture import (
     MixOptions,
     Recipe,
@@ -260,6 +261,9 @@ def check_row_options(directory: str, manifest: Manifest, config: TrainConfig, f
         name: (spec.get(name), getattr(config, name))
         for name in ("truncation_strategy", "media_overflow", *BOX_SETTINGS)
     }
+    kwargs = spec.get("chat_template_kwargs")
+    pairs["chat_template_kwargs"] = (kwargs, set_kwargs(config.chat_template_kwargs) or None)
+    files = dataclasses.replace(files, chat_template_kwargs=kwargs or {})
     expansion = config.expand_turns and expansion_of(config.expand_turns, files)
     pairs["expand_turns"] = (spec.get("expand_turns", "false"), expansion)
     for name, (exported, requested) in pairs.items():
@@ -328,7 +332,8 @@ def _export_words(manifest: Manifest, changes: Mapping[str, object]) -> list[str
     defaults = {field.name: field.default for field in fields(EncodeSpec)}
     for name, value in spec.items():
         if value is not None and (name in changes or value != defaults.get(name)):
-            words += ["--" + name.replace("_", "-"), str(value).lower() if isinstance(value, bool) else str(value)]
+            is_json = isinstance(value, (bool, dict))
+            words += ["--" + name.replace("_", "-"), json.dumps(value) if is_json else str(value)]
     if manifest.identity.split_dataset_ratio:
         words += ["--split-dataset-ratio", str(manifest.identity.split_dataset_ratio)]
     if manifest.identity.rows_per_shard:

@@ -43,7 +43,7 @@ def with_cache(config: TrainConfig, progress: Progress, check: Callable[[TrainCo
     """
     if not config.dataset or config.streaming:
         return config
-    files = ModelFiles.load(config.model, config.chat_template)
+    files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
     export_config = config.export_config("", length_of_rows(config, files))
     # Files of a mixture get a cache each, because samples are mixed by cache.
     sets = [(name,) for name in config.dataset] if config.interleaves else [config.dataset]

@@ -176,7 +176,7 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
     Returns:
         the source from the first row, the state of a run that starts there, and notes for the user.
     """
-    files = ModelFiles.load(config.model, config.chat_template)
+    files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
     max_length = length_of_rows(config, files)
     export = config.export_config("", max_length)
     encoder = Encoder(export.encode_spec, files)  # refuses what cannot be encoded

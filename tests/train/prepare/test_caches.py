@@ -20,6 +20,7 @@ from packtool.encode.model_files import ModelFiles
 from packtool.errors import MismatchError
 from packtool.progress import SilentProgress
 from packtool.train.prepare.caches import check_limits, export_command, open_caches
+from packtool.train.prepare.from_rows import with_cache
 from tests.train.tiny import TinyWorld, export_rows
 
 
@@ -128,3 +129,29 @@ def test_the_suggested_command_works_from_any_folder(
     monkeypatch.chdir("/")
     words = shlex.split(export_command(str(tmp_path / "cache"), Manifest.read(str(tmp_path / "cache"))))
     assert words[words.index("--dataset") + 1] == str(tmp_path / "rows.txt")
+
+
+def test_other_arguments_of_the_template_are_refused(tiny: TinyWorld, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    export_rows(tiny, cache, chat_template_kwargs={"reasoning_effort": "low"})
+    for same in (None, {}, {"reasoning_effort": "low", "other": None}):
+        assert len(open_for(tiny, cached_dataset=(str(cache),), chat_template_kwargs=same)) == 40
+    with pytest.raises(MismatchError, match=r"exported with --chat-template-kwargs .*'low'.*'high'") as exc_info:
+        open_for(tiny, cached_dataset=(str(cache),), chat_template_kwargs={"reasoning_effort": "high"})
+    words = shlex.split(str(exc_info.value.remedy).splitlines()[-1])
+    assert json.loads(words[words.index("--chat-template-kwargs") + 1]) == {"reasoning_effort": "high"}
+    with pytest.raises(MismatchError, match="exported without --chat-template-kwargs"):
+        open_for(tiny, chat_template_kwargs={"reasoning_effort": "high"})
+
+
+def test_caches_of_rows_depend_on_arguments_of_the_template(tiny: TinyWorld, tmp_path: Path) -> None:
+    """``train --dataset`` makes a cache for each value, and ``--system`` is part of it."""
+    caches = []
+    for changes in ({}, {"chat_template_kwargs": {"x": 1}}, {"system": "Be brief."}, {"chat_template_kwargs": {}}):
+        settings = {"cached_dataset": (), "dataset": (tiny.rows,), "cache_dir": str(tmp_path), **changes}
+        config = with_cache(tiny.config(tmp_path / "out", **settings), SilentProgress(), lambda _: None)
+        open_caches(config.cached_dataset, config, ModelFiles.load(config.model))
+        caches += config.cached_dataset
+    assert len(set(caches)) == 3
+    assert caches[0] == caches[3]
+    assert Manifest.read(caches[1]).identity.spec["chat_template_kwargs"] == {"x": 1}
