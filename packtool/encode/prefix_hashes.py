@@ -48,6 +48,14 @@ class PrefixHashes(NamedTuple):
     target_tokens: IntArray
 
 
+class _PrefixDigest(NamedTuple):
+    """A prefix of ``length`` tokens, its hash as bytes, and the media that the previous prefix does not contain."""
+
+    length: int
+    new_media: list[Medium]
+    digest: bytes
+
+
 MediumKey = Callable[[str | None, bytes | None], tuple[str | None, str | None]]
 """Returns the two texts that are hashed instead of a medium's path and bytes."""
 
@@ -70,50 +78,66 @@ def prefix_hashes(
     A sample with media that cannot be located by ``tokens`` has no prefixes; those of at most ``longer_than`` tokens
     are left out. Return int64 (S,), the number of prefixes of each sample; and the prefixes of all samples.
     """
-    counts = []
-    rows: list[tuple[int, bytes, int, int, int, int]] = []  # the fields of ``PrefixHashes``, with the hash as bytes
+    num_prefixes = []
+    # The fields of ``PrefixHashes``, as lists.
+    lengths: list[int] = []
+    digests: list[bytes] = []
+    media_tokens: list[int] = []
+    audio_tokens: list[int] = []
+    squares: list[int] = []
+    target_tokens: list[int] = []
     for sample in samples:
-        num_before = len(rows)
+        num_before = len(lengths)
         media = media_spans(sample, tokens)
         if len(media) < len(sample.media):
             # Some media cannot be located. Without turns and media, the sample has no prefix.
             media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0], borders=None)
         num_targets = np.cumsum(sample.labels != IGNORE_INDEX)
-        media_tokens = audio_tokens = squares = 0
+        num_media_tokens = num_audio_tokens = num_squares = 0
         ends = _prefix_ends(sample, media, _prompt_ends(sample))
         for end, new_media, digest in _digests(sample, media, ends, medium_key, _BEGINNING):
             for medium in new_media:
                 num_audio = _num_audio_tokens(medium)
-                audio_tokens += num_audio
-                media_tokens += num_audio
+                num_audio_tokens += num_audio
+                num_media_tokens += num_audio
                 if not isinstance(medium, EncodedAudio):
-                    media_tokens += medium.num_tokens
-                    squares += patch_squares(medium.grid)
+                    num_media_tokens += medium.num_tokens
+                    num_squares += patch_squares(medium.grid)
             if end > longer_than:
-                rows.append((end, digest, media_tokens, audio_tokens, squares, int(num_targets[end - 1])))
-        counts.append(len(rows) - num_before)
-    columns = zip(*rows, strict=True) if rows else ((),) * len(PrefixHashes._fields)
-    lengths, digests, *sums = columns
-    hashes = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
-    types = (np.int32, np.int32, np.int64, np.int32)
-    arrays = [np.array(column, number_type) for column, number_type in zip(sums, types, strict=True)]
-    return np.array(counts, np.int64), PrefixHashes(np.array(lengths, np.int32), hashes, *arrays)
+                lengths.append(end)
+                digests.append(digest)
+                media_tokens.append(num_media_tokens)
+                audio_tokens.append(num_audio_tokens)
+                squares.append(num_squares)
+                target_tokens.append(int(num_targets[end - 1]))
+        num_prefixes.append(len(lengths) - num_before)
+    hashes = PrefixHashes(
+        lengths=np.array(lengths, np.int32),
+        hashes=np.frombuffer(b"".join(digests), "<u8").astype(np.uint64),
+        media_tokens=np.array(media_tokens, np.int32),
+        audio_tokens=np.array(audio_tokens, np.int32),
+        patch_squares=np.array(squares, np.int64),
+        target_tokens=np.array(target_tokens, np.int32),
+    )
+    return np.array(num_prefixes, np.int64), hashes
 
 
 def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[int, int]) -> list[str]:
     """Return media files of which at least one has changed since a sample's prefixes were hashed; empty if none has.
 
     Compares the size and four pieces of each file (``content_name``). Files on other machines, files that cannot be
-    read, and media after the last hashed prefix are not checked. ``hashes`` are its prefixes' by length.
+    read, and media after the last hashed prefix are not checked. ``hashes``: the hash of each prefix by its length.
     """
     media = media_spans(sample, tokens)
     if len(media) < len(sample.media):
         return []
     # Older caches began hashes with the channel, identified media by address, or had no prefixes of system prompts.
     # The sample is unchanged if its hashes are equal in any of these forms. The first form is today's.
-    medium_keys, beginnings = (by_content, by_address), (_BEGINNING, repr(sample.channel).encode())
+    medium_keys = by_content, by_address
+    beginnings = _BEGINNING, repr(sample.channel).encode()
+    prompt_end_choices = _prompt_ends(sample), set[int]()
     changed_by_form: list[list[Medium]] = []
-    for medium_key, beginning, prompt_ends in product(medium_keys, beginnings, (_prompt_ends(sample), set[int]())):
+    for medium_key, beginning, prompt_ends in product(medium_keys, beginnings, prompt_end_choices):
         ends = sorted({*hashes, *_prefix_ends(sample, media, prompt_ends)})
         changed = _changed_media(_digests(sample, media, ends, medium_key, beginning), hashes)
         if changed is None:
@@ -125,10 +149,8 @@ def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[in
     return [path for path in paths if content_name(path, None) != f"at {path}"]
 
 
-def _changed_media(
-    digests: Iterable[tuple[int, list[Medium], bytes]], hashes: Mapping[int, int]
-) -> list[Medium] | None:
-    """Return the media between the last prefix whose hash is equal and the first whose hash is not; None if all are."""
+def _changed_media(digests: Iterable[_PrefixDigest], hashes: Mapping[int, int]) -> list[Medium] | None:
+    """Return the media between the last prefix with an equal hash and the first with another; None if all are equal."""
     unconfirmed: list[Medium] = []
     for end, new_media, digest in digests:
         unconfirmed += new_media
@@ -167,8 +189,8 @@ def _prompt_ends(sample: EncodedSample) -> set[int]:
 
 def _digests(
     sample: EncodedSample, media: Sequence[MediumSpan], ends: Sequence[int], medium_key: MediumKey, beginning: bytes
-) -> Iterator[tuple[int, list[Medium], bytes]]:
-    """Yield (length, media since the previous prefix, digest) of the prefixes that end at ``ends``, ascending.
+) -> Iterator[_PrefixDigest]:
+    """Yield the digests of the prefixes that end at ``ends``, ascending.
 
     Hashed are ``beginning``, then the ids, with each medium before the ids of the first prefix that contains it.
     """
@@ -183,7 +205,7 @@ def _digests(
             new_media.append(span.medium)
         state.update(ids[start:end].data)
         start = end
-        yield end, new_media, state.digest()
+        yield _PrefixDigest(end, new_media, state.digest())
 
 
 def _num_audio_tokens(medium: Medium) -> int:

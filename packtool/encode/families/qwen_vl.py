@@ -435,6 +435,19 @@ def _find_bounds(
         except ValueError:
             return None
 
+    def bisect(search_range: tuple[int, int], bounds_at: Callable[[int], Bounds]) -> Bounds | None:
+        low, high = search_range
+        while low <= high:
+            middle = (low + high) // 2
+            candidate = grid_or_none(bounds_at(middle))
+            if candidate == grid:
+                return bounds_at(middle)
+            if candidate is None or any(size < target for size, target in zip(candidate, grid, strict=True)):
+                low = middle + 1
+            else:
+                high = middle - 1
+        return None
+
     if grid_or_none(default_bounds) == grid:
         return default_bounds
     unbounded_grid = grid_or_none(_UNBOUNDED)
@@ -445,18 +458,8 @@ def _find_bounds(
     if unbounded_grid is not None:
         num_pixels = unbounded_grid[1] * unbounded_grid[2] * pixels_per_patch
         max_range, min_range = (lowest, num_pixels - 1), (num_pixels + 1, highest)
-    for is_max, (low, high) in ((True, max_range), (False, min_range)):
-        while low <= high:
-            middle = (low + high) // 2
-            bounds = (lowest, middle) if is_max else (middle, highest)
-            candidate = grid_or_none(bounds)
-            if candidate == grid:
-                return bounds
-            if candidate is None or any(side < wanted for side, wanted in zip(candidate, grid, strict=True)):
-                low = middle + 1
-            else:
-                high = middle - 1
-    return default_bounds
+    by_max = bisect(max_range, lambda max_pixels: (lowest, max_pixels))
+    return by_max or bisect(min_range, lambda min_pixels: (min_pixels, highest)) or default_bounds
 
 
 QWEN2_VL = Family(

@@ -48,6 +48,7 @@ _CHECK_REMEDY = (
 )
 # Schedules that follow evaluations of the Trainer.
 _NEEDS_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")
+_YAML_BOOLS = {"yes": True, "on": True, "no": False, "off": False}
 # Optimizers that are created from the modules of a model.
 _NEEDS_MODEL = frozenset(
     name for name in OptimizerNames if name.value.startswith(("galore", "apollo", "lomo", "adalomo"))
@@ -88,23 +89,22 @@ def _converted(value: Any, allowed: tuple[Any, ...]) -> Any:
     Args:
         allowed: types, without their parameters (``list`` for ``list[str]``); ``NoneType`` is ignored.
     """
-    kinds = {kind for kind in allowed if isinstance(kind, type)}
-    takes_text = str in kinds or any(issubclass(kind, enum.Enum) for kind in kinds)
-    if isinstance(value, bool):
-        if bool in kinds:
-            return value
-    elif any(isinstance(value, kind) for kind in kinds):
+    classes = tuple({each for each in allowed if isinstance(each, type)})
+    # A bool is an int for Python, but is not a number here.
+    is_bool = isinstance(value, bool)
+    if (bool in classes) if is_bool else isinstance(value, classes):
         return value
-    elif isinstance(value, int) and float in kinds:
+    if isinstance(value, int) and not is_bool and float in classes:
         return float(value)
-    elif isinstance(value, float) and int in kinds and value.is_integer():
+    if isinstance(value, float) and int in classes and value.is_integer():
         return int(value)
-    elif isinstance(value, str) and bool in kinds and value.lower() in ("yes", "on", "no", "off"):
-        return value.lower() in ("yes", "on")
-    if takes_text and isinstance(value, (str, bool, int, float)):
-        return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, str) and bool in classes and value.lower() in _YAML_BOOLS:
+        return _YAML_BOOLS[value.lower()]
+    takes_text = str in classes or any(issubclass(each, enum.Enum) for each in classes)
+    if takes_text and isinstance(value, (str, int, float)):
+        return str(value).lower() if is_bool else str(value)
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "names and values"}
-    expected = " or ".join(names.get(kind, "a list") for kind in allowed if kind is not type(None))
+    expected = " or ".join(names.get(each, "a list") for each in allowed if each is not type(None))
     raise ValueError(f"{value!r} is not {expected}")
 
 

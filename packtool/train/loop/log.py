@@ -11,9 +11,10 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,12 +35,20 @@ from packtool.train.prepare.workers import WaitingNote, cores_of_a_rank, workers
 T = TypeVar("T")
 
 _ALL_CHANNELS = "all of them"
-_NUM_SUMS = 4  # per channel: losses, targets, correct predictions, deviations of loss weights (``add_losses``)
 _GIB = 2**30
 _VAL_LOSS = "val loss"
 _CHANNEL_LOSSES = "loss by channel"
 _MAX_CHANNELS = 8  # whose losses are shown
 _WAITS = ("data_wait", "copy_wait", "log_wait")
+
+
+class _TargetSums(NamedTuple):
+    """Sums over targets; ``weight_deviation``: of how much each loss weight differs from 1."""
+
+    loss: float
+    targets: float
+    correct: float
+    weight_deviation: float
 
 
 class Meter:
@@ -63,6 +72,7 @@ class Meter:
         self._num_steps = 0
         self._data_wait = self._log_wait = 0.0
         self._num_computed, self._num_padding = 0, 0
+        # Per micro-batch: the C channels of the columns, and the fields of ``_TargetSums``, (4, C).
         self._sums: list[tuple[tuple[str | None, ...], Tensor]] = []
         self._balances: list[Tensor] = []
 
@@ -101,21 +111,22 @@ class Meter:
 
     @torch.no_grad()
     def add_losses(self, losses: TargetLosses, batch: Batch) -> None:
-        """Add the targets of a micro-batch: sums of their losses, number, correct predictions and weight deviations.
+        """Add up the fields of ``_TargetSums`` over the targets of a micro-batch, on the device.
 
-        A weight deviation is how much a loss weight differs from 1. With ``by_channel``, sums are kept per document, or
-        per channel for a batch with shared prefixes; otherwise there is one sum over all targets.
+        With ``by_channel``, sums are kept per document, or per channel for a batch with shared prefixes; otherwise over
+        all targets.
         """
         self._num_computed += batch.input_ids.numel()
         self._num_padding += batch.num_padding
-        values = losses.losses.detach()
+        target_losses = losses.losses.detach()
+        # A target in a shared prefix counts once for each sample with this prefix, and weighs as much.
         num_samples = batch.target_counts.sum(dim=0) if isinstance(batch, TreeBatch) else 1
-        deviations = torch.zeros_like(values) if losses.weights is None else losses.weights - num_samples
-        # One line per sum (_NUM_SUMS), one column per target.
-        figures = torch.stack((values, torch.ones_like(values), losses.correct.to(values.dtype), deviations.abs()))
+        deviations = torch.zeros_like(target_losses) if losses.weights is None else losses.weights - num_samples
+        is_correct = losses.correct.to(target_losses.dtype)
+        # One row per field of ``_TargetSums``, one column per target.
+        figures = torch.stack((target_losses, torch.ones_like(target_losses), is_correct, deviations.abs()))
         if isinstance(batch, TreeBatch):
-            # A target in a shared prefix counts once for each sample with this prefix, in the sample's channel.
-            sums = (figures[:, None] * batch.target_counts).sum(dim=2)
+            sums = (figures[:, None] * batch.target_counts).sum(dim=2)  # ``target_counts``: (channels, targets)
         elif self._by_channel:
             sums = figures.new_zeros(len(figures), len(batch.channels))
             sums.index_add_(1, batch.documents_of(losses.positions), figures)
@@ -140,9 +151,9 @@ class Meter:
         figures, now = self._figures, time.perf_counter()
         seconds, self._since = now - self._since, now
         elapsed = max(seconds, 1e-9)
-        mean = loss * self._num_steps / figures.units if figures.units else math.nan
+        objective = loss * self._num_steps / figures.units if figures.units else math.nan
         means = self._target_means(accelerator.num_processes)
-        line = {"loss": means.pop("loss"), "objective": mean} if "loss" in means else {"loss": mean}
+        line = {"loss": means.pop("loss"), "objective": objective} if "loss" in means else {"loss": objective}
         line |= figures.logged() | means
         line |= {
             "seconds": seconds,
@@ -155,8 +166,8 @@ class Meter:
         if copying is not None:
             line["copy_wait"] = copying / elapsed
         if self._balances:
-            mine = float(torch.stack(self._balances).sum()) / self._num_steps
-            line["router_balance"] = sum(all_gather_objects(mine, accelerator.num_processes))
+            local_balance = float(torch.stack(self._balances).sum()) / self._num_steps
+            line["router_balance"] = sum(all_gather_objects(local_balance, accelerator.num_processes))
         if self._num_padding:
             line["padding"] = self._num_padding / self._num_computed
         peak = peak_tflops(torch.cuda.get_device_name()) if accelerator.device.type == "cuda" else None
@@ -168,26 +179,32 @@ class Meter:
 
     def _target_means(self, num_processes: int) -> dict[str, float]:
         """Return means over the targets of all ranks by name: accuracies, channel losses, the loss if weights vary."""
-        local_sums: defaultdict[str, Any] = defaultdict(lambda: np.zeros(_NUM_SUMS))
+        local_sums: defaultdict[str, Any] = defaultdict(_zeros)
         for channels, sums in self._sums:
             for channel, channel_sums in zip(channels, sums.T.tolist(), strict=True):
                 local_sums["none" if channel is None else channel] += channel_sums
-        total_sums: defaultdict[str, Any] = defaultdict(lambda: np.zeros(_NUM_SUMS))
+        global_sums: defaultdict[str, Any] = defaultdict(_zeros)
         for rank_sums in all_gather_objects(dict(local_sums), num_processes):
             for name, channel_sums in rank_sums.items():
-                total_sums[name] += channel_sums
-        by_channel = {name: total_sums[name].tolist() for name in sorted(total_sums)}
-        loss, num_targets, num_correct, deviation = sum(
-            map(np.array, by_channel.values()), np.zeros(_NUM_SUMS)
-        ).tolist()
-        means = {"token_accuracy": num_correct / num_targets} if num_targets else {}
-        if num_targets and deviation:
-            means["loss"] = loss / num_targets
+                global_sums[name] += channel_sums
+        by_channel = dict(sorted(global_sums.items()))
+        total = _TargetSums(*sum(by_channel.values(), _zeros()).tolist())
+        means = {}
+        if total.targets:
+            means["token_accuracy"] = total.correct / total.targets
+            if total.weight_deviation:
+                means["loss"] = total.loss / total.targets
         if self._by_channel:
-            for name, (loss, num_targets, num_correct, _) in by_channel.items():
-                if num_targets:
-                    means |= {f"loss_{name}": loss / num_targets, f"token_accuracy_{name}": num_correct / num_targets}
+            for name, channel_sums in by_channel.items():
+                channel_total = _TargetSums(*channel_sums.tolist())
+                if channel_total.targets:
+                    means[f"loss_{name}"] = channel_total.loss / channel_total.targets
+                    means[f"token_accuracy_{name}"] = channel_total.correct / channel_total.targets
         return means
+
+
+def _zeros() -> npt.NDArray[np.float64]:
+    return np.zeros(len(_TargetSums._fields))
 
 
 def memory_gib(device: torch.device) -> float:
@@ -304,7 +321,7 @@ class Outliers:
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._norms: deque[float] = deque(maxlen=WINDOW)
 
-    def of(self, logs: Mapping[str, Any]) -> dict[str, float]:
+    def compare(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Compare a line with the previous ones, and keep its values for later comparisons.
 
         Gradient norms vary by factors, so their logarithms are compared. An outlier is at least 12 % above the median
@@ -327,7 +344,7 @@ class Outliers:
 
 
 def outlier_warning(step: int, medians: Mapping[str, float], logs: Mapping[str, Any], output_dir: str | None) -> str:
-    """Return the warning for a log line with outliers, of which ``Outliers.of`` returned the medians.
+    """Return the warning for a log line with outliers, of which ``Outliers.compare`` returned the medians.
 
     ``output_dir`` is quoted for a shell; None for a stream, whose steps cannot be inspected.
     """
@@ -374,7 +391,7 @@ class Report:
             with open(self.path, "w", encoding="utf-8") as file:
                 file.writelines(kept)
             for line in kept[-WINDOW:]:
-                self._outliers.of(load_json(line))
+                self._outliers.compare(load_json(line))
 
     def end_step(self, *, should_log: bool) -> None:
         """Count a step; without a log line it is shown at once, else together with the figures of its line."""
@@ -392,15 +409,13 @@ class Report:
         """
         line = {"step": step, **logs}
         if "loss" in logs:
-            before, self._reads = self._reads, reads
-            if self._reads.problem is not None and before.problem is None:
-                self.progress.note(
-                    f"--media-cache: training continues without adding to the cache: {self._reads.problem}"
-                )
-            new = MediaReads(self._reads.hits - before.hits, self._reads.misses - before.misses)
-            if new.hits + new.misses:
-                line["media_cache_hits"] = new.share
-        if medians := self._outliers.of(logs):
+            previous, self._reads = self._reads, reads
+            if reads.problem is not None and previous.problem is None:
+                self.progress.note(f"--media-cache: training continues without adding to the cache: {reads.problem}")
+            new_reads = MediaReads(reads.hits - previous.hits, reads.misses - previous.misses)
+            if new_reads.hits + new_reads.misses:
+                line["media_cache_hits"] = new_reads.share
+        if medians := self._outliers.compare(logs):
             line["unusual"] = list(medians)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(plain_json(line)) + "\n")
@@ -417,5 +432,5 @@ class Report:
             self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
         if medians:
             self.progress.note(outlier_warning(step, medians, logs, None if streams else shlex.quote(output_dir)))
-        if (warning := self._waiting.after(logs["data_wait"], logs["seconds"])) is not None:
+        if (warning := self._waiting.add_steps(logs["data_wait"], logs["seconds"])) is not None:
             self.progress.note(warning)

@@ -163,13 +163,15 @@ def _computed_tokens_per_step(plan: EpochPlan, is_dynamic: bool) -> npt.NDArray[
     tokens = packs.tokens_per_pack()
     if is_dynamic:
         return steps.sums_per_step(tokens)
-    # Each row is padded to the longest of its micro-batch.
-    num_rows = steps.micro_batch_sizes()
-    is_used = num_rows > 0
-    longest = np.zeros(len(num_rows), np.int64)
-    longest[is_used] = np.maximum.reduceat(tokens[steps.order], steps.micro_batch_offsets[:-1][is_used])
-    tokens_before = np.concatenate(([0], np.cumsum(longest * num_rows)))  # of each micro-batch
-    return np.diff(tokens_before[steps.step_offsets])
+    # Without packing, a pack is one sample, padded to the longest one of its micro-batch.
+    num_samples = steps.micro_batch_sizes()
+    is_filled = num_samples > 0  # ``reduceat`` has no result for empty micro-batches
+    first_packs = steps.micro_batch_offsets[:-1]
+    longest = np.zeros(len(num_samples), np.int64)
+    longest[is_filled] = np.maximum.reduceat(tokens[steps.order], first_packs[is_filled])
+    computed_per_micro_batch = longest * num_samples
+    computed_before = np.concatenate(([0], np.cumsum(computed_per_micro_batch)))  # before each micro-batch
+    return np.diff(computed_before[steps.step_offsets])
 
 
 def units_per_step(plan: EpochPlan, samples: SampleFigures) -> npt.NDArray[np.int64]:
@@ -221,8 +223,8 @@ class RankTokens:
 
     def is_at_most(self, other: RankTokens) -> bool:
         """Return whether ``other`` has at least as many tokens of every kind."""
-        mine, theirs = ((t.computed, t.vision, t.audio, t.local_vision, t.local_audio, t.keys) for t in (self, other))
-        return all(a <= b for a, b in zip(mine, theirs, strict=True))
+        names = ("computed", "vision", "audio", "local_vision", "local_audio", "keys")
+        return all(getattr(self, name) <= getattr(other, name) for name in names)
 
 
 NUM_LENGTHS = 8
@@ -290,26 +292,30 @@ def peak_memory_batches(
     if reader is None:
         return longest_micro_batches(config, inputs.model, RankTokens(computed=1))
 
-    def max_per_batch(tokens_per_sample: npt.NDArray[Any]) -> int:
-        tokens_per_pack = packs.sums_per_pack(tokens_per_sample[packs.samples])
-        return int(steps.micro_batch_sums(tokens_per_pack).max(initial=0))
+    def max_of_micro_batches(per_pack: npt.NDArray[Any]) -> int:
+        return int(steps.micro_batch_sums(per_pack).max(initial=0))
+
+    def sums_per_pack(per_sample: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return packs.sums_per_pack(per_sample[packs.samples])
 
     media = reader.index if inputs.shared is None else inputs.shared
     tokens = RankTokens(
         computed=1,
-        vision=max_per_batch(media.media_tokens - media.audio_tokens),
-        audio=max_per_batch(media.audio_tokens),
-        keys=int(steps.micro_batch_sums(max_keys_per_pack(packs)).max(initial=0)) if packs.shared is not None else 0,
+        vision=max_of_micro_batches(sums_per_pack(media.media_tokens - media.audio_tokens)),
+        audio=max_of_micro_batches(sums_per_pack(media.audio_tokens)),
+        keys=0 if packs.shared is None else max_of_micro_batches(max_keys_per_pack(packs)),
     )
     num_ranks = config.sequence_parallel_ranks
     if num_ranks > 1:
         shares = shares or assign_media(media_of_caches(reader.index, inputs.model), inputs.model, plan, num_ranks)
-        # Sums of floats: do not round a whole number up.
-        max_vision, max_audio = (
-            math.ceil(shares.max_per_rank(values).max(initial=0) - 1e-6)
-            for values in (shares.media.tokens, shares.media.sounds)
+        max_vision = shares.max_per_rank(shares.media.tokens).max(initial=0)
+        max_audio = shares.max_per_rank(shares.media.sounds).max(initial=0)
+        tokens = dataclasses.replace(
+            tokens,
+            # Sums of floats may be slightly above a whole number, which must not be rounded up.
+            num_local_vision_tokens=math.ceil(max_vision - 1e-6),
+            num_local_audio_tokens=math.ceil(max_audio - 1e-6),
         )
-        tokens = dataclasses.replace(tokens, num_local_vision_tokens=max_vision, num_local_audio_tokens=max_audio)
     return longest_micro_batches(config, inputs.model, tokens)
 
 
@@ -317,8 +323,10 @@ def longest_micro_batches(config: TrainConfig, model: Mapping[str, Any], tokens:
     """The longest micro-batch with the media of ``tokens``; and the longest one with fillers, if it is longer."""
     longest = with_fillers = max_tokens(config, config.sequence_parallel_ranks)
     if config.torch_compile:
-        step, fillers = length_step(longest), num_fillers(family_of(model).kinds)
-        longest, with_fillers = -(-longest // step) * step, -(-(longest + fillers) // step) * step
+        # Compiled micro-batches are padded to multiples of ``multiple``.
+        multiple = length_step(longest)
+        with_fillers = math.ceil((longest + num_fillers(family_of(model).kinds)) / multiple) * multiple
+        longest = math.ceil(longest / multiple) * multiple
     longest, with_fillers = max(longest, 2), max(with_fillers, 2)
     full = tokens.within(longest)
     return (full,) if with_fillers == longest else (full, RankTokens(computed=with_fillers, keys=full.keys))

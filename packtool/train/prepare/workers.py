@@ -41,7 +41,7 @@ class WaitingNote:
         self._waited = self._seconds = 0.0
         self._begun = self._is_shown = False
 
-    def after(self, data_wait: float, seconds: float) -> str | None:
+    def add_steps(self, data_wait: float, seconds: float) -> str | None:
         """Add ``seconds`` of steps, of which the fraction ``data_wait`` was spent waiting; return advice if due."""
         if not self._begun:
             # The first step waits for processes to start.

@@ -52,22 +52,22 @@ def test_workers_of_a_stage_without_sequence_parallelism(monkeypatch: pytest.Mon
 
 def test_waiting_is_reported_once_with_a_remedy() -> None:
     note = WaitingNote(num_workers=1, cores=8)
-    assert note.after(0.9, 100.0) is None, "the first steps start the processes"
-    assert note.after(0.5, 10.0) is None, "too short to tell"
-    message = note.after(0.5, 20.0)
+    assert note.add_steps(0.9, 100.0) is None, "the first steps start the processes"
+    assert note.add_steps(0.5, 10.0) is None, "too short to tell"
+    message = note.add_steps(0.5, 20.0)
     assert message is not None
     assert message.startswith("steps wait 50% of their time for data: try --dataloader-num-workers 2 ")
-    assert note.after(0.5, 100.0) is None
+    assert note.add_steps(0.5, 100.0) is None
 
 
 def test_short_waits_are_not_reported() -> None:
     note = WaitingNote(num_workers=1, cores=8)
-    assert all(note.after(0.04, 100.0) is None for _ in range(20))
+    assert all(note.add_steps(0.04, 100.0) is None for _ in range(20))
 
 
 def test_the_remedy_without_free_cores() -> None:
     note = WaitingNote(num_workers=4, cores=4)
-    note.after(0.0, 1.0)
-    message = note.after(0.2, 100.0)
+    note.add_steps(0.0, 1.0)
+    message = note.add_steps(0.2, 100.0)
     assert message is not None
     assert "4 processes per rank load it, and no more cores are free (4 per rank)" in message
