@@ -40,10 +40,10 @@ from packtool.encode.model_files import ModelFiles
 from packtool.encode.prepared import PreparedRows
 from packtool.encode.row_parts import RowSplitter, expansion_of, join_results
 from packtool.encode.targets import TurnChunks, TurnFinder, infer_turn_finder
-from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
+from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of, template_variables
 from packtool.encode.tokenize import Chunk, ChunkTokenizer, ControlEscaper, ControlVocabulary, TextEnds
 from packtool.encode.truncation import Tokenized, drop_too_long, truncate, truncate_all
-from packtool.errors import ConfigError, StorageError
+from packtool.errors import ConfigError, StorageError, did_you_mean
 from packtool.media.files import MediaProblem, check_allowed
 from packtool.rows.forms import to_sample
 from packtool.rows.forms.columns import RowProblem
@@ -65,6 +65,10 @@ def encoding_warnings(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding)
             "of this chat template already contains the empty thinking block, so the block is not trained; "
             f"--loss-scale {requested}+keep_empty_think trains it"
         )
+    variables = template_variables(files.chat_template or "")
+    for name in sorted(files.chat_template_kwargs.keys() - variables):
+        hint = did_you_mean(name, sorted(variables))
+        warnings.append(f"--chat-template-kwargs: the chat template does not use {name!r}{hint}")
     if files.end_mark:
         warnings.append(
             "the chat template writes no end of turn after an answer, and generation stops at "

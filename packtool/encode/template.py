@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
@@ -146,6 +147,11 @@ def _size_of_product(operator: str, left: Any, right: Any) -> int:
     if isinstance(left, int) and isinstance(right, int):
         return left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
     return 0
+
+
+def template_variables(text: str) -> set[str]:
+    """Return the names that a chat template reads and does not set itself."""
+    return jinja2.meta.find_undeclared_variables(_new_environment().parse(text))
 
 
 def _new_environment() -> _Environment:

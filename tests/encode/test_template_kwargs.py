@@ -210,3 +210,12 @@ def test_caches(model: Path, tmp_path: Path) -> None:
     assert low.identity.spec["chat_template_kwargs"] == {"reasoning_effort": "low"}
     lines = dict(figure_lines(cache_figures(str(tmp_path / "low"))))
     assert lines["  chat_template_kwargs"] == "{'reasoning_effort': 'low'}"
+
+
+def test_misspelled_argument_is_reported(small_model: ModelMaker) -> None:
+    """Jinja ignores arguments that a template does not use."""
+    model = small_model(EFFORT, CONTROL)
+    warnings = encoder_with(model, {"reasoning_efort": "low", "enable_thinking": True}).warnings
+    assert [line for line in warnings if "chat-template-kwargs" in line] == [
+        "--chat-template-kwargs: the chat template does not use 'reasoning_efort'; did you mean 'reasoning_effort'?"
+    ]
