@@ -109,7 +109,7 @@ def _make_trainer(
 ) -> tuple[PackTrainer, RunCallback]:
     """Start the process group, check that all ranks planned the same, create the output directory, and load the model.
 
-    ``trainer.loader.run`` is the run with the output directory of all ranks.
+    ``trainer.loader.run`` is the run with the output directory that all ranks use.
     """
     on_gpu = torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
@@ -123,13 +123,7 @@ def _make_trainer(
     config, loader = run.config, StepLoader(run, spec)
     signals = StopSignals(launched=run.world.size > 1)
     watch = StepWatch(signals, loader.names, on_nan=config.on_nan, world=run.world, progress=progress)
-    parallel = None
-    if run.world.sequence_parallel_size > 1:
-        device_type = "cuda" if on_gpu else "cpu"
-        # All process groups are created now, also those of stages with fewer ranks per sequence.
-        stages = [axes for size, axes in run.axes_by_size.items() if size not in (1, run.world.sequence_parallel_size)]
-        others = tuple(SequenceParallel.on_mesh(axes, device_type) for axes in stages)
-        parallel = dataclasses.replace(SequenceParallel.on_mesh(run.axes, device_type), others=others)
+    parallel = _sequence_parallel(run, "cuda" if on_gpu else "cpu")
     connect_deepspeed_on_cpus(config)
     model, saved, unloaded = build_model(run, spec, dtype, parallel, progress)
     shard_on_cpus(config)
@@ -138,6 +132,16 @@ def _make_trainer(
     callback = RunCallback(trainer, progress, lock, unloaded)
     trainer.add_callback(callback)
     return trainer, callback
+
+
+def _sequence_parallel(run: Run, device_type: str) -> SequenceParallel | None:
+    """Create all process groups of sequence parallelism, also those of stages with fewer ranks per sequence."""
+    run_size = run.world.sequence_parallel_size
+    if run_size == 1:
+        return None
+    stage_axes = [axes for size, axes in run.axes_by_size.items() if size not in (1, run_size)]
+    others = tuple(SequenceParallel.on_mesh(axes, device_type) for axes in stage_axes)
+    return dataclasses.replace(SequenceParallel.on_mesh(run.axes, device_type), others=others)
 
 
 def early_end_lines(trainer: PackTrainer, callback: RunCallback, num_planned: int) -> Iterator[str]:
@@ -160,8 +164,10 @@ def _report_skipped(trainer: PackTrainer, progress: Progress) -> int:
 
     Returns their number; a sample counts once per epoch.
     """
-    run, path = trainer.loader.run, os.path.join(trainer.loader.run.config.output_dir, SKIPPED_NAME)
-    skipped = [sample for rank in all_gather_objects(trainer.skipped, run.world.size) for _, sample in rank]
+    run = trainer.loader.run
+    path = os.path.join(run.config.output_dir, SKIPPED_NAME)
+    skipped_of_ranks = all_gather_objects(trainer.skipped, run.world.size)
+    skipped = [sample for skipped_of_rank in skipped_of_ranks for _, sample in skipped_of_rank]
     if skipped:
         progress.note(
             f"skipped samples, whose media could not be loaded: {len(skipped):,} (all are listed in {SKIPPED_NAME})"
@@ -172,7 +178,8 @@ def _report_skipped(trainer: PackTrainer, progress: Progress) -> int:
         progress.note(f"  and {len(skipped) - _MAX_SHOWN:,} more")
     if run.world.is_first and skipped:
         with open(path, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(dataclasses.asdict(each), ensure_ascii=False) + "\n" for each in skipped)
+            for sample in skipped:
+                file.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
     elif run.world.is_first and os.path.exists(path):
         os.remove(path)
     return len(skipped)
@@ -225,7 +232,9 @@ class RunCallback(TrainerCallback):
         """Decide whether to log, save or stop, evaluate if due and after the last step, and check the lock."""
         config, timeline, step = self.run.config, self.run.timeline, state.global_step
         state.epoch = timeline.epochs(step)  # the Trainer regards the whole run as one epoch
-        is_end, ends_epoch = step >= timeline.num_steps, timeline.locate(step)[1] == 0  # epochs may differ in length
+        is_end = step >= timeline.num_steps
+        epoch_step = timeline.locate(step)[1]  # epochs may differ in length
+        ends_epoch = epoch_step == 0
         control.should_log |= is_end
         if config.save_strategy == "epoch" and (is_end or ends_epoch):
             control.should_save = True
@@ -241,7 +250,10 @@ class RunCallback(TrainerCallback):
         if is_evaluated:
             self._evaluate(args, state, control)  # may request a checkpoint
         if self.lock is not None:
-            (self.lock.check if control.should_save else self.lock.check_last_renewal)()
+            if control.should_save:
+                self.lock.check()
+            else:
+                self.lock.check_last_renewal()
         if control.should_save and state.is_world_process_zero:
             discard_run_state(_checkpoint(args, state))  # so that an overwritten checkpoint counts as unfinished
 
@@ -251,7 +263,8 @@ class RunCallback(TrainerCallback):
         should_log = control.should_log
         figures = self.trainer.evaluate_validation()
         control.should_log = should_log  # logging the evaluation has reset it
-        patience, metric, best = config.early_stop_interval, config.best_metric, state.best_metric
+        metric, best = config.best_metric, state.best_metric
+        patience = config.early_stop_interval  # evaluations without a better result until training stops
         if not config.seeks_best and patience is None:
             return
         if metric not in figures:
@@ -286,9 +299,11 @@ class RunCallback(TrainerCallback):
         if self._record is not None:
             all_skipped: list[tuple[int, int]] = []  # (step, sample), of all ranks since the last checkpoint
             if self.run.config.on_bad_media == "skip":
-                skipped, self._num_recorded = self.trainer.skipped[self._num_recorded :], len(self.trainer.skipped)
-                mine = [(step, sample.sample) for step, sample in skipped if sample.sample is not None]
-                all_skipped = [each for rank in all_gather_objects(mine, self.run.world.size) for each in rank]
+                new_skipped = self.trainer.skipped[self._num_recorded :]
+                self._num_recorded = len(self.trainer.skipped)
+                local_skipped = [(step, sample.sample) for step, sample in new_skipped if sample.sample is not None]
+                for rank_skipped in all_gather_objects(local_skipped, self.run.world.size):
+                    all_skipped += rank_skipped
             if state.is_world_process_zero:
                 with saving(checkpoint):
                     self._record.save(checkpoint, state.global_step, all_skipped, self.watch.skipped_steps)

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -125,39 +125,53 @@ def estimate_memory(
     trained_bytes = sum(size.num_elements * size.element_bytes for size in trained)
     quantized = quantized_layers(model, model_config.model_type, config)
     # First the bytes without quantization, also if the model is already quantized; then minus the saved bytes.
-    weight_bytes = torch.float32.itemsize if config.torch_dtype == "float32" else dtype.itemsize
-    added = sum(full_size(layer.weight) * (weight_bytes - layer.weight.element_size()) for layer in quantized)
-    total_weight_bytes = sum(size.num_elements * size.element_bytes for size in sizes) + added
-    total_weight_bytes -= saved_bytes(quantized, config, weight_bytes)
+    bytes_per_weight = torch.float32.itemsize if config.torch_dtype == "float32" else dtype.itemsize
+    weight_bytes = sum(size.num_elements * size.element_bytes for size in sizes)
+    weight_bytes += sum(
+        full_size(layer.weight) * (bytes_per_weight - layer.weight.element_size()) for layer in quantized
+    )
+    weight_bytes -= saved_bytes(quantized, config, bytes_per_weight)
     # A quantized layer is dequantized while it computes.
-    dequantized = max((full_size(layer.weight) for layer in quantized), default=0) * dtype.itemsize
-    # Sharded are with stage 1 optimizer states, 2 also gradients, 3 also weights.
-    stage = 3 if config.fsdp or config.shares_experts else zero_stage(config)
+    dequantized_bytes = max((full_size(layer.weight) for layer in quantized), default=0) * dtype.itemsize
     micro_batches = micro_batches or longest_micro_batches(config, model_config.to_dict(), RankTokens(computed=1))
-    passes = [traced_bytes(config, model_config, dtype, batch, axes, trace) for batch in micro_batches]
-    traced = [num_bytes for num_bytes in passes if num_bytes is not None]
+    traced = [traced_bytes(config, model_config, dtype, batch, axes, trace) for batch in micro_batches]
+    pass_bytes = [num_bytes for num_bytes in traced if num_bytes is not None]
     num_tokens = micro_batches[0].computed
-    logit_bytes = 0  # in the check before the first step: three float32 tensors
-    if config.removes_padding and config.verify_packing:
-        num_logits = min(MAX_CHECKED_SAMPLES * CHECKED_POSITIONS, num_tokens)
-        logit_bytes = 3 * 4 * num_logits * int(model_config.get_text_config().vocab_size)
-    gathered = _gathered_bytes(model, dtype, config) if stage >= 3 else 0
+    activation_bytes: int | None = None
+    if len(pass_bytes) == len(traced):
+        logit_bytes = _checked_logit_bytes(config, model_config, num_tokens)
+        activation_bytes = max(*pass_bytes, logit_bytes) + dequantized_bytes
+    # ZeRO stages: 1 shards optimizer states, 2 also gradients, 3 also weights; FSDP and expert parallelism shard all.
+    stage = 3 if config.fsdp or config.shares_experts else zero_stage(config)
     # torch's buckets are copies of the gradients, not views.
-    buckets = trained_bytes if world_size > 1 and stage == 0 and config.deepspeed is None else 0
+    bucket_bytes = trained_bytes if world_size > 1 and stage == 0 and config.deepspeed is None else 0
+
+    def sharded_gib(num_bytes: int, first_stage: int) -> float:
+        """Return the GiB of a rank, for bytes that are sharded from ``first_stage`` on."""
+        return num_bytes / _GIB / (world_size if stage >= first_stage else 1)
+
     return MemoryEstimate(
-        weights=total_weight_bytes / _GIB / (world_size if stage >= 3 else 1),
-        gradients=trained_bytes / _GIB / (world_size if stage >= 2 else 1),
-        optimizer=_state_ratio(config, dtype) * trained_bytes / _GIB / (world_size if stage >= 1 else 1),
-        activations=(max(*traced, logit_bytes) + dequantized) / _GIB if len(traced) == len(passes) else None,
-        gathered=gathered / _GIB,
-        buckets=buckets / _GIB,
+        weights=sharded_gib(weight_bytes, 3),
+        gradients=sharded_gib(trained_bytes, 2),
+        optimizer=sharded_gib(_optimizer_bytes_per_weight_byte(config, dtype) * trained_bytes, 1),
+        activations=None if activation_bytes is None else activation_bytes / _GIB,
+        gathered=_gathered_bytes(model, dtype, config) / _GIB if stage >= 3 else 0.0,
+        buckets=bucket_bytes / _GIB,
         num_tokens=num_tokens,
         num_parameters=sum(size.num_elements for size in sizes),
         num_trainable=sum(size.num_elements for size in trained),
     )
 
 
-def _state_ratio(config: TrainConfig, dtype: torch.dtype) -> int:
+def _checked_logit_bytes(config: TrainConfig, model_config: PreTrainedConfig, num_tokens: int) -> int:
+    """Return the bytes of three float32 tensors of logits, which the check before the first step computes."""
+    if not (config.removes_padding and config.verify_packing):
+        return 0
+    num_positions = min(MAX_CHECKED_SAMPLES * CHECKED_POSITIONS, num_tokens)
+    return 3 * torch.float32.itemsize * num_positions * int(model_config.get_text_config().vocab_size)
+
+
+def _optimizer_bytes_per_weight_byte(config: TrainConfig, dtype: torch.dtype) -> int:
     """Return the bytes of optimizer states per byte of trained weights."""
     if config.deepspeed is not None and dtype.itemsize == 2:
         return 6  # two moments and a copy of the weights, all in float32
@@ -198,13 +212,23 @@ def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig) -
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     ids_in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     num_outside = sum(num_elements(parameter) for parameter in model.parameters() if id(parameter) not in ids_in_layers)
-    layer_sizes = []  # of each layer: elements, and elements of trained weights
+    layer_sizes = []
     for layer in layers:
-        num_trained = sum(num_elements(parameter) for parameter in layer.parameters() if parameter.requires_grad)
-        layer_sizes.append((sum(map(num_elements, layer.parameters())), num_trained))
-    max_weights, num_gradients = max(layer_sizes, default=(0, 0))
-    num_weights = sum(size for size, _ in layer_sizes) if "shard_grad_op" in config.fsdp else 2 * max_weights
-    return (num_outside + num_weights + num_gradients) * dtype.itemsize
+        num_weights = sum(map(num_elements, layer.parameters()))
+        num_gradients = sum(num_elements(parameter) for parameter in layer.parameters() if parameter.requires_grad)
+        layer_sizes.append(_LayerSize(num_weights, num_gradients))
+    largest = max(layer_sizes, default=_LayerSize(0, 0))
+    num_in_layers = 2 * largest.num_weights
+    if "shard_grad_op" in config.fsdp:
+        num_in_layers = sum(size.num_weights for size in layer_sizes)
+    return (num_outside + num_in_layers + largest.num_gradients) * dtype.itemsize
+
+
+class _LayerSize(NamedTuple):
+    """Elements of a layer that one rank gathers, and of their gradients."""
+
+    num_weights: int
+    num_gradients: int
 
 
 def traced_bytes(
@@ -293,10 +317,10 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
 
     With stages, return the largest estimate over their packing lengths and sequence parallel sizes.
     """
-    plans = {}
+    plan_by_shape = {}
     for stage in preview.timeline.stages:
-        key = stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size
-        plans[key] = next(stage.stretches()).plan
+        shape = stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size
+        plan_by_shape[shape] = next(stage.stretches()).plan
     assert config.model is not None, "checked by the caller"
     files = preview.inputs.files
     assert files is not None, "--model names them"
@@ -305,16 +329,22 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
     except ValueError as error:
         raise UnsupportedModelError(str(error).splitlines()[0], "Use a model that transformers supports.") from error
     estimates = []
-    for (packing_length, num_sharing_ranks), plan in plans.items():
+    for (packing_length, sequence_parallel_size), plan in plan_by_shape.items():
         run = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
-        run = with_shares(with_recomputing(run), num_sharing_ranks)
+        run = with_shares(with_recomputing(run), sequence_parallel_size)
         dtype = resolve_dtype(model, run, on_gpu=True)
-        world = World(0, config.world_size, num_sharing_ranks)
+        world = World(0, config.world_size, sequence_parallel_size)
         axes = axes_of(run, world, files, preview.inputs.lengths, trained=True)
-        batches = peak_memory_batches(run, plan, preview.inputs)
-        empty_model = model_without_weights(run, model, dtype)
-        settings: dict[str, Any] = {"dtype": dtype, "world_size": config.world_size, "micro_batches": batches}
-        estimates.append(estimate_memory(run, empty_model, model, axes=axes, **settings))
+        estimate = estimate_memory(
+            run,
+            model_without_weights(run, model, dtype),
+            model,
+            dtype=dtype,
+            world_size=config.world_size,
+            micro_batches=peak_memory_batches(run, plan, preview.inputs),
+            axes=axes,
+        )
+        estimates.append(estimate)
     return max(estimates, key=lambda estimate: estimate.total)
 
 
@@ -347,16 +377,16 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
     fixed_bytes = (estimate.total - (estimate.activations or 0.0)) * _GIB
     pass_budget = usable_bytes - fixed_bytes  # bytes for the activations of a pass
     token_bytes = bytes_per_token(config, model, dtype, axes)
-    unit = _BUCKET_MULTIPLE
+    multiple = _BUCKET_MULTIPLE
     num_tokens = int(_FEW_TOKENS + (pass_budget - few_tokens_bytes) / token_bytes)
-    num_tokens = max(num_tokens, unit) // unit * unit
-    while num_tokens > unit:
+    num_tokens = max(num_tokens, multiple) // multiple * multiple
+    while num_tokens > multiple:
         excess_bytes = _traced(config, model, dtype, num_tokens, axes) - pass_budget
         if excess_bytes <= 0:
             break
-        num_excess = int(excess_bytes / token_bytes) // unit * unit + unit
-        num_tokens = max(num_tokens - num_excess, unit)
-    if _traced(config, model, dtype, unit, axes) > pass_budget:
+        num_excess = int(excess_bytes / token_bytes) // multiple * multiple + multiple
+        num_tokens = max(num_tokens - num_excess, multiple)
+    if _traced(config, model, dtype, multiple, axes) > pass_budget:
         raise ConfigError(
             f"--bucket-size auto: weights, gradients and optimizer need {fixed_bytes / _GIB:.1f} of "
             f"{usable_bytes / _GIB:.1f} GiB",

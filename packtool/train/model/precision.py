@@ -86,9 +86,9 @@ def raise_to_masters(model: nn.Module) -> None:
 
 def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved: torch.dtype) -> Iterator[str]:
     """Describe the precision of a run's weights in memory, in the computation and in checkpoints, in one line."""
-    trained_dtypes = {str(parameter.dtype)[6:] for parameter in model.parameters() if parameter.requires_grad}
-    frozen = {str(parameter.dtype)[6:] for parameter in model.parameters() if not parameter.requires_grad}
-    frozen -= {"int8", "uint8"}  # quantized weights have a line of their own
+    trained_dtypes = {_name(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad}
+    frozen_dtypes = {_name(parameter.dtype) for parameter in model.parameters() if not parameter.requires_grad}
+    frozen_dtypes -= {"int8", "uint8"}  # quantized weights have a line of their own
     trained = ", ".join(sorted(trained_dtypes))
     if run.train_type == "full" and run.master_weights == "kahan":
         trained += " plus the digits that rounding discards (kahan)"
@@ -96,13 +96,17 @@ def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, save
         trained += " with DeepSpeed's float32 copies"
     elif run.train_type == "full" and trained_dtypes & {"bfloat16"}:
         trained += " (small updates are lost; --master-weights float32 keeps them)"
-    parts = [f"trained weights: {trained}"]
-    if frozen:
-        parts.append(f"frozen weights: {', '.join(sorted(frozen))}")
-    parts.append(f"computed in {str(dtype)[6:]}")
+    statements = [f"trained weights: {trained}"]
+    if frozen_dtypes:
+        statements.append(f"frozen weights: {', '.join(sorted(frozen_dtypes))}")
+    statements.append(f"computed in {_name(dtype)}")
     if not isinstance(model, PeftModel):
-        parts.append(f"saved as {str(saved)[6:]}")
-    yield "; ".join(parts)
+        statements.append(f"saved as {_name(saved)}")
+    yield "; ".join(statements)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -148,19 +152,19 @@ class SavedPrecision:
 def save_masters(
     model: nn.Module, saved: SavedPrecision, checkpoint: str, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the trained weights that the saved model has rounded, or under other names, in full precision.
+    """Write the trained weights that the saved model has in lower precision, or under other names, as they are.
 
     Other names: transformers saves the experts of a mixture one by one. A resumed Trainer, which looks for their names
     in memory, would not find them and keep the initial weights.
 
     ``weights`` are full weights of a sharded model, of any shape; its trained ones are all written.
     """
-    names = set(_saved_weights(checkpoint)) if weights is None else set()
-    masters = {
-        name: (parameter if weights is None else weights[name]).detach().contiguous()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (name not in names or saved.rounds(name, parameter))
-    }
+    saved_names = set(_saved_weights(checkpoint)) if weights is None else set()
+    masters = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (name not in saved_names or saved.rounds(name, parameter)):
+            weight = parameter if weights is None else weights[name]
+            masters[name] = weight.detach().contiguous()
     if masters:
         save_file(masters, os.path.join(checkpoint, MASTER_NAME))
 
@@ -177,17 +181,17 @@ def load_masters(model: nn.Module, checkpoint: str) -> None:
     """Copy the weights that ``save_masters`` wrote into the model; every trained weight must be saved somewhere."""
     path = os.path.join(checkpoint, MASTER_NAME)
     missing = []
-    names = defaultdict[int, set[str]](set)  # of each parameter; a tied weight has several
+    names_by_parameter = defaultdict[int, set[str]](set)  # by ``id``; a tied weight has several names
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].add(name)
+        names_by_parameter[id(parameter)].add(name)
     opened: Any = safe_open(path, "pt") if os.path.exists(path) else contextlib.nullcontext()
     with opened as file:
-        masters = set(file.keys() if file is not None else ())
+        masters = set() if file is None else set(file.keys())
         available = masters | set(_saved_weights(checkpoint))
         for name, parameter in model.named_parameters():
             if name in masters:
                 copy_weight(parameter, file.get_tensor(name))
-            elif parameter.requires_grad and not available & names[id(parameter)]:
+            elif parameter.requires_grad and not available & names_by_parameter[id(parameter)]:
                 missing.append(name)
     if missing:
         raise MismatchError(

@@ -58,10 +58,11 @@ def choices_of_targets(
     """
     scales = [None] * len(reader.directories) if recipe is None else [source.loss_scale for source in recipe.sources]
     choices = []
-    for directory, manifest, own in zip(reader.directories, reader.manifests, scales, strict=True):
-        option = "--loss-scale" if own is None or recipe is None else f"its loss_scale in {recipe.place}"
-        scale = loss_scale if own is None else own
-        choices.append(None if scale is None else _choice(directory, manifest, files, scale, option))
+    for directory, manifest, source_scale in zip(reader.directories, reader.manifests, scales, strict=True):
+        option, scale = "--loss-scale", loss_scale
+        if source_scale is not None and recipe is not None:
+            option, scale = f"its loss_scale in {recipe.place}", source_scale
+        choices.append(None if scale is None else _target_choice(directory, manifest, files, scale, option))
     return tuple(choices)
 
 
@@ -84,27 +85,30 @@ def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | Non
     return RelabeledReader(reader, choices).target_tokens() if any(choices) else reader.index.target_tokens
 
 
-def _choice(directory: str, manifest: Manifest, files: ModelFiles, loss_scale: str, option: str) -> TargetChoice | None:
-    """The choice of one cache; None if its export had this loss scale, which ``option`` sets."""
+def _target_choice(
+    directory: str, manifest: Manifest, files: ModelFiles, loss_scale: str, option: str
+) -> TargetChoice | None:
+    """The choice of the target tokens of one cache; None if its export had this loss scale, which ``option`` sets."""
     scale = loss_scale_of(loss_scale, files.is_hybrid_thinking)
     exported = str(manifest.identity.spec.get("loss_scale", "default"))
     wanted, current = parse_loss_scale(scale), parse_loss_scale(exported)
     if current == wanted:
         return None
     by_processor = bool(family_of(files.config).processor_inputs)
-    # The turns in a cache end before the line breaks of ``TRAIN_NEWLINE``.
+    # With equal rules, the targets of the last turn are some of the cache's. The turns in a cache end before the line
+    # breaks of ``TRAIN_NEWLINE``, so these cannot be kept.
     narrows = (current.base, wanted.base) == ("default", "last_round") and TRAIN_NEWLINE not in current.rules
+    keeps_rules = current.rules == wanted.rules and narrows
     # Samples of one row share tokens that only one of them may train.
     spec = manifest.identity.spec
-    has_responses = spec.get("truncation_strategy") != "split" and any(
-        split.pieces_added for split in manifest.splits.values()
-    )
+    has_split_rows = any(split.pieces_added for split in manifest.splits.values())
+    has_responses = has_split_rows and spec.get("truncation_strategy") != "split"
     if "expand_turns" in spec or (wanted.base == "all" and has_responses):
         problem = (
             f"has several samples of one row, and the tokens that --loss-scale {scale} trains in each of them "
             "cannot be told without the rows"
         )
-    elif (current.rules or wanted.rules) and not (current.rules == wanted.rules and narrows):
+    elif (current.rules or wanted.rules) and not keeps_rules:
         problem = (
             f"was exported with --loss-scale {exported}: the parts of texts that {scale} weights differently "
             "cannot be told without the rows"
@@ -149,13 +153,7 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
     if saved is not None:
         options = dataclasses.replace(options, max_length=saved.max_length, packing_length=saved.capacity)
     # Warn now, because the one sample with a web address may come after hours.
-    may_name_web = (
-        any('"media_access": "any"' in source.settings for source in manifest.sources)
-        and manifest.identity.spec["media"] == "reference"
-        and any(split.media_tokens for split in manifest.splits.values())
-        for manifest in reader.manifests
-    )
-    if config.media_access != "any" and any(may_name_web):
+    if config.media_access != "any" and any(map(_may_have_web_media, reader.manifests)):
         warning = "a cache was exported with --media-access any: if its rows have web addresses, training needs it too"
         notes = [warning, *notes]
     inputs = _inputs(
@@ -170,6 +168,13 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
         notes=tuple(notes),
     )
     return inputs.prepared() if planned is None else inputs.reuse_plans(planned)
+
+
+def _may_have_web_media(manifest: Manifest) -> bool:
+    """Return whether a cache may refer to media by web addresses."""
+    allows_web = any('"media_access": "any"' in source.settings for source in manifest.sources)
+    has_media = any(split.media_tokens for split in manifest.splits.values())
+    return allows_web and has_media and manifest.identity.spec["media"] == "reference"
 
 
 def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Inputs:
@@ -196,8 +201,8 @@ def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Input
     max_length = min(config.max_length or longest, capacity or longest)
     if packing_length is None and config.max_length is not None:
         max_length = config.max_length
-    ranks = config.world_size // config.sequence_parallel_ranks
-    options = plan_options(config, max_length=max_length, world_size=ranks)
+    data_parallel_size = config.world_size // config.sequence_parallel_ranks
+    options = plan_options(config, max_length=max_length, world_size=data_parallel_size)
     options = dataclasses.replace(options, packing_length=capacity or max_length)
     if recipe is not None and recipe.stages and config.sweep is not None:
         raise ConfigError(f"--sweep cannot be combined with the stages of {recipe.place}", "Plan without --sweep.")
@@ -210,16 +215,19 @@ def _inputs(
     reader: CacheReader | None,
     recipe: Recipe | None,
     files: ModelFiles | None,
-    **others: Any,
+    **fields: Any,
 ) -> Inputs:
-    """Make inputs whose options have the costs of the model, or of one with 8 billion weights if ``files`` is None."""
+    """Make inputs whose options have the costs of the model, or of one with 8 billion weights if ``files`` is None.
+
+    ``fields`` are further fields of ``Inputs``; without a ``reader`` they include ``lengths``.
+    """
     model = MODEL_PRESETS["8b"] if files is None else files.config
     options = with_costs(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type)
     assert options.cost is not None, "the model gives them"
     if reader is not None:
         index = reader.index
-        others = {"lengths": index.length, "media_tokens": index.media_tokens, **others}
-        others["towers"] = tower_work(options.cost, index)
+        fields = {"lengths": index.length, "media_tokens": index.media_tokens, **fields}
+        fields["towers"] = tower_work(options.cost, index)
     return Inputs(
         config=config,
         options=options,
@@ -228,7 +236,7 @@ def _inputs(
         model=model,
         files=files,
         sequence_parallel_size=config.sequence_parallel_ranks,
-        **others,
+        **fields,
     )
 
 
@@ -236,12 +244,12 @@ def plan_options(options: PlanConfig | TrainConfig, *, max_length: int, world_si
     """The options of the planner, for samples of up to ``max_length`` and ``world_size`` data-parallel ranks."""
     skrull = None
     if options.schedule == "skrull":
-        bucket_size, num = options.bucket_tokens, options.sequence_parallel_ranks
+        bucket_size, num_ranks = options.bucket_tokens, options.sequence_parallel_ranks
         if bucket_size is None:
             remedy = "Give a number of tokens, as in --bucket-size 8192."
             raise ConfigError("--bucket-size auto is decided by packtool train, and not known here.", remedy)
         # Zigzag splits a sharded sequence into 2 P parts, a pair for each process, so that all have equal work.
-        skrull = SkrullOptions(bucket_size=bucket_size, sequence_parallel_size=num, alignment=2 * num)
+        skrull = SkrullOptions(bucket_size=bucket_size, sequence_parallel_size=num_ranks, alignment=2 * num_ranks)
     return part_of(
         PlanOptions,
         options,

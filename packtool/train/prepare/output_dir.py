@@ -174,8 +174,8 @@ def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
         )
     if resumes_here or config.overwrite_output_dir or config.add_version:
         return checkpoint, notes
-    if used := _run_files(config.output_dir):
-        shown = ", ".join(used[:3]) + (", ..." if len(used) > 3 else "")
+    if run_files := _run_files(config.output_dir):
+        shown = ", ".join(run_files[:3]) + (", ..." if len(run_files) > 3 else "")
         resume = "--resume-from-checkpoint true resumes it, " if finished_checkpoints(config.output_dir) else ""
         raise ConfigError(
             f"--output-dir {config.output_dir} already contains a run: {shown}",
@@ -209,24 +209,24 @@ def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[Train
     if config.dry_run or not world.is_first:
         yield config, None
         return
-    missing = []
+    new_directories = []  # innermost first
     path = os.path.abspath(config.output_dir)
     while not os.path.lexists(path):
-        missing.append(path)
+        new_directories.append(path)
         path = os.path.dirname(path)
     try:
         os.makedirs(config.output_dir, exist_ok=True)
         if config.add_version:
             config = dataclasses.replace(config, output_dir=_new_version(config.output_dir))
-            missing.insert(0, config.output_dir)
+            new_directories.insert(0, config.output_dir)
     except OSError as error:
         raise StorageError(f"--output-dir {config.output_dir} cannot be created: {error.strerror}", _REMEDY) from error
     try:
         with DirectoryLock(os.path.abspath(config.output_dir), what="training") as lock:
             yield config, lock
     finally:
-        for directory in missing:
-            with contextlib.suppress(OSError):
+        for directory in new_directories:
+            with contextlib.suppress(OSError):  # not empty
                 os.rmdir(directory)
 
 
