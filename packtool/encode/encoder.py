@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -293,9 +293,9 @@ class Encoder:
         except ValueError as error:
             raise RowProblem("private_characters", str(error)) from error
         if sample.is_text:
-            text = "".join(escaper.text(escaper.media(turn.content, kinds)) for turn in sample.turns)
-            end = [Chunk(self._end_of_text, "", "")] if self._end_of_text else []
-            return [*escaper.split(text), *end]
+            texts = [escaper.text(escaper.media(turn.content, kinds)) for turn in sample.turns]
+            end = [Chunk(self._end_of_text, "", "")] if self._end_of_text and sample.ends_text else []
+            return [*(chunk for text in texts for chunk in escaper.split(text)), *end]
         template, _ = self._template_of(sample)
         try:
             messages = []
@@ -432,7 +432,15 @@ class Encoder:
         chunks, expanded, sample = rendered.chunks, rendered.expanded, rendered.sample
         end_of_sample, last_expanded = len(tokens.ids), len(expanded.chunks) - 1
         if sample.is_text:
-            return [_LocatedTurn(sample.turns[-1], (0, end_of_sample), 0, last_expanded)]
+            # Each text begins with a chunk without a control token, and no other chunk lacks one.
+            firsts = [expanded.first_expanded[i] for i, chunk in enumerate(chunks) if not chunk.control]
+            starts = [*(tokens.text_starts[first] for first in firsts), end_of_sample]
+            texts = zip(sample.turns, pairwise(starts), pairwise([*firsts, last_expanded + 1]), strict=True)
+            return [
+                _LocatedTurn(turn, span, first, stop - 1)
+                for turn, span, (first, stop) in texts
+                if turn.role == "assistant" and span[0] < span[1]
+            ]
         answers = [turn for turn in sample.turns if turn.role == "assistant"]
         knows_answers = len(answers) == len(rendered.turns)
         located = []

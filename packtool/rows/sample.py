@@ -198,7 +198,9 @@ class Sample:
         source: the file of rows, as the user named it.
         row: 0-based number of the row in that file.
         num_marks_added: media placeholders that were missing in the texts and were added.
-        is_text: a pretraining text: one assistant turn, encoded without a chat template, every token a target.
+        is_text: encoded without a chat template: a pretraining text, which is one assistant turn and every token a
+            target, or segments, of which the assistant turns are targets.
+        ends_text: append the end-of-text token if ``is_text``.
         loss_scale: the dataset's own loss scale (``--dataset-info``), None for that of the export.
         lone_mark: kind of a medium that a question has a placeholder for, but the row lacks; "" for none.
         responses: accepted answers to the turns; empty if the turns include the answer.
@@ -227,6 +229,7 @@ class Sample:
     objects: Objects | None = None
     control: frozenset[str] = frozenset()
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    ends_text: bool = True
 
     @property
     def media(self) -> dict[MediaKind, tuple[MediaRef, ...]]:

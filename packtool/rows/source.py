@@ -50,6 +50,7 @@ class SourceSpec:
         media_root: first folder for relative media paths.
         system: system prompt for conversations without one.
         loss_scale: the dataset's own loss scale, None for that of the export.
+        prompt_format: formats of questions with an input and without one, instead of the chat template; () for none.
         media_access, max_media_bytes, max_media_failures: media access policy (``rows.media_policy``).
         max_row_bytes: maximum size of a row; a larger one is dropped before parsing.
     """
@@ -66,6 +67,7 @@ class SourceSpec:
     media_root: str | None = None
     system: str | None = None
     loss_scale: str | None = None
+    prompt_format: tuple[str, ...] = ()
     media_access: MediaAccess = "root"
     max_media_bytes: int | None = None
     max_media_failures: int = 100

@@ -25,6 +25,7 @@ from packtool.errors import ConfigError, DataError, did_you_mean
 from packtool.rows.forms.columns import NAMES
 from packtool.rows.forms.messages import TAG_NAMES
 from packtool.rows.forms.prepared import TOKENS
+from packtool.rows.forms.segments import PROMPT_FORMATS
 from packtool.rows.source import Compression, FileFormat, Pairs, SourceSpec
 
 HUB_PREFIX = "hf::"
@@ -168,12 +169,13 @@ def _download(option: str, function: str, name: str, **settings: Any) -> str:
 # Keys for the location of a dataset; the first with a value is used, as in LLaMA-Factory.
 _LOCATION_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name")
 _SELECTION_KEYS = ("subset", "split", "folder")
+_PROMPT_FORMAT_KEYS = ("prompt_format", "prompt_format_without_input")
 _ENTRY_KEYS = (
     *_LOCATION_KEYS,
     *_SELECTION_KEYS,
     *("formatting", "ranking", "num_samples", "columns", "tags"),
     "file_sha1",  # ignored, as in LLaMA-Factory
-    *("loss_scale", "system"),  # only in packtool
+    *("loss_scale", "system", *_PROMPT_FORMAT_KEYS),  # only in packtool
 )
 _FORMATTINGS = (None, "alpaca", "sharegpt", "openai")
 _TAG_KEYS = (*TAG_NAMES, "role_tag", "content_tag")
@@ -242,6 +244,12 @@ def _columns_of_entry(entry: Mapping[str, Any]) -> Pairs:
     return tuple({"input": "", **named}.items())
 
 
+def _prompt_format(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the formats of questions with and without an input; () if the entry has none."""
+    formats = [text for key in _PROMPT_FORMAT_KEYS if (text := entry.get(key))]
+    return tuple(PROMPT_FORMATS.get(formats[0], formats)) if len(formats) == 1 else tuple(formats)
+
+
 def _location_key(entry: Mapping[str, Any]) -> str:
     return next((key for key in _LOCATION_KEYS if entry.get(key)), "")
 
@@ -293,9 +301,16 @@ def _entry_problems(entry: Mapping[str, Any]) -> list[str]:
         value = entry.get(key, {})
         if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
             problems.append(f": {key} must be an object whose values are text")
-    for key in (*_LOCATION_KEYS, *_SELECTION_KEYS, "loss_scale", "system"):
+    for key in (*_LOCATION_KEYS, *_SELECTION_KEYS, "loss_scale", "system", *_PROMPT_FORMAT_KEYS):
         if entry.get(key) is not None and not isinstance(entry[key], str):
             problems.append(f": {key} is {entry[key]!r}, not text")
+    for key in _PROMPT_FORMAT_KEYS:
+        is_name = key == "prompt_format" and entry.get(key) in PROMPT_FORMATS
+        if isinstance(entry.get(key), str) and "{instruction}" not in entry[key] and not is_name:
+            names = f" or be one of {', '.join(PROMPT_FORMATS)}" if key == "prompt_format" else ""
+            problems.append(f": {key} {entry[key]!r} must contain {{instruction}}{names}")
+    if entry.get(_PROMPT_FORMAT_KEYS[1]) and not entry.get(_PROMPT_FORMAT_KEYS[0]):
+        problems.append(f" has {_PROMPT_FORMAT_KEYS[1]} without {_PROMPT_FORMAT_KEYS[0]}")
     samples = entry.get("num_samples")
     if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
         problems.append(f": num_samples is {samples!r}, not a positive integer")
@@ -394,6 +409,7 @@ def _resolve(
         "formatting": formatting or common.formatting,
         "loss_scale": entry.get("loss_scale"),
         "system": entry.get("system") or common.system,
+        "prompt_format": _prompt_format(entry),
     }
     return _files_of_entry(entry, info, option, name), fields | sampling
 

@@ -501,3 +501,48 @@ def test_invalid_responses_are_refused(responses: dict[str, Any], reason: str, d
     problem = problem_of({"messages": [user("q")]} | responses)
     assert problem.reason == reason
     assert detail in problem.detail
+
+
+@pytest.mark.parametrize(
+    ("message", "loss", "scale"),
+    [
+        ({"content": "a", "train": False}, False, None),
+        ({"content": "a", "loss_weight": 0.5}, True, 0.5),
+        ({"content": [{"type": "text", "value": "a"}], "loss_weight": 0.0}, False, None),
+        ({"content": [{"type": "text", "content": "a", "train": True}]}, True, None),
+        ({"content": [{"type": "text", "text": "a", "weight": 0}]}, False, None),
+    ],
+)
+def test_training_flags_of_axolotl_and_llama_factory(
+    message: dict[str, Any], loss: bool | None, scale: float | None
+) -> None:
+    turn = read({"messages": [user("q"), {"role": "assistant", **message}]}).turns[-1]
+    assert (turn.content, turn.loss, turn.loss_scale) == ("a", loss, scale)
+
+
+@pytest.mark.parametrize(
+    ("message", "detail"),
+    [
+        ({"content": "ab", "train_detail": [{"begin_offset": 0, "end_offset": 0}]}, "has train_detail"),
+        ({"content": [{"type": "text", "text": "a", "train": False}, {"type": "text", "text": "b"}]}, "only a part"),
+        ({"content": [{"type": "text", "text": "a", "train": "no"}]}, "with train 'no'"),
+        ({"content": "a", "loss_weight": -1}, "loss_weight -1"),
+    ],
+)
+def test_flags_that_split_a_message_are_refused(message: dict[str, Any], detail: str) -> None:
+    problem = problem_of({"messages": [user("q"), {"role": "assistant", **message}]})
+    assert problem.reason == "invalid_row"
+    assert detail in problem.detail
+
+
+def test_parts_of_llama_factory_v1() -> None:
+    call = '{"name": "f", "arguments": {"x": 1}}'
+    parts = [{"type": "reasoning", "value": "hm"}, {"type": "tool_call", "value": call}]
+    picture = [{"type": "image_url", "value": "/folder/a.png"}, {"type": "text", "value": "q"}]
+    sample = read({"messages": [user(picture), assistant(parts)]}, media_access="any")
+    assert [ref.path for ref in sample.images] == ["/folder/a.png"]
+    assert text(sample) == [("user", "<image>q"), ("assistant", "")]
+    assert sample.turns[-1].extra == {
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        "reasoning_content": "hm",
+    }

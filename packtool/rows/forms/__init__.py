@@ -23,6 +23,7 @@ from packtool.rows.forms.media import InlineMedia, LoneMark, lone_mark, media_of
 from packtool.rows.forms.messages import ALPACA, MESSAGES, QUERY, TEXT, RowForm, responses_of
 from packtool.rows.forms.objects import objects_of
 from packtool.rows.forms.prepared import PREPARED, TOKENS
+from packtool.rows.forms.segments import SEGMENTS, Segments, formatted_prompt
 from packtool.rows.sample import PreparedTokens, Sample, Turn, unexpected_drop
 from packtool.rows.source import Pairs, Source
 
@@ -30,7 +31,7 @@ __all__ = ["FORMS", "RowProblem", "check_first_rows", "detect", "to_sample"]
 
 _Keys = tuple[str, ...]
 
-FORMS: Mapping[str, RowForm] = {form.name: form for form in (MESSAGES, ALPACA, QUERY, TEXT, PREPARED)}
+FORMS: Mapping[str, RowForm] = {form.name: form for form in (MESSAGES, SEGMENTS, ALPACA, QUERY, TEXT, PREPARED)}
 """All forms by name; a file has the first form that fits."""
 
 
@@ -109,17 +110,20 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         except DataError as error:
             raise RowProblem("unknown_form", error.message.partition("\n")[0]) from error
     form, fields, inline = FORMS[form_name], Fields(row, columns), InlineMedia(source)
-    content = form.read(fields, inline)
+    content = formatted_prompt(form, fields, inline, source.prompt_format) or form.read(fields, inline)
     channel = None if (value := fields.get("channel")) is None else str(value)
     common: dict[str, Any] = {"source": source.label, "row": number, "loss_scale": source.loss_scale}
     if isinstance(content, PreparedTokens):
         common |= {f"{kind}s": refs for kind, refs in media_of(fields, inline).items()}
         channel = channel if content.channels is None else None
         return Sample(turns=(), channel=channel, is_text=content.trained is None, tokens=content, **common)
-    turns, tools = content, _tools(fields)
+    if isinstance(content, Segments):
+        common |= {"control": content.control, "ends_text": content.ends_text}
+    turns, tools = (content.turns if isinstance(content, Segments) else content), _tools(fields)
     # ms-swift writes a pretraining text as a single assistant turn.
     is_single_answer = len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
     is_text = form is TEXT or (is_single_answer and tools is None and fields.get("system") is None)
+    is_text = is_text or isinstance(content, Segments)
     if not is_text:
         turns = _with_system(turns, fields, source)
     responses = () if is_text else responses_of(fields, turns, source)

@@ -76,11 +76,12 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
     "query": ("query", "prompt", "question", "problem", "instruction", "input"),
     "response": (
-        *("response", "answer", "output", "completion", "solution"),
+        *("response", "answer", "output", "completion", "generation", "solution"),
         *("target", "targets", "answers", "answer_key"),
     ),
     **{name: (name,) for name in ("instruction", "input", "output", "history")},
     "text": ("text", "content"),
+    "segments": ("segments",),
     "system": ("system", "system_prompt"),
     "tools": ("tools",),
     "images": ("images", "image"),

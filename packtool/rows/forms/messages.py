@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 from packtool.constants import ROLES
 from packtool.rows.forms.columns import NAMES, Columns, Fields, RowProblem, finite, is_list, listed, parse_cell, shown
 from packtool.rows.forms.media import CLIP, FIXED, LIMITS, InlineMedia
-from packtool.rows.sample import PreparedTokens, Response, Turn
+from packtool.rows.sample import Response, Turn
 from packtool.rows.source import Pairs, Source
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
 _MEDIA_TYPES = {name: kind for kind in LIMITS for name in (kind, f"{kind}_url", f"input_{kind}")}
 _PART_TYPES = {*_TEXT_TYPES, *_MEDIA_TYPES}
-_MEDIUM_KEYS = ("source", "url", "path", "bytes", "data", "file")
+_MEDIUM_KEYS = ("source", "url", "path", "bytes", "data", "file", "value")
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,14 @@ class RowForm:
         shown: its columns, for the error about rows with no known form.
         fits: returns whether a file has the form, and finds its columns, from all columns and ``formatting``
             (``alpaca`` or ``sharegpt`` from ``dataset_info.json``, ``tokens`` for ``packtool import``, or None).
-        read: returns the turns of a row, or its tokens if another tool has tokenized it.
+        read: returns the turns of a row as list[Turn] or ``Segments``, or its ``PreparedTokens`` if another tool has
+            tokenized it.
     """
 
     name: str
     shown: str
     fits: Callable[[Columns, str | None], bool]
-    read: Callable[[Fields, InlineMedia], list[Turn] | PreparedTokens]
+    read: Callable[[Fields, InlineMedia], Any]
 
 
 @dataclass
@@ -53,12 +54,14 @@ class Content:
     """The content of a message: text with marks in place of media, and ``thinking`` parts as ``reasoning``.
 
     ``tool_calls`` are Anthropic's ``tool_use`` parts; ``results`` are its ``tool_result`` turns and precede the text.
+    ``trained`` has the flags ``train`` of text parts, as in axolotl; None for a part without one.
     """
 
     text: str = ""
     tool_calls: list[Any] = field(default_factory=list)
     reasoning: str = ""
     results: list[Turn] = field(default_factory=list)
+    trained: set[Any] = field(default_factory=set)
 
 
 def content_of(label: str, value: Any, inline: InlineMedia, is_tool: bool = False) -> Content:
@@ -102,11 +105,22 @@ def _add_part(content: Content, label: str, part: str | Mapping[str, Any], inlin
         return
     kind = _type_of(part)
     if kind in _TEXT_TYPES:
-        content.text += _text(label, kind, part.get(kind, part.get("text")))
+        content.text += _text(label, kind, _first_value(part, (kind, "text", "content", "value")))
+        flag = _first_value(part, ("train", "weight"))
+        if flag not in (None, 0, 1):
+            raise RowProblem(
+                "invalid_row", f"{label} has a text part with train {shown(flag)}; it must be true or false"
+            )
+        content.trained.add(flag)
     elif kind in _MEDIA_TYPES:
         content.text += inline.add(_MEDIA_TYPES[kind], _medium(label, kind, part))
-    elif kind == "thinking":
-        content.reasoning += _text(label, kind, part.get("thinking"))
+    elif kind in ("thinking", "reasoning"):
+        content.reasoning += _text(label, kind, _first_value(part, (kind, "value")))
+    elif kind == "tool_call":  # of LLaMA-Factory's v1 format
+        calls = part.get("value")
+        if isinstance(calls, str):
+            calls = parse_cell(calls, "invalid_tool_call", f"a tool_call part of {label} is not JSON")
+        content.tool_calls += [_as_call(label, call) for call in (calls if isinstance(calls, list) else [calls])]
     elif kind == "redacted_thinking":
         pass  # encrypted, so it cannot be trained
     elif kind == "tool_use":
@@ -287,7 +301,12 @@ def _turns(label: str, role: str, message: Mapping[str, Any], inline: InlineMedi
         extra.setdefault("reasoning_content", content.reasoning)
     if content.results and not content.text:
         return content.results
-    return [*content.results, Turn(role, content.text, extra, *_loss(label, message))]
+    loss, scale = _loss(label, message)
+    if len(content.trained) > 1:
+        detail = f"{label} trains only a part of its texts ('train'); packtool trains or masks entire messages"
+        raise RowProblem("invalid_row", f"{detail}: use segments, or one message for each part")
+    loss = next((bool(flag) for flag in content.trained if flag is not None), loss)
+    return [*content.results, Turn(role, content.text, extra, loss, scale)]
 
 
 def _tool_calls(label: str, message: Mapping[str, Any]) -> list[Any]:
@@ -337,8 +356,17 @@ def _joined(turn: Turn, call: Turn) -> Turn:
 
 
 def _loss(label: str, message: Mapping[str, Any]) -> tuple[bool | None, float | None]:
-    """Return ``loss`` (``weight`` in OpenAI's format) and ``loss_scale`` of a message; None for a missing key."""
-    loss, scale = _first_value(message, ("loss", "weight")), message.get("loss_scale")
+    """Return ``loss`` (``weight`` in OpenAI's format, ``train`` in axolotl's) and ``loss_scale``; None if missing.
+
+    ``loss_weight`` of LLaMA-Factory's v1 format is both.
+    """
+    if message.get("train_detail"):
+        detail = f"{label} has train_detail, which trains a part of its text; packtool trains or masks entire messages"
+        raise RowProblem("invalid_row", f"{detail}: use segments, or one message for each part")
+    loss, scale = _first_value(message, ("loss", "weight", "train")), message.get("loss_scale")
+    if message.get("loss_weight") is not None:
+        weight = _weight(f"{label} has loss_weight", message["loss_weight"])
+        return weight > 0, None if weight in (0, 1) else weight
     if loss not in (None, 0, 1):  # true and false are equal to these
         raise RowProblem("invalid_row", f"{label} has loss {shown(loss)}; it must be true or false")
     scale = None if scale is None else _weight(f"{label} has loss_scale", scale)

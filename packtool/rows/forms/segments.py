@@ -1,0 +1,117 @@
+"""Rows that need no chat template: axolotl's ``input_output``, and a question and its answer in a prompt format.
+
+Both become *segments*, texts that are tokenized one by one. Assistant turns are targets, user turns are not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from packtool.rows.forms.columns import Columns, Fields, RowProblem, is_list, shown
+from packtool.rows.forms.media import InlineMedia
+from packtool.rows.forms.messages import ALPACA, QUERY, RowForm, content_of
+from packtool.rows.sample import Turn
+
+_ALPACA = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.",
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.",
+)
+PROMPT_FORMATS: Mapping[str, tuple[str, str]] = {
+    "alpaca": (
+        _ALPACA[0] + "\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
+        _ALPACA[1] + "\n\n### Instruction:\n{instruction}\n\n### Response:\n",
+    ),
+    "alpaca:chat": (
+        f"SYSTEM: {_ALPACA[0]}\nUSER: {{instruction}}\n{{input}}\nASSISTANT:",
+        f"SYSTEM: {_ALPACA[1]}\nUSER: {{instruction}}\nASSISTANT:",
+    ),
+    "alpaca:chatml": (
+        f"<|im_start|>system\n{_ALPACA[0]}<|im_end|>\n<|im_start|>user\n{{instruction}}\n{{input}}<|im_end|>\n"
+        "<|im_start|>assistant\n",
+        f"<|im_start|>system\n{_ALPACA[1]}<|im_end|>\n<|im_start|>user\n{{instruction}}<|im_end|>\n"
+        "<|im_start|>assistant\n",
+    ),
+    "alpaca:phi": (
+        f"<|system|>\n{_ALPACA[0]}<|end|>\n<|user|>\n{{instruction}}<|end|>{{input}}<|assistant|>",
+        f"<|system|>\n{_ALPACA[1]}<|end|>\n<|user|>\n{{instruction}}<|end|>\n<|assistant|>\n",
+    ),
+    "plain": ("{instruction}\n{input}", "{instruction}"),
+}
+"""Named prompt formats of rows with an input and of those without; the first four are axolotl's."""
+
+_NAMES = re.compile(r"\{(instruction|input|system)\}")
+# Whatever may be a control token: texts that are none in the vocabulary stay text.
+_CONTROL = re.compile(r"<[^<>\s]+>|\[/?\w+\]")
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Texts of a row that needs no chat template.
+
+    Args:
+        control: control tokens that keep their meaning in the texts.
+        ends_text: append the end-of-text token as a target.
+    """
+
+    turns: list[Turn]
+    control: frozenset[str]
+    ends_text: bool
+
+
+def _fits_segments(columns: Columns, formatting: str | None) -> bool:
+    return formatting is None and columns.find("segments") is not None
+
+
+def _read_segments(fields: Fields, inline: InlineMedia) -> Segments:
+    segments = fields.parsed("segments")
+    if not is_list(segments) or not segments:
+        raise RowProblem("invalid_row", f"'segments' is {shown(segments)}, not a list of segments")
+    turns = []
+    for number, segment in enumerate(segments):
+        is_segment = isinstance(segment, Mapping) and isinstance(segment.get("text"), str)
+        if not is_segment or segment.get("label") not in (0, 1):  # true and false are equal to these
+            detail = f"segment {number} is {shown(segment)}; it must be an object with a text and a label true or false"
+            raise RowProblem("invalid_row", detail)
+        turns.append(Turn("assistant" if segment["label"] else "user", segment["text"]))
+    if all(turn.role == "user" for turn in turns):
+        raise RowProblem("no_target_tokens", "no segment has the label true")
+    control = frozenset(token for turn in turns for token in _CONTROL.findall(turn.content))
+    return Segments(turns, control, ends_text=False)
+
+
+SEGMENTS = RowForm(
+    "segments",
+    "segments: a list of {label, text}; texts with the label true are trained",
+    _fits_segments,
+    _read_segments,
+)
+
+
+def formatted_prompt(
+    form: RowForm, fields: Fields, inline: InlineMedia, prompt_format: tuple[str, ...]
+) -> Segments | None:
+    """Return question and answer of a row, the question in ``prompt_format`` (with input, without input).
+
+    None for rows that are conversations: they keep the chat template, as in TRL.
+    """
+    if not prompt_format or form not in (ALPACA, QUERY):
+        return None
+    names = ("instruction", "output") if form is ALPACA else ("query", "response")
+    question, answer = (fields.raw(name) for name in names)
+    if is_list(question) and question and isinstance(question[0], Mapping) and "role" in question[0]:
+        return None
+    if fields.get("history") is not None:
+        raise RowProblem("invalid_row", "the row has a history, and prompt_format writes a single question")
+    texts = {"instruction": content_of(f"{names[0]!r}", question, inline).text, "input": "", "system": ""}
+    texts |= {
+        name: content_of(f"{name!r}", value, inline).text
+        for name in ("input", "system")
+        if (value := fields.get(name)) is not None and not (name == "input" and form is QUERY)
+    }
+    chosen = prompt_format[0 if texts["input"] else -1]
+    prompt = _NAMES.sub(lambda match: texts[match[1]], chosen)
+    turns = [Turn("user", prompt), Turn("assistant", content_of(f"{names[1]!r}", answer, inline).text)]
+    return Segments(turns, frozenset(_CONTROL.findall(chosen)), ends_text=True)
