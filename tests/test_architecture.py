@@ -39,6 +39,7 @@ ORDER = (
     "report",
     "library",
     "demo",
+    "translate",
     "cli",
 )
 BASE = {"errors", "constants", "progress", "terminal", "config", "storage", "launch"}
@@ -166,7 +167,7 @@ def test_heavy_dependencies_have_owners() -> None:
 
 
 # Who reads the environment: what starts processes, what takes credentials, and what makes options of variables.
-READERS = {"launch", "storage", "config", "cli/options.py", "cli/main.py", "library/commands.py"}
+READERS = {"launch", "storage", "config", "cli/options.py", "cli/main.py", "cli/translate.py", "library/commands.py"}
 
 
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]

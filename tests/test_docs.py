@@ -52,7 +52,7 @@ def test_every_command_runs(world: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """What several processes train is planned here, and trained in tests/test_readme.py and tests/train."""
     monkeypatch.chdir(world)
     for command in commands():
-        trains_together = "NPROC_PER_NODE" in command and re.search(" (train|sft) ", command)
+        trains_together = "NPROC_PER_NODE" in command and re.search("packtool (train|sft) ", command)
         run_here(f"{command} --dry-run" if trains_together and "--dry-run" not in command else command)
 
 

@@ -23,7 +23,8 @@ from packtool.cli.inspect import run_inspect
 from packtool.cli.options import Invocation, PanelCommand, UnknownOptions, command_of, option_kinds, rewrite_arguments
 from packtool.cli.plan import run_pack, run_plan, run_simulate
 from packtool.cli.train import run_demo_command, run_eval, run_merge, run_train, run_verify
-from packtool.config.commands import DemoConfig, EvalConfig, InspectConfig, MergeConfig, VerifyConfig
+from packtool.cli.translate import run_translate
+from packtool.config.commands import DemoConfig, EvalConfig, InspectConfig, MergeConfig, TranslateConfig, VerifyConfig
 from packtool.config.data import ExportConfig, ImportConfig
 from packtool.config.plan import PackConfig, PlanConfig
 from packtool.config.settings import FALSE_WORDS
@@ -104,6 +105,7 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "plan": (PlanConfig, run_plan, "Preview the training schedule; needs no GPU."),
     "pack": (PackConfig, run_pack, "Write packs to files for other trainers."),
     "simulate": (SimulateConfig, run_simulate, "Simulate the step times of training strategies on a GPU cluster."),
+    "translate": (TranslateConfig, run_translate, "Translate configurations of other tools into packtool's."),
     "verify": (VerifyConfig, run_verify, "Check that packing does not change a model's outputs."),
 }
 _SETTINGS = {name: settings for name, (settings, _, _) in _COMMANDS.items()}
@@ -115,6 +117,7 @@ _POSITIONAL = {
     "plan": ("--cached-dataset", "[CACHE]..."),
     "simulate": ("--cached-dataset", "[CACHE]..."),
     "merge": ("--adapter", "ADAPTER"),
+    "translate": ("--file", "[FILE] [-- COMMAND...]"),
 }
 
 
@@ -185,6 +188,9 @@ def run(arguments: list[str]) -> int:
             positional, _ = _POSITIONAL.get(command, (None, None))
             unknown = UnknownOptions(command, _SETTINGS, _warn)
             kinds = option_kinds(_SETTINGS[command])
+            if command == "translate" and "--" in words:
+                at = words.index("--")
+                words[at:] = [f"--command-line={word}" for word in words[at + 1 :]]
             arguments = [command, *rewrite_arguments(words, kinds, positional, unknown.on_command_line)]
         # Typer answers --help and wrong usage by itself, with SystemExit.
         app(args=arguments, standalone_mode=True, prog_name="packtool", obj=original)

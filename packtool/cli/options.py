@@ -15,13 +15,14 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 import typer.core
 
 from packtool.config.compat_names import compat_names, find_compat_name
+from packtool.config.data import ExportConfig
+from packtool.config.plan import PlanConfig
 from packtool.config.settings import (
     COMMON,
     FALSE_WORDS,
@@ -31,13 +32,16 @@ from packtool.config.settings import (
     flag,
     is_required,
     option_names,
-    parse_yaml,
     resolve,
     unit_of,
     value_type,
 )
+from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, ConfigError, did_you_mean, most_similar
 from packtool.terminal import show, show_json
+from packtool.translate.read import ForeignConfig, detect_tool, load_config_file
+from packtool.translate.render import report
+from packtool.translate.tools import translate
 
 if TYPE_CHECKING:
     from packtool.report.tables import TerminalProgress
@@ -213,18 +217,26 @@ class UnknownOptions:
 
 
 _DEBUG_HELP = "Show tracebacks and the contents of batches (environment: PACKTOOL_LOG_LEVEL=DEBUG)."
+_FROM_HELP = "Read --config as a file of ms-swift, llama-factory, axolotl or trl; default detects it."
+_TRANSLATED = (TrainConfig, ExportConfig, PlanConfig)
 # Options of every command by name: kind, type, and arguments of typer.Option.
 _COMMON_OPTIONS: dict[str, tuple[ArgumentKind, Any, dict[str, Any]]] = {
-    "config": ("single", str | None, {"metavar": "FILE", "help": "Read options from this YAML file."}),
+    "config": ("single", str | None, {"metavar": "FILE", "help": "Read options from this YAML or JSON file."}),
+    "from": ("single", str | None, {"metavar": "TOOL", "help": _FROM_HELP}),
     "set": ("list", list[str] | None, {"metavar": "KEY=VALUE", "help": "Set one option; may be repeated."}),
     "json": ("switch", bool, {"help": "Print one JSON document on stdout; messages go to stderr."}),
     "debug": ("switch", bool, {"help": _DEBUG_HELP}),
 }
 
 
+def _common_options(cls: type) -> dict[str, tuple[ArgumentKind, Any, dict[str, Any]]]:
+    """Return ``_COMMON_OPTIONS`` of a command; only those that read other tools' files have ``--from``."""
+    return {name: each for name, each in _COMMON_OPTIONS.items() if name != "from" or cls in _TRANSLATED}
+
+
 def option_kinds(cls: type) -> dict[str, ArgumentKind]:
     """Return the kind of each option of a command by all its names."""
-    kinds = {f"--{name}": kind for name, (kind, _, _) in _COMMON_OPTIONS.items()}
+    kinds = {f"--{name}": kind for name, (kind, _, _) in _common_options(cls).items()}
     return kinds | {name: _kind(field, cls) for field in _flags(cls) for name in option_names(field)}
 
 
@@ -261,15 +273,17 @@ def command_of(cls: type[T], run: Callable[[T, Invocation], None], unknown: Unkn
     """Return a typer command with all options of ``cls``; it calls ``run`` with the merged settings."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
-        common = {name: values.pop(f"{name}_") for name in _COMMON_OPTIONS}
+        common = {name: values.pop(f"{name}_") for name in _common_options(cls)}
+        file, problems = _read_config(cls, common["config"], common.get("from"), unknown)
         config = resolve(
             cls,
             values,
             sets=common["set"] or (),
             environ=os.environ,
-            file=_read_yaml(common["config"]) if common["config"] else {},
+            file=file,
             describe_unknown=unknown.in_settings,
             warn=unknown.warn,
+            earlier=problems,
         )
         unknown.warn_of_variables(os.environ)
         try:
@@ -283,7 +297,7 @@ def command_of(cls: type[T], run: Callable[[T, Invocation], None], unknown: Unkn
     # because settings may have the same names.
     parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     parameters += [_option(field, cls) for field in _flags(cls)]
-    for name, (_, value_class, typer_options) in _COMMON_OPTIONS.items():
+    for name, (_, value_class, typer_options) in _common_options(cls).items():
         default = False if value_class is bool else None
         parameters.append(_parameter(f"{name}_", value_class, typer.Option(f"--{name}", **typer_options), default))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -349,13 +363,20 @@ def _metavar(hint: Any) -> str:
     return {int: "N", float: "X"}.get(hint, "TEXT")
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
-    import yaml  # only here: most runs do not need it
-
-    try:
-        value = parse_yaml(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: {error}") from error
-    if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"--config {path}: expected names and values, found a {type(value).__name__}")
-    return {str(key): item for key, item in (value or {}).items()}
+def _read_config(
+    cls: type, path: str | None, from_option: str | None, unknown: UnknownOptions
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of ``--config``, and the problems of their translation if they are those of another tool."""
+    if path is None:
+        if from_option is not None:
+            raise ConfigError(f"--from {from_option}: give it with --config, which names the file")
+        return {}, []
+    values, label = load_config_file(path), f"--config {path}"
+    tool = detect_tool(values, label, from_option) if cls in _TRANSLATED else None
+    if tool is None:
+        return values, []
+    source = ForeignConfig(tool, values, "export" if values.get("to_cached_dataset") else "train", label=label)
+    names = [field.name for field in dataclasses.fields(cls)]
+    translation = translate(source, names, unknown.command, os.environ)
+    unknown.warn(report(translation))
+    return translation.values, translation.problems

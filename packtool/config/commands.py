@@ -116,3 +116,15 @@ class DemoConfig(Settings):
 
     output_dir: str = option("packtool-demo", "Work in this folder; it is created.")
     seed: int = option(7, "Set the random seed of dataset, model and training.", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranslateConfig(Settings):
+    """Settings of ``packtool translate``."""
+
+    file: str = option("", "Translate this YAML or JSON file of another tool.")
+    command_line: tuple[str, ...] = option((), "Translate this command line, usually given after -- instead.")
+    tool: str | None = option(
+        None, "Read it as one of ms-swift, llama-factory, axolotl or trl; default detects it.", aliases=("from",)
+    )
+    form: Literal["yaml", "command"] = option("yaml", "Print a YAML file or a command line.", aliases=("as",))

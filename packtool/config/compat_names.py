@@ -30,6 +30,8 @@ Status = Literal["same", "renamed", "set", "unneeded", "unsupported"]
 ENVIRONMENT = "env:"
 EVERY_COMMAND = "*"
 SET_TOO = "--set training."
+TRANSFORMERS = "transformers"
+"""Owner of the fields of transformers' TrainingArguments, which all other tools accept."""
 # Statuses from the most to the least helpful one.
 _STRENGTH: tuple[Status, ...] = ("renamed", "set", "unsupported", "unneeded")
 
@@ -132,6 +134,11 @@ def compat_names() -> tuple[CompatName, ...]:
                 for name in names.split()
             ]
     return tuple(entries)
+
+
+def compat_entries(name: str) -> tuple[CompatName, ...]:
+    """Return all entries of a name with underscores, those of a single command first."""
+    return _by_name().get(name, ())
 
 
 @functools.cache

@@ -264,6 +264,7 @@ def resolve(
     file: Mapping[str, Any] | None = None,
     describe_unknown: Callable[[str, Any], str | None] | None = None,
     warn: Callable[[str], None] = lambda _: None,
+    earlier: Sequence[str] = (),
 ) -> T:
     """Merge the given values of all sources into settings of class ``cls``; the ConfigError names all invalid ones.
 
@@ -275,6 +276,7 @@ def resolve(
         describe_unknown: returns the error message for an unknown name and its value, or None to ignore it. By default,
             the message suggests the most similar name.
         warn: called with a message for each given setting that has no effect.
+        earlier: problems of the sources themselves, reported with those of their values.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems: list[str] = []
@@ -301,19 +303,16 @@ def resolve(
     missing = [name for name in fields if is_required(fields[name]) and name not in values and name not in invalid]
     problems += [f"{flag(name)} is missing: {fields[name].metadata['help']}" for name in missing]
     if problems:
-        raise ConfigError.from_problems(problems)
+        raise ConfigError.from_problems([*earlier, *problems])
     complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = getattr(cls, "complete", None)
     config = cls(**(values if complete is None else complete(values)))
-    problems = [*getattr(config, "problems", list)(), *getattr(config, "missing_packages", list)()]
+    problems = [*earlier, *getattr(config, "problems", list)(), *getattr(config, "missing_packages", list)()]
     if problems:
         raise ConfigError.from_problems(problems)
-    for name in (name for name in values if fields[name].metadata["needs"]):
-        needed, required_value = fields[name].metadata["needs"]
-        actual = getattr(config, needed)
-        if actual != required_value:
-            warn(
-                f"{flag(name)} has no effect with {flag(needed)} {actual}: it requires {flag(needed)} {required_value}"
-            )
+    for name in values:
+        needed, required = fields[name].metadata["needs"] or (name, getattr(config, name))
+        if (actual := getattr(config, needed)) != required:
+            warn(f"{flag(name)} has no effect with {flag(needed)} {actual}: it requires {flag(needed)} {required}")
     return config
 
 

@@ -21,7 +21,16 @@ from packtool.errors import ConfigError, DataError
 from packtool.rows.forms import check_first_rows, detect
 from packtool.rows.forms.media import could_hold_media
 from packtool.rows.open_files import HashedFile, close_readers, open_text, opened
-from packtool.rows.source import NumberedRow, RowBlock, RowBlocks, ScannedSource, Source, SourceSpec, draw_rows
+from packtool.rows.source import (
+    NumberedRow,
+    RowBlock,
+    RowBlocks,
+    ScannedSource,
+    Source,
+    SourceSpec,
+    draw_rows,
+    first_rows,
+)
 from packtool.rows.sources import KNOWN_FORMATS, format_of
 from packtool.rows.text_files import CHUNK_BYTES, PARSERS, find_elements, find_lines, find_records, text_rows
 
@@ -122,8 +131,12 @@ def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
     if num_rows is None:
         assert spec.times_sampled is not None, "is_sampled means that one of them is set"
         num_rows = Amount(spec.times_sampled, "epochs").of(total)
-    check_drawn(num_rows, total, f"--dataset {storage.masked(spec.name)}")
-    drawn = draw_rows([source.blocks for source in members], num_rows, (seed, spec.group))
+    blocks_of_all = [source.blocks for source in members]
+    if spec.takes_first:
+        drawn = first_rows(blocks_of_all, num_rows)
+    else:
+        check_drawn(num_rows, total, f"--dataset {storage.masked(spec.name)}")
+        drawn = draw_rows(blocks_of_all, num_rows, (seed, spec.group))
     return [replace(source, blocks=blocks) for source, blocks in zip(members, drawn, strict=True)]
 
 

@@ -44,6 +44,7 @@ class SourceSpec:
         group: position of that argument among all arguments; its files are sampled together.
         num_sampled: rows to draw from the files of the group, None for all.
         times_sampled: rows to draw as a multiple of the existing rows, such as 0.2 or 2.5; None for all.
+        takes_first: take the first rows instead of drawing, and at most all of them (``#first1000``).
         columns: (packtool's name, the file's name) of columns that the user named.
         tags: (name in ``dataset_info.json``, value) of roles and message keys that the user named.
         formatting: ``alpaca`` or ``sharegpt`` from ``dataset_info.json``; ``tokens`` for ``packtool import``.
@@ -61,6 +62,7 @@ class SourceSpec:
     group: int = 0
     num_sampled: int | None = None
     times_sampled: float | None = None
+    takes_first: bool = False
     columns: Pairs = ()
     tags: Pairs = ()
     formatting: str | None = None
@@ -313,6 +315,18 @@ def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) 
     positions_by_source = np.split(np.concatenate(positions), position_ends[:-1])
     drawn = zip(sources, used_by_source, positions_by_source, strict=True)
     return [blocks.picked(used, positions) for blocks, used, positions in drawn]
+
+
+def first_rows(sources: Sequence[RowBlocks], num_rows: int) -> list[RowBlocks]:
+    """Return each source's blocks with only the first ``num_rows`` rows of all sources together, or all if fewer."""
+    result = []
+    for blocks in sources:
+        sizes = blocks.rows_of_each
+        counts = np.clip(num_rows - (np.cumsum(sizes) - sizes), 0, sizes)
+        positions = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        result.append(blocks.picked(counts, positions))
+        num_rows = max(0, num_rows - int(sizes.sum()))
+    return result
 
 
 def _draw_positions(

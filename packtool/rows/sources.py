@@ -330,7 +330,8 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
     """Return the files of rows in the order of the arguments, those of the val split last.
 
     An argument is the first of these that exists: a name in ``--dataset-info``, a file or folder, a pattern, an id of
-    the hub. ``#1000``, ``#20%`` or ``#2.5x`` at its end draws that number, fraction or multiple of its rows, unless
+    the hub. ``#1000``, ``#20%`` or ``#2.5x`` at its end draws that number, fraction or multiple of its rows, and
+    ``#first1000`` or ``#first20%`` takes the first ones, unless
     there is a file with exactly this name. Folders and patterns skip ``config.output_dir``, caches and training runs.
 
     Raises:
@@ -388,7 +389,7 @@ def _resolve(
     argument: str, option: str, info: DatasetInfo | None, common: SourceSpec
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the files of one argument of ``option``, and the fields of their specs that differ from ``common``."""
-    name, sampling = argument, dict[str, Any]()
+    name, sampling = _FIRST.sub("#", argument), dict[str, Any]()
     text = amount_suffix(name)
     if text and not (info and name in info.entries) and not _exists(name):
         try:
@@ -397,6 +398,7 @@ def _resolve(
             raise ConfigError(f"{option} {argument}: {error}", "Write a number of at least 1 after the #.") from error
         name = _without_amount(name)
         sampling = {"num_sampled": int(amount.number)} if amount.kind == "samples" else {"times_sampled": amount.number}
+        sampling |= {"takes_first": True} if _FIRST.search(argument) else {}
     entry = None if info is None else info.get(name)
     if info is None or entry is None:
         return _files(name, option, info), sampling
@@ -414,8 +416,13 @@ def _resolve(
     return _files_of_entry(entry, info, option, name), fields | sampling
 
 
+# In front of an amount at the end of an argument: #first1000, #first20%.
+_FIRST = re.compile(r"#first(?=\d[\d.]*%?$)")
+
+
 def _without_amount(name: str) -> str:
     """Return an argument without ``#1000`` or similar at its end."""
+    name = _FIRST.sub("#", name)
     text = amount_suffix(name)
     return name[: -len(text) - 1] if text else name
 

@@ -35,7 +35,7 @@ EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9", "-
         ("train --max_packing_token_size 8192", "--dynamic-batch-tokens"),
         ("train --tf32 true", "--set training.tf32=true"),
         ("train --torch_compile_mode default", "torch's default mode"),
-        ("train --load_in_4bit true", "--load-in-4bit (axolotl) is --quant-bits 4 here"),
+        ("train --load_in_4bit true", "--load-in-4bit (axolotl, TRL) is --quant-bits 4 here"),
         ("train --rows-per-shard 9", "an option of packtool export"),
         ("train --packin_length 9", "No such option: --packin-length; did you mean --packing-length?"),
         ("train --packing_algorithm bestfit", "none of best_fit, binpacking, sequential; did you mean 'best_fit'?"),
@@ -60,12 +60,14 @@ def test_all_unknown_options_are_reported_at_once(capsys: pytest.CaptureFixture[
 
 
 def test_unknown_yaml_keys_get_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "llama_factory.yaml"
-    file.write_text("model_name_or_path: m\ncutoff_len: 4096\nstage: sft\nuse_unsloth: false\nflash_attn: fa2\n")
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        "model: m\nmodel_name_or_path: m\ncutoff_len: 4096\nstage: sft\nuse_unsloth: false\nflash_attn: fa2\n"
+    )
     assert run(["train", "--config", str(file)]) == EXIT_USAGE
     stderr = capsys.readouterr().err
     for part in (
-        "'model_name_or_path' (LLaMA-Factory) is --model here",
+        "'model_name_or_path' (LLaMA-Factory, TRL) is --model here",
         "'flash_attn'",
         "'stage' (LLaMA-Factory) has no",
     ):

@@ -348,3 +348,16 @@ def test_output_of_an_empty_export_is_not_read_as_rows(tmp_path: Path) -> None:
     (rows / "out" / "dropped.jsonl").write_text('{"source": "a", "row": 0, "reason": "no_turns", "detail": ""}\n')
     config = ExportConfig(model="m", dataset=(str(rows),), output_dir=str(tmp_path / "cache"), max_length=9)
     assert [spec.path for spec in sources_of(config)] == [str(rows / "a.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("amount", "kept"), [("first3", 3), ("first100", 5), ("first40%", 2), ("first1", 1), ("first4", 4)]
+)
+def test_first_rows_of_an_argument(amount: str, kept: int, tmp_path: Path) -> None:
+    """They are taken in the order of the files, and never repeated."""
+    texts = [f"text {number}" for number in range(5)]
+    for name, part in (("a", texts[:2]), ("b", texts[2:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    sources = scan_sources(specs_of(f"{tmp_path}/*.jsonl#{amount}"), 0)
+    rows = [row for source in sources for _, row in rows_of(source)]
+    assert [row["text"] for row in rows] == texts[:kept]

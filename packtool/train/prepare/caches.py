@@ -356,7 +356,9 @@ def _dataset_words(manifest: Manifest) -> list[str]:
         for path, settings in sources:
             if (settings.get("split") == VAL_SPLIT) == is_val:
                 times, number = settings.get("times_sampled"), settings.get("num_sampled")
-                paths.append(path + (f"#{times:g}x" if times else f"#{number}" if number else ""))
+                first_mark = "first" if settings.get("takes_first") else ""
+                amount = f"{100 * times:g}%" if times and first_mark else f"{times:g}x" if times else str(number or "")
+                paths.append(path + (f"#{first_mark}{amount}" if amount else ""))
         words += [option, *paths] if paths else []
     _, first = sources[0]
     if first.get("columns"):

@@ -1,0 +1,52 @@
+"""``packtool translate``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from packtool.cli.options import Invocation
+from packtool.config.commands import TranslateConfig
+from packtool.config.settings import resolve
+from packtool.errors import ConfigError
+from packtool.translate.names import Translation
+from packtool.translate.read import ForeignConfig, detect_tool, load_config_file, read_command
+from packtool.translate.render import as_command, as_yaml
+from packtool.translate.tools import OPTIONS_OF, translate
+
+
+def run_translate(config: TranslateConfig, invocation: Invocation) -> None:
+    """Print the equivalent of another tool's file or command line; packtool's own YAML is printed unchanged."""
+    if bool(config.file) == bool(config.command_line):
+        raise ConfigError("give a file, or -- and a command line, as in: packtool translate -- swift sft --model DIR")
+    if config.command_line:
+        source = read_command(config.command_line)
+    else:
+        values = load_config_file(config.file)
+        tool = detect_tool(values, config.file, config.tool)
+        if not values:
+            raise ConfigError(f"{config.file}: the file is empty")
+        source = ForeignConfig(tool or "", values, "export" if values.get("to_cached_dataset") else "train")
+        source.label = config.file
+    command, cls = source.command, OPTIONS_OF[source.command]
+    if not source.tool:
+        translation = Translation(source, dict(source.values), dict.fromkeys(source.values, ""))
+    else:
+        translation = translate(source, [field.name for field in dataclasses.fields(cls)], command, os.environ)
+    _check(cls, translation)
+    if config.form == "yaml" and not source.tool:
+        with open(config.file, encoding="utf-8") as file:
+            text = file.read().rstrip("\n")
+    else:
+        text = as_yaml(translation, command) if config.form == "yaml" else as_command(translation, command)
+    figures = {"tool": source.tool or "packtool", "command": command, "options": translation.values}
+    figures |= {"environment": translation.environ, "omitted": dict(translation.omitted)}
+    invocation.show(figures, [text])
+
+
+def _check(cls: type[Any], translation: Translation) -> None:
+    """Check the options as the command will, except for packages, which only the machine that trains needs."""
+    checked: type[Any] = type(cls.__name__, (cls,), {"missing_packages": lambda self: []})
+    required = {"output_dir": "cache"} if "output_dir" not in translation.values else {}
+    resolve(checked, {}, file={**required, **translation.values}, earlier=translation.problems)

@@ -1,0 +1,248 @@
+"""Translation of names and values of other tools into packtool's options.
+
+Names come from ``config/compat_names.tsv``. Two tables add what names alone cannot say; their columns are separated by
+tabs.
+
+``values.tsv`` (the first line that matches decides):
+
+    tool, names, values   a tool or *; names with * and ?; values as on a command line, with * and ?
+    effect                set   set the options in ``text``, as in ``train_type=lora``; {} stands for the value
+                          omit  no effect, for the reason in ``text``
+                          stop  training would differ, for the reason in ``text``, which ends with an alternative
+
+``defaults.tsv``: defaults of the tools that differ from packtool's: tool, option, value (YAML), condition
+(``option=value`` or -), source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from importlib import resources
+from typing import Any
+
+from packtool.config.compat_names import EVERY_COMMAND, TRANSFORMERS, CompatName, compat_entries, compat_names
+from packtool.config.data import ExportConfig
+from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, parse_yaml, value_type
+from packtool.config.train import TrainConfig
+from packtool.errors import did_you_mean
+from packtool.translate.read import ForeignConfig
+
+_DISABLED = ("", "none", "null", "[]", "{}", "0.0", *FALSE_WORDS)
+_OPTIONS = {
+    name.replace("-", "_"): each.name
+    for cls in (ExportConfig, TrainConfig)
+    for each in dataclasses.fields(cls)
+    for name in (each.name, *each.metadata["aliases"])
+}
+# Unsupported arguments that change training; all others in a record of ms-swift's arguments are of other purposes.
+_CHANGES_TRAINING = {
+    *("enable_dft_loss", "loss_type", "optimizer", "use_galore", "lisa_activated_layers", "target_parameters"),
+    *("new_special_tokens", "rope_scaling", "max_model_len", "label_smoothing_factor"),
+}
+
+
+@dataclass
+class Translation:
+    """A configuration in packtool's options, with everything that the report and ``packtool translate`` show.
+
+    Args:
+        source: the configuration of the other tool.
+        values: by option, with underscores.
+        origins: foreign name, or source of a default, by option.
+        defaults: options whose value is a default of the other tool.
+        omitted: (name, reason) of keys without effect.
+        problems: a sentence for each key that would change training and has no equivalent.
+        environ: variables that the command needs.
+    """
+
+    source: ForeignConfig
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    defaults: list[str] = field(default_factory=list)
+    omitted: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    environ: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tool(self) -> str:
+        """Name of the tool as in ``compat_names.tsv``."""
+        return self.source.tool
+
+    def set(self, option: str, value: Any, origin: str) -> None:
+        """Set an option; two names that set it to different values are a problem."""
+        if option == "training":
+            value = {**self.values.get(option, {}), **value}
+        elif option in self.values and as_text(self.values[option]) != as_text(value):
+            self.problems.append(
+                f"{self.origins[option]} and {origin} set --{option.replace('_', '-')} to different values: remove one"
+            )
+            return
+        self.values[option], self.origins[option] = value, origin
+
+    def default(self, option: str, value: Any, origin: str) -> None:
+        """Set an option to the other tool's default, unless the configuration has a value."""
+        if option not in self.values:
+            self.values[option], self.origins[option] = value, origin
+            self.defaults.append(option)
+
+    def omit(self, name: str, reason: str) -> None:
+        """Record a key without effect."""
+        self.omitted.append((name, reason))
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Record a key that would change training and has no equivalent."""
+        self.problems.append(f"{name} ({self.tool}): {reason}")
+
+    def get(self, option: str) -> Any:
+        """Return the value of an option, or packtool's default."""
+        return self.values.get(option, getattr(TrainConfig, option, None))
+
+    def translate_key(self, name: str, value: Any) -> None:
+        """Translate one key by the tables; null means that the key is absent."""
+        if value is None:
+            return
+        if (rule := _rule(self.tool, name, as_text(value))) is not None:
+            effect, text = rule
+            if effect == "set":
+                for pair in text.split(" "):
+                    option, _, new = pair.partition("=")
+                    self.set(option, value if new == "{}" else new, name)
+            elif effect == "omit":
+                self.omit(name, text)
+            else:
+                self.refuse(f"{name}: {as_text(value)}", text)
+            return
+        entry = _entry(self.tool, name, self.source.command)
+        if entry is None:
+            known = [each.name for each in compat_names() if each.tool in (self.tool, TRANSFORMERS)]
+            if self.source.is_record:
+                self.omit(name, "a derived value")
+            else:
+                self.refuse(name, f"unknown setting{did_you_mean(name, known)}")
+            return
+        self._apply(entry, name, value)
+
+    def _apply(self, entry: CompatName, name: str, value: Any) -> None:
+        is_off = as_text(value).strip().lower() in _DISABLED
+        if entry.status == "same":
+            self.set(_OPTIONS[name], _fit(_OPTIONS[name], value), name)
+        elif entry.status == "unneeded":
+            self.omit(name, entry.reason)
+        elif entry.status == "set":
+            if not self.source.is_record:
+                self.set("training", {name: value}, name)
+        elif entry.status == "unsupported":
+            ignores = self.source.is_record and name not in _CHANGES_TRAINING
+            if not is_off and not ignores:
+                self.refuse(f"{name}: {as_text(value)}", f"not supported: {entry.reason}")
+        else:
+            self._rename(entry, name, value, is_off)
+
+    def _rename(self, entry: CompatName, name: str, value: Any, is_off: bool) -> None:
+        """Set the options of an entry such as ``--max-length``, ``--report-to wandb`` or ``--shuffle {not}``."""
+        options = re.findall(r"--([a-z0-9-]+)(?: (?!and\b)(\S+))?", entry.options)
+        if not options:
+            self.refuse(name, f"use {entry.options} instead; {entry.reason}")
+        for option, fixed in options:
+            key = option.replace("-", "_")
+            if fixed == "{not}":
+                self.set(key, is_off, name)
+            elif fixed and "{" not in fixed and "=" not in fixed:
+                if not is_off:
+                    self.set(key, _fit(key, fixed), name)
+            elif fixed.endswith("=NAME"):
+                self.set(key, [f"{fixed.removesuffix('NAME')}{value}"], name)
+            else:
+                self.set(key, _fit(key, value), name)
+
+    def add_defaults(self) -> None:
+        """Add the tool's defaults from ``defaults.tsv`` whose condition holds, in the order of the table."""
+        for tool, option, text, condition, origin in _table("defaults.tsv"):
+            name, _, wanted = condition.partition("=")
+            if tool == self.tool and (condition == "-" or as_text(self._condition_value(name)) == wanted):
+                self.default(option, parse_yaml(text), origin)
+
+    def _condition_value(self, name: str) -> Any:
+        return self.source.values.get("stage") or "sft" if name == "stage" else self.get(name)
+
+    def number(self, name: str, value: Any, default: float) -> float:
+        """Return a value as a number; ``default`` if it is null, and also a problem if it is no number."""
+        try:
+            return default if value is None else float(value)
+        except (TypeError, ValueError):
+            self.refuse(name, f"{value!r} is not a number")
+            return default
+
+    def restrict(self, options: Iterable[str], command: str) -> None:
+        """Remove values of options that ``packtool COMMAND`` does not have, and checkpoint directories of an export."""
+        known = set(options)
+        if command == "export" and self.source.command == "train":
+            known.discard("output_dir")
+        others = [option for option in self.values if option not in known]
+        for option in others:
+            name = self.origins.pop(option)
+            del self.values[option]
+            if option not in self.defaults:
+                self.omit(name, f"packtool {command} does not need it")
+        self.defaults = [option for option in self.defaults if option in known]
+
+
+def as_text(value: Any) -> str:
+    """Return a value as on a command line: ``true`` for True, items of a list with spaces between them."""
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(as_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def is_true(value: Any) -> bool:
+    """Return whether a value of YAML or a command line means true."""
+    return as_text(value).lower() in TRUE_WORDS
+
+
+def split_list(value: Any) -> list[str]:
+    """Return the items of a list, or of a text with commas or spaces between them."""
+    if isinstance(value, (list, tuple)):
+        return [str(item) for item in value]
+    return [item for item in re.split(r"[,\s]+", str(value)) if item]
+
+
+_FIELDS = {each.name: (each, cls) for cls in (ExportConfig, TrainConfig) for each in dataclasses.fields(cls)}
+
+
+def _fit(option: str, value: Any) -> Any:
+    """Return a value in the type of an option: the number or boolean of a text, a list of a single item."""
+    each, cls = _FIELDS[option]
+    kind = value_type(each, cls)
+    if kind in (bool, int, float) and isinstance(value, str):
+        number = parse_yaml(value) if value else value
+        return number if isinstance(number, (bool, int, float)) else value
+    if option in ("fsdp", "target_modules", "modules_to_save", "adapters", "report_to"):
+        return split_list(value)
+    return value
+
+
+def _entry(tool: str, name: str, command: str) -> CompatName | None:
+    """Return the entry of a name for a tool, else that of transformers' TrainingArguments, which all tools take."""
+    entries = [entry for entry in compat_entries(name) if entry.command in (EVERY_COMMAND, command)]
+    owners = [entry for owner in (tool, TRANSFORMERS) for entry in entries if entry.tool == owner]
+    return next((entry for entry in owners if not entry.is_variable), None)
+
+
+def _rule(tool: str, name: str, value: str) -> tuple[str, str] | None:
+    """Return (effect, text) of the first matching line of ``values.tsv``."""
+    for owner, names, values, effect, text in _table("values.tsv"):
+        is_named = owner in ("*", tool) and any(fnmatchcase(name, each) for each in names.split(" "))
+        if is_named and any(fnmatchcase(value.lower(), each) for each in values.split(" ")):
+            return effect, text
+    return None
+
+
+@functools.cache
+def _table(name: str) -> tuple[tuple[str, ...], ...]:
+    text = resources.files("packtool.translate").joinpath(name).read_text(encoding="utf-8")
+    return tuple(tuple(line.split("\t")) for line in text.splitlines() if line and not line.startswith("#"))

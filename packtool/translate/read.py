@@ -1,0 +1,216 @@
+"""Reading configuration files and command lines of other tools, and detecting the tool.
+
+Files are YAML or JSON. A duplicate key, a YAML bomb, an empty file, or a file that mixes tools is a ``ConfigError``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packtool.config.compat_names import TRANSFORMERS, compat_entries
+from packtool.config.data import ExportConfig
+from packtool.config.settings import option_names, parse_yaml
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError
+
+TOOLS = {"ms-swift": "ms-swift", "llama-factory": "LLaMA-Factory", "axolotl": "axolotl", "trl": "TRL"}
+"""Names of the tools by value of ``--from``."""
+MAX_NODES = 100_000
+_OWN = {
+    name.removeprefix("--").replace("-", "_")
+    for cls in (TrainConfig, ExportConfig)
+    for each in dataclasses.fields(cls)
+    for name in option_names(each)
+}
+# Options of packtool that a tool uses for something else.
+_OTHER_MEANINGS = {("axolotl", "strict")}
+# Keys that only the files have that ms-swift writes beside checkpoints (args.json).
+_RECORD_KEYS = {"global_world_size", "model_suffix", "model_info", "model_meta"}
+
+
+@dataclass
+class ForeignConfig:
+    """Configuration of another tool.
+
+    Args:
+        tool: a value of ``TOOLS``.
+        values: by name, with underscores; those of YAML, or texts and lists of texts of a command line.
+        command: ``train`` or ``export``.
+        is_pretraining: ``swift pt``.
+        environ: variables set in front of the command.
+        num_processes: of the launcher in front of the command.
+        label: file or command for messages.
+    """
+
+    tool: str
+    values: dict[str, Any]
+    command: str = "train"
+    is_pretraining: bool = False
+    environ: dict[str, str] = field(default_factory=dict)
+    num_processes: int | None = None
+    label: str = ""
+
+    @property
+    def is_record(self) -> bool:
+        """True for ms-swift's args.json, which holds every argument, also those left at their defaults."""
+        return bool(_RECORD_KEYS & set(self.values))
+
+
+def load_config_file(path: str) -> dict[str, Any]:
+    """Read a YAML or JSON file of names and values; a ConfigError for anything else, duplicate keys and YAML bombs."""
+    import yaml  # here, because most runs need none of it
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is not None:
+            _num_nodes(root, {}, frozenset())
+        value = parse_yaml(text)
+    except RecursionError as error:
+        raise ConfigError(f"--config {path}: lists and objects nest too deeply") from error
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"--config {path}: expected names and values, found a {type(value).__name__}")
+    return {str(key): item for key, item in (value or {}).items()}
+
+
+def _num_nodes(node: Any, counts: dict[int, int], parents: frozenset[int]) -> int:
+    """Return the number of nodes below ``node`` with aliases expanded; ValueError for too many and duplicate keys."""
+    import yaml
+
+    if id(node) in parents:
+        raise ValueError(f"line {node.start_mark.line + 1}: a value contains itself")
+    if id(node) in counts:
+        return counts[id(node)]
+    children: list[Any] = []
+    if isinstance(node, yaml.SequenceNode):
+        children = node.value
+    elif isinstance(node, yaml.MappingNode):
+        keys: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in keys:
+                raise ValueError(f"line {key.start_mark.line + 1}: the key {key.value!r} is there twice; remove one")
+            keys.add(str(key.value))
+            children += [key, value]
+    total = 1 + sum(_num_nodes(child, counts, parents | {id(node)}) for child in children)
+    if total > MAX_NODES:
+        raise ValueError(f"more than {MAX_NODES:,} values after expanding YAML's aliases")
+    counts[id(node)] = total
+    return total
+
+
+def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None = None) -> str | None:
+    """Return the tool to whose configurations only these keys belong; None for packtool's own configurations.
+
+    A ConfigError names the keys if several tools are possible, or if ``from_option`` (of ``--from``) is unknown.
+    """
+    if from_option is not None:
+        if from_option.lower() not in TOOLS:
+            raise ConfigError(f"--from {from_option}: known are {', '.join(TOOLS)}")
+        if not values:
+            raise ConfigError(f"{label}: the file is empty")
+        return TOOLS[from_option.lower()]
+    exclusive: dict[str, list[str]] = {}
+    owners = {key: {entry.tool for entry in compat_entries(key) if not entry.is_variable} for key in values}
+    for key, tools in owners.items():
+        known = tools & set(TOOLS.values())
+        if len(known) == 1 and TRANSFORMERS not in tools and key not in _OWN:
+            exclusive.setdefault(known.pop(), []).append(key)
+    if len(exclusive) > 1:
+        keys = "; ".join(f"{tool}: {', '.join(names)}" for tool, names in sorted(exclusive.items()))
+        raise ConfigError(f"{label} mixes keys of several tools: {keys}", "Remove those of all tools but one.")
+    if not exclusive:
+        if "model_name_or_path" in values:
+            raise ConfigError(
+                f"{label}: model_name_or_path is a key of LLaMA-Factory and TRL, and no other key decides which",
+                "Add --from llama-factory or --from trl.",
+            )
+        return None
+    (tool,) = exclusive
+    others = [key for key in values if key in _OWN and not owners[key] & {tool, TRANSFORMERS}]
+    is_own = any((tool, key) not in _OTHER_MEANINGS for key in others)
+    return None if is_own else tool
+
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_PROCESS_OPTIONS = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus")
+_SCRIPTS = (  # of a Python file or module, and the tool
+    (re.compile(r"(^|/)sft\w*\.py$|^trl\.scripts\.sft$"), "TRL"),
+    (re.compile(r"^axolotl\.cli\.(train|preprocess)$"), "axolotl"),
+    (re.compile(r"(^|/)train\.py$|^llamafactory\.cli$"), "LLaMA-Factory"),
+)
+_COMMANDS = {
+    "swift": ("ms-swift", {"sft": "train", "pt": "train", "export": "export"}),
+    "llamafactory-cli": ("LLaMA-Factory", {"train": "train"}),
+    "axolotl": ("axolotl", {"train": "train", "preprocess": "export"}),
+    "trl": ("TRL", {"sft": "train"}),
+}
+_EXAMPLE = "Give it as in: packtool translate -- swift sft --model DIR --dataset rows.jsonl"
+
+
+def read_command(words: Sequence[str]) -> ForeignConfig:
+    """Read a command line of another tool, with variables and a launcher in front of it."""
+    rest, environ, num_processes = list(words), dict[str, str](), None
+    while rest and _ASSIGNMENT.match(rest[0]):
+        name, _, environ[name] = rest.pop(0).partition("=")
+    label = shlex.join(rest)
+    tool, command, verb = None, "train", ""
+    while rest and tool is None:
+        word = rest.pop(0)
+        program = os.path.basename(word)
+        script = next((owner for pattern, owner in _SCRIPTS if pattern.search(word)), None)
+        if program in _COMMANDS and rest:
+            tool, verbs = _COMMANDS[program]
+            verb = rest.pop(0)
+            if verb not in verbs:
+                raise ConfigError(f"{program} {verb}: only {', '.join(verbs)} can be translated", _EXAMPLE)
+            command = verbs[verb]
+        elif script is not None:
+            tool = script
+        elif word.startswith("-"):
+            name, equals, value = word.lstrip("-").partition("=")
+            if not equals and rest and not rest[0].startswith("-") and not rest[0].endswith(".py") and name != "m":
+                value = rest.pop(0)
+            if name in _PROCESS_OPTIONS and value.isdigit():
+                num_processes = int(value)
+            elif name == "config_file":
+                processes = load_config_file(value).get("num_processes")
+                num_processes = processes if isinstance(processes, int) else num_processes
+    if tool is None:
+        raise ConfigError(f"{label or 'the command line'}: no command of {', '.join(TOOLS.values())}", _EXAMPLE)
+    values = _options(rest, tool)
+    return ForeignConfig(tool, values, command, verb == "pt", environ, num_processes, label)
+
+
+def _options(words: Sequence[str], tool: str) -> dict[str, Any]:
+    """Return the values of ``--name value``, ``name=value`` and of a file among the words; later ones win."""
+    values: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    name = None
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            name = name.replace("-", "_")
+            options[name] = [value] if equals else []
+        elif name is not None:
+            options[name].append(word)
+        elif word.endswith((".yaml", ".yml", ".json")):
+            values |= load_config_file(word)
+        elif "=" in word:
+            key, _, text = word.partition("=")
+            options[key.lstrip("+")] = [parse_yaml(text)]
+        else:
+            raise ConfigError(f"unexpected word {word!r} in the command line of {tool}")
+    for path in options.pop("config", []):
+        values |= load_config_file(path)
+    for key, items in options.items():
+        values[key] = True if not items else items[0] if len(items) == 1 else items
+    return values
