@@ -100,7 +100,6 @@ def expand_media(
                 num_omitted += segment.times - times
                 begin = begin or _TextPosition(len(expanded), None)
                 expanded.append(Chunk(segment.token, "", "", times))
-        # A medium without segments is empty: it begins at the next control token.
         begin = begin or _TextPosition(len(expanded), None)
         ranges.append(_MediumRange(kind, number, begin, _end_of_text(expanded)))
         _append_text(expanded, chunk.text)

@@ -78,14 +78,9 @@ def prefix_hashes(
     A sample with media that cannot be located by ``tokens`` has no prefixes; those of at most ``longer_than`` tokens
     are left out. Return int64 (S,), the number of prefixes of each sample; and the prefixes of all samples.
     """
-    num_prefixes = []
-    # The fields of ``PrefixHashes``, as lists.
-    lengths: list[int] = []
-    digests: list[bytes] = []
-    media_tokens: list[int] = []
-    audio_tokens: list[int] = []
-    squares: list[int] = []
-    target_tokens: list[int] = []
+    num_prefixes, digests = [], []
+    lengths, media_tokens, audio_tokens = list[int](), list[int](), list[int]()
+    squares, target_tokens = list[int](), list[int]()
     for sample in samples:
         num_before = len(lengths)
         media = media_spans(sample, tokens)

@@ -166,8 +166,8 @@ def _report_skipped(trainer: PackTrainer, progress: Progress) -> int:
     """
     run = trainer.loader.run
     path = os.path.join(run.config.output_dir, SKIPPED_NAME)
-    skipped_of_ranks = all_gather_objects(trainer.skipped, run.world.size)
-    skipped = [sample for skipped_of_rank in skipped_of_ranks for _, sample in skipped_of_rank]
+    skipped_by_rank = all_gather_objects(trainer.skipped, run.world.size)
+    skipped = [sample for rank_skipped in skipped_by_rank for _, sample in rank_skipped]
     if skipped:
         progress.note(
             f"skipped samples, whose media could not be loaded: {len(skipped):,} (all are listed in {SKIPPED_NAME})"
@@ -178,8 +178,7 @@ def _report_skipped(trainer: PackTrainer, progress: Progress) -> int:
         progress.note(f"  and {len(skipped) - _MAX_SHOWN:,} more")
     if run.world.is_first and skipped:
         with open(path, "w", encoding="utf-8") as file:
-            for sample in skipped:
-                file.write(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n")
+            file.writelines(json.dumps(dataclasses.asdict(each), ensure_ascii=False) + "\n" for each in skipped)
     elif run.world.is_first and os.path.exists(path):
         os.remove(path)
     return len(skipped)

@@ -10,11 +10,11 @@ import shlex
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -49,6 +49,9 @@ class _TargetSums(NamedTuple):
     targets: float
     correct: float
     weight_deviation: float
+
+
+_zeros = partial(np.zeros, len(_TargetSums._fields))
 
 
 class Meter:
@@ -201,10 +204,6 @@ class Meter:
                     means[f"loss_{name}"] = channel_total.loss / channel_total.targets
                     means[f"token_accuracy_{name}"] = channel_total.correct / channel_total.targets
         return means
-
-
-def _zeros() -> npt.NDArray[np.float64]:
-    return np.zeros(len(_TargetSums._fields))
 
 
 def memory_gib(device: torch.device) -> float:

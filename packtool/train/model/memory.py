@@ -137,38 +137,30 @@ def estimate_memory(
     traced = [traced_bytes(config, model_config, dtype, batch, axes, trace) for batch in micro_batches]
     pass_bytes = [num_bytes for num_bytes in traced if num_bytes is not None]
     num_tokens = micro_batches[0].computed
-    activation_bytes: int | None = None
-    if len(pass_bytes) == len(traced):
-        logit_bytes = _checked_logit_bytes(config, model_config, num_tokens)
-        activation_bytes = max(*pass_bytes, logit_bytes) + dequantized_bytes
-    # ZeRO stages: 1 shards optimizer states, 2 also gradients, 3 also weights; FSDP and expert parallelism shard all.
+    logit_bytes = 0  # in the check before the first step: three float32 tensors
+    if config.removes_padding and config.verify_packing:
+        num_positions = min(MAX_CHECKED_SAMPLES * CHECKED_POSITIONS, num_tokens)
+        logit_bytes = 3 * 4 * num_positions * int(model_config.get_text_config().vocab_size)
+    is_traced = len(pass_bytes) == len(traced)
+    # Stage 1 shards optimizer states, 2 also gradients, 3 also weights, as FSDP and expert parallelism do.
     stage = 3 if config.fsdp or config.shares_experts else zero_stage(config)
     # torch's buckets are copies of the gradients, not views.
     bucket_bytes = trained_bytes if world_size > 1 and stage == 0 and config.deepspeed is None else 0
 
     def sharded_gib(num_bytes: int, first_stage: int) -> float:
-        """Return the GiB of a rank, for bytes that are sharded from ``first_stage`` on."""
         return num_bytes / _GIB / (world_size if stage >= first_stage else 1)
 
     return MemoryEstimate(
         weights=sharded_gib(weight_bytes, 3),
         gradients=sharded_gib(trained_bytes, 2),
         optimizer=sharded_gib(_optimizer_bytes_per_weight_byte(config, dtype) * trained_bytes, 1),
-        activations=None if activation_bytes is None else activation_bytes / _GIB,
+        activations=(max(*pass_bytes, logit_bytes) + dequantized_bytes) / _GIB if is_traced else None,
         gathered=_gathered_bytes(model, dtype, config) / _GIB if stage >= 3 else 0.0,
         buckets=bucket_bytes / _GIB,
         num_tokens=num_tokens,
         num_parameters=sum(size.num_elements for size in sizes),
         num_trainable=sum(size.num_elements for size in trained),
     )
-
-
-def _checked_logit_bytes(config: TrainConfig, model_config: PreTrainedConfig, num_tokens: int) -> int:
-    """Return the bytes of three float32 tensors of logits, which the check before the first step computes."""
-    if not (config.removes_padding and config.verify_packing):
-        return 0
-    num_positions = min(MAX_CHECKED_SAMPLES * CHECKED_POSITIONS, num_tokens)
-    return 3 * torch.float32.itemsize * num_positions * int(model_config.get_text_config().vocab_size)
 
 
 def _optimizer_bytes_per_weight_byte(config: TrainConfig, dtype: torch.dtype) -> int:
@@ -212,23 +204,14 @@ def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig) -
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     ids_in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     num_outside = sum(num_elements(parameter) for parameter in model.parameters() if id(parameter) not in ids_in_layers)
-    layer_sizes = []
+    weights_per_layer, gradients_per_layer = [0], [0]  # elements; a layer of none, if the model has no layers
     for layer in layers:
-        num_weights = sum(map(num_elements, layer.parameters()))
-        num_gradients = sum(num_elements(parameter) for parameter in layer.parameters() if parameter.requires_grad)
-        layer_sizes.append(_LayerSize(num_weights, num_gradients))
-    largest = max(layer_sizes, default=_LayerSize(0, 0))
-    num_in_layers = 2 * largest.num_weights
-    if "shard_grad_op" in config.fsdp:
-        num_in_layers = sum(size.num_weights for size in layer_sizes)
-    return (num_outside + num_in_layers + largest.num_gradients) * dtype.itemsize
-
-
-class _LayerSize(NamedTuple):
-    """Elements of a layer that one rank gathers, and of their gradients."""
-
-    num_weights: int
-    num_gradients: int
+        weights_per_layer.append(sum(map(num_elements, layer.parameters())))
+        trained = (parameter for parameter in layer.parameters() if parameter.requires_grad)
+        gradients_per_layer.append(sum(map(num_elements, trained)))
+    max_weights, num_gradients = max(zip(weights_per_layer, gradients_per_layer, strict=True))
+    num_in_layers = sum(weights_per_layer) if "shard_grad_op" in config.fsdp else 2 * max_weights
+    return (num_outside + num_in_layers + num_gradients) * dtype.itemsize
 
 
 def traced_bytes(
@@ -335,14 +318,10 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
         dtype = resolve_dtype(model, run, on_gpu=True)
         world = World(0, config.world_size, sequence_parallel_size)
         axes = axes_of(run, world, files, preview.inputs.lengths, trained=True)
+        empty_model = model_without_weights(run, model, dtype)
+        batches = peak_memory_batches(run, plan, preview.inputs)
         estimate = estimate_memory(
-            run,
-            model_without_weights(run, model, dtype),
-            model,
-            dtype=dtype,
-            world_size=config.world_size,
-            micro_batches=peak_memory_batches(run, plan, preview.inputs),
-            axes=axes,
+            run, empty_model, model, dtype=dtype, world_size=config.world_size, micro_batches=batches, axes=axes
         )
         estimates.append(estimate)
     return max(estimates, key=lambda estimate: estimate.total)

@@ -217,10 +217,7 @@ def _inputs(
     files: ModelFiles | None,
     **fields: Any,
 ) -> Inputs:
-    """Make inputs whose options have the costs of the model, or of one with 8 billion weights if ``files`` is None.
-
-    ``fields`` are further fields of ``Inputs``; without a ``reader`` they include ``lengths``.
-    """
+    """Make inputs whose options have the costs of the model, or of one with 8 billion weights if ``files`` is None."""
     model = MODEL_PRESETS["8b"] if files is None else files.config
     options = with_costs(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type)
     assert options.cost is not None, "the model gives them"
