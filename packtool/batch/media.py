@@ -216,7 +216,7 @@ def _cache_key(medium: EncodedImage | EncodedVideo, spec: InputSpec, processor: 
     policy, is_image = spec.media_policy, isinstance(medium, EncodedImage)
     indices = () if isinstance(medium, EncodedImage) else medium.indices
     if isinstance(medium, EncodedVideo) and medium.frames:
-        states = [content_state(*medium.frames[number], policy, is_image=True) for number in indices]
+        states = [content_state(*frame, policy, is_image=True) for frame in medium.frames]
         indices = ()
     else:
         states = [content_state(medium.path, medium.data, policy, is_image=is_image)]

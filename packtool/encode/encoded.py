@@ -60,8 +60,8 @@ class EncodedVideo:
         frames: (path, data) of each picture of a video that is given as pictures.
         height, width: pixels of a frame, after rotation.
         num_frames: frames in the file, or in the clip of it.
-        fps: frames a second in the file.
-        indices: numbers in the file of the frames that the model sees, ascending.
+        fps: frames a second in the file; 1,000 where the row gives the time of each of its ``frames``.
+        indices: numbers in the file of the frames that the model sees, ascending; these times in milliseconds.
         grid: (t, h, w) in vision patches, as the model's ``video_grid_thw``; empty for families without one.
         seconds_per_grid: seconds between two steps of the grid's t.
         num_tokens: placeholder tokens that stand for its frames in ``input_ids``.

@@ -36,6 +36,7 @@ from packtool.rows.sample import MediaRef
 
 FRAMES_A_SECOND = 2.0
 """Default frame rate of a video that is given as pictures (as in Qwen's tools)."""
+_PER_SECOND = 1000.0
 
 _DEFAULT_FPS = 24.0
 # Since PyAV 17 colours are by default converted by as many threads as there are cores; before, always by one.
@@ -69,7 +70,12 @@ def measure_video(ref: MediaRef) -> VideoSize:
         if len(sizes) > 1:
             raise MediaProblem("media_size", f"{label(ref)}: its frames have different sizes: {sorted(sizes)}")
         height, width = sizes.pop()
-        return VideoSize(height, width, len(ref.frames), ref.fps or FRAMES_A_SECOND, has_sound=False)
+        if not ref.milliseconds:
+            return VideoSize(height, width, len(ref.frames), ref.fps or FRAMES_A_SECOND, has_sound=False)
+        # A video of 1,000 frames per second, from the first frame to one mean interval after the last.
+        length, num_intervals = ref.milliseconds[-1] - ref.milliseconds[0], len(ref.frames) - 1
+        length += round(length / num_intervals if num_intervals else _PER_SECOND / FRAMES_A_SECOND)
+        return VideoSize(height, width, max(length, 1), _PER_SECOND, has_sound=False)
     with open_container(ref, check_length=True) as container:
         stream = _video_stream(container, ref)
         fps = float(stream.average_rate or 0)
@@ -102,7 +108,7 @@ def load_video(
 
     Args:
         path, data, frames: the video, as in ``EncodedVideo``.
-        indices: indexes of the T frames, ascending.
+        indices: indexes of the T frames, ascending. Of ``frames``, the first T are loaded.
         shape: measured number of frames (of the clip, if there is one), H and W. Frames that differ in size from the
             first one of the file are scaled to that; without a shape, to the first requested one.
 
@@ -110,8 +116,8 @@ def load_video(
         MediaError: if the file is missing, cannot be decoded, or has fewer frames.
     """
     if frames:
-        pictures = [np.asarray(load_image(*frames[i], policy)) for i in indices]
-        for number, picture in zip(indices, pictures, strict=True):
+        pictures = [np.asarray(load_image(*frame, policy)) for frame in frames[: len(indices)]]
+        for number, picture in enumerate(pictures):
             if picture.shape != pictures[0].shape:
                 before, now = (f"{each.shape[1]}x{each.shape[0]} pixels" for each in (pictures[0], picture))
                 raise changed_since_export(MediaRef(*frames[number]), before, now)

@@ -116,6 +116,7 @@ class MediaRef:
         data: bytes of the encoded file, or None.
         frames: images of a video that the row lists as frames; ``path`` and ``data`` are None then.
         fps: frames per second of a video listed as frames, if the row has it.
+        milliseconds: time of each of these frames, ascending, if the row has them (``seconds``); then ``fps`` is None.
         clip: (start, end) in seconds of the used section of a video; a None in it is the video's own start or end.
         limits: (name, value) of size limits that the row sets for this medium, as in Qwen's rows.
         policy: media access policy of the row.
@@ -125,9 +126,15 @@ class MediaRef:
     data: bytes | None = None
     frames: tuple[MediaRef, ...] = ()
     fps: float | None = None
+    milliseconds: tuple[int, ...] = ()
     clip: tuple[float | None, float | None] | None = None
     limits: tuple[tuple[str, float], ...] = ()
     policy: MediaPolicy = field(default=MediaPolicy(), compare=False, repr=False)
+
+    @property
+    def frame_indices(self) -> tuple[int, ...]:
+        """Indices of the listed frames in time: 0, 1, ..., or milliseconds."""
+        return self.milliseconds or tuple(range(len(self.frames)))
 
     @property
     def name(self) -> str:
@@ -299,6 +306,7 @@ DROP_REASONS = {
     "media_unreadable": "The files exist, but they are damaged or of another type. Open one of them to check.",
     "media_size": "The files are larger than --max-media-bytes, or the model does not support media or clips of this "
     "size.",
+    "invalid_seconds": "Write 'seconds' of a list of frames as one number for each frame, ascending from 0 or later.",
     "media_limits": "Remove size settings of media from the rows, except those in docs/media.md, such as max_pixels.",
     "media_refused": "The server denied access. Check the credentials, and that signed URLs have not expired.",
     "media_unreachable": "The server did not respond. Check the network connection and the URLs.",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from packtool.encode.encoded import EncodedSample
 from packtool.media.audio import load_audio
@@ -233,3 +234,54 @@ def test_user_limits_apply_to_videos(data: Path) -> None:
         assert len(short_video.indices) == 6
         total = encoded(directory, row, data, video_total_pixels=60 * factor**2 * 4).videos[0]
         assert total.num_tokens < unlimited.num_tokens
+
+
+def frames_in(folder: Path, count: int) -> tuple[MediaRef, ...]:
+    """Pictures of 96x64 pixels, each of one color."""
+    for i in range(count):
+        Image.new("RGB", (96, 64), (20 * i, 0, 0)).save(folder / f"{i}.png")
+    return tuple(MediaRef(str(folder / f"{i}.png")) for i in range(count))
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("seconds", [(0.0, 1.5), (0.0, 0.5, 1.0, 1.5), (3.0, 3.25, 60.0, 61.1, 3600.0)], ids=len)
+def test_frames_with_their_own_times(data: Path, tmp_path: Path, family: str, seconds: tuple[float, ...]) -> None:
+    """As the processor does with metadata that have these times."""
+    from transformers.video_utils import VideoMetadata
+
+    directory = data / "tokenizers" / family
+    frames, times = frames_in(tmp_path, len(seconds)), tuple(round(time * 1000) for time in seconds)
+    row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "!"}]}
+    ref = MediaRef(None, frames=frames, milliseconds=times)
+    (result,) = cached_encoder(directory).encode([dataclasses.replace(sample_of(row, tmp_path), videos=(ref,))])
+    assert isinstance(result, list), result
+    (video,) = result[0].videos
+    # The last frame is shown as long as the others on average.
+    length = (seconds[-1] - seconds[0]) * len(seconds) / (len(seconds) - 1)
+    metadata = VideoMetadata(
+        total_num_frames=round(length * 1000), fps=1000, frames_indices=np.array(times), height=64, width=96
+    )
+    pixels = torch.from_numpy(load_video(None, None, video.frames, video.indices)).permute(0, 3, 1, 2)
+    assert len(pixels) == len(seconds)
+    processor = processor_of(directory)
+    text = processor.apply_chat_template(with_content_lists(row), tokenize=False)
+    settings = {"do_sample_frames": False, "return_metadata": True, "return_tensors": "pt"}
+    outputs = processor(text=[text], videos=[pixels], video_metadata=[metadata], **settings)
+    check(result[0], outputs)
+    if family == "qwen2.5-vl":
+        rate = (len(seconds) - 1) / (seconds[-1] - seconds[0])
+        assert video.seconds_per_grid == pytest.approx(2 / rate, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl"])
+def test_times_of_a_constant_rate_are_a_rate(drawn_data: Path, tmp_path: Path, family: str) -> None:
+    directory, frames = drawn_data / "tokenizers" / family, frames_in(tmp_path, 6)
+    row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "!"}]}
+    refs = (
+        MediaRef(None, frames=frames, fps=4.0),
+        MediaRef(None, frames=frames, milliseconds=tuple(range(0, 1500, 250))),
+    )
+    samples = [dataclasses.replace(sample_of(row, tmp_path), videos=(ref,)) for ref in refs]
+    ((by_rate,), (by_times,)) = cached_encoder(directory).encode(samples)  # type: ignore[misc]
+    np.testing.assert_array_equal(by_rate.input_ids, by_times.input_ids)
+    assert by_rate.videos[0].seconds_per_grid == by_times.videos[0].seconds_per_grid

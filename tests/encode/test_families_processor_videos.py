@@ -212,3 +212,17 @@ def test_processor_without_sampling_gets_all_frames(drawn_data: Path, clips: lis
         assert encoding.measure(clips[0]).indices == tuple(range(30))
     finally:
         videos.do_sample_frames = True
+
+
+def test_times_of_frames_are_written_by_the_processor(encoder_of: Callable[..., Encoder], drawn_data: Path) -> None:
+    """GLM-4.1V writes the times; InternVL numbers the frames, so times change nothing."""
+    frame = MediaRef(str(drawn_data / "raw/llama-factory/data/mllm_demo_data/1.jpg"))
+    plain = film("<video>", MediaRef(None, frames=(frame,) * 4))
+    timed = film("<video>", MediaRef(None, frames=(frame,) * 4, milliseconds=(0, 1000, 7000, 9000)))
+    for name, is_written in (("glm4v", True), ("internvl", False)):
+        encoder = encoder_of(name, max_length=9000)
+        ((without,), (sample,)) = encoder.encode([plain, timed])  # type: ignore[misc]
+        assert sample.videos[0].num_tokens == without.videos[0].num_tokens
+        texts = [encoder._tokenizer.decode(each.input_ids.tolist()) for each in (without, sample)]
+        assert (texts[0] != texts[1]) == is_written
+        assert ("7" in texts[1]) == is_written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from packtool.config.data import EncodeSpec
+from packtool.cache.export import export
+from packtool.cache.reader import CacheReader
+from packtool.config.data import EncodeSpec, ExportConfig, ImportConfig
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
+from packtool.progress import SilentProgress
 from packtool.rows.sample import Dropped, MediaRef, PreparedTokens, Sample, Turn
 from tests.media.clips import write_clip, write_sound
 
@@ -114,3 +118,20 @@ def test_a_medium_across_two_samples_of_a_pack_is_dropped(drawn_data: Path, medi
     (dropped,) = encoder.encode([replace(prepared_sample, tokens=tokens)])
     assert isinstance(dropped, Dropped)
     assert "begins in one of them" in dropped.detail
+
+
+def test_frames_with_times_are_imported_unchanged(drawn_data: Path, tmp_path: Path) -> None:
+    for i in range(3):
+        Image.new("RGB", (96, 64), (40 * i, 0, 0)).save(tmp_path / f"{i}.png")
+    video = {"frames": [f"{i}.png" for i in range(3)], "seconds": [0.5, 2, 60.25]}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"query": "<video>?", "response": "!", "videos": [video]}) + "\n")
+    settings: dict[str, Any] = {"model": str(drawn_data / "tokenizers" / "qwen3-vl"), "max_length": 500}
+    settings["media_access"] = "local"
+    exported, imported = (str(tmp_path / name) for name in ("exported", "imported"))
+    export(ExportConfig(dataset=(str(rows),), output_dir=exported, **settings), SilentProgress())
+    export(ImportConfig(dataset=(f"{exported}/train",), output_dir=imported, **settings), SilentProgress())
+    first, second = (CacheReader.open([cache]).sample(0) for cache in (exported, imported))
+    np.testing.assert_array_equal(first.input_ids, second.input_ids)
+    assert first.videos == second.videos
+    assert first.videos[0].indices == (500, 2000, 60250)

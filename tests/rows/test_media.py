@@ -124,6 +124,55 @@ def test_videos_and_their_frames() -> None:
     assert read({"video": {"video": ["1.png"]}}).videos == (MediaRef(None, frames=frames[:1]),)
 
 
+def test_times_of_frames() -> None:
+    timed = (MediaRef(None, frames=(MediaRef("/folder/1.png"), MediaRef("/folder/2.png")), milliseconds=(250, 1500)),)
+    frames = ["1.png", "2.png"]
+    part = {"type": "video", "video": frames, "seconds": [0.25, 1.5]}
+    # As packtool's own caches store it.
+    stored = {"frames": frames, "fps": 1000.0, "indices": [250, 1500], "tokens": 8, "grid": [1, 4, 8]}
+    for row in (
+        {"videos": [{"frames": frames, "seconds": [0.25, 1.5]}]},
+        {"videos": [{"video": frames, "seconds": [0.25, 1.5]}]},
+        {"videos": [stored]},
+    ):
+        assert read(row).videos == timed, row
+    row = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "!"}]}
+    assert to_sample(row, Source("/folder/rows.json"), 0).videos == timed
+    # The length of a file, not the times of frames.
+    assert read({"videos": [{"video": "a.mp4", "seconds": 12.5}]}).videos == (MediaRef("/folder/a.mp4"),)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        ([0], "video 0 has 1 times as seconds for 2 listed frames"),
+        (3, "3 as seconds for 2 listed frames"),
+        ([], "0 times"),
+        ([1, 0.5], "0.5 after 1 in seconds; they must ascend"),
+        ([1, 1], "must ascend"),
+        ([-1, 0], "-1 in seconds; they must be numbers from 0"),
+        ([0, float("nan")], "nan in seconds"),
+        ([0, float("inf")], "inf in seconds"),
+        ([0, 10**400], "in seconds; they must be numbers"),
+        ([0, "1"], "'1' in seconds"),
+        ([True, 2], "True in seconds"),
+        ([0, 2e6], r"from 0 to 1,000,000"),
+    ],
+    ids=str,
+)
+def test_invalid_times_of_frames(seconds: Any, message: str) -> None:
+    with pytest.raises(RowProblem, match=message) as exc_info:
+        read({"videos": [{"frames": ["1.png", "2.png"], "seconds": seconds}]})
+    assert exc_info.value.reason == "invalid_seconds"
+
+
+def test_times_contradict_a_rate_and_a_file() -> None:
+    with pytest.raises(RowProblem, match="both fps and seconds"):
+        read({"videos": [{"frames": ["1.png", "2.png"], "seconds": [0, 1], "fps": 2}]})
+    with pytest.raises(RowProblem, match="2 times as seconds for 0 listed frames"):
+        read({"videos": [{"video": "a.mp4", "seconds": [0, 1]}]})
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -117,9 +117,12 @@ class ProcessorVideos:
             raise MediaProblem("media_unsupported", f"{label(ref)}: this model's processor does not support clips")
         size = measure_video(ref)
         try:
-            # transformers does not sample the frames of a video that is given as pictures.
-            takes_all = bool(ref.frames) or not self._processor.video_processor.do_sample_frames
-            indices = tuple(range(size.num_frames)) if takes_all else self._sample_frames(size.num_frames, size.fps)
+            if ref.frames:  # transformers does not sample the frames of a video that is given as pictures
+                indices = ref.frame_indices
+            elif self._processor.video_processor.do_sample_frames:
+                indices = self._sample_frames(size.num_frames, size.fps)
+            else:
+                indices = tuple(range(size.num_frames))
             sampled = _SampledVideo(size.height, size.width, size.num_frames, size.fps, indices)
             segments, grid = self._segments_and_grid(sampled)
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:

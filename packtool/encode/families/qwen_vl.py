@@ -346,7 +346,7 @@ class QwenVL(MediaEncoding):
                 first_frame, num_frames = clip_frames(ref.clip, num_frames, size.fps)
                 indices = sample_clip(first_frame, num_frames, size.fps, limits)
             elif ref.frames:  # the row has sampled them
-                indices = tuple(range(num_frames))
+                indices = ref.frame_indices
             else:
                 indices = sample_frames(num_frames, size.fps, limits)
             grid = video_grid(size.height, size.width, len(indices), limits)

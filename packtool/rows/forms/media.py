@@ -25,7 +25,7 @@ from urllib.parse import unquote_to_bytes
 from packtool import storage
 from packtool.constants import MEDIA_MARKS
 from packtool.errors import StorageError
-from packtool.rows.forms.columns import NAMES, Fields, RowProblem, finite, listed, shown
+from packtool.rows.forms.columns import NAMES, Fields, RowProblem, finite, is_list, listed, shown
 from packtool.rows.sample import MediaKind, MediaRef, Turn
 from packtool.rows.source import Pairs, Source
 
@@ -45,6 +45,8 @@ _MAX_MINIMUM = 2**53  # of min_pixels and min_frames; max_pixels and max_frames 
 FIXED = ("resized_height", "resized_width", "nframes")
 """Other size settings of qwen-vl-utils, which are not supported."""
 _MAX_NESTING = 8
+_MAX_SECONDS = 1_000_000  # times in milliseconds are stored as int32
+_PER_SECOND = 1000
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
 
 
@@ -132,10 +134,38 @@ def _ref_from_object(kind: str, name: str, value: Mapping[str, Any], source: Sou
     if inner is None:
         raise RowProblem("invalid_media", f"{name} has no bytes, path or URL; its keys are: {listed(value)}")
     ref = media_ref(kind, inner, source, depth=depth + 1)
+    if kind == "video" and (milliseconds := _milliseconds(name, value, ref)):
+        return replace(ref, milliseconds=milliseconds)
     fps = value.get("fps", value.get("sample_fps"))
     if fps is None or not ref.frames:
         return ref
     return replace(ref, fps=_frame_rate(name, fps, "invalid_media"))
+
+
+def _milliseconds(name: str, value: Mapping[str, Any], ref: MediaRef) -> tuple[int, ...]:
+    """Return the time of each frame of a video listed as frames, from ``seconds``; empty if the object has none."""
+    times, unit = value.get("seconds"), _PER_SECOND
+    if is_measured(value) and value.get("fps") == _PER_SECOND:  # caches store milliseconds as indices
+        times, unit = value.get("indices"), 1
+    elif times is not None and value.get("fps", value.get("sample_fps")) is not None:
+        raise RowProblem("invalid_seconds", f"{name} has both fps and seconds; give one of them")
+    if times is None or (not ref.frames and not is_list(times)):  # of a file: its length, perhaps
+        return ()
+    if not is_list(times) or len(times) != len(ref.frames):
+        count = f"{len(times)} times" if is_list(times) else shown(times)
+        raise RowProblem("invalid_seconds", f"{name} has {count} as seconds for {len(ref.frames)} listed frames")
+    previous = -1.0
+    for time in times:
+        number = finite(time)
+        if number is None or not 0 <= number * unit <= _MAX_SECONDS * _PER_SECOND:
+            detail = f"{name} has {shown(time)} in seconds; they must be numbers from 0 to {_MAX_SECONDS:,}"
+            raise RowProblem("invalid_seconds", detail)
+        if number <= previous:
+            raise RowProblem(
+                "invalid_seconds", f"{name} has {number:g} after {previous:g} in seconds; they must ascend"
+            )
+        previous = number
+    return tuple(round(time * unit) for time in times)
 
 
 def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool) -> list[tuple[str, float]]:

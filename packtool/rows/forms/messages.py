@@ -153,7 +153,7 @@ def _medium(label: str, part_type: str, part: Mapping[str, Any]) -> Any:
     """Return the medium of a part, with its limits and clip, for ``media_ref``; None if the row's columns have it."""
     kind = _MEDIA_TYPES[part_type]
     value = next((part[key] for key in (part_type, kind, f"{kind}_url", *_MEDIUM_KEYS) if part.get(key)), None)
-    limits = {key: part[key] for key in (*LIMITS[kind], *FIXED, *CLIP) if part.get(key) is not None}
+    limits = {key: part[key] for key in (*LIMITS[kind], *FIXED, *CLIP, "seconds") if part.get(key) is not None}
     if not isinstance(value, Mapping):
         if isinstance(value, (list, tuple)) and kind == "video" and part.get("fps"):
             return {**limits, "frames": value, "fps": part["fps"]}
