@@ -22,6 +22,7 @@ _TIMES = frozenset({"plan_seconds", "seconds", "saved_at", "began"})
 _MEASURED = _TIMES | {
     "target_tokens_per_second",
     "tokens_per_second",
+    "samples_per_second",
     "data_wait",
     "log_wait",
     "memory_gib",

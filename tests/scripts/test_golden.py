@@ -30,9 +30,9 @@ def test_measured_figures_are_replaced_and_losses_are_kept(record: Any) -> None:
 
 
 def test_times_rates_and_paths_are_replaced_in_texts(record: Any) -> None:
-    line = "train: 3 of 6 after 1 s, 12 s left  loss 5.634  targets/s 5,266  fill 78.9%  waiting 11/4%  memory 1.1 GiB"
+    line = "train: 3 of 6 after 1 s, 12 s left  loss 5.634  samples/s 5,266  fill 78.9%  waiting 11/4%  memory 1.1 GiB"
     assert record.normalize_text(line, "train", {}) == (
-        "train: 3 of 6 after <time>, <time> left  loss 5.634  targets/s <rate>  fill 78.9%  waiting <share>"
+        "train: 3 of 6 after <time>, <time> left  loss 5.634  samples/s <rate>  fill 78.9%  waiting <share>"
         "  memory <size>"
     )
     places = {"/tmp/x/golden": "<golden>"}

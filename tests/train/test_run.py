@@ -87,7 +87,9 @@ def test_loss_falls_and_first_and_last_step_are_logged(full_run: tuple[Path, Any
 def test_progress_gets_the_plan_and_every_step(full_run: tuple[Path, Any, Recording]) -> None:
     _, _, progress = full_run
     assert progress.total == progress.num_done == 9
-    assert {"epoch", "loss", "grad norm", "lr", "targets/s", "fill", "waiting", "memory"} == progress.fields.keys()
+    assert {"epoch", "loss", "grad norm", "lr", "tokens/s", "samples/s", "fill", "waiting", "memory"} == (
+        progress.fields.keys()
+    )
     notes = "\n".join(progress.notes)
     for text in ("samples in the caches: 40", "packing length: 256", "packs: 8", "5.00 samples a pack", "1 process"):
         assert text in notes

@@ -182,7 +182,8 @@ def _write_json(path: Path, value: Any) -> None:
 def read_metrics(output_dir: Path | str) -> list[dict[str, Any]]:
     """Lines of ``metrics.jsonl`` without what the clock decides."""
     lines = [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
-    clock = ("seconds", "target_tokens_per_second", "tokens_per_second", "data_wait", "log_wait", "memory_gib")
+    rates = ("target_tokens_per_second", "tokens_per_second", "samples_per_second")
+    clock = ("seconds", *rates, "data_wait", "log_wait", "memory_gib")
     return [{name: value for name, value in line.items() if name not in clock} for line in lines]
 
 

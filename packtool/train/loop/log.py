@@ -162,6 +162,7 @@ class Meter:
             "seconds": seconds,
             "target_tokens_per_second": figures.target_tokens / elapsed,
             "tokens_per_second": figures.tokens / elapsed,
+            "samples_per_second": figures.samples / elapsed,
             "data_wait": self._data_wait / elapsed,
             "log_wait": (self._log_wait + now - self._log_began) / elapsed,
             "memory_gib": memory_gib(accelerator.device),
@@ -221,7 +222,8 @@ def heading_lines(run: Run, gpu: str | None) -> Iterator[str]:
         "loss": "mean over target tokens, in nats",
         "grad norm": "norm of the gradient of all trained weights, before clipping",
         "lr": "learning rate",
-        "targets/s": "target tokens per second, over all processes",
+        "tokens/s": "tokens of samples per second, over all processes",
+        "samples/s": "samples per second, over all processes",
         "fill": "share of the computed tokens that belong to samples",
         "waiting": f"shares of the time that steps waited for {waited_for}",
         "memory": f"peak memory of this process so far, {'in the machine' if gpu is None else 'on its GPU'}, in GiB",
@@ -268,7 +270,8 @@ def shown_figures(logs: Mapping[str, Any], *, has_epochs: bool) -> dict[str, flo
         shown["grad norm"] = float(f"{norm:.3g}")
     shown |= {
         "lr": float(f"{logs['learning_rate']:.3g}"),
-        "targets/s": round(logs["target_tokens_per_second"]),
+        "tokens/s": round(logs["tokens_per_second"]),
+        "samples/s": float(f"{logs['samples_per_second']:.3g}"),
         "fill": f"{logs['fill']:.1%}",
         "waiting": "/".join(f"{100 * logs[name]:.0f}" for name in _WAITS if name in logs) + "%",
         "memory": f"{logs['memory_gib']:.1f} GiB",

@@ -42,6 +42,7 @@ class StepFigures:
     """
 
     target_tokens: int = 0
+    samples: int = 0
     units: int = 0
     tokens: int = 0
     computed_tokens: int = 0
@@ -58,6 +59,7 @@ class StepFigures:
     def logged(self) -> dict[str, float]:
         """The figures, by their names in a log line."""
         logged: dict[str, float] = {"target_tokens": self.target_tokens, "tokens": self.tokens}
+        logged["samples"] = self.samples
         logged["fill"] = self.tokens / max(self.computed_tokens, 1)
         logged["efficient_attn_ratio"] = self.attended / max(self.attended_dense, 1)
         for source, figures in share_figures(self.sources).items():
@@ -136,6 +138,7 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
 
     columns: dict[str, npt.NDArray[Any]] = {
         "target_tokens": steps.target_tokens_per_step,
+        "samples": steps.sums_per_step(np.diff(packs.offsets)),
         "units": units_per_step(plan, samples),
         "tokens": steps.sums_per_step(tokens),
         "computed_tokens": _computed_tokens_per_step(plan, is_dynamic),

@@ -312,6 +312,7 @@ class StreamedSteps(Steps):
         self._step += 1
         return StepFigures(
             target_tokens=sums["target_tokens"],
+            samples=sums["samples"],
             units=sums["samples" if self._source.config.loss_reduction == "sample" else "target_tokens"],
             tokens=sums["tokens"],
             computed_tokens=sums["packs"] * self._capacity,
