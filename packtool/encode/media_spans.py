@@ -121,7 +121,6 @@ class JoinedTokens(NamedTuple):
     Args:
         ids: of all control tokens and texts, in order.
         text_starts: for each expanded chunk, the index in ``ids`` where its text begins, after its control tokens.
-        spans: of the media.
     """
 
     ids: list[int]
@@ -168,8 +167,7 @@ def join_tokens(
         return text_starts[i] + len(ids_by_chunk[i]) - num_outer
 
     spans = [
-        Span(medium.kind, medium.number, start_index(medium.begin), end_index(medium.end))
-        for medium in expanded.media_ranges
+        Span(kind, number, start_index(begin), end_index(end)) for kind, number, begin, end in expanded.media_ranges
     ]
     return JoinedTokens(ids, text_starts, spans)
 

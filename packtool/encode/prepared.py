@@ -72,8 +72,9 @@ class PreparedRows:
         samples = []
         for (start, stop), channel in zip(pairwise(edges), channels, strict=True):
             turns, weights = _targets(sample.tokens, start, stop, scale.base)
-            tokenized, with_channel = row.take(np.arange(start, stop)), replace(sample, channel=channel)
-            samples.append(replace(tokenized, sample=with_channel, turns=turns, weights=weights, num_removed=0))
+            tokenized = row.take(np.arange(start, stop))
+            channel_sample = replace(sample, channel=channel)
+            samples.append(replace(tokenized, sample=channel_sample, turns=turns, weights=weights, num_removed=0))
         return samples
 
     def _locate_media(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[Span]:
@@ -87,20 +88,23 @@ class PreparedRows:
         if not self._tells_sounds_apart(sample):
             detail = "the opening tokens do not tell the row's sounds from the sound tracks of its videos"
             raise RowProblem("media_tokens", detail)
-        kinds = {id(medium): kind for kind in MEDIA_KINDS for medium in media[kind]}
+        kind_by_medium = {id(medium): kind for kind in MEDIA_KINDS for medium in media[kind]}
         spans, counts = [], dict.fromkeys(MEDIA_KINDS, 0)
         for span in media_spans(sample, self._tokens):
-            kind = kinds[id(span.medium)]
+            kind = kind_by_medium[id(span.medium)]
             number = counts[kind]
             counts[kind] += 1
             segments = self._media.segments(span.medium, number)
-            expected: list[int] = []
+            expected_ids: list[int] = []
             for segment in segments:
-                expected += [_TEXT] if isinstance(segment, str) else [self._control_ids[segment.token]] * segment.times
-            if self._pad_runs(ids[span.start : span.stop].tolist()) != self._pad_runs(expected):
+                if isinstance(segment, str):
+                    expected_ids.append(_TEXT)
+                else:
+                    expected_ids += [self._control_ids[segment.token]] * segment.times
+            if self._pad_runs(ids[span.start : span.stop].tolist()) != self._pad_runs(expected_ids):
                 detail = f"the placeholder tokens of {kind} {number} differ in number or order from those needed"
                 raise RowProblem("media_tokens", detail)
-            spans.append(Span(kind, number, *self._extend_by_marks(ids, span, segments)))
+            spans.append(Span(kind, number, *self._extend_by_delimiters(ids, span, segments)))
         return spans
 
     def _check_num_pads(self, sample: EncodedSample, kind: MediaKind) -> None:
@@ -131,20 +135,22 @@ class PreparedRows:
         """Return (token, length) of each run of placeholder tokens."""
         return [(token, sum(1 for _ in run)) for token, run in groupby(ids) if token in self._pads]
 
-    def _extend_by_marks(self, ids: IntArray, span: MediumSpan, segments: Sequence[MediaSegment]) -> tuple[int, int]:
-        """Return [start, end) of a medium, extended by the marks around its placeholder tokens."""
+    def _extend_by_delimiters(
+        self, ids: IntArray, span: MediumSpan, segments: Sequence[MediaSegment]
+    ) -> tuple[int, int]:
+        """Return [start, end) of a medium with the tokens that open and close it (``<|vision_start|>``)."""
         pad_segments = [
             i
             for i, segment in enumerate(segments)
             if not isinstance(segment, str) and self._control_ids[segment.token] in self._pads
         ]
-        marks_before, marks_after = segments[: pad_segments[0]], segments[pad_segments[-1] + 1 :]
-        num_before = self._num_mark_tokens(ids[: span.start][::-1], marks_before[::-1])
-        num_after = self._num_mark_tokens(ids[span.stop :], marks_after)
+        opening, closing = segments[: pad_segments[0]], segments[pad_segments[-1] + 1 :]
+        num_before = self._num_delimiter_tokens(ids[: span.start][::-1], opening[::-1])
+        num_after = self._num_delimiter_tokens(ids[span.stop :], closing)
         return span.start - num_before, span.stop + num_after
 
-    def _num_mark_tokens(self, ids: IntArray, segments: Sequence[MediaSegment]) -> int:
-        """Count the tokens at the beginning of ``ids`` that are a medium's marks, with the text between two marks."""
+    def _num_delimiter_tokens(self, ids: IntArray, segments: Sequence[MediaSegment]) -> int:
+        """Count the tokens at the beginning of ``ids`` that are a medium's delimiters, with the text between two."""
         end = num_tokens = 0
         control_ids = set(self._control_ids.values())
         for segment in segments:
@@ -152,8 +158,8 @@ class PreparedRows:
                 while end < len(ids) and int(ids[end]) not in control_ids:
                     end += 1
                 continue
-            mark = ids[end : end + segment.times]
-            if len(mark) < segment.times or (mark != self._control_ids[segment.token]).any():
+            delimiter = ids[end : end + segment.times]
+            if len(delimiter) < segment.times or (delimiter != self._control_ids[segment.token]).any():
                 break
             end = num_tokens = end + segment.times
         return num_tokens

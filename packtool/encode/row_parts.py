@@ -135,7 +135,7 @@ class RowSplitter:
             Empty if the turns cannot be found in the rendered text.
         """
         groups: dict[int, set[int]] = {}
-        end, longer = -1, list[Chunk]()  # the end of the sample made last, and its chunks; it is longer than the next
+        group_end, group_chunks = -1, list[Chunk]()  # last turn and chunks of the group that was begun last
         for index in reversed(trained):
             try:
                 chunks = self._render(_cut_after(sample, index))
@@ -151,10 +151,10 @@ class RowSplitter:
                     chunk = rendered[turn.first]
                     answer = _EMPTY_THINKING.sub("", chunk.text[len(header) :])
                     rendered[turn.first] = chunk._replace(text=header + answer)
-            if not groups or rendered != longer[: len(rendered)]:
-                end, longer = index, rendered
-                groups[end] = set()
-            groups[end].add(index)
+            if not groups or rendered != group_chunks[: len(rendered)]:
+                group_end, group_chunks = index, rendered
+                groups[group_end] = set()
+            groups[group_end].add(index)
         return dict(reversed(groups.items()))
 
 

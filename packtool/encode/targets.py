@@ -208,8 +208,7 @@ def _infer_header(question: list[Chunk], prompted: list[Chunk], answers: Sequenc
 def _prompt_chunks(question: list[Chunk], prompted: list[Chunk]) -> list[Chunk]:
     """Return the chunks of the generation prompt, which ends ``prompted``; ``question`` is the same without it."""
     start = common_prefix_length(question, prompted)
-    # If the first different chunk has the question's control token, the template only added text to the question's last
-    # chunk. The prompt begins with the next chunk; if there is none, the added text is the prompt.
+    # A chunk with the question's control token has only new text; it is the prompt only if no chunk follows.
     has_next = start + 1 < len(prompted)
     if has_next and start < len(question) and question[start].control == prompted[start].control:
         start += 1

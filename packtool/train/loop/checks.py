@@ -111,13 +111,21 @@ def _converted(value: Any, allowed: tuple[Any, ...]) -> Any:
 def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtype, on_gpu: bool) -> TrainingArguments:
     """Return the Trainer's arguments, for which a step is a batch and the run an epoch; check optimizer and reports."""
     # Options with the same name in TrainingArguments.
-    same = ("weight_decay", "lr_scheduler_type", "max_grad_norm", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")
+    same_names = (
+        "weight_decay",
+        "lr_scheduler_type",
+        "max_grad_norm",
+        "optim",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+    )
     fields: dict[str, Any] = {
         "output_dir": config.output_dir,
         "max_steps": num_steps,
         "per_device_train_batch_size": config.per_device_train_batch_size,
         "gradient_accumulation_steps": 1,
-        **{name: getattr(config, name) for name in (*same, "neftune_noise_alpha")},
+        **{name: getattr(config, name) for name in (*same_names, "neftune_noise_alpha")},
         "learning_rate": config.peak_learning_rate,
         "warmup_steps": config.num_warmup_steps(num_steps),
         "lr_scheduler_kwargs": dict(config.lr_scheduler_kwargs) or None,

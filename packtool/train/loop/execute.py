@@ -232,8 +232,7 @@ class RunCallback(TrainerCallback):
         config, timeline, step = self.run.config, self.run.timeline, state.global_step
         state.epoch = timeline.epochs(step)  # the Trainer regards the whole run as one epoch
         is_end = step >= timeline.num_steps
-        epoch_step = timeline.locate(step)[1]  # epochs may differ in length
-        ends_epoch = epoch_step == 0
+        ends_epoch = timeline.locate(step)[1] == 0  # epochs may differ in length
         control.should_log |= is_end
         if config.save_strategy == "epoch" and (is_end or ends_epoch):
             control.should_save = True
@@ -249,10 +248,8 @@ class RunCallback(TrainerCallback):
         if is_evaluated:
             self._evaluate(args, state, control)  # may request a checkpoint
         if self.lock is not None:
-            if control.should_save:
-                self.lock.check()
-            else:
-                self.lock.check_last_renewal()
+            check_lock = self.lock.check if control.should_save else self.lock.check_last_renewal
+            check_lock()
         if control.should_save and state.is_world_process_zero:
             discard_run_state(_checkpoint(args, state))  # so that an overwritten checkpoint counts as unfinished
 

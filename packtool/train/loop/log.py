@@ -191,19 +191,18 @@ class Meter:
         for rank_sums in all_gather_objects(dict(local_sums), num_processes):
             for name, channel_sums in rank_sums.items():
                 global_sums[name] += channel_sums
-        by_channel = dict(sorted(global_sums.items()))
-        total = _TargetSums(*sum(by_channel.values(), _zeros()).tolist())
+        total = _TargetSums(*sum((global_sums[name] for name in sorted(global_sums)), _zeros()).tolist())
         means = {}
         if total.targets:
             means["token_accuracy"] = total.correct / total.targets
             if total.weight_deviation:
                 means["loss"] = total.loss / total.targets
         if self._by_channel:
-            for name, channel_sums in by_channel.items():
-                channel_total = _TargetSums(*channel_sums.tolist())
-                if channel_total.targets:
-                    means[f"loss_{name}"] = channel_total.loss / channel_total.targets
-                    means[f"token_accuracy_{name}"] = channel_total.correct / channel_total.targets
+            for name in sorted(global_sums):
+                of_name = _TargetSums(*global_sums[name].tolist())
+                if of_name.targets:
+                    means[f"loss_{name}"] = of_name.loss / of_name.targets
+                    means[f"token_accuracy_{name}"] = of_name.correct / of_name.targets
         return means
 
 

@@ -342,7 +342,7 @@ class PackTrainer(Trainer):
         Returns:
             this rank's sum of losses times the number of ranks, 0-d; ``Meter.logged`` divides it by the targets.
         """
-        mean = StepMean(inputs.figures.units, self.args.world_size)
+        step_mean = StepMean(inputs.figures.units, self.args.world_size)
         total, skipped = torch.zeros((), device=self.args.device), list[SkippedSample]()
         for number, host_batch in enumerate(self.meter.timed(inputs.micro_batches), start=1):
             is_last = number == inputs.num_micro_batches
@@ -355,23 +355,24 @@ class PackTrainer(Trainer):
                     stack.enter_context(self.accelerator.no_sync(model=model))
                 if self.balance is not None:
                     stack.enter_context(self.balance.of(batch, inputs.figures.tokens, self.args.world_size))
-                total += self._train_micro_batch(model, batch, mean)
+                total += self._train_micro_batch(model, batch, step_mean)
             skipped += batch.skipped
         self.skipped += [(self.state.global_step, sample) for sample in skipped]
         figures = inputs.figures
         if self.config.on_bad_media == "skip":
             # The plan counted the skipped samples of all ranks: exclude them from the mean and from the figures.
-            counts = torch.tensor([len(skipped), sum(s.num_target_tokens for s in skipped)], device=self.args.device)
+            local_counts = [len(skipped), sum(sample.num_target_tokens for sample in skipped)]
+            counts = torch.tensor(local_counts, device=self.args.device)
             if self.args.world_size > 1:
                 dist.all_reduce(counts)
             num_samples, num_targets = counts.tolist()
-            num_missing = num_samples if self.config.loss_reduction == "sample" else num_targets
-            units = mean.remove_units(num_missing, self.model.parameters())  # type: ignore[union-attr]
+            num_skipped_units = num_samples if self.config.loss_reduction == "sample" else num_targets
+            units = step_mean.remove_units(num_skipped_units, self.model.parameters())  # type: ignore[union-attr]
             figures = dataclasses.replace(figures, units=units, target_tokens=figures.target_tokens - num_targets)
         self.meter.add_step(figures, None if self.balance is None else self.balance.take())
-        return mean.sum_over_ranks(total)
+        return step_mean.sum_over_ranks(total)
 
-    def _train_micro_batch(self, model: nn.Module, batch: Batch, mean: StepMean) -> Tensor:
+    def _train_micro_batch(self, model: nn.Module, batch: Batch, step_mean: StepMean) -> Tensor:
         """Run forward and backward of a micro-batch; return its contribution to the step's mean loss, 0-d, detached."""
         model.train()
         optimizer: Any = self.optimizer
@@ -382,7 +383,7 @@ class PackTrainer(Trainer):
         with self.compute_loss_context_manager():
             losses = self.loss_function(model, batch)
             self.meter.add_losses(losses, batch)
-            loss = mean.contribution(losses.weighted_sum())
+            loss = step_mean.contribution(losses.weighted_sum())
         interval = self.args.torch_empty_cache_steps
         if interval is not None and self.state.global_step % interval == 0:
             clear_device_cache()

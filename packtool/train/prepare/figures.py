@@ -295,18 +295,16 @@ def peak_memory_batches(
     if reader is None:
         return longest_micro_batches(config, inputs.model, RankTokens(computed=1))
 
-    def max_of_micro_batches(per_pack: npt.NDArray[Any]) -> int:
+    def max_of_micro_batches(per_sample: npt.NDArray[Any]) -> int:
+        per_pack = packs.sums_per_pack(per_sample[packs.samples])
         return int(steps.micro_batch_sums(per_pack).max(initial=0))
-
-    def sums_per_pack(per_sample: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return packs.sums_per_pack(per_sample[packs.samples])
 
     media = reader.index if inputs.shared is None else inputs.shared
     tokens = RankTokens(
         computed=1,
-        vision=max_of_micro_batches(sums_per_pack(media.media_tokens - media.audio_tokens)),
-        audio=max_of_micro_batches(sums_per_pack(media.audio_tokens)),
-        keys=0 if packs.shared is None else max_of_micro_batches(max_keys_per_pack(packs)),
+        vision=max_of_micro_batches(media.media_tokens - media.audio_tokens),
+        audio=max_of_micro_batches(media.audio_tokens),
+        keys=int(steps.micro_batch_sums(max_keys_per_pack(packs)).max(initial=0)) if packs.shared is not None else 0,
     )
     num_ranks = config.sequence_parallel_ranks
     if num_ranks > 1:
