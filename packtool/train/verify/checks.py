@@ -182,8 +182,8 @@ class PackUnderTest:
             ids = batch.input_ids.clone()
             ids[0, changed.start : changed.stop] = self._changed_tokens(changed).to(ids.device)
             sample, nodes = self.samples[number], [node for node in self.nodes if number in node.samples]
-            pieces = [slice_sample(sample, node.start, node.stop, self.spec) for node in nodes]
-            media = self._negate_media(batch.media, pieces, nodes.index(changed))
+            slices = [slice_sample(sample, node.start, node.stop, self.spec) for node in nodes]
+            media = self._negate_media(batch.media, slices, nodes.index(changed))
             batch = dataclasses.replace(batch, input_ids=ids, media=media)
         return _compute_logits(self.model, batch, _checked_positions(self.lengths[number]))
 
@@ -219,12 +219,12 @@ class PackUnderTest:
         ids = self.batch.input_ids.clone()
         local_tokens = tokens.to(ids.device)[self.batch.index]
         ids[0] = torch.where(local_tokens == _UNCHANGED, ids[0], local_tokens)
-        pieces: Sequence[EncodedSample] = self.samples
+        slices: Sequence[EncodedSample] = self.samples
         if self.parallel is not None:
-            pieces = with_rank_media(pieces, self.placement, self.spec, self.parallel.split)
+            slices = with_rank_media(slices, self.placement, self.spec, self.parallel.split)
         elif self.min_shared is not None:
-            pieces = [slice_sample(pieces[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
-        media = self._negate_media(self.batch.media, pieces, number)
+            slices = [slice_sample(slices[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
+        media = self._negate_media(self.batch.media, slices, number)
         return dataclasses.replace(self.batch, input_ids=ids, media=media)
 
     def _changed_tokens(self, node: Node) -> Tensor:
@@ -244,12 +244,12 @@ class PackUnderTest:
         return tokens
 
     def _negate_media(
-        self, media: Mapping[str, Tensor], pieces: Sequence[EncodedSample], number: int
+        self, media: Mapping[str, Tensor], slices: Sequence[EncodedSample], number: int
     ) -> dict[str, Tensor]:
-        """Return inputs of towers with the media of ``pieces[number]`` negated; pieces are in the order of media."""
+        """Return inputs of towers with the media of ``slices[number]`` negated; slices are in the order of media."""
         negated = dict(media)
         for name, tensor in media.items():
-            shapes = [_tower_input_shape(piece, name, self.spec) for piece in pieces]
+            shapes = [_tower_input_shape(sample_slice, name, self.spec) for sample_slice in slices]
             known = [shape for shape in shapes if shape]
             # Media are concatenated along the first axis, or along the last one as patches in one long row.
             is_first = not known or sum(shape[0] for shape in known) == len(tensor) or len(known[0]) == 1
