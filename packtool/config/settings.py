@@ -53,6 +53,19 @@ def format_bytes(num: int) -> str:
     return f"{num // largest}{sizes[largest]}"
 
 
+def steps_or_fraction(raw: object) -> float:
+    """Parse a number of steps (an int), or a fraction of all steps (a float below 1); ValueError for other values."""
+    number = float(_to_number(raw, float, None))
+    if number >= 1 and number.is_integer():
+        return int(number)
+    if 0 < number < 1:
+        return number
+    raise ValueError(f"{raw!r} is neither a number of steps, at least 1, nor a fraction of all steps, such as 0.1")
+
+
+Steps = Annotated[float, steps_or_fraction]
+"""Type of settings that count steps: ``500``, or ``0.1`` for a tenth of all steps."""
+
 Tokens = Annotated[int, num_tokens]
 """Type of settings that count tokens: ``8192`` or ``8K``."""
 
@@ -400,6 +413,8 @@ def _convert(raw: Any, declared: Any) -> Any:
         if isinstance(raw, float) or word not in TRUE_WORDS + FALSE_WORDS:
             raise ValueError(f"{raw!r} is neither true nor false")
         return word in TRUE_WORDS
+    if steps_or_fraction in annotations:
+        return steps_or_fraction(raw)
     if plain_type in (int, float):
         parse_suffix = next((annotation for annotation in annotations if annotation in _UNITS), None)
         return _to_number(raw, plain_type, parse_suffix)

@@ -25,6 +25,7 @@ from packtool.config.packing import IntervalOptions, LaunchOptions, PackingOptio
 from packtool.config.settings import (
     NOT_AT_ALL,
     YES_OR_NO,
+    Steps,
     Tokens,
     checkpoint_option,
     evaluation_option,
@@ -97,7 +98,9 @@ class CheckpointOptions(Settings):
     save_strategy: SaveStrategy = checkpoint_option(
         "steps", "Save a checkpoint every --save-steps, every epoch, after the best evaluation, or never."
     )
-    save_steps: int = checkpoint_option(500, "Save a checkpoint every N optimizer steps.")
+    save_steps: Steps = checkpoint_option(
+        500, "Save a checkpoint every N optimizer steps, or every fraction of all steps.", minimum=None
+    )
     save_total_limit: int | None = checkpoint_option(None, "Keep at most N checkpoints; default keeps all.")
     save_only_model: bool = checkpoint_option(False, "Save only weights; such checkpoints cannot be resumed.")
     load_best_model_at_end: bool = evaluation_option(False, "Keep the checkpoint with the best evaluation.")
@@ -204,8 +207,8 @@ class TrainConfig(
     eval_strategy: EvalStrategy | None = evaluation_option(
         None, "Evaluate the validation split every --eval-steps, every epoch, or never."
     )
-    eval_steps: int | None = evaluation_option(
-        None, "Evaluate every N optimizer steps; default is --save-steps.", minimum=1
+    eval_steps: Steps | None = evaluation_option(
+        None, "Evaluate every N optimizer steps, or every fraction of all; default is --save-steps.", minimum=None
     )
     max_tokens_per_micro_batch: Tokens | None = evaluation_option(None, MAX_TOKENS_HELP)
     report_to: tuple[str, ...] = checkpoint_option(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -152,6 +153,9 @@ class Translation:
             key = option.replace("-", "_")
             if fixed == "{not}":
                 self.set(key, is_off, name)
+            elif fixed == "{area}":
+                sides = [int(side) for side in re.findall(r"\d+", as_text(value))]
+                self.set(key, math.prod(sides * 2 if len(sides) == 1 else sides), name)
             elif fixed and "{" not in fixed and "=" not in fixed:
                 if not is_off:
                     self.set(key, _fit(key, fixed), name)

@@ -181,7 +181,7 @@ def read_command(words: Sequence[str]) -> ForeignConfig:
                 value = rest.pop(0)
             if name in _PROCESS_OPTIONS and value.isdigit():
                 num_processes = int(value)
-            elif name == "config_file":
+            elif name == "config_file" and os.path.exists(value):
                 processes = load_config_file(value).get("num_processes")
                 num_processes = processes if isinstance(processes, int) else num_processes
     if tool is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,10 +26,19 @@ def translate(source: ForeignConfig, options: Iterable[str], command: str, envir
     translation = Translation(source)
     values = dict(source.values)
     _translate_variables(translation)
+    warmup = translation.number("warmup_steps", values.get("warmup_steps"), 0)
+    if 0 < warmup < 1:
+        translation.set("warmup_ratio", warmup, "warmup_steps")
+        del values["warmup_steps"]
+    _deepspeed(translation, values)
     _BY_TOOL[source.tool](translation, values, {**environ, **translation.environ})
     for name, value in values.items():
         translation.translate_key(name, value)
     translation.add_defaults()
+    num_ranks = translation.number("sequence_parallel_size", translation.get("sequence_parallel_size"), 1)
+    if num_ranks > 1 and translation.values.get("attn_impl") not in (None, "auto", "sdpa", "varlen"):
+        translation.omit(translation.origins.pop("attn_impl"), "sequence parallelism has its own kernels")
+        del translation.values["attn_impl"]
     if is_true(translation.get("streaming")) and not is_true(translation.get("packing")):
         translation.omit(
             translation.origins.pop("streaming"), "streaming needs packs; rows are tokenized before training"
@@ -109,8 +120,6 @@ def _split_sequences(translation: Translation, values: dict[str, Any], environ: 
     size = int(translation.number("sequence_parallel_size", values.get("sequence_parallel_size"), 1))
     if size < 2:
         return
-    if values.pop("attn_impl", None):
-        translation.omit("attn_impl", "sequence parallelism has its own kernels")
     if not is_true(values.pop("packing", False)) and not translation.problems:
         batch_size, num_processes, steps = _batch(translation, values, environ)
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
@@ -144,10 +153,7 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
             rows = split_list(values.pop(name))
             rows = [row if limit is None else f"{row}#first{limit}" for row in rows]
             translation.set(option, rows, origin.replace("dataset", name, 1))
-    if (size := translation.number("val_size", values.pop("val_size", None), 0)) >= 1:
-        translation.refuse(f"val_size: {size:g}", "a number of rows is not supported; give a ratio such as 0.1")
-    elif size:
-        translation.set("split_dataset_ratio", size, "val_size")
+    _ratio(translation, values, "val_size")
     if (targets := values.pop("lora_target", None)) is not None:
         names = split_list(targets)
         translation.set("target_modules", ["all-linear"] if names == ["all"] else names, "lora_target")
@@ -159,11 +165,197 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
 
 
 def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    raise ConfigError("configurations of axolotl are not translated yet", "Use packtool's own options.")
+    if kernels := [name for name in values if name.startswith("liger_")]:
+        translation.set("use_liger_kernel", any(list(map(is_true, map(values.pop, kernels)))), ", ".join(kernels))
+    for plugin in split_list(values.pop("plugins", None) or []):
+        if plugin.endswith(("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin")):
+            translation.omit(plugin, "it changes speed and memory, not results; packtool has its own loss")
+        else:
+            translation.refuse(f"plugins: {plugin}", "packtool loads no plugins; remove it")
+    epochs = translation.number("num_epochs", values.get("num_epochs"), 1) or 1
+    for name, kind in (("evals_per_epoch", "eval"), ("saves_per_epoch", "save")):
+        count = translation.number(name, values.pop(name, None), 0)
+        if count and kind == "eval" and not (values.get("val_set_size") or values.get("test_datasets")):
+            translation.omit(name, "there is no validation split")
+        elif count:
+            is_fraction = count * epochs > 1
+            option, value = (f"{kind}_steps", 1 / (count * epochs)) if is_fraction else (f"{kind}_strategy", "epoch")
+            translation.set(option, value, name)
+    for name in ("datasets", "pretraining_dataset", "test_datasets"):
+        _axolotl_datasets(translation, name, values.pop(name, None))
+    _ratio(translation, values, "val_set_size")
+    targets = values.pop("lora_target_modules", None)
+    if targets and not is_true(values.get("lora_target_linear")):
+        is_regex = isinstance(targets, str) and re.search(r"[^\w,. -]", targets) is not None
+        name = "target_regex" if is_regex else "target_modules"
+        translation.set(name, targets if is_regex else split_list(targets), "lora_target_modules")
+    if (minimum := values.pop("cosine_min_lr_ratio", None)) is not None:
+        values.pop("lr_scheduler", None)
+        translation.set("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler and cosine_min_lr_ratio")
+        translation.set("lr_scheduler_kwargs", {"min_lr_rate": minimum}, "cosine_min_lr_ratio")
+    if (batch_size := values.pop("batch_size", None)) is not None and not values.get("gradient_accumulation_steps"):
+        size = translation.number("micro_batch_size", values.get("micro_batch_size"), 1) or 1
+        steps = max(1, int(translation.number("batch_size", batch_size, 1) // size))
+        translation.set("gradient_accumulation_steps", steps, "batch_size / micro_batch_size")
+    if patterns := values.pop("unfrozen_parameters", None):
+        if any(re.search(r"\[\d*:\d*\]$", pattern) for pattern in patterns):
+            translation.refuse(
+                "unfrozen_parameters", "parts of a parameter cannot be trained; name the whole parameter"
+            )
+        translation.set("freeze_parameters_ratio", 1, "unfrozen_parameters")
+        translation.set("trainable_parameters_regex", "|".join(patterns), "unfrozen_parameters")
+    if config := values.pop("fsdp_config", None):
+        shard = "full_shard" if is_true(config.get("reshard_after_forward", True)) else "shard_grad_op"
+        is_offloaded = any(is_true(config.get(name)) for name in ("offload_params", "fsdp_offload_params"))
+        values["fsdp"] = values.get("fsdp") or [shard]
+        values["fsdp"] = split_list(values["fsdp"]) + (["offload"] if is_offloaded else [])
+    for name in ("fsdp_version", "fsdp_final_state_dict_type", "special_tokens"):
+        if values.pop(name, None):
+            translation.omit(name, "packtool uses FSDP2 with full checkpoints, and the tokenizer's own tokens")
+
+
+# Keys of an axolotl data set that packtool needs not, or finds out itself; and columns of the two formats.
+_DETECTED = {
+    "roles_to_train",
+    "message_property_mappings",
+    "train_on_eos",
+    "ds_type",
+    "field_thinking",
+    "template_thinking_key",
+    "chat_template",
+    "chat_template_jinja",
+    "data_files",
+    "path",
+    "name",
+    "split",
+    "type",
+    "trust_remote_code",
+}
+_MESSAGE_KEYS = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
+_COLUMNS = {
+    "field_messages": "messages",
+    "field": "text",
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "field_system": "system",
+    "field_tools": "tools",
+}
+
+
+def _axolotl_datasets(translation: Translation, name: str, entries: Any) -> None:
+    """Translate ``datasets`` and similar keys: a list of objects with ``path``, ``type`` and the names of columns."""
+    paths, columns = [], set[str]()
+    listed: list[dict[str, Any]] = [{"path": entries}] if isinstance(entries, str) else entries or []
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+        translation.refuse(name, "expected a list of objects with path and type")
+        return
+    for entry in listed:
+        kind = entry.get("type") or "chat_template"
+        if not isinstance(kind, str) or kind.split(":")[0].split(".")[0] not in _TYPES:
+            translation.refuse(f"{name}, type: {kind}", f"known are {', '.join(_TYPES)}; convert the rows to messages")
+        elif _TYPES[kind.split(":")[0].split(".")[0]]:
+            translation.omit(f"{name}, type: {kind}", _TYPES[kind.split(":")[0].split(".")[0]])
+        roles = entry.get("message_property_mappings") or {
+            "role": entry.get("message_field_role", "role"),
+            "content": entry.get("message_field_content", "content"),
+        }
+        if {key: roles.get(key, key) for key in ("role", "content")} not in (
+            *_MESSAGE_KEYS,
+            {"role": "from", "content": "content"},
+        ):
+            translation.refuse(f"{name}, message_property_mappings", "name these keys in a --dataset-info file (tags)")
+        trained = split_list(entry.get("roles_to_train") or ["assistant"])
+        if {"user", "human"} & set(trained):
+            translation.set("loss_scale", "all", f"{name}, roles_to_train")
+        elif not {"assistant", "gpt", "model"} & set(trained):
+            translation.refuse(f"{name}, roles_to_train: {' '.join(trained)}", "assistant turns are trained; add them")
+        for key, value in entry.items():
+            if key in _COLUMNS:
+                is_usual = not value or value in (_COLUMNS[key], "conversations")
+                columns |= set() if is_usual else {f"{_COLUMNS[key]}={value}"}
+            elif key == "train_on_eos" and value not in (None, "turn", "all"):
+                translation.refuse(f"{name}, {key}: {value}", "the end of each trained turn is trained; remove it")
+            elif value and key not in _DETECTED and not key.startswith("message_field_"):
+                translation.refuse(f"{name}, {key}", "not supported; change the rows before training")
+        paths += _axolotl_paths(translation, name, entry)
+    if paths:
+        translation.set("val_dataset" if name == "test_datasets" else "dataset", paths, name)
+    if columns:
+        translation.set("columns", sorted(columns), f"{name}, field_*")
+
+
+# First words of types, with a remark for the report.
+_TYPES = {
+    "chat_template": "",
+    "sharegpt": "",
+    "alpaca": "rendered by the model's own chat template, not by axolotl's prompt",
+    "completion": "",
+    "pretrain": "",
+    "input_output": "",
+}
+_SLICE = re.compile(r"(\w*)(?:\[:(\d+%?)\])?")
+
+
+def _axolotl_paths(translation: Translation, name: str, entry: Mapping[str, Any]) -> list[str]:
+    """Return the values of ``--dataset`` for an entry: files, or a hub id with subset, split and number of rows."""
+    path, split = str(entry.get("path", "")), str(entry.get("split") or "")
+    match = _SLICE.fullmatch(split)
+    if match is None:
+        translation.refuse(f"{name}, split: {split}", "only the first rows can be selected, as in train[:20%]")
+        return []
+    amount = f"#first{match[2]}" if match[2] else ""
+    files = [file for file in split_list(entry.get("data_files") or []) if os.path.exists(file)]
+    if files:
+        return [f"{file}{amount}" for file in files]
+    subset = entry.get("name") or ""
+    is_local = os.path.exists(path) or path.endswith((".json", ".jsonl", ".parquet", ".csv", ".txt"))
+    selection = "" if is_local else f":{subset}:{match[1]}".rstrip(":")
+    return [f"{path}{selection}{amount}"]
+
+
+def _ratio(translation: Translation, values: dict[str, Any], name: str) -> None:
+    """Translate a ratio of validation rows, which is a number of rows if it is at least 1."""
+    if (size := translation.number(name, values.pop(name, None), 0)) >= 1:
+        translation.refuse(f"{name}: {size:g}", "a number of rows is not supported; give a ratio such as 0.1")
+    elif size:
+        translation.set("split_dataset_ratio", size, name)
 
 
 def _trl(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    raise ConfigError("configurations of TRL are not translated yet", "Use packtool's own options.")
+    subset, split = values.pop("dataset_config", None) or "", str(values.pop("dataset_train_split", None) or "train")
+    test_split = str(values.pop("dataset_test_split", None) or "test")
+    if name := values.pop("dataset_name", None):
+        is_local = os.path.exists(str(name))
+        rows = str(name) if is_local else f"{name}:{subset}:{split}".removesuffix("::train")
+        translation.set("dataset", [rows], "dataset_name")
+        if as_text(values.get("eval_strategy") or "no") != "no" and not is_local:
+            translation.set("val_dataset", [f"{name}:{subset}:{test_split}"], "dataset_name and dataset_test_split")
+        if "loss_scale" not in translation.values and is_local and _has_completions(str(name)):
+            translation.set("loss_scale", "default", "dataset_name: only completions are trained")
+    if any(is_true(values.get(name)) for name in ("assistant_only_loss", "completion_only_loss")):
+        values["assistant_only_loss"] = True
+
+
+def _has_completions(path: str) -> bool:
+    """Return whether the head of a JSON file shows rows with a prompt and a completion."""
+    if not path.endswith((".json", ".jsonl")):
+        return False
+    with open(path, encoding="utf-8", errors="replace") as file:
+        head = file.read(1 << 16)
+    return '"prompt"' in head and '"completion"' in head
+
+
+def _deepspeed(translation: Translation, values: dict[str, Any]) -> None:
+    """Replace the path of a missing DeepSpeed file by the stage that its name says, as in ``ds_z3_config.json``."""
+    path = values.get("deepspeed")
+    if isinstance(path, str) and path.endswith(".json") and not os.path.exists(path):
+        name = os.path.basename(path)
+        if match := re.search(r"z(?:ero)?_?([0-3])", name):
+            is_offloaded = "offload" in name and match[1] in "23"
+            del values["deepspeed"]
+            stage = f"zero{match[1]}" + ("_offload" if is_offloaded else "")
+            translation.set("deepspeed", stage, f"deepspeed: {name}, which is not on this machine")
 
 
 _BY_TOOL: dict[str, Callable[[Translation, dict[str, Any], Mapping[str, str]], None]] = {

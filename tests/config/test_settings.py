@@ -19,6 +19,7 @@ from packtool.config.settings import (
     declared_type,
     part_of,
     resolve,
+    steps_or_fraction,
     unit_of,
     value_type,
 )
@@ -246,3 +247,15 @@ def training_warnings(**options: str) -> list[str]:
     messages: list[str] = []
     resolve(TrainConfig, {**TRAIN, **options}, warn=messages.append)
     return messages
+
+
+@pytest.mark.parametrize(("value", "steps"), [(500, 500), ("500", 500), (2.0, 2), (0.25, 0.25), ("0.1", 0.1)])
+def test_steps_are_numbers_or_fractions(value: object, steps: float) -> None:
+    converted = steps_or_fraction(value)
+    assert (converted, type(converted)) == (steps, type(steps))
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "many", True, None, float("nan")])
+def test_other_steps_are_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="number"):
+        steps_or_fraction(value)

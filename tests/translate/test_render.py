@@ -75,10 +75,33 @@ FILES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
             "run_name": TEXTS,
         },
     ),
+    "axolotl": st.fixed_dictionaries(
+        {"base_model": TEXTS, "datasets": st.just([{"path": "a.jsonl", "type": "chat_template"}])},
+        optional={
+            "sequence_len": st.integers(2, 10**6),
+            "sample_packing": st.booleans(),
+            "evals_per_epoch": st.integers(0, 9),
+            "val_set_size": st.floats(0, 0.9),
+            "adapter": st.sampled_from(["lora", "qlora", None]),
+            "saves_per_epoch": st.integers(0, 9),
+        },
+    ),
+    "TRL": st.fixed_dictionaries(
+        {"model_name_or_path": TEXTS, "dataset_name": st.just("u/a"), "use_peft": st.booleans()},
+        optional={"assistant_only_loss": st.booleans(), "run_name": TEXTS, "warmup_steps": st.floats(0, 0.9)},
+    ),
     "ms-swift": st.fixed_dictionaries(
         {"model": TEXTS, "dataset": st.lists(TEXTS, min_size=1), "load_from_cache_file": st.booleans()},
         optional={"system": TEXTS, "packing": st.booleans(), "tuner_type": st.sampled_from(["lora", "full"])},
     ),
+}
+
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "LLaMA-Factory": VALUES,
+    "ms-swift": {"model": "m", "dataset": "a", "model_name": 1},
+    "axolotl": {"base_model": "m", "datasets": [{"path": "a.jsonl"}], "evals_per_epoch": 4, "val_set_size": 0.1},
+    "TRL": {"model_name_or_path": "m", "dataset_name": "u/a", "use_peft": True, "tf32": True},
 }
 
 
@@ -95,7 +118,7 @@ def test_translating_twice_changes_nothing(tool: str, tmp_path: Path, capsys: py
 
     check()
     once, twice = tmp_path / "once.yaml", tmp_path / "twice.yaml"
-    once.write_text(json.dumps(VALUES if tool == "LLaMA-Factory" else {"model": "m", "dataset": "a", "model_name": 1}))
+    once.write_text(json.dumps(EXAMPLES[tool]))
     assert run(["translate", str(once)]) == EXIT_OK
     output = capsys.readouterr().out
     twice.write_text(output)

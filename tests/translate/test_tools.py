@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,3 +156,117 @@ def test_tables_name_options_and_tools_that_exist() -> None:
                 assert option in _FIELDS
                 assert equals
                 assert value == "{}" or _fit(option, value) is not None
+
+
+AXOLOTL: dict[str, Any] = {
+    "base_model": "m",
+    "adapter": "qlora",
+    "load_in_4bit": True,
+    "lora_r": 32,
+    "lora_alpha": 16,
+    "bf16": "auto",
+    "sequence_len": 2048,
+    "sample_packing": True,
+    "micro_batch_size": 2,
+    "batch_size": 8,
+    "num_epochs": 2,
+    "evals_per_epoch": 4,
+    "saves_per_epoch": 1,
+    "val_set_size": 0.05,
+    "lora_target_linear": True,
+    "warmup_steps": 0.1,
+    "optimizer": "adamw_torch",
+    "lr_scheduler": "cosine",
+    "learning_rate": 2e-4,
+    "tf32": False,
+    "image_size": 512,
+    "liger_rope": True,
+    "liger_layer_norm": False,
+    "wandb_project": None,
+    "special_tokens": {"pad_token": "x"},
+    "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"],
+    "chat_template": "qwen3",
+}
+CHAT = {"path": "a.jsonl", "type": "chat_template", "field_messages": "conversations"}
+
+
+def test_axolotl() -> None:
+    mapping = {"role": "from", "content": "value"}
+    datasets = [
+        {**CHAT, "message_property_mappings": mapping, "roles_to_train": ["assistant"]},
+        {"path": "u/alpaca", "type": "alpaca", "split": "train[:20%]"},
+    ]
+    translation = translated("axolotl", {**AXOLOTL, "datasets": datasets})
+    assert translation.problems == []
+    values = translation.values
+    assert values["dataset"] == ["a.jsonl", "u/alpaca::train#first20%"]
+    assert (values["train_type"], values["quant_bits"], values["target_modules"]) == ("lora", "4", "all-linear")
+    assert (values["gradient_accumulation_steps"], values["per_device_train_batch_size"]) == (4, 2)
+    assert (values["eval_steps"], values["save_steps"]) == (0.125, 0.5)
+    assert (values["warmup_ratio"], values["max_pixels"], values["use_liger_kernel"]) == (0.1, 512 * 512, True)
+    assert (values["freeze_vit"], values["lora_dropout"], values["weight_decay"]) == (False, 0, 0)
+    assert "bf16" in dict(translation.omitted)
+    assert "columns" not in values
+
+
+def test_axolotl_without_validation_and_adapters() -> None:
+    values = {**AXOLOTL, "adapter": None, "load_in_4bit": False, "val_set_size": 0, "num_epochs": 1, "datasets": []}
+    translation = translated("axolotl", values)
+    assert translation.values["train_type"] == "full"
+    assert translation.values["save_strategy"] == "epoch"
+    assert {"eval_steps", "eval_strategy", "lora_dropout"}.isdisjoint(translation.values)
+    assert dict(translation.omitted)["evals_per_epoch"] == "there is no validation split"
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"datasets": [{"path": "a", "type": "bradley_terry.chat_template"}]}, "type: bradley_terry"),
+        ({"datasets": [{**CHAT, "message_property_mappings": {"role": "r", "content": "c"}}]}, "--dataset-info"),
+        ({"datasets": [{**CHAT, "roles_to_train": ["tool"]}]}, "roles_to_train: tool"),
+        ({"datasets": [{**CHAT, "split": "train[10%:]"}]}, "only the first rows"),
+        ({"datasets": [{**CHAT, "drop_system_message": True}]}, "drop_system_message"),
+        ({"val_set_size": 500}, "give a ratio"),
+        ({"datasets": ["a.jsonl"]}, "expected a list of objects"),
+        ({"adapter": "llama-adapter"}, "give lora or qlora"),
+        ({"plugins": ["axolotl.integrations.spectrum.SpectrumPlugin"]}, "SpectrumPlugin"),
+        ({"rl": "dpo"}, "supervised training only"),
+    ],
+)
+def test_axolotl_keys_without_a_counterpart(values: dict[str, Any], problem: str) -> None:
+    (message,) = translated("axolotl", {"base_model": "m", **values}).problems
+    assert problem in message
+
+
+def test_axolotl_targets_sharding_and_columns() -> None:
+    pattern = r"model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"
+    values = {"lora_target_modules": pattern, "fsdp_config": {"offload_params": True}, "fsdp_version": 2}
+    rows = [{"path": "a.jsonl", "type": "completion", "field": "chapter"}]
+    translation = translated("axolotl", {**values, "datasets": rows, "adapter": "lora", "cosine_min_lr_ratio": 0.1})
+    assert translation.values["target_regex"] == pattern
+    assert translation.values["fsdp"] == ["full_shard", "offload"]
+    assert translation.values["columns"] == ["text=chapter"]
+    assert translation.values["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
+    names = translated("axolotl", {"lora_target_modules": ["q_proj", "v_proj"], "deepspeed": "x/zero3_bf16.json"})
+    assert names.values["target_modules"] == ["q_proj", "v_proj"]
+    assert names.values["deepspeed"] == "zero3"
+
+
+def test_trl(tmp_path: Path) -> None:
+    values = {"model_name_or_path": "m", "dataset_name": "u/a", "use_peft": True, "lora_r": "32", "report_to": "none"}
+    translation = translated("TRL", {**values, "dataset_config": "en", "eval_strategy": "steps"})
+    assert translation.problems == []
+    config = resolve(TrainConfig, {}, file=translation.values)
+    assert (config.dataset, config.val_dataset) == (("u/a:en:train",), ("u/a:en:test",))
+    assert (config.train_type, config.lora_rank, config.target_modules) == ("lora", 32, ("q_proj", "v_proj"))
+    assert (config.learning_rate, config.lr_scheduler_type, config.bf16) == (2e-5, "linear", True)
+    assert (config.loss_scale, config.packing, config.max_length) == ("all", False, 1024)
+    assert translated("TRL", {**values, "use_peft": False}).values["train_type"] == "full"
+    assert "bf16" not in translated("TRL", {**values, "fp16": True}).values
+    answers = translated("TRL", {**values, "assistant_only_loss": True, "completion_only_loss": False})
+    assert (answers.problems, answers.values["loss_scale"]) == ([], "default")
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b"}\n')
+    completions = translated("TRL", {**values, "dataset_name": str(file)})
+    assert completions.values["loss_scale"] == "default"
+    assert completions.values["dataset"] == [str(file)]

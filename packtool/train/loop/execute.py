@@ -240,6 +240,8 @@ class RunCallback(TrainerCallback):
             control.should_log = control.should_training_stop = True
             control.should_save = args.save_strategy == SaveStrategy.STEPS
         interval = config.eval_steps if config.eval_strategy == "steps" else None
+        if interval is not None and interval < 1:
+            interval = math.ceil(interval * timeline.num_steps)  # as transformers does for --save-steps
         is_due = ends_epoch if interval is None else step % interval == 0
         is_evaluated = self.run.validation is not None and (is_due or step >= state.max_steps)
         self.watch.end_step(state, control, is_evaluated=is_evaluated)

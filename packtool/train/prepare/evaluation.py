@@ -107,7 +107,8 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
     num_val = [m.splits[VAL_SPLIT].rows if VAL_SPLIT in m.splits else 0 for m in reader.manifests]
     strategy: EvalStrategy = "steps" if config.save_strategy == "best" else config.save_strategy
     if all(num_val) and strategy != "no":
-        when = f"every {every:,} steps" if strategy == "steps" else "at the end of every epoch"
+        when = f"every {every:,} steps" if every >= 1 else f"every {every:.1%} of the run"
+        when = when if strategy == "steps" else "at the end of every epoch"
         message = f"the val split ({sum(num_val):,} samples) is evaluated {when} and at the end"
         message += ": --eval-strategy no turns this off"
         return dataclasses.replace(config, eval_strategy=strategy, eval_steps=every), [message]
