@@ -26,6 +26,7 @@ from packtool.rows.forms.columns import NAMES
 from packtool.rows.forms.messages import TAG_NAMES
 from packtool.rows.forms.prepared import TOKENS
 from packtool.rows.forms.segments import PROMPT_FORMATS
+from packtool.rows.modelscope_names import modelscope_remedy
 from packtool.rows.source import Compression, FileFormat, Pairs, SourceSpec
 
 HUB_PREFIX = "hf::"
@@ -68,7 +69,7 @@ def hub_files(name: str, subset: str | None = None, split: str | None = None, fo
             f"--dataset {name}: there is no such file, and the Hugging Face dataset {identifier} (subset "
             f"{subset or 'default'}, split {split}{in_folder}) cannot be loaded: {type(error).__name__}: {first_line}",
             "Check the path or id; id:subset:split selects a subset and a split. Without a network, HF_HUB_OFFLINE=1 "
-            "uses datasets downloaded before.",
+            f"uses datasets downloaded before.{modelscope_remedy(identifier)}",
         ) from error
     files = [file["filename"] for file in dataset.cache_files]
     if not files:

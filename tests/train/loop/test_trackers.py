@@ -1,0 +1,60 @@
+"""Trackers of ``--report-to`` get the metric names of transformers' Trainer."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from packtool.progress import SilentProgress
+from packtool.train.run import train
+from tests.train.tiny import TinyWorld, read_metrics
+
+_MODULES = {
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
+    "trackio": "trackio",
+}
+
+
+def _logged(tracker: str, module: MagicMock) -> dict[int, dict[str, Any]]:
+    """Return the metrics that a tracker received, by step."""
+    metrics: dict[int, dict[str, Any]] = {}
+    if tracker == "tensorboard":
+        for call in module.SummaryWriter.return_value.add_scalar.call_args_list:
+            name, value, step = call.args
+            metrics.setdefault(step, {})[name] = value
+    elif tracker == "mlflow":
+        for call in module.log_metrics.call_args_list:
+            metrics.setdefault(call.kwargs["step"], {}).update(call.kwargs["metrics"])
+    else:
+        for call in module.log.call_args_list:
+            metrics.setdefault(call.args[0]["train/global_step"], {}).update(call.args[0])
+    return metrics
+
+
+@pytest.mark.parametrize("tracker", _MODULES)
+def test_trackers_get_the_names_of_the_trainer(
+    tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str
+) -> None:
+    module = MagicMock()
+    module.__spec__, module.__version__ = ModuleSpec(_MODULES[tracker], None), "99.0"
+    monkeypatch.setitem(sys.modules, _MODULES[tracker], module)
+    monkeypatch.setitem(sys.modules, "wandb.sdk.lib.config_util", MagicMock(ConfigError=RuntimeError))
+    module.utils.validation = MagicMock(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100)
+    if tracker == "tensorboard":
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    train(tiny.config(tmp_path / "run", report_to=(tracker,), logging_steps=1, max_steps=2), SilentProgress())
+    prefix = "" if tracker == "mlflow" else "train/"  # transformers' callback for MLflow adds none
+    logged = _logged(tracker, module)
+    for line in read_metrics(tmp_path / "run"):
+        metrics = logged[line["step"]]
+        names = ("loss", "grad_norm", "learning_rate", "epoch", "token_accuracy")
+        assert {name: metrics[prefix + name] for name in names} == {name: line[name] for name in names}
+        assert metrics[f"{prefix}samples_per_second"] > 0
