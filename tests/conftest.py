@@ -18,6 +18,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+# Before the first import of torch, which reads both. One thread, whatever the environment says: a fork of a process
+# that used several OpenMP threads would wait for them forever, and threads that wait take most of the CPU time.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer
@@ -38,10 +43,6 @@ _NOTES = tempfile.TemporaryDirectory(prefix="packtool-tests-")
 os.environ.setdefault("PACKTOOL_CACHE_DIR", _NOTES.name)
 # Tests press Ctrl-C, which a shell's background jobs and what they start would ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Whatever the environment says: a fork of a process that has used several OpenMP threads would wait for them forever.
-os.environ["OMP_NUM_THREADS"] = "1"
-# Tests run side by side on few cores: threads that wait must not spin.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("packtool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -99,6 +100,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         case = getattr(item, "callspec", None)
         if case and (max(case.indices.values(), default=0) >= NUM_SMOKE_VALUES or case.params.get("data") == "real"):
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "smoke"]
+
+
+def pytest_collection_finish() -> None:
+    """Nothing may import torch before OMP_NUM_THREADS is set, or raise the number of its threads."""
+    if torch := sys.modules.get("torch"):
+        assert torch.get_num_threads() == 1
 
 
 def pytest_sessionfinish() -> None:

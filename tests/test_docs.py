@@ -13,8 +13,8 @@ import yaml
 from packtool.cli.main import _SETTINGS
 from packtool.cli.options import option_kinds
 from packtool.demo.dataset import make_rows
-from packtool.demo.model import make_model
 from tests.cli.commands import run_here
+from tests.cli.narrow_model import make_narrow_model
 from tests.scripts.loading import SCRIPTS, load_script
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -40,7 +40,7 @@ def commands() -> list[str]:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
-    make_model(str(folder / "model"), 0)
+    make_narrow_model(folder / "model")
     make_rows(str(folder), 16, 0)
     (folder / "train.json").rename(folder / "rows.json")
     tokens = {"input_ids": [[5, 6, 7, 8]] * 3, "labels": [[-100, -100, 7, 8]] * 3, "attention_mask": [[1] * 4] * 3}
