@@ -1,0 +1,317 @@
+"""Runs training examples of other tools in packtool, and prints a table of the results (see scripts/migrate).
+
+Only paths of models and data are replaced: by small models of the same type, and by rows of the format that the example
+names. Pictures are given to a small Qwen3-VL, which stands in for every family with pictures. Each example is
+translated with ``packtool translate`` and passed to ``packtool train --dry-run`` or ``packtool export``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from PIL import Image
+from transformers import AutoConfig
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from packtool.attention.support import refuse_unsupported
+from packtool.cli.main import run
+from packtool.demo.model import make_model
+from packtool.encode.families import family_of
+from packtool.errors import UnsupportedModelError
+from scripts._migration_examples import Example, find_examples, project_of
+
+NUM_ROWS = 200
+SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "head_dim": 16}
+SMALL |= {"num_hidden_layers": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+SMALL |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
+SMALL |= {"max_position_embeddings": 131072} | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+_QUANTIZED = re.compile(r"gptq|awq|aqlm|bnb|nvfp4|prequantized", re.IGNORECASE)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_MODEL_KEYS = ("model", "model_name_or_path", "base_model")
+_VARIABLE = re.compile(r"[A-Z]\w*=")
+_SPLIT_REASON = "packtool: error: "
+
+
+_PAGE = """\
+# Examples of other tools
+
+This page shows which training examples of ms-swift, LLaMA-Factory, axolotl and TRL packtool runs unchanged. Only paths
+of models and data are replaced: by a small random model of the same type, and by rows of the format that the example
+names. A small Qwen3-VL replaces all models with pictures. Each configuration is translated with `packtool translate`
+and passed to `packtool train --dry-run --hardware h100`, or to `packtool export`; no weights are loaded. Optional
+packages that the examples use (DeepSpeed, bitsandbytes, Liger, trackers) are installed. To repeat it:
+
+```bash
+scripts/migrate ms-swift LLaMA-Factory axolotl trl --output docs/migration-table.md
+```
+
+Not counted are preference, reward and reinforcement training, classification, embeddings, inference, Megatron,
+conversions of finished models, and models that packtool does not train. For ms-swift these are `examples/train` and
+`examples/export`, for LLaMA-Factory `examples/train_*` and `examples/extras`, for axolotl `examples`, and for TRL the
+commands with `sft.py` or `trl sft` in its documentation and docstrings. `FILE#2` is the second command of a file.
+"""
+
+
+class NotTrainedError(Exception):
+    """An example of a model that packtool does not train."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of an example: ``runs``, ``refused`` or ``not counted``, and the reason."""
+
+    example: Example
+    outcome: str
+    reason: str
+
+
+class World:
+    """Small models and rows that replace those of examples, made when they are first needed."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        lines = (Path(__file__).parent / "migration_models.tsv").read_text(encoding="utf-8").splitlines()
+        self._types = [tuple(line.split("\t")) for line in lines if not line.startswith("#")]
+        make_model(str(root / "picture"), seed=0)
+        Image.new("RGB", (96, 64), (200, 30, 60)).save(root / "picture.png")
+
+    def model_type(self, name: str) -> str:
+        """Return the model type of a checkpoint by its name."""
+        for pattern, model_type in self._types:
+            if re.search(pattern, name, re.IGNORECASE):
+                return model_type
+        raise NotTrainedError(f"the model {name} is not known to this script")
+
+    def is_multimodal(self, name: str) -> bool:
+        """Return whether the model of this name reads pictures; NotTrainedError if packtool does not train it."""
+        model_type = self.model_type(name)
+        family = family_of({"model_type": model_type, **({"vision_config": {}} if model_type in _OTHER else {})})
+        if family.encoding is not None and not family.kinds:
+            raise NotTrainedError(f"{model_type}: {family.refused or 'not trained yet'}")
+        return family.encoding is not None
+
+    def model(self, name: str) -> Path:
+        """Return a small model of the type of the checkpoint ``name``."""
+        if self.is_multimodal(name):
+            return self.root / "picture"
+        model_type = self.model_type(name)
+        folder = self.root / (model_type + "-quantized" * bool(_QUANTIZED.search(name)))
+        if not folder.exists():
+            small = {key: value for key, value in SMALL.items() if (model_type, key) != ("falcon", "head_dim")}
+            try:
+                config = AutoConfig.for_model(model_type, **small)
+            except ValueError:
+                raise NotTrainedError(f"transformers has no class for {model_type} models") from None
+            if _QUANTIZED.search(name):
+                config.quantization_config = {"quant_method": "gptq", "bits": 4}
+            config.save_pretrained(folder)
+            for file in _TOKENIZER_FILES:
+                (folder / file).write_bytes((self.root / "picture" / file).read_bytes())
+        return folder
+
+    def rows(self, form: str, role: str = "role", content: str = "content") -> Path:
+        """Return a file of rows: ``text``, ``alpaca``, ``pictures``, or conversations in a column named ``form``."""
+        path = self.root / "-".join(("rows", form, role, f"{content}.jsonl"))
+        if not path.exists():
+            with path.open("w", encoding="utf-8") as file:
+                for number in range(NUM_ROWS):
+                    file.write(json.dumps(self._row(form, role, content, number)) + "\n")
+        return path
+
+    def _row(self, form: str, role: str, content: str, number: int) -> dict[str, Any]:
+        question, answer = f"What is the double of {number}?", f"It is {2 * number}, a number. " * (1 + number % 3)
+        if form in ("text", "chapter"):
+            return {form: answer}
+        if form == "alpaca":
+            return {"instruction": question, "input": "", "output": answer}
+        roles = ("human", "gpt") if role == "from" else ("user", "assistant")
+        picture: list[Any] = [{"type": "image"}, {"type": "text", "text": question}]
+        asked = picture if form == "pictures" else question
+        turns = [{role: roles[0], content: asked}, {role: roles[1], content: answer}]
+        if form == "pictures":
+            return {"messages": turns, "images": [str(self.root / "picture.png")]}
+        return {form: turns}
+
+
+# Multimodal models without a family of their own.
+_OTHER = ("qwen2_audio", "phi4_multimodal", "voxtral", "emu3")
+
+
+def replaced(example: Example, world: World) -> tuple[tuple[str, ...], dict[str, Any] | None]:
+    """Return the command line and the YAML of an example with the paths of models and data replaced."""
+    values = {**(example.settings or {}), **{key: " ".join(item) for key, item in example.option_values.items()}}
+    name = next((str(values[key]).strip() for key in _MODEL_KEYS if values.get(key)), "")
+    new: dict[str, Any] = {key: str(world.model(name)) for key in _MODEL_KEYS if key in values}
+    has_pictures = world.is_multimodal(name)
+    chat = world.rows("pictures" if has_pictures else "messages")
+    is_text = values.get("use_chat_template") == "false" or values.get("stage") == "pt" or "pt" in example.words[:2]
+    rows = world.rows("text") if is_text or re.search(r"imdb|TinyStories", str(values)) else chat
+    for key in {"dataset", "val_dataset", "eval_dataset"} & set(values):
+        if example.project == "ms-swift":
+            names = values[key] if isinstance(values[key], list) else str(values[key]).split()
+            amounts = [int(item.partition("#")[2] or 0) for item in names]
+            new[key] = [f"{rows}#{min(NUM_ROWS, amount)}" if amount else str(rows) for amount in amounts]
+    if str(values.get("dataset_dir", "")).startswith("REMOTE:"):
+        new["dataset_dir"] = "data"
+    if "dataset_name" in values:
+        new["dataset_name"] = str(rows)
+    for key in {"datasets", "pretraining_dataset", "test_datasets"} & set(values):
+        entries = values[key] if isinstance(values[key], list) else [{"path": values[key]}]
+        has_processor = has_pictures and "processor_type" in values
+        new[key] = [_entry(entry, world, has_processor, example.project) for entry in entries]
+    settings = None if example.settings is None else {k: new.get(k, v) for k, v in example.settings.items()}
+    return tuple(_new_words(example.words, new)), settings
+
+
+def _entry(entry: Mapping[str, Any], world: World, has_pictures: bool, project: str) -> dict[str, Any]:
+    """Return an entry of axolotl's or TRL's ``datasets`` with a local path."""
+    kind = str(entry.get("type") or "")
+    roles = entry.get("message_property_mappings") or {}
+    role = roles.get("role") or entry.get("message_field_role") or "role"
+    content = roles.get("content") or entry.get("message_field_content") or "content"
+    if project == "TRL" or kind in ("pretrain", "completion"):
+        path = world.rows(entry.get("field") or entry.get("text_column") or "text")
+    elif kind.startswith("chat_template"):
+        path = world.rows("pictures" if has_pictures else entry.get("field_messages") or "messages", role, content)
+    else:
+        path = world.rows("alpaca")
+    return {key: item for key, item in entry.items() if key not in ("name", "data_files")} | {"path": str(path)}
+
+
+def _new_words(words: Sequence[str], new: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a command line whose options have the new values."""
+    is_replaced = False
+    for word in words:
+        if word.startswith("--"):
+            key, equals, _ = word.removeprefix("--").partition("=")
+            is_replaced = key in new
+            yield f"--{key}" if is_replaced and equals else word
+            if is_replaced:
+                yield from [new[key]] if isinstance(new[key], str) else new[key]
+        elif not is_replaced:
+            yield word
+
+
+def packtool(*arguments: str, variables: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+    """Run a command of packtool in this process; return its exit code and what it wrote to stdout and stderr."""
+    output, messages = io.StringIO(), io.StringIO()
+    environ = dict(os.environ)
+    os.environ.update(variables or {})
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(messages):
+        code = run(list(arguments))
+    os.environ.clear()
+    os.environ.update(environ)
+    return code, output.getvalue(), messages.getvalue()
+
+
+def try_example(example: Example, world: World, caches: dict[str, str]) -> Result:
+    """Translate and run an example in the current directory; ``caches`` are those of examples before."""
+    if example.excluded:
+        return Result(example, "not counted", example.excluded)
+    try:
+        words, settings = replaced(example, world)
+    except NotTrainedError as error:
+        return Result(example, "not counted", str(error))
+    file = world.root / "example.yaml"
+    file.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    words = tuple(
+        str(file)
+        if settings and word.endswith((".yaml", ".yml")) and "config_file" not in words[at - 1]
+        else caches.get(word.strip("./").removesuffix("/train"), word)
+        for at, word in enumerate(words)
+    )
+    environ = [f"{name}={value}" for name, value in example.environ.items() if "$" not in value]
+    tool = example.project.lower()
+    given = ["--", *environ, *words] if words else [str(file), "--from", tool]
+    code, output, messages = packtool("translate", *given)
+    if code == 0:
+        file.write_text(output, encoding="utf-8")
+        first_line = output.partition("\n")[0]
+        variables = dict(word.split("=", 1) for word in shlex.split(first_line) if _VARIABLE.match(word))
+        if " packtool export " in first_line:
+            cache = str(world.root / f"cache-{len(caches)}")
+            code, _, messages = packtool("export", "--config", str(file), "--output-dir", cache)
+            target = str(yaml.safe_load(output).get("output_dir", ""))
+            caches[target.strip("./")] = cache
+        else:
+            code, _, messages = packtool(
+                "train", "--config", str(file), "--dry-run", "--hardware", "h100", variables=variables
+            )
+    if code == 0:
+        return Result(example, "runs", "")
+    reason = " ".join((messages.partition(_SPLIT_REASON)[2] or messages).split()).replace(f"{world.root}/", "")
+    return Result(example, *(("refused", reason) if is_trained(example, world) else ("not counted", reason)))
+
+
+def is_trained(example: Example, world: World) -> bool:
+    """Return whether packtool packs models of the example's family."""
+    values = {**(example.settings or {}), **{key: " ".join(item) for key, item in example.option_values.items()}}
+    folder = world.model(next(str(values[key]).strip() for key in _MODEL_KEYS if values.get(key)))
+    try:
+        refuse_unsupported(AutoConfig.from_pretrained(folder))
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def markdown(results: Sequence[Result], commits: Mapping[str, str]) -> str:
+    """Return the page: the commits and rates of the projects, then a line for each example."""
+    lines = [_PAGE, "| project | commit | counted | run | rate |", "|---|---|---:|---:|---:|"]
+    for project, commit in [*commits.items(), ("all", "")]:
+        outcomes = Counter(result.outcome for result in results if project in ("all", result.example.project))
+        counted = outcomes["runs"] + outcomes["refused"]
+        rate = f"{outcomes['runs'] / max(1, counted):.0%}"
+        lines.append(f"| {project} | {commit[:12]} | {counted} | {outcomes['runs']} | {rate} |")
+    lines += ["", "| project | file | result | reason |", "|---|---|---|---|"]
+    for result in results:
+        reason = result.reason.replace("|", "\\|").replace("<", "&lt;")
+        lines.append(f"| {result.example.project} | {result.example.file} | {result.outcome} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run all examples of the checkouts and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkouts", nargs="+", type=Path)
+    parser.add_argument("--output", type=Path, help="write the table to this Markdown file")
+    parser.add_argument("--only", default="", help="run examples whose file contains this text")
+    args = parser.parse_args()
+    results: list[Result] = []
+    commits: dict[str, str] = {}
+    output = args.output and args.output.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder))
+        os.environ["PACKTOOL_CACHE_DIR"] = str(world.root / "packtool")
+        for checkout in [path.resolve() for path in args.checkouts]:
+            project = project_of(checkout)
+            if project is None:
+                parser.error(f"{checkout} is a checkout of none of the four projects")
+            command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+            commits[project] = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+            os.chdir(checkout)  # examples name files relative to it
+            caches: dict[str, str] = {}
+            for example in find_examples(project, checkout):
+                if args.only in example.file:
+                    results.append(try_example(example, world, caches))
+                    print(project, example.file, results[-1].outcome, results[-1].reason, sep="\t", file=sys.stderr)
+    table = markdown(results, commits)
+    print(table) if output is None else output.write_text(table, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
