@@ -143,6 +143,7 @@ def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None =
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _PROCESS_OPTIONS = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus")
 _SCRIPTS = (  # of a Python file or module, and the tool
+    (re.compile(r"(^|/)swift/cli/sft\.py$"), "ms-swift"),
     (re.compile(r"(^|/)sft\w*\.py$|^trl\.scripts\.sft$"), "TRL"),
     (re.compile(r"^axolotl\.cli\.(train|preprocess)$"), "axolotl"),
     (re.compile(r"(^|/)train\.py$|^llamafactory\.cli$"), "LLaMA-Factory"),

@@ -114,6 +114,11 @@ def test_launchers_give_the_number_of_processes(launcher: str, num_processes: in
     assert source.values == {"dataset_name": "a", "use_peft": True}
 
 
+def test_scripts_of_a_launcher_name_the_tool() -> None:
+    for script, tool in (("swift/cli/sft.py", "ms-swift"), ("trl/scripts/sft.py", "TRL"), ("sft_vlm.py", "TRL")):
+        assert read_command(["torchrun", "--nproc_per_node=2", script, "--dataset", "a"]).tool == tool
+
+
 @pytest.mark.parametrize("words", [["swift", "rlhf"], ["ls", "-l"], [], ["axolotl", "train", "word"]])
 def test_other_commands_are_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError):

@@ -91,6 +91,22 @@ def test_ms_swift() -> None:
     assert ["model_name" in problem for problem in cognition.problems] == [True]
 
 
+@pytest.mark.parametrize(
+    ("tool", "values", "reasons"),
+    [
+        ("ms-swift", {"tuner_type": "boft", "boft_block_size": 4}, ["give lora"]),
+        ("ms-swift", {"tuner_type": "full", "use_galore": True, "galore_rank": 8}, ["galore_adamw"]),
+        ("ms-swift", {"init_weights": "lora-ga", "lora_ga_iters": 2, "lora_ga_direction": "ArB2r"}, ["pissa"]),
+        ("ms-swift", {"tuner_backend": "unsloth", "use_ray": True, "device_groups": {"a": 1}}, []),
+        ("LLaMA-Factory", {"stage": "sft", "use_apollo": True, "apollo_rank": 8}, ["apollo_adamw"]),
+        ("LLaMA-Factory", {"stage": "sft", "ray_num_workers": 4}, []),
+    ],
+)
+def test_a_method_without_equivalent_is_one_problem(tool: str, values: dict[str, Any], reasons: list[str]) -> None:
+    problems = translated(tool, {"dataset": "a.jsonl", **values}).problems
+    assert [reason in problem for reason, problem in zip(reasons, problems, strict=True)] == [True] * len(reasons)
+
+
 def test_ms_swift_sequence_parallelism_keeps_the_samples_of_a_step() -> None:
     values = {"sequence_parallel_size": "4", "per_device_train_batch_size": "2", "gradient_accumulation_steps": "8"}
     translation = translated("ms-swift", values, environ={"NPROC_PER_NODE": "8"})
