@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 from PIL import Image
-from transformers import AutoConfig
+from transformers import AutoConfig, training_args
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from packtool.attention.support import refuse_unsupported
@@ -43,6 +43,8 @@ SMALL |= {"max_position_embeddings": 131072} | dict.fromkeys(("pad_token_id", "b
 _QUANTIZED = re.compile(r"gptq|awq|aqlm|bnb|nvfp4|prequantized", re.IGNORECASE)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _MODEL_KEYS = ("model", "model_name_or_path", "base_model")
+# Settings that need several processes.
+_DISTRIBUTED = re.compile(r"^(fsdp|sequence_parallel_size|expert_parallel_size|deepspeed):", re.MULTILINE)
 _VARIABLE = re.compile(r"[A-Z]\w*=")
 _SPLIT_REASON = "packtool: error: "
 
@@ -53,8 +55,9 @@ _PAGE = """\
 This page shows which training examples of ms-swift, LLaMA-Factory, axolotl and TRL packtool runs unchanged. Only paths
 of models and data are replaced: by a small random model of the same type, and by rows of the format that the example
 names. A small Qwen3-VL replaces all models with pictures. Each configuration is translated with `packtool translate`
-and passed to `packtool train --dry-run --hardware h100`, or to `packtool export`; no weights are loaded. Optional
-packages that the examples use (DeepSpeed, bitsandbytes, Liger, trackers) are installed. To repeat it:
+and passed to `packtool train --dry-run --hardware h100`, or to `packtool export`; no weights are loaded. Settings that
+distribute a model are planned for eight processes. Optional packages that the examples use (DeepSpeed, bitsandbytes,
+Liger, trackers) are installed. To repeat it:
 
 ```bash
 scripts/migrate ms-swift LLaMA-Factory axolotl trl --output docs/migration-table.md
@@ -88,6 +91,8 @@ class World:
         lines = (Path(__file__).parent / "migration_models.tsv").read_text(encoding="utf-8").splitlines()
         self._types = [tuple(line.split("\t")) for line in lines if not line.startswith("#")]
         make_model(str(root / "picture"), seed=0)
+        config = root / "picture" / "config.json"
+        config.write_text(config.read_text(encoding="utf-8").replace('"float32"', '"bfloat16"'), encoding="utf-8")
         Image.new("RGB", (96, 64), (200, 30, 60)).save(root / "picture.png")
 
     def model_type(self, name: str) -> str:
@@ -95,7 +100,7 @@ class World:
         for pattern, model_type in self._types:
             if re.search(pattern, name, re.IGNORECASE):
                 return model_type
-        raise NotTrainedError(f"the model {name} is not known to this script")
+        raise NotTrainedError(f"no small model of the type of {name} can be made")
 
     def is_multimodal(self, name: str) -> bool:
         """Return whether the model of this name reads pictures; NotTrainedError if packtool does not train it."""
@@ -119,6 +124,7 @@ class World:
                 raise NotTrainedError(f"transformers has no class for {model_type} models") from None
             if _QUANTIZED.search(name):
                 config.quantization_config = {"quant_method": "gptq", "bits": 4}
+            config.dtype = "bfloat16"
             config.save_pretrained(folder)
             for file in _TOKENIZER_FILES:
                 (folder / file).write_bytes((self.root / "picture" / file).read_bytes())
@@ -249,9 +255,12 @@ def try_example(example: Example, world: World, caches: dict[str, str]) -> Resul
             target = str(yaml.safe_load(output).get("output_dir", ""))
             caches[target.strip("./")] = cache
         else:
-            code, _, messages = packtool(
-                "train", "--config", str(file), "--dry-run", "--hardware", "h100", variables=variables
-            )
+            if _DISTRIBUTED.search(output):
+                variables.setdefault("NPROC_PER_NODE", "8")
+            arguments = ["train", "--config", str(file), "--dry-run", "--hardware", "h100"]
+            if tool == "trl" and "eval_strategy: steps" in output.replace('"', ""):
+                arguments += ["--val-dataset", str(world.rows("messages"))]  # the data set's test split
+            code, _, messages = packtool(*arguments, variables=variables)
     if code == 0:
         return Result(example, "runs", "")
     reason = " ".join((messages.partition(_SPLIT_REASON)[2] or messages).split()).replace(f"{world.root}/", "")
@@ -287,6 +296,7 @@ def markdown(results: Sequence[Result], commits: Mapping[str, str]) -> str:
 
 def main() -> None:
     """Run all examples of the checkouts and write the table."""
+    training_args.is_torch_tf32_available = lambda: True  # of the GPU that dry runs plan for
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkouts", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, help="write the table to this Markdown file")
