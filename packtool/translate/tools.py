@@ -11,10 +11,13 @@ from typing import Any
 from packtool.config.compat_names import compat_entries
 from packtool.config.data import ExportConfig
 from packtool.config.train import TrainConfig
+from packtool.encode.loss_scale import TRAIN_NEWLINE
 from packtool.errors import ConfigError
 from packtool.translate.names import _FIELDS, Translation, as_text, is_true, split_list
 from packtool.translate.read import ForeignConfig
 
+_NEWLINE_TOOLS = ("ms-swift", "LLaMA-Factory")
+"""Tools whose templates make the newline after ``<|im_end|>`` a target."""
 _PROCESSES = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
 
 
@@ -35,6 +38,11 @@ def translate(source: ForeignConfig, options: Iterable[str], command: str, envir
     for name, value in values.items():
         translation.translate_key(name, value)
     translation.add_defaults()
+    scale = as_text(translation.get("loss_scale") or "default")
+    if source.tool in _NEWLINE_TOOLS and "all" not in scale.split("+") and not translation.get("cached_dataset"):
+        origin = " and ".join([*filter(None, [translation.origins.get("loss_scale")]), "newlines after answers"])
+        translation.values.pop("loss_scale", None)
+        translation.default("loss_scale", f"{scale}+{TRAIN_NEWLINE}", origin)
     num_ranks = translation.number("sequence_parallel_size", translation.get("sequence_parallel_size"), 1)
     if num_ranks > 1 and translation.values.get("attn_impl") not in (None, "auto", "sdpa", "varlen"):
         translation.omit(translation.origins.pop("attn_impl"), "sequence parallelism has its own kernels")

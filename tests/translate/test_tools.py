@@ -286,3 +286,21 @@ def test_trl(tmp_path: Path) -> None:
     completions = translated("TRL", {**values, "dataset_name": str(file)})
     assert completions.values["loss_scale"] == "default"
     assert completions.values["dataset"] == [str(file)]
+
+
+@pytest.mark.parametrize(
+    ("tool", "values", "expected"),
+    [
+        ("ms-swift", {}, "default+train_newline"),
+        ("ms-swift", {"loss_scale": "last_round"}, "last_round+train_newline"),
+        ("ms-swift", {"loss_scale": "all"}, "all"),
+        ("ms-swift", {"cached_dataset": "cache"}, None),
+        ("LLaMA-Factory", {"stage": "sft"}, "default+train_newline"),
+        ("LLaMA-Factory", {"stage": "sft", "train_on_prompt": True}, "all"),
+        ("axolotl", {}, None),
+    ],
+)
+def test_newlines_after_answers_are_trained_as_in_the_other_tool(
+    tool: str, values: dict[str, Any], expected: str | None
+) -> None:
+    assert translated(tool, values).values.get("loss_scale") == expected
