@@ -16,6 +16,7 @@ tabs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -176,11 +177,13 @@ class Translation:
 
     def number(self, name: str, value: Any, default: float) -> float:
         """Return a value as a number; ``default`` if it is null, and also a problem if it is no number."""
-        try:
-            return default if value is None else float(value)
-        except (TypeError, ValueError):
-            self.refuse(name, f"{value!r} is not a number")
+        if value is None:
             return default
+        with contextlib.suppress(TypeError, ValueError):
+            if math.isfinite(number := float(value)):
+                return number
+        self.refuse(name, f"{value!r} is not a number")
+        return default
 
     def restrict(self, options: Iterable[str], command: str) -> None:
         """Remove values of options that ``packtool COMMAND`` does not have, and checkpoint directories of an export."""

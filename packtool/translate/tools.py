@@ -205,14 +205,17 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
         size = translation.number("micro_batch_size", values.get("micro_batch_size"), 1) or 1
         steps = max(1, int(translation.number("batch_size", batch_size, 1) // size))
         translation.set("gradient_accumulation_steps", steps, "batch_size / micro_batch_size")
-    if patterns := values.pop("unfrozen_parameters", None):
+    if patterns := split_list(values.pop("unfrozen_parameters", None) or []):
         if any(re.search(r"\[\d*:\d*\]$", pattern) for pattern in patterns):
             translation.refuse(
                 "unfrozen_parameters", "parts of a parameter cannot be trained; name the whole parameter"
             )
         translation.set("freeze_parameters_ratio", 1, "unfrozen_parameters")
         translation.set("trainable_parameters_regex", "|".join(patterns), "unfrozen_parameters")
-    if config := values.pop("fsdp_config", None):
+    config = values.pop("fsdp_config", None) or {}
+    if not isinstance(config, dict):
+        translation.refuse("fsdp_config", "expected an object of names and values")
+    elif config:
         shard = "full_shard" if is_true(config.get("reshard_after_forward", True)) else "shard_grad_op"
         is_offloaded = any(is_true(config.get(name)) for name in ("offload_params", "fsdp_offload_params"))
         values["fsdp"] = values.get("fsdp") or [shard]
@@ -239,6 +242,7 @@ _DETECTED = {
     "type",
     "trust_remote_code",
 }
+_MAPPINGS = "message_property_mappings"
 _MESSAGE_KEYS = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
 _COLUMNS = {
     "field_messages": "messages",
@@ -255,7 +259,8 @@ def _axolotl_datasets(translation: Translation, name: str, entries: Any) -> None
     """Translate ``datasets`` and similar keys: a list of objects with ``path``, ``type`` and the names of columns."""
     paths, columns = [], set[str]()
     listed: list[dict[str, Any]] = [{"path": entries}] if isinstance(entries, str) else entries or []
-    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+    is_list = isinstance(listed, list) and all(isinstance(entry, dict) for entry in listed)
+    if not is_list or not all(isinstance(entry.get(_MAPPINGS) or {}, dict) for entry in listed):
         translation.refuse(name, "expected a list of objects with path and type")
         return
     for entry in listed:
@@ -264,7 +269,7 @@ def _axolotl_datasets(translation: Translation, name: str, entries: Any) -> None
             translation.refuse(f"{name}, type: {kind}", f"known are {', '.join(_TYPES)}; convert the rows to messages")
         elif _TYPES[kind.split(":")[0].split(".")[0]]:
             translation.omit(f"{name}, type: {kind}", _TYPES[kind.split(":")[0].split(".")[0]])
-        roles = entry.get("message_property_mappings") or {
+        roles = entry.get(_MAPPINGS) or {
             "role": entry.get("message_field_role", "role"),
             "content": entry.get("message_field_content", "content"),
         }
