@@ -236,6 +236,7 @@ def record(python: str, tool: str, arguments: Any, folder: Path, masked: Sequenc
         "TOKENIZERS_PARALLELISM": "false",
     }
     hidden |= {"HF_HOME": str(folder / "hf"), "WANDB_DISABLED": "true"}
+    hidden["IMAGE_MIN_TOKEN_NUM"] = "64"  # the processor's own minimum, which ms-swift ignores
     with (folder / "output.txt").open("w") as output:
         command = [python, str(RECORDER), str(settings), str(result)]
         done = subprocess.run(command, cwd=folder, env=os.environ | hidden, stdout=output, stderr=subprocess.STDOUT)
