@@ -4,9 +4,8 @@ compare_tools.py runs this file in the tool's own interpreter:
 
     PYTHON _compare_recorder.py SETTINGS.json RECORD.json
 
-``SETTINGS.json`` holds ``tool``, its ``arguments`` and ``masked``: pairs of token ids; the second is removed from the
-targets where it follows the first. The tools' files are not changed: the recorder replaces methods of transformers'
-Trainer in memory.
+``SETTINGS.json`` holds ``tool`` and its ``arguments``. The tools' files are not changed: the recorder replaces methods
+of transformers' Trainer in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import importlib.metadata
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,18 +206,11 @@ def split_batch(
                 yield [ids[i] for i in places], targets
 
 
-def mask_targets(input_ids: Any, labels: Any, masked: Sequence[Sequence[int]]) -> None:
-    """Remove the second id of each pair of ``masked`` from the labels (B, T), in place, where it follows the first."""
-    for first, second in masked:
-        follows = (input_ids[:, :-1] == first) & (input_ids[:, 1:] == second)
-        labels[:, 1:][follows] = -100
-
-
 class Recorder:
     """Records steps; ``steps`` holds samples, learning rate, loss, gradient norm, micro-batches and start time."""
 
-    def __init__(self, masked: Sequence[Sequence[int]]) -> None:
-        self.masked, self.steps, self.end = masked, list[dict[str, Any]](), 0.0
+    def __init__(self) -> None:
+        self.steps, self.end = list[dict[str, Any]](), 0.0
 
     def step_of(self, trainer: Any) -> dict[str, Any]:
         """Return the record of the Trainer's current optimizer step."""
@@ -236,7 +228,7 @@ class Recorder:
         """Record the steps of transformers' Trainer and its subclasses."""
         from transformers import Trainer
 
-        train, count, log = Trainer.training_step, Trainer._get_num_items_in_batch, Trainer.log
+        train, log = Trainer.training_step, Trainer.log
 
         def training_step(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             step = self.step_of(trainer)
@@ -251,23 +243,13 @@ class Recorder:
             step["loss"] += float(loss)
             return loss
 
-        def get_num_items(trainer: Any, batches: Any, *args: Any) -> Any:
-            for batch in batches if self.masked else ():
-                mask_targets(batch["input_ids"], batch["labels"], self.masked)
-            return count(trainer, batches, *args)
-
         def write_log(trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
             if "grad_norm" in logs:
                 self.steps[-1]["grad_norm"] = float(logs["grad_norm"])
                 self.end = time.perf_counter()
             log(trainer, logs, *args, **kwargs)
 
-        for name, method in (
-            ("training_step", training_step),
-            ("_get_num_items_in_batch", get_num_items),
-            ("log", write_log),
-        ):
-            setattr(Trainer, name, method)
+        Trainer.training_step, Trainer.log = training_step, write_log  # type: ignore[method-assign]
 
     def patch_packtool(self) -> None:
         """Record packtool's steps, whose micro-batches have shifted labels."""
@@ -343,7 +325,7 @@ def main(settings_path: str, record_path: str) -> None:
     settings = json.loads(Path(settings_path).read_text())
     torch.set_num_threads(1)
     sys.argv = sys.argv[:1]  # the tools read it too
-    recorder = Recorder(settings["masked"])
+    recorder = Recorder()
     recorder.patch_trainer()
     if settings["tool"] == "packtool":
         recorder.patch_packtool()

@@ -6,8 +6,8 @@ a small random Qwen3, and conversations about pictures with a small random Qwen3
 and chat template. All tools read the rows in the same order. Each run is recorded by ``_compare_recorder.py`` in the
 tool's own interpreter.
 
-A tool is run a second time if its losses differ for a known reason: without the line breaks after ``<|im_end|>``, if
-it also trains these, or with a single micro-batch per step, if its targets are the same.
+If losses differ for a known reason, they are compared a second time: packtool also trains the line breaks after
+``<|im_end|>`` (``train_newline``) if the tool does; the tool has one micro-batch per step if losses still differ.
 
     python scripts/compare_tools.py --trl-python PYTHON --swift-python PYTHON [--llama-factory-python PYTHON]
         [--axolotl-python PYTHON] [--examples text picture] [--realdata DIR] [--work DIR]
@@ -224,11 +224,11 @@ def make_example(name: str, folder: Path, realdata: Path) -> Example:
     return example
 
 
-def record(python: str, tool: str, arguments: Any, folder: Path, masked: Sequence[int] = ()) -> dict[str, Any]:
+def record(python: str, tool: str, arguments: Any, folder: Path) -> dict[str, Any]:
     """Run a tool in its interpreter and return its record; the output is in ``folder/output.txt``."""
     folder.mkdir(parents=True)
     settings, result = folder / "settings.json", folder / "record.json"
-    settings.write_text(json.dumps({"tool": tool, "arguments": arguments, "masked": list(masked)}))
+    settings.write_text(json.dumps({"tool": tool, "arguments": arguments}))
     hidden = {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
@@ -247,14 +247,17 @@ def record(python: str, tool: str, arguments: Any, folder: Path, masked: Sequenc
     return loaded
 
 
-def run_packtool(example: Example, folder: Path) -> dict[str, Any]:
-    """Export the rows, train on the cache, and return the record."""
+def run_packtool(example: Example, folder: Path, loss_scale: str = "default") -> Sequence[Any]:
+    """Export the rows, train on the cache, and return the recorded steps."""
     cache = folder / "cache"
     folder.mkdir()
     export = {"model": example.model, "dataset": example.rows, "output-dir": cache, "max-length": MAX_LENGTH}
+    export["loss-scale"] = loss_scale
     command = [sys.executable, "-m", "packtool", "export", "--strict", *words(export)]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    return record(sys.executable, "packtool", packtool_arguments(example, cache, folder / "run"), folder / "train")
+    arguments = packtool_arguments(example, cache, folder / "run")
+    steps: Sequence[Any] = record(sys.executable, "packtool", arguments, folder / "train")["steps"]
+    return steps
 
 
 HEADER = (
@@ -292,15 +295,14 @@ def compare_tool(tool: str, python: str, example: Example, packtool: Sequence[An
     tokenizer = Tokenizer.from_file(str(example.model / "tokenizer.json"))
     folder = example.folder / tool
     own = record(python, tool, ARGUMENTS[tool](example, folder / "run"), folder / "own")
-    result = repeated_result = compare(own["steps"], packtool)
-    masked, again = list[tuple[int, int]](), example
+    steps = own["steps"]
+    result = repeated_result = compare(steps, packtool)
     if set(result.extra) == {LINE_BREAK}:
-        masked.append((tokenizer.token_to_id("<|im_end|>"), LINE_BREAK))
-    elif result.loss > MAX_LOSS_DIFFERENCE and not result.extra:
-        again = replace(example, accumulation=1)
-    if masked or again != example:
-        repeated = record(python, tool, ARGUMENTS[tool](again, folder / "run-again"), folder / "again", masked)
-        repeated_result = compare(repeated["steps"], packtool)
+        packtool = run_packtool(example, folder / "packtool", "default+train_newline")
+        repeated_result = compare(steps, packtool)
+    if repeated_result.loss > MAX_LOSS_DIFFERENCE and not repeated_result.extra:
+        arguments = ARGUMENTS[tool](replace(example, accumulation=1), folder / "run-again")
+        repeated_result = compare(record(python, tool, arguments, folder / "again")["steps"], packtool)
     title = f"{TOOLS[tool]} {next(iter(own['versions'].values()))}"
 
     def name_of(token: int) -> str:
@@ -329,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("| " + " | ".join(HEADER) + " |\n|" + "---|" * len(HEADER), flush=True)
         for name in options.examples:
             example = make_example(name, work / name, options.realdata)
-            packtool = run_packtool(example, work / name / "packtool")["steps"]
+            packtool = run_packtool(example, work / name / "packtool")
             for tool, python in pythons.items():
                 compare_tool(tool, python, example, packtool, options.every_step)
 

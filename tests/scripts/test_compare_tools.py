@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts._compare_recorder import mask_targets, split_batch
+from scripts._compare_recorder import split_batch
 from tests.scripts.loading import load_script
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=5)
@@ -51,13 +51,6 @@ def test_split_batch_returns_samples(lengths: list[int], form: str) -> None:
         fields = {"numbers": (numbers,), "positions": (None, positions), "boundaries": (None, None, bounds)}
         batch = split_batch(torch.tensor([list(chain(*ids))]), torch.tensor([list(chain(*labels))]), *fields[form])
     assert list(batch) == samples
-
-
-def test_mask_targets_only_after_the_first_id() -> None:
-    ids = torch.tensor([[5, 7, 5, 8, 7]])
-    labels = ids.clone()
-    mask_targets(ids, labels, [(5, 7)])
-    assert labels.tolist() == [[5, -100, 5, 8, 7]]
 
 
 def test_equal_records_differ_in_time_only(compare_tools: ModuleType) -> None:
