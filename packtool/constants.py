@@ -11,6 +11,9 @@ FORMAT_VERSION = 2
 IGNORE_INDEX = -100
 """Label of a token that carries no loss (the convention of torch's cross-entropy)."""
 
+TRAIN_NEWLINE = "train_newline"
+"""The rule of ``--loss-scale`` that also trains the white space after an assistant's end-of-turn token."""
+
 MANIFEST_NAME = "packtool.json"
 PACKS_MANIFEST_NAME = "packs.json"
 DROPPED_NAME = "dropped.jsonl"

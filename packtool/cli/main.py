@@ -104,7 +104,7 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "inspect": (InspectConfig, run_inspect, "Show a cache, its samples, or what a run has trained."),
     "plan": (PlanConfig, run_plan, "Preview the training schedule; needs no GPU."),
     "pack": (PackConfig, run_pack, "Write packs to files for other trainers."),
-    "simulate": (SimulateConfig, run_simulate, "Simulate the step times of training strategies on a GPU cluster."),
+    "simulate": (SimulateConfig, run_simulate, "Simulate step times of training strategies on a GPU cluster."),
     "translate": (TranslateConfig, run_translate, "Translate configurations of other tools into packtool's."),
     "verify": (VerifyConfig, run_verify, "Check that packing does not change a model's outputs."),
 }

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from packtool import storage
 from packtool.config.data import EncodeSpec
+from packtool.constants import TRAIN_NEWLINE
 from packtool.encode.boxes import BoxWriter
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import media_encoding
@@ -22,7 +23,6 @@ from packtool.encode.families.record import MediaEncoding, Medium
 from packtool.encode.loss_scale import (
     EMPTY_THINKING,
     KEEP_EMPTY_THINK,
-    TRAIN_NEWLINE,
     LossScale,
     Weights,
     loss_scale_of,
@@ -65,7 +65,7 @@ def encoding_warnings(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding)
             "of this chat template already contains the empty thinking block, so the block is not trained; "
             f"--loss-scale {requested}+keep_empty_think trains it"
         )
-    variables = template_variables(files.chat_template or "")
+    variables = template_variables(files.chat_template) if files.chat_template_kwargs else set()
     for name in sorted(files.chat_template_kwargs.keys() - variables):
         hint = did_you_mean(name, sorted(variables))
         warnings.append(f"--chat-template-kwargs: the chat template does not use {name!r}{hint}")

@@ -31,6 +31,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from packtool.constants import TRAIN_NEWLINE
 from packtool.errors import ConfigError, did_you_mean
 
 Base = Literal["default", "last_round", "all"]
@@ -67,8 +68,6 @@ EMPTY_THINKING = r"\s*(?:(?:<think>)?\s*</think>|<\|channel>thought\n<channel\|>
 """An empty thinking block, as a regular expression."""
 KEEP_EMPTY_THINK = "keep_empty_think"
 """The rule that trains empty thinking blocks."""
-TRAIN_NEWLINE = "train_newline"
-"""The rule that also trains the white space that the template writes after an assistant's end-of-turn token."""
 _IGNORE = "ignore_empty_think"
 _PATTERNS: dict[str, dict[str, float]] = {
     "hermes": {r"<tool_call>.+?</tool_call>": 2.0},

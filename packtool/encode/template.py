@@ -150,8 +150,11 @@ def _size_of_product(operator: str, left: Any, right: Any) -> int:
 
 
 def template_variables(text: str) -> set[str]:
-    """Return the names that a chat template reads and does not set itself."""
-    return jinja2.meta.find_undeclared_variables(_new_environment().parse(text))
+    """Return the names that a chat template reads and does not set itself; none if it is not valid Jinja."""
+    try:
+        return jinja2.meta.find_undeclared_variables(_new_environment().parse(text))
+    except jinja2.TemplateSyntaxError:
+        return set()
 
 
 def _new_environment() -> _Environment:

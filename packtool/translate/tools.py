@@ -11,7 +11,7 @@ from typing import Any
 from packtool.config.compat_names import compat_entries
 from packtool.config.data import ExportConfig
 from packtool.config.train import TrainConfig
-from packtool.encode.loss_scale import TRAIN_NEWLINE
+from packtool.constants import TRAIN_NEWLINE
 from packtool.errors import ConfigError
 from packtool.translate.names import _FIELDS, Translation, as_text, is_true, split_list
 from packtool.translate.read import ForeignConfig

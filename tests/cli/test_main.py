@@ -57,8 +57,9 @@ def test_no_summary_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["--help"]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    width = max(map(len, _COMMANDS))
     for name, (_, _, summary) in _COMMANDS.items():
-        assert [line for line in lines if line.split()[:1] == [name]] == [f"{name:<8}  {summary}"]
+        assert [line for line in lines if line.split()[:1] == [name]] == [f"{name:<{width}}  {summary}"]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.cli.main import _SETTINGS, run
-from packtool.cli.options import _read_yaml
 from packtool.config import settings
 from packtool.config.settings import (
     FALSE_WORDS,
@@ -27,6 +26,7 @@ from packtool.config.settings import (
     value_type,
 )
 from packtool.config.train import TrainConfig
+from packtool.translate.read import load_config_file
 
 TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o"}
 
@@ -54,7 +54,7 @@ def test_numbers_written_by_python_are_read_back(value: float) -> None:
 def test_yaml_files_and_set_read_values_alike(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("packing: yes\ntraining:\n  adam_epsilon: 1e-6\n  run_name: no\n")
     for config in (
-        resolve(TrainConfig, TRAIN, file=_read_yaml(str(tmp_path / "a.yaml"))),
+        resolve(TrainConfig, TRAIN, file=load_config_file(str(tmp_path / "a.yaml"))),
         resolve(TrainConfig, TRAIN, sets=["packing=yes", "training.adam_epsilon=1e-6", "training.run_name=no"]),
     ):
         assert config.packing is True

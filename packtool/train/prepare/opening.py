@@ -18,8 +18,9 @@ from packtool.config.mixture import Recipe
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
+from packtool.constants import TRAIN_NEWLINE
 from packtool.encode.families import family_of
-from packtool.encode.loss_scale import TRAIN_NEWLINE, Base, loss_scale_of, parse_loss_scale
+from packtool.encode.loss_scale import Base, loss_scale_of, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.targets import TargetChoice
 from packtool.errors import ConfigError, MismatchError
