@@ -45,6 +45,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 _MODEL_KEYS = ("model", "model_name_or_path", "base_model")
 # Settings that need several processes.
 _DISTRIBUTED = re.compile(r"^(fsdp|sequence_parallel_size|expert_parallel_size|deepspeed):", re.MULTILINE)
+# Models whose state-space layers are slow without a GPU.
+_RECURRENT = ("jamba", "falcon_h1", "bamba", "nemotron_h", "granitemoehybrid")
 _VARIABLE = re.compile(r"[A-Z]\w*=")
 _SPLIT_REASON = "packtool: error: "
 
@@ -118,6 +120,8 @@ class World:
         folder = self.root / (model_type + "-quantized" * bool(_QUANTIZED.search(name)))
         if not folder.exists():
             small = {key: value for key, value in SMALL.items() if (model_type, key) != ("falcon", "head_dim")}
+            if model_type in _RECURRENT:
+                small["num_hidden_layers"] = 8
             try:
                 config = AutoConfig.for_model(model_type, **small)
             except ValueError:
@@ -128,6 +132,14 @@ class World:
             config.save_pretrained(folder)
             for file in _TOKENIZER_FILES:
                 (folder / file).write_bytes((self.root / "picture" / file).read_bytes())
+        return folder
+
+    def dataset(self, rows: Path) -> Path:
+        """Return a folder with the rows as its splits ``train`` and ``test``."""
+        folder = rows.with_suffix("")
+        folder.mkdir(exist_ok=True)
+        for split in ("train", "test"):
+            (folder / f"{split}.jsonl").write_bytes(rows.read_bytes())
         return folder
 
     def rows(self, form: str, role: str = "role", content: str = "content") -> Path:
@@ -175,7 +187,7 @@ def replaced(example: Example, world: World) -> tuple[tuple[str, ...], dict[str,
     if str(values.get("dataset_dir", "")).startswith("REMOTE:"):
         new["dataset_dir"] = "data"
     if "dataset_name" in values:
-        new["dataset_name"] = str(rows)
+        new["dataset_name"] = str(world.dataset(rows))
     for key in {"datasets", "pretraining_dataset", "test_datasets"} & set(values):
         entries = values[key] if isinstance(values[key], list) else [{"path": values[key]}]
         has_processor = has_pictures and "processor_type" in values
@@ -258,8 +270,6 @@ def try_example(example: Example, world: World, caches: dict[str, str]) -> Resul
             if _DISTRIBUTED.search(output):
                 variables.setdefault("NPROC_PER_NODE", "8")
             arguments = ["train", "--config", str(file), "--dry-run", "--hardware", "h100"]
-            if tool == "trl" and "eval_strategy: steps" in output.replace('"', ""):
-                arguments += ["--val-dataset", str(world.rows("messages"))]  # the data set's test split
             code, _, messages = packtool(*arguments, variables=variables)
     if code == 0:
         return Result(example, "runs", "")

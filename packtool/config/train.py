@@ -58,6 +58,9 @@ class OptimizerOptions(Settings):
     aligner_lr: float | None = optimizer_option(
         None, "Set the vision-to-text projection's peak learning rate; default is --learning-rate.", minimum=0.0
     )
+    lorap_lr_ratio: float | None = optimizer_option(
+        None, "Multiply the learning rate of LoRA's B matrices by this ratio (LoRA+).", minimum=0.0
+    )
     optim: str = optimizer_option(
         "adamw_torch_fused", "Use this optimizer of transformers, such as adamw_torch, adafactor or sgd."
     )
@@ -190,6 +193,9 @@ class TrainConfig(
     max_steps: int | None = training_option(None, "Stop after N optimizer steps, instead of after --num-train-epochs.")
     loss_reduction: LossReduction = training_option(
         "token", "Average the loss of a step over its trained tokens or its samples."
+    )
+    enable_dft_loss: bool = training_option(
+        False, "Weight each target's loss by its predicted probability (dynamic fine-tuning)."
     )
     padding_free: bool | None = packing_option(
         None,

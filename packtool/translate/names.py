@@ -43,7 +43,7 @@ _OPTIONS = {
 }
 # Unsupported arguments that change training; all others in a record of ms-swift's arguments are of other purposes.
 _CHANGES_TRAINING = {
-    *("enable_dft_loss", "loss_type", "optimizer", "use_galore", "lisa_activated_layers", "target_parameters"),
+    *("loss_type", "optimizer", "lisa_activated_layers", "target_parameters"),
     *("new_special_tokens", "rope_scaling", "max_model_len", "label_smoothing_factor"),
 }
 
@@ -212,9 +212,9 @@ def is_true(value: Any) -> bool:
 
 
 def split_list(value: Any) -> list[str]:
-    """Return the items of a list, or of a text with commas or spaces between them."""
+    """Return the items of a list, or of a text with commas or spaces between them; items may end with a comma."""
     if isinstance(value, (list, tuple)):
-        return [str(item) for item in value]
+        return [str(item).rstrip(",") for item in value]
     return [item for item in re.split(r"[,\s]+", str(value)) if item]
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from packtool.config.compat_names import compat_entries
@@ -34,6 +35,7 @@ def translate(source: ForeignConfig, options: Iterable[str], command: str, envir
         translation.set("warmup_ratio", warmup, "warmup_steps")
         del values["warmup_steps"]
     _deepspeed(translation, values)
+    _projected_optimizer(translation, values)
     _BY_TOOL[source.tool](translation, values, {**environ, **translation.environ})
     for name, value in values.items():
         translation.translate_key(name, value)
@@ -123,6 +125,44 @@ def _batch(translation: Translation, values: dict[str, Any], environ: Mapping[st
     return batch_size, num_processes, int(translation.number(name, values.get(name), default))
 
 
+# Optimizers with projected gradients: the prefix of a tool's keys, and the defaults of those that transformers reads.
+_PROJECTIONS = {
+    ("ms-swift", "galore"): {"rank": 128, "update_proj_gap": 50, "scale": 1.0, "proj_type": "std"},
+    ("LLaMA-Factory", "galore"): {"rank": 16, "update_interval": 200, "scale": 2.0, "proj_type": "std"},
+    ("LLaMA-Factory", "apollo"): {
+        "rank": 16,
+        "update_interval": 200,
+        "scale": 32.0,
+        "proj": "random",
+        "proj_type": "std",
+        "scale_type": "channel",
+    },
+}
+
+
+def _projected_optimizer(translation: Translation, values: dict[str, Any]) -> None:
+    """Translate GaLore and APOLLO into transformers' optimizers of these names."""
+    for (tool, method), defaults in _PROJECTIONS.items():
+        if tool != translation.tool or not is_true(values.get(f"use_{method}")):
+            continue
+        if is_true(values.get(f"{method}_quantization")):
+            translation.refuse(f"{method}_quantization", "quantized projections are not supported; remove it")
+        del values[f"use_{method}"]
+        arguments = {key: values.pop(f"{method}_{key}", None) or default for key, default in defaults.items()}
+        arguments["update_proj_gap"] = arguments.pop("update_interval", arguments.get("update_proj_gap"))
+        targets = [
+            target
+            for name in (f"{method}_target", f"{method}_target_modules")
+            for target in split_list(values.pop(name, None) or [])
+            if target != "all"
+        ]
+        translation.set("optim", f"{method}_adamw", f"use_{method}")
+        # Linear layers of attention and MLP in transformers' names: all without the head.
+        fields = {"optim_target_modules": targets or ["attn", "mlp"]}
+        fields["optim_args"] = ",".join(f"{key}={as_text(value)}" for key, value in arguments.items())
+        translation.set("training", fields, f"{method}_*")
+
+
 def _split_sequences(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
     """Keep the samples of each step under sequence parallelism, which needs packs."""
     size = int(translation.number("sequence_parallel_size", values.get("sequence_parallel_size"), 1))
@@ -176,10 +216,7 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
     if kernels := [name for name in values if name.startswith("liger_")]:
         translation.set("use_liger_kernel", any(list(map(is_true, map(values.pop, kernels)))), ", ".join(kernels))
     for plugin in split_list(values.pop("plugins", None) or []):
-        if plugin.endswith(("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin")):
-            translation.omit(plugin, "it changes speed and memory, not results; packtool has its own loss")
-        else:
-            translation.refuse(f"plugins: {plugin}", "packtool loads no plugins; remove it")
+        translation.translate_key("plugins", plugin)
     epochs = translation.number("num_epochs", values.get("num_epochs"), 1) or 1
     for name, kind in (("evals_per_epoch", "eval"), ("saves_per_epoch", "save")):
         count = translation.number(name, values.pop(name, None), 0)
@@ -205,7 +242,10 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
         size = translation.number("micro_batch_size", values.get("micro_batch_size"), 1) or 1
         steps = max(1, int(translation.number("batch_size", batch_size, 1) // size))
         translation.set("gradient_accumulation_steps", steps, "batch_size / micro_batch_size")
-    if patterns := split_list(values.pop("unfrozen_parameters", None) or []):
+    patterns = split_list(values.pop("unfrozen_parameters", None) or [])
+    if patterns and values.get("adapter"):
+        translation.omit("unfrozen_parameters", "the adapter is trained, and the model's own weights stay frozen")
+    elif patterns:
         if any(re.search(r"\[\d*:\d*\]$", pattern) for pattern in patterns):
             translation.refuse(
                 "unfrozen_parameters", "parts of a parameter cannot be trained; name the whole parameter"
@@ -220,7 +260,8 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
         is_offloaded = any(is_true(config.get(name)) for name in ("offload_params", "fsdp_offload_params"))
         values["fsdp"] = values.get("fsdp") or [shard]
         values["fsdp"] = split_list(values["fsdp"]) + (["offload"] if is_offloaded else [])
-    for name in ("fsdp_version", "fsdp_final_state_dict_type", "special_tokens"):
+    omitted = ["fsdp_version", "fsdp_final_state_dict_type", "special_tokens"]
+    for name in omitted + ["tokens"] * isinstance(values.get("tokens"), dict):
         if values.pop(name, None):
             translation.omit(name, "packtool uses FSDP2 with full checkpoints, and the tokenizer's own tokens")
 
@@ -338,21 +379,41 @@ def _ratio(translation: Translation, values: dict[str, Any], name: str) -> None:
 def _trl(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
     subset, split = values.pop("dataset_config", None) or "", str(values.pop("dataset_train_split", None) or "train")
     test_split = str(values.pop("dataset_test_split", None) or "test")
-    if name := values.pop("dataset_name", None):
-        is_local = os.path.exists(str(name))
-        rows = str(name) if is_local else f"{name}:{subset}:{split}".removesuffix("::train")
-        translation.set("dataset", [rows], "dataset_name")
-        if as_text(values.get("eval_strategy") or "no") != "no" and not is_local:
-            translation.set("val_dataset", [f"{name}:{subset}:{test_split}"], "dataset_name and dataset_test_split")
-        if "loss_scale" not in translation.values and is_local and _has_completions(str(name)):
+    evaluates = as_text(values.get("eval_strategy") or "no") != "no"
+    name, sources = values.pop("dataset_name", None), values.pop("datasets", None) or []
+    if name:
+        rows = _trl_rows(str(name), subset, split)
+        translation.set("dataset", rows, "dataset_name")
+        if test_rows := _trl_rows(str(name), subset, test_split) if evaluates else []:
+            translation.set("val_dataset", test_rows, "dataset_name and dataset_test_split")
+        if "loss_scale" not in translation.values and _has_completions(rows[0]):
             translation.set("loss_scale", "default", "dataset_name: only completions are trained")
+    elif not isinstance(sources, list) or not all(isinstance(each, dict) and each.get("path") for each in sources):
+        translation.refuse("datasets", "expected a list of objects with path")
+    elif sources:
+        rows = []
+        for each in sources:
+            rows += _trl_rows(str(each["path"]), str(each.get("name") or ""), str(each.get("split") or "train"))
+            for key in sorted(set(each) - {"path", "name", "split", "columns", "data_files", "data_dir"}):
+                translation.refuse(f"datasets, {key}", "not supported; remove it")
+        translation.set("dataset", rows, "datasets")
     if any(is_true(values.get(name)) for name in ("assistant_only_loss", "completion_only_loss")):
         values["assistant_only_loss"] = True
 
 
+def _trl_rows(name: str, subset: str, split: str) -> list[str]:
+    """Return the values of ``--dataset`` for a split: a local file, files of a directory, or a hub id."""
+    if os.path.isdir(name):  # as in the datasets library, names of files begin with that of their split
+        files = [str(path) for path in sorted(Path(name).rglob(f"{split}*")) if path.is_file()]
+        return files or ([name] if split == "train" else [])
+    if os.path.exists(name):
+        return [name] if split == "train" else []
+    return [f"{name}:{subset}:{split}".removesuffix("::train")]
+
+
 def _has_completions(path: str) -> bool:
     """Return whether the head of a JSON file shows rows with a prompt and a completion."""
-    if not path.endswith((".json", ".jsonl")):
+    if not path.endswith((".json", ".jsonl")) or not os.path.exists(path):
         return False
     with open(path, encoding="utf-8", errors="replace") as file:
         head = file.read(1 << 16)

@@ -299,6 +299,18 @@ def test_model_parts_have_separate_learning_rates(tiny: TinyWorld, tmp_path: Pat
     assert all((value > 0) == ("visual" not in name or "merger" in name) for name, value in halves.items())
 
 
+def test_lora_plus_and_dynamic_fine_tuning(tiny: TinyWorld, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"learning_rate": 1e-3, "warmup_ratio": 0.0, "weight_decay": 0.0, "train_type": "lora"}
+    config = tiny.config(tmp_path, max_steps=1, lorap_lr_ratio=8.0, enable_dft_loss=True, **options)
+    train(config, SilentProgress())
+    adapters = load_file(tmp_path / "checkpoint-1" / "adapter_model.safetensors")
+    # B starts at zero, and Adam's first step is as large as the rate.
+    moved = max(float(weight.abs().max()) for name, weight in adapters.items() if "lora_B" in name)
+    assert moved == pytest.approx(8e-3, rel=0.01)
+    (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert 0 < line["objective"] < line["loss"]  # each loss times its probability
+
+
 def test_log_lines_describe_their_steps(tiny: TinyWorld, tmp_path: Path) -> None:
     train(tiny.config(tmp_path, enable_channel_loss=True, max_steps=3), SilentProgress())
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

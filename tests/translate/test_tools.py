@@ -95,16 +95,59 @@ def test_ms_swift() -> None:
     ("tool", "values", "reasons"),
     [
         ("ms-swift", {"tuner_type": "boft", "boft_block_size": 4}, ["give lora"]),
-        ("ms-swift", {"tuner_type": "full", "use_galore": True, "galore_rank": 8}, ["galore_adamw"]),
+        ("ms-swift", {"tuner_type": "full", "use_galore": True, "galore_quantization": True}, ["galore_quantization"]),
         ("ms-swift", {"init_weights": "lora-ga", "lora_ga_iters": 2, "lora_ga_direction": "ArB2r"}, ["pissa"]),
         ("ms-swift", {"tuner_backend": "unsloth", "use_ray": True, "device_groups": {"a": 1}}, []),
-        ("LLaMA-Factory", {"stage": "sft", "use_apollo": True, "apollo_rank": 8}, ["apollo_adamw"]),
+        ("LLaMA-Factory", {"stage": "sft", "use_badam": True, "badam_mode": "layer"}, ["use_badam"]),
         ("LLaMA-Factory", {"stage": "sft", "ray_num_workers": 4}, []),
     ],
 )
 def test_a_method_without_equivalent_is_one_problem(tool: str, values: dict[str, Any], reasons: list[str]) -> None:
     problems = translated(tool, {"dataset": "a.jsonl", **values}).problems
     assert [reason in problem for reason, problem in zip(reasons, problems, strict=True)] == [True] * len(reasons)
+
+
+def test_optimizers_with_projected_gradients_keep_their_arguments() -> None:
+    translation = translated("ms-swift", {"dataset": "a.jsonl", "use_galore": "true", "galore_rank": "8"})
+    assert (translation.values["optim"], translation.problems) == ("galore_adamw", [])
+    fields = {
+        "optim_target_modules": ["attn", "mlp"],
+        "optim_args": "rank=8,update_proj_gap=50,scale=1.0,proj_type=std",
+    }
+    assert translation.values["training"] == fields
+    values = {"dataset": "a", "stage": "sft", "use_apollo": True, "apollo_target": "q_proj,v_proj"}
+    fields = translated("LLaMA-Factory", {**values, "apollo_layerwise": True}).values["training"]
+    assert fields["optim_target_modules"] == ["q_proj", "v_proj"]
+    arguments = "rank=16,scale=32.0,proj=random,proj_type=std,scale_type=channel,update_proj_gap=200"
+    assert fields["optim_args"] == arguments
+    assert "optim" not in translated("LLaMA-Factory", {**values, "use_apollo": False}).values
+
+
+@pytest.mark.parametrize(
+    ("tool", "values"),
+    [
+        ("ms-swift", {"enable_dft_loss": "true", "lorap_lr_ratio": "16"}),
+        ("LLaMA-Factory", {"stage": "sft", "use_dft_loss": True, "loraplus_lr_ratio": 16.0}),
+    ],
+)
+def test_dynamic_fine_tuning_and_lora_plus_are_translated(tool: str, values: dict[str, Any]) -> None:
+    translation = translated(tool, {"dataset": "a.jsonl", **values})
+    config = resolve(TrainConfig, {}, file={"model": "m", **translation.values})
+    assert (config.enable_dft_loss, config.lorap_lr_ratio, translation.problems) == (True, 16, [])
+
+
+def test_trl_mixture_of_datasets(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}")
+    sources = [{"path": str(tmp_path)}, {"path": "trl-lib/tldr", "name": "a", "split": "train"}]
+    rows = translated("TRL", {"datasets": sources}).values["dataset"]
+    assert rows == [str(tmp_path / "train.jsonl"), "trl-lib/tldr:a:train"]
+    assert translated("TRL", {"datasets": "a,b"}).problems
+
+
+def test_plugins_of_axolotl_that_change_only_speed_are_left_out() -> None:
+    names = ["axolotl.integrations.liger.LigerPlugin", "axolotl.integrations.expert_parallel.ExpertParallelPlugin"]
+    assert translated("axolotl", {"datasets": [], "plugins": names}).problems == []
+    assert translated("axolotl", {"datasets": [], "plugins": [*names, "my.Plugin"]}).problems
 
 
 def test_ms_swift_sequence_parallelism_keeps_the_samples_of_a_step() -> None:
@@ -120,7 +163,7 @@ def test_ms_swift_record_of_arguments() -> None:
     translation = translated("ms-swift", values)
     assert translation.problems == []
     assert "system" not in translation.values
-    assert translated("ms-swift", {**values, "enable_dft_loss": True}).problems
+    assert translated("ms-swift", {**values, "optimizer": "muon"}).problems
 
 
 def test_ms_swift_pretraining_and_caches() -> None:

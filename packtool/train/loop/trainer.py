@@ -382,6 +382,8 @@ class PackTrainer(Trainer):
             self.noise.batch = batch
         with self.compute_loss_context_manager():
             losses = self.loss_function(model, batch)
+            if self.config.enable_dft_loss:
+                losses = losses.weighted_by_probability()
             self.meter.add_losses(losses, batch)
             loss = step_mean.contribution(losses.weighted_sum())
         interval = self.args.torch_empty_cache_steps
@@ -451,7 +453,7 @@ class PackTrainer(Trainer):
         return 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer, with separate parameter groups for vision tower and aligner if these have own rates."""
+        """Create the optimizer, with separate parameter groups for parts that have their own rates."""
         is_new = self.optimizer is None
         if self.config.master_weights == "kahan":
             betas = (self.args.adam_beta1, self.args.adam_beta2)

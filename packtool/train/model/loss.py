@@ -6,7 +6,7 @@ For a step with N target tokens over all micro-batches and ranks, every micro-ba
 
 Gradients add up over micro-batches and are *averaged* over ranks, so the gradient is that of the mean over all N
 targets. The plan contains N, so ranks need no communication. w is 1, or the target's loss scale, which does not change
-N (as in ms-swift). With ``--loss-reduction sample``, N is the number of samples, and w divides each sample's losses by
+N (as in ms-swift); with ``--enable-dft-loss``, times p, without its gradient. With ``--loss-reduction sample``, N is the number of samples, and w divides each sample's losses by
 its number of targets.
 
 Logits are the largest tensor of a step (T x vocabulary, float32 for the loss). Where a model allows it, ``HeadLoss``
@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,15 @@ class TargetLosses:
     positions: Tensor
     weights: Tensor | None
     zero: Tensor
+
+    def weighted_by_probability(self) -> TargetLosses:
+        """Return these losses with each weight times the target's probability (DFT, Wu et al. 2025, arXiv 2508.05629).
+
+        Probabilities are constants: no gradient flows through them.
+        """
+        probabilities = torch.exp(-self.losses.detach())
+        weights = probabilities if self.weights is None else self.weights * probabilities
+        return replace(self, weights=weights)
 
     def weighted_sum(self) -> Tensor:
         """Return the weighted sum of the losses, a differentiable scalar."""

@@ -40,6 +40,7 @@ _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _MAX_SHOWN_NAMES = 4
 _MAX_ERROR_LENGTH = 300
 _LORA_INFIX = ".lora_"
+_LORA_B = re.compile(r"\.lora_(embedding_)?B\b")
 # Options, and the names of the same settings in an adapter's configuration.
 _ADAPTER_SETTINGS = {
     "lora_rank": "r",
@@ -347,24 +348,28 @@ def _difference(weights: Mapping[str, Tensor], directory: str, infix: str = "") 
 
 
 def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: nn.Module, config: TrainConfig) -> None:
-    """Split an optimizer's parameter groups, in place, so that vision tower and aligner have their own learning rates.
+    """Split an optimizer's parameter groups, in place, so that parts of the model have their own learning rates.
 
-    Does nothing without ``--vit-lr`` and ``--aligner-lr``. ``trained`` is the module whose parameters the optimizer
-    has, perhaps wrapped for several processes; ``model`` is bare or inside an adapter.
+    These are the vision tower (``--vit-lr``), the aligner (``--aligner-lr``) and the B matrices of LoRA, whose rate is
+    multiplied by ``--lorap-lr-ratio`` (LoRA+, Hayou et al. 2024, arXiv 2402.12354). ``trained`` is the module whose
+    parameters the optimizer has, perhaps wrapped for several processes; ``model`` is bare or inside an adapter.
     """
     rate_of_part = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
-    if config.vit_lr is None and config.aligner_lr is None:
+    if (config.vit_lr, config.aligner_lr, config.lorap_lr_ratio) == (None, None, None):
         return
     base = base_model(model)
     towers = towers_of(base, base.config.model_type)
     names = {id(parameter): name.removeprefix(_PEFT_PREFIX) for name, parameter in trained.named_parameters()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        parameters_by_rate: dict[float | None, list[Any]] = defaultdict(list)  # None: the group's own rate
+        parameters_by_rate: dict[float, list[Any]] = defaultdict(list)
         for parameter in group["params"]:
-            rate = rate_of_part.get(towers.part_of(names[id(parameter)]))
+            name = names[id(parameter)]
+            rate = rate_of_part.get(towers.part_of(name))
+            rate = group["lr"] if rate is None else rate
+            if config.lorap_lr_ratio is not None and _LORA_B.search(name):
+                rate *= config.lorap_lr_ratio
             parameters_by_rate[rate].append(parameter)
         for rate, parameters in parameters_by_rate.items():
-            new_rate = {} if rate is None else {"lr": rate}
-            groups.append({**group, "params": parameters, **new_rate})
+            groups.append({**group, "params": parameters, "lr": rate})
     optimizer.param_groups[:] = groups

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from packtool.train.model.loss import StepMean
+from packtool.train.model.loss import StepMean, TargetLosses
 
 
 def gradient(mean: StepMean, weight: torch.nn.Parameter, losses: list[float]) -> torch.Tensor:
@@ -38,3 +39,17 @@ def test_step_without_units_has_zero_loss() -> None:
     assert gradient(StepMean(0), weight, [0.0]) == 0
     assert StepMean(3).remove_units(3, [weight]) == 0
     assert weight.grad == 0
+
+
+@pytest.mark.parametrize("weights", [None, torch.tensor([1.0, 0.0, 2.0])])
+def test_dynamic_fine_tuning_weights_losses_by_constant_probabilities(weights: torch.Tensor | None) -> None:
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    labels = torch.tensor([2, 0, 6])
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    targets = TargetLosses(losses, labels == 0, torch.arange(3), weights, torch.zeros(()))
+    (gradient_of_sum,) = torch.autograd.grad(targets.weighted_by_probability().weighted_sum(), logits)
+    # p(y) times the gradient of cross-entropy, which is p - onehot(y).
+    p = torch.softmax(logits.detach(), dim=1)
+    expected = (p - torch.nn.functional.one_hot(labels, 7)) * p[torch.arange(3), labels, None]
+    expected *= 1.0 if weights is None else weights[:, None]
+    torch.testing.assert_close(gradient_of_sum, expected)
