@@ -6,8 +6,8 @@ For a step with N target tokens over all micro-batches and ranks, every micro-ba
 
 Gradients add up over micro-batches and are *averaged* over ranks, so the gradient is that of the mean over all N
 targets. The plan contains N, so ranks need no communication. w is 1, or the target's loss scale, which does not change
-N (as in ms-swift); with ``--enable-dft-loss``, times p, without its gradient. With ``--loss-reduction sample``, N is the number of samples, and w divides each sample's losses by
-its number of targets.
+N (as in ms-swift); with ``--enable-dft-loss``, times p without its gradient. With ``--loss-reduction sample``, N is the
+number of samples, and w divides each sample's losses by its number of targets.
 
 Logits are the largest tensor of a step (T x vocabulary, float32 for the loss). Where a model allows it, ``HeadLoss``
 therefore computes the losses in the model's head, a few hundred targets at a time, and recomputes the logits in the
