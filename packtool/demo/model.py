@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +40,6 @@ PLAIN_ADDED_TOKENS = (
     *("<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
 )
 """Tokens that are added but not special: they are decoded even where special tokens are skipped."""
-
-CHAT_TEMPLATE = """\
-{%- macro render(content) -%}
-    {%- if content is string -%}
-        {{- content -}}
-    {%- else -%}
-        {%- for part in content -%}
-            {%- if part.type == 'image' or 'image' in part -%}
-                {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-            {%- elif part.type == 'video' or 'video' in part -%}
-                {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
-            {%- elif 'text' in part -%}
-                {{- part.text -}}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- endif -%}
-{%- endmacro -%}
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message.role + '\\n' + render(message.content) + '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
 
 MIN_PIXELS = 64 * 64
 MAX_PIXELS = 112 * 112
@@ -197,4 +174,5 @@ def _write_settings(root: Path) -> None:
         }
     for file, values in settings.items():
         (root / file).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    (root / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    template = resources.files("packtool.demo").joinpath("chat_template.jinja").read_text(encoding="utf-8")
+    (root / "chat_template.jinja").write_text(template, encoding="utf-8")
