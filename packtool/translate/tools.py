@@ -158,7 +158,7 @@ def _projected_optimizer(translation: Translation, values: dict[str, Any]) -> No
         ]
         translation.set("optim", f"{method}_adamw", f"use_{method}")
         # Linear layers of attention and MLP in transformers' names: all without the head.
-        fields = {"optim_target_modules": targets or ["attn", "mlp"]}
+        fields: dict[str, Any] = {"optim_target_modules": targets or ["attn", "mlp"]}
         fields["optim_args"] = ",".join(f"{key}={as_text(value)}" for key, value in arguments.items())
         translation.set("training", fields, f"{method}_*")
 
