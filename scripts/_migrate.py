@@ -138,8 +138,11 @@ class World:
         """Return a folder with the rows as its splits ``train`` and ``test``."""
         folder = rows.with_suffix("")
         folder.mkdir(exist_ok=True)
+        picture = folder / "picture.png"  # rows may only name media in their own folder
+        picture.write_bytes((self.root / "picture.png").read_bytes())
+        text = rows.read_text(encoding="utf-8").replace(str(self.root / "picture.png"), str(picture))
         for split in ("train", "test"):
-            (folder / f"{split}.jsonl").write_bytes(rows.read_bytes())
+            (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
         return folder
 
     def rows(self, form: str, role: str = "role", content: str = "content") -> Path:

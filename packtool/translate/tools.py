@@ -288,6 +288,7 @@ _MESSAGE_KEYS = ({"role": "role", "content": "content"}, {"role": "from", "conte
 _COLUMNS = {
     "field_messages": "messages",
     "field": "text",
+    "text_column": "text",
     "field_instruction": "instruction",
     "field_input": "input",
     "field_output": "output",
