@@ -193,7 +193,8 @@ class UnknownOptions:
         if compat_name.status == "unneeded":
             self.warn(compat_name.sentence(shown))
             return None
-        if compat_name.status == "unsupported" and value is not None and str(value).strip().lower() in _DISABLED:
+        is_switch = compat_name.status == "unsupported" or compat_name.selects_a_value
+        if is_switch and value is not None and str(value).strip().lower() in _DISABLED:
             return None
         return compat_name.sentence(shown, value)
 

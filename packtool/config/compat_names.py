@@ -59,6 +59,11 @@ class CompatName:
         """Return each tool's explanation of this name, which the user gave as ``shown``; an unknown value is None."""
         return "; ".join(entry._explanation(shown, value) for entry in (self, *self.other_meanings))
 
+    @property
+    def selects_a_value(self) -> bool:
+        """Whether this name switches on one value of our option, as ``use_galore`` does with ``--optim galore_adamw``."""
+        return self.status == "renamed" and " " in self.options and not self.options.startswith("--set")
+
     def _explanation(self, shown: str, value: object) -> str:
         reason = f": {self.reason}" if self.reason else ""
         if self.status == "renamed":

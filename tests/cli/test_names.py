@@ -90,6 +90,7 @@ def test_disabling_an_unsupported_option_is_ignored() -> None:
     output: list[str] = []
     unknown = UnknownOptions("train", {"train": TrainConfig}, output.append)
     assert unknown.on_command_line("--use-galore", "false") is None
+    assert "--optim galore_adamw" in (unknown.on_command_line("--use-galore", "true") or "")
     assert unknown.on_command_line("--quant-bits", None) is not None
     assert output == []
 
