@@ -61,8 +61,9 @@ class CompatName:
 
     @property
     def selects_a_value(self) -> bool:
-        """Whether this name switches on one value of our option, as ``use_galore`` does with ``--optim galore_adamw``."""
-        return self.status == "renamed" and " " in self.options and not self.options.startswith("--set")
+        """True for a switch that selects one value of our option: ``use_galore`` is ``--optim galore_adamw``."""
+        fixed_value = " " in self.options and "{" not in self.options and not self.options.startswith("--set")
+        return self.status == "renamed" and fixed_value
 
     def _explanation(self, shown: str, value: object) -> str:
         reason = f": {self.reason}" if self.reason else ""
