@@ -15,7 +15,7 @@ from packtool.config.train import TrainConfig
 from packtool.constants import TRAIN_NEWLINE
 from packtool.errors import ConfigError
 from packtool.translate.names import _FIELDS, Translation, as_text, is_true, split_list
-from packtool.translate.read import ForeignConfig
+from packtool.translate.read import ForeignConfig, load_config_file
 
 _NEWLINE_TOOLS = ("ms-swift", "LLaMA-Factory")
 """Tools whose templates make the newline after ``<|im_end|>`` a target."""
@@ -238,6 +238,15 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
         values.pop("lr_scheduler", None)
         translation.set("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler and cosine_min_lr_ratio")
         translation.set("lr_scheduler_kwargs", {"min_lr_rate": minimum}, "cosine_min_lr_ratio")
+    is_streamed = is_true(values.get("streaming")) and is_true(values.get("sample_packing"))
+    if is_streamed and (num_rows := values.pop("streaming_multipack_buffer_size", None)):
+        is_ordered = as_text(values.get("shuffle_merged_datasets")) == "false"
+        translation.set("packing_interval", num_rows, "streaming_multipack_buffer_size")
+        translation.set("shuffle_buffer_size", 1 if is_ordered else num_rows, "streaming_multipack_buffer_size")
+    num_added = -_num_embeddings(values.get("base_model")) % 32
+    if num_added and is_true(values.pop("resize_token_embeddings_to_32x", False)):
+        reason = f"it adds {num_added} rows to the embeddings, packtool adds none; remove it"
+        translation.refuse("resize_token_embeddings_to_32x", reason)
     if (batch_size := values.pop("batch_size", None)) is not None and not values.get("gradient_accumulation_steps"):
         size = translation.number("micro_batch_size", values.get("micro_batch_size"), 1) or 1
         steps = max(1, int(translation.number("batch_size", batch_size, 1) // size))
@@ -268,23 +277,12 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
 
 # Keys of an axolotl data set that packtool needs not, or finds out itself; and columns of the two formats.
 _DETECTED = {
-    "roles_to_train",
-    "message_property_mappings",
-    "train_on_eos",
-    "ds_type",
-    "field_thinking",
-    "template_thinking_key",
-    "chat_template",
-    "chat_template_jinja",
-    "data_files",
-    "path",
-    "name",
-    "split",
-    "type",
+    *("roles_to_train", "message_property_mappings", "train_on_eos", "ds_type", "field_thinking", "type", "name"),
+    *("template_thinking_key", "chat_template", "chat_template_jinja", "data_files", "path", "split"),
     "trust_remote_code",
 }
 _MAPPINGS = "message_property_mappings"
-_MESSAGE_KEYS = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
+_MESSAGE_KEYS = (("role", "content"), ("from", "value"), ("from", "content"))
 _COLUMNS = {
     "field_messages": "messages",
     "field": "text",
@@ -315,10 +313,7 @@ def _axolotl_datasets(translation: Translation, name: str, entries: Any) -> None
             "role": entry.get("message_field_role", "role"),
             "content": entry.get("message_field_content", "content"),
         }
-        if {key: roles.get(key, key) for key in ("role", "content")} not in (
-            *_MESSAGE_KEYS,
-            {"role": "from", "content": "content"},
-        ):
+        if (roles.get("role", "role"), roles.get("content", "content")) not in _MESSAGE_KEYS:
             translation.refuse(f"{name}, message_property_mappings", "name these keys in a --dataset-info file (tags)")
         trained = split_list(entry.get("roles_to_train") or ["assistant"])
         if {"user", "human"} & set(trained):
@@ -341,14 +336,8 @@ def _axolotl_datasets(translation: Translation, name: str, entries: Any) -> None
 
 
 # First words of types, with a remark for the report.
-_TYPES = {
-    "chat_template": "",
-    "sharegpt": "",
-    "alpaca": "rendered by the model's own chat template, not by axolotl's prompt",
-    "completion": "",
-    "pretrain": "",
-    "input_output": "",
-}
+_TYPES = dict.fromkeys(("chat_template", "sharegpt", "alpaca", "completion", "pretrain", "input_output"), "")
+_TYPES["alpaca"] = "rendered by the model's own chat template, not by axolotl's prompt"
 _SLICE = re.compile(r"(\w*)(?:\[:(\d+%?)\])?")
 
 
@@ -367,6 +356,15 @@ def _axolotl_paths(translation: Translation, name: str, entry: Mapping[str, Any]
     is_local = os.path.exists(path) or path.endswith((".json", ".jsonl", ".parquet", ".csv", ".txt"))
     selection = "" if is_local else f":{subset}:{match[1]}".rstrip(":")
     return [f"{path}{selection}{amount}"]
+
+
+def _num_embeddings(model: Any) -> int:
+    """Return the vocabulary size in the config.json of a local model; 0 if there is none."""
+    path = Path(str(model), "config.json")
+    config = load_config_file(str(path)) if path.exists() else {}
+    text_config = config.get("text_config")
+    size = (text_config if isinstance(text_config, dict) else config).get("vocab_size")
+    return size if isinstance(size, int) else 0
 
 
 def _ratio(translation: Translation, values: dict[str, Any], name: str) -> None:

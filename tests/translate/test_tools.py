@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,68 @@ def test_axolotl_targets_sharding_and_columns() -> None:
     names = translated("axolotl", {"lora_target_modules": ["q_proj", "v_proj"], "deepspeed": "x/zero3_bf16.json"})
     assert names.values["target_modules"] == ["q_proj", "v_proj"]
     assert names.values["deepspeed"] == "zero3"
+
+
+@pytest.mark.parametrize(("config", "num_added"), [({"vocab_size": 100}, 28), ({"text_config": {"vocab_size": 95}}, 1)])
+def test_axolotl_embeddings_that_would_grow(tmp_path: Path, config: dict[str, Any], num_added: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    values = {"base_model": str(tmp_path), "resize_token_embeddings_to_32x": True}
+    (problem,) = translated("axolotl", values).problems
+    assert f"adds {num_added} rows" in problem
+    assert translated("axolotl", {**values, "resize_token_embeddings_to_32x": False}).problems == []
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": 128}, {"text_config": {"vocab_size": 96}}, None])
+def test_axolotl_embeddings_that_stay(tmp_path: Path, config: dict[str, Any] | None) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    translation = translated("axolotl", {"base_model": str(tmp_path), "resize_token_embeddings_to_32x": True})
+    assert translation.problems == []
+    assert "resize_token_embeddings_to_32x" in dict(translation.omitted)
+
+
+@pytest.mark.parametrize(("shuffles", "buffer_size"), [(None, 500), (True, 500), (False, 1)])
+def test_axolotl_streaming_buffer(shuffles: bool | None, buffer_size: int) -> None:
+    values = {"streaming": True, "sample_packing": True, "streaming_multipack_buffer_size": 500, "max_steps": 9}
+    translation = translated("axolotl", {**values, "shuffle_merged_datasets": shuffles})
+    assert translation.problems == []
+    assert (translation.values["packing_interval"], translation.values["shuffle_buffer_size"]) == (500, buffer_size)
+    assert "packing_window" not in translation.values
+    cached = translated("axolotl", {**values, "streaming": False})
+    assert (cached.values["packing_window"], cached.values.get("packing_interval")) == (500, None)
+
+
+@pytest.mark.parametrize(
+    ("tool", "values"),
+    [
+        ("LLaMA-Factory", {"torch_compile_mode": "max-autotune"}),
+        ("axolotl", {"eta_min": 7e-7}),
+        ("axolotl", {"test_value": True}),
+        ("axolotl", {"plugins": ["axolotl.integrations.swanlab.SwanLabPlugin"]}),
+        ("axolotl", {"do_causal_lm_eval": True, "eval_causal_lm_metrics": ["perplexity"], "eval_table_size": 2}),
+        ("axolotl", {"debug": True}),
+    ],
+)
+def test_settings_that_do_not_change_training(tool: str, values: dict[str, Any]) -> None:
+    translation = translated(tool, values)
+    assert translation.problems == []
+    assert set(values) <= {name for name, _ in translation.omitted}
+    assert not set(values) & set(translation.values)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"tokenizer_use_mistral_common": True}, "default system prompt"),
+        ({"eval_causal_lm_metrics": ["perplexity", "chrf"]}, "generates no text"),
+        ({"curriculum_sampling": True}, "sorted"),
+        ({"plugins": ["some.OtherPlugin"]}, "no plugins"),
+        ({"nvfp4_merge_aware": True}, "unknown setting"),
+    ],
+)
+def test_axolotl_settings_that_stay_refused(values: dict[str, Any], problem: str) -> None:
+    (message,) = translated("axolotl", {"base_model": "m", **values}).problems
+    assert problem in message
 
 
 def test_trl(tmp_path: Path) -> None:
