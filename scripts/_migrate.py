@@ -56,10 +56,10 @@ _PAGE = """\
 
 This page shows which training examples of ms-swift, LLaMA-Factory, axolotl and TRL packtool runs unchanged. Only paths
 of models and data are replaced: by a small random model of the same type, and by rows of the format that the example
-names. A small Qwen3-VL replaces all models with pictures. Each configuration is translated with `packtool translate`
-and passed to `packtool train --dry-run --hardware h100`, or to `packtool export`; no weights are loaded. Settings that
-distribute a model are planned for eight processes. Optional packages that the examples use (DeepSpeed, bitsandbytes,
-Liger, trackers) are installed. To repeat it:
+names. A small Qwen3-VL, with its names of modules, replaces all models with pictures. Each configuration is translated
+with `packtool translate` and passed to `packtool train --dry-run --hardware h100`, or to `packtool export`; no weights
+are loaded. Settings that distribute a model are planned for eight processes. Optional packages that the examples use
+(DeepSpeed, bitsandbytes, Liger, trackers) are installed. To repeat it:
 
 ```bash
 scripts/migrate ms-swift LLaMA-Factory axolotl trl --output docs/migration-table.md
@@ -195,6 +195,9 @@ def replaced(example: Example, world: World) -> tuple[tuple[str, ...], dict[str,
         entries = values[key] if isinstance(values[key], list) else [{"path": values[key]}]
         has_processor = has_pictures and "processor_type" in values
         new[key] = [_entry(entry, world, has_processor, example.project) for entry in entries]
+    targets = values.get("lora_target_modules")
+    if has_pictures and isinstance(targets, str):  # the stand-in's name of the language model
+        new["lora_target_modules"] = targets.replace("model.text_model.", "model.language_model.")
     settings = None if example.settings is None else {k: new.get(k, v) for k, v in example.settings.items()}
     return tuple(_new_words(example.words, new)), settings
 

@@ -243,10 +243,8 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
         is_ordered = as_text(values.get("shuffle_merged_datasets")) == "false"
         translation.set("packing_interval", num_rows, "streaming_multipack_buffer_size")
         translation.set("shuffle_buffer_size", 1 if is_ordered else num_rows, "streaming_multipack_buffer_size")
-    num_added = -_num_embeddings(values.get("base_model")) % 32
-    if num_added and is_true(values.pop("resize_token_embeddings_to_32x", False)):
-        reason = f"it adds {num_added} rows to the embeddings, packtool adds none; remove it"
-        translation.refuse("resize_token_embeddings_to_32x", reason)
+    if is_true(values.get("resize_token_embeddings_to_32x")):
+        _axolotl_embeddings(translation, values)
     if (batch_size := values.pop("batch_size", None)) is not None and not values.get("gradient_accumulation_steps"):
         size = translation.number("micro_batch_size", values.get("micro_batch_size"), 1) or 1
         steps = max(1, int(translation.number("batch_size", batch_size, 1) // size))
@@ -358,13 +356,16 @@ def _axolotl_paths(translation: Translation, name: str, entry: Mapping[str, Any]
     return [f"{path}{selection}{amount}"]
 
 
-def _num_embeddings(model: Any) -> int:
-    """Return the vocabulary size in the config.json of a local model; 0 if there is none."""
-    path = Path(str(model), "config.json")
+def _axolotl_embeddings(translation: Translation, values: dict[str, Any]) -> None:
+    """Refuse embeddings that would grow: those of a local model whose number of rows is no multiple of 32."""
+    path = Path(str(values.get("base_model")), "config.json")
     config = load_config_file(str(path)) if path.exists() else {}
     text_config = config.get("text_config")
     size = (text_config if isinstance(text_config, dict) else config).get("vocab_size")
-    return size if isinstance(size, int) else 0
+    if isinstance(size, int) and size % 32:
+        del values["resize_token_embeddings_to_32x"]
+        reason = f"it adds {-size % 32} rows to the embeddings, packtool adds none; remove it"
+        translation.refuse("resize_token_embeddings_to_32x", reason)
 
 
 def _ratio(translation: Translation, values: dict[str, Any], name: str) -> None:
