@@ -24,6 +24,14 @@ def test_only_models_and_data_are_replaced(world: World) -> None:
     assert (words, settings) == (("swift", "sft", *local, "--lora_rank", "8", "--system", "hello"), None)
 
 
+def test_names_of_modules_are_those_of_the_replacement(world: World) -> None:
+    values = {"base_model": "HuggingFaceTB/SmolVLM2-2.2B-Instruct"}
+    for targets, expected in [("model.text_model.a", "model.language_model.a"), (["q_proj"], ["q_proj"])]:
+        _, settings = replaced(Example("axolotl", "a.yml", settings={**values, "lora_target_modules": targets}), world)
+        assert settings is not None
+        assert settings["lora_target_modules"] == expected
+
+
 def test_rows_have_the_format_that_the_example_names(world: World) -> None:
     mapping = {"role": "from", "content": "value"}
     entries = [

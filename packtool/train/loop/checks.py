@@ -180,7 +180,7 @@ def _check_reports(args: TrainingArguments) -> None:
             callbacks[name]()
         except (RuntimeError, ImportError) as error:
             package = TRACKERS[name][1] if name in TRACKERS else name
-            raise ConfigError(f"--report-to {name}: {package} is not installed", f"pip install {package}") from error
+            raise ConfigError(f"--report-to {name}: cannot use {package}: {error}", f"pip install {package}") from error
 
 
 def _check_optimizer(args: TrainingArguments, num_steps: int) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from transformers.integrations import integration_utils
 
+from packtool.errors import ConfigError
 from packtool.progress import SilentProgress
+from packtool.train.loop.checks import _check_reports
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, read_metrics
 
@@ -58,3 +62,12 @@ def test_trackers_get_the_names_of_the_trainer(
         names = ("loss", "grad_norm", "learning_rate", "epoch", "token_accuracy")
         assert {name: metrics[prefix + name] for name in names} == {name: line[name] for name in names}
         assert metrics[f"{prefix}samples_per_second"] > 0
+
+
+def test_a_tracker_that_cannot_be_imported_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ModuleNotFoundError("No module named 'httpx'")
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "trackio", fail)
+    with pytest.raises(ConfigError, match=r"--report-to trackio: cannot use trackio: No module named 'httpx'"):
+        _check_reports(SimpleNamespace(report_to=["trackio"]))  # type: ignore[arg-type]
