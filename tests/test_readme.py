@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from packtool.demo.dataset import make_rows
-from packtool.demo.model import make_model
 from tests.cli.commands import run_here, run_in_shell
+from tests.cli.narrow_model import make_narrow_model
 
 
 def blocks(repository: Path) -> list[str]:
@@ -39,7 +39,7 @@ def test_the_two_commands(repository: Path, tmp_path: Path) -> None:
 
 def test_the_two_stages(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Line by line; the one that starts several processes by way of bash and the installed command."""
-    make_model(str(tmp_path / "model"), 0)
+    make_narrow_model(tmp_path / "model")
     make_rows(str(tmp_path), 40, 0)
     (tmp_path / "train.json").rename(tmp_path / "rows.json")
     monkeypatch.chdir(tmp_path)
