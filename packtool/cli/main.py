@@ -99,7 +99,7 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "train": (TrainConfig, run_train, "Train on packed samples; set NPROC_PER_NODE=8 to use 8 GPUs."),
     "sft": (TrainConfig, run_train, "Alias of train."),
     "eval": (EvalConfig, run_eval, "Compute loss, perplexity and accuracy of every sample."),
-    "merge": (MergeConfig, run_merge, "Merge a LoRA adapter into its base model."),
+    "merge": (MergeConfig, run_merge, "Merge an adapter into its base model."),
     "demo": (DemoConfig, run_demo_command, "Run export and training on a small synthetic dataset."),
     "inspect": (InspectConfig, run_inspect, "Show a cache, its samples, or what a run has trained."),
     "plan": (PlanConfig, run_plan, "Preview the training schedule; needs no GPU."),

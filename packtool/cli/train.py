@@ -217,7 +217,7 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
 
 
 def run_merge(config: MergeConfig, invocation: Invocation) -> None:
-    """Merge a LoRA adapter into its base model."""
+    """Merge an adapter into its base model."""
     set_passive_omp_wait()
     from packtool.report.tables import TerminalProgress
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from packtool.config.conflicts import Settings
 from packtool.config.settings import YES_OR_NO, Synonyms, flag, memory_option, parameter_option, training_option
@@ -33,9 +34,16 @@ ATTN_IMPL_HELP = "Use this attention kernel; auto prefers flash attention if it 
 
 ModelPart = Literal["vision tower", "aligner", "language model"]
 """The parts of a model that have freezing, adapters and learning rates of their own."""
-_ONLY_LORA = "of adapters, packtool trains LoRA: give lora, perhaps with --use-dora, --use-rslora or --init-weights"
+ADAPTER_SETTINGS: dict[str, dict[str, int | float]] = {
+    "boft": {"boft_block_size": 4, "boft_block_num": 0, "boft_n_butterfly_factor": 1, "boft_dropout": 0.0},
+    "bone": {"r": 4},
+    "oft": {"r": 0, "oft_block_size": 32, "module_dropout": 0.0},
+    "vera": {"r": 256, "projection_prng_key": 0, "vera_dropout": 0.0, "d_initial": 0.1},
+}
+"""Defaults of ``--adapter-settings`` by type, named as in peft: LLaMA-Factory's for OFT, ms-swift's for the others."""
+_NO_ADAPTER = "known adapters are lora, boft, bone, oft and vera: give one of them"
 TrainType = Annotated[
-    Literal["lora", "full"],
+    Literal["lora", "full", "boft", "bone", "oft", "vera"],
     Synonyms(
         {},
         {
@@ -43,14 +51,14 @@ TrainType = Annotated[
             "freeze": "give full and --freeze-parameters or --trainable-parameters",
             "lora_llm": "towers that are trained in full beside adapters are not supported: give lora with "
             "--freeze-vit false, which puts adapters on them too",
-            **dict.fromkeys(
-                ("adalora", "adapter", "boft", "fourierft", "llamapro", "longlora", "oft", "reft", "vera"), _ONLY_LORA
-            ),
+            "miss": "give bone, the older name of MiSS",
+            **dict.fromkeys(("adalora", "adapter", "fourierft", "llamapro", "longlora", "reft"), _NO_ADAPTER),
         },
     ),
 ]
 InitWeights = Annotated[Literal["true", "false", "gaussian", "orthogonal", "pissa", "olora"], YES_OR_NO]
 lora_option = functools.partial(parameter_option, needs=("train_type", "lora"))
+adapter_option = functools.partial(parameter_option, needs=("train_type", "|".join(("lora", *ADAPTER_SETTINGS))))
 full_option = functools.partial(parameter_option, needs=("train_type", "full"))
 _NAME_OPTIONS = (
     *("lora_bias", "target_modules", "target_regex", "modules_to_save", "freeze_parameters", "freeze_parameters_regex"),
@@ -62,7 +70,7 @@ _NAME_OPTIONS = (
 class LearningOptions(Settings):
     """Trained parts of a model, which determine the cost of a step."""
 
-    train_type: TrainType = training_option("lora", "Train LoRA adapters or all weights.", aliases=("tuner_type",))
+    train_type: TrainType = training_option("lora", "Train adapters or all weights.", aliases=("tuner_type",))
     lora_rank: int = lora_option(8, "Set the rank of the LoRA adapters.")
     freeze_vit: bool = parameter_option(True, "Freeze the vision tower and, in Omni models, the audio tower.")
     freeze_aligner: bool = parameter_option(True, "Freeze the projection from vision to text (aligner).")
@@ -70,10 +78,10 @@ class LearningOptions(Settings):
     lora_bias: Literal["none", "all", "lora_only"] = lora_option(
         "none", "Train no biases, all biases, or only those of modules with adapters."
     )
-    target_modules: tuple[str, ...] = lora_option(
+    target_modules: tuple[str, ...] = adapter_option(
         ("all-linear",), "Add adapters to these modules: all-linear or names."
     )
-    target_regex: str | None = lora_option(None, "Add adapters to modules whose name matches this regular expression.")
+    target_regex: str | None = adapter_option(None, "Add adapters to modules whose name matches this expression.")
     modules_to_save: tuple[str, ...] = lora_option(
         (), "Train these modules in full beside the adapters, such as embed_tokens lm_head."
     )
@@ -138,7 +146,7 @@ def _matches(name: str, prefixes: tuple[str, ...], regex: str | None) -> bool:
 class AdapterOptions(LearningOptions):
     """Trained weights and adapters."""
 
-    adapters: tuple[str, ...] = lora_option((), "Continue training the adapter in this directory.")
+    adapters: tuple[str, ...] = adapter_option((), "Continue training the adapter in this directory.")
     lora_alpha: int = lora_option(32, "Set alpha of the LoRA adapters; their output is scaled by alpha/rank.")
     lora_dropout: float = lora_option(0.05, "Set the dropout probability of adapter inputs.", minimum=0.0, maximum=1.0)
     use_rslora: bool = lora_option(False, "Scale adapters by alpha/sqrt(rank) (rank-stabilized LoRA).")
@@ -146,9 +154,20 @@ class AdapterOptions(LearningOptions):
     init_weights: InitWeights = lora_option(
         "true", "Initialize new adapters by this method of peft; false initializes both matrices at random."
     )
+    adapter_settings: Mapping[str, Any] | None = parameter_option(
+        None,
+        "Change settings of an adapter other than LoRA, as JSON; names are peft's.",
+        needs=("train_type", "|".join(ADAPTER_SETTINGS)),
+    )
 
     def value_problems(self) -> list[str]:
-        problems = []
+        defaults, problems = ADAPTER_SETTINGS.get(self.train_type, {}), []
+        for name, value in (self.adapter_settings or {}).items():
+            if name not in defaults:
+                known = ", ".join(defaults) or "options such as --lora-rank"
+                problems.append(f"--adapter-settings {name}: unknown with --train-type {self.train_type}; use {known}")
+            elif type(value) not in (int, type(defaults[name])) or value < 0:
+                problems.append(f"--adapter-settings {name}: {value!r} is not a number as {defaults[name]}")
         for name in ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex"):
             try:
                 re.compile(getattr(self, name) or "")

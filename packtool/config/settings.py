@@ -194,7 +194,7 @@ def option(
         aliases: other names of the option, such as ``tuner_type`` for ``train_type``.
         minimum, maximum: inclusive bounds of a number, which is at least 1 by default; None for no bound.
         flag: whether it is an option of the command line; if not, only YAML and ``--set`` can set it.
-        needs: (another setting, value that it must have), without which this setting has no effect.
+        needs: (another setting, value that it must have, or values with ``|``), without which it has no effect.
     """
     metadata: dict[str, Any] = {"help": help, "panel": panel, "env": env, "aliases": aliases}
     metadata |= {"minimum": minimum, "maximum": maximum, "flag": flag, "needs": needs}
@@ -323,8 +323,8 @@ def resolve(
     if problems:
         raise ConfigError.from_problems(problems)
     for name in values:
-        needed, required = fields[name].metadata["needs"] or (name, getattr(config, name))
-        if (actual := getattr(config, needed)) != required:
+        needed, required = fields[name].metadata["needs"] or ("", "")
+        if needed and (actual := getattr(config, needed)) not in required.split("|"):
             warn(f"{flag(name)} has no effect with {flag(needed)} {actual}: it requires {flag(needed)} {required}")
     return config
 

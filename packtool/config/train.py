@@ -49,7 +49,7 @@ class OptimizerOptions(Settings):
 
     learning_rate: float | None = optimizer_option(
         None,
-        f"Set the peak learning rate; default {_LEARNING_RATES['lora']} for lora, {_LEARNING_RATES['full']} for full.",
+        f"Set the peak learning rate; default {_LEARNING_RATES['full']} for full, else {_LEARNING_RATES['lora']}.",
         minimum=0.0,
     )
     vit_lr: float | None = optimizer_option(
@@ -278,4 +278,8 @@ class TrainConfig(
     @property
     def peak_learning_rate(self) -> float:
         """The learning rate, or the default for the train type."""
-        return float(_LEARNING_RATES[self.train_type]) if self.learning_rate is None else self.learning_rate
+        return (
+            float(_LEARNING_RATES["full" if self.train_type == "full" else "lora"])
+            if self.learning_rate is None
+            else self.learning_rate
+        )

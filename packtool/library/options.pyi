@@ -74,7 +74,7 @@ class ExportKeywords(TypedDict, total=False):
 class PlanKeywords(TypedDict, total=False):
     """See ``packtool.config.plan.PlanConfig``."""
 
-    train_type: Literal["lora", "full"] | None
+    train_type: Literal["lora", "full", "boft", "bone", "oft", "vera"] | None
     lora_rank: int | None
     freeze_vit: bool | None
     freeze_aligner: bool | None
@@ -94,6 +94,7 @@ class PlanKeywords(TypedDict, total=False):
     use_rslora: bool | None
     use_dora: bool | None
     init_weights: Literal["true", "false", "gaussian", "orthogonal", "pissa", "olora"] | None
+    adapter_settings: Values | None
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None
     master_weights: Literal["float32", "kahan", "none"] | None
     gradient_checkpointing: bool | None

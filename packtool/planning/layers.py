@@ -142,7 +142,7 @@ class Trainable:
 def trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Trainable]:
     """Find the training of each module, by its name; options that name modules this model lacks are ignored."""
     modules = [module for module in layers.modules if module.kind != "attention"]
-    if options.train_type == "lora":
+    if options.train_type != "full":
         training = {module.name: _lora_training(module, options, is_head=module is layers.head) for module in modules}
     else:
         training = _full_training(modules[:-1] if layers.is_tied else modules, options)

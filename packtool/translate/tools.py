@@ -54,7 +54,7 @@ def translate(source: ForeignConfig, options: Iterable[str], command: str, envir
             translation.origins.pop("streaming"), "streaming needs packs; rows are tokenized before training"
         )
         del translation.values["streaming"]
-    if source.tool == "LLaMA-Factory":
+    if source.tool == "LLaMA-Factory" and translation.get("train_type") == "lora":
         rank = int(translation.number("lora_rank", translation.get("lora_rank"), 8))
         translation.default("lora_alpha", 2 * rank, "LoraArguments.lora_alpha: 2 x rank")
     translation.restrict(options, command)
@@ -105,6 +105,7 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
         if values.pop("cached_val_dataset", None):
             translation.omit("cached_val_dataset", "a cache of packtool contains its val split")
     _split_sequences(translation, values, environ)
+    _adapter_settings(translation, values, "tuner_type" if "tuner_type" in values else "train_type")
     if as_text(values.get("loss_type", "")) == "loss_scale":
         translation.omit("loss_type", "--loss-scale weights the loss")
         del values["loss_type"]
@@ -112,6 +113,28 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
         _, num_processes, steps = _batch(translation, values, environ)
         origin = f"16 samples or packs per step, over {num_processes} processes"
         translation.default("gradient_accumulation_steps", steps, origin)
+
+
+# Settings of adapters other than LoRA in each tool, with peft's names; and those that only LoRA has.
+_BOFT = ("boft_block_size", "boft_block_num", "boft_n_butterfly_factor", "boft_dropout")
+_ADAPTER_SETTINGS: dict[tuple[str, str], dict[str, str]] = {
+    ("ms-swift", "boft"): {name: name for name in _BOFT},
+    ("ms-swift", "bone"): {"reft_rank": "r"},
+    ("LLaMA-Factory", "oft"): {"oft_rank": "r", "oft_block_size": "oft_block_size", "module_dropout": "module_dropout"},
+}
+_LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_bias", "use_rslora", "use_dora", "lorap_lr_ratio")
+
+
+def _adapter_settings(translation: Translation, values: dict[str, Any], key: str) -> None:
+    """Translate the settings of an adapter other than LoRA, which ``key`` selects; omit those of LoRA."""
+    kind = as_text(values.get(key))
+    if (names := _ADAPTER_SETTINGS.get((translation.tool, kind))) is None:
+        return
+    for name in {*_LORA_KEYS, "loraplus_lr_ratio"} & set(values):
+        translation.omit(name, f"it belongs to LoRA, and {key} is {kind}")
+        del values[name]
+    if settings := {peft_name: values.pop(name) for name, peft_name in names.items() if values.get(name) is not None}:
+        translation.set("adapter_settings", settings, f"settings of {kind}")
 
 
 def _batch(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> tuple[int, int, int]:
@@ -202,6 +225,7 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
             rows = [row if limit is None else f"{row}#first{limit}" for row in rows]
             translation.set(option, rows, origin.replace("dataset", name, 1))
     _ratio(translation, values, "val_size")
+    _adapter_settings(translation, values, "finetuning_type")
     if (targets := values.pop("lora_target", None)) is not None:
         names = split_list(targets)
         translation.set("target_modules", ["all-linear"] if names == ["all"] else names, "lora_target")

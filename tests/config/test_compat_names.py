@@ -157,7 +157,7 @@ def test_every_name_of_every_tool_is_explained() -> None:
         assert entry.tool in tools, entry
 
 
-@pytest.mark.parametrize("other", ["lora_llm", "qlora", "adalora", "freeze", "oft"])
+@pytest.mark.parametrize("other", ["lora_llm", "qlora", "adalora", "freeze", "reft"])
 def test_unsupported_train_types_suggest_the_nearest_one(other: str) -> None:
     with pytest.raises(ConfigError, match=f"--train-type: {other}: .*(lora|full)") as error:
         resolve(TrainConfig, {"train_type": other, "cached_dataset": "c"})

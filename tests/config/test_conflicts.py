@@ -19,6 +19,7 @@ REQUIRED |= {"output": "o.parquet", "adapter": "a"}
 # Options whose values give these properties.
 PROPERTIES: dict[str, dict[str, Any]] = {
     "is_part": {"finalize": True},
+    "adapter_settings": {"train_type": "oft", "adapter_settings": {"r": 1}},
     "mixing": {"mix": "m.yaml"},
     "!mixing": {},
     "interleaves": {"mix_strategy": "interleave_once"},

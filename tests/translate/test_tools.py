@@ -95,7 +95,7 @@ def test_ms_swift() -> None:
 @pytest.mark.parametrize(
     ("tool", "values", "reasons"),
     [
-        ("ms-swift", {"tuner_type": "boft", "boft_block_size": 4}, ["give lora"]),
+        ("ms-swift", {"tuner_type": "reft", "reft_rank": 4}, ["adapters lora, boft"]),
         ("ms-swift", {"tuner_type": "full", "use_galore": True, "galore_quantization": True}, ["galore_quantization"]),
         ("ms-swift", {"init_weights": "lora-ga", "lora_ga_iters": 2, "lora_ga_direction": "ArB2r"}, ["pissa"]),
         ("ms-swift", {"tuner_backend": "unsloth", "use_ray": True, "device_groups": {"a": 1}}, []),
@@ -106,6 +106,23 @@ def test_ms_swift() -> None:
 def test_a_method_without_equivalent_is_one_problem(tool: str, values: dict[str, Any], reasons: list[str]) -> None:
     problems = translated(tool, {"dataset": "a.jsonl", **values}).problems
     assert [reason in problem for reason, problem in zip(reasons, problems, strict=True)] == [True] * len(reasons)
+
+
+@pytest.mark.parametrize(
+    ("tool", "values", "settings"),
+    [
+        ("ms-swift", {"tuner_type": "boft", "boft_block_size": 8, "lora_rank": 4}, {"boft_block_size": 8}),
+        ("ms-swift", {"tuner_type": "bone", "reft_rank": 16}, {"r": 16}),
+        ("LLaMA-Factory", {"finetuning_type": "oft", "oft_rank": 0, "oft_target": "all"}, {"r": 0}),
+    ],
+)
+def test_adapters_other_than_lora(tool: str, values: dict[str, Any], settings: dict[str, Any]) -> None:
+    translation = translated(tool, {"model": "m"} | values if tool == "ms-swift" else values)
+    assert translation.problems == []
+    assert translation.values["adapter_settings"] == settings
+    assert {"lora_rank", "lora_alpha", "lora_dropout"}.isdisjoint(translation.values)
+    lora = translated(tool, {key: value for key, value in values.items() if "_type" not in key})
+    assert "adapter_settings" not in lora.values
 
 
 def test_optimizers_with_projected_gradients_keep_their_arguments() -> None:

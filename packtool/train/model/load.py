@@ -219,14 +219,14 @@ def build_model(
     # Every rank, and every run with this seed, initializes adapters with the same random weights.
     set_seed(run.config.seed)
     weights = run.resume_point.weights
-    is_adapter = run.config.train_type == "lora"
+    is_adapter = run.config.train_type != "full"
     weight_dtype = loaded_dtype(dtype, spec.config, run.config)
     experts = None
     if run.config.shares_experts:
         empty = model_without_weights(run.config, spec.config, weight_dtype)
         experts = expert_sharding(empty, run.config, run.world, dtype)
     model = load_model(
-        # With LoRA always the base model, because an adapter stores the name of the loaded model.
+        # With adapters always the base model, because an adapter stores the name of the loaded model.
         weights if weights is not None and not is_adapter else absolute_model(run.config.model),
         spec.config,
         dtype=weight_dtype,

@@ -181,10 +181,9 @@ class ParameterSize(NamedTuple):
 
 
 def parameter_sizes(model: nn.Module) -> list[ParameterSize]:
-    """Return the sizes of all parameters of a model."""
-    return [
-        ParameterSize(full_size(weight), weight.element_size(), weight.requires_grad) for weight in model.parameters()
-    ]
+    """Return the sizes of all parameters of a model, and of the permutation matrices of BOFT adapters."""
+    weights = [*model.parameters(), *(each for name, each in model.named_buffers() if name.endswith("boft_P"))]
+    return [ParameterSize(full_size(weight), weight.element_size(), weight.requires_grad) for weight in weights]
 
 
 def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig) -> int:

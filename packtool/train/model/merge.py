@@ -1,4 +1,4 @@
-"""``packtool merge``: merge a LoRA adapter into its base model."""
+"""``packtool merge``: merge an adapter into its base model."""
 
 from __future__ import annotations
 

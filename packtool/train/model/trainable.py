@@ -9,16 +9,23 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft import (
+    BOFTConfig,
     LoraConfig,
+    MissConfig,
+    OFTConfig,
     PeftConfig,
     PeftModel,
+    VeraConfig,
     get_peft_model,
     get_peft_model_state_dict,
     set_peft_model_state_dict,
 )
+from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+from peft.tuners.boft.layer import Linear as BOFTLinear
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError, safe_open
@@ -26,7 +33,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from packtool.config.model import has_name
+from packtool.config.model import ADAPTER_SETTINGS, has_name
+from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers, family_of
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
@@ -39,8 +47,14 @@ _NEEDS_WEIGHTS = ("pissa", "olora")
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _MAX_SHOWN_NAMES = 4
 _MAX_ERROR_LENGTH = 300
-_LORA_INFIX = ".lora_"
 _LORA_B = re.compile(r"\.lora_(embedding_)?B\b")
+_CONFIGS: dict[str, type[PeftConfig]] = {
+    "lora": LoraConfig,
+    "boft": BOFTConfig,
+    "bone": MissConfig,
+    "oft": OFTConfig,
+    "vera": VeraConfig,
+}
 # Options, and the names of the same settings in an adapter's configuration.
 _ADAPTER_SETTINGS = {
     "lora_rank": "r",
@@ -93,7 +107,7 @@ def towers_of(model: nn.Module, model_type: str) -> Towers:
 
 
 def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel | PeftModel:
-    """Prepare a model for training, in place, and return it, inside a PeftModel with ``--train-type lora``.
+    """Prepare a model for training, in place, and return it, inside a PeftModel with adapters.
 
     Sets gradient checkpointing of language model and towers, freezes parameters or adds LoRA adapters, and converts
     trained weights to float32.
@@ -108,7 +122,7 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
             is_vision = towers.part_of(name) != "language model"
             if is_vision != in_vision and hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
-    if run.train_type == "lora":
+    if run.train_type != "full":
         adapted = add_adapters(model, towers, run)
         # peft converts adapters only, not biases and modules that are trained in full.
         if run.deepspeed is None:
@@ -162,7 +176,7 @@ def _freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
 
 
 def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> PeftModel:
-    """Return a model in which only LoRA adapters are trained: new ones, or those of ``--adapters``.
+    """Return a model in which only adapters are trained: new ones, or those of ``--adapters``.
 
     On the meta device (for estimates), adapters keep their default initialization.
     """
@@ -183,21 +197,40 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
     untyped: Any = model
     head = untyped.get_output_embeddings()
     is_tied = head is not None and head.weight is untyped.get_input_embeddings().weight
-    settings = LoraConfig(
-        r=run.lora_rank,
-        lora_alpha=run.lora_alpha,
-        lora_dropout=run.lora_dropout,
-        bias=run.lora_bias,
-        use_rslora=run.use_rslora,
-        use_dora=run.use_dora,
-        init_lora_weights=initialization,
-        # Full names; peft shortens them to suffixes that match exactly these modules.
-        target_modules=adapted_modules(model, towers, run),
-        modules_to_save=list(run.modules_to_save) or None,
-        ensure_weight_tying=bool(run.modules_to_save) and is_tied,
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(model, settings)
+    settings: dict[str, Any] = {**ADAPTER_SETTINGS.get(run.train_type, {}), **(run.adapter_settings or {})}
+    if run.train_type == "lora":
+        settings = {
+            "r": run.lora_rank,
+            "lora_alpha": run.lora_alpha,
+            "lora_dropout": run.lora_dropout,
+            "bias": run.lora_bias,
+            "use_rslora": run.use_rslora,
+            "use_dora": run.use_dora,
+            "init_lora_weights": initialization,
+            "modules_to_save": list(run.modules_to_save) or None,
+            "ensure_weight_tying": bool(run.modules_to_save) and is_tied,
+        }
+    # Full names; peft shortens them to suffixes that match exactly these modules.
+    settings |= {"target_modules": adapted_modules(model, towers, run), "task_type": "CAUSAL_LM"}
+    try:
+        return _add_new(model, _CONFIGS[run.train_type](**settings))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--train-type {run.train_type}: peft cannot adapt this model: {error}",
+            "Change --adapter-settings, --target-modules or --target-regex.",
+        ) from error
+
+
+def _add_new(model: PreTrainedModel, settings: PeftConfig) -> PeftModel:
+    """Return the model with a new adapter of these settings."""
+    if not next(model.parameters()).is_meta:
+        return get_peft_model(model, settings)
+    with patch.multiple(  # BOFT's permutation matrices, which torch cannot compute on the meta device
+        BOFTLinear,
+        block_butterfly_perm=lambda _, size, *__: torch.arange(size),
+        perm2mat=lambda _, indices: torch.empty(len(indices), len(indices)),
+    ):
+        return get_peft_model(model, settings)
 
 
 def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> list[str]:
@@ -273,21 +306,30 @@ def _continue_adapter(model: PreTrainedModel, run: TrainConfig, has_weights: boo
         raise ConfigError(
             f"--adapters {directory}: this is not an adapter: {error}", "Give the directory of adapter_config.json."
         ) from error
-    if not isinstance(settings, LoraConfig):
-        raise ConfigError(f"--adapters {directory}: a {settings.peft_type} adapter; only LoRA adapters are supported")
+    kind = type(settings)
+    if kind is not _CONFIGS[run.train_type]:
+        types = [name for name, config in _CONFIGS.items() if config is kind]
+        remedy = f"Use --train-type {types[0]}." if types else f"Supported are {', '.join(_CONFIGS)}."
+        raise ConfigError(
+            f"--adapters {directory}: a {settings.peft_type.value} adapter, with --train-type {run.train_type}", remedy
+        )
     defaults = type(run).__dataclass_fields__
+    requested = {f"--adapter-settings {name}:": (name, value) for name, value in (run.adapter_settings or {}).items()}
+    if run.train_type == "lora":
+        options = [option for option in _ADAPTER_SETTINGS if getattr(run, option) != defaults[option].default]
+        requested = {flag(option): (_ADAPTER_SETTINGS[option], getattr(run, option)) for option in options}
     differing = [
-        f"--{option.replace('_', '-')} {getattr(run, option)}: the adapter of --adapters has {getattr(settings, name)}"
-        for option, name in _ADAPTER_SETTINGS.items()
-        if getattr(run, option) not in (defaults[option].default, getattr(settings, name))
+        f"{option} {value}: the adapter of --adapters has {getattr(settings, name)}"
+        for option, (name, value) in requested.items()
+        if value != getattr(settings, name)
     ]
     if differing:
         raise ConfigError.from_problems(differing)
     settings.inference_mode = False
     if not has_weights:
-        if settings.init_lora_weights in _NEEDS_WEIGHTS:
+        if getattr(settings, "init_lora_weights", True) in _NEEDS_WEIGHTS:
             settings.init_lora_weights = True
-        return get_peft_model(model, settings)
+        return _add_new(model, settings)
     try:
         return attach_adapter(model, directory, is_trainable=True, config=settings)
     except MismatchError as error:
@@ -309,8 +351,8 @@ def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftMod
         adapted = PeftModel.from_pretrained(model, directory, **settings)
         # Without embeddings, which peft may have saved in addition.
         weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        lora = {name: weight for name, weight in weights.items() if _LORA_INFIX in name}
-        difference = _difference(lora, directory, _LORA_INFIX)
+        infix = f".{PEFT_TYPE_TO_PREFIX_MAPPING[adapted.active_peft_config.peft_type]}"
+        difference = _difference({name: weights[name] for name in weights if infix in name}, directory, infix)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         message = f"the adapter in {directory} cannot be attached to this model: {str(error)[:_MAX_ERROR_LENGTH]}"
         raise MismatchError(message, remedy) from error
@@ -321,7 +363,7 @@ def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftMod
 
 def load_adapter_weights(model: PeftModel, checkpoint: str) -> None:
     """Load the weights of a checkpoint's adapter into a model's adapter of the same modules and ranks."""
-    remedy = "Use the same --lora-rank, --target-modules and --freeze-... options as for its training."
+    remedy = "Use the same --train-type, --lora-rank, --adapter-settings and --target-modules as for its training."
     try:
         difference = _difference(get_peft_model_state_dict(model), checkpoint)
         state = load_file(os.path.join(checkpoint, SAFETENSORS_WEIGHTS_NAME))

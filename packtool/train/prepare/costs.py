@@ -108,7 +108,7 @@ def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: b
                 learning,
                 target_regex=targets,
                 modules_to_save=tuple(adapter.get("modules_to_save") or ()),
-                lora_rank=int(adapter["r"]),
+                lora_rank=int(adapter.get("r") or learning.lora_rank),
                 lora_bias=adapter.get("bias", "none"),
             )
     try:

@@ -135,7 +135,7 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
     checkpoint = shlex.quote(result.checkpoint)
     few_bits = "" if config.quant_bits is None else f" --quant-bits {config.quant_bits}"
     yield f"evaluate: packtool eval --model {checkpoint} --cached-dataset {caches} --output eval.parquet{few_bits}"
-    if config.train_type == "lora":
+    if config.train_type != "full":
         yield f'load: peft.PeftModel.from_pretrained(model, "{result.checkpoint}")  # onto {config.model}'
         yield f"merge: packtool merge {checkpoint} --output MERGED"
     else:
