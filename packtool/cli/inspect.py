@@ -125,7 +125,7 @@ def _write_pages(config: InspectConfig, directory: str, invocation: Invocation) 
     from packtool.report.samples import INDEX, Pages, write_pages
 
     pages = Pages(config, shows_all=False)
-    with interruptible_progress("interrupted; repeat the command to start again") as progress:
+    with interruptible_progress() as progress:
         num_missing = write_pages(pages, directory, progress)
     written, num_samples = storage.join(directory, INDEX), len(pages.numbers)
     samples = f"{num_samples:,} of {pages.num_cached:,} samples"

@@ -73,15 +73,15 @@ class Invocation:
 
 
 @contextmanager
-def interruptible_progress(message: str) -> Iterator[TerminalProgress]:
-    """Yield a progress on stderr; Ctrl-C prints ``message`` and exits with code 130."""
+def interruptible_progress() -> Iterator[TerminalProgress]:
+    """Yield a progress on stderr; Ctrl-C prints how to start again, and exits with code 130."""
     from packtool.report.tables import TerminalProgress
 
     with TerminalProgress() as progress:
         try:
             yield progress
         except KeyboardInterrupt:
-            progress.note(message)
+            progress.note("interrupted; repeat the command to start again")
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 

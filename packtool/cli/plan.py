@@ -107,10 +107,8 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
     plans = [preview(config, length) for length in config.sweep_lengths()]
     rows = [plan.figures(config.tflops, config.mfu) for plan in plans]
     lines = aligned(sweep_cells(rows), "r")
-    for warning in dict.fromkeys(
-        plan.inputs.no_sharing_reason for plan in plans if plan.inputs.no_sharing_reason is not None
-    ):
-        lines += ["", warning]
+    for warning in dict.fromkeys(plan.inputs.no_sharing_reason for plan in plans):
+        lines += [] if warning is None else ["", warning]
     if config.html is not None:
         title = names_of(config.cached_dataset or (str(config.mix or config.lengths),))
         storage.publish(config.html, sweep_page(rows, title, invocation.command).encode())
@@ -165,7 +163,7 @@ def run_pack(config: PackConfig, invocation: Invocation) -> None:
     from packtool.report.drawing import plural
     from packtool.report.tables import table
 
-    with interruptible_progress("interrupted; repeat the command to start again") as progress:
+    with interruptible_progress() as progress:
         summary = write_packs(config, progress)
     fill = summary.tokens / (summary.num_packs * summary.packing_length)
     packs = f"{summary.num_packs:,} of at most {summary.packing_length:,} tokens"

@@ -236,7 +236,7 @@ def run_demo_command(config: DemoConfig, invocation: Invocation) -> None:
     from packtool.demo.run import run_demo
     from packtool.report.tables import table
 
-    with interruptible_progress("interrupted; repeat the command to start again") as progress:
+    with interruptible_progress() as progress:
         result = run_demo(config.output_dir, config.seed, progress)
     lines = [
         ("rows", f"{result.num_rows:,}"),

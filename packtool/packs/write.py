@@ -9,10 +9,10 @@ import io
 import json
 import struct
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,9 +97,8 @@ class Pack:
         """Weight of each label, float32 (L,); None if all weights are 1."""
         if all(sample.loss_scale is None for sample in self.samples):
             return None
-        ones = (np.ones(sample.length, np.float32) for sample in self.samples)
-        scales = zip((sample.loss_scale for sample in self.samples), ones, strict=True)
-        return np.concatenate([one if scale is None else scale for scale, one in scales])
+        scales = ((sample.loss_scale, sample.length) for sample in self.samples)
+        return np.concatenate([np.ones(length, np.float32) if scale is None else scale for scale, length in scales])
 
     def media(self) -> Iterator[tuple[str, list[Any]]]:
         """Yield each kind of media with the media of all samples, in the order of their placeholder tokens."""
@@ -169,75 +168,49 @@ def _megatron_row(pack: Pack) -> dict[str, Any]:
     return {"input_ids": pack.input_ids, "loss_mask": mask, "seq_start_id": pack.cu_seqlens[:-1].tolist()}
 
 
-class TableFile:
-    """Writer of an Arrow or Parquet file with a row for each pack; readers load ``group_size`` rows at once."""
-
-    def __init__(
-        self,
-        sink: HashingSink,
-        schema: pa.Schema,
-        make_row: Callable[[Pack], dict[str, Any]],
-        *,
-        is_arrow: bool = False,
-        group_size: int = 1,
-    ) -> None:
-        self._schema, self._make_row, self._group_size = schema, make_row, group_size
-        target = pa.PythonFile(sink, mode="w")
-        make_writer = pa.ipc.new_stream if is_arrow else partial(pq.ParquetWriter, compression="zstd")
-        self._writer: Any = make_writer(target, schema)
-        self._rows: list[dict[str, Any]] = []
-
-    def write(self, pack: Pack) -> None:
-        self._rows.append(self._make_row(pack))
-        if len(self._rows) == self._group_size:
-            self._flush()
-
-    def close(self) -> dict[str, bytes]:
-        """Finish writing to the sink; return companion files by suffix."""
-        self._flush()
-        self._writer.close()
-        return {}
-
-    def _flush(self) -> None:
-        columns = [pa.array([row[field.name] for row in self._rows], field.type) for field in self._schema]
-        if self._rows:
-            self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
-        self._rows = []
+def _write_table(
+    sink: HashingSink,
+    packs: Iterable[Pack],
+    schema: pa.Schema,
+    make_row: Callable[[Pack], dict[str, Any]],
+    *,
+    is_arrow: bool = False,
+    group_size: int = 1,
+) -> None:
+    """Write an Arrow or Parquet file with a row for each pack; readers load ``group_size`` rows at once."""
+    make_writer: Any = pa.ipc.new_stream if is_arrow else partial(pq.ParquetWriter, compression="zstd")
+    writer = make_writer(pa.PythonFile(sink, mode="w"), schema)
+    rows = map(make_row, packs)
+    while group := list(islice(rows, group_size)):
+        columns = [pa.array([row[field.name] for row in group], field.type) for field in schema]
+        writer.write_batch(pa.record_batch(columns, schema=schema))
+    writer.close()
 
 
-class TarFile:
-    """Writer of a tar file that contains, for each pack, a JSON document and the files of its embedded media.
+def _write_tar(sink: HashingSink, packs: Iterable[Pack]) -> bytes:
+    """Write a tar file that contains, for each pack, a JSON document and the files of its embedded media.
 
     As in WebDataset, files of one pack have the same name up to the first dot: ``000000007.json``,
     ``000000007.image0.jpg``. The document refers to a media file by the part of its name after the first dot.
-    With ``is_indexed``, a companion file has the offsets of the packs, for Megatron Energon.
+    Returns the index that Megatron Energon reads: the offsets of the packs and of the end.
     """
-
-    def __init__(self, sink: HashingSink, is_indexed: bool) -> None:
-        # Mode "w|" never seeks, as object stores require.
-        target: Any = sink
-        self._tar = tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115
-        self._offsets: list[int] = []
-        self._is_indexed = is_indexed
-
-    def write(self, pack: Pack) -> None:
-        self._offsets.append(self._tar.offset)
-        row = _row(pack)
-        files = {name: data for kind in _MEDIA for name, data in _extract_files(kind, row[kind])}
+    # Mode "w|" never seeks, as object stores require.
+    target: Any = sink
+    tar = tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115
+    offsets = []
+    for each in packs:
+        offsets.append(tar.offset)
+        row = _row(each)
+        media_files = {name: data for kind in _MEDIA for name, data in _extract_files(kind, row[kind])}
         document = {name: value for name, value in row.items() if value is not None}
-        self._add(f"{pack.number:09d}.json", json.dumps(document, default=np.ndarray.tolist).encode())
+        files = {"json": json.dumps(document, default=np.ndarray.tolist).encode(), **media_files}
         for name, data in files.items():
-            self._add(f"{pack.number:09d}.{name}", data)
-
-    def close(self) -> dict[str, bytes]:
-        end = self._tar.offset
-        self._tar.close()
-        return {".idx": struct.pack(f"<{len(self._offsets) + 1}Q", *self._offsets, end)} if self._is_indexed else {}
-
-    def _add(self, name: str, data: bytes) -> None:
-        info = tarfile.TarInfo(name)
-        info.size = len(data)
-        self._tar.addfile(info, io.BytesIO(data))
+            info = tarfile.TarInfo(f"{each.number:09d}.{name}")
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    offsets.append(tar.offset)
+    tar.close()
+    return struct.pack(f"<{len(offsets)}Q", *offsets)
 
 
 def _energon_files(num_packs: dict[str, int], split: str) -> dict[str, bytes]:
@@ -347,7 +320,7 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
 
 def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, files: list[dict[str, Any]]) -> bytes:
     """Return the manifest as JSON; ``files`` are its entries, with name, packs, size and checksum."""
-    manifest = {
+    manifest: dict[str, Any] = {
         "format": FORMAT,
         "packtool": VERSION,
         "layout": config.format,
@@ -363,7 +336,7 @@ def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, fi
         "capacity": summary.packing_length,
         "files": files,
     }
-    return json.dumps(manifest, indent=1).encode()
+    return _json(manifest)
 
 
 class _Packing(NamedTuple):
@@ -437,27 +410,33 @@ def _write_file(job: _FileJob) -> dict[str, Any]:
     path = storage.join(config.output_dir, job.name)
     file = AtomicFile(path)
     sink = HashingSink(file)
-    if config.format in ("webdataset", "energon"):
-        writer: TableFile | TarFile = TarFile(sink, is_indexed=config.format == "energon")
-    elif config.format == "megatron":
-        writer = TableFile(sink, _MEGATRON_SCHEMA, _megatron_row, group_size=_MEGATRON_GROUP_SIZE)
-    else:
-        writer = TableFile(sink, _schema(spec.has_vision and spec.has_audio), _row, is_arrow=config.format == "arrow")
+    packs = _read_packs(job, reader, spec)
     try:
-        for pack_number, positions in enumerate(job.packs, start=job.first_pack):
-            samples = [reader.sample(int(position)) for position in positions]
-            if config.embeds:
-                samples = list(_embed_media(samples, config))
-            elif config.media == "reference":
-                samples = [_strip_media_bytes(sample) for sample in samples]
-            writer.write(Pack(pack_number, positions, tuple(samples), spec))
-        for suffix, content in writer.close().items():
-            storage.publish(path + suffix, content)
+        if config.format in ("webdataset", "energon"):
+            index = _write_tar(sink, packs)
+            if config.format == "energon":
+                storage.publish(f"{path}.idx", index)
+        elif config.format == "megatron":
+            _write_table(sink, packs, _MEGATRON_SCHEMA, _megatron_row, group_size=_MEGATRON_GROUP_SIZE)
+        else:
+            schema = _schema(has_fractions=spec.has_vision and spec.has_audio)
+            _write_table(sink, packs, schema, _row, is_arrow=config.format == "arrow")
         state = file.commit()
     except BaseException:
         sink.discard()
         raise
     return {"file": job.name, "packs": len(job.packs), "bytes": state.size, "sha256": sink.digest.hexdigest()}
+
+
+def _read_packs(job: _FileJob, reader: CacheReader, spec: InputSpec) -> Iterator[Pack]:
+    """Yield the packs of a file; ``--media`` decides whether their samples have the bytes of their media."""
+    for pack_number, positions in enumerate(job.packs, start=job.first_pack):
+        samples = [reader.sample(int(position)) for position in positions]
+        if job.config.embeds:
+            samples = list(_embed_media(samples, job.config))
+        elif job.config.media == "reference":
+            samples = [_strip_media_bytes(sample) for sample in samples]
+        yield Pack(pack_number, positions, tuple(samples), spec)
 
 
 def _embed_media(samples: list[EncodedSample], config: PackConfig) -> Iterator[EncodedSample]:

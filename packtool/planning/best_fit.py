@@ -444,13 +444,12 @@ def pack_histogram(
         return sort_by_sample(PackPlan(samples, offsets, pack_lengths, capacity))
 
     # Samples of each length in random order, the lengths in the order of the placements.
-    by_length = seeded_order(
-        len(lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.WITHIN_LENGTH, descending_by=lengths
-    )
+    draw = partial(seeded_order, seed=seed, epoch=epoch)
+    by_length = draw(len(lengths), stream=stream + RandomStream.WITHIN_LENGTH, descending_by=lengths)
     if order is not None:
         by_length = by_length[gather_groups(to_offsets(counts), order)[0]]
     # Packs in random order.
-    pack_order = seeded_order(len(sizes), seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
+    pack_order = draw(len(sizes), stream=stream + RandomStream.PACK_ORDER)
     offsets = to_offsets(sizes[pack_order])
     samples, pack_lengths = fill_slots(by_length, placements, offsets[:-1][invert_order(pack_order)])
     return split_to_count(PackPlan(samples, offsets, pack_lengths, capacity), num_packs)
@@ -508,10 +507,8 @@ def _place(
                 fewest, evenness = exact, candidate
             if fewest.total_packs <= enough_packs:
                 break
-    if evenness is not None and noise is None:
-        return fewest, None, fewest.total_packs
     if noise is None:
-        return best_fit, None, best_fit.total_packs
+        return fewest, None, fewest.total_packs
     if evenness is not None:
         # With noise, exact fit may need a few more packs than without; all epochs get as many.
         num_packs = fewest.total_packs + 1 + int(fewest.total_packs * _SLACK)

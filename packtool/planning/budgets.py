@@ -108,12 +108,8 @@ def pack_within_budgets(
     num_first_packs = _num_packs_of_first_epoch[key]
     num_packs = min(num_first_packs + 2 + int(num_first_packs * _SLACK), len(lengths))
     # A later epoch has other packs, in one of several attempts; if none has few enough, it has those of the first.
-    plan = first_plan
-    for head_stream in _HEAD_STREAMS:
-        if plan is None:
-            attempt = draw(epoch, head_stream)
-            plan = attempt if attempt.num_packs <= num_packs else None
-    plan = plan or draw(0)
+    attempts = (draw(epoch, head_stream) for head_stream in _HEAD_STREAMS)
+    plan = first_plan or next((attempt for attempt in attempts if attempt.num_packs <= num_packs), None) or draw(0)
     order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
     return split_to_count(select_packs(plan, order), num_packs)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -299,11 +300,9 @@ def _counts(recipe: Recipe, candidates: list[Int64Array], values: IntArray | Non
     end = sizes_per_weight.min() if recipe.stop == "first" else sizes_per_weight.max()
     copies = np.zeros(len(sizes))
     copies[is_taken] = end / sizes_per_weight
-    counts = []
-    for num_copies, num in zip(copies.tolist(), num_candidates, strict=True):
-        min_count = min(num, 1)  # at least one sample of each source that has any
-        counts.append(max(round(min(num_copies * num, MAX_AMOUNT)), min_count))
-    return tuple(counts)
+    counts = np.rint(np.minimum(copies * num_candidates, MAX_AMOUNT))
+    min_counts = np.minimum(num_candidates, 1)  # at least one sample of each source that has any
+    return tuple(np.maximum(counts, min_counts).astype(np.int64).tolist())
 
 
 def _names(sources: tuple[SourceRecipe, ...]) -> tuple[str, ...]:
@@ -329,12 +328,7 @@ class SourceCounts:
     epochs: float = 0.0
 
     def __add__(self, other: SourceCounts) -> SourceCounts:
-        return SourceCounts(
-            self.samples + other.samples,
-            self.tokens + other.tokens,
-            self.target_tokens + other.target_tokens,
-            self.epochs + other.epochs,
-        )
+        return SourceCounts(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 Counts = Mapping[str, SourceCounts]
@@ -344,10 +338,7 @@ Counts = Mapping[str, SourceCounts]
 def counts_of_steps(packs: PackPlan, steps: StepPlan, mixture: Mixture) -> Int64Array:
     """Count samples, tokens and target tokens of each source in each step of a plan; int64 (T, S, 3)."""
     num_sources = len(mixture.names)
-    step_of_pack = np.empty(packs.num_packs, np.int64)
-    step_of_pack[steps.order] = np.repeat(
-        np.arange(steps.num_steps), np.diff(steps.micro_batch_offsets[steps.step_offsets])
-    )
+    step_of_pack = steps.locations()[:, 0].astype(np.int64)
     cells = np.repeat(step_of_pack, np.diff(packs.offsets)) * num_sources + mixture.source_of(packs.samples)
     columns = None, packs.full_lengths, mixture.target_tokens[packs.samples]
     return _count(cells, columns, steps.num_steps * num_sources).reshape(steps.num_steps, num_sources, 3)

@@ -85,9 +85,8 @@ class SkrullFigures:
     @property
     def bucket_fill(self) -> float:
         """Tokens divided by the capacity of all micro-batches with samples, 0 to 1."""
-        return self.num_tokens / (
-            self.num_micro_batches * self.options.bucket_size * self.options.sequence_parallel_size
-        )
+        capacity = self.options.bucket_size * self.options.sequence_parallel_size
+        return self.num_tokens / (self.num_micro_batches * capacity)
 
     def figures(self, num_tokens: int) -> dict[str, Any]:
         """Return all figures of an epoch of ``num_tokens`` tokens, by their names in JSON."""

@@ -89,9 +89,8 @@ class TreeParts:
         free[-1] = len(order) - packs_per_step * (len(free) - 1)
         step_of = np.full(len(order), NOTHING)
         clusters = self._clusters(position, packs_per_step)
-        for _, first, packs in sorted(
-            (-len(packs), min(positions[pack] for pack in packs), packs) for packs in clusters
-        ):
+        by_size = sorted((-len(packs), min(positions[pack] for pack in packs), packs) for packs in clusters)
+        for _, first, packs in by_size:
             step = _find_free_step(free, first // packs_per_step, len(packs))
             if step != NOTHING:
                 step_of[packs] = step

@@ -111,9 +111,8 @@ class Axis:
             first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
             values = [i * step for i in range(first, last + 1)]
         spacing = values[1] - values[0] if len(values) > 1 else 1.0
-        num_decimals = 0  # as many as the spacing needs, at most 4
-        while num_decimals < 4 and abs(round(spacing, num_decimals) - spacing) >= 1e-9:
-            num_decimals += 1
+        # As many decimals as the spacing needs, at most 4.
+        num_decimals = next((num for num in range(4) if abs(round(spacing, num) - spacing) < 1e-9), 4)
         ticks = [(value, _label(value, spacing, num_decimals) + suffix) for value in values]
         return cls(name, low, values[-1] if extend else high, ticks)
 

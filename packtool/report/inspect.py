@@ -220,10 +220,7 @@ def cache_figures(directory: str) -> dict[str, Any]:
 def dropped_rows(path: str) -> Iterator[dict[str, Any]]:
     """Yield the dropped rows of a ``dropped.jsonl``, without dropped parts of rows that were kept."""
     with storage.open_read(path) as file:
-        for line in file:
-            row = load_json(line)
-            if "part" not in row:
-                yield row
+        yield from (row for row in map(load_json, file) if "part" not in row)
 
 
 def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -24,9 +24,8 @@ _MAX_COMPANIONS = 20  # listed samples that share a pack with the inspected one
 
 def is_run(directory: str) -> bool:
     """Check whether a directory is that of a run or a checkpoint, rather than a cache."""
-    return os.path.isdir(directory) and (
-        has_history(directory) or is_checkpoint(directory) or bool(finished_checkpoints(directory))
-    )
+    checks = has_history, is_checkpoint, finished_checkpoints
+    return os.path.isdir(directory) and any(check(directory) for check in checks)
 
 
 def trained_figures(directory: str) -> dict[str, Any]:
