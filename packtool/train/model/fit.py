@@ -33,6 +33,7 @@ from packtool.simulate.hardware import read_hardware
 from packtool.simulate.machine import Constants
 from packtool.train.model.load import model_without_weights, resolve_dtype
 from packtool.train.model.memory import CachedTracer, MemoryEstimate, PassTracer, estimate_memory, parameter_sizes
+from packtool.train.model.precision import quantized_layers, saved_bytes
 from packtool.train.prepare.checkpoint import BatchShape
 from packtool.train.prepare.costs import ExpectedTime
 from packtool.train.prepare.figures import RankTokens, assign_media, media_of_caches, peak_memory_batches
@@ -215,7 +216,8 @@ class Fit:
         num_sharing_ranks = run.sequence_parallel_ranks
         assert run.packing_length is not None
         plan, media_shares = self._plan(run.packing_length, num_sharing_ranks)
-        sizes = parameter_sizes(self._model(run.deepspeed is not None))
+        model = self._model(run.deepspeed is not None)
+        sizes = parameter_sizes(model)
         trained = [size for size in sizes if size.is_trained]
         dtype = resolve_dtype(self._model_config, run, on_gpu=True)
         if run.fsdp:  # reduces gradients in float32
@@ -228,7 +230,8 @@ class Fit:
             model=self.files.config,
             hardware=self.hardware,
             world_size=self.config.world_size,
-            weight_bytes=sum(size.num_elements for size in sizes) * dtype.itemsize,
+            weight_bytes=sum(size.num_elements for size in sizes) * dtype.itemsize
+            - saved_bytes(quantized_layers(model, self._model_config.model_type, run), run, dtype.itemsize),
             gradient_bytes=gradient_bytes,
             trained_bytes=sum(size.num_elements for size in trained) * dtype.itemsize,
         )

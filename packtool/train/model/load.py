@@ -113,6 +113,7 @@ def load_model(
     attn_impl: str = "auto",
     parallel: SequenceParallel | None = None,
     quantization: QuantizationOptions | None = None,
+    computation_dtype: torch.dtype | None = None,
     experts: DistributedConfig | None = None,
 ) -> PreTrainedModel:
     """Load a model with its weights.
@@ -124,6 +125,7 @@ def load_model(
         attn_impl: kernel of the packed attention; ``auto`` chooses one.
         parallel: ranks that share each sequence; None without sequence parallelism.
         quantization: number of bits of the language model's linear layers; None keeps ``dtype``.
+        computation_dtype: precision in which FSDP or DeepSpeed computes; by default ``dtype``.
         experts: division of a mixture's experts among processes; None if each process has all experts.
 
     Raises:
@@ -134,7 +136,7 @@ def load_model(
         refuse_unsupported(config)
     settings: dict[str, Any] = {"dtype": dtype, "quantization_config": None}
     if quantization is not None:
-        settings["quantization_config"] = quantization_config(quantization, config, dtype)
+        settings["quantization_config"] = quantization_config(quantization, config, dtype, computation_dtype)
     if experts is not None:
         settings["distributed_config"] = experts
     with experts_transposed_correctly() if experts is not None else contextlib.nullcontext():
@@ -234,6 +236,7 @@ def build_model(
         attn_impl=run.config.attn_impl,
         parallel=parallel,
         quantization=run.config,
+        computation_dtype=dtype,
         experts=experts,
     )
     saved = SavedPrecision.of(spec.config, model)

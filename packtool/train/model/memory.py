@@ -33,8 +33,8 @@ from packtool.progress import Progress
 from packtool.simulate.hardware import Hardware, read_hardware
 from packtool.simulate.machine import Constants
 from packtool.train.model.load import has_gpu, model_without_weights, quiet_transformers, resolve_dtype
-from packtool.train.model.precision import full_size, quantized_layers, saved_bytes
-from packtool.train.model.sharding import expert_weights, zero_stage
+from packtool.train.model.precision import full_size, quantized_layers, saved_bytes, scale_bytes
+from packtool.train.model.sharding import expert_weights, shards_weights, zero_stage
 from packtool.train.model.trace import trace_pass
 from packtool.train.prepare.costs import with_recomputing
 from packtool.train.prepare.figures import RankTokens, longest_micro_batches, peak_memory_batches
@@ -124,13 +124,7 @@ def estimate_memory(
     trained = [size for size in sizes if size.is_trained]
     trained_bytes = sum(size.num_elements * size.element_bytes for size in trained)
     quantized = quantized_layers(model, model_config.model_type, config)
-    # First the bytes without quantization, also if the model is already quantized; then minus the saved bytes.
-    bytes_per_weight = torch.float32.itemsize if config.torch_dtype == "float32" else dtype.itemsize
-    weight_bytes = sum(size.num_elements * size.element_bytes for size in sizes)
-    weight_bytes += sum(
-        full_size(layer.weight) * (bytes_per_weight - layer.weight.element_size()) for layer in quantized
-    )
-    weight_bytes -= saved_bytes(quantized, config, bytes_per_weight)
+    weight_bytes, unsharded_bytes = _weight_bytes(sizes, quantized, config, dtype)
     # A quantized layer is dequantized while it computes.
     dequantized_bytes = max((full_size(layer.weight) for layer in quantized), default=0) * dtype.itemsize
     micro_batches = micro_batches or longest_micro_batches(config, model_config.to_dict(), RankTokens(computed=1))
@@ -143,7 +137,7 @@ def estimate_memory(
         logit_bytes = 3 * 4 * num_positions * int(model_config.get_text_config().vocab_size)
     is_traced = len(pass_bytes) == len(traced)
     # Stage 1 shards optimizer states, 2 also gradients, 3 also weights, as FSDP and expert parallelism do.
-    stage = 3 if config.fsdp or config.shares_experts else zero_stage(config)
+    stage = 3 if shards_weights(config) else zero_stage(config)
     # torch's buckets are copies of the gradients, not views.
     bucket_bytes = trained_bytes if world_size > 1 and stage == 0 and config.deepspeed is None else 0
 
@@ -151,16 +145,30 @@ def estimate_memory(
         return num_bytes / _GIB / (world_size if stage >= first_stage else 1)
 
     return MemoryEstimate(
-        weights=sharded_gib(weight_bytes, 3),
+        weights=sharded_gib(weight_bytes, 3) + unsharded_bytes / _GIB,
         gradients=sharded_gib(trained_bytes, 2),
         optimizer=sharded_gib(_optimizer_bytes_per_weight_byte(config, dtype) * trained_bytes, 1),
         activations=(max(*pass_bytes, logit_bytes) + dequantized_bytes) / _GIB if is_traced else None,
-        gathered=_gathered_bytes(model, dtype, config) / _GIB if stage >= 3 else 0.0,
+        gathered=_gathered_bytes(model, dtype, config, quantized) / _GIB if stage >= 3 else 0.0,
         buckets=bucket_bytes / _GIB,
         num_tokens=num_tokens,
         num_parameters=sum(size.num_elements for size in sizes),
         num_trainable=sum(size.num_elements for size in trained),
     )
+
+
+def _weight_bytes(
+    sizes: Sequence[ParameterSize], quantized: list[nn.Linear], config: TrainConfig, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Return the bytes of all weights, and of the scales of ``quantized`` layers, which are not sharded."""
+    # First the bytes without quantization, also if the model is already quantized; then minus the saved bytes.
+    bytes_per_weight = torch.float32.itemsize if config.torch_dtype == "float32" else dtype.itemsize
+    weight_bytes = sum(size.num_elements * size.element_bytes for size in sizes)
+    weight_bytes += sum(
+        full_size(layer.weight) * (bytes_per_weight - layer.weight.element_size()) for layer in quantized
+    )
+    num_scale_bytes = scale_bytes(quantized, config)
+    return weight_bytes - saved_bytes(quantized, config, bytes_per_weight) - num_scale_bytes, num_scale_bytes
 
 
 def _optimizer_bytes_per_weight_byte(config: TrainConfig, dtype: torch.dtype) -> int:
@@ -186,31 +194,34 @@ def parameter_sizes(model: nn.Module) -> list[ParameterSize]:
     return [ParameterSize(full_size(weight), weight.element_size(), weight.requires_grad) for weight in weights]
 
 
-def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig) -> int:
+def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig, quantized: Sequence[nn.Linear]) -> float:
     """Return the unsharded bytes that FSDP or ZeRO-3 holds at its peak.
 
     These are the weights outside of layers, the weights of the largest layer and of the next one, which is prefetched,
     and the gradients of one layer. With ``shard_grad_op``, all layers stay unsharded from the forward pass to the
-    backward pass. With expert parallelism, a rank gathers only its own experts.
+    backward pass. With expert parallelism, a rank gathers only its own experts. Weights of ``quantized`` layers are
+    gathered in 4 bits.
     """
     expert_ids = {id(weight) for weight in expert_weights(model).values()} if config.shares_experts else set()
 
-    def num_elements(parameter: nn.Parameter) -> int:
+    quantized_ids = {id(layer.weight) for layer in quantized}
+
+    def num_bytes(parameter: nn.Parameter) -> float:
         num_ranks = config.expert_parallel_size if id(parameter) in expert_ids else 1
-        return full_size(parameter) // num_ranks
+        return full_size(parameter) // num_ranks * (0.5 if id(parameter) in quantized_ids else dtype.itemsize)
 
     layer_classes = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     ids_in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    num_outside = sum(num_elements(parameter) for parameter in model.parameters() if id(parameter) not in ids_in_layers)
-    weights_per_layer, gradients_per_layer = [0], [0]  # elements; a layer of none, if the model has no layers
+    bytes_outside = sum(num_bytes(parameter) for parameter in model.parameters() if id(parameter) not in ids_in_layers)
+    weights_per_layer, gradients_per_layer = [0.0], [0.0]  # bytes; a layer of none, if the model has no layers
     for layer in layers:
-        weights_per_layer.append(sum(map(num_elements, layer.parameters())))
+        weights_per_layer.append(sum(map(num_bytes, layer.parameters())))
         trained = (parameter for parameter in layer.parameters() if parameter.requires_grad)
-        gradients_per_layer.append(sum(map(num_elements, trained)))
-    max_weights, num_gradients = max(zip(weights_per_layer, gradients_per_layer, strict=True))
-    num_in_layers = sum(weights_per_layer) if "shard_grad_op" in config.fsdp else 2 * max_weights
-    return (num_outside + num_in_layers + num_gradients) * dtype.itemsize
+        gradients_per_layer.append(sum(map(num_bytes, trained)))
+    max_weights, gradient_bytes = max(zip(weights_per_layer, gradients_per_layer, strict=True))
+    bytes_in_layers = sum(weights_per_layer) if "shard_grad_op" in config.fsdp else 2 * max_weights
+    return bytes_outside + bytes_in_layers + gradient_bytes
 
 
 def traced_bytes(

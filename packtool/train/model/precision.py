@@ -10,7 +10,8 @@ the computation (autocast), or bfloat16 with the lost digits beside them (``kaha
     none                 8 = 2 + 2 + 4; most of a small update is lost
 
 ``--quant-bits`` stores the linear layers of a language model, but no experts of mixtures, in 4 or 8 bits by
-bitsandbytes, with adapters in float32 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
+bitsandbytes, with adapters in float32 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314). FSDP and ZeRO-3 shard 4-bit
+weights, but not their scales.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from packtool.config.model import QuantizationOptions
 from packtool.config.train import TrainConfig
 from packtool.encode.families import family_of
 from packtool.errors import ConfigError, MismatchError
-from packtool.train.model.sharding import copy_weight
+from packtool.train.model.sharding import copy_weight, shards_weights
 from packtool.train.prepare.checkpoint import ONLY_MODEL
 
 MASTER_NAME = "master_weights.safetensors"
@@ -274,12 +275,24 @@ def full_size(parameter: Tensor) -> int:
 
 
 def quantization_config(
-    options: QuantizationOptions, config: PreTrainedConfig, dtype: torch.dtype
+    options: QuantizationOptions,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    computation_dtype: torch.dtype | None = None,
 ) -> BitsAndBytesConfig | None:
-    """Return the quantization for ``from_pretrained``; None without ``--quant-bits``; raise if it is impossible."""
+    """Return the quantization for ``from_pretrained``; None without ``--quant-bits``; raise if it is impossible.
+
+    ``dtype`` is that of the other weights. Sharded 4-bit weights are stored as numbers of the computation's type (by
+    default ``dtype``), because FSDP and DeepSpeed shard only floating-point numbers and convert those of other types.
+    """
     if options.quant_bits is None:
         return None
     option = f"--quant-bits {options.quant_bits}"
+    is_sharded = isinstance(options, TrainConfig) and shards_weights(options)
+    if is_sharded and options.quant_bits == 8:
+        raise ConfigError(
+            f"{option}: bitsandbytes does not shard 8-bit weights", "Give --quant-bits 4, or ZeRO stage 2."
+        )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(f"{option}: bitsandbytes is not installed", "pip install bitsandbytes")
     if getattr(config, "quantization_config", None):
@@ -289,6 +302,7 @@ def quantization_config(
         load_in_4bit=uses_4_bits,
         load_in_8bit=not uses_4_bits,
         bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=(computation_dtype or dtype) if is_sharded else torch.uint8,
         bnb_4bit_quant_type=options.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=options.bnb_4bit_use_double_quant,
         llm_int8_skip_modules=list(_unquantized(config.model_type)),
@@ -331,10 +345,16 @@ def quantized_layers(model: nn.Module, model_type: str, options: QuantizationOpt
 def saved_bytes(layers: list[nn.Linear], options: QuantizationOptions, weight_bytes: int) -> int:
     """Return the bytes that quantization of these layers saves; ``weight_bytes`` are those of one weight."""
     num_weights = sum(full_size(layer.weight) for layer in layers)
+    bytes_per_weight = 0.5 if options.quant_bits == 4 else 1
+    return int(num_weights * (weight_bytes - bytes_per_weight)) - scale_bytes(layers, options)
+
+
+def scale_bytes(layers: list[nn.Linear], options: QuantizationOptions) -> int:
+    """Return the bytes of the scales of quantized layers."""
     if options.quant_bits == 8:  # a float32 scale for each row
-        return num_weights * (weight_bytes - 1) - sum(4 * layer.out_features for layer in layers)
-    scale_bytes = 1 / _BLOCK + 4 / _BLOCK / _SCALE_BLOCK if options.bnb_4bit_use_double_quant else 4 / _BLOCK
-    return int(num_weights * (weight_bytes - 0.5 - scale_bytes))
+        return sum(4 * layer.out_features for layer in layers)
+    bytes_per_weight = 1 / _BLOCK + 4 / _BLOCK / _SCALE_BLOCK if options.bnb_4bit_use_double_quant else 4 / _BLOCK
+    return round(sum(full_size(layer.weight) for layer in layers) * bytes_per_weight)
 
 
 def quantization_line(model: nn.Module, model_type: str, options: QuantizationOptions) -> list[str]:

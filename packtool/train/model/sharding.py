@@ -193,6 +193,11 @@ def zero_stage(config: TrainConfig) -> int:
     return int((deepspeed_settings(config.deepspeed).get("zero_optimization") or {}).get("stage") or 0)
 
 
+def shards_weights(config: TrainConfig) -> bool:
+    """Return whether each process holds only a part of the weights, as with FSDP, ZeRO-3 and expert parallelism."""
+    return bool(config.fsdp) or config.shares_experts or zero_stage(config) == 3
+
+
 def connect_deepspeed_on_cpus(config: TrainConfig) -> None:
     """Start DeepSpeed's communication on machines without GPUs, where accelerate does not.
 

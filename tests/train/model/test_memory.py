@@ -13,6 +13,7 @@ from packtool.progress import SilentProgress
 from packtool.train.model import loss, memory
 from packtool.train.model.load import model_without_weights
 from packtool.train.model.memory import estimate_memory, traced_bytes
+from packtool.train.model.precision import quantized_layers
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.prepare.result import TrainResult, next_lines, settings_lines
 from packtool.train.run import train
@@ -133,6 +134,21 @@ def test_gathered_layers_are_counted_with_sharded_weights(tiny: TinyWorld) -> No
         full.gradients,
         full.optimizer,
     )
+
+
+def test_sharded_weights_of_four_bits_are_counted(tiny: TinyWorld) -> None:
+    """Each rank holds its share of the weights, all scales, and gathers layers in four bits."""
+    settings = {"train_type": "lora", "quant_bits": 4, "freeze_vit": True, "freeze_aligner": True}
+    plain, full = estimate(tiny, **settings), estimate(tiny, **settings, fsdp=("full_shard",))
+    config = tiny.config("out", **settings)
+    model = model_without_weights(config, reduced_config("qwen3_vl"), torch.bfloat16)
+    num_weights = sum(layer.weight.numel() for layer in quantized_layers(model, "qwen3_vl", config))
+    scales = round(num_weights * (1 / 64 + 4 / 64 / 256))
+    assert full.weights * GIB == pytest.approx((plain.weights * GIB - scales) / 4 + scales)
+    unquantized = estimate(tiny, **settings | {"quant_bits": None}, fsdp=("full_shard",))
+    # The two layers of the model are gathered at the same time.
+    assert (unquantized.gathered - full.gathered) * GIB == num_weights * 1.5
+    assert estimate(tiny, **settings, deepspeed="zero3").weights == full.weights
 
 
 def test_buckets_of_gradients_are_counted(tiny: TinyWorld) -> None:
