@@ -306,7 +306,10 @@ def collate_tree(
     target_counts = target_counts[:, fields["target_positions"].numpy()]
     lengths = tuple(document.length for document in documents)
     keys, key_lengths = key_index([node.parent for node in nodes] + [ROOT] * len(fillers), lengths)
-    positions = _node_positions(samples, nodes, spec) + [sample_positions(document, spec) for document in fillers]
+    # Tokens have the positions that they have in the complete samples.
+    first_positions = {node.samples[0]: sample_positions(samples[node.samples[0]], spec) for node in nodes}
+    positions = [first_positions[node.samples[0]][:, node.start : node.stop] for node in nodes]
+    positions += [sample_positions(document, spec) for document in fillers]
     # Nodes come after the nodes that they continue, so the last node of a sample is its end.
     last_node = {sample: number for number, node in enumerate(nodes) for sample in node.samples}
     return TreeBatch(
@@ -324,12 +327,6 @@ def collate_tree(
         num_sample_targets=int(target_counts.sum()),
         sample_ends=tuple(last_node[sample] for sample in range(len(samples))),
     )
-
-
-def _node_positions(samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec) -> list[npt.NDArray[Any]]:
-    """Return the positions of each node's tokens, (4, L); they are those in the complete samples."""
-    by_sample = {node.samples[0]: sample_positions(samples[node.samples[0]], spec) for node in nodes}
-    return [by_sample[node.samples[0]][:, node.start : node.stop] for node in nodes]
 
 
 def _tree_targets(

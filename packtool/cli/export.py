@@ -7,7 +7,7 @@ import signal
 
 import typer
 
-from packtool.cli.options import Invocation
+from packtool.cli.options import Invocation, terminal_progress
 from packtool.config.data import ExportConfig, ImportConfig
 from packtool.errors import ConfigError
 
@@ -15,7 +15,7 @@ from packtool.errors import ConfigError
 def run_export(config: ExportConfig, invocation: Invocation) -> None:
     """Export rows and print the summary; Ctrl-C and SIGTERM leave an export that can be resumed."""
     from packtool.cache.export import export
-    from packtool.report.tables import TerminalProgress, export_figures, export_lines, table
+    from packtool.report.tables import export_figures, export_lines, table
     from packtool.rows.sample import drop_notes
     from packtool.rows.sources import with_local_copies
 
@@ -28,7 +28,7 @@ def run_export(config: ExportConfig, invocation: Invocation) -> None:
         received = number
         raise KeyboardInterrupt
 
-    with TerminalProgress() as progress:
+    with terminal_progress() as progress:
         before = signal.signal(signal.SIGTERM, terminate)
         try:
             summary = export(config, progress)

@@ -10,7 +10,7 @@ import threading
 import typer
 
 from packtool import storage
-from packtool.cli.options import Invocation, interruptible_progress
+from packtool.cli.options import Invocation, interruptible_progress, terminal_progress
 from packtool.config.commands import InspectConfig
 from packtool.constants import TRAIN_SPLIT
 from packtool.errors import EXIT_MISMATCH, ConfigError
@@ -35,9 +35,8 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
         )
     elif config.verify:
         from packtool.report.inspect import damage_figures, damage_lines
-        from packtool.report.tables import TerminalProgress
 
-        with TerminalProgress() as progress:
+        with terminal_progress() as progress:
             damage = damage_figures(config.directory, progress)
         invocation.show(damage, damage_lines(damage))
         if damage["damaged"]:

@@ -72,12 +72,17 @@ class Invocation:
             show("\n".join(lines))
 
 
+def terminal_progress(*, enabled: bool = True) -> TerminalProgress:
+    """Return a progress on stderr that prints nothing unless ``enabled``; its module is imported when it is needed."""
+    from packtool.report.tables import TerminalProgress
+
+    return TerminalProgress(enabled=enabled)
+
+
 @contextmanager
 def interruptible_progress() -> Iterator[TerminalProgress]:
     """Yield a progress on stderr; Ctrl-C prints how to start again, and exits with code 130."""
-    from packtool.report.tables import TerminalProgress
-
-    with TerminalProgress() as progress:
+    with terminal_progress() as progress:
         try:
             yield progress
         except KeyboardInterrupt:

@@ -6,9 +6,10 @@ import dataclasses
 import shutil
 from typing import TYPE_CHECKING
 
-from packtool.cli.options import Invocation, interruptible_progress
+from packtool.cli.options import Invocation, interruptible_progress, terminal_progress
 from packtool.config.plan import PackConfig, PlanConfig
 from packtool.config.simulate import SimulateConfig
+from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.terminal import show, show_json
 
 if TYPE_CHECKING:
@@ -32,10 +33,9 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
         return
     if config.fit is not None:
         from packtool.report.plan import fit_lines
-        from packtool.report.tables import TerminalProgress
         from packtool.train.model.fit import find_fit
 
-        with TerminalProgress() as progress:
+        with terminal_progress() as progress:
             figures = find_fit(config, progress).figures()
         invocation.show(figures, fit_lines(figures, config.hardware))
         return
@@ -118,10 +118,7 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
 
 def _memory(config: PlanConfig, preview: Preview) -> MemoryEstimate | str:
     """Return the estimated memory of a rank, or a sentence about why it is unknown."""
-    from packtool.errors import ConfigError, UnsupportedModelError
-    from packtool.report.tables import TerminalProgress
-
-    with TerminalProgress() as progress:
+    with terminal_progress() as progress:
         progress.start("tracing memory", None)
         try:
             from packtool.train.model.memory import planned_memory
@@ -134,10 +131,9 @@ def _memory(config: PlanConfig, preview: Preview) -> MemoryEstimate | str:
 
 
 def _loading_times(config: PlanConfig, preview: Preview) -> LoadingTimes:
-    from packtool.report.tables import TerminalProgress
     from packtool.train.loop.media_times import measure_media
 
-    with TerminalProgress() as progress:
+    with terminal_progress() as progress:
         return measure_media(config, preview, progress)
 
 
@@ -145,10 +141,9 @@ def run_simulate(config: SimulateConfig, invocation: Invocation) -> None:
     """Simulate every strategy, print the result, and write the requested page."""
     from packtool import storage
     from packtool.report.simulation import simulation_lines, simulation_page
-    from packtool.report.tables import TerminalProgress
     from packtool.simulate.run import run_simulation
 
-    with TerminalProgress() as progress:
+    with terminal_progress() as progress:
         simulation = run_simulation(config, progress)
     lines = simulation_lines(simulation)
     if config.html is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from packtool.cli.options import Invocation, interruptible_progress
+from packtool.cli.options import Invocation, interruptible_progress, terminal_progress
 from packtool.config.commands import DemoConfig, EvalConfig, MergeConfig, VerifyConfig
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH, EXIT_OK, EXIT_UNEXPECTED, PacktoolError
@@ -110,20 +110,18 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
 
 def _prepare_train(config: TrainConfig, world: World) -> None:
     """Check the settings and export the rows of ``--dataset`` before other processes start."""
-    from packtool.report.tables import TerminalProgress
     from packtool.train.run import prepare
 
-    with TerminalProgress() as progress:
+    with terminal_progress() as progress:
         prepare(config, progress, world)
 
 
 def _train(config: TrainConfig, invocation: Invocation, world: World) -> TrainResult:
     """Train; after Ctrl-C or the loss of another process, name the checkpoint to resume from."""
-    from packtool.report.tables import TerminalProgress
     from packtool.train.prepare.output_dir import newest_checkpoint
     from packtool.train.run import train
 
-    with TerminalProgress(enabled=world.is_first) as progress:
+    with terminal_progress(enabled=world.is_first) as progress:
         try:
             with repeated_interrupts(progress) as repeating:
                 return train(config, repeating, world)
@@ -173,10 +171,9 @@ def run_eval(config: EvalConfig, invocation: Invocation) -> None:
 
     world = launch_ranks(invocation.arguments, config.sequence_parallel_ranks, prepare, max_wait=config.ddp_timeout)
     from packtool.report.results import evaluation_figures, evaluation_lines
-    from packtool.report.tables import TerminalProgress
     from packtool.train.evaluate.run import evaluate_caches
 
-    with TerminalProgress(enabled=world.is_first) as progress:
+    with terminal_progress(enabled=world.is_first) as progress:
         result = evaluate_caches(config, progress, world)
     if world.is_first:
         invocation.show(evaluation_figures(result), [*evaluation_lines(result), f"written: {result.output}"])
@@ -199,12 +196,11 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
     ranks = config.sequence_parallel_ranks
     world = launch_ranks(invocation.arguments, ranks, prepare, launches_none=ranks == 1, max_wait=config.ddp_timeout)
     from packtool.report.results import verify_figures, verify_lines, write_page
-    from packtool.report.tables import TerminalProgress
 
     with imported_at_once():
         from packtool.train.verify.run import verify
 
-    with TerminalProgress(enabled=world.is_first) as progress:
+    with terminal_progress(enabled=world.is_first) as progress:
         report = verify(config, progress, world)
     if not world.is_first:
         raise typer.Exit(EXIT_OK if report.passed else EXIT_MISMATCH)  # the first process reports the failures
@@ -219,12 +215,10 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
 def run_merge(config: MergeConfig, invocation: Invocation) -> None:
     """Merge an adapter into its base model."""
     set_passive_omp_wait()
-    from packtool.report.tables import TerminalProgress
-
     with imported_at_once():
         from packtool.train.model.merge import merge_adapter
 
-    with TerminalProgress() as progress:
+    with terminal_progress() as progress:
         result = merge_adapter(config, progress)
     merged = f"merged: {result.num_merged:,} modules of {result.base_model}, saved as {result.dtype}"
     invocation.show(dataclasses.asdict(result), [merged, f"written: {result.output}"])

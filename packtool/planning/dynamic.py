@@ -266,10 +266,9 @@ class EvaluationPlan:
     @property
     def fingerprint(self) -> str:
         """Hash of the plan, to verify that all ranks have the same one."""
-        digest = hashlib.sha256(f"{self.max_tokens} {self.num_ranks} {self.alignment}".encode())
-        for part in (self.batches.order, self.batches.micro_batch_sizes):
-            digest.update(part.tobytes())
-        return digest.hexdigest()[:16]
+        options = f"{self.max_tokens} {self.num_ranks} {self.alignment}".encode()
+        arrays = self.batches.order.tobytes() + self.batches.micro_batch_sizes.tobytes()
+        return hashlib.sha256(options + arrays).hexdigest()[:16]
 
     def micro_batches(self, rank: int) -> list[Int64Array]:
         """Return the samples (n,) of each micro-batch of a rank; one may be empty."""

@@ -141,9 +141,8 @@ def plan_epoch(
     else:
         packs = _pack(lengths[kept], None if media_tokens is None else media_tokens[kept], options, seed, epoch)
         packs = replace(packs, samples=kept[packs.samples])
-    return assign_packs(
-        _group_rows(packs, options), target_tokens, options, media_tokens=media_tokens, towers=towers, trees=trees
-    )
+    packs = _group_rows(packs, options)
+    return assign_packs(packs, target_tokens, options, media_tokens=media_tokens, towers=towers, trees=trees)
 
 
 def plan_mixture(
@@ -171,9 +170,8 @@ def plan_mixture(
     if spreads_sources:
         sources, amounts = mixture.source_of(samples), mixture.amounts(samples)
         packs = select_packs(packs, order_mixture_packs(packs, sources, amounts, seed=seed, epoch=epoch))
-    plan = assign_packs(
-        _group_rows(packs, options), mixture.target_tokens, options, media_tokens=media_tokens, towers=towers
-    )
+    packs = _group_rows(packs, options)
+    plan = assign_packs(packs, mixture.target_tokens, options, media_tokens=media_tokens, towers=towers)
     return replace(plan, summary=replace(plan.summary, num_filtered=mixture.num_filtered))
 
 

@@ -380,25 +380,22 @@ def _vision(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
     if is_old and "audio_config" in config:
         qkv = {"q": hidden, "k": hidden, "v": hidden}
     up, down = ("fc1", "fc2") if is_old else ("linear_fc1", "linear_fc2")
+    if is_gated := str(vision.get("hidden_act")) in _GATED:
+        up, down = "up_proj", "down_proj"
+    full_flops: dict[str, Any] = {"per_square": 4.0 * hidden}
+    window_flops: dict[str, Any] = {"per_unit": patches.per_token * 4.0 * hidden * patches.per_window}
     for i in range(depth):
         yield module(f"blocks.{i}.norm1", 1, hidden, kind="no_product", layer=i)
         for number, (name, outputs) in enumerate(qkv.items()):
             yield module(f"blocks.{i}.attn.{name}", hidden, outputs, layer=i, shares_input=number > 0)
-        flops: dict[str, Any]
-        if i in patches.full_layers:
-            flops = {"per_square": 4.0 * hidden}
-        else:
-            flops = {"per_unit": patches.per_token * 4.0 * hidden * patches.per_window}
+        flops = full_flops if i in patches.full_layers else window_flops
         yield module(f"blocks.{i}.attn", kind="attention", layer=i, **flops)
         yield module(f"blocks.{i}.attn.proj", hidden, hidden, layer=i)
         yield module(f"blocks.{i}.norm2", 1, hidden, kind="no_product", layer=i)
-        if str(vision.get("hidden_act")) in _GATED:
+        if is_gated:
             yield module(f"blocks.{i}.mlp.gate_proj", hidden, width, layer=i)
-            yield module(f"blocks.{i}.mlp.up_proj", hidden, width, layer=i, shares_input=True)
-            yield module(f"blocks.{i}.mlp.down_proj", width, hidden, layer=i)
-        else:
-            yield module(f"blocks.{i}.mlp.{up}", hidden, width, layer=i)
-            yield module(f"blocks.{i}.mlp.{down}", width, hidden, layer=i)
+        yield module(f"blocks.{i}.mlp.{up}", hidden, width, layer=i, shares_input=is_gated)
+        yield module(f"blocks.{i}.mlp.{down}", width, hidden, layer=i)
 
 
 def _side(vision: Mapping[str, Any], name: str, default: int) -> int:

@@ -83,10 +83,6 @@ class RowCounts:
             is_trained |= plane
         return int(np.bitwise_count(is_trained).sum(dtype=np.int64))
 
-    @property
-    def total(self) -> int:
-        return sum(int(np.bitwise_count(plane).sum(dtype=np.int64)) << bit for bit, plane in enumerate(self.planes))
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SourceLedger:
@@ -135,7 +131,7 @@ class SourceLedger:
         )
 
     def in_next_epoch(self) -> SourceLedger:
-        return replace(self, before=self.before + self.epoch, epoch=RowCounts(self.num))
+        return replace(self, before=self.trained, epoch=RowCounts(self.num))
 
 
 @dataclass(frozen=True, eq=False)

@@ -80,11 +80,6 @@ class Mixture:
     def num_drawn(self) -> int:
         return sum(self.counts)
 
-    @property
-    def epochs(self) -> tuple[float, ...]:
-        """Number of copies of each source in an epoch."""
-        return tuple(count / max(len(own), 1) for count, own in zip(self.counts, self.candidates, strict=True))
-
     @cached_property
     def fingerprint(self) -> str:
         """sha256 in hex over everything that affects the draws, the targets and the weights of losses."""

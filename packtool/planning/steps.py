@@ -193,9 +193,8 @@ class StepPlan:
     def fingerprint(self) -> str:
         """sha256 in hex over all fields."""
         digest = hashlib.sha256(f"packtool step plan 1, world size {self.world_size}\n".encode())
-        return digest_arrays(
-            digest, self.order, self.micro_batch_offsets, self.step_offsets, self.target_tokens_per_step
-        )
+        offsets = self.micro_batch_offsets, self.step_offsets
+        return digest_arrays(digest, self.order, *offsets, self.target_tokens_per_step)
 
 
 def _sums_between(values: npt.NDArray[Any], bounds: Int64Array) -> npt.NDArray[Any]:
@@ -232,8 +231,10 @@ def assign_balanced(
     }
     if problems := [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]:
         raise ConfigError.from_problems(problems)
-    is_balanced = options.balance != "none"
-    assert costs is not None or not is_balanced, "balancing needs the costs of packs"
+    if options.balance == "none":
+        costs = None
+    else:
+        assert costs is not None, "balancing needs the costs of packs"
 
     # Full steps first, (steps, packs per step), then the remaining packs.
     packs_per_step = options.packs_per_step
@@ -248,15 +249,13 @@ def assign_balanced(
     full_steps, remaining = order[:num_in_full_steps].reshape(full_shape), order[num_in_full_steps:]
 
     # Within each step, the packs of rank 0 first.
-    if costs is None or not is_balanced:
+    if costs is None:
         by_turn = full_steps.reshape(full_shape[0], packs_per_step // world_size, world_size)
         full_steps = by_turn.transpose(0, 2, 1).reshape(full_shape)
     else:
         rank_packs = assign_evenly(costs[full_steps], world_size)
         full_steps = np.take_along_axis(full_steps, rank_packs.reshape(full_shape), axis=1)
-    last_order, last_sizes = _assign_last_step(
-        remaining, world_size, packs_per_micro_batch, costs if is_balanced else None
-    )
+    last_order, last_sizes = _assign_last_step(remaining, world_size, packs_per_micro_batch, costs)
     micro_batches_per_step = world_size * options.gradient_accumulation_steps
     sizes = np.full(full_shape[0] * micro_batches_per_step, packs_per_micro_batch, dtype=np.int64)
     per_step = [micro_batches_per_step] * full_shape[0]

@@ -227,8 +227,6 @@ def _branches(packs: PackPlan, start: int, stop: int) -> list[Branch]:
 
 def _maxima(values: npt.NDArray[np.float64]) -> list[float]:
     """Return the maxima of equal groups of consecutive values, at most ``_MAX_POINTS``."""
-    if not len(values):
-        return []
     group_size = math.ceil(len(values) / _MAX_POINTS)
     return np.maximum.reduceat(values, np.arange(0, len(values), group_size)).tolist()
 

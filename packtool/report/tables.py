@@ -260,9 +260,8 @@ def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
 
 def source_rows(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
     """Return a table of a mixture's sources: a heading, and a row for each source; ``sources`` are figures by name."""
-    rows: list[tuple[str, ...]] = [
-        ("source", "samples", "share", "tokens", "share", "target tokens", "share", "epochs")
-    ]
+    heading = ("source", "samples", "share", "tokens", "share", "target tokens", "share", "epochs")
+    rows: list[tuple[str, ...]] = [heading]
     for name, figures in sources.items():
         cells = [name]
         for unit, count in (("samples", "num_samples"), ("tokens", "tokens"), ("target_tokens", "target_tokens")):

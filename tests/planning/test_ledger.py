@@ -23,7 +23,7 @@ def counts_of(rows: list[int]) -> list[int]:
 def test_counts_add_up(first_rows: list[int], more_rows: list[int]) -> None:
     a, b = (RowCounts.of_rows(20, np.array(rows, np.int64)) for rows in (first_rows, more_rows))
     assert (a + b).counts().tolist() == counts_of(first_rows + more_rows)
-    assert (a + b).total == len(first_rows + more_rows)
+    assert (a + b).counts().sum() == len(first_rows + more_rows)
     assert (a + b).num_rows == len(set(first_rows + more_rows))
     recounted = RowCounts.of(np.array(counts_of(first_rows)))
     assert [plane.tolist() for plane in recounted.planes] == [plane.tolist() for plane in a.planes]
