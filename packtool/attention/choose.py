@@ -13,9 +13,8 @@ from packtool.errors import ConfigError
 
 AUTO = "auto"
 _FLASH = (FlashKernel(3), FlashKernel(2))
-KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (SdpaKernel(), TorchVarlenKernel(), *_FLASH, FlexKernel(), ReferenceKernel())
-}
+_ALL = (SdpaKernel(), TorchVarlenKernel(), *_FLASH, FlexKernel(), ReferenceKernel())
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 """All kernels by ``--attn-impl`` name; ``reference`` is for tests and ``packtool verify``."""
 
 

@@ -166,18 +166,15 @@ def _audio_features(module: Any, inputs: TowerInputs, features: Tensor) -> Tenso
     frames = features.transpose(1, 2).flatten(0, 1)
     silence = frames.new_zeros(1, frames.shape[1])
     chunks = torch.cat([frames, silence])[frame_index].transpose(1, 2)
-    output: Tensor = module.audio_tower(
-        features, padded_feature=chunks, return_dict=True, **arguments
-    ).last_hidden_state
-    return output
+    output = module.audio_tower(features, padded_feature=chunks, return_dict=True, **arguments)
+    return output.last_hidden_state
 
 
 def _deepstack_process(module: nn.Module, hidden_states: Tensor, positions: Tensor, features: Tensor) -> Tensor:
     """Add features (N, D) to hidden states (B, T, D) at flat positions (N,), or where a bool mask (B, T) is set."""
     if positions.dtype == torch.bool:
         own_class: Any = type(module)
-        result: Tensor = own_class._deepstack_process(module, hidden_states, positions, features)
-        return result
+        return own_class._deepstack_process(module, hidden_states, positions, features)
     flat = hidden_states.flatten(0, 1)
     added = flat.index_select(0, positions) + features.to(flat.dtype)
     return flat.index_copy(0, positions, added).view_as(hidden_states)

@@ -163,9 +163,8 @@ def packed_attention(
     kwargs = reveal_boundaries(kwargs)
     refuse_leaks(module, query, attention_mask, kwargs, kwargs.get("parallel"))
     if query.shape[2] != key.shape[2]:
-        raise LeakError(
-            f"{type(module).__name__} sees {key.shape[2]} keys for {query.shape[2]} queries: a key-value cache is on"
-        )
+        counts = f"{key.shape[2]} keys for {query.shape[2]} queries"
+        raise LeakError(f"{type(module).__name__} sees {counts}: a key-value cache is on")
     window = _window(module, kwargs)
     q, k, v = _to_kernel_layout(query, key, value)
     impl, head_dims = kwargs.get("impl", AUTO), (q.shape[-1], v.shape[-1])
@@ -234,9 +233,8 @@ def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     name = type(module).__name__
     for key, feature in (("softcap", "soft-capped scores"), ("s_aux", "attention sinks"), ("position_bias", "biases")):
         if kwargs.get(key) is not None:
-            raise UnsupportedModelError(
-                f"{name} uses {feature} ({key}), which packed attention does not compute", _NO_PACKING
-            )
+            problem = f"{name} uses {feature} ({key}), which packed attention does not compute"
+            raise UnsupportedModelError(problem, _NO_PACKING)
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
         raise UnsupportedModelError(f"{name} attends in both directions; packed attention is causal", _NO_PACKING)
     window: int | None = kwargs.get("sliding_window")

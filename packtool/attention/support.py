@@ -91,13 +91,10 @@ def _refuse_layers(name: str, text_type: str, settings: Mapping[str, Any]) -> No
     is_isolated = text_type in ISOLATED_MODEL_TYPES
     supported = _ATTENTION_LAYERS | ({RECURRENT_LAYER} if is_isolated else set())
     if unsupported := sorted(set(settings.get("layer_types") or ()) - supported):
-        reasons = "; ".join(
-            f"{kind} layers {_REASONS.get(kind, 'mix along the sequence in a way of their own')}"
-            for kind in unsupported
-        )
-        raise UnsupportedModelError(
-            f"{name} cannot be packed: its {reasons}. One packed sample would leak into the next", _REMEDY
-        )
+        unknown = "mix along the sequence in a way of their own"
+        reasons = "; ".join(f"{kind} layers {_REASONS.get(kind, unknown)}" for kind in unsupported)
+        problem = f"{name} cannot be packed: its {reasons}. One packed sample would leak into the next"
+        raise UnsupportedModelError(problem, _REMEDY)
     recurrent = sorted(key for key in settings if _RECURRENT_SETTING.search(key))
     if recurrent and not is_isolated:
         raise UnsupportedModelError(
@@ -144,9 +141,8 @@ def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
     except TypeError as error:
         if "cu_seq_lens" not in str(error):
             return
-        raise UnsupportedModelError(
-            f"{model_class.__name__} cannot be told where packed samples end: {error}", _REMEDY
-        ) from error
+        problem = f"{model_class.__name__} cannot be told where packed samples end: {error}"
+        raise UnsupportedModelError(problem, _REMEDY) from error
     except Exception:  # an operation that the meta device does not have says nothing about leaks
         return
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)

@@ -155,8 +155,7 @@ def _video_patches(video: EncodedVideo, sample: EncodedSample, spec: InputSpec) 
         return _decoded_video(video, sample, spec)
     processor = _load(AutoVideoProcessor, spec.model)
     frames = _resized(video, sample, spec, processor, partial(_decoded_video, video, sample, spec, **_UNSCALED))
-    made: dict[str, Tensor] = processor(videos=[frames], **_RESIZED, **_ALL_FRAMES)
-    return made
+    return processor(videos=[frames], **_RESIZED, **_ALL_FRAMES)
 
 
 def _decoded_video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec, **settings: Any) -> dict[str, Tensor]:
@@ -167,9 +166,8 @@ def _decoded_video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec, 
         shortest, longest = video_bounds(video.height, video.width, len(frames), video.grid, spec.limits.video)
         # The bounds that the export counted with, and no others.
         settings |= {"size": {"shortest_edge": shortest, "longest_edge": longest}, "cap_pixels_per_frame": False}
-    made: dict[str, Tensor] = _load(AutoVideoProcessor, spec.model)(
-        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)], return_tensors="pt", **_ALL_FRAMES, **settings
-    )
+    process, pixels = _load(AutoVideoProcessor, spec.model), torch.from_numpy(frames).permute(0, 3, 1, 2)
+    made: dict[str, Tensor] = process(videos=[pixels], return_tensors="pt", **_ALL_FRAMES, **settings)
     grid = tuple(made[spec.family.video_inputs[1]][0].tolist())
     height, width = frames.shape[1:3]
     if (height, width, grid) != (video.height, video.width, video.grid):
@@ -351,8 +349,7 @@ def _mel_frames(
             f"it had {sound.num_features} mel frames, now it has {num_features}",
             f"Put the file back, or {EXPORT_AGAIN}",
         )
-    features: Tensor = outputs["input_features"][0, :, :num_features]
-    return features
+    return outputs["input_features"][0, :, :num_features]
 
 
 @lru_cache(maxsize=12)

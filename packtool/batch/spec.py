@@ -113,9 +113,8 @@ class InputSpec:
         """The placeholder token of each kind of medium."""
         named = self.family.pads_in(self.config.to_dict())
         if missing := [kind for kind in self.family.kinds if kind not in named]:
-            raise ConfigError(
-                f"config.json names no {missing[0]}_token_id", "Take config.json from the model's own repository."
-            )
+            remedy = "Take config.json from the model's own repository."
+            raise ConfigError(f"config.json names no {missing[0]}_token_id", remedy)
         return named
 
     @cached_property

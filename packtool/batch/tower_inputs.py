@@ -58,10 +58,9 @@ class TowerInputs(Movable):
     positions: Mapping[str, Tensor]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TowerInputs:
-        arguments = {
-            name: function(value) if isinstance(value, Tensor) else value for name, value in self.arguments.items()
-        }
-        return TowerInputs(arguments, {kind: function(value) for kind, value in self.positions.items()})
+        tensors = {name: function(value) for name, value in self.arguments.items() if isinstance(value, Tensor)}
+        positions = {kind: function(value) for kind, value in self.positions.items()}
+        return TowerInputs({**self.arguments, **tensors}, positions)
 
 
 def tower_inputs(

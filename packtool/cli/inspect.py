@@ -30,9 +30,8 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
         _inspect_run(config, invocation)
     elif config.trained or config.step is not None:
         name = "--trained" if config.trained else f"--step {config.step}"
-        raise ConfigError(
-            f"{name}: {config.directory} is not the --output-dir of a run", "packtool inspect OUTPUT_DIR " + name
-        )
+        problem = f"{name}: {config.directory} is not the --output-dir of a run"
+        raise ConfigError(problem, f"packtool inspect OUTPUT_DIR {name}")
     elif config.verify:
         from packtool.report.inspect import damage_figures, damage_lines
 

@@ -126,13 +126,10 @@ def _train(config: TrainConfig, invocation: Invocation, world: World) -> TrainRe
             with repeated_interrupts(progress) as repeating:
                 return train(config, repeating, world)
         except KeyboardInterrupt:
-            checkpoint = newest_checkpoint(config)
-            if checkpoint is None:
-                progress.note("interrupted; no checkpoint to resume from")
-            else:
-                progress.note(
-                    f"interrupted; to resume from {checkpoint}, repeat the command with --resume-from-checkpoint true"
-                )
+            advice = "no checkpoint to resume from"
+            if (checkpoint := newest_checkpoint(config)) is not None:
+                advice = f"to resume from {checkpoint}, repeat the command with --resume-from-checkpoint true"
+            progress.note(f"interrupted; {advice}")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except Exception as error:
             if not is_lost_peer(error):

@@ -101,9 +101,8 @@ class SignalForwarder:
         if not again:
             self.received, self._at = number, now
         if not (_signal_ranks(number) or again):
-            raise SignalException(
-                f"process {self._process} received a signal before any rank was started", signal.Signals(number)
-            )
+            problem = f"process {self._process} received a signal before any rank was started"
+            raise SignalException(problem, signal.Signals(number))
 
 
 def _ranks() -> Iterator[psutil.Process]:

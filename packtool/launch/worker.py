@@ -177,8 +177,7 @@ class WorkerPool(Generic[Job, Result]):
             while (message := _receive(pipe))[0] != "result":
                 if message[0] == "progress":
                     self._progress.put(message[1])
-            result: Result = message[1]
-            return result
+            return message[1]
         finally:
             self._idle.put(pipe)
 

@@ -353,9 +353,8 @@ def _pack_samples(config: PackConfig, reader: CacheReader) -> _Packing:
     if config.plan is not None:
         saved = read_plan_of(reader, config.plan)
         if saved.shared is not None:
-            raise ConfigError(
-                f"--plan {config.plan} has shared prefixes, which packs in files cannot have", _SHARED_REMEDY
-            )
+            problem = f"--plan {config.plan} has shared prefixes, which packs in files cannot have"
+            raise ConfigError(problem, _SHARED_REMEDY)
         num_filtered = len(reader) - len(np.unique(saved.samples))
         return _Packing(saved.samples, saved.offsets, saved.capacity, num_filtered)
     lengths = reader.index.length
@@ -394,9 +393,8 @@ def _check_empty(directory: str) -> None:
     if PACKS_MANIFEST_NAME in names:
         raise MismatchError(f"--output-dir {directory} already contains finished packs", "Choose another directory.")
     if unknown := [name for name in names if not name.startswith("packs-") and name != ".nv-meta"]:
-        raise ConfigError(
-            f"--output-dir {directory} is not empty: it contains {unknown[0]}", "Choose a new or empty directory."
-        )
+        problem = f"--output-dir {directory} is not empty: it contains {unknown[0]}"
+        raise ConfigError(problem, "Choose a new or empty directory.")
     for name in names:
         if name != ".nv-meta":
             storage.remove(storage.join(directory, name))

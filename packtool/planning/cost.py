@@ -92,8 +92,7 @@ class CostModel:
 
     def attention_of(self, squares: IntArray, windows: IntArray) -> Costs:
         """Compute the FLOPs of attention from sums of squares and of ``window_squares``, of any shape."""
-        flops: Costs = squares * self.per_square + windows * self.per_window
-        return flops
+        return squares * self.per_square + windows * self.per_window
 
     def window_squares(self, lengths: IntArray, shared: IntArray | None = None) -> Int64Array:
         """Compute the equivalent of squared lengths in layers with windows of w tokens; arguments as for ``attention``.

@@ -216,8 +216,7 @@ def _is_swapped(
 ) -> npt.NDArray[np.bool_]:
     """Choose the pairs of packs to swap, bool (n,), so that the lead (n, S) shrinks."""
     gain = np.einsum("ps,ps->p", lead, difference)
-    swapped: npt.NDArray[np.bool_] = (gain > 0) | ((gain == 0) & swaps_tie)
-    return swapped
+    return (gain > 0) | ((gain == 0) & swaps_tie)
 
 
 def _order_one_by_one(parts: Int64Array, vectors: Vectors) -> Int64Array:

@@ -425,5 +425,4 @@ def divide_evenly(
 def imbalance(rank_costs: Costs) -> Costs:
     """Divide the work of the slowest rank by the mean rank's, (S,), from (S, W): 1 for a step without work."""
     mean = rank_costs.mean(axis=1)
-    ratio: Costs = np.divide(rank_costs.max(axis=1), mean, out=np.ones(len(mean)), where=mean > 0)
-    return ratio
+    return np.divide(rank_costs.max(axis=1), mean, out=np.ones(len(mean)), where=mean > 0)

@@ -338,11 +338,9 @@ def _curves(
     """
     curves = []
     for number, (figure, end_text) in enumerate(end_texts.items()):
-        points = [
-            (record["step"], record[figure]) for record in records if isinstance(record.get(figure), (int, float))
-        ]
-        if points:
-            x, y = np.array(points, np.float64).T
+        logged = [record for record in records if isinstance(record.get(figure), (int, float))]
+        if logged:
+            x, y = np.array([(record["step"], record[figure]) for record in logged], np.float64).T
             if smooth and len(y) >= _MIN_TO_SMOOTH:
                 y = smoothed(y)
             curves.append(Curve(x, y * scale, style or f"c{number}", end_text, is_marked))

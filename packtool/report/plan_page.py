@@ -450,10 +450,9 @@ def blocks_drawing(
     num_lines = math.ceil(position / capacity)
     if padded and num_lines:
         # Cover the hatched background between lines and after the last block.
-        gaps: list[Rectangle] = [
-            (0.0, line * _LINE_PITCH - _LINE_GAP, AXIS_LENGTH, _LINE_GAP) for line in range(1, num_lines)
-        ]
         last_line = num_lines - 1
+        gap_ys = range(_LINE_HEIGHT, last_line * _LINE_PITCH, _LINE_PITCH)
+        gaps: list[Rectangle] = [(0.0, y, AXIS_LENGTH, _LINE_GAP) for y in gap_ys]
         end = (position - last_line * capacity) / capacity * AXIS_LENGTH
         gaps.append((end, last_line * _LINE_PITCH, AXIS_LENGTH - end, _LINE_HEIGHT))
         shapes.append(Boxes(gaps, "between"))

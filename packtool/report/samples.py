@@ -292,11 +292,9 @@ class Pages:
         for region in self._decoder.regions(sample, parts):
             image = sample.images[region.image]
             description = region.description(image.width, image.height)
-            image_figures = media_figures[id(image)]
-            image_figures["ratio"] = image.width / image.height
-            image_figures.setdefault("regions", []).append(
-                {"told": description, "corners": region.corners, "isCertain": region.is_certain}
-            )
+            region_figures = {"told": description, "corners": region.corners, "isCertain": region.is_certain}
+            media_figures[id(image)]["ratio"] = image.width / image.height
+            media_figures[id(image)].setdefault("regions", []).append(region_figures)
         part_figures = []
         for part in parts:
             weight = {} if part.weight == 1 else {"weight": f"{part.weight:g}"}
@@ -461,9 +459,8 @@ def serving(content: Callable[[str], bytes | None], port: int = 0) -> Iterator[s
     try:
         server = ThreadingHTTPServer((_HOST, port), Handler)
     except OSError as error:
-        raise ConfigError(
-            f"--port {port} cannot be used: {error.strerror or error}", "Use --port 0 for a free one."
-        ) from error
+        problem = f"--port {port} cannot be used: {error.strerror or error}"
+        raise ConfigError(problem, "Use --port 0 for a free one.") from error
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, name="serve", daemon=True)
     thread.start()

@@ -203,13 +203,11 @@ def attend_shard(
         UnsupportedModelError: for a window on a ring.
     """
     if window is not None and parallel.split.ring_size > 1:
-        raise UnsupportedModelError(
-            "a layer has a sliding window, which chunks on a ring would cut", "Use --sequence-parallel-type ulysses."
-        )
+        problem = "a layer has a sliding window, which chunks on a ring would cut"
+        raise UnsupportedModelError(problem, "Use --sequence-parallel-type ulysses.")
     assert len(q) == shard.num_local + sum(shard.sharded_lengths) // parallel.split.size, "a part of another sequence"
     layout = shard_layout(shard, q.device)
-    out: Tensor = _Attend.apply(q, k, v, Call(parallel, shard, kernel, default_scale(q, scale), window, layout))
-    return out
+    return _Attend.apply(q, k, v, Call(parallel, shard, kernel, default_scale(q, scale), window, layout))
 
 
 class _Attend(torch.autograd.Function):
@@ -328,8 +326,7 @@ def _finish(generator: Generator[None, None, T]) -> T:
     try:
         next(generator)
     except StopIteration as stop:
-        value: T = stop.value
-        return value
+        return stop.value
     raise AssertionError("it yields once")
 
 

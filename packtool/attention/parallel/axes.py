@@ -204,9 +204,8 @@ def _cheapest(candidates: list[Axes], heads: Heads, typical_length: int, ranks_p
     on_one_node = [axes for axes in candidates if ranks_per_node % axes.ulysses_size == 0] or candidates[-1:]
     eligible = [axes for axes in on_one_node if not has_small_chunks(axes)] or on_one_node[:1]
     volumes = ", ".join(f"{volume(axes):.3g} by {axes.name}" for axes in eligible)
-    reason = (
-        f"{heads.queries} heads of Q and {heads.keys} of K and V; sent for each token and unit of head size: {volumes}"
-    )
+    reason = f"{heads.queries} heads of Q and {heads.keys} of K and V; "
+    reason += f"sent for each token and unit of head size: {volumes}"
     if len(eligible) < len(on_one_node):
         reason += f"; samples of about {typical_length:,} tokens would make chunks of less than {_MIN_CHUNK_TOKENS}"
     return min(eligible, key=lambda axes: (volume(axes), -axes.ulysses_size)), reason

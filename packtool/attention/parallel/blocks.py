@@ -213,9 +213,8 @@ class CudaFlashBlockKernel(BlockKernel):
 
     def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         bounds, options = self._arguments(block)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *pad_heads(q, k, v), *bounds, 0.0, block.causal, False, **options
-        )
+        arguments = (*pad_heads(q, k, v), *bounds, 0.0, block.causal, False)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(*arguments, **options)
         # The kernel returns +inf for a document without keys, which adds nothing.
         return out[..., : v.shape[-1]], torch.where(torch.isposinf(lse), -torch.inf, lse)
 
@@ -228,9 +227,8 @@ class CudaFlashBlockKernel(BlockKernel):
         # Without dropout the state of the random numbers is not used.
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         bounds, options = self._arguments(block)
-        gradients = torch.ops.aten._flash_attention_backward(
-            dout, *heads, final_out, lse.contiguous(), *bounds, 0.0, block.causal, *unused, **options
-        )
+        arguments = (dout, *heads, final_out, lse.contiguous(), *bounds, 0.0, block.causal, *unused)
+        gradients = torch.ops.aten._flash_attention_backward(*arguments, **options)
         dq, dk, dv = (part[..., : tensor.shape[-1]] for part, tensor in zip(gradients, (q, k, v), strict=True))
         return dq, dk, dv
 

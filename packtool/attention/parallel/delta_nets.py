@@ -62,8 +62,7 @@ def run_sharded(
     states = run(forward, received[row_of_token].transpose(0, 1), documents)
     out: Tensor = _ExchangeHeads.apply(states[0, token_of_row].unsqueeze(1), parallel.group, True)
     gated = net.norm(out.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim))
-    projected: Tensor = net.out_proj(gated.reshape(*hidden_states.shape[:2], -1))
-    return projected
+    return net.out_proj(gated.reshape(*hidden_states.shape[:2], -1))
 
 
 @lru_cache(maxsize=4)
@@ -73,8 +72,8 @@ def _token_order(shard: SequenceShard, device: torch.device) -> tuple[Tensor, Te
     Returns:
         int64 (T,) each: the row of each token in these sequences; the token of each row.
     """
-    places = [SHARDED] * len(shard.sharded_lengths)
-    token_of_row = np.concatenate(assign_tokens(shard.sharded_lengths, places, shard.split))
+    placement = [SHARDED] * len(shard.sharded_lengths)
+    token_of_row = np.concatenate(assign_tokens(shard.sharded_lengths, placement, shard.split))
     return torch.from_numpy(np.argsort(token_of_row)).to(device), torch.from_numpy(token_of_row).to(device)
 
 
@@ -116,10 +115,8 @@ class _RankHeads:
             q, k, v = torch.split(weight, [net.key_dim, net.key_dim, net.value_dim])
             return torch.cat([key_heads_of_rank(q), key_heads_of_rank(k), v.chunk(num_ranks)[rank]])
 
-        bias = net.conv1d.bias
-        self.conv1d = SimpleNamespace(
-            weight=channels_of_rank(net.conv1d.weight), bias=None if bias is None else channels_of_rank(bias)
-        )
+        bias = None if net.conv1d.bias is None else channels_of_rank(net.conv1d.bias)
+        self.conv1d = SimpleNamespace(weight=channels_of_rank(net.conv1d.weight), bias=bias)
         self.A_log, self.dt_bias = net.A_log.chunk(num_ranks)[rank], net.dt_bias.chunk(num_ranks)[rank]
         self._widths = [self.key_dim, self.key_dim, self.value_dim, self.num_v_heads, self.num_v_heads]
 
