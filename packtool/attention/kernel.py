@@ -175,9 +175,9 @@ class Kernel(abc.ABC):
     max_head_dim: int | None = None
     is_half_only: bool = False
 
-    @abc.abstractmethod
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
         """Return why this kernel cannot compute tensors of this device and type, with a remedy; None if it can."""
+        return None
 
     def attend(
         self,

@@ -93,14 +93,8 @@ def _forward(
 ) -> Tensor:
     """Run the layer on a packed sequence, (1, T, hidden), and return the same shape.
 
-    Args:
-        cache_params, attention_mask: must be None.
-        kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths``, as for attention;
-            or a ``sequence_shard``, for a sequence that ranks share.
-
-    Raises:
-        LeakError: on a call in which one document could see another.
-        UnsupportedModelError: for documents that share prefixes: the state at the end of a prefix is not handed on.
+    ``kwargs``, as for attention: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths``;
+    or a ``sequence_shard``, for a sequence that ranks share. Calls in which documents could see each other are refused.
     """
     name = type(layer).__name__
     parallel: Any = getattr(layer, _PARALLEL_ATTRIBUTE, None)

@@ -24,9 +24,6 @@ class SdpaKernel(Kernel):
     name = "sdpa"
     has_dropout = True
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Always None: SDPA computes on every device and in every precision."""
-
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float, window: int | None, dropout: float
     ) -> Tensor:

@@ -192,13 +192,10 @@ def _cu_seqlens(lengths: Sequence[int]) -> Tensor:
 def _load_with_fillers(
     samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None, pad_to_multiple_of: int = 1
 ) -> tuple[list[EncodedSample], dict[str, Tensor], int]:
-    """Load the media of samples, and append filler documents, which have no labels.
+    """Load the media of samples, and append filler documents; return documents, towers' inputs and number of pads.
 
     A filler with a blank image or silence is appended for each of ``towers`` (by default all of the model's) that no
     sample has media for, and one of padding tokens if the sequence needs them. There is at least one document.
-
-    Returns:
-        the documents, samples first; the towers' inputs; and the number of padding tokens.
     """
     documents, media = list(samples), load_media(samples, spec)
     towers = spec.towers if towers is None else towers
@@ -332,11 +329,9 @@ def collate_tree(
 def _tree_targets(
     samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec, channels: Sequence[str | None]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Return the targets of the nodes of a prefix tree, whose tokens belong to one or several samples.
+    """Return labels (T,), loss weights (T,) and target counts (C, T) of the tokens of a prefix tree's nodes.
 
-    Returns:
-        labels (T,); loss weights (T,), summed over the samples; and target counts (C, T): in how many samples of each
-        channel a token is a target.
+    Weights are summed over the samples of a token; counts are the samples of each channel in which it is a target.
     """
     sample_labels = [shifted_labels(sample) for sample in samples]
     sample_weights = shifted_weights(samples, spec)

@@ -190,9 +190,7 @@ def _resized(
 ) -> Tensor:
     """Return a medium's frames at its exported size, uint8 (T, 3, H, W), T = 1 for an image, using the media cache.
 
-    Args:
-        processor: for this kind of media.
-        decode: returns the medium's patches and grid with the settings ``_UNSCALED``.
+    ``processor`` is for this kind of media; ``decode`` returns its patches and grid with the settings ``_UNSCALED``.
     """
     cache = spec.media_cache
     assert cache is not None, "there is a cache"

@@ -255,9 +255,7 @@ class MediaCache:
     def _scan_entries(self, state: _State, num_bytes: int = 0, *, includes_active: bool = False) -> None:
         """Count the bytes of all entries, delete unfinished ones without a writer, and evict the oldest ones.
 
-        Args:
-            num_bytes: approximate number of bytes to evict.
-            includes_active: evict also entries that active runs read again.
+        About ``num_bytes`` are evicted; with ``includes_active``, also entries that active runs read again.
         """
         active_runs = {_run_number(run.name) for run in os.scandir(self._runs) if not _is_unlocked(run.path)}
         evictable, state.used_bytes = [], 0

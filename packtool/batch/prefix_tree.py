@@ -187,9 +187,8 @@ def _prefix_end(samples: Sequence[EncodedSample], can_end: npt.NDArray[np.bool_]
 def _symbols(sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
     """Return a sample's tokens as symbols that are equal for equal inputs, and the lengths at which a prefix may end.
 
-    Returns:
-        int64 (L,): token ids, but for placeholder tokens a negative number that identifies the content of their medium.
-        bool (L + 1,): whether a prefix of that length contains its media completely.
+    Symbols, int64 (L,), are token ids; those of placeholder tokens are negative and identify the medium's content. A
+    prefix may end, bool (L + 1,), where it contains its media completely.
     """
     ids, tokens = sample.input_ids, spec.media_tokens
     symbols = ids.astype(np.int64)

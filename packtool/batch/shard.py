@@ -15,6 +15,7 @@ so every rank knows the tokens of the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,10 +60,7 @@ class SequenceSplit:
 
     def num_filler_tokens(self, num_tokens: int) -> int:
         """Return the filler tokens that make ``num_tokens`` of padded documents divisible among the ranks."""
-        num_fillers = 0
-        while (num_tokens + num_fillers) % self.size:
-            num_fillers += self.multiple
-        return num_fillers
+        return -num_tokens % math.lcm(self.multiple, self.size)
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,10 +126,8 @@ def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
     """Return arguments of the audio tower, computed by the helpers of its transformers module.
 
     The tower computes sounds in chunks. ``frames``, packtool's own argument, int64 (chunks, frames of a chunk), has the
-    index of every frame in the flattened (sounds x frames), and sounds x frames for padding.
-
-    Args:
-        mask: (sounds, frames), 1 on mel frames and 0 on padding.
+    index of every frame in the flattened (sounds x frames), and sounds x frames for padding. ``mask``, (sounds,
+    frames), is 1 on mel frames and 0 on padding.
     """
     tower: Any = spec.meta_model.audio_tower
     helpers: Any = sys.modules[type(tower).__module__]

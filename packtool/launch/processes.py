@@ -86,7 +86,6 @@ def environment_of_one_process() -> dict[str, str]:
 def launch_command(
     arguments: Sequence[str],
     environ: Mapping[str, str],
-    python: str = sys.executable,
     *,
     launches_single: bool = False,
     max_wait: int | None = None,
@@ -120,7 +119,7 @@ def launch_command(
     else:
         options += ["--node-rank", str(processes.node_rank), "--master-addr", address]
         options += ["--master-port", str(processes.port or _DEFAULT_PORT)]
-    return [python, "-m", "packtool.launch.torchrun", *options, "--module", "packtool", *arguments]
+    return [sys.executable, "-m", "packtool.launch.torchrun", *options, "--module", "packtool", *arguments]
 
 
 def set_passive_omp_wait() -> None:

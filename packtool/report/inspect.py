@@ -491,9 +491,7 @@ def _branch_figures(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return figures of the shared prefixes, and of the tokens that each sample adds, in the order of the pack.
 
-    Args:
-        branches: of the pack, each after its parent; a branch is a shared prefix, or the tokens that one sample adds.
-        media_tokens: locates media in a sample; None if no branch has only some of a sample's media.
+    Each of the two is a branch; parents come first. ``media_tokens``: None if each branch has all media of its samples.
     """
     prefixes: list[dict[str, Any]] = []
     sample_figures: list[dict[str, Any]] = []

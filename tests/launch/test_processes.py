@@ -24,7 +24,7 @@ ON_TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 
 
 def command(**environ: str) -> list[str] | None:
-    return launch_command(ARGUMENTS, environ, python="python")
+    return launch_command(ARGUMENTS, environ)
 
 
 @pytest.mark.smoke
@@ -45,7 +45,7 @@ def test_one_process_is_enough(environ: dict[str, str]) -> None:
 
 def test_one_machine_finds_a_free_port() -> None:
     assert command(NPROC_PER_NODE="2") == [
-        *("python", "-m", "packtool.launch.torchrun"),
+        *(sys.executable, "-m", "packtool.launch.torchrun"),
         *("--nnodes", "1", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", "--standalone"),
         *("--module", "packtool", "train", "--model", "a b", "--packing", "true"),
     ]
