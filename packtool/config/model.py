@@ -61,8 +61,8 @@ lora_option = functools.partial(parameter_option, needs=("train_type", "lora"))
 adapter_option = functools.partial(parameter_option, needs=("train_type", "|".join(("lora", *ADAPTER_SETTINGS))))
 full_option = functools.partial(parameter_option, needs=("train_type", "full"))
 _NAME_OPTIONS = (
-    *("lora_bias", "target_modules", "target_regex", "modules_to_save", "freeze_parameters", "freeze_parameters_regex"),
-    *("freeze_parameters_ratio", "trainable_parameters", "trainable_parameters_regex"),
+    *("lora_bias", "target_modules", "target_regex", "target_parameters", "modules_to_save", "freeze_parameters"),
+    *("freeze_parameters_regex", "freeze_parameters_ratio", "trainable_parameters", "trainable_parameters_regex"),
 )
 
 
@@ -82,6 +82,9 @@ class LearningOptions(Settings):
         ("all-linear",), "Add adapters to these modules: all-linear or names."
     )
     target_regex: str | None = adapter_option(None, "Add adapters to modules whose name matches this expression.")
+    target_parameters: tuple[str, ...] = lora_option(
+        (), "Add adapters to parameters with these names, such as experts.gate_up_proj experts.down_proj."
+    )
     modules_to_save: tuple[str, ...] = lora_option(
         (), "Train these modules in full beside the adapters, such as embed_tokens lm_head."
     )

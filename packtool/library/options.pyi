@@ -82,6 +82,7 @@ class PlanKeywords(TypedDict, total=False):
     lora_bias: Literal["none", "all", "lora_only"] | None
     target_modules: Texts | None
     target_regex: Text | None
+    target_parameters: Texts | None
     modules_to_save: Texts | None
     freeze_parameters: Texts | None
     freeze_parameters_regex: Text | None

@@ -43,7 +43,7 @@ _OPTIONS = {
 }
 # Unsupported arguments that change training; all others in a record of ms-swift's arguments are of other purposes.
 _CHANGES_TRAINING = {
-    *("loss_type", "optimizer", "lisa_activated_layers", "target_parameters"),
+    *("loss_type", "optimizer", "lisa_activated_layers"),
     *("new_special_tokens", "rope_scaling", "max_model_len", "label_smoothing_factor"),
 }
 
@@ -228,7 +228,7 @@ def _fit(option: str, value: Any) -> Any:
     if kind in (bool, int, float) and isinstance(value, str):
         number = parse_yaml(value) if value else value
         return number if isinstance(number, (bool, int, float)) else value
-    if option in ("fsdp", "target_modules", "modules_to_save", "adapters", "report_to"):
+    if option in ("fsdp", "target_modules", "target_parameters", "modules_to_save", "adapters", "report_to"):
         return split_list(value)
     return value
 

@@ -258,6 +258,8 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
         is_regex = isinstance(targets, str) and re.search(r"[^\w,. -]", targets) is not None
         name = "target_regex" if is_regex else "target_modules"
         translation.set(name, targets if is_regex else split_list(targets), "lora_target_modules")
+    elif not targets and values.get("lora_target_parameters") and not is_true(values.get("lora_target_linear")):
+        translation.set("target_modules", [], "lora_target_parameters")
     if (minimum := values.pop("cosine_min_lr_ratio", None)) is not None:
         values.pop("lr_scheduler", None)
         translation.set("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler and cosine_min_lr_ratio")

@@ -55,7 +55,7 @@ from packtool.train.model.precision import (
     quantization_line,
 )
 from packtool.train.model.sharding import expert_sharding, experts_transposed_correctly
-from packtool.train.model.trainable import attach_adapter, load_adapter_weights, make_trainable
+from packtool.train.model.trainable import adapter_lines, attach_adapter, load_adapter_weights, make_trainable
 from packtool.train.prepare.run import Run
 from packtool.train.prepare.trained import TrainedModel
 
@@ -249,7 +249,7 @@ def build_model(
             load_masters(trained, weights)
         progress.note(f"weights are loaded from {weights}; optimizer, schedule and data start from the beginning")
     lines = [*precision_lines(trained, dtype, run.config, saved.dtype), *unloaded_line(unloaded, run.config.model)]
-    for line in (*lines, *quantization_line(trained, spec.config.model_type, run.config)):
+    for line in (*lines, *adapter_lines(trained), *quantization_line(trained, spec.config.model_type, run.config)):
         progress.note(line)
     if run.config.torch_compile:
         compile_layers(trained, run.config.torch_compile_backend)

@@ -192,8 +192,16 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
         for module in run.modules_to_save
         if not any(has_name(name, module) for name in names)
     ]
+    names = [name for name, parameter in model.named_parameters() if parameter.ndim in (2, 3)]
+    problems += [
+        f"--target-parameters {parameter}: no parameter of a layer has this name"
+        for parameter in run.target_parameters
+        if not any(has_name(name, parameter) for name in names)
+    ]
     if problems:
-        raise ConfigError("\n".join(problems), "Typical names are embed_tokens and lm_head.")
+        raise ConfigError(
+            "\n".join(problems), "Names are those of the model, such as embed_tokens, lm_head and experts.down_proj."
+        )
     untyped: Any = model
     head = untyped.get_output_embeddings()
     is_tied = head is not None and head.weight is untyped.get_input_embeddings().weight
@@ -207,12 +215,13 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
             "use_rslora": run.use_rslora,
             "use_dora": run.use_dora,
             "init_lora_weights": initialization,
+            "target_parameters": list(run.target_parameters) or None,
             "modules_to_save": list(run.modules_to_save) or None,
             "ensure_weight_tying": bool(run.modules_to_save) and is_tied,
         }
-    # Full names; peft shortens them to suffixes that match exactly these modules.
-    settings |= {"target_modules": adapted_modules(model, towers, run), "task_type": "CAUSAL_LM"}
     try:
+        # Full names; peft shortens them to suffixes that match exactly these modules.
+        settings |= {"target_modules": adapted_modules(model, towers, run), "task_type": "CAUSAL_LM"}
         return _add_new(model, _CONFIGS[run.train_type](**settings))
     except (TypeError, ValueError) as error:
         raise ConfigError(
@@ -246,7 +255,7 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
                 f"--target-regex {run.target_regex}: no module's full name matches",
                 f"Modules have names such as {', '.join(names[-_MAX_SHOWN_NAMES:])}.",
             )
-        return _checked_with_peft(model, matching)
+        return _checked_with_peft(model, matching, run)
     frozen = run.frozen_parts
     untyped: Any = model
     head = untyped.get_output_embeddings()
@@ -266,20 +275,23 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
             known = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError("\n".join(problems), f"Choose from {', '.join(known)}; all-linear selects all of them.")
         targets = [name for name in linear if run.is_target(name)]
-    if not targets:
+    if not targets and not run.target_parameters:
         raise ConfigError(
             f"all parts of the model are frozen ({', '.join(sorted(frozen))}), so there is no module to adapt",
             "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false.",
         )
-    return _checked_with_peft(model, targets)
+    return _checked_with_peft(model, targets, run)
 
 
-def _checked_with_peft(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """Return the names unchanged; raise a ConfigError if peft would adapt other modules instead of one of them.
+def _checked_with_peft(model: PreTrainedModel, names: list[str], run: TrainConfig) -> list[str]:
+    """Return the names unchanged; raise a ConfigError if peft would fail to adapt routed experts instead of them.
 
     In some mixtures of experts, peft confuses modules named like an expert's, such as ``gate_proj`` of a shared expert,
-    with the routed experts of older checkpoints, and adapts these instead; also when it loads an adapter.
+    with the routed experts of older checkpoints, and adapts these instead; also when it loads an adapter. It cannot
+    adapt them with dropout or DoRA.
     """
+    if run.train_type != "lora" or not (run.lora_dropout or run.use_dora):
+        return names
     settings = LoraConfig(target_modules=list(names))
     convert_peft_config_for_transformers(settings, model, None)
     adapted = set(settings.target_modules or ())
@@ -287,7 +299,8 @@ def _checked_with_peft(model: PreTrainedModel, names: list[str]) -> list[str]:
         others = sorted({name.rpartition(".")[2] for name in names if name in adapted} - replaced)
         raise ConfigError(
             f"LoRA on {', '.join(sorted(replaced))}: peft would adapt the model's routed experts instead",
-            f"Leave them out: --target-modules {' '.join(others)}",
+            f"Leave them out: --target-modules {' '.join(others)}; or adapt the routed experts: --lora-dropout 0 "
+            "without --use-dora",
         )
     return names
 
@@ -337,6 +350,12 @@ def _continue_adapter(model: PreTrainedModel, run: TrainConfig, has_weights: boo
             f"--adapters {directory} does not fit the model: {error.message}",
             f"It was trained on {settings.base_model_name_or_path}.",
         ) from error
+
+
+def adapter_lines(model: nn.Module) -> Iterator[str]:
+    """Yield a line about adapters on parameters, which peft also puts there in place of modules of a few models."""
+    if isinstance(model, PeftModel) and (names := getattr(model.active_peft_config, "target_parameters", None)):
+        yield f"adapters on parameters, such as those of all routed experts: {', '.join(sorted(names))}"
 
 
 def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftModel:

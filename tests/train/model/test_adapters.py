@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from packtool.config.commands import MergeConfig
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.progress import SilentProgress
-from packtool.train.model.load import model_without_weights
+from packtool.train.model.load import auto_class, model_without_weights
 from packtool.train.model.memory import parameter_sizes
 from packtool.train.model.merge import merge_adapter
 from packtool.train.model.precision import raise_to_masters
 from packtool.train.model.trainable import make_trainable
 from packtool.train.run import train
+from tests.attention.hybrids import hybrid_config
 from tests.batch.reduced import reduced_model
+from tests.train.model.test_experts import mixture  # noqa: F401
 from tests.train.tiny import TinyWorld
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -121,3 +124,62 @@ def test_models_that_peft_cannot_adapt_are_refused() -> None:
     settings = settings_of("oft") | {"adapter_settings": {"r": 8, "oft_block_size": 8}}
     with pytest.raises(ConfigError, match="--train-type oft: peft cannot adapt this model"):
         make_trainable(reduced_model("qwen3"), TrainConfig(model="", cached_dataset=("",), output_dir="", **settings))
+
+
+EXPERTS: dict[str, Any] = {"target_parameters": ("experts.gate_up_proj", "experts.down_proj"), "lora_dropout": 0.0}
+
+
+class NotedProgress(SilentProgress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.notes.append(line)
+
+
+def test_adapters_on_routed_experts_are_trained_loaded_and_merged(mixture: TinyWorld, tmp_path: Path) -> None:  # noqa: F811
+    settings = {"train_type": "lora", "target_modules": (), "learning_rate": 1e-2, "max_steps": 2} | EXPERTS
+    lines = NotedProgress()
+    train(mixture.config(tmp_path, **settings), lines)
+    assert any("adapters on parameters" in line and "experts.down_proj, experts.gate" in line for line in lines.notes)
+    state = load_file(tmp_path / "last" / "adapter_model.safetensors")
+    assert all(".experts." in name for name in state)
+    assert all(weight.abs().sum() > 0 for weight in state.values()), "every expert's B matrix was trained"
+    base = logits(AutoModelForImageTextToText.from_pretrained(mixture.model))
+    model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(mixture.model), tmp_path / "last")
+    expected = logits(model)
+    assert (expected - base).abs().max() > 1e-3
+    merge_adapter(MergeConfig(adapter=str(tmp_path / "last"), output=str(tmp_path / "merged")), SilentProgress())
+    merged = logits(AutoModelForImageTextToText.from_pretrained(tmp_path / "merged"))
+    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
+def test_gradients_of_adapters_on_experts_are_those_of_their_weights(kind: str) -> None:
+    """With B = 0 and scale s, the gradient of B is s times the gradient of the weight times A transposed."""
+    settings = EXPERTS | {"target_modules": (), "gradient_checkpointing": False}
+    run = TrainConfig(model="", cached_dataset=("",), output_dir="", **settings)
+    torch.manual_seed(0)
+    model: Any = auto_class(hybrid_config(kind)).from_config(hybrid_config(kind))
+    weight = model.model.layers[0].mlp.experts.down_proj
+    ids = torch.arange(40)[None]
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    full = weight.grad.clone()
+    adapted = make_trainable(model, run)
+    adapted.zero_grad()
+    adapted.train()(input_ids=ids, labels=ids).loss.backward()
+    named = {name: each for name, each in adapted.named_modules() if getattr(each, "parameter_name", "") == "down_proj"}
+    wrapper = named[next(name for name in named if ".layers.0." in name)]
+    rank, scale = run.lora_rank, wrapper.scaling["default"]
+    num_experts, hidden, inner = full.shape
+    lora_a = wrapper.lora_A["default"].weight.view(num_experts, rank, inner)
+    expected = scale * torch.einsum("eoi,eri->oer", full, lora_a)
+    gradient = wrapper.lora_B["default"].weight.grad.view(hidden, rank, num_experts).transpose(1, 2)
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_parameters_that_cannot_be_adapted_are_refused() -> None:
+    config = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", target_parameters=("experts.down_proj",))
+    assert any("requires --lora-dropout 0" in problem for problem in config.problems())
+    with pytest.raises(ConfigError, match=r"--target-parameters experts\.down: no parameter of a layer has this name"):
+        make_trainable(reduced_model("qwen3"), replace(config, target_parameters=("experts.down",), lora_dropout=0.0))

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.model.load import auto_class
-from packtool.train.model.trainable import add_adapters, attach_adapter, load_adapter_weights, towers_of
+from packtool.train.model.trainable import adapter_lines, add_adapters, attach_adapter, load_adapter_weights, towers_of
 from tests.attention.hybrids import hybrid_config
 from tests.batch.reduced import reduced_model
 
@@ -60,11 +60,14 @@ def test_modules_that_peft_confuses_with_experts_are_named() -> None:
         ConfigError, match="LoRA on down_proj, gate_proj, up_proj: peft would adapt the model's routed"
     ) as raised:
         add_adapters(model, towers, run)
-    _, _, others = str(raised.value).partition("--target-modules ")
+    others = str(raised.value).partition("--target-modules ")[2].partition(";")[0]
     model_with_adapters = add_adapters(model, towers, replace(run, target_modules=tuple(others.split())))
     adapted_names = {name for name, module in model_with_adapters.named_modules() if hasattr(module, "lora_A")}
     assert adapted_names
     assert not any("experts" in name or "shared_expert." in name for name in adapted_names)
+    model = auto_class(hybrid_config("qwen3_next")).from_config(hybrid_config("qwen3_next"))
+    (line,) = adapter_lines(add_adapters(model, towers, replace(run, lora_dropout=0.0)))
+    assert line == "adapters on parameters, such as those of all routed experts: down_proj, gate_up_proj"
 
 
 def test_damaged_adapter_file_is_reported(saved_adapter: Path, tmp_path: Path) -> None:
