@@ -386,7 +386,7 @@ def test_settings_that_do_not_change_training(tool: str, values: dict[str, Any])
         ({"eval_causal_lm_metrics": ["perplexity", "chrf"]}, "generates no text"),
         ({"curriculum_sampling": True}, "sorted"),
         ({"plugins": ["some.OtherPlugin"]}, "no plugins"),
-        ({"nvfp4_merge_aware": True}, "unknown setting"),
+        ({"nvfp4_merge_aware": True}, "packtool does not quantize to NVFP4"),
     ],
 )
 def test_axolotl_settings_that_stay_refused(values: dict[str, Any], problem: str) -> None:
