@@ -79,7 +79,7 @@ class LearningOptions(Settings):
         "none", "Train no biases, all biases, or only those of modules with adapters."
     )
     target_modules: tuple[str, ...] = adapter_option(
-        ("all-linear",), "Add adapters to these modules: all-linear or names."
+        ("all-linear",), "Add adapters to these modules: all-linear, names, or both."
     )
     target_regex: str | None = adapter_option(None, "Add adapters to modules whose name matches this expression.")
     target_parameters: tuple[str, ...] = lora_option(
@@ -121,11 +121,12 @@ class LearningOptions(Settings):
                 words.append(f"{flag(name)} {' '.join(value) if isinstance(value, tuple) else value}")
         return ", ".join(words)
 
-    def is_target(self, name: str) -> bool:
-        """Return whether a linear module gets an adapter, if its part is trained."""
+    def is_target(self, name: str, *, is_linear: bool = True) -> bool:
+        """Return whether a module of a trained part gets an adapter; all-linear selects only those that are linear."""
         if self.target_regex is not None:
             return re.fullmatch(self.target_regex, name) is not None
-        return self.target_modules == ("all-linear",) or any(has_name(name, wanted) for wanted in self.target_modules)
+        selects_linear = is_linear and "all-linear" in self.target_modules
+        return selects_linear or any(has_name(name, wanted) for wanted in self.target_modules)
 
     def is_frozen(self, parameter: str) -> bool:
         """Return whether ``--freeze-parameters`` or its regular expression matches a parameter."""

@@ -125,7 +125,7 @@ class ModelLayers:
         return (*self.audio, *self.audio_aligner, *self.vision, *mergers, *language, self.head)
 
 
-_ADAPTABLE = "linear", "convolution", "no_product"  # by a regular expression; names and all-linear: linear modules
+_ADAPTABLE = "linear", "convolution", "no_product"  # by name; all-linear selects linear modules only
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,9 @@ def trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Traina
 def _lora_training(module: ModuleCost, options: LearningOptions, *, is_head: bool) -> Trainable:
     if any(has_name(module.name, name) for name in options.modules_to_save):
         return Trainable("full", True)
-    if options.target_regex is not None:
-        can_adapt = module.kind in _ADAPTABLE
-    else:
-        can_adapt = module.kind == "linear" and not is_head and module.part not in options.frozen_parts
-    if can_adapt and options.is_target(module.name):
+    can_adapt = options.target_regex is not None or module.part not in options.frozen_parts
+    is_linear = module.kind == "linear" and not is_head
+    if can_adapt and module.kind in _ADAPTABLE and options.is_target(module.name, is_linear=is_linear):
         return Trainable("lora", True)
     return Trainable("frozen", options.lora_bias == "all" and module.has_bias)
 

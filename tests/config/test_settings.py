@@ -233,7 +233,9 @@ def test_given_options_without_effect_are_warned_about() -> None:
                 messages.append(str(error))
             message = f"{settings.flag(name)} .*requires --train-type {re.escape(required_type)}$"
             assert needed == "train_type"
-            assert any(re.search(message, line) for line in messages) == (train_type not in required_type.split("|")), (
+            assert any(re.search(message, line, re.MULTILINE) for line in messages) == (
+                train_type not in required_type.split("|")
+            ), (
                 name,
                 train_type,
                 messages,

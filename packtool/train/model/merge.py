@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
 
 from packtool.batch.spec import model_config
 from packtool.config.commands import MergeConfig
@@ -66,6 +67,7 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
         restore_long_tensors(model, base_directory)
         saved, unloaded = SavedPrecision.of(base_config, model), unloaded_tensors(model, base_directory)
         adapted: Any = attach_adapter(model, trained.adapter)
+        _untie(adapted.get_base_model())
         layers = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
         for layer in layers:  # one after the other, so that only one is in float32
             _merge_layer(layer)
@@ -85,6 +87,15 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
         for line in unloaded_line(unloaded, trained.base):
             progress.note(line)
     return MergeResult(output, trained.base, trained.adapter, len(layers), str(dtype).removeprefix("torch."))
+
+
+def _untie(model: Any) -> None:
+    """Give the head weights of its own if an adapter changes the head or the embeddings, which share their weights."""
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    embedding, head = (getattr(end, "base_layer", end) for end in ends)
+    if [embedding, head] != ends and embedding.weight is head.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
 
 
 def _merge_layer(layer: Any) -> None:

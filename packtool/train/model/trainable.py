@@ -245,7 +245,8 @@ def _add_new(model: PreTrainedModel, settings: PeftConfig) -> PeftModel:
 def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> list[str]:
     """Return the full names of the modules that get adapters.
 
-    These match ``--target-regex``, or ``--target-modules`` among the linear modules of unfrozen parts without the head.
+    These match ``--target-regex``, or ``--target-modules`` in unfrozen parts. Of these, all-linear selects the linear
+    modules without the head, and names select the head and the embeddings too.
     """
     if run.target_regex is not None:
         names = [name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)]
@@ -259,22 +260,24 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
     frozen = run.frozen_parts
     untyped: Any = model
     head = untyped.get_output_embeddings()
-    linear = [
-        name
+    ends = [end for end in (head, untyped.get_input_embeddings()) if isinstance(end, _ADAPTABLE)]
+    is_linear = {
+        name: isinstance(module, nn.Linear) and module is not head
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and towers.part_of(name) not in frozen
+        if towers.part_of(name) not in frozen
+        if isinstance(module, nn.Linear) or any(module is end for end in ends)
+    }
+    problems = [
+        f"--target-modules {target}: no linear module of an unfrozen part has this name"
+        for target in run.target_modules
+        if target != "all-linear" and not any(has_name(name, target) for name in is_linear)
     ]
-    targets = linear
-    if run.target_modules != ("all-linear",):
-        problems = [
-            f"--target-modules {target}: no linear module of an unfrozen part has this name"
-            for target in run.target_modules
-            if not any(has_name(name, target) for name in linear)
-        ]
-        if problems:
-            known = sorted({name.rpartition(".")[2] for name in linear})
-            raise ConfigError("\n".join(problems), f"Choose from {', '.join(known)}; all-linear selects all of them.")
-        targets = [name for name in linear if run.is_target(name)]
+    if problems:
+        known = sorted({name.rpartition(".")[2] for name in is_linear})
+        raise ConfigError(
+            "\n".join(problems), f"Choose from {', '.join(known)}; all-linear selects all but head and embeddings."
+        )
+    targets = [name for name in is_linear if run.is_target(name, is_linear=is_linear[name])]
     if not targets and not run.target_parameters:
         raise ConfigError(
             f"all parts of the model are frozen ({', '.join(sorted(frozen))}), so there is no module to adapt",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,20 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from packtool.batch.collate import collate_packs
 from packtool.config.commands import MergeConfig
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.progress import SilentProgress
 from packtool.train.model.load import auto_class, model_without_weights
+from packtool.train.model.loss import HeadLoss, target_losses
 from packtool.train.model.memory import parameter_sizes
 from packtool.train.model.merge import merge_adapter
 from packtool.train.model.precision import raise_to_masters
 from packtool.train.model.trainable import make_trainable
 from packtool.train.run import train
 from tests.attention.hybrids import hybrid_config
-from tests.batch.reduced import reduced_model
+from tests.batch.reduced import mixed_samples, reduced_model, reduced_spec
 from tests.train.model.test_experts import mixture  # noqa: F401
 from tests.train.tiny import TinyWorld
 
@@ -183,3 +186,57 @@ def test_parameters_that_cannot_be_adapted_are_refused() -> None:
     assert any("requires --lora-dropout 0" in problem for problem in config.problems())
     with pytest.raises(ConfigError, match=r"--target-parameters experts\.down: no parameter of a layer has this name"):
         make_trainable(reduced_model("qwen3"), replace(config, target_parameters=("experts.down",), lora_dropout=0.0))
+
+
+ENDS: dict[str, Any] = {"train_type": "lora", "target_modules": ("all-linear", "embed_tokens", "lm_head")}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_adapters_on_embeddings_and_head_are_trained_and_merged(tied: bool, tiny: TinyWorld, tmp_path: Path) -> None:
+    """Also where head and embeddings share their weights: each then has weights of its own."""
+    world = tiny
+    if not tied:
+        model = AutoModelForImageTextToText.from_pretrained(tiny.model)
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 1.5)
+        model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
+        shutil.copytree(tiny.model, tmp_path / "model")
+        model.save_pretrained(tmp_path / "model")
+        world = replace(tiny, model=str(tmp_path / "model"))
+    train(world.config(tmp_path / "run", **ENDS, learning_rate=1e-2, max_steps=2), SilentProgress())
+    adapter = tmp_path / "run" / "last"
+    state = load_file(adapter / "adapter_model.safetensors")
+    for name in ("lm_head.lora_B.weight", "embed_tokens.lora_embedding_B"):
+        assert any(key.endswith(name) and weight.abs().sum() > 0 for key, weight in state.items()), name
+    expected = logits(PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(world.model), adapter))
+    merge_adapter(MergeConfig(adapter=str(adapter), output=str(tmp_path / "merged")), SilentProgress())
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    assert merged.lm_head.weight.data_ptr() != merged.get_input_embeddings().weight.data_ptr()
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_losses_in_the_head_include_its_adapter() -> None:
+    """And so do the gradients, in chunks or not; without the adapter, the losses would be others."""
+    model = reduced_model("qwen3")
+    run = TrainConfig(model="", cached_dataset=("",), output_dir="", **ENDS, lora_dropout=0.0)
+    adapted: Any = make_trainable(model, run)
+    head = adapted.get_base_model().lm_head
+    torch.manual_seed(0)
+    torch.nn.init.normal_(head.lora_B["default"].weight, std=0.1)
+    batch = collate_packs(mixed_samples("qwen3"), reduced_spec("qwen3"))
+    results = []
+    for chunk_logits in (None, 200):
+        adapted.zero_grad()
+        head_loss = HeadLoss(adapted, chunk_logits)
+        losses = head_loss.losses(adapted, batch)
+        losses.losses.sum().backward()
+        head_loss.remove()
+        results.append((losses.losses.detach(), head.lora_B["default"].weight.grad.clone()))
+    adapted.zero_grad()
+    expected = target_losses(adapted, batch, label_logits_only=False)
+    expected.losses.sum().backward()
+    with adapted.disable_adapter():
+        without = target_losses(adapted, batch, label_logits_only=False)
+    assert (without.losses - expected.losses).abs().max() > 1e-2
+    for values, gradient in results:
+        torch.testing.assert_close(values, expected.losses.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradient, head.lora_B["default"].weight.grad, rtol=1e-3, atol=1e-5)
