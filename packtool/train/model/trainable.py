@@ -180,45 +180,24 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
 
     On the meta device (for estimates), adapters keep their default initialization.
     """
-    has_weights = not next(model.parameters()).is_meta
     if run.adapters:
-        return _continue_adapter(model, run, has_weights)
-    initialization: Any = {"true": True, "false": False}.get(run.init_weights, run.init_weights)
-    if not has_weights and run.init_weights in _NEEDS_WEIGHTS:
-        initialization = True
-    names = [name for name, _ in model.named_modules()]
+        return _continue_adapter(model, run, has_weights=not next(model.parameters()).is_meta)
+    modules = [name for name, _ in model.named_modules()]
+    parameters = [name for name, parameter in model.named_parameters() if parameter.ndim in (2, 3)]
     problems = [
-        f"--modules-to-save {module}: no module has this name"
-        for module in run.modules_to_save
-        if not any(has_name(name, module) for name in names)
-    ]
-    names = [name for name, parameter in model.named_parameters() if parameter.ndim in (2, 3)]
-    problems += [
-        f"--target-parameters {parameter}: no parameter of a layer has this name"
-        for parameter in run.target_parameters
-        if not any(has_name(name, parameter) for name in names)
+        f"--{option} {name}: the model has no {kind} of this name"
+        for option, kind, requested, names in (
+            ("modules-to-save", "module", run.modules_to_save, modules),
+            ("target-parameters", "matrix", run.target_parameters, parameters),
+        )
+        for name in requested
+        if not any(has_name(each, name) for each in names)
     ]
     if problems:
-        raise ConfigError(
-            "\n".join(problems), "Names are those of the model, such as embed_tokens, lm_head and experts.down_proj."
-        )
-    untyped: Any = model
-    head = untyped.get_output_embeddings()
-    is_tied = head is not None and head.weight is untyped.get_input_embeddings().weight
-    settings: dict[str, Any] = {**ADAPTER_SETTINGS.get(run.train_type, {}), **(run.adapter_settings or {})}
+        raise ConfigError("\n".join(problems), "Names are such as embed_tokens, lm_head and experts.down_proj.")
+    settings = {**ADAPTER_SETTINGS.get(run.train_type, {}), **(run.adapter_settings or {})}
     if run.train_type == "lora":
-        settings = {
-            "r": run.lora_rank,
-            "lora_alpha": run.lora_alpha,
-            "lora_dropout": run.lora_dropout,
-            "bias": run.lora_bias,
-            "use_rslora": run.use_rslora,
-            "use_dora": run.use_dora,
-            "init_lora_weights": initialization,
-            "target_parameters": list(run.target_parameters) or None,
-            "modules_to_save": list(run.modules_to_save) or None,
-            "ensure_weight_tying": bool(run.modules_to_save) and is_tied,
-        }
+        settings = _lora_settings(model, run)
     try:
         # Full names; peft shortens them to suffixes that match exactly these modules.
         settings |= {"target_modules": adapted_modules(model, towers, run), "task_type": "CAUSAL_LM"}
@@ -228,6 +207,27 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
             f"--train-type {run.train_type}: peft cannot adapt this model: {error}",
             "Change --adapter-settings, --target-modules or --target-regex.",
         ) from error
+
+
+def _lora_settings(model: Any, run: TrainConfig) -> dict[str, Any]:
+    """Return peft's settings of LoRA adapters."""
+    initialization: Any = {"true": True, "false": False}.get(run.init_weights, run.init_weights)
+    if next(model.parameters()).is_meta and run.init_weights in _NEEDS_WEIGHTS:
+        initialization = True
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is model.get_input_embeddings().weight
+    return {
+        "r": run.lora_rank,
+        "lora_alpha": run.lora_alpha,
+        "lora_dropout": run.lora_dropout,
+        "bias": run.lora_bias,
+        "use_rslora": run.use_rslora,
+        "use_dora": run.use_dora,
+        "init_lora_weights": initialization,
+        "target_parameters": list(run.target_parameters) or None,
+        "modules_to_save": list(run.modules_to_save) or None,
+        "ensure_weight_tying": bool(run.modules_to_save) and is_tied,
+    }
 
 
 def _add_new(model: PreTrainedModel, settings: PeftConfig) -> PeftModel:

@@ -184,7 +184,7 @@ def test_gradients_of_adapters_on_experts_are_those_of_their_weights(kind: str) 
 def test_parameters_that_cannot_be_adapted_are_refused() -> None:
     config = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", target_parameters=("experts.down_proj",))
     assert any("requires --lora-dropout 0" in problem for problem in config.problems())
-    with pytest.raises(ConfigError, match=r"--target-parameters experts\.down: no parameter of a layer has this name"):
+    with pytest.raises(ConfigError, match=r"--target-parameters experts\.down: the model has no matrix of this name"):
         make_trainable(reduced_model("qwen3"), replace(config, target_parameters=("experts.down",), lora_dropout=0.0))
 
 
