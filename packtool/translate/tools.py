@@ -253,13 +253,7 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
     for name in ("datasets", "pretraining_dataset", "test_datasets"):
         _axolotl_datasets(translation, name, values.pop(name, None))
     _ratio(translation, values, "val_set_size")
-    targets = values.pop("lora_target_modules", None)
-    if targets and not is_true(values.get("lora_target_linear")):
-        is_regex = isinstance(targets, str) and re.search(r"[^\w,. -]", targets) is not None
-        name = "target_regex" if is_regex else "target_modules"
-        translation.set(name, targets if is_regex else split_list(targets), "lora_target_modules")
-    elif not targets and values.get("lora_target_parameters") and not is_true(values.get("lora_target_linear")):
-        translation.set("target_modules", [], "lora_target_parameters")
+    _axolotl_targets(translation, values)
     if (minimum := values.pop("cosine_min_lr_ratio", None)) is not None:
         values.pop("lr_scheduler", None)
         translation.set("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler and cosine_min_lr_ratio")
@@ -297,6 +291,17 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
     for name in omitted + ["tokens"] * isinstance(values.get("tokens"), dict):
         if values.pop(name, None):
             translation.omit(name, "packtool uses FSDP2 with full checkpoints, and the tokenizer's own tokens")
+
+
+def _axolotl_targets(translation: Translation, values: dict[str, Any]) -> None:
+    """Translate names of modules with adapters, which may be a regular expression; by default axolotl adapts none."""
+    targets = values.pop("lora_target_modules", None)
+    if targets and not is_true(values.get("lora_target_linear")):
+        is_regex = isinstance(targets, str) and re.search(r"[^\w,. -]", targets) is not None
+        name = "target_regex" if is_regex else "target_modules"
+        translation.set(name, targets if is_regex else split_list(targets), "lora_target_modules")
+    elif not targets and values.get("lora_target_parameters") and not is_true(values.get("lora_target_linear")):
+        translation.set("target_modules", [], "lora_target_parameters")
 
 
 # Keys of an axolotl data set that packtool needs not, or finds out itself; and columns of the two formats.
