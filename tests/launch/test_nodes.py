@@ -29,7 +29,7 @@ WAITS = "print('rank runs', flush=True); time.sleep(600)"
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"BEAT": 0.05, "SILENT": 1.0, "FIRST_LINE": 0.3, "GRACE": 1.0, "LEAVE": 5.0}.items():
+    for name, seconds in {"BEAT": 0.05, "SILENT": 1.0, "FIRST_LINE": 0.3, "GRACE": 0.5, "LEAVE": 5.0}.items():
         monkeypatch.setattr(torchrun, f"_{name}_SECONDS", seconds)
     monkeypatch.setattr(torchrun, "_STUCK_SECONDS", 0.2)
 
@@ -91,12 +91,12 @@ def exit_code_of(process: BaseProcess) -> int | None:
 
 
 def test_missing_peer_is_an_error(node: Node, output_of: ReadOutput, port: int) -> None:
-    with node(0, limit=2) as master:
+    with node(0, limit=1.5) as master:
         assert exit_code_of(master) == ConfigError.exit_code
     line = f"node 0 of 2: waiting at 127.0.0.1:{port} for 1 of 2 nodes: NODE_RANK 1 ("
     assert output_of(0).count(line) >= 2
     assert "gave up: waiting at" in output_of(0)
-    assert f"a firewall may block port {port}. --ddp-timeout sets the limit, now 2 s" in output_of(0)
+    assert f"a firewall may block port {port}. --ddp-timeout sets the limit, now 1.5 s" in output_of(0)
     assert "Traceback" not in output_of(0)
 
 
@@ -169,7 +169,7 @@ def test_node_killed_while_ranks_run(node: Node, output_of: ReadOutput, port: in
     other = 1 - killed
     with node(killed, WAITS) as dying:
         wait_for(lambda: "waiting" in output_of(killed), lambda: not dying.is_alive())
-        with node(other, WAITS, limit=3) as surviving:
+        with node(other, WAITS, limit=2) as surviving:
             wait_for(lambda: all("rank runs" in output_of(n) for n in (0, 1)), lambda: not surviving.is_alive())
             dying.kill()
             assert exit_code_of(surviving) == 128 + signal.SIGTERM
@@ -210,7 +210,7 @@ def test_wrong_port_is_named(node: Node, output_of: ReadOutput, port: int, liste
         if listens:
             other.listen()
         place = other.getsockname()
-        with node(1, limit=2, place=place) as process:
+        with node(1, limit=1, place=place) as process:
             assert exit_code_of(process) == ConfigError.exit_code
     assert f"waiting for node 0 at 127.0.0.1:{place[1]}: " in output_of(1)
     assert listens or "Connection refused" in output_of(1)
@@ -254,7 +254,7 @@ def test_duplicate_node_rank_is_an_error(node: Node, output_of: ReadOutput, tmp_
     with node(0, WAITS) as master, node(1, WAITS):
         wait_for(lambda: "rank runs" in output_of(0) and "rank runs" in output_of(1), lambda: not master.is_alive())
         (tmp_path / "output-1.txt").rename(tmp_path / "output-taken.txt")
-        with node(1, limit=2) as third:
+        with node(1, limit=1) as third:
             assert exit_code_of(third) == ConfigError.exit_code
     assert "has started with another NODE_RANK=1" in output_of(1)
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from packtool.batch.collate import collate_padded
 from packtool.cache.reader import CacheReader
 from packtool.train.model.loss import target_losses
+from tests.cli.narrow_model import make_narrow_model
 from tests.scripts.loading import load_script
 
 
@@ -24,7 +25,8 @@ def bench() -> ModuleType:
     return load_script("bench_train")
 
 
-def test_quick_run(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_run(bench: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "make_demo_model", lambda directory, seed: make_narrow_model(Path(directory)))
     bench.main(["--quick"])
     out = capsys.readouterr().out
     row = r"^(packed|padded.*|Trainer, TRL's packing) +([\d.]+)% +(\d+) +(\d+) +[\d,]+(?:  ([\d.]+) \(.*\) +[\d.]+)?$"

@@ -94,7 +94,7 @@ def test_errors_name_every_operation(bucket: str, through_proxy: Through) -> Non
 
 def test_failed_upload_leaves_no_files(bucket: str, s3_server: S3Server, through_proxy: Through) -> None:
     faults = [("PUT .*partNumber=2", "stall"), ("PUT .*partNumber=2", "500 InternalError")]
-    through_proxy(retries=1, timeout=5.0, once=faults)
+    through_proxy(retries=1, timeout=2.5, once=faults)
     file = storage.AtomicFile(f"{bucket}/x")
     with pytest.raises(StorageError, match="x: writing failed: given up after 2 tries"):
         file.write(bytes(10 * PART))
