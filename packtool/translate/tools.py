@@ -226,6 +226,8 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
             translation.set(option, rows, origin.replace("dataset", name, 1))
     _ratio(translation, values, "val_size")
     _adapter_settings(translation, values, "finetuning_type")
+    if values.get("finetuning_type") == "freeze":
+        _freeze(translation, values)
     if (targets := values.pop("lora_target", None)) is not None:
         names = split_list(targets)
         translation.set("target_modules", ["all-linear"] if names == ["all"] else names, "lora_target")
@@ -234,6 +236,28 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
         del values["tokenized_path"]
     if values.get("adapter_name_or_path"):
         values["adapter_name_or_path"] = split_list(values["adapter_name_or_path"])
+
+
+def _freeze(translation: Translation, values: dict[str, Any]) -> None:
+    """Translate LLaMA-Factory's training of a few layers: the last, the first, or those that LLaMA Pro has added."""
+    name = "freeze_trainable_layers"
+    count = int(translation.number(name, values.pop(name, None), 2))
+    path = Path(str(values.get("model_name_or_path")), "config.json")
+    num_layers = load_config_file(str(path)).get("num_hidden_layers", 0) if path.exists() else 0
+    if not num_layers:  # not local, or with towers, whose layers have the same numbers
+        reason = "its layers are unknown: give full, --freeze-parameters-ratio 1 and --trainable-parameters-regex"
+        translation.refuse("finetuning_type: freeze", reason)
+    layers = range(num_layers)[-count:] if count > 0 else range(num_layers)[:-count]
+    if is_true(values.pop("use_llama_pro", False)):
+        if count < 1 or num_layers % count:
+            translation.refuse(f"{name}: {count}", f"it does not divide the model's {num_layers} layers; change it")
+        layers = range(num_layers)[(stride := max(num_layers // max(count, 1), 1)) - 1 :: stride]
+    modules = split_list(values.pop("freeze_trainable_modules", None) or "all")
+    pattern = rf"\.({'|'.join(map(str, layers))})\.({'' if 'all' in modules else '|'.join(modules)})"
+    extra = split_list(values.pop("freeze_extra_modules", None) or [])
+    values["finetuning_type"] = "full"
+    translation.set("freeze_parameters_ratio", 1, "finetuning_type: freeze")
+    translation.set("trainable_parameters_regex", "|".join([pattern, *extra]), f"{name} and similar")
 
 
 def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:

@@ -160,7 +160,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("stage: sft\nmodel_name_or_path: m\ncutoff_len: x\n", [], "'x' is not a number"),
         ("stage: sft\nbase_model: m\n", [], "mixes keys of several tools"),
         ("a: 1\n", ["--from", "unsloth"], "known are ms-swift"),
-        ("stage: sft\nfinetuning_type: freeze\ndataset: a\n", [], "give full, and choose layers"),
+        ("stage: sft\nfinetuning_type: freeze\ndataset: a\n", [], "its layers are unknown: give full"),
         ("stage: sft\nuse_asft_loss: true\nlearning_rate: high\n", [], "'high' is not a number"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,53 @@ def test_adapters_other_than_lora(tool: str, values: dict[str, Any], settings: d
     assert {"lora_rank", "lora_alpha", "lora_dropout"}.isdisjoint(translation.values)
     lora = translated(tool, {key: value for key, value in values.items() if "_type" not in key})
     assert "adapter_settings" not in lora.values
+
+
+FROZEN: dict[str, Any] = {"finetuning_type": "freeze", "freeze_trainable_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("values", "trained"),
+    [
+        ({"freeze_trainable_layers": None}, ["6.mlp", "6.self_attn", "7.mlp", "7.self_attn"]),
+        ({"freeze_trainable_layers": -1}, ["0.mlp", "0.self_attn"]),
+        ({"freeze_trainable_layers": 99, "freeze_trainable_modules": "mlp"}, [f"{layer}.mlp" for layer in range(8)]),
+        (
+            {"use_llama_pro": True, "freeze_trainable_modules": "mlp,self_attn"},
+            ["3.mlp", "3.self_attn", "7.mlp", "7.self_attn"],
+        ),
+        ({"freeze_trainable_modules": ["mlp"], "freeze_extra_modules": "lm_head"}, ["6.mlp", "7.mlp", "lm_head"]),
+    ],
+)
+def test_llama_factory_trains_a_few_layers(values: dict[str, Any], trained: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 8}')
+    translation = translated("LLaMA-Factory", {"model_name_or_path": str(tmp_path)} | FROZEN | values)
+    assert translation.problems == []
+    assert (translation.values["train_type"], translation.values["freeze_parameters_ratio"]) == ("full", 1)
+    parts = [f"{layer}.{module}" for layer in range(8) for module in ("mlp", "self_attn")]
+    names = {f"model.layers.{part}.weight": part for part in parts} | {
+        "lm_head.weight": "lm_head",
+        "model.norm.weight": "norm",
+    }
+    regex = translation.values["trainable_parameters_regex"]
+    assert [part for name, part in names.items() if re.search(regex, name)] == trained
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "problem"),
+    [
+        ("{}", {}, "its layers are unknown"),
+        ('{"text_config": {"num_hidden_layers": 8}}', {}, "its layers are unknown"),
+        ('{"num_hidden_layers": 8}', {"use_llama_pro": True, "freeze_trainable_layers": 3}, "does not divide"),
+        ('{"num_hidden_layers": 8}', {"finetuning_type": "lora", "use_llama_pro": True}, "--target-regex"),
+    ],
+)
+def test_llama_factory_layers_that_are_unknown(
+    config: str, values: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    (message,) = translated("LLaMA-Factory", {"model_name_or_path": str(tmp_path)} | FROZEN | values).problems
+    assert problem in message
 
 
 def test_optimizers_with_projected_gradients_keep_their_arguments() -> None:

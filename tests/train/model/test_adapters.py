@@ -188,6 +188,18 @@ def test_parameters_that_cannot_be_adapted_are_refused() -> None:
         make_trainable(reduced_model("qwen3"), replace(config, target_parameters=("experts.down",), lora_dropout=0.0))
 
 
+def test_pissa_adapters_load_onto_the_base_model_and_merge(tiny: TinyWorld, tmp_path: Path) -> None:
+    settings = {"train_type": "lora", "init_weights": "pissa", "learning_rate": 1e-2, "max_steps": 2}
+    train(tiny.config(tmp_path, **settings), SilentProgress())
+    adapter, base = tmp_path / "last", AutoModelForImageTextToText.from_pretrained(tiny.model)
+    before = logits(base)
+    expected = logits(PeftModel.from_pretrained(base, adapter))
+    assert 1e-3 < (expected - before).abs().max() < 1, "training has changed it a little"
+    merge_adapter(MergeConfig(adapter=str(adapter), output=str(tmp_path / "merged")), SilentProgress())
+    merged = logits(AutoModelForImageTextToText.from_pretrained(tmp_path / "merged"))
+    torch.testing.assert_close(merged, expected, rtol=1e-3, atol=1e-3)
+
+
 ENDS: dict[str, Any] = {"train_type": "lora", "target_modules": ("all-linear", "embed_tokens", "lm_head")}
 
 
