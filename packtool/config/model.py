@@ -49,8 +49,7 @@ TrainType = Annotated[
         {
             "qlora": "give lora and --quant-bits 4",
             "freeze": "give full and --freeze-parameters or --trainable-parameters",
-            "lora_llm": "towers that are trained in full beside adapters are not supported: give lora with "
-            "--freeze-vit false, which puts adapters on them too",
+            "lora_llm": "give lora, --modules-to-save vision-tower aligner and --lora-dropout 0",
             "miss": "give bone, the older name of MiSS",
             **dict.fromkeys(("adalora", "adapter", "fourierft", "llamapro", "longlora", "reft"), _NO_ADAPTER),
         },
@@ -86,7 +85,7 @@ class LearningOptions(Settings):
         (), "Add adapters to parameters with these names, such as experts.gate_up_proj experts.down_proj."
     )
     modules_to_save: tuple[str, ...] = lora_option(
-        (), "Train these modules in full beside the adapters, such as embed_tokens lm_head."
+        (), "Train these modules in full beside the adapters: names, vision-tower or aligner."
     )
     freeze_parameters: tuple[str, ...] = full_option((), "Freeze parameters with these name prefixes.")
     freeze_parameters_regex: str | None = full_option(

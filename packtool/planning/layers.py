@@ -157,8 +157,10 @@ def trainable(layers: ModelLayers, options: LearningOptions) -> dict[str, Traina
 
 
 def _lora_training(module: ModuleCost, options: LearningOptions, *, is_head: bool) -> Trainable:
-    if any(has_name(module.name, name) for name in options.modules_to_save):
-        return Trainable("full", True)
+    for name in options.modules_to_save:
+        in_module = has_name(module.name, name) or module.name.startswith(f"{name}.")
+        if in_module or name == module.part.replace(" ", "-"):
+            return Trainable("full", True)
     can_adapt = options.target_regex is not None or module.part not in options.frozen_parts
     is_linear = module.kind == "linear" and not is_head
     if can_adapt and module.kind in _ADAPTABLE and options.is_target(module.name, is_linear=is_linear):

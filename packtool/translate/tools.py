@@ -105,7 +105,13 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
         if values.pop("cached_val_dataset", None):
             translation.omit("cached_val_dataset", "a cache of packtool contains its val split")
     _split_sequences(translation, values, environ)
-    _adapter_settings(translation, values, "tuner_type" if "tuner_type" in values else "train_type")
+    key = "tuner_type" if "tuner_type" in values else "train_type"
+    _adapter_settings(translation, values, key)
+    if values.get(key) == "lora_llm":
+        for name in _LORA_LLM_IGNORES & set(values):
+            translation.omit(name, "lora_llm has settings of its own")
+            del values[name]
+        values |= {key: "lora", "lora_dropout": 0, "modules_to_save": ["vision-tower", "aligner"]}
     if as_text(values.get("loss_type", "")) == "loss_scale":
         translation.omit("loss_type", "--loss-scale weights the loss")
         del values["loss_type"]
@@ -121,6 +127,10 @@ _ADAPTER_SETTINGS: dict[tuple[str, str], dict[str, str]] = {
     ("ms-swift", "boft"): {name: name for name in _BOFT},
     ("ms-swift", "bone"): {"reft_rank": "r"},
     ("LLaMA-Factory", "oft"): {"oft_rank": "r", "oft_block_size": "oft_block_size", "module_dropout": "module_dropout"},
+}
+_LORA_LLM_IGNORES = {
+    *("lora_dropout", "lora_bias", "use_rslora", "use_dora", "lorap_lr_ratio", "init_weights", "freeze_llm"),
+    *("target_modules", "target_regex", "target_parameters", "modules_to_save", "freeze_vit", "freeze_aligner"),
 }
 _LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_bias", "use_rslora", "use_dora", "lorap_lr_ratio")
 

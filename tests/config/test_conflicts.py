@@ -19,6 +19,8 @@ REQUIRED |= {"output": "o.parquet", "adapter": "a"}
 # Options whose values give these properties.
 PROPERTIES: dict[str, dict[str, Any]] = {
     "is_part": {"finalize": True},
+    "modules_to_save=*vision-tower*": {"modules_to_save": ("vision-tower",)},
+    "modules_to_save=*aligner*": {"modules_to_save": ("aligner",)},
     "adapter_settings": {"train_type": "oft", "adapter_settings": {"r": 1}},
     "mixing": {"mix": "m.yaml"},
     "!mixing": {},

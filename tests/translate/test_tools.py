@@ -126,6 +126,15 @@ def test_adapters_other_than_lora(tool: str, values: dict[str, Any], settings: d
     assert "adapter_settings" not in lora.values
 
 
+def test_ms_swift_towers_in_full_beside_adapters() -> None:
+    values = {"model": "m", "tuner_type": "lora_llm", "lora_rank": 16, "lora_dropout": 0.1, "vit_lr": 1e-5}
+    translation = translated("ms-swift", values)
+    assert translation.problems == []
+    expected = {"tuner_type": None, "lora_rank": 16, "lora_dropout": 0, "modules_to_save": ["vision-tower", "aligner"]}
+    assert {name: translation.values.get(name) for name in expected} == expected
+    assert translation.values["train_type"] == "lora"
+
+
 FROZEN: dict[str, Any] = {"finetuning_type": "freeze", "freeze_trainable_layers": 2}
 
 

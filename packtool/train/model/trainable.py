@@ -81,7 +81,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 def towers_of(model: nn.Module, model_type: str) -> Towers:
     """Return the prefixes of parameter names by part of a model, and the modules that its configuration skips."""
     towers = family_of({"model_type": model_type}).towers
-    names = {name for named in (model.named_modules(), model.named_parameters()) for name, _ in named}
+    names = {_own_name(name) for named in (model.named_modules(), model.named_parameters()) for name, _ in named}
     for prefix in (*towers.vision, *towers.aligner):
         if prefix not in names:
             raise UnsupportedModelError(
@@ -124,6 +124,9 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
                 module.gradient_checkpointing = False
     if run.train_type != "full":
         adapted = add_adapters(model, towers, run)
+        for name, parameter in adapted.named_parameters():
+            if towers.is_unused(_own_name(name)):
+                parameter.requires_grad_(False)
         # peft converts adapters only, not biases and modules that are trained in full.
         if run.deepspeed is None:
             raise_to_masters(adapted)
@@ -187,7 +190,7 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
     problems = [
         f"--{option} {name}: the model has no {kind} of this name"
         for option, kind, requested, names in (
-            ("modules-to-save", "module", run.modules_to_save, modules),
+            ("modules-to-save", "module", _saved_modules(towers, run), modules),
             ("target-parameters", "matrix", run.target_parameters, parameters),
         )
         for name in requested
@@ -197,7 +200,7 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
         raise ConfigError("\n".join(problems), "Names are such as embed_tokens, lm_head and experts.down_proj.")
     settings = {**ADAPTER_SETTINGS.get(run.train_type, {}), **(run.adapter_settings or {})}
     if run.train_type == "lora":
-        settings = _lora_settings(model, run)
+        settings = _lora_settings(model, run) | {"modules_to_save": _saved_modules(towers, run) or None}
     try:
         # Full names; peft shortens them to suffixes that match exactly these modules.
         settings |= {"target_modules": adapted_modules(model, towers, run), "task_type": "CAUSAL_LM"}
@@ -225,9 +228,20 @@ def _lora_settings(model: Any, run: TrainConfig) -> dict[str, Any]:
         "use_dora": run.use_dora,
         "init_lora_weights": initialization,
         "target_parameters": list(run.target_parameters) or None,
-        "modules_to_save": list(run.modules_to_save) or None,
         "ensure_weight_tying": bool(run.modules_to_save) and is_tied,
     }
+
+
+def _saved_modules(towers: Towers, run: TrainConfig) -> list[str]:
+    """Return the names of ``--modules-to-save``, with those of the model in place of vision-tower and aligner."""
+    parts = {"vision-tower": towers.vision, "aligner": towers.aligner}
+    names = [each for name in run.modules_to_save for each in parts.get(name) or (name,)]
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def _own_name(name: str) -> str:
+    """Return a parameter's name in the bare model from its name in a PeftModel."""
+    return name.removeprefix(_PEFT_PREFIX).replace(".modules_to_save.default", "")
 
 
 def _add_new(model: PreTrainedModel, settings: PeftConfig) -> PeftModel:
@@ -423,7 +437,7 @@ def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: n
         return
     base = base_model(model)
     towers = towers_of(base, base.config.model_type)
-    names = {id(parameter): name.removeprefix(_PEFT_PREFIX) for name, parameter in trained.named_parameters()}
+    names = {id(parameter): _own_name(name) for name, parameter in trained.named_parameters()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         parameters_by_rate: dict[float, list[Any]] = defaultdict(list)

@@ -23,10 +23,10 @@ from packtool.train.model.loss import HeadLoss, target_losses
 from packtool.train.model.memory import parameter_sizes
 from packtool.train.model.merge import merge_adapter
 from packtool.train.model.precision import raise_to_masters
-from packtool.train.model.trainable import make_trainable
+from packtool.train.model.trainable import make_trainable, split_by_rate
 from packtool.train.run import train
 from tests.attention.hybrids import hybrid_config
-from tests.batch.reduced import mixed_samples, reduced_model, reduced_spec
+from tests.batch.reduced import mixed_samples, reduced_model, reduced_spec, save_image_processor
 from tests.train.model.test_experts import mixture  # noqa: F401
 from tests.train.tiny import TinyWorld
 
@@ -252,3 +252,59 @@ def test_losses_in_the_head_include_its_adapter() -> None:
     for values, gradient in results:
         torch.testing.assert_close(values, expected.losses.detach(), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(gradient, head.lora_B["default"].weight.grad, rtol=1e-3, atol=1e-5)
+
+
+TOWERS: dict[str, Any] = {"train_type": "lora", "modules_to_save": ("vision-tower", "aligner"), "lora_dropout": 0.0}
+
+
+def test_towers_in_full_beside_adapters_have_the_gradients_of_full_training(tmp_path: Path) -> None:
+    """New adapters have no effect, so the first step's gradients are equal; each part has its own learning rate."""
+    save_image_processor("qwen3_vl", str(tmp_path))
+    batch = collate_packs(mixed_samples("qwen3_vl"), reduced_spec("qwen3_vl", str(tmp_path)))
+    full = {"train_type": "full", "freeze_vit": False, "freeze_aligner": False, "freeze_llm": True}
+    gradients = []
+    for settings in (full, TOWERS | {"vit_lr": 1e-3, "aligner_lr": 1e-2, "learning_rate": 1e-1}):
+        run = TrainConfig(model="", cached_dataset=("",), output_dir="", **settings)
+        model: Any = make_trainable(reduced_model("qwen3_vl"), run)
+        target_losses(model, batch, label_logits_only=False).weighted_sum().backward()
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        gradients.append({name: weight.grad for name, weight in trained.items() if "lora_" not in name})
+    expected, actual = gradients
+    prefix, infix = "base_model.model.model.visual.", "modules_to_save.default."
+    assert actual.keys() == {name.replace("model.visual.", prefix + infix, 1) for name in expected}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name.replace("model.visual.", prefix + infix, 1)], gradient)
+    optimizer = torch.optim.SGD(trained.values(), lr=1e-1)
+    split_by_rate(optimizer, model, model, run)
+    rates = {id(weight): group["lr"] for group in optimizer.param_groups for weight in group["params"]}
+    for name, weight in trained.items():
+        is_aligner = ".merger." in name or ".deepstack_merger_list." in name
+        assert rates[id(weight)] == (1e-1 if "lora_" in name else 1e-2 if is_aligner else 1e-3), name
+
+
+def test_towers_in_full_beside_adapters_load_and_merge(tiny: TinyWorld, tmp_path: Path) -> None:
+    frozen = {"freeze_vit": True, "freeze_aligner": True}
+    train(tiny.config(tmp_path, **TOWERS, **frozen, learning_rate=1e-3, max_steps=2), SilentProgress())
+    adapter = tmp_path / "last"
+    base = AutoModelForImageTextToText.from_pretrained(tiny.model)
+    before = {name: weight.clone() for name, weight in base.named_parameters()}
+    adapted: Any = PeftModel.from_pretrained(base, adapter)
+    merge_adapter(MergeConfig(adapter=str(adapter), output=str(tmp_path / "merged")), SilentProgress())
+    merged = dict(AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").named_parameters())
+    unloaded = dict(adapted.merge_and_unload().named_parameters())
+    assert merged.keys() == unloaded.keys() == before.keys()
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight, unloaded[name], rtol=1e-4, atol=1e-5)
+    changed = {name for name, weight in merged.items() if (weight - before[name]).abs().max() > 1e-4}
+    assert {name for name in before if ".visual." in name and name.endswith("proj.weight")} <= changed
+    continued = TOWERS | frozen | {"adapters": (str(adapter),), "modules_to_save": (), "max_steps": 2}
+    train(tiny.config(tmp_path / "continued", **continued), SilentProgress())
+    states = [load_file(each / "adapter_model.safetensors") for each in (adapter, tmp_path / "continued" / "last")]
+    assert states[0].keys() == states[1].keys()
+    assert any(".visual." in name and not torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_towers_that_a_model_lacks_are_named() -> None:
+    run = TrainConfig(model="", cached_dataset=("",), output_dir="", **TOWERS)
+    with pytest.raises(ConfigError, match="--modules-to-save vision-tower: the model has no module of this name"):
+        make_trainable(reduced_model("qwen3"), run)
