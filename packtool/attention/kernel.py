@@ -46,6 +46,7 @@ import abc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -120,11 +121,9 @@ class Varlen:
         lengths = self.host_lengths()
         # Tokens behind the last document would be left without an output, silently.
         assert sum(lengths) == num_tokens, "the documents do not add up to the packed sequence"
-        start = 0
-        for length in lengths:
-            if length:
-                yield slice(start, start + length)
-            start += length
+        for start, stop in pairwise(accumulate(lengths, initial=0)):
+            if start < stop:
+                yield slice(start, stop)
 
 
 _BOUNDARY_NAMES = frozenset(

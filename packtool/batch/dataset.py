@@ -97,9 +97,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         towers = self.spec.towers
         if micro_batch.towers is not None:
             towers &= self.required_towers | micro_batch.towers
-        num_ranks = micro_batch.sequence_parallel_size
-        if num_ranks is None:
-            num_ranks = next(iter(self.splits), 1)
+        num_ranks = micro_batch.sequence_parallel_size or next(iter(self.splits), 1)
         if num_ranks > 1:
             check_unchanged(samples, self.spec)
             split, multiple = self.splits[num_ranks], self.pad_to_multiple_of

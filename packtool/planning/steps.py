@@ -20,15 +20,7 @@ import numpy.typing as npt
 
 from packtool.errors import ConfigError
 from packtool.planning.options import PlanOptions
-from packtool.planning.pack_plan import (
-    Costs,
-    Int64Array,
-    IntArray,
-    PackPlan,
-    digest_arrays,
-    invert_order,
-    to_offsets,
-)
+from packtool.planning.pack_plan import Costs, Int64Array, IntArray, PackPlan, digest_arrays, invert_order, to_offsets
 from packtool.planning.tree_parts import TreeParts
 
 

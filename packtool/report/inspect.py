@@ -535,6 +535,8 @@ def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
     yield f"pack {pack['pack']}: {len(pack['samples'])} samples, {fill}{without}"
     nodes = sorted([*pack["prefixes"], *pack["samples"]], key=lambda node: node["start"])
     last_child = {node["prefix"]: node for node in nodes}  # by the number of its prefix
+    # Lines of the tree in front of the children of each prefix, by its number; None has the roots.
+    lines_of_children: dict[int | None, str] = {None: ""}
     for node in nodes:
         first, last = node["positions"]
         num_tokens = last - first + 1
@@ -547,15 +549,13 @@ def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
             name += f", {node['part']}" if node["part"] else ""
             if node["prefix"] is not None:
                 name += f", adds {num_tokens:,} of its {last + 1:,} tokens"
-        # A column of the tree for each ancestor, and for the node: a line leads on to later children of its parent.
-        columns: list[str] = []
-        ancestor = node
-        while ancestor["prefix"] is not None:
-            is_last_child = last_child[ancestor["prefix"]] is ancestor
-            columns.insert(0, "   " if is_last_child else "│  ")
-            ancestor = pack["prefixes"][ancestor["prefix"]]
-        below = "".join(columns)
-        here = below[:-3] + {"   ": "└─ ", "│  ": "├─ ", "": ""}[below[-3:]]
+        here = below = lines_of_children[node["prefix"]]
+        if node["prefix"] is not None:
+            is_last_child = last_child[node["prefix"]] is node
+            here += "└─ " if is_last_child else "├─ "
+            below += "   " if is_last_child else "│  "
+        if is_prefix:
+            lines_of_children[len(lines_of_children) - 1] = below
         yield f"  {here}[{node['start']:>6}, {node['end']:>6})  positions {first}-{last}  {name}"
         details = list(node["media"])
         if node["trained"]:

@@ -36,19 +36,14 @@ def aligned(rows: Sequence[Sequence[str]], sides: str = "lr") -> list[str]:
     ``sides``: alignment of each column, ``l``eft or ``r``ight; the last letter applies to all further columns.
     """
     cells = [[escape_line(cell) for cell in row] for row in rows]
-    sides += sides[-1] * max((len(row) for row in cells), default=0)
-    column_widths = []
-    for column in zip(*cells, strict=True):
-        cell_widths = [cell_len(cell) for cell in column]
-        column_widths.append(max((width for width in cell_widths if width <= _MAX_WIDTH), default=0))
-    lines = []
-    for row in cells:
-        padded = []
-        for cell, side, width in zip(row, sides, column_widths, strict=False):
-            padding = " " * (width - cell_len(cell))
-            padded.append(cell + padding if side == "l" else padding + cell)
-        lines.append("  ".join(padded).rstrip())
-    return lines
+    columns = []
+    for number, column in enumerate(zip(*cells, strict=True)):
+        widths = [cell_len(cell) for cell in column]
+        column_width = max((width for width in widths if width <= _MAX_WIDTH), default=0)
+        padded = zip(column, (" " * (column_width - width) for width in widths), strict=True)
+        is_left = sides[min(number, len(sides) - 1)] == "l"
+        columns.append([cell + padding if is_left else padding + cell for cell, padding in padded])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def table(title: str, rows: Sequence[Sequence[str]], sides: str = "lr") -> list[str]:

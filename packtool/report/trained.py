@@ -251,12 +251,10 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
         for position in positions:
             segment_times += [_time_trained(replay, position, *location) for location in replay.occurrences(position)]
         times += sorted(segment_times, key=lambda time_trained: int(time_trained["step"]))
-    num_skipped = 0
     checkpoints = finished_checkpoints(output_dir)
     ledger = read_ledger(checkpoints[-1]) if checkpoints else None
-    for source in () if ledger is None else (*ledger.sources, *ledger.retired):
-        if source.fingerprint == fingerprint:
-            num_skipped += int((source.skipped == row).sum())
+    sources = () if ledger is None else (*ledger.sources, *ledger.retired)
+    num_skipped = sum(int((source.skipped == row).sum()) for source in sources if source.fingerprint == fingerprint)
     _, num_trained_steps = segments[-1]
     return {
         **(sample or {"cache": directory, "sample": row}),
