@@ -128,15 +128,12 @@ class _TowerHooks:
 
     def _visual_features(self, module: Any, inputs: TowerInputs, media: Mapping[str, Any]) -> Features:
         """Compute the features of images and videos in one call of the vision tower."""
-        patches: dict[MediaKind, Tensor] = {}
-        grids = []
-        for kind, (patches_name, grid_name) in self._visual_names.items():
-            if media.get(patches_name) is not None:
-                patches[kind] = media[patches_name]
-                grids.append(media[grid_name])
+        present = {kind: names for kind, names in self._visual_names.items() if media.get(names[0]) is not None}
+        patches = {kind: media[name] for kind, (name, _) in present.items()}
+        grids = torch.cat([media[name] for _, name in present.values()])
         tower = module.visual
         pixels = torch.cat([*patches.values()]).type(tower.dtype)
-        output = tower(pixels, grid_thw=torch.cat(grids), return_dict=True, **inputs.arguments)
+        output = tower(pixels, grid_thw=grids, return_dict=True, **inputs.arguments)
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         # Patches are counted on the host: a grid may be on the device.
         num_features = [len(of_kind) // tower.spatial_merge_size**2 for of_kind in patches.values()]

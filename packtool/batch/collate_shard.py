@@ -137,12 +137,9 @@ def _padding_by_rank(
     """Return the number of padding tokens of each rank that needs any; ``ranks`` are those of the documents."""
     lengths = np.array([document.length for document in documents], np.int64)
     num_sharded_per_rank = int(lengths[np.array(ranks) == SHARDED].sum()) // split.size
-    padding_by_rank = {}
-    for rank in range(split.size):
-        num_tokens = num_sharded_per_rank + int(lengths[np.array(ranks) == rank].sum())
-        if num_tokens % pad_to_multiple_of:
-            padding_by_rank[rank] = -num_tokens % pad_to_multiple_of
-    return padding_by_rank
+    num_local = [int(lengths[np.array(ranks) == rank].sum()) for rank in range(split.size)]
+    padding_by_rank = {rank: -(num_sharded_per_rank + num) % pad_to_multiple_of for rank, num in enumerate(num_local)}
+    return {rank: num for rank, num in padding_by_rank.items() if num}
 
 
 def _load_rank_media(

@@ -135,11 +135,9 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
         nodes, each after the one that it continues. A sample without tokens of its own has no node of its own.
     """
     numbers = MediaNumbers(spec.media_policy)
-    symbols, can_end = [], []
-    for sample in samples:
-        sample_symbols, sample_can_end = _symbols(sample, spec, numbers)
-        symbols.append(sample_symbols)
-        can_end.append(sample_can_end)
+    symbols_and_ends = [_symbols(sample, spec, numbers) for sample in samples]
+    symbols = [sample_symbols for sample_symbols, _ in symbols_and_ends]
+    can_end = [sample_can_end for _, sample_can_end in symbols_and_ends]
     nodes: list[Node] = []
     groups = [_Group(list(range(len(samples))), 0, ROOT)] if samples else []
     while groups:

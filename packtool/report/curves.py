@@ -222,8 +222,9 @@ def charts_of(records: Records) -> list[Chart]:
         label = escape_line(name.removeprefix("loss_"))
         channel_names[name] = label if len(label) <= _MAX_NAME_LENGTH else label[: _MAX_NAME_LENGTH - 1] + "…"
     throughputs = {"tokens_per_second": "all", "target_tokens_per_second": "targets"}
-    fills = [fill for curve in _curves(records, {"fill": ""}) for fill in curve.y if math.isfinite(fill)]
+    fills = [value for curve in _curves(records, {"fill": ""}) for value in curve.y if math.isfinite(value)]
     min_fill = min(math.floor(10 * min(fills, default=0)) * 10, 90)  # in percent, a multiple of ten
+    fill = _smooth_curves(records, "fill", scale=100)
     charts = [
         _chart(records, "loss, mean over target tokens, in nats", [*loss, *evaluated]),
         _chart(records, "objective: the loss that training minimizes, in nats", _smooth_curves(records, "objective")),
@@ -231,14 +232,7 @@ def charts_of(records: Records) -> list[Chart]:
         _chart(records, "learning rate", _curves(records, {"learning_rate": ""}), low=0.0),
         _chart(records, "gradient norm before clipping", _smooth_curves(records, "grad_norm"), low=0.0),
         _chart(records, "throughput in tokens per second", _curves(records, throughputs, smooth=True), low=0.0),
-        _chart(
-            records,
-            "fill: computed tokens that are not padding",
-            _smooth_curves(records, "fill", scale=100),
-            low=min_fill,
-            high=100,
-            suffix="%",
-        ),
+        _chart(records, "fill: computed tokens that are not padding", fill, low=min_fill, high=100, suffix="%"),
         _chart(records, "token accuracy", _smooth_curves(records, "token_accuracy", scale=100), suffix="%"),
     ]
     return [chart for chart in charts if chart is not None]

@@ -183,6 +183,8 @@ def cache_figures(directory: str) -> dict[str, Any]:
     manifest = Manifest.read(directory)
     identity = manifest.identity
     defaults = {field.name: field.default for field in dataclasses.fields(EncodeSpec)}
+    settings = {name: value for name, value in identity.spec.items() if value not in (None, defaults.get(name))}
+    settings.pop("model", None)
     output_names = {"rows": "num_samples", "shards": "num_shards"}  # of fields whose output has another name
     splits = {}
     for split, info in manifest.splits.items():
@@ -199,11 +201,7 @@ def cache_figures(directory: str) -> dict[str, Any]:
         "fingerprint": manifest.fingerprint,
         "model": identity.spec["model"],
         "model_type": identity.model_type,
-        "settings": {
-            name: value
-            for name, value in identity.spec.items()
-            if name != "model" and value is not None and value != defaults.get(name)
-        },
+        "settings": settings,
         "media_limits": dataclasses.asdict(identity.media_limits),
         "sources": [dataclasses.asdict(source) for source in manifest.sources],
         "num_rows": manifest.rows,

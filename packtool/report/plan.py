@@ -149,14 +149,11 @@ def sweep_page(plans: Figures, title: str, command: str) -> str:
     steps = [figures["steps_per_epoch"] for figures in plans]
     lengths = [figures["packing_length"] for figures in plans]
     min_steps, max_steps = min(steps), max(steps)
+    step_range = f"{min_steps:,}" if min_steps == max_steps else f"{min_steps:,} to {max_steps:,}"
     cards = [
         (f"{len(plans)}", "packing lengths", f"{min(lengths):,} to {max(lengths):,} tokens"),
         (percent(best["fill"]), "best fill", f"with packs of {best['packing_length']:,} tokens"),
-        (
-            f"{min_steps:,}" if min_steps == max_steps else f"{min_steps:,} to {max_steps:,}",
-            "optimizer steps",
-            "per epoch",
-        ),
+        (step_range, "optimizer steps", "per epoch"),
         (f"{plans[0]['num_samples_in_caches']:,}", "samples", "including those that are too long"),
     ]
 
@@ -226,11 +223,11 @@ def resumed_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     yield f"resumes from {figures['checkpoint']}, after step {step:,}, in epoch {figures['epoch'] + 1:,}"
     if figures["data_changed"]:
         columns = ("samples", "trained", "left", "new", "gone")
-        rows = [("cache", "status", "samples", "trained in this epoch", "left", "new", "removed")]
-        rows += [
-            (source["directory"], source["fate"], *(f"{source[name]:,}" for name in columns))
-            for source in figures["sources"]
+        rows: list[tuple[str, ...]] = [
+            ("cache", "status", "samples", "trained in this epoch", "left", "new", "removed")
         ]
+        for source in figures["sources"]:
+            rows.append((source["directory"], source["fate"], *(f"{source[name]:,}" for name in columns)))
         yield from aligned(rows, "llr")
     else:
         yield "the data are the same as at the checkpoint"

@@ -246,15 +246,15 @@ def page(content: Mapping[str, Any]) -> str:
     pack_limit = [(float(capacity), f"pack: {capacity:,}")] if is_packed else []
     padded_blocks = plain_batches(packs, content["without_packing"]["rows"])
     num_cached = sum(count for _, count in sample_counts) or 1
+    numbered = enumerate(sample_counts)
+    sample_rows = [(_colour(i), name, count, percent(count / num_cached)) for i, (name, count) in numbered]
     balance, trees = content["balance"], content["shared"]["trees"] if content["shared"] else []
     return render(
         "plan.html",
         plan=content,
         is_packed=is_packed,
         num_cached=num_cached,
-        samples=[
-            (_colour(i), name, count, percent(count / num_cached)) for i, (name, count) in enumerate(sample_counts)
-        ],
+        samples=sample_rows,
         sample_bar=divided_bar([count for _, count in sample_counts]),
         source_styles=[_colour(i) for i in range(len(mixture["rows"]))] if mixture else [],
         shares=shares_chart(mixture) if mixture else None,

@@ -201,10 +201,8 @@ class Pages:
             self._packs = ShownPacks(read_plan_of(self._reader, config.plan), max_samples)
             self.numbers = self.numbers if shows_all else self._packs.samples
         rows = dropped_rows(storage.join(self._reader.directories[0], DROPPED_NAME))
-        self._dropped = [
-            {name: row[name] for name in ("source", "row", "reason", "detail")}
-            for row in itertools.islice(rows, _MAX_DROPPED)
-        ]
+        columns = ("source", "row", "reason", "detail")
+        self._dropped = [{name: row[name] for name in columns} for row in itertools.islice(rows, _MAX_DROPPED)]
 
     @property
     def num_cached(self) -> int:

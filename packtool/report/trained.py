@@ -195,16 +195,11 @@ def step_lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
-    rows = [
-        (
-            sample["cache"],
-            f"--row {sample['sample']}",
-            f"{sample['tokens']:,} tokens",
-            f"{sample['target_tokens']:,} target tokens",
-            f"row {sample['row']} of {sample['source']}" + (f", {sample['part']}" if sample["part"] else ""),
-        )
-        for sample in samples
-    ]
+    rows = []
+    for sample in samples:
+        tokens = f"{sample['tokens']:,} tokens", f"{sample['target_tokens']:,} target tokens"
+        origin = f"row {sample['row']} of {sample['source']}" + (f", {sample['part']}" if sample["part"] else "")
+        rows.append((sample["cache"], f"--row {sample['sample']}", *tokens, origin))
     return aligned(rows, "lrrrl")
 
 

@@ -299,10 +299,8 @@ def schedule_of(
     num_devices = np.array([batch.num_devices for batch in nonempty], dtype=np.int64)
     placements = []
     for batch in nonempty:
-        if batch.placement is not None and batch.num_devices > 1:
-            placements.append(batch.placement)
-        else:
-            placements.append(np.full(len(batch.samples), SHARDED if batch.num_devices > 1 else 0, np.int64))
+        default = SHARDED if batch.num_devices > 1 else 0
+        placements.append(np.full(len(batch.samples), default) if batch.placement is None else batch.placement)
     placement = np.concatenate(placements)
     samples = np.concatenate([batch.samples for batch in nonempty]).astype(np.int64)
     tokens: Int64Array = sequences.lengths[samples].astype(np.int64)
