@@ -194,13 +194,9 @@ class FlexKernel(Kernel):
         if window is not None and window >= keys.max_seqlen:
             window = None
         heads = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v)]
-        out: Tensor = _flex_function(q.device.type)(
-            *heads,
-            block_mask=_block_mask(varlen.host_lengths(), keys.host_lengths(), window, varlen.causal, q.device),
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return out[0].transpose(0, 1)
+        block_mask = _block_mask(varlen.host_lengths(), keys.host_lengths(), window, varlen.causal, q.device)
+        attend, enable_gqa = _flex_function(q.device.type), q.shape[1] != k.shape[1]
+        return attend(*heads, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1)
 
 
 @cache

@@ -126,13 +126,9 @@ class Varlen:
                 yield slice(start, stop)
 
 
-_BOUNDARY_NAMES = frozenset(
-    (
-        *("cu_seq_lens_q", "max_length_q", "document_lengths"),
-        *("cu_seq_lens_k", "max_length_k", "key_lengths", "key_index"),
-        "sequence_shard",
-    )
-)
+_QUERY_NAMES = "cu_seq_lens_q", "max_length_q", "document_lengths"
+_KEY_NAMES = "cu_seq_lens_k", "max_length_k", "key_lengths", "key_index"
+_BOUNDARY_NAMES = frozenset((*_QUERY_NAMES, *_KEY_NAMES, "sequence_shard"))
 _HIDDEN_NAME = "packtool_boundaries"
 
 

@@ -137,14 +137,9 @@ class PackedBatch(Batch):
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the forward, with boundaries by the names of transformers' attention functions."""
-        longest = max(self.lengths)
-        return super().model_inputs() | {
-            "cu_seq_lens_q": self.cu_seqlens,
-            "cu_seq_lens_k": self.cu_seqlens,
-            "max_length_q": longest,
-            "max_length_k": longest,
-            "document_lengths": self.lengths,
-        }
+        boundaries = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), self.cu_seqlens)
+        longest = dict.fromkeys(("max_length_q", "max_length_k"), max(self.lengths))
+        return super().model_inputs() | boundaries | longest | {"document_lengths": self.lengths}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

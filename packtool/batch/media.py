@@ -308,11 +308,9 @@ def load_sounds(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
         ``input_features`` float32 (sounds, bins, frames) and ``feature_attention_mask`` int64 (sounds, frames), padded
         to the longest; nothing if there is no sound.
     """
-    sounds = [
-        _mel_frames(sound, path, data, sample, spec)
-        for sample in samples
-        for sound, path, data in sounds_in_order(sample, spec.media_tokens)
-    ]
+    sounds = []
+    for sample in samples:
+        sounds += [_mel_frames(*sound, sample, spec) for sound in sounds_in_order(sample, spec.media_tokens)]
     if not sounds:
         return {}
     longest = max(features.shape[1] for features in sounds)

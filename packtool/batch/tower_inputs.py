@@ -137,11 +137,8 @@ def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
     frame_numbers = torch.arange(1, len(frame_index) + 1)
     chunks, chunk_lengths = helpers.chunk_and_pad_features(frame_numbers[None], lengths, tower.n_window)
     index_of_number = torch.cat([torch.tensor([mask.numel()]), frame_index])
-    arguments: dict[str, Tensor | int] = {
-        "frames": index_of_number[chunks[:, 0]],
-        "chunk_lengths": chunk_lengths,
-        "feature_lens": lengths,
-    }
+    arguments: dict[str, Tensor | int] = {"chunk_lengths": chunk_lengths, "feature_lens": lengths}
+    arguments["frames"] = index_of_number[chunks[:, 0]]
     if hasattr(tower, "n_window_infer"):
         arguments["valid_indices"] = helpers.get_valid_indices(chunk_lengths, tower.n_window)
         cu_seqlens = helpers.get_audio_cu_seqlens(chunk_lengths, lengths, tower.n_window_infer, tower.n_window)

@@ -476,12 +476,8 @@ def _strip_media_bytes(sample: EncodedSample) -> EncodedSample:
             return replace(medium, frames=tuple((path, None) for path in paths))
         return replace(medium, data=None)
 
-    return replace(
-        sample,
-        images=tuple(map(without_bytes, sample.images)),
-        videos=tuple(map(without_bytes, sample.videos)),
-        audios=tuple(map(without_bytes, sample.audios)),
-    )
+    media: dict[str, Any] = {kind: tuple(map(without_bytes, getattr(sample, kind))) for kind in _MEDIA}
+    return replace(sample, **media)
 
 
 def _refuse(dropped: Dropped) -> None:

@@ -423,14 +423,11 @@ def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[ModuleC
         up, down, norm = "mlp.0", "mlp.2", "ln_q"
 
     module = partial(_module, "model.visual.", part="aligner", has_bias=True)
-    return tuple(
-        (
-            module(f"{name}.{norm}", 1, hidden, kind="no_product"),
-            module(f"{name}.{up}", merged, merged),
-            module(f"{name}.{down}", merged, output),
-        )
-        for name in names
-    )
+    mergers = []
+    for name in names:
+        projections = module(f"{name}.{up}", merged, merged), module(f"{name}.{down}", merged, output)
+        mergers.append((module(f"{name}.{norm}", 1, hidden, kind="no_product"), *projections))
+    return tuple(mergers)
 
 
 class _VisionPatches(NamedTuple):

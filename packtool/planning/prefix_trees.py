@@ -360,14 +360,8 @@ def select_samples(trees: PrefixTrees, is_selected: npt.NDArray[np.bool_]) -> Pr
     offsets = np.unique(np.searchsorted(positions, trees.offsets))
     shared, prefixes = trees.shared[sources], trees.prefixes[sources]
     shared[offsets[:-1]], prefixes[offsets[:-1]] = 0, NOTHING
-    return replace(
-        trees,
-        samples=trees.samples[positions],
-        offsets=offsets,
-        shared=shared,
-        prefixes=prefixes,
-        tree_ids=trees.tree_ids[positions],
-    )
+    samples, tree_ids = trees.samples[positions], trees.tree_ids[positions]
+    return replace(trees, samples=samples, offsets=offsets, shared=shared, prefixes=prefixes, tree_ids=tree_ids)
 
 
 @dataclass(frozen=True)

@@ -74,12 +74,8 @@ def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAs
                 micro_batch_sizes.append(len(batch.samples))
             micro_batch_sizes += [0] * (max_per_rank - len(micro_batches))
         micro_batches_per_step.append(max_per_rank * num_ranks)
-    return StepAssignment(
-        np.array(order, np.int64),
-        np.array(micro_batch_sizes, np.int64),
-        np.array(micro_batches_per_step, np.int64),
-        np.array(placement, np.int64),
-    )
+    columns = order, micro_batch_sizes, micro_batches_per_step, placement
+    return StepAssignment(*(np.array(column, np.int64) for column in columns))
 
 
 def schedule_step(

@@ -253,11 +253,8 @@ def assign_balanced(
     per_step = [micro_batches_per_step] * full_shape[0]
     if len(remaining):
         per_step.append(len(last_sizes))
-    return StepAssignment(
-        order=np.concatenate((full_steps.reshape(-1), last_order)),
-        micro_batch_sizes=np.append(sizes, last_sizes),
-        micro_batches_per_step=np.array(per_step, dtype=np.int64),
-    )
+    order = np.concatenate((full_steps.reshape(-1), last_order))
+    return StepAssignment(order, np.append(sizes, last_sizes), np.array(per_step, dtype=np.int64))
 
 
 def _assign_last_step(

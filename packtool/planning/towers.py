@@ -158,12 +158,9 @@ class Media:
         sounds = np.ones(counts.sum())
         sounds[np.cumsum(counts) - counts] = tokens[samples] - (counts - 1)
         zeros = np.zeros(len(sounds))
-        return Media(
-            np.concatenate([self.samples, np.repeat(samples, counts)]),
-            np.concatenate([self.tokens, zeros]),
-            np.concatenate([self.squares, zeros]),
-            np.concatenate([self.sounds, sounds]),
-        )
+        added = np.repeat(samples, counts), zeros, zeros, sounds
+        columns = zip((self.samples, self.tokens, self.squares, self.sounds), added, strict=True)
+        return Media(*map(np.concatenate, columns))
 
 
 @dataclass(frozen=True, eq=False)

@@ -164,16 +164,8 @@ def sweep_page(plans: Figures, title: str, command: str) -> str:
             for length, figures in zip(lengths, plans, strict=True)
         ]
 
-    return render(
-        "sweep.html",
-        title=title,
-        command=command,
-        cards=cards,
-        header=header,
-        rows=rows,
-        fills=bars("fill", percent, 1.0),
-        steps=bars("steps_per_epoch", _number, max_steps),
-    )
+    charts = {"fills": bars("fill", percent, 1.0), "steps": bars("steps_per_epoch", _number, max_steps)}
+    return render("sweep.html", title=title, command=command, cards=cards, header=header, rows=rows, **charts)
 
 
 def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:

@@ -210,11 +210,9 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
     """
     output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)
-    trained_caches = {  # directory and number of samples, by fingerprint
-        fingerprint: (directory, num_samples)
-        for segment, _ in segments
-        for directory, fingerprint, num_samples in segment.caches
-    }
+    caches = [cache_info for segment, _ in segments for cache_info in segment.caches]
+    # Directory and number of samples, by fingerprint.
+    trained_caches = {fingerprint: (directory, num_samples) for directory, fingerprint, num_samples in caches}
     if cache is None:
         if len(trained_caches) > 1:
             directories = ", ".join(directory for directory, _ in trained_caches.values())
@@ -251,13 +249,8 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
     sources = () if ledger is None else (*ledger.sources, *ledger.retired)
     num_skipped = sum(int((source.skipped == row).sum()) for source in sources if source.fingerprint == fingerprint)
     _, num_trained_steps = segments[-1]
-    return {
-        **(sample or {"cache": directory, "sample": row}),
-        "run": output_dir,
-        "times": times,
-        "num_skipped": num_skipped,
-        "until_step": num_trained_steps,
-    }
+    figures = {"run": output_dir, "times": times, "num_skipped": num_skipped, "until_step": num_trained_steps}
+    return {**(sample or {"cache": directory, "sample": row}), **figures}
 
 
 def _time_trained(

@@ -62,12 +62,9 @@ def start_ring_transfer(tensor: Tensor, group: Any) -> Pending:
         ranks = dist.get_process_group_ranks(group)
         rank, size = dist.get_rank(group), len(ranks)
         # One batch: separate blocking calls would wait for each other around the ring.
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, ranks[(rank + 1) % size], group),
-                dist.P2POp(dist.irecv, received, ranks[(rank - 1) % size], group),
-            ]
-        )
+        send = dist.P2POp(dist.isend, sent, ranks[(rank + 1) % size], group)
+        receive = dist.P2POp(dist.irecv, received, ranks[(rank - 1) % size], group)
+        works = dist.batch_isend_irecv([send, receive])
     return partial(_wait, works, sent, received)
 
 
