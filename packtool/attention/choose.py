@@ -62,10 +62,8 @@ def _error(
     if error := kernel.unavailable(device, dtype):
         return error
     if needs_dropout and not kernel.has_dropout:
-        return ConfigError(
-            "the model drops attention weights (attention_dropout), which this kernel cannot",
-            "Use sdpa, or set attention_dropout to 0 in the model's config.json.",
-        )
+        problem = "the model drops attention weights (attention_dropout), which this kernel cannot"
+        return ConfigError(problem, "Use sdpa, or set attention_dropout to 0 in the model's config.json.")
     if kernel.max_head_dim is not None and head_dim > kernel.max_head_dim:
         return ConfigError(f"the model's heads have {head_dim} numbers, more than {kernel.max_head_dim}", "Use sdpa.")
     return None

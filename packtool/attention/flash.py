@@ -121,10 +121,8 @@ class TorchVarlenKernel(Kernel):
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
         """Needs CUDA, 16 bits, and torch 2.10 or newer."""
         if _varlen_module() is None:
-            return ConfigError(
-                f"torch {torch.__version__} has no torch.nn.attention.varlen",
-                "Install torch 2.10 or newer, or use sdpa.",
-            )
+            problem = f"torch {torch.__version__} has no torch.nn.attention.varlen"
+            return ConfigError(problem, "Install torch 2.10 or newer, or use sdpa.")
         return needs_fast_gpu("torch's varlen", device, dtype)
 
     def _attend(
@@ -140,10 +138,8 @@ class TorchVarlenKernel(Kernel):
             # Number of keys before and after a query that it sees, instead of is_causal; -1 is all of them.
             options["window_size"] = (-1 if window is None else window - 1, 0 if varlen.causal else -1)
         elif window is not None and window < keys.max_seqlen:
-            raise ConfigError(
-                f"torch {torch.__version__} has varlen attention without sliding windows",
-                "Install torch 2.11 or newer, or use --attn-impl sdpa.",
-            )
+            problem = f"torch {torch.__version__} has varlen attention without sliding windows"
+            raise ConfigError(problem, "Install torch 2.11 or newer, or use --attn-impl sdpa.")
         else:
             options["is_causal"] = varlen.causal
         if "scale" in parameters:

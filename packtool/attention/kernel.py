@@ -227,10 +227,8 @@ def pad_heads(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 def needs_fast_gpu(name: str, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
     """Return an error unless the GPU is Ampere or newer and the numbers have 16 bits, as flash kernels require."""
     if device.type != "cuda":
-        return ConfigError(
-            f"{name} attention runs on CUDA only, and this run is on the {device.type}",
-            "Use sdpa, which runs anywhere.",
-        )
+        problem = f"{name} attention runs on CUDA only, and this run is on the {device.type}"
+        return ConfigError(problem, "Use sdpa, which runs anywhere.")
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return ConfigError(f"{name} attention needs a GPU since Ampere (compute capability 8.0)", "Use sdpa.")
     return needs_half(name, dtype)

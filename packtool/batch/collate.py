@@ -63,15 +63,8 @@ def collate_packs(
     check_placeholders(samples, spec)
     documents, media, num_padding = _load_with_fillers(samples, spec, towers, pad_to_multiple_of)
     lengths = tuple(sample.length for sample in documents)
-    weights = shifted_weights(documents, spec)
     return PackedBatch(
-        **batch_fields(
-            np.concatenate([sample.input_ids for sample in documents], dtype=np.int64),
-            np.concatenate([shifted_labels(sample) for sample in documents], dtype=np.int64),
-            None if weights is None else np.concatenate(weights),
-            media,
-            spec,
-        ),
+        **batch_fields(*joined_tokens(documents, spec), media, spec),
         position_ids=joined_positions([sample_positions(sample, spec) for sample in documents], spec),
         channels=tuple(sample.channel for sample in documents),
         num_samples=len(samples),
@@ -140,6 +133,16 @@ def batch_fields(
 
 def _as_rows(array: npt.NDArray[Any]) -> Tensor:
     return torch.from_numpy(array) if array.ndim == 2 else torch.from_numpy(array).unsqueeze(0)
+
+
+def joined_tokens(
+    documents: Sequence[EncodedSample], spec: InputSpec
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32] | None]:
+    """Lay documents end to end; return token ids, shifted labels and shifted loss weights (None: all 1), (T,) each."""
+    weights = shifted_weights(documents, spec)
+    input_ids = np.concatenate([document.input_ids for document in documents], dtype=np.int64)
+    labels = np.concatenate([shifted_labels(document) for document in documents], dtype=np.int64)
+    return input_ids, labels, None if weights is None else np.concatenate(weights)
 
 
 def shifted_labels(sample: EncodedSample) -> npt.NDArray[np.int32]:

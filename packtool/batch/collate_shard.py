@@ -25,8 +25,7 @@ from packtool.batch.collate import (
     check_placeholders,
     filler,
     joined_positions,
-    shifted_labels,
-    shifted_weights,
+    joined_tokens,
 )
 from packtool.batch.media import blank_picture, blank_processed, load_media, silence
 from packtool.batch.micro_batch import Tower
@@ -76,7 +75,7 @@ def collate_shard(
     index = tokens_by_rank[split.rank]  # positions of this rank's tokens in the sequence
     towers = spec.towers if towers is None else towers
     media, routes = _load_rank_media(documents, ranks, spec, tokens_by_rank, split, towers)
-    weights = shifted_weights(documents, spec)
+    input_ids, labels, weights = joined_tokens(documents, spec)
     # Positions of M-RoPE models are expensive, so they are computed only for documents with tokens on this rank.
     document_of_token = np.repeat(np.arange(len(documents)), lengths)
     needed_documents = set(document_of_token[index].tolist())
@@ -84,6 +83,7 @@ def collate_shard(
         sample_positions(document, spec) if number in needed_documents else np.zeros((4, document.length), np.int64)
         for number, document in enumerate(documents)
     ]
+    rank_weights = None if weights is None else weights[index]
     shard = SequenceShard(
         split,
         local_lengths=tuple(length for length, rank in zip(lengths, ranks, strict=True) if rank == split.rank),
@@ -91,14 +91,7 @@ def collate_shard(
         routes=routes,
     )
     return ShardedBatch(
-        **batch_fields(
-            np.concatenate([document.input_ids for document in documents], dtype=np.int64)[index],
-            np.concatenate([shifted_labels(document) for document in documents], dtype=np.int64)[index],
-            None if weights is None else np.concatenate(weights)[index],
-            media,
-            spec,
-            exchanges_features=True,
-        ),
+        **batch_fields(input_ids[index], labels[index], rank_weights, media, spec, exchanges_features=True),
         position_ids=joined_positions(positions, spec, index),
         channels=tuple(document.channel for document in documents),
         num_samples=len(samples) if split.rank == 0 else 0,
@@ -194,15 +187,12 @@ def with_rank_media(
     for each, rank in zip(media, encoding_ranks, strict=True):
         if rank == split.rank:
             rank_media[each.document, each.kind].append(each.medium)
-    return [
-        dataclasses.replace(
-            sample,
-            images=tuple(rank_media[number, "image"]),
-            videos=tuple(dataclasses.replace(video, audio=None) for video in rank_media[number, "video"]),
-            audios=tuple(rank_media[number, "audio"]),
-        )
-        for number, sample in enumerate(samples)
-    ]
+    results = []
+    for number, sample in enumerate(samples):
+        images, sounds = tuple(rank_media[number, "image"]), tuple(rank_media[number, "audio"])
+        videos = tuple(dataclasses.replace(video, audio=None) for video in rank_media[number, "video"])
+        results.append(dataclasses.replace(sample, images=images, videos=videos, audios=sounds))
+    return results
 
 
 def _assign_media(

@@ -69,9 +69,7 @@ def run_import(config: ImportConfig, invocation: Invocation) -> None:
         files = ModelFiles.load(with_local_copies(config).model, config.chat_template)
         max_length = text_config_of(files.config).get("max_position_embeddings")
         if not isinstance(max_length, int) or max_length < 2:
-            raise ConfigError(
-                f"--model {config.model}: its config.json has no maximum length (max_position_embeddings)",
-                "Give --max-length.",
-            )
+            problem = f"--model {config.model}: its config.json has no maximum length (max_position_embeddings)"
+            raise ConfigError(problem, "Give --max-length.")
         config = dataclasses.replace(config, max_length=max_length)
     run_export(config, invocation)

@@ -131,7 +131,5 @@ def _write_pages(config: InspectConfig, directory: str, invocation: Invocation) 
         steps = f", those of the steps that are shown of --plan {config.plan}"
         samples += " (--max-samples)" if config.plan is None else steps
     missing = f"{num_missing:,} media files are missing: not readable on this machine, or too large to play"
-    invocation.show(
-        {"written": written, "samples": num_samples, "of": pages.num_cached, "media_left_out": num_missing},
-        [*([missing] if num_missing else []), f"written: {written}, {samples}"],
-    )
+    figures = {"written": written, "samples": num_samples, "of": pages.num_cached, "media_left_out": num_missing}
+    invocation.show(figures, [*([missing] if num_missing else []), f"written: {written}, {samples}"])

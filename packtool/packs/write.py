@@ -362,10 +362,8 @@ def _pack_samples(config: PackConfig, reader: CacheReader) -> _Packing:
     max_length = min(config.max_length or longest, config.packing_length or longest)
     kept = np.flatnonzero(lengths <= max_length)
     if not len(kept):
-        raise DataError(
-            f"all {len(lengths):,} samples are longer than {max_length:,} tokens",
-            "Raise --packing-length and --max-length.",
-        )
+        problem = f"all {len(lengths):,} samples are longer than {max_length:,} tokens"
+        raise DataError(problem, "Raise --packing-length and --max-length.")
     capacity = config.packing_length or max_length
     plan = pack(lengths[kept], capacity, config, seed=config.seed, media_tokens=reader.index.media_tokens[kept])
     return _Packing(kept[plan.samples], plan.offsets, capacity, len(lengths) - len(kept))
@@ -468,10 +466,8 @@ def _strip_media_bytes(sample: EncodedSample) -> EncodedSample:
         frames = getattr(medium, "frames", ())  # of a video given as images: paths and bytes
         paths = [path for path, _ in frames] if frames else [medium.path]
         if None in paths:
-            raise ConfigError(
-                f"--media reference: row {sample.row} of {sample.source} has a medium without a file path",
-                "Use --media embed, which copies media into the packs.",
-            )
+            problem = f"--media reference: row {sample.row} of {sample.source} has a medium without a file path"
+            raise ConfigError(problem, "Use --media embed, which copies media into the packs.")
         if frames:
             return replace(medium, frames=tuple((path, None) for path in paths))
         return replace(medium, data=None)

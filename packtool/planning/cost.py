@@ -303,6 +303,10 @@ class Load(NamedTuple):
     def plus(self, other: Load) -> Load:
         return Load(self.flops + other.flops, self.attention + other.attention)
 
+    def minus(self, other: Load) -> Load:
+        """Subtract a part of this load; rounding errors leave no less than 0."""
+        return Load(max(self.flops - other.flops, 0.0), max(self.attention - other.attention, 0.0))
+
     @staticmethod
     def sum(loads: Iterable[Load]) -> Load:
         """Add up loads in their order."""

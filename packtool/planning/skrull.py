@@ -214,11 +214,7 @@ class _Step:
                 free -= self.padded[sequence]
                 sharded = sharded.plus(self.sharded[sequence])
                 sharded_tokens += self.padded[sequence]
-                no_longer_local = self.local[sequence]
-                local = Load(
-                    max(local.flops - no_longer_local.flops, 0.0),
-                    max(local.attention - no_longer_local.attention, 0.0),
-                )
+                local = local.minus(self.local[sequence])
             if free < 0:
                 break
             # Lower bound: some rank has the longest, and by convexity uneven loads take no less than even ones.

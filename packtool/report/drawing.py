@@ -125,10 +125,9 @@ class Axis:
             values = [factor * power for power in powers for factor in factors if low <= factor * power <= high]
             ticks = [(value, _label(value, 1, 0)) for value in values[::every_nth]]
             axis = cls(name, low, high, ticks, is_log=True)
-            if all(
-                right - left > _LETTER_WIDTH * (len(left_label + right_label) / 2 + 1)
-                for (left, left_label), (right, right_label) in pairwise(axis.tick_positions)
-            ):
+            neighbors = pairwise(axis.tick_positions)
+            gaps = [(right - left, len(left_label + label)) for (left, left_label), (right, label) in neighbors]
+            if all(gap > _LETTER_WIDTH * (num_letters / 2 + 1) for gap, num_letters in gaps):
                 break
         return axis
 

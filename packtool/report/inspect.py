@@ -176,10 +176,8 @@ def cache_figures(directory: str) -> dict[str, Any]:
     directory = storage.normalize(directory)
     has_tasks = bool(storage.list_names(storage.join(directory, TASKS_DIR)))
     if has_tasks and not storage.exists(storage.join(directory, MANIFEST_NAME)):
-        raise MismatchError(
-            f"{directory}: the export of this cache is not finished; {num_finished(directory)} shards are",
-            "Run the same packtool export command again to resume it.",
-        )
+        problem = f"{directory}: the export of this cache is not finished; {num_finished(directory)} shards are"
+        raise MismatchError(problem, "Run the same packtool export command again to resume it.")
     manifest = Manifest.read(directory)
     identity = manifest.identity
     defaults = {field.name: field.default for field in dataclasses.fields(EncodeSpec)}

@@ -323,10 +323,8 @@ def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
         # Files of a command that was killed have temporary names.
         final_name = storage.final_name(path).removeprefix(directory).lstrip("/")
         if not _PAGE_FILE.fullmatch(final_name):
-            raise ConfigError(
-                f"--html {directory} contains other files than pages, such as {path}",
-                "Choose a directory that does not exist yet.",
-            )
+            problem = f"--html {directory} contains other files than pages, such as {path}"
+            raise ConfigError(problem, "Choose a directory that does not exist yet.")
     # The index goes first, so that a folder whose pages are only partly removed has none.
     for path in sorted(existing, key=lambda path: storage.name(path) != INDEX):
         storage.remove(path)

@@ -56,16 +56,15 @@ def trained_figures(directory: str) -> dict[str, Any]:
     for segment, _ in segments_of(output_dir) if has_history(output_dir) else ():
         if segment.first < state.step:
             _, world_size, *_ = segment.assignments[-1]
-            starts.append(
-                {
-                    "after_step": segment.first,
-                    "began": _time(segment.began),
-                    "world_size": world_size,
-                    "num_steps": segment.num_steps,
-                    "data_changed": segment.changed_at == segment.first,
-                    "caches": [directory for directory, _, _ in segment.caches],
-                }
-            )
+            start = {
+                "after_step": segment.first,
+                "began": _time(segment.began),
+                "world_size": world_size,
+                "num_steps": segment.num_steps,
+                "data_changed": segment.changed_at == segment.first,
+                "caches": [directory for directory, _, _ in segment.caches],
+            }
+            starts.append(start)
     return {
         "checkpoint": checkpoint,
         "step": state.step,

@@ -363,10 +363,8 @@ def _sizes_of(model: str) -> ModelSizes:
     if config is None:
         path = storage.join(model, "config.json")
         if not storage.exists(path):
-            raise ConfigError(
-                f"--model {model}: no config.json in this directory.",
-                f"Give a directory with one, or {', '.join(MODEL_PRESETS)}.",
-            )
+            problem = f"--model {model}: no config.json in this directory."
+            raise ConfigError(problem, f"Give a directory with one, or {', '.join(MODEL_PRESETS)}.")
         with storage.open_read(path) as file:
             try:
                 config = load_json(file.read())
