@@ -113,7 +113,7 @@ class Translation:
             if effect == "set":
                 for pair in text.split(" "):
                     option, _, new = pair.partition("=")
-                    self.set(option, value if new == "{}" else new, name)
+                    self.set(option, value if new == "{}" else _fit(option, new), name)
             elif effect == "omit":
                 self.omit(name, text)
             else:

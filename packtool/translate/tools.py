@@ -105,13 +105,7 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
         if values.pop("cached_val_dataset", None):
             translation.omit("cached_val_dataset", "a cache of packtool contains its val split")
     _split_sequences(translation, values, environ)
-    key = "tuner_type" if "tuner_type" in values else "train_type"
-    _adapter_settings(translation, values, key)
-    if values.get(key) == "lora_llm":
-        for name in _LORA_LLM_IGNORES & set(values):
-            translation.omit(name, "lora_llm has settings of its own")
-            del values[name]
-        values |= {key: "lora", "lora_dropout": 0, "modules_to_save": ["vision-tower", "aligner"]}
+    _adapter_settings(translation, values, "tuner_type" if "tuner_type" in values else "train_type")
     if as_text(values.get("loss_type", "")) == "loss_scale":
         translation.omit("loss_type", "--loss-scale weights the loss")
         del values["loss_type"]
@@ -121,30 +115,20 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
         translation.default("gradient_accumulation_steps", steps, origin)
 
 
-# Settings of adapters other than LoRA in each tool, with peft's names; and those that only LoRA has.
 _BOFT = ("boft_block_size", "boft_block_num", "boft_n_butterfly_factor", "boft_dropout")
+# Settings of adapters other than LoRA in each tool, with peft's names.
 _ADAPTER_SETTINGS: dict[tuple[str, str], dict[str, str]] = {
     ("ms-swift", "boft"): {name: name for name in _BOFT},
     ("ms-swift", "bone"): {"reft_rank": "r"},
     ("LLaMA-Factory", "oft"): {"oft_rank": "r", "oft_block_size": "oft_block_size", "module_dropout": "module_dropout"},
 }
-_LORA_LLM_IGNORES = {
-    *("lora_dropout", "lora_bias", "use_rslora", "use_dora", "lorap_lr_ratio", "init_weights", "freeze_llm"),
-    *("target_modules", "target_regex", "target_parameters", "modules_to_save", "freeze_vit", "freeze_aligner"),
-}
-_LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_bias", "use_rslora", "use_dora", "lorap_lr_ratio")
 
 
 def _adapter_settings(translation: Translation, values: dict[str, Any], key: str) -> None:
-    """Translate the settings of an adapter other than LoRA, which ``key`` selects; omit those of LoRA."""
-    kind = as_text(values.get(key))
-    if (names := _ADAPTER_SETTINGS.get((translation.tool, kind))) is None:
-        return
-    for name in {*_LORA_KEYS, "loraplus_lr_ratio"} & set(values):
-        translation.omit(name, f"it belongs to LoRA, and {key} is {kind}")
-        del values[name]
+    """Translate the settings of an adapter other than LoRA, whose type is the value of ``key``."""
+    names = _ADAPTER_SETTINGS.get((translation.tool, as_text(values.get(key))), {})
     if settings := {peft_name: values.pop(name) for name, peft_name in names.items() if values.get(name) is not None}:
-        translation.set("adapter_settings", settings, f"settings of {kind}")
+        translation.set("adapter_settings", settings, f"settings of {values[key]}")
 
 
 def _batch(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> tuple[int, int, int]:

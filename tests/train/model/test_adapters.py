@@ -308,3 +308,22 @@ def test_towers_that_a_model_lacks_are_named() -> None:
     run = TrainConfig(model="", cached_dataset=("",), output_dir="", **TOWERS)
     with pytest.raises(ConfigError, match="--modules-to-save vision-tower: the model has no module of this name"):
         make_trainable(reduced_model("qwen3"), run)
+
+
+@pytest.mark.parametrize("kind", [*ADAPTERS, "towers", "head"])
+def test_resumed_runs_have_the_weights_of_uninterrupted_ones(kind: str, tiny: TinyWorld, tmp_path: Path) -> None:
+    frozen = {"freeze_vit": True, "freeze_aligner": True}
+    settings = settings_of(kind) if kind in ADAPTERS else (TOWERS | frozen if kind == "towers" else ENDS)
+    settings |= {"learning_rate": 1e-2, "max_steps": 3, "save_steps": 2}
+    train(tiny.config(tmp_path / "whole", **settings), SilentProgress())
+    checkpoint = {"resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2")}
+    train(tiny.config(tmp_path / "resumed", **settings | checkpoint), SilentProgress())
+    whole, resumed = (
+        load_file(tmp_path / name / "last" / "adapter_model.safetensors") for name in ("whole", "resumed")
+    )
+    assert whole.keys() == resumed.keys()
+    for name, weight in whole.items():
+        torch.testing.assert_close(resumed[name], weight, rtol=1e-5, atol=1e-6)
+    only_model = checkpoint | {"resume_only_model": True, "max_steps": 1}
+    train(tiny.config(tmp_path / "again", **settings | only_model), SilentProgress())
+    assert load_file(tmp_path / "again" / "last" / "adapter_model.safetensors").keys() == whole.keys()
