@@ -117,6 +117,16 @@ class CheckpointOptions(Settings):
     resume_from_checkpoint: Annotated[str, YES_OR_NO] | None = checkpoint_option(
         None, "Resume from this checkpoint directory; true selects the newest in --output-dir."
     )
+    push_to_hub: bool = checkpoint_option(False, "Upload checkpoints to a model repository of the Hugging Face hub.")
+    hub_model_id: str | None = checkpoint_option(
+        None, "Upload to this repository, such as OWNER/NAME; default is the name of --output-dir."
+    )
+    hub_strategy: Literal["every_save", "end", "checkpoint", "all_checkpoints"] = checkpoint_option(
+        "every_save", "Upload the model at every save or the end, or complete checkpoints too."
+    )
+    hub_private_repo: bool | None = checkpoint_option(
+        None, "Create the repository as private; default is as the hub decides."
+    )
     data_change: Literal["refuse", "allow"] = checkpoint_option(
         "refuse", "If caches have changed, refuse to resume, or plan the epoch's rest again (allow)."
     )

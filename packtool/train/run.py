@@ -14,6 +14,7 @@ from packtool.progress import Progress, SilentProgress
 from packtool.simulate.hardware import read_hardware
 from packtool.train.prepare.costs import recomputing_lines, with_recomputing
 from packtool.train.prepare.from_rows import with_cache
+from packtool.train.prepare.hub import HubUploads
 from packtool.train.prepare.output_dir import checkpoint_of, locked_output_dir, with_resumed_version
 from packtool.train.prepare.result import TrainResult, settings_lines
 from packtool.train.prepare.resume import resume_lines
@@ -50,6 +51,8 @@ def check_without_rows(config: TrainConfig) -> None:
 
 def prepare(config: TrainConfig, progress: Progress, world: World) -> None:
     """Check a run before its processes are started, and export its rows to a cache if it trains on rows."""
+    if config.push_to_hub:
+        HubUploads(config)  # checks name and token before rows are read
     config = with_cache(config, progress, check_without_rows)
     if config.bucket_size == "auto":
         # Only for the check of the plan: every process determines the size again, and the first one reports it.
@@ -70,6 +73,7 @@ def _with_bucket(config: TrainConfig, progress: Progress, world: World) -> Train
 def _train(config: TrainConfig, progress: Progress, world: World, lock: DirectoryLock | None) -> TrainResult:
     """Train in the locked output directory; with ``--dry-run``, only plan and estimate memory."""
     hardware = None if config.hardware is None else read_hardware(config.hardware)
+    uploads = HubUploads(config) if config.push_to_hub and world.is_first and not config.dry_run else None
     resolved = with_recomputing(config)
     notes = recomputing_lines(config, resolved)
     config = with_cache(resolved, progress, check_without_rows)
@@ -106,4 +110,4 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
     if run.start >= run.timeline.num_steps:
         progress.note(f"{result.resumed_from} is already the last step of this run: nothing is left to train")
         return dataclasses.replace(result, checkpoint=result.resumed_from)
-    return execute(run, spec, result, progress, lock)
+    return execute(run, spec, result, progress, lock, uploads)

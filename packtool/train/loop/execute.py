@@ -39,6 +39,7 @@ from packtool.train.prepare.checkpoint import (
     write_run_state,
 )
 from packtool.train.prepare.history import recorded_options
+from packtool.train.prepare.hub import HubUploads
 from packtool.train.prepare.output_dir import BEST, LAST, best_checkpoint, make_output_dir, point
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.run import Run
@@ -50,12 +51,20 @@ _MAX_SHOWN = 20
 
 
 def execute(
-    run: Run, spec: InputSpec, result: TrainResult, progress: Progress, lock: DirectoryLock | None
+    run: Run,
+    spec: InputSpec,
+    result: TrainResult,
+    progress: Progress,
+    lock: DirectoryLock | None,
+    uploads: HubUploads | None = None,
 ) -> TrainResult:
-    """Load the model, check it, train, and write ``result``, completed with the figures of training."""
+    """Load the model, check it, train, and write ``result``, completed with the figures of training.
+
+    ``lock`` of the output directory and ``uploads`` to the hub are those of the first rank.
+    """
     run = run.with_config(dataloader_num_workers=workers_of(run))
     with quiet_transformers():
-        trainer, callback = _make_trainer(run, spec, progress, lock)
+        trainer, callback = _make_trainer(run, spec, progress, lock, uploads)
         run = trainer.loader.run
         assert trainer.model is not None
         num_trainable, num_parameters = count_parameters(trainer.model)
@@ -93,6 +102,8 @@ def execute(
     )
     if run.world.is_first:
         result.write()
+    if uploads is not None and not trainer.watch.stopped_by:
+        uploads.finish(result.checkpoint, steps, progress)
     # No rank may end before everything is written: a launcher ends the others when the first one ends.
     trainer.accelerator.wait_for_everyone()
     trainer.watch.raise_if_stopped(steps, run.timeline.num_steps, last)
@@ -105,7 +116,7 @@ def _estimates_memory() -> bool:
 
 
 def _make_trainer(
-    run: Run, spec: InputSpec, progress: Progress, lock: DirectoryLock | None
+    run: Run, spec: InputSpec, progress: Progress, lock: DirectoryLock | None, uploads: HubUploads | None
 ) -> tuple[PackTrainer, RunCallback]:
     """Start the process group, check that all ranks planned the same, create the output directory, and load the model.
 
@@ -129,7 +140,7 @@ def _make_trainer(
     shard_on_cpus(config)
     trainer = PackTrainer(model, args, loader, saved=saved, watch=watch, parallel=parallel)
     configure_fsdp(trainer.accelerator, model, config)
-    callback = RunCallback(trainer, progress, lock, unloaded)
+    callback = RunCallback(trainer, progress, lock, unloaded, uploads)
     trainer.add_callback(callback)
     return trainer, callback
 
@@ -191,6 +202,7 @@ class RunCallback(TrainerCallback):
         lock: of the output directory; None on all but the first rank.
         unloaded: tensors of the base model that transformers does not load, with their files; every saved model gets
             them unchanged.
+        uploads: to the hub; None on all but the first rank, and without them.
 
     Attributes:
         report: log lines; None on all but the first rank.
@@ -198,9 +210,14 @@ class RunCallback(TrainerCallback):
     """
 
     def __init__(
-        self, trainer: PackTrainer, progress: Progress, lock: DirectoryLock | None, unloaded: Mapping[str, str]
+        self,
+        trainer: PackTrainer,
+        progress: Progress,
+        lock: DirectoryLock | None,
+        unloaded: Mapping[str, str],
+        uploads: HubUploads | None,
     ) -> None:
-        self.trainer, self.lock, self.unloaded = trainer, lock, unloaded
+        self.trainer, self.lock, self.unloaded, self.uploads = trainer, lock, unloaded, uploads
         self.run, self.watch, self.steps = trainer.loader.run, trainer.watch, trainer.loader.steps
         self.report = Report(self.run, progress) if self.run.world.is_first else None
         self.ended_early = False
@@ -321,6 +338,8 @@ class RunCallback(TrainerCallback):
                 run.state, step=step, epoch=epoch, step_in_epoch=step_in_epoch, saved_at=time.time()
             )
             write_run_state(checkpoint, run_state, recorded_options(run.config))
+        if self.uploads is not None:
+            self.uploads.save(checkpoint, step, self._progress)
         # Not by the Trainer, which would delete older checkpoints before this one is finished.
         keeps_best = run.config.load_best_model_at_end
         best = state.best_model_checkpoint if keeps_best else best_checkpoint(output_dir, state.log_history)
