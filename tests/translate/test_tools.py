@@ -343,6 +343,15 @@ def test_axolotl() -> None:
     assert "columns" not in values
 
 
+def test_uploads() -> None:
+    values = translated("axolotl", {**AXOLOTL, "hub_model_id": "us/run", "hub_strategy": "end"}).values
+    assert (values["push_to_hub"], values["hub_model_id"], values["hub_strategy"]) == ("true", "us/run", "end")
+    assert values["hub_private_repo"] == "true"
+    values = translated("TRL", {"push_to_hub": True, "hub_model_id": "us/run", "hub_token": "hf_x"}).values
+    assert (values["push_to_hub"], values["hub_model_id"]) == (True, "us/run")
+    assert "hub_token" not in values
+
+
 def test_axolotl_without_validation_and_adapters() -> None:
     values = {**AXOLOTL, "adapter": None, "load_in_4bit": False, "val_set_size": 0, "num_epochs": 1, "datasets": []}
     translation = translated("axolotl", values)

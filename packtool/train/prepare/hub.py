@@ -59,9 +59,8 @@ class HubUploads:
             self._error = None
         # Links to the files, because the checkpoint may be removed or overwritten while it is uploaded.
         copy = tempfile.mkdtemp(prefix=".upload-", dir=os.path.dirname(checkpoint))
-        folder = os.path.join(copy, os.path.basename(checkpoint))
-        shutil.copytree(checkpoint, folder, copy_function=_link)
-        self._thread = threading.Thread(target=self._save, args=(folder, step), daemon=True)
+        folder = shutil.copytree(checkpoint, os.path.join(copy, os.path.basename(checkpoint)), copy_function=_link)
+        self._thread = threading.Thread(target=self._upload, args=(folder, step, copy), daemon=True)
         self._thread.start()
 
     def finish(self, checkpoint: str | None, step: int, progress: Progress) -> None:
@@ -80,15 +79,8 @@ class HubUploads:
             ) from self._error
         progress.note(f"uploaded to {self._api.endpoint}/{self.repo}")
 
-    def _save(self, folder: str, step: int) -> None:
-        """Upload the linked copy of a checkpoint, and remove it."""
-        try:
-            self._upload(folder, step)
-        finally:
-            shutil.rmtree(os.path.dirname(folder), ignore_errors=True)
-
-    def _upload(self, folder: str, step: int) -> None:
-        """Upload a checkpoint's model, and with some strategies the complete checkpoint; keep an error."""
+    def _upload(self, folder: str, step: int, temporary: str | None = None) -> None:
+        """Upload a checkpoint's model, and with some strategies all of it; keep an error, and remove ``temporary``."""
         message = f"Training in progress, step {step}"
         subfolder = {"checkpoint": "last-checkpoint", "all_checkpoints": os.path.basename(folder)}.get(self._strategy)
         uploads = [("", message, [*_RESUME_FILES, *self._ignored])]
@@ -105,6 +97,8 @@ class HubUploads:
                 )
         except Exception as error:  # reported at the next save, and at the end
             self._error = error
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _link(source: str, target: str) -> None:
