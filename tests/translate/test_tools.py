@@ -345,8 +345,8 @@ def test_axolotl() -> None:
 
 def test_uploads() -> None:
     values = translated("axolotl", {**AXOLOTL, "hub_model_id": "us/run", "hub_strategy": "end"}).values
-    assert (values["push_to_hub"], values["hub_model_id"], values["hub_strategy"]) == ("true", "us/run", "end")
-    assert values["hub_private_repo"] == "true"
+    assert (values["push_to_hub"], values["hub_model_id"], values["hub_strategy"]) == (True, "us/run", "end")
+    assert values["hub_private_repo"] is True
     values = translated("TRL", {"push_to_hub": True, "hub_model_id": "us/run", "hub_token": "hf_x"}).values
     assert (values["push_to_hub"], values["hub_model_id"]) == (True, "us/run")
     assert "hub_token" not in values
