@@ -75,19 +75,15 @@ class FlashKernel(Kernel):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float, window: int | None, dropout: float
     ) -> Tensor:
+        keys = varlen.of_keys
+        boundaries = {"cu_seqlens_q": varlen.cu_seqlens, "cu_seqlens_k": keys.cu_seqlens}
+        longest = {"max_seqlen_q": varlen.max_seqlen, "max_seqlen_k": keys.max_seqlen}
         # Number of keys before and after a query that it sees; -1 is all of them.
         window_size = (-1, -1) if window is None else (window - 1, 0)
-        result = _flash_function(self.version)(
-            *pad_heads(q, k, v),
-            cu_seqlens_q=varlen.cu_seqlens,
-            cu_seqlens_k=varlen.of_keys.cu_seqlens,
-            max_seqlen_q=varlen.max_seqlen,
-            max_seqlen_k=varlen.of_keys.max_seqlen,
-            softmax_scale=scale,
-            causal=varlen.causal,
-            window_size=window_size,
-            **({"dropout_p": dropout} if dropout else {}),
-        )
+        options = {"softmax_scale": scale, "causal": varlen.causal, "window_size": window_size}
+        if dropout:
+            options["dropout_p"] = dropout
+        result = _flash_function(self.version)(*pad_heads(q, k, v), **boundaries, **longest, **options)
         # The hub's kernels and early builds of version 3 also return the lse.
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out[..., : v.shape[-1]]

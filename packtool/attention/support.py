@@ -124,16 +124,11 @@ def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
         with weights_in_one_piece(), torch.device("meta"):
             model = model_class._from_config(config, attn_implementation=text_attention(config, _TRIAL_NAME))
         num_recurrent = isolate_recurrent_layers(model)
+        input_ids = torch.zeros(1, sum(_TRIAL_LENGTHS), dtype=torch.int64, device="meta")
+        boundaries = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), varlen.cu_seqlens)
+        longest = dict.fromkeys(("max_length_q", "max_length_k"), varlen.max_seqlen)
         with torch.no_grad():
-            model(
-                input_ids=torch.zeros(1, sum(_TRIAL_LENGTHS), dtype=torch.int64, device="meta"),
-                use_cache=False,
-                cu_seq_lens_q=varlen.cu_seqlens,
-                cu_seq_lens_k=varlen.cu_seqlens,
-                max_length_q=varlen.max_seqlen,
-                max_length_k=varlen.max_seqlen,
-                document_lengths=_TRIAL_LENGTHS,
-            )
+            model(input_ids=input_ids, use_cache=False, **boundaries, **longest, document_lengths=_TRIAL_LENGTHS)
     except LeakError as error:
         raise UnsupportedModelError(f"{model_class.__name__} cannot be packed: {error}", _REMEDY) from error
     except UnsupportedModelError:

@@ -296,13 +296,10 @@ def collate_tree(
     num_filler_tokens = sum(document.length for document in fillers)
     channels = tuple(dict.fromkeys(sample.channel for sample in samples))
     labels, weights, target_counts = _tree_targets(samples, nodes, spec, channels)
-    fields = batch_fields(
-        np.concatenate([document.input_ids for document in documents], dtype=np.int64),
-        np.append(labels, np.full(num_filler_tokens, IGNORE_INDEX)),
-        np.append(weights, np.zeros(num_filler_tokens, np.float32)),
-        media,
-        spec,
-    )
+    input_ids = np.concatenate([document.input_ids for document in documents], dtype=np.int64)
+    labels = np.append(labels, np.full(num_filler_tokens, IGNORE_INDEX))
+    weights = np.append(weights, np.zeros(num_filler_tokens, np.float32))
+    fields = batch_fields(input_ids, labels, weights, media, spec)
     target_counts = target_counts[:, fields["target_positions"].numpy()]
     lengths = tuple(document.length for document in documents)
     keys, key_lengths = key_index([node.parent for node in nodes] + [ROOT] * len(fillers), lengths)

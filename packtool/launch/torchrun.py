@@ -256,14 +256,9 @@ class Nodes:
                     raise
             sockets.enter_context(socket.create_connection((self.address, self.port), _STORE_SECONDS))
         self._has_server = self.rank == 0
-        return TCPStore(
-            self.address,
-            self.port,
-            is_master=self.rank == 0,
-            timeout=timedelta(seconds=_STORE_SECONDS),
-            wait_for_workers=False,
-            multi_tenant=True,  # torchrun shares this server
-        )
+        timeout = timedelta(seconds=_STORE_SECONDS)
+        options = {"wait_for_workers": False, "multi_tenant": True}  # torchrun shares this server
+        return TCPStore(self.address, self.port, is_master=self.rank == 0, timeout=timeout, **options)
 
     def _read_records(self, store: TCPStore) -> None:
         """Read all records, on node 0. Once all launchers are live and have equal settings, the run begins.
@@ -447,11 +442,8 @@ def _run(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[int, str
         name = signal.Signals(-code).name
         reason = f"rank {rank} (process {failure.pid}) was ended by {name}"
         reason += " (out of memory?)" if name == "SIGKILL" else ""
-        show(
-            f"packtool: {reason}; all others were stopped.\n"
-            "--resume-from-checkpoint true resumes from the newest checkpoint, if there is one.",
-            error=True,
-        )
+        advice = "--resume-from-checkpoint true resumes from the newest checkpoint, if there is one."
+        show(f"packtool: {reason}; all others were stopped.\n{advice}", error=True)
         return _SIGNAL_BASE - code, reason
     return 0, ""
 

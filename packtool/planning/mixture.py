@@ -31,6 +31,7 @@ from packtool.planning.steps import StepPlan
 
 _MIN_NEIGHBORS, _MAX_NEIGHBORS = 4, 64
 _CHUNKS_PER_SOURCE = 500
+_UNITS: tuple[MixUnit, ...] = ("samples", "tokens", "target_tokens")
 
 
 @dataclass(frozen=True, eq=False)
@@ -372,15 +373,9 @@ def added(parts: Iterable[Counts]) -> dict[str, SourceCounts]:
 def share_figures(counts: Counts) -> dict[str, dict[str, Any]]:
     """Return counts of each source, their shares of all sources, 0 to 1, and epochs, by their names in JSON."""
     total = sum(counts.values(), SourceCounts())
-    return {
-        name: {
-            "num_samples": each.samples,
-            "tokens": each.tokens,
-            "target_tokens": each.target_tokens,
-            "share_of_samples": each.samples / max(total.samples, 1),
-            "share_of_tokens": each.tokens / max(total.tokens, 1),
-            "share_of_target_tokens": each.target_tokens / max(total.target_tokens, 1),
-            "epochs": each.epochs,
-        }
-        for name, each in counts.items()
-    }
+    figures = {}
+    for name, each in counts.items():
+        amounts = {"num_samples": each.samples, "tokens": each.tokens, "target_tokens": each.target_tokens}
+        shares = {f"share_of_{unit}": getattr(each, unit) / max(getattr(total, unit), 1) for unit in _UNITS}
+        figures[name] = {**amounts, **shares, "epochs": each.epochs}
+    return figures

@@ -92,15 +92,8 @@ def schedule_step(
     options.check(lengths)
     lengths, costs = np.asarray(lengths), np.asarray(flops, dtype=np.float64)
     padded = -(-lengths // alignment) * alignment
-    step = _Step(
-        sizes=lengths.tolist(),
-        padded=padded.tolist(),
-        local=times.loads(lengths, costs),
-        sharded=times.loads(padded, costs, size),
-        num_ranks=size,
-        capacity=options.bucket_size * size,
-        times=times,
-    )
+    local, sharded = times.loads(lengths, costs), times.loads(padded, costs, size)
+    step = _Step(lengths.tolist(), padded.tolist(), local, sharded, size, options.bucket_size * size, times)
     work = [load.flops for load in step.local]
     descending = sorted(range(len(work)), key=lambda i: -work[i])
     return [step.schedule_rank(sequences) for sequences in assign_to_lightest(descending, work, num_ranks)]

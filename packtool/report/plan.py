@@ -46,17 +46,14 @@ def times_without_packing(figures: Mapping[str, Any]) -> str:
 
 def _sample_lines(figures: Mapping[str, Any]) -> list[Line]:
     """Return the lines on samples; ``samples`` minus repeats plus samples left out are all samples of the caches."""
-    lines = [("samples", f"{figures['num_samples']:,}")]
+    samples = ("samples", f"{figures['num_samples']:,}")
     filtered = ("  filtered by length", f"{figures['filtered']:,}")
     if figures["sources"] is None:
-        return [*lines, filtered]
-    return [
-        *lines,
-        ("  repeated samples", f"{figures['num_samples'] - figures['num_distinct_samples']:,}"),
-        ("  not drawn", f"{figures['not_drawn']:,}"),
-        filtered,
-        ("  samples in the caches", f"{figures['num_samples_in_caches']:,}"),
-    ]
+        return [samples, filtered]
+    repeated = ("  repeated samples", f"{figures['num_samples'] - figures['num_distinct_samples']:,}")
+    not_drawn = ("  not drawn", f"{figures['not_drawn']:,}")
+    in_caches = ("  samples in the caches", f"{figures['num_samples_in_caches']:,}")
+    return [samples, repeated, not_drawn, filtered, in_caches]
 
 
 def _shared_lines(figures: Mapping[str, Any]) -> list[Line]:
@@ -174,21 +171,14 @@ def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
         *("", "packing length", "recompute", "sharding", "ranks per pack", "GiB per rank"),
         *("tokens/step", "s/step", "tokens/s", "hours"),
     )
-    rows = [
-        (
-            f"{number}",
-            f"{proposal['packing_length']:,}",
-            "yes" if proposal["gradient_checkpointing"] else "no",
-            proposal["sharding"],
-            f"{proposal['sequence_parallel_size']}",
-            f"{proposal['memory_gib']:.1f}",
-            f"{proposal['tokens_per_step']:,.0f}",
-            f"{proposal['step_seconds']:.3g}",
-            f"{proposal['tokens_per_second']:,.0f}",
-            f"{proposal['hours']:,.2f}",
-        )
-        for number, proposal in enumerate(figures["proposals"], start=1)
-    ]
+    rows = []
+    for number, proposal in enumerate(figures["proposals"], start=1):
+        recompute = "yes" if proposal["gradient_checkpointing"] else "no"
+        settings = f"{proposal['packing_length']:,}", recompute, proposal["sharding"]
+        memory = f"{proposal['sequence_parallel_size']}", f"{proposal['memory_gib']:.1f}"
+        step = f"{proposal['tokens_per_step']:,.0f}", f"{proposal['step_seconds']:.3g}"
+        run = f"{proposal['tokens_per_second']:,.0f}", f"{proposal['hours']:,.2f}"
+        rows.append((f"{number}", *settings, *memory, *step, *run))
     lines = [
         f"{figures['num_settings']:,} settings for {figures['hardware']}; the {figures['num_tried']:,} with the "
         "highest throughput were tried.",

@@ -65,19 +65,11 @@ def _rows(simulation: Simulation) -> list[tuple[str, ...]]:
         figures = outcome.figures(simulation.baseline)
         num_oom_steps = figures["out_of_memory_steps"]
         mark = "*" if num_oom_steps else ""
-        rows.append(
-            (
-                outcome.title,
-                duration(figures["step_seconds"]) + mark,
-                f"{figures['speedup']:.2f}x{mark}",
-                f"{figures['balance']:.2f}",
-                f"{figures['communication_share']:.1%}",
-                f"{figures['peak_memory_gb']:.1f} GB",
-                f"{num_oom_steps} of {figures['steps']}" if num_oom_steps else "-",
-                f"{figures['micro_batches']:.1f}",
-                f"{figures['local_share']:.0%}",
-            )
-        )
+        times = duration(figures["step_seconds"]) + mark, f"{figures['speedup']:.2f}x{mark}"
+        losses = f"{figures['balance']:.2f}", f"{figures['communication_share']:.1%}"
+        out_of_memory = f"{num_oom_steps} of {figures['steps']}" if num_oom_steps else "-"
+        batches = f"{figures['micro_batches']:.1f}", f"{figures['local_share']:.0%}"
+        rows.append((outcome.title, *times, *losses, f"{figures['peak_memory_gb']:.1f} GB", out_of_memory, *batches))
     return rows
 
 

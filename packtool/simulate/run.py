@@ -194,15 +194,9 @@ def outcome(name: StrategyName, plan: SimulatedSchedule, sequences: Sequences, o
     is_full = (timing.tokens > options.bucket_size) | (timing.memory > machine.usable_bytes)
     out_of_memory = np.zeros(plan.num_steps, dtype=np.bool_)
     out_of_memory[plan.micro_batch_steps[plan.row_micro_batches[is_full]]] = True
-    return Outcome(
-        name=name,
-        timing=timing,
-        num_tokens=int(lengths.sum()),
-        flops=float(cost(lengths, cost.attention(lengths), target_tokens=targets).sum()),
-        local_share=float(lengths[plan.placement != SHARDED].sum() / lengths.sum()),
-        out_of_memory=out_of_memory,
-        options=options,
-    )
+    num_tokens, num_local_tokens = int(lengths.sum()), int(lengths[plan.placement != SHARDED].sum())
+    flops = float(cost(lengths, cost.attention(lengths), target_tokens=targets).sum())
+    return Outcome(name, timing, num_tokens, flops, num_local_tokens / num_tokens, out_of_memory, options)
 
 
 _DEFAULT_SEQUENCES = 20_000
@@ -266,14 +260,8 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     """Read lengths, model and hardware, and plan and time every strategy."""
     reader = CacheReader.open(config.cached_dataset) if config.cached_dataset else None
     model, sizes = _model_of(config.model, reader)
-    machine = Machine(
-        sizes=sizes,
-        hardware=read_hardware(config.hardware),
-        world_size=config.world_size,
-        recompute=config.gradient_checkpointing,
-        sequence_parallel_type=config.sequence_parallel_type,
-        zero_stage=config.zero_stage,
-    )
+    hardware, recompute = read_hardware(config.hardware), config.gradient_checkpointing
+    machine = part_of(Machine, config, sizes=sizes, hardware=hardware, recompute=recompute)
     if config.sequence_parallel_type == "ulysses" and not can_share_heads(sizes, config.sequence_parallel_size):
         raise ConfigError(
             f"--sequence-parallel-type ulysses: {sizes.num_heads} heads of Q and {sizes.num_key_heads} of K and V "
@@ -293,16 +281,9 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
         outcomes.append(each)
         progress.advance(1)
     progress.finish()
-    return Simulation(
-        outcomes=outcomes,
-        options=options,
-        source=source,
-        name=names_of(paths) if paths else source,
-        num_sequences=len(sequences),
-        num_left_out=len(lengths) - len(sequences),
-        model=model,
-        seconds=time.perf_counter() - begin,
-    )
+    name = names_of(paths) if paths else source
+    num_left_out, seconds = len(lengths) - len(sequences), time.perf_counter() - begin
+    return Simulation(outcomes, options, source, name, len(sequences), num_left_out, model, seconds)
 
 
 def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOptions:
@@ -314,15 +295,10 @@ def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOp
             "Use a smaller model, another --hardware, or --zero-stage 3.",
         )
     per_step = config.world_size // config.sequence_parallel_size * config.sequences_per_rank
-    return part_of(
-        SimulateOptions,
-        config,
-        machine=machine,
-        sequence_parallel_size=config.sequence_parallel_size,
-        bucket_size=bucket_size,
-        packing_length=min(config.packing_length or bucket_size, bucket_size),
-        num_steps=config.steps or min(max(_DEFAULT_SEQUENCES // per_step, _MIN_STEPS), _MAX_STEPS),
-    )
+    packing_length = min(config.packing_length or bucket_size, bucket_size)
+    num_steps = config.steps or min(max(_DEFAULT_SEQUENCES // per_step, _MIN_STEPS), _MAX_STEPS)
+    resolved = {"bucket_size": bucket_size, "packing_length": packing_length, "num_steps": num_steps}
+    return part_of(SimulateOptions, config, machine=machine, **resolved)
 
 
 def _lengths(

@@ -181,12 +181,9 @@ class SimulateOptions(StrategyOptions):
 
     @property
     def skrull(self) -> SkrullOptions:
-        return SkrullOptions(
-            bucket_size=self.bucket_size,
-            sequence_parallel_size=self.sequence_parallel_size,
-            alignment=alignment_of(self.sequence_parallel_size),
-            times=self.machine.step_time(self.sequence_parallel_size),
-        )
+        size, times = self.sequence_parallel_size, self.machine.step_time(self.sequence_parallel_size)
+        bucket_size, alignment = self.bucket_size, alignment_of(size)
+        return SkrullOptions(bucket_size=bucket_size, sequence_parallel_size=size, alignment=alignment, times=times)
 
     @property
     def longest(self) -> int:

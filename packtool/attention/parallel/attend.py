@@ -133,16 +133,11 @@ def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
         if ring_size > 1 and lengths and chunks:
             rows_by_chunk = [chunk_rows(chunk) for chunk in chunks]
             keys = [np.concatenate(rows_of_document) for rows_of_document in zip(*rows_by_chunk, strict=True)]
-            documents = Varlen.of_lengths([len(rows) for rows in keys], device)
-            gathered.append(GatheredKeys(queries, documents, index_of(keys)))
-    return ShardLayout(
-        local=Varlen.of_lengths(shard.local_lengths, device),
-        sharded=Varlen.of_lengths(lengths, device),
-        chunk=Varlen.of_lengths(chunk_lengths, device),
-        first_chunks=first_chunks,
-        second_chunks=second_chunks,
-        gathered=tuple(gathered),
-    )
+            key_documents = Varlen.of_lengths([len(rows) for rows in keys], device)
+            gathered.append(GatheredKeys(queries, key_documents, index_of(keys)))
+    documents = shard.local_lengths, lengths, chunk_lengths
+    local, sharded, chunk = (Varlen.of_lengths(each, device) for each in documents)
+    return ShardLayout(local, sharded, chunk, first_chunks, second_chunks, tuple(gathered))
 
 
 @dataclass(frozen=True, eq=False)
