@@ -54,6 +54,10 @@ def translate(source: ForeignConfig, options: Iterable[str], command: str, envir
             translation.origins.pop("streaming"), "streaming needs packs; rows are tokenized before training"
         )
         del translation.values["streaming"]
+    if is_true(translation.get("streaming")) and translation.values.get("save_strategy") == "epoch":
+        reason = "streaming does not know where an epoch ends; every --save-steps steps and the last one are saved"
+        translation.omit(f"{translation.origins.pop('save_strategy')}: epoch", reason)
+        del translation.values["save_strategy"]
     if source.tool == "LLaMA-Factory" and translation.get("train_type") == "lora":
         rank = int(translation.number("lora_rank", translation.get("lora_rank"), 8))
         translation.default("lora_alpha", 2 * rank, "LoraArguments.lora_alpha: 2 x rank")

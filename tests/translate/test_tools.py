@@ -352,6 +352,14 @@ def test_uploads() -> None:
     assert "hub_token" not in values
 
 
+def test_streamed_epochs_are_not_saved() -> None:
+    values = {"model": "m", "dataset": ["d"], "streaming": True, "packing": True, "save_strategy": "epoch"}
+    translation = translated("ms-swift", {**values, "max_steps": 9})
+    assert "save_strategy" not in translation.values
+    assert "--save-steps" in dict(translation.omitted)["save_strategy: epoch"]
+    assert translated("ms-swift", {**values, "streaming": False}).values["save_strategy"] == "epoch"
+
+
 def test_axolotl_without_validation_and_adapters() -> None:
     values = {**AXOLOTL, "adapter": None, "load_in_4bit": False, "val_set_size": 0, "num_epochs": 1, "datasets": []}
     translation = translated("axolotl", values)

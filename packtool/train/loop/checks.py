@@ -38,6 +38,7 @@ from packtool.train.model.loss import RouterBalance
 from packtool.train.model.memory import MemoryEstimate, estimate_memory
 from packtool.train.model.precision import checkpoint_dtype, precision_lines, quantization_config, quantization_line
 from packtool.train.model.sharding import check_experts, sharding_arguments, zero_stage
+from packtool.train.model.trainable import adapter_lines
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.run import Run
 
@@ -296,7 +297,7 @@ def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[s
     model, args = _empty_model(run.config, spec.config, run.timeline.num_steps)
     estimate = estimate_run(run, model, spec, dtype)
     lines = list(precision_lines(model, dtype, run.config, checkpoint_dtype(spec.config)))
-    lines += quantization_line(model, spec.config.model_type, run.config)
+    lines += [*adapter_lines(model, run.config), *quantization_line(model, spec.config.model_type, run.config)]
     check_optimizer_of(model, args)
     return estimate, lines
 

@@ -26,6 +26,7 @@ from peft import (
 )
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from peft.tuners.boft.layer import Linear as BOFTLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError, safe_open
@@ -286,10 +287,12 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
         for target in run.target_modules
         if target != "all-linear" and not any(has_name(name, target) for name in is_linear)
     ]
-    if problems:
+    # As in peft, names without a module have no effect if another name has one (adapter_lines names them).
+    if problems and len(problems) == len(run.target_modules):
         known = sorted({name.rpartition(".")[2] for name in is_linear})
+        remedy = f"Choose from {', '.join(known)}; all-linear selects all but head and embeddings."
         raise ConfigError(
-            "\n".join(problems), f"Choose from {', '.join(known)}; all-linear selects all but head and embeddings."
+            "\n".join(problems), remedy if known else "Its layers are not linear modules; use --target-regex."
         )
     targets = [name for name in is_linear if run.is_target(name, is_linear=is_linear[name])]
     if not targets and not run.target_parameters:
@@ -369,10 +372,19 @@ def _continue_adapter(model: PreTrainedModel, run: TrainConfig, has_weights: boo
         ) from error
 
 
-def adapter_lines(model: nn.Module) -> Iterator[str]:
-    """Yield a line about adapters on parameters, which peft also puts there in place of modules of a few models."""
-    if isinstance(model, PeftModel) and (names := getattr(model.active_peft_config, "target_parameters", None)):
-        yield f"adapters on parameters, such as those of all routed experts: {', '.join(sorted(names))}"
+def adapter_lines(model: nn.Module, run: TrainConfig) -> Iterator[str]:
+    """Yield a line about adapters on parameters, which peft also puts there in place of modules of a few models.
+
+    And a line about names of ``--target-modules`` for which the model has no module, or only frozen ones.
+    """
+    if not isinstance(model, PeftModel):
+        return
+    if parameters := getattr(model.active_peft_config, "target_parameters", None):
+        yield f"adapters on parameters, such as those of all routed experts: {', '.join(sorted(parameters))}"
+    modules = [name for name, each in model.named_modules() if parameters or isinstance(each, BaseTunerLayer)]
+    unused = [name for name in run.target_modules if not any(has_name(module, name) for module in modules)]
+    if set(unused) - {"all-linear"} and run.target_regex is None and not run.adapters:
+        yield f"warning: --target-modules {' '.join(unused)}: no effect, because no trained part has such a module"
 
 
 def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftModel:

@@ -66,8 +66,21 @@ def test_modules_that_peft_confuses_with_experts_are_named() -> None:
     assert adapted_names
     assert not any("experts" in name or "shared_expert." in name for name in adapted_names)
     model = auto_class(hybrid_config("qwen3_next")).from_config(hybrid_config("qwen3_next"))
-    (line,) = adapter_lines(add_adapters(model, towers, replace(run, lora_dropout=0.0)))
+    (line,) = adapter_lines(add_adapters(model, towers, replace(run, lora_dropout=0.0)), run)
     assert line == "adapters on parameters, such as those of all routed experts: down_proj, gate_up_proj"
+
+
+def test_names_without_a_module_are_reported() -> None:
+    """As in peft, they have no effect if another name has a module; a run whose names have none is refused."""
+    model = reduced_model("qwen3")
+    run = TrainConfig(model="", cached_dataset=("",), output_dir="", target_modules=("q_proj", "kv_proj", "qkv"))
+    (line,) = adapter_lines(add_adapters(model, towers_of(model, "qwen3"), run), run)
+    assert line == "warning: --target-modules kv_proj qkv: no effect, because no trained part has such a module"
+    model, run = reduced_model("qwen3"), replace(run, target_modules=("kv_proj",))
+    with pytest.raises(ConfigError, match="--target-modules kv_proj: no linear module of an unfrozen part"):
+        add_adapters(model, towers_of(model, "qwen3"), run)
+    run = replace(run, target_modules=("all-linear",))
+    assert not [*adapter_lines(add_adapters(model, towers_of(model, "qwen3"), run), run)]
 
 
 def test_damaged_adapter_file_is_reported(saved_adapter: Path, tmp_path: Path) -> None:
