@@ -327,17 +327,13 @@ class Nodes:
             return f"waiting for {condition}: {self._store_error}"
         if self._state["met"] is not None:
             started = self._state["nodes"][str(self.rank)]
-            return (
-                f"waiting for the next run: the one at {self.store_address} has started with another "
-                f"NODE_RANK={self.rank} ({started['host']})"
-            )
+            other = f"another NODE_RANK={self.rank} ({started['host']})"
+            return f"waiting for the next run: the one at {self.store_address} has started with {other}"
         if different := self._unequal_settings():
             return f"waiting for equal settings: {different}"
         missing = self._missing_nodes()
-        return (
-            f"waiting at {self.store_address} for {len(missing)} of {self.num_nodes} nodes: NODE_RANK "
-            f"{', '.join(map(str, missing))}"
-        )
+        ranks = ", ".join(map(str, missing))
+        return f"waiting at {self.store_address} for {len(missing)} of {self.num_nodes} nodes: NODE_RANK {ranks}"
 
     def _print_status(self) -> None:
         """Print what this launcher waits for, if anything: after 5 seconds, then less often, at least once a minute."""

@@ -379,10 +379,8 @@ def _load_spec(config: PackConfig, manifest: Manifest) -> InputSpec:
     except ConfigError as error:
         if config.model is not None:
             raise
-        raise ConfigError(
-            f"the cache was exported for {model}, which cannot be read here: {error.message}",
-            error.remedy or "Give the model's present directory: --model DIR.",
-        ) from error
+        problem = f"the cache was exported for {model}, which cannot be read here: {error.message}"
+        raise ConfigError(problem, error.remedy or "Give the model's present directory: --model DIR.") from error
 
 
 def _check_empty(directory: str) -> None:

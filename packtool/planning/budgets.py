@@ -59,10 +59,8 @@ def check_media_tokens(
     if max_media_tokens is None or len(lengths) == 0:
         return None
     if media_tokens is None:
-        raise ConfigError(
-            f"--max-media-tokens-per-pack {max_media_tokens}: the media tokens of the samples are unknown.",
-            "Plan from a cache, or remove the option.",
-        )
+        problem = f"--max-media-tokens-per-pack {max_media_tokens}: the media tokens of the samples are unknown."
+        raise ConfigError(problem, "Plan from a cache, or remove the option.")
     assert media_tokens.shape == lengths.shape
     largest = int(media_tokens.max())
     if largest > max_media_tokens:

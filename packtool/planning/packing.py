@@ -165,10 +165,10 @@ def _pack_in_batches(lengths: Int32Array, capacity: int, options: PackOptions, s
 
     Batches form chains of 64, so that packs do not depend on the number of processes.
     """
-    order = np.arange(len(lengths), dtype=np.int64)
+    num, order = len(lengths), np.arange(len(lengths), dtype=np.int64)
     if options.shuffle:
         # Drawn for all epochs, which must have equally many packs. Equally long samples are exchanged afterwards.
-        order = seeded_order(len(lengths), seed=seed, epoch=0, stream=RandomStream.BATCHES)
+        order = seeded_order(num, seed=seed, epoch=0, stream=RandomStream.BATCHES)
     chain_size = options.packing_batch_size * BATCHES_PER_CHAIN
     chains = [order[start : start + chain_size] for start in range(0, len(order), chain_size)]
     jobs = [(samples, lengths[samples], capacity, options.packing_batch_size) for samples in chains]
@@ -182,9 +182,7 @@ def _pack_in_batches(lengths: Int32Array, capacity: int, options: PackOptions, s
     if options.shuffle:
         by_length = np.argsort(-plan.lengths, kind="stable")
         stream = RandomStream.WITHIN_LENGTH_OF_BATCHES
-        plan.samples[by_length] = seeded_order(
-            len(lengths), seed=seed, epoch=epoch, stream=stream, descending_by=lengths
-        )
+        plan.samples[by_length] = seeded_order(num, seed=seed, epoch=epoch, stream=stream, descending_by=lengths)
     return _order_packs(plan, options, seed, epoch)
 
 

@@ -87,17 +87,13 @@ def page_content(preview: Preview, figures: Mapping[str, Any], command: str, tit
     padding = figures["padding_of_plain_batches"]
     filter_name = "longer than --max-length" if figures["sources"] is None else "too long or too short"
     # These counts add up to all samples of the caches.
-    sample_counts = [
-        ("in the plan", figures["num_distinct_samples"]),
-        ("not drawn in this epoch", figures["not_drawn"]),
-        (filter_name, figures["filtered"]),
-    ]
+    counts = [figures[name] for name in ("num_distinct_samples", "not_drawn", "filtered")]
+    sample_counts = zip(("in the plan", "not drawn in this epoch", filter_name), counts, strict=True)
     dropped = Counter[str]()
     for manifest in () if preview.inputs.reader is None else preview.inputs.reader.manifests:
-        for reason, count in manifest.dropped.items():
-            dropped[f"dropped at export: {reason}"] += count
-        for reason, count in manifest.parts_left_out.items():
-            dropped[f"turns left out at export: {reason}"] += count
+        dropped.update({f"dropped at export: {reason}": count for reason, count in manifest.dropped.items()})
+        left_out = manifest.parts_left_out.items()
+        dropped.update({f"turns left out at export: {reason}": count for reason, count in left_out})
     fingerprints = [("costs from", str(figures["cost_model"])), ("plan", str(figures["plan_fingerprint"]))]
     if figures["cache_fingerprint"]:
         fingerprints.append(("caches", str(figures["cache_fingerprint"])))

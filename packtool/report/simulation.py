@@ -46,10 +46,9 @@ def simulation_lines(simulation: Simulation) -> list[str]:
     strategies = table(title, [("", *_COLUMNS), *_rows(simulation)])
     assumptions = table("assumptions", _assumption_lines(simulation), "l")
     num_steps = max(outcome.num_steps for outcome in simulation.outcomes)
-    speed_note = (
-        f"speed-up: throughput relative to {simulation.baseline.title!r}. {num_steps} "
-        f"{'step was' if num_steps == 1 else 'steps were'} simulated in {simulation.seconds:.1f} s."
-    )
+    steps = "1 step was" if num_steps == 1 else f"{num_steps} steps were"
+    speed_note = f"speed-up: throughput relative to {simulation.baseline.title!r}. "
+    speed_note += f"{steps} simulated in {simulation.seconds:.1f} s."
     return [*strategies, "", speed_note, *_MEANINGS, *_warnings(simulation), "", *assumptions]
 
 

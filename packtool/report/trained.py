@@ -161,19 +161,18 @@ def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, 
     for position in positions:
         cache, row = replay.reader.cache_of(position)
         sample = replay.reader.sample(position)
-        figures.append(
-            {
-                "cache": replay.reader.directories[cache],
-                "sample": row,
-                "source": sample.source,
-                "row": sample.row,
-                "part": "" if sample.part is None else str(sample.part),
-                "channel": sample.channel,
-                "tokens": sample.length,
-                "target_tokens": int(replay.timeline.inputs.targets[position]),
-                "media": len(sample.media),
-            }
-        )
+        sample_figures = {
+            "cache": replay.reader.directories[cache],
+            "sample": row,
+            "source": sample.source,
+            "row": sample.row,
+            "part": "" if sample.part is None else str(sample.part),
+            "channel": sample.channel,
+            "tokens": sample.length,
+            "target_tokens": int(replay.timeline.inputs.targets[position]),
+            "media": len(sample.media),
+        }
+        figures.append(sample_figures)
     return figures
 
 
@@ -215,10 +214,8 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
     if cache is None:
         if len(trained_caches) > 1:
             directories = ", ".join(directory for directory, _ in trained_caches.values())
-            raise ConfigError(
-                f"--row {row}: {output_dir} has trained several caches: {directories}",
-                f"Name one of them: packtool inspect CACHE --row {row} --run {output_dir}.",
-            )
+            problem = f"--row {row}: {output_dir} has trained several caches: {directories}"
+            raise ConfigError(problem, f"Name one of them: packtool inspect CACHE --row {row} --run {output_dir}.")
         (fingerprint,) = trained_caches
     else:
         fingerprint = Manifest.read(storage.normalize(cache)).fingerprint

@@ -219,7 +219,6 @@ def _refusal(ulysses_sizes: list[int], heads: Heads, size: int) -> str:
             "cut them"
         )
     windows = " and sliding windows, which must not be cut" if heads.has_windows else ""
-    return (
-        f"the model has {heads.queries} heads of Q and {heads.keys} of K and V{windows}: ulysses over "
-        f"{' or '.join(map(str, ulysses_sizes))} cannot share them evenly"
-    )
+    sizes = " or ".join(map(str, ulysses_sizes))
+    counts = f"{heads.queries} heads of Q and {heads.keys} of K and V"
+    return f"the model has {counts}{windows}: ulysses over {sizes} cannot share them evenly"
