@@ -238,10 +238,9 @@ def needs_half(name: str, dtype: torch.dtype) -> ConfigError | None:
     """Return an error unless ``dtype`` has 16 bits, which flash kernels require on every GPU."""
     if dtype in (torch.bfloat16, torch.float16):
         return None
-    return ConfigError(
-        f"{name} attention computes in bfloat16 or float16, and this run is in {str(dtype).removeprefix('torch.')}",
-        "Use --torch-dtype bfloat16, or sdpa.",
-    )
+    run_dtype = str(dtype).removeprefix("torch.")
+    problem = f"{name} attention computes in bfloat16 or float16, and this run is in {run_dtype}"
+    return ConfigError(problem, "Use --torch-dtype bfloat16, or sdpa.")
 
 
 class ReferenceKernel(Kernel):

@@ -259,10 +259,8 @@ def batch_sentence(summary: PlanSummary, *, knows_targets: bool = True) -> str:
     if knows_targets:
         packed += f" and {summary.samples_per_step * summary.targets_per_sample:,.0f} target tokens"
         plain += f" and {num_plain * summary.targets_per_sample:,.0f}"
-    return (
-        f"a step has {packed} on average; without packing (batch size x accumulation x ranks: "
-        f"{' x '.join(map(str, factors))}) it has {plain}: {remedy} keeps that batch"
-    )
+    product = f"(batch size x accumulation x ranks: {' x '.join(map(str, factors))})"
+    return f"a step has {packed} on average; without packing {product} it has {plain}: {remedy} keeps that batch"
 
 
 def learning_rate_advice(growth: float, optim: str = "") -> str:
@@ -283,7 +281,6 @@ def fixed_batch_clause(summary: PlanSummary, steps: StepPlan) -> str:
     per_rank = np.diff(steps.step_offsets) // steps.world_size
     fewest, most = int(per_rank.min()), int(per_rank.max())
     number = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
-    return (
-        f"each has the {summary.options.samples_per_plain_step:,} samples that it has without packing "
-        f"(--samples-per-step), in {number} micro-batch{'es' if most > 1 else ''} a rank"
-    )
+    micro_batches = f"{number} micro-batch{'es' if most > 1 else ''} a rank"
+    samples = f"{summary.options.samples_per_plain_step:,} samples"
+    return f"each has the {samples} that it has without packing (--samples-per-step), in {micro_batches}"

@@ -94,10 +94,9 @@ def write_page(report: VerifyReport, path: str, command: str) -> None:
 def verify_lines(report: VerifyReport) -> list[str]:
     """Return the output of ``packtool verify``: losses of steps, if any, the result, and a table of checks."""
     shared = f", {_shared(report)}" if report.num_shared_tokens else ""
-    facts = (
-        f"{report.num_packs:,} packs, {report.num_samples:,} samples, {report.num_tokens:,} tokens{shared}; device "
-        f"{report.device}, precision {report.dtype}, attention {report.attention}; {report.seconds:.1f} s"
-    )
+    counts = f"{report.num_packs:,} packs, {report.num_samples:,} samples, {report.num_tokens:,} tokens{shared}"
+    setup = f"device {report.device}, precision {report.dtype}, attention {report.attention}"
+    facts = f"{counts}; {setup}; {report.seconds:.1f} s"
     steps = table("losses of training packed and unpacked:", _step_rows(report), "r") if report.trajectory else []
     checks = [("", "largest error", "allowed", ""), *_check_rows(report)]
     return [*steps, f"{report.model}: {_verdict(report)}", *table(facts, checks, "lrrl")]

@@ -101,10 +101,8 @@ def trained_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield the output of ``packtool inspect --trained``."""
     epoch = figures["epoch"]
     position = f"in epoch {epoch + 1:,}" if figures["step_in_epoch"] else f"at the end of epoch {epoch:,}"
-    yield (
-        f"trained up to step {figures['step']:,} ({figures['saved_at']}), {position}: {figures['tokens']:,} tokens, "
-        f"{figures['target_tokens']:,} target tokens"
-    )
+    tokens = f"{figures['tokens']:,} tokens, {figures['target_tokens']:,} target tokens"
+    yield f"trained up to step {figures['step']:,} ({figures['saved_at']}), {position}: {tokens}"
     heading = ("cache", "samples", "trained", "this epoch", "times trained", "epochs")
     rows = [(*heading, "tokens", "target tokens", "skipped")]
     for source in figures["sources"]:
@@ -179,10 +177,9 @@ def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, 
 def step_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield the output of ``packtool inspect --step``."""
     pending = "" if figures["is_trained"] else ", not trained yet"
-    yield (
-        f"step {figures['step']:,}, epoch {figures['epoch'] + 1:,}{pending}: {figures['num_samples']:,} samples, "
-        f"{figures['tokens']:,} tokens, {figures['target_tokens']:,} target tokens"
-    )
+    tokens = f"{figures['tokens']:,} tokens, {figures['target_tokens']:,} target tokens"
+    position = f"step {figures['step']:,}, epoch {figures['epoch'] + 1:,}{pending}"
+    yield f"{position}: {figures['num_samples']:,} samples, {tokens}"
     for rank in figures["ranks"]:
         for number, packs in enumerate(rank["micro_batches"], start=1):
             empty = "" if packs else ": empty"
