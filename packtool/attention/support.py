@@ -193,9 +193,9 @@ def _boundary_problems(inputs: Mapping[str, Any]) -> list[str]:
     key_cu_seqlens: list[int] = inputs["cu_seq_lens_k"].tolist()
     first, last = key_cu_seqlens[0], key_cu_seqlens[-1]
     if len(key_cu_seqlens) != len(cu_seqlens) or first != 0 or last != len(key_rows):
-        bounds = f"from {first} to {last} in {len(key_cu_seqlens) - 1} documents"
+        extent = f"from {first} to {last} in {len(key_cu_seqlens) - 1} documents"
         expected = f"the {len(key_rows)} tokens of key_index and {len(cu_seqlens) - 1} documents"
-        return [*problems, f"cu_seq_lens_k runs {bounds} for {expected}"]
+        return [*problems, f"cu_seq_lens_k runs {extent} for {expected}"]
     key_lengths = [stop - start for start, stop in pairwise(key_cu_seqlens)]
     problems += _length_problems(inputs, key_lengths, "k", "key_lengths")
     bounds = zip(pairwise(cu_seqlens), pairwise(key_cu_seqlens), strict=True)
