@@ -62,7 +62,7 @@ class OptimizerOptions(Settings):
         None, "Multiply the learning rate of LoRA's B matrices by this ratio (LoRA+).", minimum=0.0
     )
     optim: str = optimizer_option(
-        "adamw_torch_fused", "Use this optimizer of transformers, such as adamw_torch, adafactor or sgd."
+        "adamw_torch_fused", "Use muon, or an optimizer of transformers, such as adamw_torch, adafactor or sgd."
     )
     adam_beta1: float = optimizer_option(0.9, "Set Adam's decay rate of the mean gradient.", minimum=0.0, maximum=1.0)
     adam_beta2: float = optimizer_option(0.999, "Set Adam's decay rate of squared gradients.", minimum=0.0, maximum=1.0)

@@ -285,6 +285,8 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
         is_ordered = as_text(values.get("shuffle_merged_datasets")) == "false"
         translation.set("packing_interval", num_rows, "streaming_multipack_buffer_size")
         translation.set("shuffle_buffer_size", 1 if is_ordered else num_rows, "streaming_multipack_buffer_size")
+    if as_text((values.get("model_config") or {}).get("output_router_logits", "")) == "true":
+        _axolotl_router(translation, values)
     if is_true(values.get("resize_token_embeddings_to_32x")):
         _axolotl_embeddings(translation, values)
     if (batch_size := values.pop("batch_size", None)) is not None and not values.get("gradient_accumulation_steps"):
@@ -407,6 +409,20 @@ def _axolotl_paths(translation: Translation, name: str, entry: Mapping[str, Any]
     is_local = os.path.exists(path) or path.endswith((".json", ".jsonl", ".parquet", ".csv", ".txt"))
     selection = "" if is_local else f":{subset}:{match[1]}".rstrip(":")
     return [f"{path}{selection}{amount}"]
+
+
+def _axolotl_router(translation: Translation, values: dict[str, Any]) -> None:
+    """Translate ``output_router_logits``: the model then adds its routers' loss with the weight in config.json."""
+    path = Path(str(values.get("base_model")), "config.json")
+    weight = load_config_file(str(path)).get("router_aux_loss_coef") if path.exists() else None
+    name = "model_config: output_router_logits"
+    if weight is None:
+        translation.refuse(name, "the model's config.json, which has its weight, is not here; give a local directory")
+    else:
+        translation.set("router_aux_loss_coef", weight, name)
+    others = {key: value for key, value in values.pop("model_config").items() if key != "output_router_logits"}
+    if others:
+        values["model_config"] = others
 
 
 def _axolotl_embeddings(translation: Translation, values: dict[str, Any]) -> None:

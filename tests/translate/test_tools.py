@@ -238,7 +238,7 @@ def test_ms_swift_record_of_arguments() -> None:
     translation = translated("ms-swift", values)
     assert translation.problems == []
     assert "system" not in translation.values
-    assert translated("ms-swift", {**values, "optimizer": "muon"}).problems
+    assert translated("ms-swift", {**values, "optimizer": "muonclip"}).problems
 
 
 def test_ms_swift_pretraining_and_caches() -> None:
@@ -341,6 +341,17 @@ def test_axolotl() -> None:
     assert (values["freeze_vit"], values["lora_dropout"], values["weight_decay"]) == (False, 0, 0)
     assert "bf16" in dict(translation.omitted)
     assert "columns" not in values
+
+
+def test_muon_and_losses_of_routers(tmp_path: Path) -> None:
+    assert translated("LLaMA-Factory", {"use_muon": True}).values["optim"] == "muon"
+    assert translated("ms-swift", {"optimizer": "muon"}).values["optim"] == "muon"
+    assert any("learning rates of AdamW" in line for line in translated("axolotl", {"optimizer": "muon"}).problems)
+    values = {**AXOLOTL, "base_model": str(tmp_path), "model_config": {"output_router_logits": True}}
+    assert any("output_router_logits" in line for line in translated("axolotl", values).problems)
+    (tmp_path / "config.json").write_text('{"router_aux_loss_coef": 0.02}')
+    translation = translated("axolotl", values)
+    assert (translation.problems, translation.values["router_aux_loss_coef"]) == ([], 0.02)
 
 
 def test_uploads() -> None:

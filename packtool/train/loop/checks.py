@@ -127,6 +127,8 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "per_device_train_batch_size": config.per_device_train_batch_size,
         "gradient_accumulation_steps": 1,
         **{name: getattr(config, name) for name in (*same_names, "neftune_noise_alpha")},
+        # PackTrainer creates Muon itself.
+        **({"optim": "adamw_torch"} if config.optim == "muon" else {}),
         "learning_rate": config.peak_learning_rate,
         "warmup_steps": config.num_warmup_steps(num_steps),
         "lr_scheduler_kwargs": dict(config.lr_scheduler_kwargs) or None,

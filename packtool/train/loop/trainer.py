@@ -46,6 +46,7 @@ from packtool.train.loop.checks import refused_by_transformers
 from packtool.train.loop.log import Meter
 from packtool.train.loop.watch import StepWatch
 from packtool.train.model.loss import LossFunction, RouterBalance, StepMean, base_model
+from packtool.train.model.muon import MuonAdamW
 from packtool.train.model.precision import KahanAdamW, SavedPrecision, load_masters, save_masters
 from packtool.train.model.sharding import OPTIMIZER_FOLDER, load_optimizer
 from packtool.train.model.trainable import split_by_rate
@@ -455,10 +456,13 @@ class PackTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer, with separate parameter groups for parts that have their own rates."""
         is_new = self.optimizer is None
+        betas = (self.args.adam_beta1, self.args.adam_beta2)
+        settings: dict[str, Any] = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
         if self.config.master_weights == "kahan":
-            betas = (self.args.adam_beta1, self.args.adam_beta2)
-            settings = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
             self.optimizer_cls_and_kwargs = (KahanAdamW, settings)
+        if self.config.optim == "muon" and is_new:
+            trained: Any = model or self.model
+            self.optimizer = MuonAdamW(trained.named_parameters(), weight_decay=self.args.weight_decay, **settings)
         with refused_by_transformers() if is_new else contextlib.nullcontext():
             optimizer = super().create_optimizer(model)
         if is_new:
