@@ -130,6 +130,7 @@ class World:
                 config.quantization_config = {"quant_method": "gptq", "bits": 4}
             config.dtype = "bfloat16"
             config.save_pretrained(folder)
+            config.to_json_file(folder / "config.json", use_diff=False)  # real ones are complete, too
             for file in _TOKENIZER_FILES:
                 (folder / file).write_bytes((self.root / "picture" / file).read_bytes())
         return folder

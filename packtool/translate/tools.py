@@ -417,7 +417,9 @@ def _axolotl_router(translation: Translation, values: dict[str, Any]) -> None:
     weight = load_config_file(str(path)).get("router_aux_loss_coef") if path.exists() else None
     name = "model_config: output_router_logits"
     if weight is None:
-        translation.refuse(name, "the model's config.json, which has its weight, is not here; give a local directory")
+        translation.refuse(
+            name, "its weight is not known without the model's config.json; give a local directory of the model"
+        )
     else:
         translation.set("router_aux_loss_coef", weight, name)
     others = {key: value for key, value in values.pop("model_config").items() if key != "output_router_logits"}

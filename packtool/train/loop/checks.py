@@ -116,7 +116,6 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "weight_decay",
         "lr_scheduler_type",
         "max_grad_norm",
-        "optim",
         "adam_beta1",
         "adam_beta2",
         "adam_epsilon",
@@ -127,8 +126,7 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "per_device_train_batch_size": config.per_device_train_batch_size,
         "gradient_accumulation_steps": 1,
         **{name: getattr(config, name) for name in (*same_names, "neftune_noise_alpha")},
-        # PackTrainer creates Muon itself.
-        **({"optim": "adamw_torch"} if config.optim == "muon" else {}),
+        "optim": "adamw_torch" if config.optim == "muon" else config.optim,  # PackTrainer creates Muon itself
         "learning_rate": config.peak_learning_rate,
         "warmup_steps": config.num_warmup_steps(num_steps),
         "lr_scheduler_kwargs": dict(config.lr_scheduler_kwargs) or None,
