@@ -306,6 +306,8 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
     config = values.pop("fsdp_config", None) or {}
     if not isinstance(config, dict):
         translation.refuse("fsdp_config", "expected an object of names and values")
+    elif config and int(translation.number("expert_parallel_size", values.get("expert_parallel_size"), 1) or 1) > 1:
+        translation.omit("fsdp_config", "expert_parallel_size shards the other weights over all processes, too")
     elif config:
         shard = "full_shard" if is_true(config.get("reshard_after_forward", True)) else "shard_grad_op"
         is_offloaded = any(is_true(config.get(name)) for name in ("offload_params", "fsdp_offload_params"))

@@ -354,6 +354,15 @@ def test_muon_and_losses_of_routers(tmp_path: Path) -> None:
     assert (translation.problems, translation.values["router_aux_loss_coef"]) == ([], 0.02)
 
 
+def test_expert_parallelism_shards_the_other_weights() -> None:
+    values = {**AXOLOTL, "adapter": None, "load_in_4bit": False, "expert_parallel_size": 2, "fsdp_config": {"a": 1}}
+    translation = translated("axolotl", values)
+    assert translation.problems == []
+    assert "fsdp" not in translation.values
+    assert "shards the other weights" in dict(translation.omitted)["fsdp_config"]
+    assert translated("axolotl", values | {"expert_parallel_size": 1}).values["fsdp"] == ["full_shard"]
+
+
 def test_uploads() -> None:
     values = translated("axolotl", {**AXOLOTL, "hub_model_id": "us/run", "hub_strategy": "end"}).values
     assert (values["push_to_hub"], values["hub_model_id"], values["hub_strategy"]) == (True, "us/run", "end")
