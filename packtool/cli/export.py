@@ -39,10 +39,9 @@ def run_export(config: ExportConfig, invocation: Invocation) -> None:
         finally:
             signal.signal(signal.SIGTERM, before)
     if summary.num_missing_shards:
-        progress.note(
-            f"part {config.task_index} of {config.num_tasks} is done; {summary.num_missing_shards} shards of other "
-            "parts are missing, and the last part to finish publishes the cache (or the same command with --finalize)"
-        )
+        missing = f"{summary.num_missing_shards} shards of other parts are missing"
+        advice = "the last part to finish publishes the cache (or the same command with --finalize)"
+        progress.note(f"part {config.task_index} of {config.num_tasks} is done; {missing}, and {advice}")
     title = _title(config, summary.already_finished)
     invocation.show(export_figures(summary), table(title, export_lines(summary)))
     for note in drop_notes(summary.dropped, summary.num_rows):

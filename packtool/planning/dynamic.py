@@ -186,8 +186,9 @@ def _place(
     used = [np.zeros(shape, np.int64) for _ in limits]
     bin_of, fits = np.empty((num_steps, num_samples), np.int64), np.ones(num_steps, np.bool_)
     steps = np.arange(num_steps)
-    for sample in order.T:
+    for sample in order.T:  # (S,), the next sample of each step
         sizes = [limit.sizes[steps, sample] for limit in limits]
+        # Bins with space for the sample, (S, groups, bins); if there is none, the first one overflows.
         has_space = np.ones(shape, np.bool_)
         for limit, used_sizes, size in zip(limits, used, sizes, strict=True):
             has_space &= used_sizes <= (limit.maximum - size)[:, None, None]

@@ -286,6 +286,7 @@ def _split_trees(shared: Int32Array, limits: list[_Limit], max_samples: int) -> 
     trees = np.flatnonzero(shared == 0)
     stops = np.append(trees, len(shared))[1:]
     cumulative = [np.cumsum(limit.values - limit.shared) for limit in limits]
+    # Trees that fit are one group. Others are cut where the next sample would exceed a limit.
     fits = stops - trees <= max_samples
     for limit, total in zip(limits, cumulative, strict=True):
         fits &= total[stops - 1] - total[trees] + limit.values[trees] <= limit.maximum

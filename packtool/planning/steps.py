@@ -216,11 +216,9 @@ def assign_balanced(
     for which packs are reordered.
     """
     world_size, packs_per_micro_batch = options.world_size, options.per_device_train_batch_size
-    counts = {
-        "world_size": world_size,
-        "gradient_accumulation_steps": options.gradient_accumulation_steps,
-        "packs_per_micro_batch": packs_per_micro_batch,
-    }
+    accumulation_steps = options.gradient_accumulation_steps
+    counts = {"world_size": world_size, "gradient_accumulation_steps": accumulation_steps}
+    counts["packs_per_micro_batch"] = packs_per_micro_batch
     if problems := [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]:
         raise ConfigError.from_problems(problems)
     if options.balance == "none":
@@ -248,7 +246,7 @@ def assign_balanced(
         rank_packs = assign_evenly(costs[full_steps], world_size)
         full_steps = np.take_along_axis(full_steps, rank_packs.reshape(full_shape), axis=1)
     last_order, last_sizes = _assign_last_step(remaining, world_size, packs_per_micro_batch, costs)
-    micro_batches_per_step = world_size * options.gradient_accumulation_steps
+    micro_batches_per_step = world_size * accumulation_steps
     sizes = np.full(full_shape[0] * micro_batches_per_step, packs_per_micro_batch, dtype=np.int64)
     per_step = [micro_batches_per_step] * full_shape[0]
     if len(remaining):

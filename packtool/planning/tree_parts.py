@@ -115,7 +115,8 @@ class TreeParts:
 
     def _separate(self, order: Int64Array, packs_per_step: int) -> Int64Array:
         """Swap packs of nearby steps so that no step has two packs of one tree, as far as possible."""
-        new_order, steps = order.tolist(), invert_order(order) // packs_per_step
+        new_order, steps = order.tolist(), invert_order(order) // packs_per_step  # ``steps``: of each pack, (K,)
+        # Trees pack after pack: those of pack k are ``trees[starts[k]:starts[k + 1]]``.
         by_pack = np.argsort(self.packs, kind="stable")
         starts = np.searchsorted(self.packs[by_pack], np.arange(len(order) + 1)).tolist()
         trees = self.trees[by_pack].tolist()

@@ -86,6 +86,7 @@ def _draw_chart(draw: ImageDraw.ImageDraw, chart: Chart, box: tuple[int, int, in
         x, y = (coordinate / AXIS_LENGTH for coordinate in point)
         return left + x * (right - left), top + y * (bottom - top)
 
+    # The name of the vertical axis and the notes are above the chart.
     above, small = top - _TOP + 60, _font(_SMALL)
     draw.text((left, above), chart.y.name, fill=_INK, font=_font(_NORMAL), anchor="lm")
     for note in chart.notes:
@@ -94,6 +95,7 @@ def _draw_chart(draw: ImageDraw.ImageDraw, chart: Chart, box: tuple[int, int, in
     for path in chart.drawing.shapes:
         for stroke in path.strokes if isinstance(path, Path) else ():
             _draw_stroke(draw, [to_pixels(point) for point in stroke], *_PENS[path.style])
+    # Labels of the ticks of both axes, and the name of the horizontal one.
     for at, label in chart.y.tick_positions:
         x, y = to_pixels((0, AXIS_LENGTH - at))
         draw.text((x - 24, y), label, fill=_GREY, font=small, anchor="rm")
@@ -103,19 +105,24 @@ def _draw_chart(draw: ImageDraw.ImageDraw, chart: Chart, box: tuple[int, int, in
         draw.text((x, y + 28), label, fill=_GREY, font=small, anchor="ma")
     draw.text(((left + right) / 2, bottom + 88), chart.x.name, fill=_GREY, font=small, anchor="ma")
 
-    # Names follow the last points of the curves; they are moved apart vertically so that they do not overlap.
+    # Names follow the last points of the curves.
     ends = sorted(((to_pixels(path.strokes[-1][-1])[1], path) for path in _named_paths(chart)), key=lambda end: end[0])
-    name_ys: list[float] = []
-    for end_y, _ in ends:
-        name_ys.append(max(end_y, name_ys[-1] + _SMALL + 8) if name_ys else end_y)
-    max_y: float = bottom
-    for number in reversed(range(len(name_ys))):  # move names that are below the chart up again
-        name_ys[number] = min(name_ys[number], max_y)
-        max_y = name_ys[number] - _SMALL - 8
+    name_ys = _spread_names([end_y for end_y, _ in ends], bottom)
     for name_y, (end_y, path) in zip(name_ys, ends, strict=True):
         color = _PENS[path.style][0]
         _draw_stroke(draw, [(right + 6, end_y), (right + 24, name_y)], color, _THIN, None)
         draw.text((right + 32, name_y), path.name, fill=color, font=small, anchor="lm")
+
+
+def _spread_names(ascending_ys: Sequence[float], max_y: float) -> list[float]:
+    """Move names apart vertically so that they do not overlap, and none is below ``max_y``; return their positions."""
+    name_ys: list[float] = []
+    for y in ascending_ys:
+        name_ys.append(max(y, name_ys[-1] + _SMALL + 8) if name_ys else y)
+    for number in reversed(range(len(name_ys))):
+        name_ys[number] = min(name_ys[number], max_y)
+        max_y = name_ys[number] - _SMALL - 8
+    return name_ys
 
 
 def _draw_stroke(

@@ -68,10 +68,8 @@ def _shared_lines(figures: Mapping[str, Any]) -> list[Line]:
         lines.append(("    fraction of the towers' FLOPs", percent(shared["tower_work_share_saved"])))
     steps = f"{shared['steps_without'] - figures['steps_per_epoch']:,} of {shared['steps_without']:,}"
     sizes = f"{shared['samples_per_tree']:.1f} samples each on average, {shared['largest_tree']:,} at most"
-    lines += [
-        ("    optimizer steps saved per epoch", steps),
-        ("    prefix trees", f"{shared['num_trees']:,}, {sizes}"),
-    ]
+    lines.append(("    optimizer steps saved per epoch", steps))
+    lines.append(("    prefix trees", f"{shared['num_trees']:,}, {sizes}"))
     if num_split := shared.get("trees_in_several_packs"):
         one_step, meeting = shared["of_them_in_one_step"], shared["of_them_meeting_in_a_step"]
         split = f"{num_split:,}; {one_step:,} within one step, {meeting:,} with several packs in the same step"
@@ -192,10 +190,9 @@ def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
         "Options given with --fit (--packing-length, --gradient-checkpointing, --fsdp, ...) are not changed.",
     ]
     if figures["shareable"]:
-        lines.append(
-            f"Shared prefixes could save another {figures['shareable']:.0%} of the tokens. --fit does not consider "
-            "them; packtool plan --share-prefix true shows their effect on a plan."
-        )
+        saving = f"Shared prefixes could save another {figures['shareable']:.0%} of the tokens."
+        advice = "--fit does not consider them; packtool plan --share-prefix true shows their effect on a plan."
+        lines.append(f"{saving} {advice}")
     return lines
 
 
@@ -213,10 +210,8 @@ def resumed_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         yield from aligned(rows, "llr")
     else:
         yield "the data are the same as at the checkpoint"
-    lines = [
-        ("left in this epoch", f"{figures['samples_left_in_epoch']:,} samples"),
-        ("", f"{figures['steps_left_in_epoch']:,} steps"),
-    ]
+    lines = [("left in this epoch", f"{figures['samples_left_in_epoch']:,} samples")]
+    lines.append(("", f"{figures['steps_left_in_epoch']:,} steps"))
     if figures["stages"] is None:
         lines.append(("steps of a full epoch", f"{figures['steps_per_epoch']:,}"))
     differs = steps != steps_before

@@ -77,10 +77,9 @@ def _warnings(simulation: Simulation) -> list[str]:
     if any(outcome.out_of_memory.any() for outcome in simulation.outcomes):
         warnings.append("*: times ignore that some steps run out of memory; column 'out of memory' counts these steps.")
     if num_left_out := simulation.num_left_out:
-        warnings.append(
-            f"{num_left_out:,} of {num_left_out + simulation.num_sequences:,} sequences were left out: they are longer "
-            f"than {simulation.options.longest:,} tokens or --max-length."
-        )
+        counts = f"{num_left_out:,} of {num_left_out + simulation.num_sequences:,} sequences"
+        limit = f"{simulation.options.longest:,} tokens or --max-length"
+        warnings.append(f"{counts} were left out: they are longer than {limit}.")
     return warnings
 
 
