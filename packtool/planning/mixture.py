@@ -356,7 +356,7 @@ def by_name(counts: Int64Array, mixture: Mixture) -> dict[str, SourceCounts]:
     """Convert counts (S, 3) to counts by name; sources of one name are added up."""
     # A row is the number of samples, tokens and target tokens.
     rows = zip(mixture.names, counts.tolist(), mixture.candidates, strict=True)
-    return added({name: SourceCounts(*row, row[0] / max(len(candidates), 1))} for name, row, candidates in rows)
+    return added({name: SourceCounts(*row, epochs=row[0] / max(len(candidates), 1))} for name, row, candidates in rows)
 
 
 def added(parts: Iterable[Counts]) -> dict[str, SourceCounts]:
