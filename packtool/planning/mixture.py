@@ -354,9 +354,11 @@ def _count(cells: Int64Array, columns: Sequence[IntArray | None], num_cells: int
 
 def by_name(counts: Int64Array, mixture: Mixture) -> dict[str, SourceCounts]:
     """Convert counts (S, 3) to counts by name; sources of one name are added up."""
-    # A row is the number of samples, tokens and target tokens.
     rows = zip(mixture.names, counts.tolist(), mixture.candidates, strict=True)
-    return added({name: SourceCounts(*row, epochs=row[0] / max(len(candidates), 1))} for name, row, candidates in rows)
+    return added(
+        {name: SourceCounts(samples, tokens, targets, samples / max(len(own), 1))}
+        for name, (samples, tokens, targets), own in rows
+    )
 
 
 def added(parts: Iterable[Counts]) -> dict[str, SourceCounts]:
