@@ -272,6 +272,7 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
             is_fraction = count * epochs > 1
             option, value = (f"{kind}_steps", 1 / (count * epochs)) if is_fraction else (f"{kind}_strategy", "epoch")
             translation.set(option, value, name)
+    _axolotl_order(translation, values)
     for name in ("datasets", "pretraining_dataset", "test_datasets"):
         _axolotl_datasets(translation, name, values.pop(name, None))
     _ratio(translation, values, "val_set_size")
@@ -280,11 +281,6 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
         values.pop("lr_scheduler", None)
         translation.set("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler and cosine_min_lr_ratio")
         translation.set("lr_scheduler_kwargs", {"min_lr_rate": minimum}, "cosine_min_lr_ratio")
-    is_streamed = is_true(values.get("streaming")) and is_true(values.get("sample_packing"))
-    if is_streamed and (num_rows := values.pop("streaming_multipack_buffer_size", None)):
-        is_ordered = as_text(values.get("shuffle_merged_datasets")) == "false"
-        translation.set("packing_interval", num_rows, "streaming_multipack_buffer_size")
-        translation.set("shuffle_buffer_size", 1 if is_ordered else num_rows, "streaming_multipack_buffer_size")
     if as_text((values.get("model_config") or {}).get("output_router_logits", "")) == "true":
         _axolotl_router(translation, values)
     if is_true(values.get("resize_token_embeddings_to_32x")):
@@ -317,6 +313,28 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
     for name in omitted + ["tokens"] * isinstance(values.get("tokens"), dict):
         if values.pop(name, None):
             translation.omit(name, "packtool uses FSDP2 with full checkpoints, and the tokenizer's own tokens")
+
+
+def _axolotl_order(translation: Translation, values: dict[str, Any]) -> None:
+    """Translate the buffer of streamed rows, and ``curriculum_sampling``, which trains rows in their order.
+
+    But axolotl shuffles rows while it merges datasets, unless ``shuffle_merged_datasets`` is false.
+    """
+    shuffles = as_text(values.get("shuffle_merged_datasets")) != "false"
+    is_streamed = is_true(values.get("streaming")) and is_true(values.get("sample_packing"))
+    if is_streamed and (num_rows := values.pop("streaming_multipack_buffer_size", None)):
+        translation.set("packing_interval", num_rows, "streaming_multipack_buffer_size")
+        translation.set("shuffle_buffer_size", num_rows if shuffles else 1, "streaming_multipack_buffer_size")
+    name, datasets = "curriculum_sampling", values.get("datasets")
+    if not is_true(values.pop(name, None)):
+        return
+    if isinstance(datasets, list) and len(datasets) > 1 and shuffles:
+        translation.omit(name, "axolotl shuffles merged datasets once; packtool shuffles them in every epoch")
+        return
+    values.pop("shuffle_merged_datasets", None)
+    translation.set("shuffle", False, name)
+    if is_true(values.get("sample_packing")):
+        translation.set("packing_algorithm", "sequential", name)
 
 
 def _axolotl_targets(translation: Translation, values: dict[str, Any]) -> None:

@@ -380,6 +380,23 @@ def test_streamed_epochs_are_not_saved() -> None:
     assert translated("ms-swift", {**values, "streaming": False}).values["save_strategy"] == "epoch"
 
 
+@pytest.mark.parametrize(
+    ("num_datasets", "shuffles", "is_ordered"), [(1, None, True), (2, False, True), (2, None, False)]
+)
+def test_axolotl_trains_in_the_order_of_rows(num_datasets: int, shuffles: bool | None, is_ordered: bool) -> None:
+    """Unless axolotl shuffles the datasets while it merges them, which it does by default."""
+    dataset = {"path": "rows.jsonl", "type": "chat_template"}
+    values = {**AXOLOTL, "datasets": [dataset] * num_datasets, "curriculum_sampling": True, "sample_packing": True}
+    translation = translated("axolotl", values | {"shuffle_merged_datasets": shuffles})
+    if is_ordered:
+        assert translation.values["shuffle"] is False
+        assert translation.values["packing_algorithm"] == "sequential"
+    else:
+        assert "shuffle" not in translation.values
+        assert "shuffles them in every epoch" in dict(translation.omitted)["curriculum_sampling"]
+    assert not translation.problems
+
+
 def test_axolotl_without_validation_and_adapters() -> None:
     values = {**AXOLOTL, "adapter": None, "load_in_4bit": False, "val_set_size": 0, "num_epochs": 1, "datasets": []}
     translation = translated("axolotl", values)
@@ -478,7 +495,7 @@ def test_settings_that_do_not_change_training(tool: str, values: dict[str, Any])
     [
         ({"tokenizer_use_mistral_common": True}, "default system prompt"),
         ({"eval_causal_lm_metrics": ["perplexity", "chrf"]}, "generates no text"),
-        ({"curriculum_sampling": True}, "sorted"),
+        ({"dataset_exact_deduplication": True}, "rows are not filtered"),
         ({"plugins": ["some.OtherPlugin"]}, "no plugins"),
         ({"nvfp4_merge_aware": True}, "packtool does not quantize to NVFP4"),
     ],

@@ -32,7 +32,7 @@ from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import absolute_model
 from packtool.errors import ConfigError, MismatchError, did_you_mean, raise_together
 from packtool.launch.world import World, all_gather_objects
-from packtool.train.model.compiled import LIGER_SETTINGS, check_backend, refuse_without_liger
+from packtool.train.model.compiled import LIGER_SETTINGS, check_backend, liger_warning, refuse_without_liger
 from packtool.train.model.load import has_gpu, input_spec, model_without_weights, resolve_dtype
 from packtool.train.model.loss import RouterBalance
 from packtool.train.model.memory import MemoryEstimate, estimate_memory
@@ -252,10 +252,10 @@ def _model_checks(config: TrainConfig, model_config: PreTrainedConfig) -> list[C
             )
 
     def check_layers() -> None:
-        model = model_without_weights(config, model_config, torch.float32)
-        check_experts(model, config)
+        if config.shares_experts:
+            check_experts(model_without_weights(config, model_config, torch.float32), config)
         if config.use_liger_kernel:
-            refuse_without_liger(model, model_config.model_type, on_gpu=on_gpu)
+            refuse_without_liger(on_gpu=on_gpu)
 
     def check_kernel() -> None:
         if on_gpu and not torch.cuda.is_available():
@@ -298,8 +298,17 @@ def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[s
     estimate = estimate_run(run, model, spec, dtype)
     lines = list(precision_lines(model, dtype, run.config, checkpoint_dtype(spec.config)))
     lines += [*adapter_lines(model, run.config), *quantization_line(model, spec.config.model_type, run.config)]
+    if (warning := liger_problem(run.config, spec.config)) is not None:
+        lines.append(warning)
     check_optimizer_of(model, args)
     return estimate, lines
+
+
+def liger_problem(config: TrainConfig, model_config: PreTrainedConfig) -> str | None:
+    """Return a warning if ``--use-liger-kernel`` is given and Liger cannot patch the model."""
+    if not config.use_liger_kernel:
+        return None
+    return liger_warning(model_without_weights(config, model_config, torch.float32), model_config.model_type)
 
 
 def estimate_run(run: Run, model: nn.Module, spec: InputSpec, dtype: torch.dtype) -> MemoryEstimate:

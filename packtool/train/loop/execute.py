@@ -23,7 +23,7 @@ from packtool.errors import ConfigError
 from packtool.launch.world import all_gather_objects
 from packtool.planning.mixture import share_figures
 from packtool.progress import Progress
-from packtool.train.loop.checks import check_ranks_agree, estimate_run, training_arguments
+from packtool.train.loop.checks import check_ranks_agree, estimate_run, liger_problem, training_arguments
 from packtool.train.loop.log import Report
 from packtool.train.loop.trainer import PackTrainer, StepLoader
 from packtool.train.loop.watch import StepWatch, StopSignals
@@ -130,6 +130,9 @@ def _make_trainer(
     if config.add_version:
         progress.note(f"output directory: {config.output_dir}")
     args.output_dir = config.output_dir
+    if (warning := liger_problem(config, spec.config)) is not None:
+        args.use_liger_kernel = False
+        progress.note(warning)
     run = run.with_config(output_dir=config.output_dir)
     config, loader = run.config, StepLoader(run, spec)
     signals = StopSignals(launched=run.world.size > 1)

@@ -99,14 +99,10 @@ _LIGER_REMEDY = "Leave --use-liger-kernel out; the losses are the same."
 LIGER_SETTINGS = {"fused_linear_cross_entropy": False, "cross_entropy": False}
 
 
-def refuse_without_liger(model: nn.Module, model_type: str, *, on_gpu: bool) -> None:
-    """Raise if Liger's kernels cannot be used: no GPU, no package, or a model that Liger does not know or cannot patch.
-
-    The model is on the meta device, and is patched as the trained model will be.
-    """
+def refuse_without_liger(*, on_gpu: bool) -> None:
+    """Raise if Liger's kernels cannot be used with any model: no GPU or no package."""
     try:
-        import liger_kernel.transformers as liger
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as MODEL_TYPES
+        import liger_kernel.transformers  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"--use-liger-kernel true: the package liger-kernel cannot be imported: {error}",
@@ -114,16 +110,24 @@ def refuse_without_liger(model: nn.Module, model_type: str, *, on_gpu: bool) -> 
         ) from error
     if not on_gpu:
         raise ConfigError("--use-liger-kernel: Liger's kernels need a GPU; this machine has none", _LIGER_REMEDY)
+
+
+def liger_warning(model: nn.Module, model_type: str) -> str | None:
+    """Return a warning if Liger does not know or cannot patch a model, which is then trained without its kernels.
+
+    The model is on the meta device, and is patched as the trained model will be.
+    """
+    import liger_kernel.transformers as liger
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as MODEL_TYPES
+
+    warning = "warning: --use-liger-kernel has no effect:"
     if model_type not in MODEL_TYPES:
-        raise UnsupportedModelError(
-            f"--use-liger-kernel: Liger has no kernels for {model_type} models, so it would have no effect",
-            _LIGER_REMEDY,
-        )
+        return f"{warning} Liger has no kernels for {model_type} models"
     try:
         liger._apply_liger_kernel_to_instance(model=base_model(model), **LIGER_SETTINGS)
     except Exception as error:  # any error of a package that patches another one's internals
-        raise UnsupportedModelError(
-            f"--use-liger-kernel: this version of Liger fails for a {model_type} model in this version of "
-            f"transformers: {type(error).__name__}: {error}",
-            f"{_LIGER_REMEDY} Another version of liger-kernel may work.",
-        ) from error
+        return (
+            f"{warning} this version of Liger fails for a {model_type} model in this version of transformers; another "
+            f"version of liger-kernel may work ({type(error).__name__}: {error})"
+        )
+    return None
