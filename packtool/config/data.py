@@ -44,6 +44,7 @@ MAX_ROW_BYTES = 64_000_000
 
 DATASET_HELP = "Read these files, folders, patterns, hub ids, or names from --dataset-info."
 TRUNCATION_HELP = "Drop rows above --max-length, truncate them left or right, split them, or stop."
+MIN_LENGTH_HELP = "Drop samples of fewer than N tokens."
 OVERFLOW_HELP = "If media alone exceed --max-length: drop the row, trim its oldest media, or stop."
 TEMPLATE_HELP = "Use the Jinja chat template in this file instead of the model's."
 LOSS_SCALE_HELP = "Train all answers (default), the last_round, or all tokens; add rules as in default+hermes."
@@ -210,6 +211,7 @@ class EncodeSpec(BoxOptions, MediaOptions):
 
     model: str = option(REQUIRED, "Tokenize for this model directory or hub id; weights are not read.")
     max_length: Tokens = option(0, "Limit each sample to N tokens; default is the model's, at most 8192.", minimum=2)
+    min_length: Tokens = row_option(0, MIN_LENGTH_HELP, minimum=0)
     truncation_strategy: TruncationStrategy = option("delete", TRUNCATION_HELP)
     media_overflow: MediaOverflow = row_option("drop", OVERFLOW_HELP)
     loss_scale: str = row_option("default", LOSS_SCALE_HELP)
@@ -230,7 +232,7 @@ class EncodeSpec(BoxOptions, MediaOptions):
             values["chat_template"] = os.path.abspath(self.chat_template)
         values["chat_template_kwargs"] = set_kwargs(self.chat_template_kwargs) or None
         names = (*BOX_SETTINGS, "chat_template", "chat_template_kwargs")
-        newer = {"expand_turns": "false", **dict.fromkeys(names)}
+        newer = {"expand_turns": "false", "min_length": 0, **dict.fromkeys(names)}
         return {name: value for name, value in values.items() if name not in newer or value != newer[name]}
 
 

@@ -184,6 +184,7 @@ class TrainConfig(
     output_dir: str = option("", "Write checkpoints and logs to this directory; default is a new one in output/MODEL.")
     truncation_strategy: data.TruncationStrategy | None = row_option(None, data.TRUNCATION_HELP)
     media_overflow: data.MediaOverflow | None = row_option(None, data.OVERFLOW_HELP)
+    min_length: Tokens | None = row_option(None, data.MIN_LENGTH_HELP, minimum=0)
     loss_scale: str | None = row_option(None, data.LOSS_SCALE_HELP)
     expand_turns: data.ExpandTurns | None = row_option(None, data.EXPAND_HELP)
     chat_template: str | None = row_option(None, data.TEMPLATE_HELP)

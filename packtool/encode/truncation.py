@@ -22,6 +22,7 @@ from packtool.encode.media_spans import Span
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
 
+_TOO_SHORT = "under_min_length"
 _NO_TARGET = "no_target_tokens"
 _MAX_REMOVED = np.iinfo(np.int32).max  # maximum of the cache's column
 
@@ -91,9 +92,11 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
 
     If the media alone fill ``max_length``, ``spec.media_overflow`` decides: ``drop`` and ``raise`` reject the sample,
     ``trim`` removes the oldest media. ``spec.truncation_strategy`` decides about everything else. RowError if it is too
-    long and one of the two options is ``raise``.
+    long and one of the two options is ``raise``. A sample of fewer than ``spec.min_length`` tokens is dropped.
     """
     sample, max_length = item.sample, spec.max_length
+    if (num_tokens := len(item.ids) + item.num_removed) < spec.min_length:
+        return Dropped(sample.source, sample.row, _TOO_SHORT, f"{num_tokens} tokens, minimum {spec.min_length}")
     if spec.truncation_strategy == "split":
         return _split(item, max_length)
     if len(item.ids) > max_length:
@@ -128,8 +131,8 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
 def truncate_all(samples: Sequence[Tokenized], spec: EncodeSpec) -> list[EncodedSample] | Dropped:
     """Truncate and label each of the samples that were packed into one row; raises as ``truncate``.
 
-    Samples without a target are left out. If one is dropped for another reason, or none has a target, the whole row is
-    dropped: every input row is either kept or dropped.
+    Samples without a target, or of too few tokens, are left out. If one is dropped for another reason, or none is left,
+    the whole row is dropped: every input row is either kept or dropped.
     """
     kept: list[EncodedSample] = []
     for number, tokenized in enumerate(samples, 1):
@@ -138,7 +141,7 @@ def truncate_all(samples: Sequence[Tokenized], spec: EncodeSpec) -> list[Encoded
             kept += result
         elif len(samples) == 1:
             return result
-        elif result.reason != _NO_TARGET:
+        elif result.reason not in (_NO_TARGET, _TOO_SHORT):
             return replace(result, detail=f"sample {number} of {len(samples)} in the row: {result.detail}")
     if not kept:
         row = samples[0].sample

@@ -36,6 +36,7 @@ class ExportKeywords(TypedDict, total=False):
     norm_bbox: Literal["norm1000", "none"] | None
     model: Text | None
     max_length: int | str | None
+    min_length: int | str | None
     truncation_strategy: Literal["delete", "left", "right", "split", "raise"] | None
     media_overflow: Literal["drop", "trim", "raise"] | None
     loss_scale: Text | None

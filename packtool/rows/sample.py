@@ -299,6 +299,7 @@ DROP_REASONS = {
     "media_over_limit": "The media alone exceed --max-length. Increase --max-length, shrink images with --max-pixels, "
     "or set --media-overflow.",
     "over_max_length": "Increase --max-length, or shorten long rows with --truncation-strategy.",
+    "under_min_length": "Decrease --min-length.",
     "no_target_tokens": "No token of these rows would be trained. --truncation-strategy right removes the answers of "
     "long questions: use left, or increase --max-length. Otherwise check --loss-scale and the roles of the turns.",
     "turns_not_found": "The chat template rewrites the turns, so their tokens cannot be located. Use another model, or "

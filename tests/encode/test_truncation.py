@@ -149,3 +149,22 @@ def test_split_drops_samples_that_are_not_texts() -> None:
     for dropped, description in ((conversation, "this row is a conversation"), (image_result, "this row has media")):
         assert isinstance(dropped, Dropped)
         assert (dropped.reason, description in dropped.detail) == ("cannot_be_split", True)
+
+
+@settings(max_examples=100)
+@given(PARTS, st.integers(2, 60), st.integers(0, 60), st.sampled_from(["left", "right", "delete"]))
+def test_samples_of_too_few_tokens_are_dropped(
+    parts: list[tuple[str, int]], limit: int, minimum: int, strategy: str
+) -> None:
+    """The length before truncation counts; all others are as without a minimum."""
+    item = tokenized(parts)
+    result = truncate(item, spec(limit, truncation_strategy=strategy, min_length=minimum))
+    if len(item.ids) < minimum:
+        assert isinstance(result, Dropped)
+        assert (result.reason, result.detail) == ("under_min_length", f"{len(item.ids)} tokens, minimum {minimum}")
+        return
+    expected = truncate(item, spec(limit, truncation_strategy=strategy))
+    if isinstance(result, Dropped) or isinstance(expected, Dropped):
+        assert result == expected
+    else:
+        assert [sample.length for sample in result] == [sample.length for sample in expected]

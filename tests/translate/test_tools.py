@@ -397,6 +397,10 @@ def test_axolotl_trains_in_the_order_of_rows(num_datasets: int, shuffles: bool |
     assert not translation.problems
 
 
+def test_axolotl_drops_short_samples() -> None:
+    assert translated("axolotl", {**AXOLOTL, "min_sample_len": 9}).values["min_length"] == 9
+
+
 def test_axolotl_without_validation_and_adapters() -> None:
     values = {**AXOLOTL, "adapter": None, "load_in_4bit": False, "val_set_size": 0, "num_epochs": 1, "datasets": []}
     translation = translated("axolotl", values)
@@ -495,7 +499,7 @@ def test_settings_that_do_not_change_training(tool: str, values: dict[str, Any])
     [
         ({"tokenizer_use_mistral_common": True}, "default system prompt"),
         ({"eval_causal_lm_metrics": ["perplexity", "chrf"]}, "generates no text"),
-        ({"dataset_exact_deduplication": True}, "rows are not filtered"),
+        ({"dataset_exact_deduplication": True}, "duplicate rows are not removed"),
         ({"plugins": ["some.OtherPlugin"]}, "no plugins"),
         ({"nvfp4_merge_aware": True}, "packtool does not quantize to NVFP4"),
     ],

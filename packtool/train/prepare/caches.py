@@ -265,6 +265,7 @@ def check_row_options(directory: str, manifest: Manifest, config: TrainConfig, f
     pairs["chat_template_kwargs"] = (kwargs, set_kwargs(config.chat_template_kwargs) or None)
     files = dataclasses.replace(files, chat_template_kwargs=kwargs or {})
     expansion = config.expand_turns and expansion_of(config.expand_turns, files)
+    pairs["min_length"] = (spec.get("min_length", 0), config.min_length)
     pairs["expand_turns"] = (spec.get("expand_turns", "false"), expansion)
     for name, (exported, requested) in pairs.items():
         if requested not in (None, exported):
