@@ -100,6 +100,11 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
         translation.set("loss_scale", values.pop("loss_scale", "all"), "swift pt")
         if not is_true(values.pop("use_chat_template", False)):
             translation.omit("swift pt", "rows with a text column use no template")
+    datasets = split_list(values.get("dataset") or [])
+    if is_true(values.get("streaming")) and any(re.search(r"#\d+$", name) for name in datasets):
+        values["dataset"] = [re.sub(r"#(?=\d+$)", "#first", name) for name in datasets]
+        translation.omit("streaming", "it only reads the first rows (#); they are tokenized before training")
+        del values["streaming"]
     if "data_seed" in values and "seed" in values:
         translation.omit("data_seed", f"one seed decides packs and order: seed {values['seed']}")
         del values["data_seed"]

@@ -359,6 +359,8 @@ def test_relabeling_needs_no_new_export(tiny: TinyWorld, tmp_path: Path) -> None
         train(tiny.config(tmp_path / "d", loss_scale="last_round+react"), SilentProgress())
     with pytest.raises(MismatchError, match="--truncation-strategy delete, but this run sets left"):
         train(tiny.config(tmp_path / "d", truncation_strategy="left"), SilentProgress())
+    with pytest.raises(MismatchError, match="--min-length 0, but this run sets 9"):
+        train(tiny.config(tmp_path / "d", min_length=9), SilentProgress())
     with pytest.raises(MismatchError, match=r"without --norm-bbox, but this run sets none(.|\n)* --norm-bbox none"):
         train(tiny.config(tmp_path / "d", norm_bbox="none"), SilentProgress())
 

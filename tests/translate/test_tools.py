@@ -397,6 +397,16 @@ def test_axolotl_trains_in_the_order_of_rows(num_datasets: int, shuffles: bool |
     assert not translation.problems
 
 
+def test_first_rows_of_a_stream_are_read_before_training() -> None:
+    """ms-swift takes the first rows of a stream, and draws rows otherwise."""
+    values = {"model": "m", "dataset": ["a.jsonl#20", "b.jsonl"], "packing": True, "max_steps": 9}
+    streamed = translated("ms-swift", {**values, "streaming": True})
+    assert streamed.values["dataset"] == ["a.jsonl#first20", "b.jsonl"]
+    assert "streaming" not in streamed.values
+    assert "the first rows" in dict(streamed.omitted)["streaming"]
+    assert translated("ms-swift", values).values["dataset"] == ["a.jsonl#20", "b.jsonl"]
+
+
 def test_axolotl_drops_short_samples() -> None:
     assert translated("axolotl", {**AXOLOTL, "min_sample_len": 9}).values["min_length"] == 9
 
