@@ -289,8 +289,5 @@ class TrainConfig(
     @property
     def peak_learning_rate(self) -> float:
         """The learning rate, or the default for the train type."""
-        return (
-            float(_LEARNING_RATES["full" if self.train_type == "full" else "lora"])
-            if self.learning_rate is None
-            else self.learning_rate
-        )
+        default = _LEARNING_RATES["full" if self.train_type == "full" else "lora"]
+        return float(default) if self.learning_rate is None else self.learning_rate

@@ -12,15 +12,15 @@ import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from packtool.config.data import RESERVED_TEMPLATE_KWARGS, BboxType
-from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError, PacktoolError, RowError
-from packtool.rows.media_policy import NOT_ALLOWED, MediaPolicy
+from packtool.rows.media_policy import MediaPolicy
 
 MediaKind = Literal["image", "video", "audio"]
 
@@ -289,82 +289,14 @@ class Dropped:
 UNEXPECTED = "unexpected"
 """Reason of rows dropped because of an exception that packtool does not expect."""
 
-DROP_REASONS = {
-    NOT_ALLOWED: "Rows may only name media in the folder of their own file. To allow more, pass --media-root DIR "
-    "(another folder, bucket or server), --media-access local (all local files) or --media-access any (everything).",
-    "media_missing": "The media files do not exist at these paths. If the paths are relative to another folder, pass "
-    "it with --media-root.",
-    "media_secret": "URLs that contain a password or a signature are not stored. Export with --media embed.",
-    "media_unsupported": "The model does not support this kind of media. Use another model, or remove these rows.",
-    "media_over_limit": "The media alone exceed --max-length. Increase --max-length, shrink images with --max-pixels, "
-    "or set --media-overflow.",
-    "over_max_length": "Increase --max-length, or shorten long rows with --truncation-strategy.",
-    "under_min_length": "Decrease --min-length.",
-    "no_target_tokens": "No token of these rows would be trained. --truncation-strategy right removes the answers of "
-    "long questions: use left, or increase --max-length. Otherwise check --loss-scale and the roles of the turns.",
-    "turns_not_found": "The chat template rewrites the turns, so their tokens cannot be located. Use another model, or "
-    "another template with --chat-template FILE.",
-    "media_unreadable": "The files exist, but they are damaged or of another type. Open one of them to check.",
-    "media_size": "The files are larger than --max-media-bytes, or the model does not support media or clips of this "
-    "size.",
-    "invalid_seconds": "Write 'seconds' of a list of frames as one number for each frame, ascending from 0 or later.",
-    "media_limits": "Remove size settings of media from the rows, except those in docs/media.md, such as max_pixels.",
-    "media_refused": "The server denied access. Check the credentials, and that signed URLs have not expired.",
-    "media_unreachable": "The server did not respond. Check the network connection and the URLs.",
-    "over_max_row_bytes": "Increase --max-row-bytes, for example --max-row-bytes 256MB.",
-    "cannot_be_split": "Use another --truncation-strategy: split is only for plain text.",
-    "duplicate_keys": "Write each key once per object: JSON parsers disagree on which of two values counts.",
-    "invalid_text": "Save the file as UTF-8, and repair texts that were cut in the middle of a character.",
-    "invalid_content": "The content of each turn must be text or a list of supported parts. NaN and Infinity are not "
-    "text.",
-    "empty_conversation": "The rows have no turns. If another column contains them, name it with --columns, for "
-    "example --columns messages=dialog.",
-    "turn_left_out": "The chat template omits turns; some templates write only the first system prompt, for example. "
-    "Merge such turns in the rows, or pass another template with --chat-template FILE.",
-    "template_refused": "The chat template rejects these conversations. Correct the rows, or pass another template "
-    "with --chat-template FILE.",
-    "invalid_template_kwargs": "Write 'chat_template_kwargs' as a JSON object, without control tokens and these names: "
-    f"{', '.join(RESERVED_TEMPLATE_KWARGS)}.",
-    "no_chat_template": "Pass a template with --chat-template FILE, or use the instruct version of the model.",
-    "role_order": "A conversation must begin with a user turn, after an optional system prompt.",
-    "unknown_form": "Name the columns with --columns, for example --columns messages=dialog.",
-    "unknown_role": "Map the rows' names of roles with 'tags' in --dataset-info.",
-    "token_out_of_range": "Pass the --model whose tokenizer produced the tokens.",
-    "media_tokens": "Use the model and the media limits (--max-pixels, ...) with which the rows were tokenized.",
-    "media_changed": "Use the media files and the media limits (--max-pixels, --fps, ...) with which the rows were "
-    "tokenized.",
-    "unknown_boundaries": "Packed rows must say where each sample begins. Remove columns that contradict this, or "
-    "import the samples before packing.",
-    "unknown_loss_mask": "If the mask marks the target tokens themselves, pass --columns completion_mask=loss_mask.",
-    "labels_shifted": "Undo the shift: write each label at its own token. The loss shifts the labels.",
-    "labels_differ": "Each label must be its own token or -100. packtool trains no other targets.",
-    "labels_given": "Remove the text rules from --loss-scale: these rows are tokens, not text.",
-    "invalid_tokens": "Write these columns as lists of integers, one for each token.",
-    "invalid_json": "Write one JSON object per line, and name the file .jsonl.",
-    "null_field": "Name the column that has the values with --columns, for example --columns messages=dialog.",
-    "object_marks": "The texts have more or fewer <bbox> and <ref-object> placeholders than 'objects' has entries. If "
-    "they are plain text, pass --columns objects=.",
-    "object_image": "Set 'image_id' to the number of an image in the row, counted from 0.",
-    "objects_unsupported": "Use a model whose box format docs/rows.md describes, or write the boxes as text in the "
-    "rows.",
-    "box_outside": "Check 'bbox_type' (real, norm1 or norm1000), and that 'objects' fits the current size of the "
-    "images.",
-    "invalid_objects": "Write 'objects' as described in docs/rows.md.",
-    "invalid_media": "Write each medium as a path, a URL, a data URI, base64 text or {bytes, path}.",
-    "invalid_row": "Write each column with the type described in docs/rows.md.",
-    "invalid_tool_call": "Write tool calls as {name, arguments}.",
-    "invalid_csv": "Write as many fields per record as the header has, and quote fields that contain separators.",
-    "empty_text": "Remove rows without text.",
-    "empty_tokens": "Remove rows without tokens, or check 'attention_mask'.",
-    "private_characters": "Remove private-use characters (Unicode planes 15 and 16) from the texts.",
-    "media_budget": "Increase --max-media-tokens-per-pack, or shrink images with --max-pixels.",
-    UNEXPECTED: "",
-    **{
-        f"{kind}_marks": f"The texts have more or fewer {mark} placeholders than the rows have {kind}s. If another "
-        f"column contains the {kind}s, pass --columns {kind}s=NAME; if {mark} is plain text, pass --columns {kind}s=."
-        for kind, mark in MEDIA_MARKS.items()
-    },
-}
+
+def _read_drop_reasons() -> dict[str, str]:
+    text = resources.files("packtool.rows").joinpath("drop_reasons.tsv").read_text(encoding="utf-8")
+    lines = text.replace("{reserved}", ", ".join(RESERVED_TEMPLATE_KWARGS)).splitlines()
+    return dict(line.split("\t") for line in lines if not line.startswith("#"))
+
+
+DROP_REASONS = _read_drop_reasons()
 """Remedy for every reason in ``dropped.jsonl``; ``unexpected_note`` describes ``unexpected``."""
 _MIN_WARNED_FRACTION, _MAX_REMEDIES = 0.25, 3
 

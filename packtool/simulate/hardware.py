@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from packtool import storage
@@ -108,23 +109,24 @@ class Hardware:
         return self.link_share * 1e9 * link
 
 
-PEAK_TFLOPS: dict[str, float] = {
-    "B200": 2250,
-    "H200": 989,
-    "H100": 989,
-    "H800": 989,
-    "H20": 148,
-    "A100": 312,
-    "A800": 312,
-    "L40S": 362,
-    "L20": 119.5,
-    "A10": 125,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71,
-    "V100": 125,
-    "910B": 313,
-}
+def _table(kind: str) -> list[list[str]]:
+    """Return the columns of the lines of ``hardware.tsv`` for devices or presets."""
+    lines = resources.files("packtool.simulate").joinpath("hardware.tsv").read_text(encoding="utf-8").splitlines()
+    return [line.split("\t")[1:] for line in lines if line.startswith(f"{kind}\t")]
+
+
+PEAK_TFLOPS: dict[str, float] = {word: load_json(peak) for word, peak, _ in _table("device")}
 """TFLOP/s of dense bfloat16 (float16 where there is none) matrix products, by a word of the device's name."""
+_PRESET_OF_DEVICE = {word: preset for word, _, preset in _table("device") if preset != "-"}
+_PRESET_COLUMNS = ("memory_gb", "hbm_gb_per_s", "intra_node_gb_per_s", "inter_node_gb_per_s", "attention_share")
+HARDWARE_PRESETS = {
+    preset: Hardware(
+        name=name,
+        peak_tflops=PEAK_TFLOPS[device],
+        **dict(zip(_PRESET_COLUMNS, map(load_json, numbers), strict=True)),
+    )
+    for preset, device, name, *numbers in _table("preset")
+}
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -132,54 +134,10 @@ def peak_tflops(device_name: str) -> float | None:
     return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
 
 
-# Presets of similar devices, by a word of the name; H800 and A800 have slower links.
-_BY_NAME = {"H200": "h200", "H100": "h100", "H800": "h100", "A100": "a100", "A800": "a100", "910B": "910b"}
-
-
 def nearest_preset(device_names: Sequence[str]) -> Hardware:
     """Return the preset of the first known device, by its driver's name for it; that of an H100 if none is known."""
-    presets = (preset for name in device_names for word, preset in _BY_NAME.items() if word in name.upper())
+    presets = (preset for name in device_names for word, preset in _PRESET_OF_DEVICE.items() if word in name.upper())
     return HARDWARE_PRESETS[next(presets, "h100")]
-
-
-# NVIDIA H100 Tensor Core GPU data sheet, SXM5: 1,979 TFLOP/s with sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s both
-# ways; DGX H100 user guide: a ConnectX-7 of 400 Gb/s for each GPU. Attention: Shah et al. 2024, "FlashAttention-3",
-# abstract: FlashAttention-2 reaches 35 % of an H100. Matrix products: 8192^3 was measured at 788 TFLOP/s (H200).
-_H100 = Hardware(
-    name="H100 SXM 80 GB",
-    peak_tflops=PEAK_TFLOPS["H100"],
-    memory_gb=80,
-    hbm_gb_per_s=3350,
-    intra_node_gb_per_s=450,
-    inter_node_gb_per_s=50,
-    attention_share=0.35,
-)
-HARDWARE_PRESETS = {
-    "h100": _H100,
-    # NVIDIA H200 Tensor Core GPU data sheet, SXM: the H100's arithmetic and links, 141 GB at 4.8 TB/s.
-    "h200": dataclasses.replace(_H100, name="H200 SXM 141 GB", memory_gb=141, hbm_gb_per_s=4800),
-    # NVIDIA A100 Tensor Core GPU data sheet, SXM4 80 GB: 312 TFLOP/s, 2,039 GB/s, NVLink 600 GB/s both ways; DGX A100:
-    # a ConnectX-6 of 200 Gb/s for each GPU. Attention: Dao 2023, "FlashAttention-2": backward up to 63 % of an A100.
-    "a100": Hardware(
-        name="A100 SXM 80 GB",
-        peak_tflops=PEAK_TFLOPS["A100"],
-        memory_gb=80,
-        hbm_gb_per_s=2039,
-        intra_node_gb_per_s=300,
-        inter_node_gb_per_s=25,
-        attention_share=0.6,
-    ),
-    # Huawei Atlas 800T A2 (eight Ascend 910B3) brochure: 2.5 PFLOP/s in 16 bits, 64 GB, HCCS 392 GB/s both ways, a port
-    # of 200 Gb/s for each. Bandwidth of the memory as commonly reported; no efficiency is published: defaults.
-    "910b": Hardware(
-        name="Ascend 910B3 64 GB",
-        peak_tflops=PEAK_TFLOPS["910B"],
-        memory_gb=64,
-        hbm_gb_per_s=1600,
-        intra_node_gb_per_s=196,
-        inter_node_gb_per_s=25,
-    ),
-}
 
 
 def read_hardware(name: str | None) -> Hardware:

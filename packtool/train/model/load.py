@@ -249,11 +249,8 @@ def build_model(
             load_masters(trained, weights)
         progress.note(f"weights are loaded from {weights}; optimizer, schedule and data start from the beginning")
     lines = [*precision_lines(trained, dtype, run.config, saved.dtype), *unloaded_line(unloaded, run.config.model)]
-    for line in (
-        *lines,
-        *adapter_lines(trained, run.config),
-        *quantization_line(trained, spec.config.model_type, run.config),
-    ):
+    lines += [*adapter_lines(trained, run.config), *quantization_line(trained, spec.config.model_type, run.config)]
+    for line in lines:
         progress.note(line)
     if run.config.torch_compile:
         compile_layers(trained, run.config.torch_compile_backend)
