@@ -44,10 +44,6 @@ class HubServer:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
-    def environment(self, token: str = TOKEN) -> dict[str, str]:
-        """Variables with which huggingface_hub uses this hub."""
-        return {"HF_ENDPOINT": self.url, "HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-
     def answer(self, path: str, authorization: str, body: bytes) -> tuple[int, Any]:
         """Return the status and the JSON of an answer to a request."""
         if authorization != f"Bearer {TOKEN}":

@@ -34,7 +34,7 @@ def test_the_two_commands(repository: Path, tmp_path: Path) -> None:
     (accuracy,) = (share for label, share in figures.items() if label.startswith("accuracy on"))
     assert accuracy >= 90
     assert abs(figures["with the pictures swapped"] - figures["chance"]) < 8
-    assert "test_readme" in run_in_shell(f"{test} --collect-only -q tests/test_readme.py", repository).stdout
+    assert "test_readme" in run_in_shell(f"{test} --collect-only -n 0 -q tests/test_readme.py", repository).stdout
 
 
 def test_the_two_stages(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

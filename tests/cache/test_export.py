@@ -418,7 +418,7 @@ def test_export_killed_at_random_times_resumes_exactly(model: Path, rows: Path, 
     expected_files = tree(tmp_path / "whole")
     dice = random.Random(0)
     round_number = moments_inside = 0
-    for _ in range(20):
+    for _ in range(12):
         output = tmp_path / f"killed{round_number}"
         words = [*_words(model, rows, output), "--dataset-num-proc", str(dice.choice((1, 2)))]
         with forked_process(run, words) as process:

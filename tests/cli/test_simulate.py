@@ -154,7 +154,7 @@ def test_missing_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "gone.yaml" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("world_size", ["32", "1024"])
+@pytest.mark.parametrize("world_size", ["32", "256"])
 def test_the_page(world_size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "page.html"
     words = ("--distribution", "wikipedia", *SMALL, "--world-size", world_size)
@@ -165,7 +165,7 @@ def test_the_page(world_size: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert not tags.open
     assert "http" not in text
     assert text.count('class="timeline"') == len(STRATEGIES)
-    assert ("slowest" in text) == (world_size == "1024")
+    assert ("slowest" in text) == (world_size == "256")
     for message in ("Skrull", "Time for the same tokens", "exposed communication", "Assumptions"):
         assert message in text
     assert len(text) < 3e6

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from packtool.cli.main import run
 from packtool.config.train import TrainConfig
-from tests.hub_server import HubServer
+from tests.hub_server import TOKEN, HubServer
 from tests.train.tiny import TinyWorld
-from tests.waiting import PATIENCE_S
 
+Command = Callable[..., tuple[int, str]]
 _MODEL_FILES = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "preprocessor_config.json"}
 
 
@@ -25,25 +24,33 @@ def hub() -> Iterator[HubServer]:
     server.close()
 
 
+@pytest.fixture
 def train_and_upload(
-    tiny: TinyWorld, hub: HubServer, output_dir: Path, *options: str, token: str = "hf_right"
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "packtool", "train", "--model", tiny.model, "--cached-dataset", tiny.cache]
-    command += ["--output-dir", str(output_dir), "--packing-length", "256", "--verify-packing", "false"]
-    command += ["--max-steps", "2", "--save-steps", "1", "--push-to-hub", "true", *options]
-    environ = os.environ | hub.environment(token)
-    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=PATIENCE_S)
+    tiny: TinyWorld, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs the command with this hub; returns its exit code and what it prints on stderr."""
+
+    def run_command(*options: str, token: str = TOKEN) -> tuple[int, str]:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", token)
+        words = ["train", "--model", tiny.model, "--cached-dataset", tiny.cache, "--packing-length", "256"]
+        words += ["--output-dir", str(tmp_path / "output"), "--verify-packing", "false", "--max-steps", "2"]
+        code = run([*words, "--save-steps", "1", "--push-to-hub", "true", *options])
+        return code, capfd.readouterr().err
+
+    return run_command
 
 
 def local_files(checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != "README.md"}
 
 
-def test_model_and_newest_checkpoint_are_uploaded(tiny: TinyWorld, hub: HubServer, tmp_path: Path) -> None:
+def test_model_and_newest_checkpoint_are_uploaded(train_and_upload: Command, hub: HubServer, tmp_path: Path) -> None:
     words = ["--hub-model-id", "us/run", "--hub-private-repo", "true", "--hub-strategy", "checkpoint"]
-    done = train_and_upload(tiny, hub, tmp_path / "output", *words)
-    assert done.returncode == 0, done.stderr
-    assert f"uploaded to {hub.url}/us/run" in done.stderr
+    code, err = train_and_upload(*words)
+    assert code == 0, err
+    assert f"uploaded to {hub.url}/us/run" in err
     assert hub.settings["us/run"]["visibility"] == "private"
     files, local = hub.repositories["us/run"], local_files(tmp_path / "output" / "checkpoint-2")
     top = {name for name in files if "/" not in name}
@@ -56,26 +63,26 @@ def test_model_and_newest_checkpoint_are_uploaded(tiny: TinyWorld, hub: HubServe
     assert not list((tmp_path / "output").glob(".upload-*"))
 
 
-def test_a_failed_upload_loses_nothing(tiny: TinyWorld, hub: HubServer, tmp_path: Path) -> None:
+def test_a_failed_upload_loses_nothing(train_and_upload: Command, hub: HubServer, tmp_path: Path) -> None:
     hub.refused_step = 2
-    done = train_and_upload(tiny, hub, tmp_path / "output", "--hub-strategy", "end")
-    assert done.returncode == 5, done.stderr
+    code, err = train_and_upload("--hub-strategy", "end")
+    assert code == 5, err
     last = tmp_path / "output" / "checkpoint-2"
-    assert "Storage quota exceeded" in done.stderr
-    assert f"hf upload me/output {last}" in done.stderr
+    assert "Storage quota exceeded" in err
+    assert f"hf upload me/output {last}" in err
     assert local_files(last).keys() >= _MODEL_FILES | {"packtool_state.json"}
     assert hub.repositories == {"me/output": {}}
 
 
-@pytest.mark.parametrize(("words", "token"), [([], "hf_wrong"), (["--hub-model-id", "a/b/c"], "hf_right")])
+@pytest.mark.parametrize(("words", "token"), [([], "hf_wrong"), (["--hub-model-id", "a/b/c"], TOKEN)])
 def test_refused_token_or_name_stops_before_anything_is_read(
-    tiny: TinyWorld, hub: HubServer, tmp_path: Path, words: list[str], token: str
+    train_and_upload: Command, tmp_path: Path, words: list[str], token: str
 ) -> None:
-    done = train_and_upload(tiny, hub, tmp_path / "output", *words, token=token)
-    assert done.returncode == 2, done.stderr
-    assert "--push-to-hub true: the repository " in done.stderr
-    assert "HF_TOKEN" in done.stderr
-    assert "Traceback" not in done.stderr
+    code, err = train_and_upload(*words, token=token)
+    assert code == 2, err
+    assert "--push-to-hub true: the repository " in err
+    assert "HF_TOKEN" in err
+    assert "Traceback" not in err
     assert not list(tmp_path.glob("output/checkpoint-*"))
 
 
