@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.resources
+import importlib.util
 import io
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +28,7 @@ from typing import Any
 
 import yaml
 from PIL import Image
+from tokenizers import Tokenizer
 from transformers import AutoConfig, training_args
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -59,7 +63,7 @@ of models and data are replaced: by a small random model of the same type, and b
 names. A small Qwen3-VL, with its names of modules, replaces all models with pictures. Each configuration is translated
 with `packtool translate` and passed to `packtool train --dry-run --hardware h100`, or to `packtool export`; no weights
 are loaded. Settings that distribute a model are planned for eight processes. Optional packages that the examples use
-(DeepSpeed, bitsandbytes, Liger, trackers) are installed. To repeat it:
+(DeepSpeed, bitsandbytes, Liger, mistral-common, trackers) are installed. To repeat it:
 
 ```bash
 scripts/migrate ms-swift LLaMA-Factory axolotl trl --output docs/migration-table.md
@@ -114,9 +118,13 @@ class World:
 
     def model(self, name: str) -> Path:
         """Return a small model of the type of the checkpoint ``name``."""
-        if self.is_multimodal(name):
-            return self.root / "picture"
         model_type = self.model_type(name)
+        if self.is_multimodal(name):
+            folder = self.root / f"picture{'-mistral' * (model_type == 'mistral3')}"
+            if not folder.exists():
+                shutil.copytree(self.root / "picture", folder)
+                self._add_tekken(folder)
+            return folder
         folder = self.root / (model_type + "-quantized" * bool(_QUANTIZED.search(name)))
         if not folder.exists():
             small = {key: value for key, value in SMALL.items() if (model_type, key) != ("falcon", "head_dim")}
@@ -133,7 +141,19 @@ class World:
             config.to_json_file(folder / "config.json", use_diff=False)  # real ones are complete, too
             for file in _TOKENIZER_FILES:
                 (folder / file).write_bytes((self.root / "picture" / file).read_bytes())
+            if "istral" in name:
+                self._add_tekken(folder)
         return folder
+
+    def _add_tekken(self, folder: Path) -> None:
+        """Add a tokenizer file of mistral-common, if that is installed, and its control tokens to the vocabulary."""
+        if importlib.util.find_spec("mistral_common") is None:
+            return
+        data = importlib.resources.files("mistral_common") / "data" / "tekken_240911.json"
+        (folder / "tekken.json").write_bytes(data.read_bytes())
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.add_special_tokens(["[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"])
+        tokenizer.save(str(folder / "tokenizer.json"))
 
     def dataset(self, rows: Path) -> Path:
         """Return a folder with the rows as its splits ``train`` and ``test``."""

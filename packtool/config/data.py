@@ -46,7 +46,9 @@ DATASET_HELP = "Read these files, folders, patterns, hub ids, or names from --da
 TRUNCATION_HELP = "Drop rows above --max-length, truncate them left or right, split them, or stop."
 MIN_LENGTH_HELP = "Drop samples of fewer than N tokens."
 OVERFLOW_HELP = "If media alone exceed --max-length: drop the row, trim its oldest media, or stop."
-TEMPLATE_HELP = "Use the Jinja chat template in this file instead of the model's."
+MISTRAL_COMMON = "mistral-common"
+"""Value of ``--chat-template`` for the template of mistral-common, by the model's own tokenizer file."""
+TEMPLATE_HELP = "Use the Jinja chat template in this file, or mistral-common's, instead of the model's."
 LOSS_SCALE_HELP = "Train all answers (default), the last_round, or all tokens; add rules as in default+hermes."
 TEMPLATE_KWARGS_HELP = "Pass these JSON arguments to the chat template, such as '{\"enable_thinking\": false}'."
 EXPAND_HELP = "Make one sample per assistant turn, to train the thoughts of every turn."
@@ -228,7 +230,7 @@ class EncodeSpec(BoxOptions, MediaOptions):
         Newer options are recorded only if they are given, so that older caches keep their fingerprints.
         """
         values = dataclasses.asdict(self)
-        if self.chat_template is not None:
+        if self.chat_template not in (None, MISTRAL_COMMON):
             values["chat_template"] = os.path.abspath(self.chat_template)
         values["chat_template_kwargs"] = set_kwargs(self.chat_template_kwargs) or None
         names = (*BOX_SETTINGS, "chat_template", "chat_template_kwargs")

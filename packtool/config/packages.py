@@ -35,6 +35,8 @@ class PackageOptions:
             needs.append((f"--quant-bits {value_of('quant_bits')}", *bitsandbytes))
         if (value_of("optim") or "").startswith(_BITSANDBYTES_OPTIMIZERS):
             needs.append((f"--optim {value_of('optim')}", *bitsandbytes))
+        if value_of("chat_template") == "mistral-common":
+            needs.append(("--chat-template mistral-common", ("mistral_common",), "mistral-common is", "mistral-common"))
         for tracker in value_of("report_to") or ():
             if tracker in TRACKERS:
                 modules, package = TRACKERS[tracker]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from packtool.config.data import set_kwargs
+from packtool.config.data import MISTRAL_COMMON, set_kwargs
 from packtool.config.settings import load_json
 from packtool.encode.loss_scale import EMPTY_THINKING
 from packtool.encode.template import TemplateFailure, ended_template, template_variants
@@ -25,7 +25,8 @@ from packtool.errors import ConfigError
 _FETCH_AGAIN = "Download the model's files again."
 # Files from which transformers makes a tokenizer without a tokenizer.json.
 _TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
-_HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
+_MISTRAL_FILE = re.compile(r"tekken\.json|tokenizer\.model\.v\d+")
+_HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.model.v*"]
 _QUESTION = {"role": "user", "content": "packtoolquestion"}
 _THOUGHT = "packtoolthought"
 _ANSWERS_WITH_THOUGHT = (
@@ -44,7 +45,7 @@ class ModelFiles:
         processor: settings of the image processor; empty for text-only models.
         video_processor: settings of the video processor; those of the image processor if the model has no others.
         audio_processor: settings of the feature extractor for sound; empty if there is none.
-        template_file: ``--chat-template``, the file that replaces the model's own template; None for the model's own.
+        other_template: the template of ``--chat-template``, which replaces the model's own; "" for the model's own.
         chat_template_kwargs: arguments of the chat template in this run, from ``--chat-template-kwargs``.
         end_mark: text that was added to the chat template to end the last answer; "" if the template ends answers.
     """
@@ -57,7 +58,7 @@ class ModelFiles:
     processor: dict[str, Any]
     video_processor: dict[str, Any] = field(default_factory=dict)
     audio_processor: dict[str, Any] = field(default_factory=dict)
-    template_file: str | None = None
+    other_template: str = ""
     end_mark: str = ""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -67,7 +68,7 @@ class ModelFiles:
     ) -> ModelFiles:
         """Read a model's files, downloaded first if ``model`` names a repository on the Hugging Face Hub.
 
-        The template in the file ``chat_template`` replaces the model's. ConfigError if a file is missing or invalid.
+        ``chat_template``, as in ``--chat-template``, replaces the model's. ConfigError if a file is missing or invalid.
         """
         directory = model if os.path.isdir(model) else _fetch(model)
         tokenizer_config = _read_json(directory, "tokenizer_config.json") or {}
@@ -75,18 +76,18 @@ class ModelFiles:
         if config is None:
             remedy = "Give the directory of a transformers model."
             raise ConfigError(f"--model {model}: there is no config.json", remedy)
-        template = _own_template(directory, tokenizer_config) if chat_template is None else read_template(chat_template)
+        other_template = "" if chat_template is None else read_template(chat_template, directory)
         images, videos = "preprocessor_config.json", "video_preprocessor_config.json"
         files = cls(
             directory=directory,
             config=config,
             tokenizer_config=tokenizer_config,
             tokenizer_json=_tokenizer_json(directory),
-            chat_template=template,
+            chat_template=other_template or _own_template(directory, tokenizer_config),
             processor=_settings_of(directory, "image_processor", images),
             video_processor=_settings_of(directory, "video_processor", videos, images),
             audio_processor=_settings_of(directory, "feature_extractor", images),
-            template_file=chat_template,
+            other_template=other_template,
         )
         template, end_mark = ended_template(files.chat_template, files.template_variables, files._stop_tokens)
         kwargs = set_kwargs(chat_template_kwargs)
@@ -228,8 +229,10 @@ def _own_template(directory: str, tokenizer_config: dict[str, Any]) -> str:
     return template if isinstance(template, str) else ""
 
 
-def read_template(path: str) -> str:
-    """Read the file of ``--chat-template``; raise ConfigError if it cannot be read or is empty."""
+def read_template(path: str, directory: str) -> str:
+    """Return the template of ``--chat-template path`` for the model in ``directory``; ConfigError if there is none."""
+    if path == MISTRAL_COMMON:
+        return _mistral_template(directory)
     try:
         text = _read_text(path)
     except (OSError, ValueError) as error:
@@ -259,4 +262,21 @@ def _fetch(model: str) -> str:
         raise ConfigError(
             f"--model {model}: there is no such directory, and the download from the Hugging Face Hub failed: {error}",
             "Give a local directory, or check the name and the connection.",
+        ) from error
+
+
+def _mistral_template(directory: str) -> str:
+    """Return mistral-common's chat template for the model's tokenizer file; it adds no default system prompt."""
+    if not (files := sorted(name for name in os.listdir(directory) if _MISTRAL_FILE.fullmatch(name))):
+        raise ConfigError(
+            f"--chat-template {MISTRAL_COMMON}: {directory} has no tekken.json, nor tokenizer.model.v3 or the like",
+            "Copy it from the model's repository, or remove the option to use the model's own template.",
+        )
+    try:
+        from mistral_common.integrations.chat_templates.chat_templates import convert_tokenizer_to_chat_template
+
+        return str(convert_tokenizer_to_chat_template(os.path.join(directory, files[0])))
+    except Exception as error:  # for an invalid file the library raises a dozen unrelated types
+        raise ConfigError(
+            f"--chat-template {MISTRAL_COMMON}: {files[0]} in {directory} cannot be read: {error}", _FETCH_AGAIN
         ) from error

@@ -507,7 +507,6 @@ def test_settings_that_do_not_change_training(tool: str, values: dict[str, Any])
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"tokenizer_use_mistral_common": True}, "default system prompt"),
         ({"eval_causal_lm_metrics": ["perplexity", "chrf"]}, "generates no text"),
         ({"dataset_exact_deduplication": True}, "duplicate rows are not removed"),
         ({"plugins": ["some.OtherPlugin"]}, "no plugins"),

@@ -76,7 +76,7 @@ def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
                 hint = hints[name]
                 is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
                 members = typing.get_args(hint) if is_union else (hint,)
-                checked[name] = _converted(value, tuple(typing.get_origin(member) or member for member in members))
+                checked[name] = _convert_value(value, tuple(typing.get_origin(member) or member for member in members))
             except ValueError as error:
                 problems.append(f"{origin}: {error}")
     if problems:
@@ -84,7 +84,7 @@ def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _converted(value: Any, allowed: tuple[Any, ...]) -> Any:
+def _convert_value(value: Any, allowed: tuple[Any, ...]) -> Any:
     """Convert a value to an allowed type, or raise a ValueError: YAML may have parsed ``1`` for a float.
 
     Args:

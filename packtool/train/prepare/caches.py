@@ -20,7 +20,7 @@ from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
 from packtool.config.commands import EvalConfig, VerifyConfig
-from packtool.config.data import BOX_SETTINGS, EncodeSpec, MediaOptions, set_kwargs
+from packtool.config.data import BOX_SETTINGS, MISTRAL_COMMON, EncodeSpec, MediaOptions, set_kwargs
 from packtool.config.mixture import (
     MixOptions,
     Recipe,
@@ -167,12 +167,13 @@ def check_sources(reader: CacheReader, recipe: Recipe, files: ModelFiles) -> Non
 
 
 def with_cache_template(reader: CacheReader, files: ModelFiles) -> ModelFiles:
-    """The files of a model, with the ``--chat-template`` of the caches' export if that file still exists unchanged."""
+    """Return the files of a model with the ``--chat-template`` of the caches' export, if it still exists unchanged."""
     identity = reader.manifests[0].identity
     path = identity.spec.get("chat_template")
-    if not path or not os.path.isfile(path):
+    if not path or not (path == MISTRAL_COMMON or os.path.isfile(path)):
         return files
-    with_template = dataclasses.replace(files, chat_template=read_template(path), template_file=path)
+    template = read_template(path, files.directory)
+    with_template = dataclasses.replace(files, chat_template=template, other_template=template)
     return with_template if with_template.template_hash == identity.template_hash else files
 
 

@@ -456,10 +456,11 @@ def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None =
         shutil.rmtree(checkpoint)
 
 
-def copy_processor(model_directory: str, checkpoint: str, template_file: str | None = None) -> None:
-    """Copy files of tokenizer and processor into a checkpoint, and the chat template that was trained if given."""
+def copy_processor(model_directory: str, checkpoint: str, chat_template: str = "") -> None:
+    """Copy files of tokenizer and processor into a checkpoint; a chat template replaces the model's own."""
     for name in sorted(os.listdir(model_directory)):
         if _PROCESSOR_FILE.fullmatch(name):
             shutil.copyfile(os.path.join(model_directory, name), os.path.join(checkpoint, name))
-    if template_file is not None:
-        shutil.copyfile(template_file, os.path.join(checkpoint, "chat_template.jinja"))
+    if chat_template:
+        with open(os.path.join(checkpoint, "chat_template.jinja"), "w", encoding="utf-8") as file:
+            file.write(chat_template)
