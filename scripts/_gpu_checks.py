@@ -73,7 +73,7 @@ def kernels_at_hand(device: torch.device) -> tuple[list[str], dict[str, str]]:
     """Kernels that run here without a download, and why the others do not; the reference is none of either."""
     there, missing = [], {}
     for name, kernel in KERNELS.items():
-        problem = kernel.unavailable(device, work_type(device))
+        problem = kernel.availability_error(device, work_type(device))
         if problem is not None:
             missing[name] = problem.message
         elif isinstance(kernel, FlashKernel) and not kernel.is_available():

@@ -36,11 +36,11 @@ def choose(
     if name == AUTO:
         preferred: list[Kernel] = [kernel for kernel in _FLASH if kernel.is_available()]
         preferred += [KERNELS["varlen"], KERNELS["sdpa"]]
-        return next(kernel for kernel in preferred if not _error(kernel, device, dtype, needs_dropout, head_dim))
+        return next(kernel for kernel in preferred if not _why_unusable(kernel, device, dtype, needs_dropout, head_dim))
     kernel = KERNELS.get(name)
     if kernel is None:
         raise ConfigError(f"--attn-impl {name}: there is no such attention", f"There are auto, {', '.join(KERNELS)}.")
-    if error := _error(kernel, device, dtype, needs_dropout, head_dim):
+    if error := _why_unusable(kernel, device, dtype, needs_dropout, head_dim):
         best = choose(AUTO, device, dtype, needs_dropout=needs_dropout, head_dim=head_dim)
         raise ConfigError(
             f"--attn-impl {name}: {error.message}",
@@ -56,10 +56,10 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         raise ConfigError(f"--attn-impl {name}: {error.message}", error.remedy)
 
 
-def _error(
+def _why_unusable(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, needs_dropout: bool, head_dim: int
 ) -> ConfigError | None:
-    if error := kernel.unavailable(device, dtype):
+    if error := kernel.availability_error(device, dtype):
         return error
     if needs_dropout and not kernel.has_dropout:
         problem = "the model drops attention weights (attention_dropout), which this kernel cannot"

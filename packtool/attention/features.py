@@ -32,37 +32,39 @@ if TYPE_CHECKING:
     from packtool.batch.shard import SequenceShard
     from packtool.batch.tower_inputs import TowerInputs
 
-_ATTRIBUTE = "_packtool_towers"
+_HOOKS_ATTRIBUTE = "_packtool_towers"
 
 Features = dict[MediaKind, list[Tensor]]
 """Features (N, D) of each kind of medium: those of the embeddings, then those of the first layers (DeepStack)."""
 
 
-def run_towers_once(model: nn.Module) -> None:
+def install_tower_hooks(model: nn.Module) -> None:
     """Make a model's towers run at most once per forward pass; idempotent, and without effect on text models."""
-    for module in _tower_owners(model):
-        if not isinstance(getattr(module, _ATTRIBUTE, None), _TowerHooks):
-            setattr(module, _ATTRIBUTE, _TowerHooks(module))
+    for module in _modules_with_towers(model):
+        if not isinstance(getattr(module, _HOOKS_ATTRIBUTE, None), _TowerHooks):
+            setattr(module, _HOOKS_ATTRIBUTE, _TowerHooks(module))
 
 
-def share_features(model: nn.Module, parallel: SequenceParallel | None) -> None:
-    """Make a model exchange features wherever its forward has a ``sequence_shard``; includes ``run_towers_once``."""
-    run_towers_once(model)
-    for module in _tower_owners(model):
-        getattr(module, _ATTRIBUTE).parallel = parallel
+def set_feature_ranks(model: nn.Module, parallel: SequenceParallel | None) -> None:
+    """Install the tower hooks, and set the ranks that exchange features in calls with a ``sequence_shard``."""
+    install_tower_hooks(model)
+    for module in _modules_with_towers(model):
+        getattr(module, _HOOKS_ATTRIBUTE).parallel = parallel
 
 
 @contextmanager
 def original_features(model: nn.Module) -> Iterator[None]:
     """Let the model compute and merge its features as transformers alone would, inside the context."""
-    hooks = [getattr(module, _ATTRIBUTE) for module in _tower_owners(model) if hasattr(module, _ATTRIBUTE)]
+    hooks = [
+        getattr(module, _HOOKS_ATTRIBUTE) for module in _modules_with_towers(model) if hasattr(module, _HOOKS_ATTRIBUTE)
+    ]
     for hook in hooks:
-        hook.is_on = False
+        hook.is_enabled = False
     try:
         yield
     finally:
         for hook in hooks:
-            hook.is_on = True
+            hook.is_enabled = True
 
 
 class _TowerHooks:
@@ -70,7 +72,7 @@ class _TowerHooks:
 
     def __init__(self, module: Any) -> None:
         self.parallel: SequenceParallel | None = None
-        self.is_on = True
+        self.is_enabled = True
         family = family_of({"model_type": module.config.model_type})
         # Of images and videos: names of the forward's arguments for the patches and for the grids.
         self._visual_names = family.visual_inputs
@@ -92,7 +94,7 @@ class _TowerHooks:
         """
         towers: Mapping[Any, TowerInputs] = kwargs.pop("towers", None) or {}
         self._deepstack = None
-        if not towers or not self.is_on:
+        if not towers or not self.is_enabled:
             return args, kwargs
         if args:  # LLaVA-NeXT passes its tokens on by position
             (kwargs["input_ids"],) = args
@@ -179,11 +181,11 @@ def _deepstack_process(module: nn.Module, hidden_states: Tensor, positions: Tens
 
 def towers_of_media(model: nn.Module) -> Iterator[Any]:
     """Yield the vision and audio towers of a model."""
-    for module in _tower_owners(model):
+    for module in _modules_with_towers(model):
         yield from (tower for name, tower in module.named_children() if name in ("visual", "audio_tower"))
 
 
-def _tower_owners(model: nn.Module) -> Iterator[Any]:
+def _modules_with_towers(model: nn.Module) -> Iterator[Any]:
     """Yield the modules whose forward calls a tower: those that own one directly, not through a child."""
     name = "get_image_features"
     for module in model.modules():

@@ -48,7 +48,7 @@ class FlashKernel(Kernel):
         self.name = f"flash_attention_{version}"
         self.has_dropout = version == 2
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
+    def availability_error(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
         """Needs CUDA, 16 bits, a package or the hub's kernel, and for version 3 a GPU since Hopper."""
         if not _has_package(self.version) and importlib.util.find_spec("kernels") is None:
             return ConfigError(
@@ -114,7 +114,7 @@ class TorchVarlenKernel(Kernel):
     max_head_dim = 256
     is_half_only = True
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
+    def availability_error(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
         """Needs CUDA, 16 bits, and torch 2.10 or newer."""
         if _varlen_module() is None:
             problem = f"torch {torch.__version__} has no torch.nn.attention.varlen"
@@ -171,7 +171,7 @@ class FlexKernel(Kernel):
 
     name = "flex"
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
+    def availability_error(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
         """Needs CUDA: the CPU has no backward pass."""
         if device.type != "cuda":
             return ConfigError(

@@ -170,7 +170,7 @@ class Kernel(abc.ABC):
     max_head_dim: int | None = None
     is_half_only: bool = False
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
+    def availability_error(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
         """Return why this kernel cannot compute tensors of this device and type, with a remedy; None if it can."""
         return None
 
@@ -248,7 +248,7 @@ class ReferenceKernel(Kernel):
 
     name = "reference"
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
+    def availability_error(self, device: torch.device, dtype: torch.dtype) -> ConfigError | None:
         """Available on every device with float64."""
         if device.type == "mps":
             return ConfigError("the reference needs float64, which this device lacks", "Use the CPU.")

@@ -66,13 +66,13 @@ def isolate_recurrent_layers(model: nn.Module) -> int:
     return len(layers)
 
 
-def share_recurrent_layers(model: nn.Module, parallel: SequenceParallel | None) -> None:
+def set_recurrent_ranks(model: nn.Module, parallel: SequenceParallel | None) -> None:
     """Set the ranks that share the sequences of the isolated layers; None for none."""
     for layer in recurrent_layers(model):
         setattr(layer, _PARALLEL_ATTRIBUTE, parallel)
 
 
-def release_recurrent_layers(model: nn.Module) -> None:
+def restore_recurrent_layers(model: nn.Module) -> None:
     """Restore the layers' own forward."""
     for layer in recurrent_layers(model):
         layer.__dict__.pop("forward", None)
@@ -107,7 +107,7 @@ def _forward(
     refuse_leaks(layer, hidden_states, attention_mask, kwargs, parallel)
     if cache_params is not None:
         raise LeakError(f"{name} was given a cache, whose state would go from one document into the next")
-    run: Recurrence = _run_all_at_once if keeps_documents_apart(layer, hidden_states) else _run_one_by_one
+    run: Recurrence = _run_packed if keeps_documents_apart(layer, hidden_states) else _run_each_document
     shard: SequenceShard | None = kwargs.get("sequence_shard")
     if shard is None:
         varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
@@ -149,18 +149,18 @@ def _try_boundaries(forward: Callable[..., Tensor], like: Tensor) -> bool:
     changed = torch.cat([random_states[:, :first_length], hidden_states[:, first_length:]], dim=1)
     varlen = Varlen.of_lengths(_TRIAL_LENGTHS, like.device)
     try:
-        out, changed_out = (_run_all_at_once(forward, states, varlen) for states in (hidden_states, changed))
+        out, changed_out = (_run_packed(forward, states, varlen) for states in (hidden_states, changed))
     except Exception:  # a layer that raises on unknown boundaries does not respect them
         return False
     if torch.equal(out[:, :first_length], changed_out[:, :first_length]):
         return False
     if not torch.equal(out[:, first_length:], changed_out[:, first_length:]):
         return False
-    expected = _run_one_by_one(forward, hidden_states, varlen)
+    expected = _run_each_document(forward, hidden_states, varlen)
     return bool((out - expected).abs().max() <= _TRIAL_TOLERANCES[out.dtype] * expected.abs().max())
 
 
-def _run_all_at_once(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
+def _run_packed(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
     """Run the complete sequence in one call, with boundaries for the recurrence and the convolution."""
     device, lengths = hidden_states.device, varlen.host_lengths()
     cu_seqlens = Varlen.of_lengths(lengths, device).cu_seqlens
@@ -169,5 +169,5 @@ def _run_all_at_once(forward: Callable[..., Tensor], hidden_states: Tensor, varl
     return forward(hidden_states, cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, seq_idx=seq_idx)
 
 
-def _run_one_by_one(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
+def _run_each_document(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
     return torch.cat([forward(hidden_states[:, document]) for document in varlen.documents(hidden_states.shape[1])], 1)

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from packtool.attention.choose import AUTO, KERNELS, choose
-from packtool.attention.features import original_features, share_features, towers_of_media
+from packtool.attention.features import original_features, set_feature_ranks, towers_of_media
 from packtool.attention.kernel import LeakError, Varlen, refuse_leaks, reveal_boundaries
 from packtool.attention.parallel.attend import attend_shard
-from packtool.attention.parallel.axes import refuse_unshareable
+from packtool.attention.parallel.axes import refuse_unshareable_sequences
 from packtool.attention.parallel.blocks import choose_blocks
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.recurrent import (
     isolate_recurrent_layers,
     recurrent_layers,
-    release_recurrent_layers,
-    share_recurrent_layers,
+    restore_recurrent_layers,
+    set_recurrent_ranks,
 )
 from packtool.errors import ConfigError, UnsupportedModelError
 
@@ -54,7 +54,7 @@ def attention_name(impl: str) -> str:
     return f"{ATTENTION_NAME}_{impl.replace('flash_attention_', 'fa')}"
 
 
-def register() -> None:
+def register_kernels() -> None:
     """Register all kernels with transformers; may be called again."""
     for impl in (AUTO, *KERNELS):
         AttentionInterface.register(attention_name(impl), partial(packed_attention, impl=impl))
@@ -97,12 +97,12 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
         ConfigError: if there is no such kernel.
         UnsupportedModelError: if its sequences cannot be shared by ranks.
     """
-    register()
+    register_kernels()
     name = attention_name(impl)
-    share_features(model, parallel)
-    share_recurrent_layers(model, parallel)
+    set_feature_ranks(model, parallel)
+    set_recurrent_ranks(model, parallel)
     if parallel is not None:
-        refuse_unshareable(model.config.to_dict(), parallel.split.size)
+        refuse_unshareable_sequences(model.config.to_dict(), parallel.split.size)
         name += "_shared"
         AttentionInterface.register(name, partial(packed_attention, impl=impl, parallel=parallel))
     set_text_attention(model, name)
@@ -120,7 +120,7 @@ def original_attention(model: PreTrainedModel) -> Iterator[None]:
     # Isolated layers have a forward of their own, beside that of their class.
     is_isolated = any("forward" in vars(layer) for layer in recurrent_layers(model))
     model.set_attn_implementation(text_attention(model.config, "sdpa"))
-    release_recurrent_layers(model)
+    restore_recurrent_layers(model)
     try:
         with original_features(model):
             yield

@@ -47,7 +47,7 @@ _RECURRENT_SETTING = re.compile(
 )
 
 # Classes and configurations (JSON) of models that have passed the trial, as a run checks its model more than once.
-_PASSED: set[tuple[Any, str]] = set()
+_PASSED_TRIALS: set[tuple[Any, str]] = set()
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
@@ -81,9 +81,9 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
     if settings.get("attn_logit_softcapping"):
         raise UnsupportedModelError(f"{name} uses soft-capped scores, which packed attention does not compute", _REMEDY)
     key = (model_class, config.to_json_string())
-    if key not in _PASSED:
+    if key not in _PASSED_TRIALS:
         _try_two_documents(config, model_class)
-        _PASSED.add(key)
+        _PASSED_TRIALS.add(key)
 
 
 def _refuse_layers(name: str, text_type: str, settings: Mapping[str, Any]) -> None:

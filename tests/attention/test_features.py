@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from packtool.attention.features import original_features, run_towers_once
+from packtool.attention.features import install_tower_hooks, original_features
 from packtool.attention.register import route_towers
 from packtool.batch.tower_inputs import tower_inputs
 from tests.batch.reduced import IMAGE_PAD, VISION_END, VISION_MODELS, VISION_START, reduced_model, reduced_spec
@@ -52,7 +52,7 @@ def test_one_call_equals_two(name: str, kinds: set[str]) -> None:
     model = reduced_model(name, packed=False)
     other = copy.deepcopy(model)
     for _ in range(2):  # once is enough, twice does no harm
-        run_towers_once(model)
+        install_tower_hooks(model)
         route_towers(model)
     looks, logits, gradients = looks_and_gradients(model, name, kinds)
     _, expected, others = looks_and_gradients(other, name, kinds)
@@ -66,7 +66,7 @@ def test_one_call_equals_two(name: str, kinds: set[str]) -> None:
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_original_vision_forward_is_available_temporarily(name: str) -> None:
     model = reduced_model(name, packed=False)
-    run_towers_once(model)
+    install_tower_hooks(model)
     with original_features(model):
         looks, expected, _ = looks_and_gradients(model, name, {"image", "video"})
     assert looks == 2
@@ -78,7 +78,7 @@ def test_original_vision_forward_is_available_temporarily(name: str) -> None:
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_copied_model_uses_its_own_tower(name: str) -> None:
     model = reduced_model(name, packed=False)
-    run_towers_once(model)
+    install_tower_hooks(model)
     changed = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in changed.model.visual.parameters():  # type: ignore[union-attr]
@@ -93,7 +93,7 @@ def test_copied_model_uses_its_own_tower(name: str) -> None:
 @pytest.mark.parametrize("name", VISION_MODELS)
 def test_interrupted_forward_pass_leaves_no_state(name: str) -> None:
     model: Any = reduced_model(name, packed=False)
-    run_towers_once(model)
+    install_tower_hooks(model)
     model_inputs = inputs_for(model, name, {"image", "video"})
     with torch.no_grad():
         expected = model(**inputs_for(model, name, set())).logits

@@ -25,7 +25,9 @@ torch.set_num_threads(1)
 
 
 HERE: dict[str, Kernel] = {
-    name: kernel for name, kernel in KERNELS.items() if kernel.unavailable(torch.device("cpu"), torch.float32) is None
+    name: kernel
+    for name, kernel in KERNELS.items()
+    if kernel.availability_error(torch.device("cpu"), torch.float32) is None
 }
 
 

@@ -21,7 +21,7 @@ GPU = torch.device("cuda")
 @pytest.mark.parametrize("name", KERNELS)
 def test_equals_the_reference(name: str, lengths: list[int]) -> None:
     kernel, dtype = KERNELS[name], torch.bfloat16
-    missing = kernel.unavailable(GPU, dtype)
+    missing = kernel.availability_error(GPU, dtype)
     if missing is not None:
         pytest.skip(missing.message)
     varlen = Varlen.of_lengths([length for length in lengths if length], GPU)
@@ -36,7 +36,7 @@ def test_equals_the_reference(name: str, lengths: list[int]) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_tree_equals_the_reference(name: str, tree: tuple[list[int], list[int]]) -> None:
     kernel, dtype = KERNELS[name], torch.bfloat16
-    missing = kernel.unavailable(GPU, dtype)
+    missing = kernel.availability_error(GPU, dtype)
     if missing is not None:
         pytest.skip(missing.message)
     on_host, index = tree_varlen(*tree)

@@ -15,7 +15,7 @@ from packtool.attention.register import (
     ATTENTION_NAME,
     attention_name,
     packed_attention,
-    register,
+    register_kernels,
     set_attention,
     text_attention,
 )
@@ -92,7 +92,7 @@ def test_only_the_text_tower_is_routed() -> None:
 
 
 def test_a_model_run_without_boundaries_fails_instead_of_leaking() -> None:
-    register()
+    register_kernels()
     config = Qwen2Config(
         vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )

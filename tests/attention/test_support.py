@@ -109,7 +109,7 @@ _llama_attention = modeling_llama.LlamaAttention.forward
 )
 def test_trial_pass_detects_unsupported_models(forward: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_unsupported(LlamaConfig(**SMALL))
-    monkeypatch.setattr(support, "_PASSED", set())
+    monkeypatch.setattr(support, "_PASSED_TRIALS", set())
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
     with pytest.raises(UnsupportedModelError, match=reason):
         refuse_unsupported(LlamaConfig(**SMALL))
@@ -117,7 +117,7 @@ def test_trial_pass_detects_unsupported_models(forward: Any, reason: str, monkey
 
 def test_trial_pass_runs_once_per_model(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
-    monkeypatch.setattr(support, "_PASSED", set())
+    monkeypatch.setattr(support, "_PASSED_TRIALS", set())
     monkeypatch.setattr(support, "_try_two_documents", lambda config, _: tried.append(config.hidden_size))
     for hidden_size in (32, 32, 64):
         refuse_unsupported(LlamaConfig(**SMALL | {"hidden_size": hidden_size}))
@@ -128,7 +128,7 @@ def test_model_without_boundary_inputs_is_refused(monkeypatch: pytest.MonkeyPatc
     def forward(self: Any, input_ids: Any, use_cache: bool) -> Any:
         """No further arguments."""
 
-    monkeypatch.setattr(support, "_PASSED", set())
+    monkeypatch.setattr(support, "_PASSED_TRIALS", set())
     monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
     with pytest.raises(UnsupportedModelError, match="cannot be told where packed samples end"):
         refuse_unsupported(LlamaConfig(**SMALL))

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3VLConfig,
 )
 
-from packtool.attention.register import ATTENTION_NAME, register, text_attention
+from packtool.attention.register import ATTENTION_NAME, register_kernels, text_attention
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.encode.families import ImageLimits, MediaLimits
@@ -98,7 +98,7 @@ def reduced_config(name: str) -> PreTrainedConfig:
 
 def reduced_model(name: str, *, packed: bool = True, seed: int = 0) -> PreTrainedModel:
     """A model in float32 with weights large enough that every token matters to every later one."""
-    register()
+    register_kernels()
     config = reduced_config(name)
     auto = AutoModelForCausalLM if name in TEXT_MODELS else AutoModelForImageTextToText
     torch.manual_seed(seed)

@@ -45,7 +45,7 @@ from packtool.progress import SilentProgress
 from packtool.rows.sample import Dropped, MediaRef, Objects, Region, Sample, Turn
 from packtool.train.loop.media_times import _measure_loading
 from packtool.train.model.trace import trace_pass, traced_batch
-from packtool.train.model.trainable import make_trainable, towers_of
+from packtool.train.model.trainable import make_trainable, tower_prefixes
 from packtool.train.prepare.figures import RankTokens
 from packtool.train.verify.checks import PackUnderTest, check_gradients, check_isolation, check_logits, check_prefixes
 from tests.attention.parallel.shared_model import Found, Setting, check_setting, forward_alone
@@ -376,7 +376,7 @@ def test_each_model_part_has_a_freeze_option(world_of: Callable[[str], World], n
             return auto_class(world.spec.config).from_config(copy.deepcopy(world.spec.config))
 
     model = bare()
-    towers = towers_of(model, model.config.model_type)
+    towers = tower_prefixes(model, model.config.model_type)
     text = model.get_decoder()
     assert {towers.part_of(key) for key, module in model.named_modules() if module is text} == {"language model"}
     # peft would adapt experts in the place of layers of the tower that have the same names, which is refused.

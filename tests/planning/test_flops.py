@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from packtool.config.train import TrainConfig
 from packtool.planning.cost import CostModel
 from packtool.planning.layers import ModelLayers
-from packtool.train.model.trainable import make_trainable, towers_of
+from packtool.train.model.trainable import make_trainable, tower_prefixes
 from scripts._flop_counter import flop_counter
 
 aten = torch.ops.aten
@@ -256,7 +256,7 @@ def test_a_layer_with_a_state_costs_its_products_and_two_triangular_systems() ->
 def test_steps_have_the_names_and_sizes_of_the_modules(family: str) -> None:
     model = _model(family)
     steps = {step.name: step for step in ModelLayers.of_config(_config(family)).modules if step.kind != "attention"}
-    towers = towers_of(model, family)
+    towers = tower_prefixes(model, family)
     # What no layer of the reduced tower feeds has no work.
     unused = re.compile(r".*(merger_list\.2\..*|dt_bias|A_log|(pre|post)_feedforward_layernorm\.weight)")
     linear = {

@@ -227,11 +227,11 @@ class _Attend(torch.autograd.Function):
             outs.append(out)
             saved_local = [local_q, local_k, local_v, lse]
         if sharded_forward is not None:
-            out, tensors = _finish(sharded_forward)
+            out, tensors = _resume_for_result(sharded_forward)
             outs.append(out)
             # With Ulysses the output that was computed here has other heads and tokens than the one that is returned.
             saved_sharded = [tensors.q, tensors.k, tensors.v, tensors.out if has_ulysses else None, tensors.lse]
-        result = _concatenated(outs)
+        result = _concatenate(outs)
         ctx.call, ctx.num_key_heads = call, k.shape[1]
         ctx.save_for_backward(result, *saved_local, *saved_sharded)
         return result
@@ -252,12 +252,12 @@ class _Attend(torch.autograd.Function):
             block = call.causal_block(call.layout.local)
             gradients.append(call.kernel.bwd(local_grad, local_q, local_k, local_v, local_out, local_lse, block))
         if sharded_backward is not None:
-            gradients.append(_finish(sharded_backward))
-        dq, dk, dv = map(_concatenated, zip(*gradients, strict=True))
+            gradients.append(_resume_for_result(sharded_backward))
+        dq, dk, dv = map(_concatenate, zip(*gradients, strict=True))
         return dq, dk, dv, None
 
 
-def _concatenated(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+def _concatenate(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
@@ -284,7 +284,7 @@ def _sharded_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> ShardedForw
     q, k, v = (tensor[..., :dim].contiguous() for tensor, dim in zip(received, head_dims, strict=True))
     # The tensors sent and received have been copied; attention needs the memory.
     del wait_for_heads, received
-    out, lse = _run(_ring_forward(call, q, k, v))
+    out, lse = _run_without_overlap(_ring_forward(call, q, k, v))
     return gather_heads(out, call.parallel.ulysses), AttentionTensors(q, k, v, out, lse)
 
 
@@ -298,7 +298,7 @@ def _sharded_backward(call: Call, grad: Tensor, saved: AttentionTensors, num_key
         return (yield from _ring_backward(call, grad.contiguous(), *saved))
     wait_for_heads = scatter_heads(grad, call.parallel.ulysses)
     yield
-    gradients = _run(_ring_backward(call, wait_for_heads(), *saved))
+    gradients = _run_without_overlap(_ring_backward(call, wait_for_heads(), *saved))
     # One exchange for all three: the received heads are ordered by rank, and for each rank by dq, dk and dv.
     heads_per_rank = [tensor.shape[1] for tensor in gradients]
     head_dims = [tensor.shape[-1] for tensor in gradients]
@@ -316,7 +316,7 @@ def _pad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
     return F.pad(tensor, (0, head_dim - tensor.shape[-1])) if tensor.shape[-1] < head_dim else tensor
 
 
-def _finish(generator: Generator[None, None, T]) -> T:
+def _resume_for_result(generator: Generator[None, None, T]) -> T:
     """Return the value of a generator that has yielded."""
     try:
         next(generator)
@@ -325,10 +325,10 @@ def _finish(generator: Generator[None, None, T]) -> T:
     raise AssertionError("it yields once")
 
 
-def _run(generator: Generator[None, None, T]) -> T:
+def _run_without_overlap(generator: Generator[None, None, T]) -> T:
     """Return the value of a generator that was not started."""
     next(generator)
-    return _finish(generator)
+    return _resume_for_result(generator)
 
 
 def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
@@ -357,11 +357,11 @@ def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
             # Only the queries of second chunks see these keys, and they see all.
             rows = layout.second_chunks
             block = call.full_block(layout.chunk, layout.sharded)
-            out, lse = _merge_rows(out, lse, rows, call.kernel.fwd(q[rows], k, v, block))
+            out, lse = _merge_into_rows(out, lse, rows, call.kernel.fwd(q[rows], k, v, block))
     return out.to(own_out.dtype), lse
 
 
-def _merge_rows(
+def _merge_into_rows(
     out: Tensor, lse: Tensor, queries: Tensor, block_result: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Merge the output and lse of a block, whose queries are the tokens ``queries``, into those of all tokens."""
@@ -417,7 +417,7 @@ def _gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
     for queries, documents, rows in call.layout.gathered:
         kv, block = gathered_kv[rows], call.full_block(call.layout.chunk, documents)
         block_result = call.kernel.fwd(q[queries], kv[..., :key_dim], kv[..., key_dim:], block)
-        out, lse = _merge_rows(out, lse, queries, block_result)
+        out, lse = _merge_into_rows(out, lse, queries, block_result)
     return out.to(own_out.dtype), lse
 
 

@@ -46,7 +46,7 @@ class Heads:
         has_windows = sliding and bool(text.get("sliding_window"))
         return cls(queries, int(text.get("num_key_value_heads") or queries), has_windows)
 
-    def allow(self, ulysses_size: int) -> bool:
+    def can_divide_among(self, ulysses_size: int) -> bool:
         """True if this many ranks can share the heads evenly; K and V are repeated where they have fewer."""
         return self.queries % math.lcm(self.keys, ulysses_size) == 0
 
@@ -69,7 +69,7 @@ class Heads:
         return 2 * ulysses_volume + kv_volume
 
 
-def refuse_unshareable(config: Mapping[str, Any], num_ranks: int = 1, *, trained: bool = False) -> None:
+def refuse_unshareable_sequences(config: Mapping[str, Any], num_ranks: int = 1, *, trained: bool = False) -> None:
     """Raise if the sequences of a model, given by its ``config.json``, cannot be shared by several ranks.
 
     Args:
@@ -91,7 +91,7 @@ def refuse_unshareable(config: Mapping[str, Any], num_ranks: int = 1, *, trained
         )
     if has_recurrent_layers:
         heads = Heads(int(text["linear_num_value_heads"]), int(text["linear_num_key_heads"]))
-        if not heads.allow(num_ranks):
+        if not heads.can_divide_among(num_ranks):
             raise ConfigError(
                 f"--sequence-parallel-size {num_ranks}: the gated delta nets of a {name} model have {heads.queries} "
                 f"heads of values and {heads.keys} of keys, which {num_ranks} processes cannot share evenly",
@@ -157,7 +157,7 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
     candidates = []
     for ulysses_size in ulysses_sizes:
         axes = Axes(size // ulysses_size, ulysses_size)
-        if heads.allow(ulysses_size) and not (heads.has_windows and axes.ring_size > 1):
+        if heads.can_divide_among(ulysses_size) and not (heads.has_windows and axes.ring_size > 1):
             is_long = _chunk_tokens(axes, typical_length) >= _MIN_RING_CHUNK_TOKENS
             is_ring = requested_type == "ring" or (requested_type != "allgather" and is_long)
             candidates.append(dataclasses.replace(axes, kv_exchange="ring" if is_ring else "allgather"))
@@ -213,7 +213,7 @@ def _cheapest(candidates: list[Axes], heads: Heads, typical_length: int, ranks_p
 
 def _refusal(ulysses_sizes: list[int], heads: Heads, size: int) -> str:
     """Return why none of these sizes of the Ulysses axis is possible."""
-    if heads.has_windows and heads.allow(size):
+    if heads.has_windows and heads.can_divide_among(size):
         return (
             "the model has sliding windows, which only --sequence-parallel-type ulysses knows: rings of chunks would "
             "cut them"

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedConfig
 
 from packtool.attention.parallel.mesh import SequenceParallel
-from packtool.attention.recurrent import recurrent_layers, release_recurrent_layers
+from packtool.attention.recurrent import recurrent_layers, restore_recurrent_layers
 from packtool.attention.register import ATTENTION_NAME, set_attention, set_text_attention
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.batch import Batch, ShardedBatch, TreeBatch
@@ -462,4 +462,4 @@ def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
         if sets_attention:
             set_text_attention(base, str(attention))
             if not was_isolated:
-                release_recurrent_layers(base)
+                restore_recurrent_layers(base)

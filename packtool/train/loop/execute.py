@@ -27,7 +27,7 @@ from packtool.train.loop.checks import check_ranks_agree, estimate_run, liger_pr
 from packtool.train.loop.log import Report
 from packtool.train.loop.trainer import PackTrainer, StepLoader
 from packtool.train.loop.watch import StepWatch, StopSignals
-from packtool.train.model.load import add_unloaded, build_model, quiet_transformers, resolve_dtype
+from packtool.train.model.load import add_unloaded_tensors, build_model, quiet_transformers, resolve_dtype
 from packtool.train.model.precision import count_parameters
 from packtool.train.model.sharding import configure_fsdp, connect_deepspeed_on_cpus, shard_on_cpus
 from packtool.train.prepare.checkpoint import (
@@ -88,7 +88,7 @@ def execute(
     best = trainer.state.best_model_checkpoint if config.seeks_best else None
     result = dataclasses.replace(
         result,
-        num_skipped=_report_skipped(trainer, progress),
+        num_skipped=_report_skipped_samples(trainer, progress),
         sources=share_figures(trainer.meter.sources),
         output_dir=config.output_dir,
         steps=steps,
@@ -173,7 +173,7 @@ def early_end_lines(trainer: PackTrainer, callback: RunCallback, num_planned: in
         )
 
 
-def _report_skipped(trainer: PackTrainer, progress: Progress) -> int:
+def _report_skipped_samples(trainer: PackTrainer, progress: Progress) -> int:
     """Report the samples that any rank skipped (``--on-bad-media skip``), and list them in a file; all ranks call this.
 
     Returns their number; a sample counts once per epoch.
@@ -334,8 +334,8 @@ class RunCallback(TrainerCallback):
         """Complete a checkpoint that all ranks have written, link it as the last and best one, and remove old ones."""
         run, step = self.run, state.global_step
         with saving(checkpoint):
-            add_unloaded(checkpoint, self.unloaded)
-            copy_processor(run.source.files.directory, checkpoint, run.source.files.template_file)
+            add_unloaded_tensors(checkpoint, self.unloaded)
+            copy_processor(run.source.files.directory, checkpoint, run.source.files.other_template)
             epoch, step_in_epoch = run.timeline.locate(step)
             run_state = dataclasses.replace(
                 run.state, step=step, epoch=epoch, step_in_epoch=step_in_epoch, saved_at=time.time()

@@ -51,7 +51,7 @@ class _TargetSums(NamedTuple):
     weight_deviation: float
 
 
-_zeros = partial(np.zeros, len(_TargetSums._fields))
+_zero_sums = partial(np.zeros, len(_TargetSums._fields))
 
 
 class Meter:
@@ -140,7 +140,7 @@ class Meter:
         else:
             self._sums.append(((_ALL_CHANNELS,), sums.sum(dim=1, keepdim=True)))
 
-    def logged(self, loss: float, accelerator: Any, *, copying: float | None) -> dict[str, float]:
+    def take_log_line(self, loss: float, accelerator: Any, *, copying: float | None) -> dict[str, float]:
         """Return the log line of all steps since the previous line, and reset; all ranks call this at the same step.
 
         Args:
@@ -183,15 +183,15 @@ class Meter:
 
     def _target_means(self, num_processes: int) -> dict[str, float]:
         """Return means over the targets of all ranks by name: accuracies, channel losses, the loss if weights vary."""
-        local_sums: defaultdict[str, Any] = defaultdict(_zeros)
+        local_sums: defaultdict[str, Any] = defaultdict(_zero_sums)
         for channels, sums in self._sums:
             for channel, channel_sums in zip(channels, sums.T.tolist(), strict=True):
                 local_sums["none" if channel is None else channel] += channel_sums
-        global_sums: defaultdict[str, Any] = defaultdict(_zeros)
+        global_sums: defaultdict[str, Any] = defaultdict(_zero_sums)
         for rank_sums in all_gather_objects(dict(local_sums), num_processes):
             for name, channel_sums in rank_sums.items():
                 global_sums[name] += channel_sums
-        total = _TargetSums(*sum((global_sums[name] for name in sorted(global_sums)), _zeros()).tolist())
+        total = _TargetSums(*sum((global_sums[name] for name in sorted(global_sums)), _zero_sums()).tolist())
         means = {}
         if total.targets:
             means["token_accuracy"] = total.correct / total.targets
@@ -322,7 +322,7 @@ class Outliers:
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._norms: deque[float] = deque(maxlen=WINDOW)
 
-    def compare(self, logs: Mapping[str, Any]) -> dict[str, float]:
+    def add_line(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Compare a line with the previous ones, and keep its values for later comparisons.
 
         Gradient norms vary by factors, so their logarithms are compared. An outlier is at least 12 % above the median
@@ -345,7 +345,7 @@ class Outliers:
 
 
 def outlier_warning(step: int, medians: Mapping[str, float], logs: Mapping[str, Any], output_dir: str | None) -> str:
-    """Return the warning for a log line with outliers, of which ``Outliers.compare`` returned the medians.
+    """Return the warning for a log line with outliers, of which ``Outliers.add_line`` returned the medians.
 
     ``output_dir`` is quoted for a shell; None for a stream, whose steps cannot be inspected.
     """
@@ -392,7 +392,7 @@ class Report:
             with open(self.path, "w", encoding="utf-8") as file:
                 file.writelines(kept)
             for line in kept[-WINDOW:]:
-                self._outliers.compare(load_json(line))
+                self._outliers.add_line(load_json(line))
 
     def end_step(self, *, should_log: bool) -> None:
         """Count a step; without a log line it is shown at once, else together with the figures of its line."""
@@ -416,7 +416,7 @@ class Report:
             new_reads = MediaReads(reads.hits - previous.hits, reads.misses - previous.misses)
             if new_reads.hits + new_reads.misses:
                 line["media_cache_hits"] = new_reads.share
-        if medians := self._outliers.compare(logs):
+        if medians := self._outliers.add_line(logs):
             line["unusual"] = list(medians)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(plain_json(line)) + "\n")

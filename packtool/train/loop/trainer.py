@@ -47,7 +47,7 @@ from packtool.train.loop.log import Meter
 from packtool.train.loop.watch import StepWatch
 from packtool.train.model.loss import LossFunction, RouterBalance, StepMean, base_model
 from packtool.train.model.muon import MuonAdamW
-from packtool.train.model.precision import KahanAdamW, SavedPrecision, load_masters, save_masters
+from packtool.train.model.precision import KahanAdamW, SavedPrecision, load_master_weights, save_master_weights
 from packtool.train.model.sharding import OPTIMIZER_FOLDER, load_optimizer
 from packtool.train.model.trainable import split_by_rate
 from packtool.train.prepare.checkpoint import PREFIX, loading, saving
@@ -341,7 +341,7 @@ class PackTrainer(Trainer):
         """Run forward and backward of all micro-batches of a step, which transformers calls ``inputs``.
 
         Returns:
-            this rank's sum of losses times the number of ranks, 0-d; ``Meter.logged`` divides it by the targets.
+            this rank's sum of losses times the number of ranks, 0-d; ``Meter.take_log_line`` divides it by the targets.
         """
         step_mean = StepMean(inputs.figures.units, self.args.world_size)
         total, skipped = torch.zeros((), device=self.args.device), list[SkippedSample]()
@@ -355,7 +355,9 @@ class PackTrainer(Trainer):
                 if not (is_last or self.accelerator.is_fsdp2 or self.config.shares_experts):
                     stack.enter_context(self.accelerator.no_sync(model=model))
                 if self.balance is not None:
-                    stack.enter_context(self.balance.of(batch, inputs.figures.tokens, self.args.world_size))
+                    stack.enter_context(
+                        self.balance.added_to_gradients(batch, inputs.figures.tokens, self.args.world_size)
+                    )
                 total += self._train_micro_batch(model, batch, step_mean)
             skipped += batch.skipped
         self.skipped += [(self.state.global_step, sample) for sample in skipped]
@@ -370,7 +372,7 @@ class PackTrainer(Trainer):
             num_skipped_units = num_samples if self.config.loss_reduction == "sample" else num_targets
             units = step_mean.remove_units(num_skipped_units, self.model.parameters())  # type: ignore[union-attr]
             figures = dataclasses.replace(figures, units=units, target_tokens=figures.target_tokens - num_targets)
-        self.meter.add_step(figures, None if self.balance is None else self.balance.take())
+        self.meter.add_step(figures, None if self.balance is None else self.balance.take_step_loss())
         return step_mean.sum_over_ranks(total)
 
     def _train_micro_batch(self, model: nn.Module, batch: Batch, step_mean: StepMean) -> Tensor:
@@ -440,7 +442,7 @@ class PackTrainer(Trainer):
             # The Trainer's last line averages the sums that training_step returned: that is no mean loss.
             return
         if "loss" in logs:
-            logs.update(self.meter.logged(logs["loss"], self.accelerator, copying=self._copies.wait_seconds()))
+            logs.update(self.meter.take_log_line(logs["loss"], self.accelerator, copying=self._copies.wait_seconds()))
             # The Trainer resets the sum by subtracting it from itself, so it would stay NaN.
             self._tr_loss.zero_()
         super().log(logs, start_time)
@@ -497,14 +499,14 @@ class PackTrainer(Trainer):
             save_optimizer_distributed(self.model, self._bare_optimizer, folder)
             weights = gather_full_state_dict(self.model)
             if self.args.should_save:
-                save_masters(self.model, self.saved, output_dir, weights)
+                save_master_weights(self.model, self.saved, output_dir, weights)
                 scheduler: Any = self.lr_scheduler
                 torch.save(scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
             return
         super()._save_optimizer_and_scheduler(output_dir)
         is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if self.args.should_save and not is_sharded and not isinstance(self.model, PeftModel):
-            save_masters(self.model, self.saved, output_dir)
+            save_master_weights(self.model, self.saved, output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with loading(str(checkpoint), "the optimizer's states or the schedule"):
@@ -512,7 +514,7 @@ class PackTrainer(Trainer):
                 super()._load_optimizer_and_scheduler(checkpoint)
                 return
             assert self.model is not None
-            load_masters(self.model, checkpoint)
+            load_master_weights(self.model, checkpoint)
             load_optimizer(self.model, self._bare_optimizer, checkpoint)
             scheduler: Any = self.lr_scheduler
             scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
@@ -526,10 +528,10 @@ class PackTrainer(Trainer):
             if not self.is_fsdp_enabled and not isinstance(self.model, PeftModel):
                 loaded = model or self.model
                 assert loaded is not None
-                load_masters(loaded, resume_from_checkpoint)
+                load_master_weights(loaded, resume_from_checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Do not warn about missing names: tied and converted weights have others, and ``load_masters`` checks them."""
+        """Do not warn about missing names: tied and converted weights have others; ``load_master_weights`` checks."""
 
     @property
     def _bare_optimizer(self) -> torch.optim.Optimizer:

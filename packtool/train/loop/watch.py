@@ -150,17 +150,17 @@ class StepWatch:
 
         With ``skip``, wait for the result, and delete the gradients of a bad step.
         """
-        self.settle()
-        is_bad = has_bad_number(self._losses, self._norm, device)
+        self.check_last_step()
+        is_bad = has_nan_or_inf(self._losses, self._norm, device)
         maximum = torch.stack([torch.full_like(is_bad, self.signals.received), is_bad])
         if self.world.size > 1:
             dist.all_reduce(maximum, dist.ReduceOp.MAX)
-        self._pending = _PendingExchange(step, self._losses, self.sample_names(), _read_later(maximum))
-        if self.on_nan == "skip" and self.settle():
+        self._pending = _PendingExchange(step, self._losses, self.sample_names(), _start_reading(maximum))
+        if self.on_nan == "skip" and self.check_last_step():
             # Without gradients an optimizer changes nothing: neither weights nor its moments.
             model.zero_grad(set_to_none=True)
 
-    def settle(self) -> bool:
+    def check_last_step(self) -> bool:
         """Read the result of the last exchange, unless that is done already, and handle a bad step.
 
         All ranks call this together. Returns whether the step was bad; with ``stop``, a bad one raises a DivergedError
@@ -196,7 +196,7 @@ class StepWatch:
         """Settle a step before anything of it is stored; after a stop signal, request a checkpoint and the end."""
         is_stored = control.should_log or control.should_save or control.should_training_stop or is_evaluated
         if self.stopped_by or is_stored:
-            self.settle()
+            self.check_last_step()
         if self.stopped_by and state.global_step < state.max_steps:
             name = signal.Signals(self.stopped_by).name
             self.progress.note(f"{name}: training stops after step {state.global_step:,}, saving a checkpoint")
@@ -228,7 +228,7 @@ class StepWatch:
         return []
 
 
-def has_bad_number(losses: Sequence[Tensor], norm: Tensor | float, device: torch.device) -> Tensor:
+def has_nan_or_inf(losses: Sequence[Tensor], norm: Tensor | float, device: torch.device) -> Tensor:
     """Return 1 if a loss or the norm is NaN or infinite, else 0: int64 (), computed without waiting for the device."""
     norm_value: Any = norm if isinstance(norm, Tensor) else torch.full((), norm, device=device)
     norm_value = norm_value.full_tensor() if hasattr(norm_value, "full_tensor") else norm_value  # DTensor of FSDP
@@ -236,7 +236,7 @@ def has_bad_number(losses: Sequence[Tensor], norm: Tensor | float, device: torch
     return 1 - torch.stack(values).isfinite().all().long()
 
 
-def _read_later(numbers: Tensor) -> Callable[[], list[int]]:
+def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:
     """Start copying integers (N,) to the host; the returned function waits for them, not for later work."""
     if not numbers.is_cuda:
         return numbers.tolist

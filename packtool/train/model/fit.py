@@ -260,7 +260,7 @@ class Fit:
 
     def min_bytes(self, proposal: Proposal) -> float:
         """Return a lower bound of a rank's bytes, from the passes traced so far; traces nothing itself."""
-        return self._estimate(proposal, self._tracer.at_least).total * _GIB
+        return self._estimate(proposal, self._tracer.lower_bound).total * _GIB
 
     def num_bytes(self, proposal: Proposal) -> float:
         """Return a rank's estimated bytes; traces a pass unless that is done already."""

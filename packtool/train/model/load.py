@@ -32,7 +32,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 
-from packtool.attention.features import run_towers_once
+from packtool.attention.features import install_tower_hooks
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import route_towers, set_attention
 from packtool.attention.support import refuse_unsupported
@@ -47,8 +47,8 @@ from packtool.train.model.compiled import compile_layers
 from packtool.train.model.precision import (
     SavedPrecision,
     checkpoint_dtype,
-    keep_backward_pass,
-    load_masters,
+    disable_avx512_layout,
+    load_master_weights,
     loaded_dtype,
     precision_lines,
     quantization_config,
@@ -145,7 +145,7 @@ def load_model(
         # Checkpoints must not store the division among the processes of this run.
         loaded.config.__dict__.pop("distributed_config", None)
     if settings["quantization_config"] is not None:
-        keep_backward_pass(loaded)
+        disable_avx512_layout(loaded)
     # Under ZeRO-3 transformers would also revert renamings that this checkpoint never needed.
     if renamings := getattr(loaded, "_weight_conversions", None):
         loaded._weight_conversions = [renaming for renaming in renamings if renaming.was_used()]
@@ -188,7 +188,7 @@ def route_attention(
     model: PreTrainedModel, *, packing: bool, attn_impl: str = "auto", parallel: SequenceParallel | None = None
 ) -> None:
     """Run a model's media towers once per micro-batch, and with ``packing`` use packed attention for its text."""
-    run_towers_once(model)
+    install_tower_hooks(model)
     route_towers(model)
     if packing:
         set_attention(model, attn_impl, parallel)
@@ -246,7 +246,7 @@ def build_model(
         if isinstance(trained, PeftModel):
             load_adapter_weights(trained, weights)
         else:
-            load_masters(trained, weights)
+            load_master_weights(trained, weights)
         progress.note(f"weights are loaded from {weights}; optimizer, schedule and data start from the beginning")
     lines = [*precision_lines(trained, dtype, run.config, saved.dtype), *unloaded_line(unloaded, run.config.model)]
     lines += [*adapter_lines(trained, run.config), *quantization_line(trained, spec.config.model_type, run.config)]
@@ -266,7 +266,7 @@ def unloaded_tensors(model: PreTrainedModel, directory: str) -> dict[str, str]:
     return {name: path for name, path in tensor_files(directory).items() if names[name] is None}
 
 
-def restore_long_tensors(model: PreTrainedModel, directory: str) -> None:
+def restore_float32_weights(model: PreTrainedModel, directory: str) -> None:
     """Restore weights that a 16-bit checkpoint stores in float32 and that loading has rounded."""
     weights, files = model.state_dict(), tensor_files(directory)
     names = _names_in_model(model, directory, converts=False)
@@ -305,7 +305,7 @@ def unloaded_line(unloaded: Mapping[str, str], base: str) -> Iterator[str]:
         yield f"saved models keep {len(unloaded):,} tensors of {base} that transformers does not load: {names}"
 
 
-def add_unloaded(output: str, unloaded: Mapping[str, str]) -> None:
+def add_unloaded_tensors(output: str, unloaded: Mapping[str, str]) -> None:
     """Add tensors to a saved model in additional shards, and rewrite its index.
 
     Tensors that the model already has stay unchanged, and so does ``output`` if it has no safetensors. Reads at most

@@ -291,7 +291,7 @@ def takes_logits_to_keep(model: nn.Module) -> bool:
 
 
 class RouterBalance:
-    """Load-balancing loss of a mixture of experts, added to the gradients of its routers inside ``of``.
+    """Load-balancing loss of a mixture of experts, added to the gradients of its routers inside ``added_to_gradients``.
 
     For a layer with E experts, k of which are chosen for each token, the loss is E * sum over experts e of f_e * P_e:
     f_e is how often e is chosen per token, and P_e the mean probability that the router gives to e (Fedus et al. 2021,
@@ -336,7 +336,7 @@ class RouterBalance:
             )
 
     @contextmanager
-    def of(self, batch: Batch, step_tokens: int, world_size: int) -> Iterator[None]:
+    def added_to_gradients(self, batch: Batch, step_tokens: int, world_size: int) -> Iterator[None]:
         """Add the loss of a micro-batch inside ``with``, which must enclose its forward and backward pass.
 
         ``step_tokens`` are those of all samples of the step, on all ranks.
@@ -348,7 +348,7 @@ class RouterBalance:
         finally:
             self._tokens = None
 
-    def take(self) -> Tensor:
+    def take_step_loss(self) -> Tensor:
         """Return this rank's part of the step's load-balancing loss, float32, 0-d, and reset it for the next step."""
         balances, self._balances = self._balances, []
         return torch.stack(balances).sum() if balances else torch.zeros(())

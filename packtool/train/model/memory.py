@@ -33,7 +33,7 @@ from packtool.progress import Progress
 from packtool.simulate.hardware import Hardware, read_hardware
 from packtool.simulate.machine import Constants
 from packtool.train.model.load import has_gpu, model_without_weights, quiet_transformers, resolve_dtype
-from packtool.train.model.precision import full_size, quantized_layers, saved_bytes, scale_bytes
+from packtool.train.model.precision import quantized_layers, saved_bytes, scale_bytes, unsharded_numel
 from packtool.train.model.sharding import expert_weights, shards_weights, zero_stage
 from packtool.train.model.trace import trace_pass
 from packtool.train.prepare.costs import with_recomputing
@@ -126,7 +126,7 @@ def estimate_memory(
     quantized = quantized_layers(model, model_config.model_type, config)
     weight_bytes, unsharded_bytes = _weight_bytes(sizes, quantized, config, dtype)
     # A quantized layer is dequantized while it computes.
-    dequantized_bytes = max((full_size(layer.weight) for layer in quantized), default=0) * dtype.itemsize
+    dequantized_bytes = max((unsharded_numel(layer.weight) for layer in quantized), default=0) * dtype.itemsize
     micro_batches = micro_batches or longest_micro_batches(config, model_config.to_dict(), RankTokens(computed=1))
     traced = [traced_bytes(config, model_config, dtype, batch, axes, trace) for batch in micro_batches]
     pass_bytes = [num_bytes for num_bytes in traced if num_bytes is not None]
@@ -165,7 +165,7 @@ def _weight_bytes(
     bytes_per_weight = torch.float32.itemsize if config.torch_dtype == "float32" else dtype.itemsize
     weight_bytes = sum(size.num_elements * size.element_bytes for size in sizes)
     weight_bytes += sum(
-        full_size(layer.weight) * (bytes_per_weight - layer.weight.element_size()) for layer in quantized
+        unsharded_numel(layer.weight) * (bytes_per_weight - layer.weight.element_size()) for layer in quantized
     )
     num_scale_bytes = scale_bytes(quantized, config)
     return weight_bytes - saved_bytes(quantized, config, bytes_per_weight) - num_scale_bytes, num_scale_bytes
@@ -191,7 +191,7 @@ class ParameterSize(NamedTuple):
 def parameter_sizes(model: nn.Module) -> list[ParameterSize]:
     """Return the sizes of all parameters of a model, and of the permutation matrices of BOFT adapters."""
     weights = [*model.parameters(), *(each for name, each in model.named_buffers() if name.endswith("boft_P"))]
-    return [ParameterSize(full_size(weight), weight.element_size(), weight.requires_grad) for weight in weights]
+    return [ParameterSize(unsharded_numel(weight), weight.element_size(), weight.requires_grad) for weight in weights]
 
 
 def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig, quantized: Sequence[nn.Linear]) -> float:
@@ -208,7 +208,7 @@ def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig, q
 
     def num_bytes(parameter: nn.Parameter) -> float:
         num_ranks = config.expert_parallel_size if id(parameter) in expert_ids else 1
-        return full_size(parameter) // num_ranks * (0.5 if id(parameter) in quantized_ids else dtype.itemsize)
+        return unsharded_numel(parameter) // num_ranks * (0.5 if id(parameter) in quantized_ids else dtype.itemsize)
 
     layer_classes = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
@@ -275,12 +275,12 @@ class CachedTracer:
     def __call__(
         self, config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
     ) -> int:
-        traces, key = self._of(config, dtype), (tokens, dataclasses.replace(axes, reason=""))
+        traces, key = self._traces_of(config, dtype), (tokens, dataclasses.replace(axes, reason=""))
         if key not in traces:
             traces[key] = traced_pass_bytes(config, model_config, dtype, tokens, axes)
         return traces[key]
 
-    def at_least(
+    def lower_bound(
         self, config: TrainConfig, _: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
     ) -> int:
         """Return a lower bound of the peak bytes, from the passes traced so far; 0 if none is comparable.
@@ -292,12 +292,12 @@ class CachedTracer:
         comparable = (Axes(), dataclasses.replace(axes, reason=""))
         smaller = (
             num_bytes
-            for (traced_tokens, traced_axes), num_bytes in self._of(config, dtype).items()
+            for (traced_tokens, traced_axes), num_bytes in self._traces_of(config, dtype).items()
             if traced_axes in comparable and traced_tokens.is_at_most(tokens)
         )
         return max(smaller, default=0)
 
-    def _of(self, config: TrainConfig, dtype: torch.dtype) -> dict[tuple[RankTokens, Axes], int]:
+    def _traces_of(self, config: TrainConfig, dtype: torch.dtype) -> dict[tuple[RankTokens, Axes], int]:
         fsdp = ("full_shard",) if config.fsdp or config.deepspeed else ()
         relevant = dataclasses.replace(
             config, packing_length=None, sequence_parallel_size=None, fsdp=fsdp, deepspeed=None
@@ -370,12 +370,12 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
     num_tokens = int(_FEW_TOKENS + (pass_budget - few_tokens_bytes) / token_bytes)
     num_tokens = max(num_tokens, multiple) // multiple * multiple
     while num_tokens > multiple:
-        excess_bytes = _traced(config, model, dtype, num_tokens, axes) - pass_budget
+        excess_bytes = _text_pass_bytes(config, model, dtype, num_tokens, axes) - pass_budget
         if excess_bytes <= 0:
             break
         num_excess = int(excess_bytes / token_bytes) // multiple * multiple + multiple
         num_tokens = max(num_tokens - num_excess, multiple)
-    if _traced(config, model, dtype, multiple, axes) > pass_budget:
+    if _text_pass_bytes(config, model, dtype, multiple, axes) > pass_budget:
         raise ConfigError(
             f"--bucket-size auto: weights, gradients and optimizer need {fixed_bytes / _GIB:.1f} of "
             f"{usable_bytes / _GIB:.1f} GiB",
@@ -396,7 +396,7 @@ def device_bytes(*, on_gpu: bool) -> int:
     return pages * size // processes_of_machine()
 
 
-def _traced(
+def _text_pass_bytes(
     config: TrainConfig, model: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, axes: Axes | None
 ) -> int:
     """Return ``traced_bytes`` of text tokens; raise a ConfigError if the model cannot be traced."""
@@ -413,6 +413,6 @@ def bytes_per_token(
     config: TrainConfig, model: PreTrainedConfig, dtype: torch.dtype, axes: Axes | None = None
 ) -> float:
     """Return the bytes that each text token adds to the peak memory of a pass, from two traced passes."""
-    few_bytes = _traced(config, model, dtype, _FEW_TOKENS, axes)
-    more_bytes = _traced(config, model, dtype, _MORE_TOKENS, axes)
+    few_bytes = _text_pass_bytes(config, model, dtype, _FEW_TOKENS, axes)
+    more_bytes = _text_pass_bytes(config, model, dtype, _MORE_TOKENS, axes)
     return (more_bytes - few_bytes) / (_MORE_TOKENS - _FEW_TOKENS)

@@ -17,10 +17,10 @@ from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.progress import Progress
 from packtool.train.model.load import (
-    add_unloaded,
+    add_unloaded_tensors,
     load_model,
     quiet_transformers,
-    restore_long_tensors,
+    restore_float32_weights,
     unloaded_line,
     unloaded_tensors,
 )
@@ -64,7 +64,7 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
         progress.note(f"base model: {trained.base}")
         # In the checkpoint's precision; only the sum is rounded to the output's.
         model: Any = load_model(base_directory, base_config, dtype=base_dtype, packing=False)
-        restore_long_tensors(model, base_directory)
+        restore_float32_weights(model, base_directory)
         saved, unloaded = SavedPrecision.of(base_config, model), unloaded_tensors(model, base_directory)
         adapted: Any = attach_adapter(model, trained.adapter)
         _untie(adapted.get_base_model())
@@ -74,13 +74,13 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
         merged = adapted.unload()
         for name, parameter in merged.named_parameters():
             # By default, weights that the model's class always keeps in float32 stay so.
-            if config.torch_dtype != "auto" or name not in saved.long:
+            if config.torch_dtype != "auto" or name not in saved.float32_names:
                 parameter.data = parameter.data.to(dtype)
         incomplete = f"{output}.part"
         shutil.rmtree(incomplete, ignore_errors=True)
         with saving(incomplete, "Free some space, or give another --output; the adapter is unchanged."):
             merged.save_pretrained(incomplete)
-            add_unloaded(incomplete, unloaded)
+            add_unloaded_tensors(incomplete, unloaded)
             copy_processor(base_directory, incomplete)
             copy_processor(trained.adapter, incomplete)  # with the template of the training
             os.replace(incomplete, output)

@@ -42,7 +42,7 @@ from packtool.train.prepare.checkpoint import ONLY_MODEL
 MASTER_NAME = "master_weights.safetensors"
 """File of a checkpoint's trained weights in full precision, if its model is saved with fewer digits or other names."""
 
-_SHORT = (torch.bfloat16, torch.float16)  # 16 bits
+_HALF_PRECISION = (torch.bfloat16, torch.float16)  # 16 bits
 _HEAD = "lm_head"
 _ADAPTER_PARTS = ("base_model.model.", ".base_layer")
 # bitsandbytes: a float32 scale for 64 weights of 4 bits; doubly quantized, an 8-bit scale and a float32 for 256 scales.
@@ -67,12 +67,12 @@ def loaded_dtype(dtype: torch.dtype, config: PreTrainedConfig, run: TrainConfig)
     """
     if run.torch_dtype == "float32":
         return torch.float32
-    loses_digits = dtype in _SHORT and dtype != checkpoint_dtype(config)
-    # Expert parallelism shards weights while they are read, so raise_to_masters comes too late.
+    loses_digits = dtype in _HALF_PRECISION and dtype != checkpoint_dtype(config)
+    # Expert parallelism shards weights while they are read, so raise_to_float32 comes too late.
     return torch.float32 if (loses_digits or run.shares_experts) and keeps_masters(run) else dtype
 
 
-def raise_to_masters(model: nn.Module) -> None:
+def raise_to_float32(model: nn.Module) -> None:
     """Convert trained weights to float32, in place; frozen ones keep their precision.
 
     If only the bias of a norm is trained, its scale is converted too, because a norm needs both in one precision.
@@ -81,7 +81,7 @@ def raise_to_masters(model: nn.Module) -> None:
         own = list(module.parameters(recurse=False))
         is_trained = any(parameter.requires_grad for parameter in own)
         for parameter in own:
-            if (parameter.requires_grad or (is_trained and parameter.ndim == 1)) and parameter.dtype in _SHORT:
+            if (parameter.requires_grad or (is_trained and parameter.ndim == 1)) and parameter.dtype in _HALF_PRECISION:
                 parameter.data = parameter.data.float()
 
 
@@ -93,7 +93,7 @@ def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, save
     trained = ", ".join(sorted(trained_dtypes))
     if run.train_type == "full" and run.master_weights == "kahan":
         trained += " plus the digits that rounding discards (kahan)"
-    elif run.deepspeed is not None and dtype in _SHORT:
+    elif run.deepspeed is not None and dtype in _HALF_PRECISION:
         trained += " with DeepSpeed's float32 copies"
     elif run.train_type == "full" and trained_dtypes & {"bfloat16"}:
         trained += " (small updates are lost; --master-weights float32 keeps them)"
@@ -114,23 +114,23 @@ def _name(dtype: torch.dtype) -> str:
 class SavedPrecision:
     """Precision in which a full model is saved: that of its original checkpoint.
 
-    ``long`` are the names of weights that the model's class always keeps in float32.
+    ``float32_names`` are the names of weights that the model's class always keeps in float32.
     """
 
     dtype: torch.dtype
-    long: frozenset[str] = frozenset()
+    float32_names: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, config: PreTrainedConfig, model: nn.Module) -> SavedPrecision:
         """Return the precision for saving a model that was just loaded, before it is made trainable."""
         weights = [(name, parameter.dtype) for name, parameter in model.named_parameters()]
-        is_short = any(dtype in _SHORT for _, dtype in weights)
-        long = (name for name, dtype in weights if dtype == torch.float32) if is_short else ()
-        return cls(checkpoint_dtype(config), frozenset(long))
+        is_short = any(dtype in _HALF_PRECISION for _, dtype in weights)
+        float32_names = (name for name, dtype in weights if dtype == torch.float32) if is_short else ()
+        return cls(checkpoint_dtype(config), frozenset(float32_names))
 
     def rounds(self, name: str, weight: Tensor) -> bool:
         """Return whether saving rounds a weight, of any shape."""
-        return weight.dtype == torch.float32 and self.dtype in _SHORT and name not in self.long
+        return weight.dtype == torch.float32 and self.dtype in _HALF_PRECISION and name not in self.float32_names
 
     def cast(self, state: Mapping[str, Tensor], trained: frozenset[str]) -> dict[str, Tensor]:
         """Return a state dict, of weights of any shape, in the precision for saving.
@@ -150,7 +150,7 @@ class SavedPrecision:
         return saved
 
 
-def save_masters(
+def save_master_weights(
     model: nn.Module, saved: SavedPrecision, checkpoint: str, weights: Mapping[str, Tensor] | None = None
 ) -> None:
     """Write the trained weights that the saved model has in lower precision, or under other names, as they are.
@@ -178,8 +178,8 @@ def _saved_weights(checkpoint: str) -> Iterator[str]:
 
 
 @torch.no_grad()
-def load_masters(model: nn.Module, checkpoint: str) -> None:
-    """Copy the weights that ``save_masters`` wrote into the model; every trained weight must be saved somewhere."""
+def load_master_weights(model: nn.Module, checkpoint: str) -> None:
+    """Copy the weights that ``save_master_weights`` wrote; raise if a trained weight is in no file."""
     path = os.path.join(checkpoint, MASTER_NAME)
     missing = []
     names_by_parameter = defaultdict[int, set[str]](set)  # by ``id``; a tied weight has several names
@@ -263,11 +263,11 @@ def _store(value: Tensor, rounded: Tensor, lost: Tensor) -> None:
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Return the number of trainable parameters and of all parameters."""
-    sizes = [(full_size(parameter), parameter.requires_grad) for parameter in model.parameters()]
+    sizes = [(unsharded_numel(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, trainable in sizes if trainable), sum(size for size, _ in sizes)
 
 
-def full_size(parameter: Tensor) -> int:
+def unsharded_numel(parameter: Tensor) -> int:
     """Return the number of elements of a parameter of any shape, even sharded by ZeRO-3 or packed in 4 bits."""
     if (packed := getattr(parameter, "quant_state", None)) is not None:
         return int(packed.shape.numel())
@@ -309,7 +309,7 @@ def quantization_config(
     )
 
 
-def keep_backward_pass(model: nn.Module) -> None:
+def disable_avx512_layout(model: nn.Module) -> None:
     """Disable bitsandbytes' layout of 4-bit weights for CPUs with AVX512-BF16, because it has no backward pass.
 
     bitsandbytes would switch to that layout in the first evaluation, or the check before the first step, and never
@@ -344,7 +344,7 @@ def quantized_layers(model: nn.Module, model_type: str, options: QuantizationOpt
 
 def saved_bytes(layers: list[nn.Linear], options: QuantizationOptions, weight_bytes: int) -> int:
     """Return the bytes that quantization of these layers saves; ``weight_bytes`` are those of one weight."""
-    num_weights = sum(full_size(layer.weight) for layer in layers)
+    num_weights = sum(unsharded_numel(layer.weight) for layer in layers)
     bytes_per_weight = 0.5 if options.quant_bits == 4 else 1
     return int(num_weights * (weight_bytes - bytes_per_weight)) - scale_bytes(layers, options)
 
@@ -354,14 +354,14 @@ def scale_bytes(layers: list[nn.Linear], options: QuantizationOptions) -> int:
     if options.quant_bits == 8:  # a float32 scale for each row
         return sum(4 * layer.out_features for layer in layers)
     bytes_per_weight = 1 / _BLOCK + 4 / _BLOCK / _SCALE_BLOCK if options.bnb_4bit_use_double_quant else 4 / _BLOCK
-    return round(sum(full_size(layer.weight) for layer in layers) * bytes_per_weight)
+    return round(sum(unsharded_numel(layer.weight) for layer in layers) * bytes_per_weight)
 
 
 def quantization_line(model: nn.Module, model_type: str, options: QuantizationOptions) -> list[str]:
     """Return a line about the number of quantized weights; none without ``--quant-bits``."""
     if options.quant_bits is None:
         return []
-    num_quantized = sum(full_size(layer.weight) for layer in quantized_layers(model, model_type, options))
-    num_weights = sum(map(full_size, model.parameters()))
+    num_quantized = sum(unsharded_numel(layer.weight) for layer in quantized_layers(model, model_type, options))
+    num_weights = sum(map(unsharded_numel, model.parameters()))
     kind = f"4 bits, {options.bnb_4bit_quant_type}" if options.quant_bits == 4 else "8 bits"
     return [f"quantized: {num_quantized:,} of {num_weights:,} weights ({kind}); media towers, head and experts are not"]

@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface
 
-from packtool.attention.features import share_features, towers_of_media
+from packtool.attention.features import set_feature_ranks, towers_of_media
 from packtool.attention.kernel import Kernel
 from packtool.attention.parallel.axes import Axes
 from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients
 from packtool.attention.parallel.mesh import AbsentRanks, SequenceParallel
-from packtool.attention.recurrent import share_recurrent_layers
+from packtool.attention.recurrent import set_recurrent_ranks
 from packtool.attention.register import packed_attention, set_attention, set_text_attention, tower_attention
 from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch
 from packtool.batch.media import large_processed
@@ -73,7 +73,7 @@ def trace_pass(
         split = batch.shard.split
         ring, ulysses, group = map(AbsentRanks, (axes.ring_size, axes.ulysses_size, split.size))
         parallel = SequenceParallel(split, axes.kv_exchange, ring, ulysses, group)
-    route_through_traced(model, parallel)
+    set_traced_attention(model, parallel)
     # Autograd creates its threads at its first backward pass, for the devices that it finds. Under the mode it would
     # not find real GPUs, so this pass comes first.
     torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ def trace_pass(
         return run_pass(model, batch, autocast)
 
 
-def route_through_traced(model: nn.Module, parallel: SequenceParallel | None = None) -> None:
+def set_traced_attention(model: nn.Module, parallel: SequenceParallel | None = None) -> None:
     """Give a model, bare or adapted, attention that stores the tensors of flash attention but computes nothing."""
     inner = base_model(model)
     kernels = {"kernel": _TracedKernel(), "blocks": _TracedBlocks(), "parallel": parallel}
@@ -94,8 +94,8 @@ def route_through_traced(model: nn.Module, parallel: SequenceParallel | None = N
     AttentionInterface.register(_TOWERS, partial(tower_attention, kernel=_TracedKernel()))
     set_attention(inner)
     set_text_attention(inner, _TEXT)
-    share_features(inner, parallel)
-    share_recurrent_layers(inner, parallel)
+    set_feature_ranks(inner, parallel)
+    set_recurrent_ranks(inner, parallel)
     for tower in towers_of_media(inner):
         tower.config._attn_implementation = _TOWERS
 
@@ -138,7 +138,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
         # With gathered keys, the first rank copies most, because its last chunk attends to nearly all others.
         rank = 0 if axes.kv_exchange == "allgather" else num_ranks - 1
         split = SequenceSplit(axes.ring_size, axes.ulysses_size, rank)
-        shard = SequenceShard(split, (), (num_tokens * num_ranks,), _traced_routes(tokens, num_ranks))
+        shard = SequenceShard(split, (), (num_tokens * num_ranks,), _routes_to_one_rank(tokens, num_ranks))
         return ShardedBatch(**fields, shard=shard, index=torch.arange(num_tokens), lengths=shard.sharded_lengths)
     fields |= {"cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32), "lengths": (num_tokens,)}
     if not tokens.keys:
@@ -156,7 +156,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     )
 
 
-def _traced_routes(tokens: RankTokens, num_ranks: int) -> dict[str, FeatureRoute]:
+def _routes_to_one_rank(tokens: RankTokens, num_ranks: int) -> dict[str, FeatureRoute]:
     """Return routes by which a rank sends all its features to one other rank, and receives all its own from it."""
     counts = {"image": (tokens.local_vision, tokens.vision), "audio": (tokens.local_audio, tokens.audio)}
     routes = {}
@@ -265,7 +265,7 @@ class _TracedKernel(Kernel):
     name = "traced"
     has_dropout = True
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> None:
+    def availability_error(self, device: torch.device, dtype: torch.dtype) -> None:
         """Return None, because it runs anywhere."""
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:

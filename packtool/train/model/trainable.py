@@ -40,7 +40,7 @@ from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers, family_of
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
 from packtool.train.model.loss import base_model
-from packtool.train.model.precision import full_size, keeps_masters, raise_to_masters
+from packtool.train.model.precision import keeps_masters, raise_to_float32, unsharded_numel
 from packtool.train.prepare.trained import ADAPTER_FILE, describe_non_adapter, is_adapter
 
 # Initializations that change the model's own weights, and therefore need them.
@@ -79,10 +79,10 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
-def towers_of(model: nn.Module, model_type: str) -> Towers:
+def tower_prefixes(model: nn.Module, model_type: str) -> Towers:
     """Return the prefixes of parameter names by part of a model, and the modules that its configuration skips."""
     towers = family_of({"model_type": model_type}).towers
-    names = {_own_name(name) for named in (model.named_modules(), model.named_parameters()) for name, _ in named}
+    names = {_bare_name(name) for named in (model.named_modules(), model.named_parameters()) for name, _ in named}
     for prefix in (*towers.vision, *towers.aligner):
         if prefix not in names:
             raise UnsupportedModelError(
@@ -113,7 +113,7 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
     Sets gradient checkpointing of language model and towers, freezes parameters or adds LoRA adapters, and converts
     trained weights to float32.
     """
-    towers = towers_of(model, model.config.model_type)
+    towers = tower_prefixes(model, model.config.model_type)
     in_language_model = bool(run.gradient_checkpointing)
     in_vision = in_language_model if run.vit_gradient_checkpointing is None else run.vit_gradient_checkpointing
     if in_language_model or in_vision:
@@ -126,15 +126,15 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
     if run.train_type != "full":
         adapted = add_adapters(model, towers, run)
         for name, parameter in adapted.named_parameters():
-            if towers.is_unused(_own_name(name)):
+            if towers.is_unused(_bare_name(name)):
                 parameter.requires_grad_(False)
         # peft converts adapters only, not biases and modules that are trained in full.
         if run.deepspeed is None:
-            raise_to_masters(adapted)
+            raise_to_float32(adapted)
         return adapted
-    _freeze(model, towers, run)
+    _set_requires_grad(model, towers, run)
     if keeps_masters(run):
-        raise_to_masters(model)
+        raise_to_float32(model)
     return model
 
 
@@ -143,7 +143,7 @@ def enable_checkpointing(model: Any) -> None:
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
 
-def _freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
+def _set_requires_grad(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
     """Set ``requires_grad`` of every parameter, by the ``--freeze-...`` and ``--trainable-parameters`` options.
 
     ``--freeze-parameters-ratio`` freezes parameters from the first one on, as long as they are at most this share of
@@ -164,10 +164,10 @@ def _freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
             problems.append(f"--{option}-regex {regex}: no parameter's name matches")
     if problems:
         raise ConfigError("\n".join(problems), f"Parameters have names such as {names[0]} and {names[-1]}.")
-    max_frozen_elements = int(sum(full_size(parameter) for _, parameter in named) * run.freeze_parameters_ratio)
+    max_frozen_elements = int(sum(unsharded_numel(parameter) for _, parameter in named) * run.freeze_parameters_ratio)
     num_elements = 0  # of the parameters so far
     for name, parameter in named:
-        num_elements += full_size(parameter)
+        num_elements += unsharded_numel(parameter)
         in_ratio = run.freeze_parameters_ratio > 0 and num_elements <= max_frozen_elements
         is_frozen = towers.part_of(name) in frozen or in_ratio or run.is_frozen(name)
         is_trained = run.is_unfrozen(name) or not is_frozen
@@ -185,7 +185,7 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
     On the meta device (for estimates), adapters keep their default initialization.
     """
     if run.adapters:
-        return _continue_adapter(model, run, has_weights=not next(model.parameters()).is_meta)
+        return _load_adapter_to_continue(model, run, has_weights=not next(model.parameters()).is_meta)
     modules = [name for name, _ in model.named_modules()]
     parameters = [name for name, parameter in model.named_parameters() if parameter.ndim in (2, 3)]
     problems = [
@@ -205,7 +205,7 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
     try:
         # Full names; peft shortens them to suffixes that match exactly these modules.
         settings |= {"target_modules": adapted_modules(model, towers, run), "task_type": "CAUSAL_LM"}
-        return _add_new(model, _CONFIGS[run.train_type](**settings))
+        return _add_new_adapter(model, _CONFIGS[run.train_type](**settings))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"--train-type {run.train_type}: peft cannot adapt this model: {error}",
@@ -240,12 +240,12 @@ def _saved_modules(towers: Towers, run: TrainConfig) -> list[str]:
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
-def _own_name(name: str) -> str:
+def _bare_name(name: str) -> str:
     """Return a parameter's name in the bare model from its name in a PeftModel."""
     return name.removeprefix(_PEFT_PREFIX).replace(".modules_to_save.default", "")
 
 
-def _add_new(model: PreTrainedModel, settings: PeftConfig) -> PeftModel:
+def _add_new_adapter(model: PreTrainedModel, settings: PeftConfig) -> PeftModel:
     """Return the model with a new adapter of these settings."""
     if not next(model.parameters()).is_meta:
         return get_peft_model(model, settings)
@@ -271,7 +271,7 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
                 f"--target-regex {run.target_regex}: no module's full name matches",
                 f"Modules have names such as {', '.join(names[-_MAX_SHOWN_NAMES:])}.",
             )
-        return _checked_with_peft(model, matching, run)
+        return _check_targets_with_peft(model, matching, run)
     frozen = run.frozen_parts
     untyped: Any = model
     head = untyped.get_output_embeddings()
@@ -300,10 +300,10 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
             f"all parts of the model are frozen ({', '.join(sorted(frozen))}), so there is no module to adapt",
             "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false.",
         )
-    return _checked_with_peft(model, targets, run)
+    return _check_targets_with_peft(model, targets, run)
 
 
-def _checked_with_peft(model: PreTrainedModel, names: list[str], run: TrainConfig) -> list[str]:
+def _check_targets_with_peft(model: PreTrainedModel, names: list[str], run: TrainConfig) -> list[str]:
     """Return the names unchanged; raise a ConfigError if peft would fail to adapt routed experts instead of them.
 
     In some mixtures of experts, peft confuses modules named like an expert's, such as ``gate_proj`` of a shared expert,
@@ -325,7 +325,7 @@ def _checked_with_peft(model: PreTrainedModel, names: list[str], run: TrainConfi
     return names
 
 
-def _continue_adapter(model: PreTrainedModel, run: TrainConfig, has_weights: bool) -> PeftModel:
+def _load_adapter_to_continue(model: PreTrainedModel, run: TrainConfig, has_weights: bool) -> PeftModel:
     """Return the model with the adapter of ``--adapters``, to train it further; without weights it is not read."""
     (directory,) = run.adapters
     if os.path.isdir(directory) and not is_adapter(directory):  # peft would ask the hub for it
@@ -362,7 +362,7 @@ def _continue_adapter(model: PreTrainedModel, run: TrainConfig, has_weights: boo
     if not has_weights:
         if getattr(settings, "init_lora_weights", True) in _NEEDS_WEIGHTS:
             settings.init_lora_weights = True
-        return _add_new(model, settings)
+        return _add_new_adapter(model, settings)
     try:
         return attach_adapter(model, directory, is_trainable=True, config=settings)
     except MismatchError as error:
@@ -400,7 +400,7 @@ def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftMod
         # Without embeddings, which peft may have saved in addition.
         weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         infix = f".{PEFT_TYPE_TO_PREFIX_MAPPING[adapted.active_peft_config.peft_type]}"
-        difference = _difference({name: weights[name] for name in weights if infix in name}, directory, infix)
+        difference = _describe_misfit({name: weights[name] for name in weights if infix in name}, directory, infix)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         message = f"the adapter in {directory} cannot be attached to this model: {str(error)[:_MAX_ERROR_LENGTH]}"
         raise MismatchError(message, remedy) from error
@@ -413,7 +413,7 @@ def load_adapter_weights(model: PeftModel, checkpoint: str) -> None:
     """Load the weights of a checkpoint's adapter into a model's adapter of the same modules and ranks."""
     remedy = "Use the same --train-type, --lora-rank, --adapter-settings and --target-modules as for its training."
     try:
-        difference = _difference(get_peft_model_state_dict(model), checkpoint)
+        difference = _describe_misfit(get_peft_model_state_dict(model), checkpoint)
         state = load_file(os.path.join(checkpoint, SAFETENSORS_WEIGHTS_NAME))
     except (OSError, SafetensorError) as error:
         raise MismatchError(f"the adapter in {checkpoint} cannot be read: {error}") from error
@@ -422,7 +422,7 @@ def load_adapter_weights(model: PeftModel, checkpoint: str) -> None:
     set_peft_model_state_dict(model, state)
 
 
-def _difference(weights: Mapping[str, Tensor], directory: str, infix: str = "") -> str | None:
+def _describe_misfit(weights: Mapping[str, Tensor], directory: str, infix: str = "") -> str | None:
     """Describe weights that a saved adapter lacks, or has in addition or in another shape; None if all fit.
 
     Only saved weights with ``infix`` in their names are compared.
@@ -448,8 +448,8 @@ def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: n
     if (config.vit_lr, config.aligner_lr, config.lorap_lr_ratio) == (None, None, None):
         return
     base = base_model(model)
-    towers = towers_of(base, base.config.model_type)
-    names = {id(parameter): _own_name(name) for name, parameter in trained.named_parameters()}
+    towers = tower_prefixes(base, base.config.model_type)
+    names = {id(parameter): _bare_name(name) for name, parameter in trained.named_parameters()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         parameters_by_rate: dict[float, list[Any]] = defaultdict(list)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.attention.parallel.axes import Axes, Heads, choose_axes, refuse_unshareable
+from packtool.attention.parallel.axes import Axes, Heads, choose_axes, refuse_unshareable_sequences
 from packtool.config.packing import ParallelOptions
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
@@ -27,7 +27,7 @@ def axes_of(
     """Choose how processes share sequences, by the ``lengths`` (N,) of known samples."""
     if world.sequence_parallel_size == 1:
         return Axes()
-    refuse_unshareable(files.config, world.sequence_parallel_size, trained=trained)
+    refuse_unshareable_sequences(files.config, world.sequence_parallel_size, trained=trained)
     tokens = np.asarray(lengths, np.float64)
     typical = int(np.square(tokens).sum() / max(tokens.sum(), 1))
     heads = Heads.of_config(files.config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from packtool.attention.parallel.axes import Axes, Heads, choose_axes, refuse_unshareable
+from packtool.attention.parallel.axes import Axes, Heads, choose_axes, refuse_unshareable_sequences
 from packtool.config.packing import ParallelOptions
 from packtool.errors import ConfigError, UnsupportedModelError
 
@@ -92,7 +92,7 @@ def test_ulysses_stays_within_a_node() -> None:
     ],
 )
 def test_valid_head_counts_are_accepted(heads: Heads, size: int, fits: bool) -> None:
-    assert heads.allow(size) is fits
+    assert heads.can_divide_among(size) is fits
 
 
 def test_invalid_head_counts_are_refused_by_name() -> None:
@@ -131,7 +131,7 @@ def test_heads_of_a_config() -> None:
 def test_unsupported_models_are_refused() -> None:
     config = {"text_config": {"layer_types": ["linear_attention", "full_attention"]}}
     with pytest.raises(UnsupportedModelError, match="for it has recurrent layers of a kind"):
-        refuse_unshareable(config)
+        refuse_unshareable_sequences(config)
 
 
 def test_heads_of_gated_delta_nets() -> None:
@@ -139,13 +139,13 @@ def test_heads_of_gated_delta_nets() -> None:
     text |= {"linear_num_value_heads": 32, "linear_num_key_heads": 16}
     for config in (text, {"model_type": "qwen3_5", "text_config": text | {"model_type": "qwen3_5_text"}}):
         for size in (1, 2, 8, 32):
-            refuse_unshareable(config, size)
+            refuse_unshareable_sequences(config, size)
         with pytest.raises(ConfigError, match=r"6: the gated delta nets .* 32 heads of values and 16 of keys"):
-            refuse_unshareable(config, 6)
+            refuse_unshareable_sequences(config, 6)
 
 
 def test_attention_dropout_is_refused_in_training() -> None:
-    refuse_unshareable({"attention_dropout": 0.1})
-    refuse_unshareable({"attention_dropout": 0.0}, trained=True)
+    refuse_unshareable_sequences({"attention_dropout": 0.1})
+    refuse_unshareable_sequences({"attention_dropout": 0.0}, trained=True)
     with pytest.raises(UnsupportedModelError, match=r"drops 0\.1 of its attention weights"):
-        refuse_unshareable({"text_config": {"attention_dropout": 0.1}}, trained=True)
+        refuse_unshareable_sequences({"text_config": {"attention_dropout": 0.1}}, trained=True)

@@ -33,7 +33,7 @@ def test_ordinary_curves_have_few_outliers() -> None:
     for seed in range(5):
         outliers = Outliers()
         marked += sum(
-            bool(outliers.compare({"loss": loss, "grad_norm": norm})) for loss, norm in zip(*curve(seed), strict=True)
+            bool(outliers.add_line({"loss": loss, "grad_norm": norm})) for loss, norm in zip(*curve(seed), strict=True)
         )
     assert marked <= 15, "in ten thousand"
 
@@ -47,7 +47,7 @@ def test_jump_is_an_outlier_and_a_new_level_only_briefly(at: int) -> None:
     norms[at] *= 40
     losses[1000:] += 6.0
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
-        if outlier_names := outliers.compare({"loss": loss, "grad_norm": norm}):
+        if outlier_names := outliers.add_line({"loss": loss, "grad_norm": norm}):
             marked.append((step, sorted(outlier_names)))
     assert (at, ["grad_norm", "loss"]) in marked
     assert 1 <= sum(1000 <= step < 1200 for step, names in marked if "loss" in names) <= 4
@@ -56,10 +56,10 @@ def test_jump_is_an_outlier_and_a_new_level_only_briefly(at: int) -> None:
 def test_nan_and_evaluations_are_no_outliers() -> None:
     outliers = Outliers()
     for _ in range(30):
-        assert not outliers.compare({"loss": 1.0, "grad_norm": 0.0})
-        assert not outliers.compare({"loss": float("nan"), "grad_norm": float("inf")})
-        assert not outliers.compare({"eval_loss": 50.0})
-    assert outliers.compare({"loss": 2.0}) == {"loss": 1.0}
+        assert not outliers.add_line({"loss": 1.0, "grad_norm": 0.0})
+        assert not outliers.add_line({"loss": float("nan"), "grad_norm": float("inf")})
+        assert not outliers.add_line({"eval_loss": 50.0})
+    assert outliers.add_line({"loss": 2.0}) == {"loss": 1.0}
 
 
 def test_warning_names_the_command() -> None:

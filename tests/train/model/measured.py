@@ -15,7 +15,7 @@ from packtool.batch.batch import Batch
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.encode.families import MediaLimits
 from packtool.train.model.loss import HeadLoss
-from packtool.train.model.trace import PassBytes, route_through_traced, run_pass, trace_pass, traced_batch
+from packtool.train.model.trace import PassBytes, run_pass, set_traced_attention, trace_pass, traced_batch
 from packtool.train.model.trainable import enable_checkpointing
 from packtool.train.prepare.figures import RankTokens
 from tests.train.real_models import ADAPTED
@@ -66,7 +66,7 @@ def computed_bytes(
     real: Any = measured_model(config, adapters=False, recomputes=recomputes)
     if adapters:
         real = get_peft_model(real, LoraConfig(target_modules=ADAPTED, r=4))
-    route_through_traced(real, parallel)
+    set_traced_attention(real, parallel)
     real.train()
     for parameter in real.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -76,7 +76,7 @@ def computed_bytes(
 def saved_bytes(config: Any, batch: Batch | None = None, parallel: SequenceParallel | None = None) -> int:
     """What autograd keeps of a real forward pass, by the hooks of saved tensors."""
     real: Any = measured_model(config, adapters=False, recomputes=False)
-    route_through_traced(real, parallel)
+    set_traced_attention(real, parallel)
     real.train()
     batch = batch or _real_batch(config)
     model_storages = {tensor.untyped_storage().data_ptr() for tensor in (*real.parameters(), *real.buffers())}

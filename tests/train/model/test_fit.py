@@ -219,7 +219,7 @@ def test_each_pass_is_traced_once(tiny: TinyWorld, monkeypatch: pytest.MonkeyPat
     assert [called for called, _ in calls] == [tokens] * 2, "with sharding and without"
 
     def at_least(axes: Axes = single_axes, **token_counts: int) -> int:
-        return trace.at_least(config, none, none, RankTokens(**token_counts), axes)
+        return trace.lower_bound(config, none, none, RankTokens(**token_counts), axes)
 
     assert at_least(computed=200, vision=10) == at_least(computed=1 << 20, vision=1 << 19) == known
     assert at_least(Axes(1, 2), computed=200, vision=10) == known, "sharing a sequence needs no less"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from packtool.attention.features import run_towers_once
-from packtool.attention.parallel.axes import refuse_unshareable
+from packtool.attention.features import install_tower_hooks
+from packtool.attention.parallel.axes import refuse_unshareable_sequences
 from packtool.attention.recurrent import recurrent_layers
 from packtool.attention.register import ATTENTION_NAME
 from packtool.batch.spec import InputSpec, auto_class
@@ -20,7 +20,7 @@ from packtool.encode.families import FAMILIES, MediaLimits, Towers, family_of
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
 from packtool.train.model.load import load_model, resolve_dtype
 from packtool.train.model.precision import checkpoint_dtype, count_parameters, loaded_dtype
-from packtool.train.model.trainable import adapted_modules, make_trainable, towers_of
+from packtool.train.model.trainable import adapted_modules, make_trainable, tower_prefixes
 from tests.batch.reduced import VISION_MODELS, reduced_config, reduced_model
 
 
@@ -31,7 +31,7 @@ def run_config(**settings: Any) -> TrainConfig:
 def trained_parts(name: str, **settings: Any) -> set[str]:
     """Parts with a parameter that learns."""
     model = make_trainable(reduced_model(name), run_config(**settings))
-    towers = towers_of(reduced_model(name), reduced_config(name).model_type)
+    towers = tower_prefixes(reduced_model(name), reduced_config(name).model_type)
     prefix = "base_model.model." if settings.get("train_type") == "lora" else ""
     return {towers.part_of(n.removeprefix(prefix)) for n, p in model.named_parameters() if p.requires_grad}
 
@@ -64,7 +64,7 @@ def test_peft_adapts_exactly_the_chosen_modules() -> None:
     for settings in ({"freeze_vit": False}, {"freeze_vit": False, "freeze_llm": True}, {}):
         model = reduced_model("qwen2_5_vl")
         run = run_config(train_type="lora", **settings)
-        expected = set(adapted_modules(model, towers_of(model, "qwen2_5_vl"), run))
+        expected = set(adapted_modules(model, tower_prefixes(model, "qwen2_5_vl"), run))
         adapted = make_trainable(model, run)
         adapted_names = {
             name.removeprefix("base_model.model.").removesuffix(".lora_A")
@@ -98,7 +98,7 @@ def test_freezing_everything_is_an_error(train_type: Any) -> None:
 
 def test_missing_module_of_a_tower_is_an_error() -> None:
     with pytest.raises(UnsupportedModelError, match=r"no module model\.visual"):
-        towers_of(reduced_model("qwen3"), "qwen3_vl")
+        tower_prefixes(reduced_model("qwen3"), "qwen3_vl")
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
@@ -175,7 +175,7 @@ def test_freeze_ratio_freezes_complete_parameters() -> None:
 
 def _is_shared(config: dict[str, Any]) -> bool:
     try:
-        refuse_unshareable(config)
+        refuse_unshareable_sequences(config)
     except UnsupportedModelError:
         return False
     return True
@@ -199,10 +199,10 @@ def test_family_records_match_the_classes_of_transformers(model_type: str) -> No
     assert family.refused or _is_shared(config.to_dict())
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
-    towers = towers_of(model, config.model_type)
+    towers = tower_prefixes(model, config.model_type)
     assert family_of({"model_type": config.model_type}) is family
     assert bool(towers.vision) == bool(family.kinds)
     assert InputSpec("", config, MediaLimits()).pad_ids.keys() == set(family.kinds)
     assert (text.model_type in family.recurrent_types) == bool(recurrent_layers(model))
-    run_towers_once(model)
+    install_tower_hooks(model)
     assert any(hasattr(module, "_packtool_towers") for module in model.modules()) == bool(family.kinds)

@@ -170,7 +170,7 @@ def test_nan_check_does_not_wait(has_norm: bool, monkeypatch: pytest.MonkeyPatch
     norm = loss if has_norm else 1.0
     watch = end_of_step(norm, loss, "stop")
     with pytest.raises(DataDependentOutputException):
-        watch.settle()
+        watch.check_last_step()
     with pytest.raises(DataDependentOutputException):
         end_of_step(norm, loss, "skip")
 
@@ -186,7 +186,7 @@ def test_nan_is_detected_on_a_gpu() -> None:
         good, bad_step = end_of_step(one, one, "go-on"), end_of_step(one, bad, "go-on")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert (good.settle(), bad_step.settle()) == (False, True)
+    assert (good.check_last_step(), bad_step.check_last_step()) == (False, True)
 
 
 def step_on(device: str, kernel: str, spec: InputSpec) -> Callable[[], Tensor]:

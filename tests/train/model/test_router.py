@@ -38,10 +38,10 @@ def gradients(batches: list[Batch], step_tokens: int, *, recomputed: bool = Fals
         model.train()
     balance = RouterBalance(model, 0.5)
     for batch in batches:
-        with balance.of(batch, step_tokens, world_size=1):
+        with balance.added_to_gradients(batch, step_tokens, world_size=1):
             (model(**batch.model_inputs()).logits.sum() * 0.0).backward()
     weight_gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    return [*weight_gradients, balance.take()]
+    return [*weight_gradients, balance.take_step_loss()]
 
 
 def test_loss_of_one_layer_equals_that_of_transformers() -> None:

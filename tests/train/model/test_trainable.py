@@ -13,7 +13,13 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.model.load import auto_class
-from packtool.train.model.trainable import adapter_lines, add_adapters, attach_adapter, load_adapter_weights, towers_of
+from packtool.train.model.trainable import (
+    adapter_lines,
+    add_adapters,
+    attach_adapter,
+    load_adapter_weights,
+    tower_prefixes,
+)
 from tests.attention.hybrids import hybrid_config
 from tests.batch.reduced import reduced_model
 
@@ -52,7 +58,7 @@ def test_adapter_that_does_not_fit_names_a_weight(saved_adapter: Path, settings:
 def test_modules_that_peft_confuses_with_experts_are_named() -> None:
     """The expert that all tokens share: peft adapts the routed ones in its place."""
     model: Any = auto_class(hybrid_config("qwen3_next")).from_config(hybrid_config("qwen3_next"))
-    towers = towers_of(model, "qwen3_next")
+    towers = tower_prefixes(model, "qwen3_next")
     run = TrainConfig(model="", cached_dataset=("",), output_dir="")
     names = {name.rpartition(".")[2] for name, _ in model.named_modules() if "shared_expert." in name}
     assert {"gate_proj", "up_proj", "down_proj"} <= names
@@ -74,13 +80,13 @@ def test_names_without_a_module_are_reported() -> None:
     """As in peft, they have no effect if another name has a module; a run whose names have none is refused."""
     model = reduced_model("qwen3")
     run = TrainConfig(model="", cached_dataset=("",), output_dir="", target_modules=("q_proj", "kv_proj", "qkv"))
-    (line,) = adapter_lines(add_adapters(model, towers_of(model, "qwen3"), run), run)
+    (line,) = adapter_lines(add_adapters(model, tower_prefixes(model, "qwen3"), run), run)
     assert line == "warning: --target-modules kv_proj qkv: no effect, because no trained part has such a module"
     model, run = reduced_model("qwen3"), replace(run, target_modules=("kv_proj",))
     with pytest.raises(ConfigError, match="--target-modules kv_proj: no linear module of an unfrozen part"):
-        add_adapters(model, towers_of(model, "qwen3"), run)
+        add_adapters(model, tower_prefixes(model, "qwen3"), run)
     run = replace(run, target_modules=("all-linear",))
-    assert not [*adapter_lines(add_adapters(model, towers_of(model, "qwen3"), run), run)]
+    assert not [*adapter_lines(add_adapters(model, tower_prefixes(model, "qwen3"), run), run)]
 
 
 def test_damaged_adapter_file_is_reported(saved_adapter: Path, tmp_path: Path) -> None:

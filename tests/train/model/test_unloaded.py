@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 
 from packtool.config.commands import MergeConfig
 from packtool.progress import SilentProgress
-from packtool.train.model.load import add_unloaded, tensor_files, unloaded_tensors
+from packtool.train.model.load import add_unloaded_tensors, tensor_files, unloaded_tensors
 from packtool.train.model.merge import merge_adapter
 from packtool.train.run import train
 from tests.batch.reduced import reduced_model
@@ -137,7 +137,7 @@ def test_saved_model_has_every_tensor_of_its_base(name: str, tmp_path: Path) -> 
         shutil.copytree(tmp_path / "plain", directory)
         unloaded = unloaded_tensors(loaded, str(tmp_path / "with"))
         assert set(unloaded) == set(extra)
-        add_unloaded(str(directory), unloaded)
+        add_unloaded_tensors(str(directory), unloaded)
         saved = read_tensors(directory)
         assert set(saved) == set(base | extra)
         for key, tensor in (base | extra).items():
@@ -232,7 +232,7 @@ def test_base_model_in_pytorch_format(tmp_path: Path) -> None:
     extra = {"mtp.fc.weight": torch.randn(2, 3).t()}
     (tmp_path / "base").mkdir()
     torch.save(model.state_dict() | extra, tmp_path / "base" / "pytorch_model.bin")
-    add_unloaded(str(tmp_path / "saved"), unloaded_tensors(model, str(tmp_path / "base")))
+    add_unloaded_tensors(str(tmp_path / "saved"), unloaded_tensors(model, str(tmp_path / "base")))
     saved = read_tensors(tmp_path / "saved")
     assert torch.equal(saved.pop("mtp.fc.weight"), extra["mtp.fc.weight"])
     assert set(saved) == set(model.state_dict())

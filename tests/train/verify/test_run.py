@@ -191,7 +191,7 @@ def test_a_leaking_recurrent_layer_is_detected(monkeypatch: pytest.MonkeyPatch) 
     model = hybrid_model("qwen3_next")
     set_attention(model)
     raise_if_failed(verify_cheaply(model, samples, spec))
-    monkeypatch.setattr(recurrent, "_run_one_by_one", lambda forward, hidden, varlen: forward(hidden))
+    monkeypatch.setattr(recurrent, "_run_each_document", lambda forward, hidden, varlen: forward(hidden))
     checks = verify_cheaply(model, samples, spec)
     assert [check.passed for check in checks] == [False, False]
 
