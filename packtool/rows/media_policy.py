@@ -38,7 +38,7 @@ class MediaPolicy:
 
     def refusal(self, path: str) -> str | None:
         """Return why a path or URL is not allowed and which option allows it; None if it is allowed."""
-        store = storage.store_name(path)
+        store = storage.store_name(path)  # "" for a local file
         if store:
             scheme = store.partition("//")[0]
             if self.stores is None or store in self.stores or scheme in self.stores:
@@ -46,10 +46,10 @@ class MediaPolicy:
             return f"{storage.origin(path)} is not named on the command line; --media-access any allows it"
         if self.roots is None:
             return None
-        real = os.path.realpath(storage.normalize(path))
-        if any(os.path.commonpath((root, real)) == root for root in self.roots):
+        resolved_path = os.path.realpath(storage.normalize(path))
+        if any(os.path.commonpath((root, resolved_path)) == root for root in self.roots):
             return None
-        link = "" if real == path else f"is a link to {real}, which "
+        link = "" if resolved_path == path else f"is a link to {resolved_path}, which "
         return (
             f"{link}is neither in the folder of the rows nor in --media-root; pass --media-root DIR to allow its "
             "folder, or --media-access local to allow all local files"

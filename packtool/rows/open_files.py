@@ -183,7 +183,8 @@ def opened(source: Source, open_reader: Callable[[Source], R]) -> R:
         _check_unchanged(source)
         readers[source] = open_reader(source)
         while len(readers) > _MAX_OPEN_FILES:
-            readers.popitem(last=False)[1].close()
+            _, oldest_reader = readers.popitem(last=False)
+            oldest_reader.close()
     readers.move_to_end(source)
     reader: R = readers[source]
     return reader
@@ -241,25 +242,29 @@ _HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
 def check_encoding(path: str, head: bytes) -> None:
     """Check that a text file is UTF-8; DataError names the probable encoding and a command for conversion.
 
-    If at most half of the rows in the first 128 KiB of ``head`` are invalid, the file passes; they are dropped later.
+    Only the first 128 KiB of ``head``, the beginning of the file, are checked. If at most half of their rows are
+    invalid, the file passes; only these rows are dropped later.
     """
     head = head[:_HEAD_BYTES]
     if b"\0" not in head and _is_utf8(head):
         return
-    name = next((name for mark, name in _ENCODING_MARKS if head.startswith(mark)), None) or _utf_by_zeros(head)
+    mark_name = next((name for mark, name in _ENCODING_MARKS if head.startswith(mark)), None)
+    name = mark_name or _utf_by_zeros(head)
     if name is None:
         try:
             head.decode()
             return
         except UnicodeDecodeError as error:
-            if error.end == len(head) and error.start >= len(head) - 3:
-                return  # the head ends inside a character
+            is_cut_character = error.end == len(head) and error.start >= len(head) - 3
+            if is_cut_character:  # the head ends inside a character, and is UTF-8 up to there
+                return
         rows = [row for row in _ROW_ENDS.split(head) if row.strip()]
         num_broken = sum(not _is_utf8(row) for row in rows)
         if num_broken < _MIN_BROKEN_ROWS or 2 * num_broken <= len(rows):
             return
         name = _probable_encoding(head)
-    problem, remedy = f"the file is {name}", f"Convert the file: iconv -f {name} -t UTF-8 FILE > NEW_FILE"
+    problem = f"the file is {name}"
+    remedy = f"Convert the file: iconv -f {name} -t UTF-8 FILE > NEW_FILE"
     if not name.startswith("UTF"):  # a guess
         problem = f"most rows are not UTF-8; the encoding may be {name}"
         remedy += " (file -i FILE may identify the encoding)"

@@ -43,19 +43,21 @@ def parse_json(text: str | bytes) -> Any:
         except UnicodeDecodeError as error:
             raise JsonProblem("invalid_text", f"not UTF-8: {error}") from error
     try:
-        # The scanner is fast. The decoder also accepts leading blanks, and describes errors after the value.
+        # The scanner is fast, but it takes no blanks before the value, and stops after the value without an error. The
+        # slower decoder parses the text again in these cases.
         value, end = _scan(text, 0) if text[:1] in _OPENING else (None, -1)
         is_complete = end == len(text) or (end >= 0 and not text[end:].strip(_BLANKS))
         if not is_complete:
             value = _decoder.decode(text)
-    except JsonProblem:
+    except JsonProblem:  # from ``_unique_keys``
         raise
     except RecursionError as error:
         raise JsonProblem("invalid_json", _TOO_DEEP) from error
-    except StopIteration as error:  # the scanner's form of "expecting value"
+    except StopIteration as error:  # the scanner's form of "expecting value", with the position
         raise JsonProblem("invalid_json", f"a value is missing or invalid at character {error.value}") from error
     except ValueError as error:
         raise JsonProblem("invalid_json", str(error)) from error
+    # Both checks read the parsed value, so quick searches of the text come first.
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
         raise JsonProblem("invalid_json", _TOO_DEEP)
     if _SURROGATE.search(text) and not is_utf8_text(value):

@@ -23,47 +23,58 @@ _UNCHECKED_TOKENS = (
 
 
 def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list[str]:
-    """Describe how sources of tokenized rows are read, one line per description; others too if ``takes_tokens``."""
-    labels: dict[str, list[str]] = {}  # of the sources, by their description
+    """Describe how sources of tokenized rows are read: one line for all sources with the same description.
+
+    With ``takes_tokens`` (``packtool import``), sources of rows without tokens are described, too.
+    """
+    labels_by_description: dict[str, list[str]] = {}
     for item in scanned:
         source = item.source
         if source.form == PREPARED.name:
-            labels.setdefault(_description(source, item.blocks), []).append(source.label)
+            description = _describe_tokens(source, item.blocks)
         elif takes_tokens and source.form is not None:
-            text = (
+            description = (
                 f"rows without tokens (form {source.form}), as in ms-swift's cached datasets; they are tokenized now, "
                 "as by packtool export"
             )
-            labels.setdefault(text, []).append(source.label)
+        else:
+            continue
+        labels_by_description.setdefault(description, []).append(source.label)
     notes = []
-    for text, (first, *others) in labels.items():
-        more = f" and {len(others):,} more" if others else ""
-        notes.append(f"{first}{more}: {text}")
-    has_tokens = any(item.source.form == PREPARED.name for item in scanned)
-    return [*notes, _UNCHECKED_TOKENS] if has_tokens else notes
+    for description, (first_label, *other_labels) in labels_by_description.items():
+        more = f" and {len(other_labels):,} more" if other_labels else ""
+        notes.append(f"{first_label}{more}: {description}")
+    if any(item.source.form == PREPARED.name for item in scanned):
+        notes.append(_UNCHECKED_TOKENS)
+    return notes
 
 
-def _description(source: Source, blocks: Iterable[RowBlock]) -> str:
+def _describe_tokens(source: Source, blocks: Iterable[RowBlock]) -> str:
+    """Describe the tokenized rows of a source by the first of its blocks: their origin, used columns and packs."""
     rows = [row for block in islice(blocks, 1) for _, row in read_block(source, block) if isinstance(row, dict)]
     samples: list[Sample] = []
     for row in rows:
         try:
-            samples.append(to_sample(row, source, 0))
+            samples.append(to_sample(row, source, number=0))  # the row's number is only for messages
         except RowProblem:
-            continue
+            continue  # the row will be dropped
         except BaseException as error:
-            unexpected_drop("", 0, error)  # raises it if the row is not the cause
+            unexpected_drop("", 0, error)  # raises an error that the row has not caused; other rows will be dropped
     keys = {key for row in rows for key in row}
-    columns = dict(source.columns)
-    names = {name: (columns[name],) if name in columns else NAMES[name] for name in TOKEN_COLUMNS}
-    used_columns = [name for name in TOKEN_COLUMNS if keys.intersection(names[name])]
+    named_columns = dict(source.columns)
+    used_columns = []
+    for name in TOKEN_COLUMNS:
+        file_names = [named_columns[name]] if name in named_columns else NAMES[name]
+        if keys.intersection(file_names):
+            used_columns.append(name)
     for name in ("images", "videos", "audios"):
         if any(getattr(sample, name) for sample in samples):
             used_columns.append(name)
     statements = [f"tokens{_origin(source, keys)}", f"used columns: {', '.join(used_columns) or 'none'}"]
-    if samples and all(sample.is_text for sample in samples):
+    if samples and all(sample.is_text for sample in samples):  # ``is_text`` of tokenized rows: they have no labels
         statements.append("no labels, so every token is a target, as in pretraining")
-    max_samples = max((len(sample.tokens.starts) for sample in samples if sample.tokens is not None), default=1)
+    samples_per_row = [len(sample.tokens.starts) for sample in samples if sample.tokens is not None]
+    max_samples = max(samples_per_row, default=1)
     if max_samples > 1:
         statements.append(f"packs are split into samples (up to {max_samples:,} per row)")
     elif source.kind != "megatron" and not _BOUNDARIES & set(used_columns):
@@ -72,7 +83,7 @@ def _description(source: Source, blocks: Iterable[RowBlock]) -> str:
 
 
 def _origin(source: Source, keys: set[str]) -> str:
-    """Return a phrase with the tool that probably wrote the rows, by their column names; "" if unknown."""
+    """Return a phrase to follow "tokens": the tool that probably wrote the rows, by their columns; "" if unknown."""
     if source.kind == "megatron":
         return " of a Megatron indexed dataset, one document per row"
     if {"sample", "cu_seqlens", "position_ids"} <= keys:

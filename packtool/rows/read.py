@@ -70,15 +70,17 @@ def scan_sources(
     DataError if a file is missing or damaged, or its format or the form of its rows is unknown. An invalid line of a
     .jsonl file is not an error; only that row is dropped later.
     """
-    scanned = []
+    scanned: list[ScannedSource] = []
     for spec in specs:
         with closing(_Scanner(spec)) as scanner:
-            blocks = RowBlocks.of(scanner.blocks)
+            blocks = RowBlocks.of(scanner.blocks)  # reads the file to its end, as the digest requires
             digest = scanner.digest()
-        scanned.append(ScannedSource(spec, scanner.detect_form(blocks), digest, blocks))
+        source = scanner.detect_form(blocks)
+        scanned.append(ScannedSource(spec, source, digest, blocks))
         report(scanned[-1])
+    # Consecutive sources of one argument have the same group: a sample is drawn from all of them together.
     sampled: list[ScannedSource] = []
-    for _, members in groupby(scanned, key=lambda source: source.spec.group):
+    for _, members in groupby(scanned, key=lambda item: item.spec.group):
         sampled += _sampled(list(members), seed)
     return sampled
 
@@ -91,8 +93,8 @@ def scan(spec: SourceSpec, seed: int = 42) -> ScannedSource:
 def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
     """Open a file for streaming; return its source with the form of its rows, and all of its blocks in order.
 
-    It is read up to the first block with usable rows, and the rest lazily. ConfigError if a sample of the rows is
-    requested, which needs their number; errors of ``scan_sources`` also while blocks are iterated.
+    The file is read up to the first block with usable rows, and further while the blocks are iterated, which may raise
+    the errors of ``scan_sources``. ConfigError if a sample of the rows is requested, which needs their number.
     """
     if spec.is_sampled:
         raise ConfigError(
@@ -100,22 +102,22 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
             "Remove --streaming true, or the # and the number after it.",
         )
     scanner = _Scanner(spec)
-    taken: list[RowBlock] = []  # blocks that were read to detect the form
+    taken_blocks: list[RowBlock] = []  # removed from ``scanner.blocks`` while the form is detected
 
-    def take_blocks() -> Iterator[RowBlock]:
-        yield from tuple(taken)
+    def blocks_for_detection() -> Iterator[RowBlock]:
+        yield from taken_blocks
         for block in scanner.blocks:
-            taken.append(block)
+            taken_blocks.append(block)
             yield block
 
     def all_blocks() -> Iterator[RowBlock]:
         with closing(scanner):
-            yield from taken
+            yield from taken_blocks
             yield from scanner.blocks
 
     try:
-        taken += islice(scanner.blocks, 1)  # reads the file's head
-        return scanner.detect_form(take_blocks()), all_blocks()
+        taken_blocks += islice(scanner.blocks, 1)  # ``detect_form`` needs the beginning of the file in memory
+        return scanner.detect_form(blocks_for_detection()), all_blocks()
     except BaseException:
         scanner.close()
         raise
@@ -159,10 +161,11 @@ class _Scanner:
     """A file scanned for ``blocks``, an iterator that reads it as it advances, and then for the form of its rows."""
 
     def __init__(self, spec: SourceSpec) -> None:
-        source = self._source = _existing_source(spec)
+        source = _existing_source(spec)
         self._spec = spec
-        self._file: HashedFile | None = None  # only for text files; readers of binary files hash themselves
-        if source.kind not in PARSERS:
+        self._source = source
+        self._file: HashedFile | None = None  # only for text files
+        if source.kind not in PARSERS:  # a binary file, whose reader finds the blocks and hashes the content
             with closing(_open_reader(source)) as reader:
                 self.blocks = iter(RowBlocks.of(reader.blocks()))
                 self._digest = reader.digest()
@@ -172,16 +175,17 @@ class _Scanner:
         try:
             # Many tools write one object per line and call it .json.
             if source.kind == "json" and _has_lines(source, file.peek(CHUNK_BYTES)):
-                self._source = source = source.replaced(kind="jsonl")
+                source = source.replaced(kind="jsonl")
             if source.kind in ("csv", "tsv"):
                 header, self.blocks = find_records(source.label, file, source.kind, source.max_row_bytes)
-                self._source = source.replaced(header=header)
+                source = source.replaced(header=header)
             else:
                 find_blocks = find_elements if source.kind == "json" else find_lines
                 self.blocks = find_blocks(source.label, file, source.max_row_bytes)
         except BaseException:
             self.close()
             raise
+        self._source = source
 
     def digest(self) -> str:
         """Return the digest of the content. All blocks must have been iterated."""
@@ -200,6 +204,7 @@ class _Scanner:
         head = b"" if self._file is None else self._file.take_head()
         try:
             for block in blocks:
+                # The bytes of the block; b"" if they are not in memory, or if the file is binary.
                 text = head[block.start : block.stop] if block.stop <= len(head) else b""
                 numbered_rows = PARSERS[source.kind](source, block, text) if text else read_block(source, block)
                 rows = [row for _, row in numbered_rows if isinstance(row, dict)]
@@ -208,7 +213,8 @@ class _Scanner:
                 form, columns = detect(rows, self._spec.columns, self._spec.formatting, source.label)
                 holds_media = any(could_hold_media(row, columns) for row in rows)
                 source = source.replaced(form=form, columns=columns, holds_media=holds_media)
-                if not text or any(mark_bytes in text for mark_bytes in _BYTES_OF_MARKS):
+                may_have_marks = not text or any(mark_bytes in text for mark_bytes in _BYTES_OF_MARKS)
+                if may_have_marks:  # the check converts rows, so text without marks skips it
                     check_first_rows(rows, source)
                 return source
             return source

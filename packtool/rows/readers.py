@@ -113,8 +113,9 @@ class TableReader:
         """
         source, number = self._source, block.start
         for batch in self.read(block.start, block.stop):
-            # Large batches (images) are converted row by row, so that they are not in memory twice. So are batches with
-            # a value that cannot be converted, so that only its row is dropped.
+            # Rows are converted together if that succeeds. Batches that are converted row by row are large ones with
+            # images, so that they are not in memory twice, and those with a value that cannot be converted, so that
+            # only its row is dropped.
             rows = None
             if batch.nbytes < min(_BATCH_BYTES, source.max_row_bytes):
                 with suppress(*_VALUE_ERRORS):
@@ -123,16 +124,20 @@ class TableReader:
                 if rows is not None:
                     yield number, rows[position]
                 else:
-                    yield number, guard_row(source.label, number, _row, source, number, batch.slice(position, 1))
+                    single_row = batch.slice(position, 1)
+                    yield number, guard_row(source.label, number, _convert_row, source, number, single_row)
                 number += 1
 
     def read(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Yield rows [start, stop) as record batches; raise DataError if the file has become shorter."""
-        first, batches = self._batches_from(start)
-        if self._iterator is None or start < self._first or first >= self._stop:
-            self._iterator, self._batch, self._first, self._stop = batches, None, first, first
+        first_of_group, batches = self._batches_from(start)
+        # Resume the open iterator, unless it is past ``start`` or before the row group with ``start``.
+        if self._iterator is None or start < self._first or first_of_group >= self._stop:
+            self._iterator = batches
+            self._batch = None
+            self._first = self._stop = first_of_group
         while start < stop:
-            if self._batch is None or start >= self._stop:
+            if self._batch is None or start >= self._stop:  # rows before ``start`` are skipped batch by batch
                 with self._data_errors():
                     self._batch = next(self._iterator or iter(()), None)
                 if self._batch is None:
@@ -213,7 +218,7 @@ class ArrowReader(TableReader):
 
 
 def _seekable(source: Source) -> Any:
-    """Open a source as a seekable file for pyarrow."""
+    """Open a source as a seekable file for pyarrow; a compressed one is decompressed into a temporary file first."""
     if source.compression is None:
         if storage.is_remote(source.path):
             return pa.PythonFile(storage.open_read(source.path), mode="r")
@@ -275,7 +280,7 @@ def _array(value: pa.Scalar) -> Any:
     return value.as_py() if value.values.null_count else value.values.to_numpy(zero_copy_only=False)
 
 
-def _row(source: Source, number: int, batch: pa.RecordBatch) -> dict[str, Any] | Dropped:
+def _convert_row(source: Source, number: int, batch: pa.RecordBatch) -> dict[str, Any] | Dropped:
     """Convert a batch of one row, or return a ``Dropped`` if a value cannot be converted or the row is too large."""
     try:
         (row,) = _as_python(batch)
@@ -349,20 +354,22 @@ class MegatronReader:
         # The index has three arrays: sizes (4 bytes) and offsets (8) of the sequences, and borders of documents (8).
         num_sequences = self._num_sequences
         borders = self._index_numbers(12 * num_sequences + 8 * start, stop - start + 1, "<i8")
-        first, last = int(borders[0]), int(borders[-1])
-        if first < 0 or last > num_sequences or (np.diff(borders) < 0).any():
+        first_sequence, stop_sequence = int(borders[0]), int(borders[-1])
+        if first_sequence < 0 or stop_sequence > num_sequences or (np.diff(borders) < 0).any():
             raise self._index_error(f"documents {start} to {stop} are outside of its {num_sequences} sequences")
-        sizes = self._index_numbers(4 * first, last - first, "<i4")
-        offsets = self._index_numbers(4 * num_sequences + 8 * first, last - first, "<i8")
+        count = stop_sequence - first_sequence
+        sizes = self._index_numbers(4 * first_sequence, count, "<i4")
+        offsets = self._index_numbers(4 * num_sequences + 8 * first_sequence, count, "<i8")
         sequences = []
         for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
             if offset < 0 or size < 0:
                 raise self._index_error(f"it has a sequence of {size} tokens at byte {offset}")
             sequences.append(self._read(self._tokens, offset, size, self._token_type))
-        documents, empty = [], np.zeros(0, self._token_type)
-        for begin, end in pairwise((borders - first).tolist()):
-            is_single = end == begin + 1
-            documents.append(sequences[begin] if is_single else np.concatenate([empty, *sequences[begin:end]]))
+        documents = []
+        no_tokens = np.zeros(0, self._token_type)  # a document may have no sequences
+        for begin, end in pairwise((borders - first_sequence).tolist()):
+            is_single = end == begin + 1  # then nothing is copied
+            documents.append(sequences[begin] if is_single else np.concatenate([no_tokens, *sequences[begin:end]]))
         return documents
 
     def close(self) -> None:
@@ -450,7 +457,7 @@ class TarReader:
         """Yield (pack number, JSON object with the bytes of its files) for the packs of a block."""
         number = block.first_row
         for number, (_, members) in enumerate(islice(self._packs(block.start), block.num_rows), block.first_row):
-            yield number, guard_row(self._source.label, number, self._row, number, members)
+            yield number, guard_row(self._source.label, number, self._read_pack, number, members)
         if number < block.first_row + block.num_rows - 1:
             raise changed_error(self._source, f"it ends at pack {number}")
 
@@ -472,7 +479,8 @@ class TarReader:
                 for member in archive:
                     if member.isreg() and not member.issparse():
                         yield member
-                end = archive.offset
+                end = archive.offset  # of the last member
+            # A complete tar file has an empty block after the last member; tarfile does not require it.
             self._file.seek(end)
             if self._file.read(tarfile.BLOCKSIZE) != _EMPTY_BLOCK:
                 raise DataError(f"{self._source.label} is damaged or truncated at byte {end:,}", remedy)
@@ -487,17 +495,19 @@ class TarReader:
         self._file.seek(member.offset_data)
         return self._file.read(member.size)
 
-    def _row(self, number: int, members: _Members) -> dict[str, Any] | Dropped:
+    def _read_pack(self, number: int, members: _Members) -> dict[str, Any] | Dropped:
         """Return the row of a pack; in its media, ``bytes`` replaces the name of a ``file``."""
         source, document = self._source, members.get("json")
         if document is None:
             names = ", ".join(sorted(members)[:8])
             return Dropped(source.label, number, "unknown_form", f"the pack has no .json file; its files are {names}")
-        row = parse_row(source, number, None if document.size > source.max_row_bytes else self._read(document))
+        is_too_large = document.size > source.max_row_bytes
+        row = parse_row(source, number, None if is_too_large else self._read(document))
         if isinstance(row, Dropped):
             return row
         for entry in _media_entries(row):
-            if isinstance(name := entry.pop("file", None), str):
+            name = entry.pop("file", None)
+            if isinstance(name, str):
                 if name not in members:
                     detail = f"the pack refers to {name}, which is not in the tar file"
                     return Dropped(source.label, number, "media_missing", detail)

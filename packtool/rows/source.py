@@ -228,9 +228,9 @@ class RowBlocks(Sequence[RowBlock]):
             assert step == 1, "a slice consists of consecutive blocks"
             high = max(low, high)
             return RowBlocks(self._columns[low:high], self._picks_of(low, high))
-        at = range(len(self))[at]
-        start, stop, first_row, num_rows = self._columns[at].tolist()
-        picks = self._picks_of(at, at + 1)
+        index = range(len(self))[at]  # not negative
+        start, stop, first_row, num_rows = self._columns[index].tolist()
+        picks = self._picks_of(index, index + 1)
         return RowBlock(start, stop, first_row, num_rows, None if picks is None else tuple(picks.tolist()))
 
     def __iter__(self) -> Iterator[RowBlock]:
@@ -291,30 +291,34 @@ def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) 
     per drawn row.
     """
     rng = np.random.default_rng(seed)
-    block_sizes = np.concatenate([blocks.rows_of_each for blocks in sources])
+    block_sizes = np.concatenate([blocks.rows_of_each for blocks in sources])  # rows of each block, int64 (blocks,)
     num_existing = int(block_sizes.sum())
     if not num_existing:
         return list(sources)
-    num_repeats, remainder = divmod(num_rows, num_existing)
-    # Decide how many rows of each block are drawn.
+    num_repeats, num_to_draw = divmod(num_rows, num_existing)
+    # Decide how many rows of each block are drawn, int64 (blocks,).
     if num_existing >= _MAX_HYPERGEOMETRIC:
-        drawn_rows = rng.choice(num_existing, remainder, replace=False, shuffle=False)
+        drawn_rows = rng.choice(num_existing, num_to_draw, replace=False, shuffle=False)
         blocks_of_rows = np.searchsorted(np.cumsum(block_sizes), drawn_rows, side="right")
         num_drawn = np.bincount(blocks_of_rows, minlength=len(block_sizes))
     else:
-        num_drawn = rng.multivariate_hypergeometric(block_sizes, remainder, method="marginals")
-    # Decide which rows, for some thousand blocks at a time.
-    positions = []
+        num_drawn = rng.multivariate_hypergeometric(block_sizes, num_to_draw, method="marginals")
+    # Decide which rows, for some thousand blocks at a time, because the draw needs a table of their rows.
+    chunks = []
     for first in range(0, len(block_sizes), _BLOCKS_PER_DRAW):
         chunk = slice(first, first + _BLOCKS_PER_DRAW)
-        positions.append(_draw_positions(block_sizes[chunk], num_drawn[chunk], num_repeats, rng))
-    # Distribute the blocks' numbers and positions to the sources.
+        chunks.append(_draw_positions(block_sizes[chunk], num_drawn[chunk], num_repeats, rng))
+    positions = np.concatenate(chunks)
+    # Give each source the numbers of used rows of its blocks, and their positions.
     num_used = num_drawn + num_repeats * block_sizes
-    used_by_source = np.split(num_used, np.cumsum([len(blocks) for blocks in sources])[:-1])
+    block_ends = np.cumsum([len(blocks) for blocks in sources])
+    used_by_source = np.split(num_used, block_ends[:-1])
     position_ends = np.cumsum([used.sum() for used in used_by_source])
-    positions_by_source = np.split(np.concatenate(positions), position_ends[:-1])
-    drawn = zip(sources, used_by_source, positions_by_source, strict=True)
-    return [blocks.picked(used, positions) for blocks, used, positions in drawn]
+    positions_by_source = np.split(positions, position_ends[:-1])
+    return [
+        blocks.picked(counts, picks)
+        for blocks, counts, picks in zip(sources, used_by_source, positions_by_source, strict=True)
+    ]
 
 
 def first_rows(sources: Sequence[RowBlocks], num_rows: int) -> list[RowBlocks]:
@@ -322,10 +326,12 @@ def first_rows(sources: Sequence[RowBlocks], num_rows: int) -> list[RowBlocks]:
     result = []
     for blocks in sources:
         sizes = blocks.rows_of_each
-        counts = np.clip(num_rows - (np.cumsum(sizes) - sizes), 0, sizes)
+        num_rows_before = np.cumsum(sizes) - sizes  # in the source, before each block
+        counts = np.clip(num_rows - num_rows_before, 0, sizes)
+        # 0, 1, ..., count - 1 for each block, concatenated
         positions = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         result.append(blocks.picked(counts, positions))
-        num_rows = max(0, num_rows - int(sizes.sum()))
+        num_rows = max(0, num_rows - int(sizes.sum()))  # still to take from the following sources
     return result
 
 
@@ -334,13 +340,14 @@ def _draw_positions(
 ) -> np.ndarray:
     """Draw positions of rows in B blocks; those of all blocks are concatenated, int16, ascending in each block.
 
-    ``counts``, int64 (B,), rows are drawn from each block without replacement; all are used ``num_repeats`` times more.
+    ``counts``, int64 (B,), rows are drawn from each block without replacement; in addition, every row is used
+    ``num_repeats`` times.
     """
-    width = int(block_sizes.max())
-    is_row = np.arange(width) < block_sizes[:, None]
-    keys = rng.random((len(block_sizes), width))
+    max_size = int(block_sizes.max())
+    is_row = np.arange(max_size) < block_sizes[:, None]  # (B, max_size)
+    keys = rng.random((len(block_sizes), max_size))
     keys[~is_row] = 2.0  # sorted last, never drawn
-    ranks = keys.argsort(axis=1).argsort(axis=1)
-    repeats = (ranks < counts[:, None]) + num_repeats * is_row
-    positions = np.broadcast_to(np.arange(width, dtype=np.int16), repeats.shape)
-    return np.repeat(positions.ravel(), repeats.ravel())
+    ranks = keys.argsort(axis=1).argsort(axis=1)  # the rows of the smallest keys are drawn
+    times_used = (ranks < counts[:, None]) + num_repeats * is_row
+    positions = np.broadcast_to(np.arange(max_size, dtype=np.int16), times_used.shape)
+    return np.repeat(positions.ravel(), times_used.ravel())

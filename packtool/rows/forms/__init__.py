@@ -79,11 +79,18 @@ def _detect(keys: _Keys, filled: _Keys, named: Pairs, formatting: str | None, wh
 
 
 def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, str]:
-    """Check the columns that the user named, and return the file's names by packtool's names."""
+    """Check the columns that the user named, and return the file's names by packtool's names.
+
+    Args:
+        named: pairs of packtool's name and the file's name, in either order; "" as the file's name disables a column.
+        keys: names of the file's columns.
+        where: name of the file in errors.
+    """
     columns = {}
     for name, column in named:
-        is_reverse = column in NAMES and name in keys
-        if is_reverse and not (name in NAMES and column in keys):
+        is_in_order = name in NAMES and column in keys
+        is_reversed = column in NAMES and name in keys
+        if is_reversed and not is_in_order:
             name, column = column, name
         if name not in NAMES and column not in NAMES:
             raise DataError(
@@ -102,32 +109,40 @@ def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, s
 
 
 def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
-    """Convert row ``number`` (0-based) to a sample by the form of its source, else by one detected from the row."""
+    """Convert row ``number`` (0-based) to a sample, by the form of its source or, if unknown, by the row's own form."""
     form_name, columns = source.form, source.columns
     if form_name is None:
         try:
             form_name, columns = detect([row], source.columns, None, "the row")
         except DataError as error:
             raise RowProblem("unknown_form", error.message.partition("\n")[0]) from error
-    form, fields, inline = FORMS[form_name], Fields(row, columns), InlineMedia(source)
-    content = formatted_prompt(form, fields, inline, source.prompt_format) or form.read(fields, inline)
-    channel = None if (value := fields.get("channel")) is None else str(value)
+    form = FORMS[form_name]
+    fields = Fields(row, columns)
+    message_media = InlineMedia(source)  # media in the messages are added while the contents are read
+    content = formatted_prompt(form, fields, message_media, source.prompt_format)
+    if content is None:
+        content = form.read(fields, message_media)
+    channel = fields.get("channel")
     common: dict[str, Any] = {"source": source.label, "row": number, "loss_scale": source.loss_scale}
     if isinstance(content, PreparedTokens):
-        common |= {f"{kind}s": refs for kind, refs in media_of(fields, inline).items()}
-        channel = channel if content.channels is None else None
-        return Sample(turns=(), channel=channel, is_text=content.trained is None, tokens=content, **common)
+        common |= {f"{kind}s": refs for kind, refs in media_of(fields, message_media).items()}
+        if channel is not None and content.channels is None:
+            common["channel"] = str(channel)
+        return Sample(turns=(), is_text=content.trained is None, tokens=content, **common)
     if isinstance(content, Segments):
+        turns = content.turns
         common |= {"control": content.control, "ends_text": content.ends_text}
-    turns, tools = (content.turns if isinstance(content, Segments) else content), _tools(fields)
+    else:
+        turns = content
+    tools = _tools(fields)
     # ms-swift writes a pretraining text as a single assistant turn.
     is_single_answer = len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
-    is_text = form is TEXT or (is_single_answer and tools is None and fields.get("system") is None)
-    is_text = is_text or isinstance(content, Segments)
+    is_text = isinstance(content, Segments) or form is TEXT
+    is_text = is_text or (is_single_answer and tools is None and fields.get("system") is None)
     if not is_text:
         turns = _with_system(turns, fields, source)
     responses = () if is_text else responses_of(fields, turns, source)
-    media = media_of(fields, inline)
+    media = media_of(fields, message_media)
     turns, num_marks_added = with_marks(turns, media)
     unmatched_mark = lone_mark(turns, media, fields, is_text=is_text, holds_media=source.holds_media)
     all_turns = [*turns, *(turn for response in responses for turn in response.turns)]
@@ -135,7 +150,7 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         turns=tuple(turns),
         images=media["image"],
         tools=tools,
-        channel=channel,
+        channel=None if channel is None else str(channel),
         num_marks_added=num_marks_added,
         videos=media["video"],
         audios=media["audio"],
@@ -149,24 +164,25 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
 
 
 def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
-    """Check the first rows of a file for media in a column with an unknown name.
+    """Check that the first rows of a file do not have their media in a column with an unknown name.
 
-    DataError, with the option to use, if no row is usable and all lack media that the same column seems to contain.
+    DataError, with the option that names the column, if no row can be used, and each row that has media placeholders
+    without media seems to have these media in the same unknown column.
     """
-    problems: list[LoneMark] = []
+    lone_marks: list[LoneMark] = []
     for number, row in enumerate(rows):
         try:
             to_sample(row, source, number)
             return  # a usable row, usually the first
         except LoneMark as problem:
-            problems.append(problem)
+            lone_marks.append(problem)
         except RowProblem:
-            pass
+            pass  # the row is dropped later
         except BaseException as error:
-            unexpected_drop(source.label, number, error)  # raises errors that are not the row's
-    columns = {problem.column for problem in problems}
+            unexpected_drop(source.label, number, error)  # raises an error that the row has not caused
+    columns = {problem.column for problem in lone_marks}  # "" stands for no such column
     if len(columns) == 1 and "" not in columns:
-        kind, column = problems[0].kind, problems[0].column
+        kind, column = lone_marks[0].kind, lone_marks[0].column
         mark = MEDIA_MARKS[kind]
         raise DataError(
             f"{source.label}: the rows have {mark} placeholders but no {kind}s; the column {column!r} seems to contain "
@@ -176,10 +192,10 @@ def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
 
 
 def _with_system(turns: list[Turn], fields: Fields, source: Source) -> list[Turn]:
-    """Return the turns; if they have no system prompt, with that of the row's column or of ``--system`` before them.
+    """Return the turns, with a system prompt in front if they have none.
 
-    Raises RowProblem unless the next turn is the user's. The chat template checks the order of later turns; a last turn
-    without an answer is context.
+    It is the value of the row's column ``system``, else the one of ``--system``. RowProblem if the first other turn is
+    not the user's; the chat template checks the order of later turns.
     """
     roles = [turn.role for turn in turns if turn.role != "system"]
     if not roles:

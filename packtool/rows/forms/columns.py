@@ -179,21 +179,24 @@ class Columns:
                 columns[name] = candidates[0]
 
     def _candidates(self, name: str) -> list[str]:
-        return [self._keys[usual] for usual in NAMES[name] if usual in self._keys]
+        """Return the columns of the file that have a usual name of column ``name``, packtool's own name first."""
+        return [self._keys[usual_name] for usual_name in NAMES[name] if usual_name in self._keys]
 
     def has(self, name: str) -> bool:
         """Return whether the file has a column with this name in upper or lower case."""
         return name in self._keys
 
     def find(self, name: str, as_name: str | None = None) -> str | None:
-        """Return the file's name of a column, None if there is none; add it to ``columns`` as ``as_name`` or ``name``.
+        """Return the file's name of column ``name``, None if there is none, and store it in ``columns``.
 
-        DataError if several columns have a usual name of it, and none has ``name`` itself.
+        It is stored as ``as_name`` if the form uses the column under another name, and a column that the user named
+        ``as_name`` is returned instead. DataError if several columns have a usual name of ``name``, and none ``name``
+        itself.
         """
-        as_name = as_name or name
+        stored_name = as_name or name
         if name in self.columns:
-            self.columns[as_name] = self.columns[name]
-        elif as_name not in self.columns:
+            self.columns[stored_name] = self.columns[name]
+        elif stored_name not in self.columns:
             candidates = self._candidates(name)
             if name not in self._keys and len(candidates) > 1:
                 raise DataError(
@@ -201,5 +204,5 @@ class Columns:
                     f"Choose one, for example --columns {name}={candidates[0]}",
                 )
             if candidates:
-                self.columns[as_name] = candidates[0]
-        return self.columns.get(as_name)
+                self.columns[stored_name] = candidates[0]
+        return self.columns.get(stored_name)

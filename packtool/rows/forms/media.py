@@ -54,50 +54,52 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
 class InlineMedia:
     """Media in the contents of a row's messages, by kind in the order of their marks, collected as messages are read.
 
-    ``num_open`` counts message parts by kind without a medium; the row's columns must provide these media.
+    ``num_empty_parts`` counts, by kind, the message parts without a medium; the row's columns must provide these media.
     """
 
     source: Source
     refs: dict[str, list[MediaRef]] = field(default_factory=dict)
-    num_open: dict[str, int] = field(default_factory=dict)
+    num_empty_parts: dict[str, int] = field(default_factory=dict)
 
     def add(self, kind: str, value: Any) -> str:
         """Add a medium and return its mark; None or "" stands for a medium in the row's columns."""
         if value is None or value == "":
-            self.num_open[kind] = self.num_open.get(kind, 0) + 1
+            self.num_empty_parts[kind] = self.num_empty_parts.get(kind, 0) + 1
         else:
             self.refs.setdefault(kind, []).append(media_ref(kind, value, self.source))
         return MEDIA_MARKS[kind]
 
 
 def media_of(fields: Fields, inline: InlineMedia) -> dict[MediaKind, tuple[MediaRef, ...]]:
-    """Return all media of a row by kind, from its messages or from its columns ``images``, ``videos``, ``audios``."""
+    """Return all media of a row by kind: those in its messages (``inline``), or those in its column for the kind."""
     media = {}
     for kind in MEDIA_KINDS:
         name = f"{kind}s"
         value = fields.get(name)
-        if isinstance(value, str) and value.lstrip().startswith("["):
+        if isinstance(value, str) and value.lstrip().startswith("["):  # a list as JSON text
             value = fields.parsed(name)
-        if isinstance(value, (str, Mapping)) or _is_bytes(value):
+        if isinstance(value, (str, Mapping)) or _is_bytes(value):  # a single medium
             value = [value]
         if value is not None and not isinstance(value, Sequence):
             raise RowProblem("invalid_media", f"{name!r} is a {type(value).__name__}, not a list")
         column_refs = [media_ref(kind, item, inline.source, i) for i, item in enumerate(value or ())]
         message_refs = inline.refs.get(kind)
         if column_refs and message_refs:
-            counts = f"the messages contain {len(message_refs)} {kind}s and {name!r} {len(column_refs)} more"
-            raise RowProblem(f"{kind}_marks", f"{counts}; their order is unknown")
-        if not column_refs and (num_open := inline.num_open.get(kind)):
-            detail = f"{num_open} {kind} parts of the messages have no {kind}, and neither has the row"
+            detail = f"the messages contain {len(message_refs)} {kind}s and {name!r} {len(column_refs)} more"
+            raise RowProblem(f"{kind}_marks", f"{detail}; their order is unknown")
+        num_empty_parts = inline.num_empty_parts.get(kind, 0)
+        if num_empty_parts and not column_refs:
+            detail = f"{num_empty_parts} {kind} parts of the messages have no {kind}, and neither has the row"
             raise RowProblem(f"{kind}_marks", detail)
         media[kind] = tuple(column_refs or message_refs or ())
     return media
 
 
 def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: int = 0) -> MediaRef:
-    """Read a medium: a path, a URL, a data URI, base64, bytes, ``{bytes, path}``, or a list of the frames of a video.
+    """Read a medium: a path, a URL, a data URI, base64, bytes, an object, or a list of the frames of a video.
 
-    ``position`` is its number in its list, for messages; ``depth`` counts the objects and lists around ``value``.
+    Objects and lists of frames contain media in turn; ``depth`` counts those around ``value``. ``position`` is the
+    number of the medium in its list, for messages.
     """
     name = f"{kind} {position}"
     if depth > _MAX_NESTING:
@@ -109,7 +111,8 @@ def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: i
     if isinstance(value, Mapping):
         ref = _ref_from_object(kind, name, value, source, depth)
         limits = _limits(kind, name, value, has_frames=bool(ref.frames))
-        ref = replace(ref, limits=(*limits, *ref.limits)) if limits else ref
+        if limits:  # limits of an inner object come last, and so take precedence
+            ref = replace(ref, limits=(*limits, *ref.limits))
         return _clipped(ref, name, value) if kind == "video" else ref
     if isinstance(value, (list, tuple)) and value and kind == "video":
         frames = tuple(media_ref("image", frame, source, i, depth + 1) for i, frame in enumerate(value))
@@ -118,23 +121,25 @@ def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: i
 
 
 def _ref_from_object(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:
-    """Read the medium in an object, without its limits and clip; ``name`` is for messages."""
-    data = value.get("bytes")
-    if isinstance(data, str):
-        return MediaRef(path=None, data=_decoded(name, data))
-    if data is not None:
-        if not _is_bytes(data):
-            raise RowProblem("invalid_media", f"{name} has a {type(data).__name__} as 'bytes'")
-        return MediaRef(path=None, data=bytes(data))
-    data = value.get("data")
-    if isinstance(data, str):
-        return _ref_from_text(name, data, source) if ":" in data else MediaRef(path=None, data=_decoded(name, data))
+    """Read the medium in an object, with its frame times but without its limits and clip; ``name`` is for messages."""
+    content = value.get("bytes")
+    if isinstance(content, str):
+        return MediaRef(path=None, data=_decoded(name, content))
+    if content is not None:
+        if not _is_bytes(content):
+            raise RowProblem("invalid_media", f"{name} has a {type(content).__name__} as 'bytes'")
+        return MediaRef(path=None, data=bytes(content))
+    text = value.get("data")
+    if isinstance(text, str):
+        is_base64 = ":" not in text  # a data URI or a URL has a colon
+        return MediaRef(path=None, data=_decoded(name, text)) if is_base64 else _ref_from_text(name, text, source)
     keys = (*_MEDIUM_KEYS, kind, f"{kind}_url", "frames")
-    inner = next((value[key] for key in keys if value.get(key)), None)
-    if inner is None:
+    inner_value = next((value[key] for key in keys if value.get(key)), None)
+    if inner_value is None:
         raise RowProblem("invalid_media", f"{name} has no bytes, path or URL; its keys are: {listed(value)}")
-    ref = media_ref(kind, inner, source, depth=depth + 1)
-    if kind == "video" and (milliseconds := _milliseconds(name, value, ref)):
+    ref = media_ref(kind, inner_value, source, depth=depth + 1)
+    milliseconds = _milliseconds(name, value, ref) if kind == "video" else ()
+    if milliseconds:
         return replace(ref, milliseconds=milliseconds)
     fps = value.get("fps", value.get("sample_fps"))
     if fps is None or not ref.frames:
@@ -143,13 +148,18 @@ def _ref_from_object(kind: str, name: str, value: Mapping[str, Any], source: Sou
 
 
 def _milliseconds(name: str, value: Mapping[str, Any], ref: MediaRef) -> tuple[int, ...]:
-    """Return the time of each frame of a video listed as frames, from ``seconds``; empty if the object has none."""
-    times, unit = value.get("seconds"), _PER_SECOND
-    if is_measured(value) and value.get("fps") == _PER_SECOND:  # caches store milliseconds as indices
-        times, unit = value.get("indices"), 1
+    """Return the time of each frame of video ``ref``, from the list ``seconds`` of its object ``value``.
+
+    Empty if the object has no such list: a file has no listed frames, and its ``seconds`` may be its length.
+    """
+    times = value.get("seconds")
+    milliseconds_per_unit = _PER_SECOND
+    if is_measured(value) and value.get("fps") == _PER_SECOND:
+        times = value.get("indices")  # packtool's caches and packs store the milliseconds here
+        milliseconds_per_unit = 1
     elif times is not None and value.get("fps", value.get("sample_fps")) is not None:
         raise RowProblem("invalid_seconds", f"{name} has both fps and seconds; give one of them")
-    if times is None or (not ref.frames and not is_list(times)):  # of a file: its length, perhaps
+    if times is None or (not ref.frames and not is_list(times)):
         return ()
     if not is_list(times) or len(times) != len(ref.frames):
         count = f"{len(times)} times" if is_list(times) else shown(times)
@@ -157,7 +167,7 @@ def _milliseconds(name: str, value: Mapping[str, Any], ref: MediaRef) -> tuple[i
     previous = -1.0
     for time in times:
         number = finite(time)
-        if number is None or not 0 <= number * unit <= _MAX_SECONDS * _PER_SECOND:
+        if number is None or not 0 <= number * milliseconds_per_unit <= _MAX_SECONDS * _PER_SECOND:
             detail = f"{name} has {shown(time)} in seconds; they must be numbers from 0 to {_MAX_SECONDS:,}"
             raise RowProblem("invalid_seconds", detail)
         if number <= previous:
@@ -165,23 +175,28 @@ def _milliseconds(name: str, value: Mapping[str, Any], ref: MediaRef) -> tuple[i
                 "invalid_seconds", f"{name} has {number:g} after {previous:g} in seconds; they must ascend"
             )
         previous = number
-    return tuple(round(time * unit) for time in times)
+    return tuple(round(time * milliseconds_per_unit) for time in times)
 
 
 def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool) -> list[tuple[str, float]]:
-    """Return (name, value) of a medium's size limits; ``fps`` of a list of frames is their rate, not a limit."""
-    unsupported = FIXED if kind == "video" else (*FIXED, *CLIP)
-    if keys := [key for key in unsupported if value.get(key) is not None]:
-        supported = ", ".join(LIMITS[kind]) or "none"
-        raise RowProblem("media_limits", f"{name} has {keys[0]}, which is not supported; supported are {supported}")
+    """Return (name, value) of the size limits in a medium's object; ``name`` is for messages.
+
+    ``has_frames``: the video is a list of frames, whose ``fps`` is the rate of these frames and not a limit.
+    """
+    unsupported_keys = FIXED if kind == "video" else (*FIXED, *CLIP)
+    for key in unsupported_keys:
+        if value.get(key) is not None:
+            supported = ", ".join(LIMITS[kind]) or "none"
+            raise RowProblem("media_limits", f"{name} has {key}, which is not supported; supported are {supported}")
     limits = []
     for key in LIMITS[kind]:
         limit = value.get(key)
-        # In a video that packtool measured, fps is the rate of the file.
-        if limit is None or (key == "fps" and (has_frames or is_measured(value))):
+        if limit is None:
             continue
         if key == "fps":
-            limits.append((key, _frame_rate(name, limit, "media_limits")))
+            # In a video that packtool measured, too, fps is no limit but the rate of the file.
+            if not has_frames and not is_measured(value):
+                limits.append((key, _frame_rate(name, limit, "media_limits")))
             continue
         number = finite(limit)
         if number is None or number < 1:
@@ -300,26 +315,27 @@ class LoneMark(RowProblem):
 
 
 def with_marks(turns: list[Turn], media: Mapping[MediaKind, Sequence[MediaRef]]) -> tuple[list[Turn], int]:
-    """Add missing marks, so that there is one for each medium; return the turns and the number of added marks.
+    """Add the marks that media lack in the texts; return the turns and the number of added marks.
 
-    They precede the first user turn's text: videos, then audio, then images, as in ms-swift. Marks of kinds without
-    media stay as they are; ``lone_mark`` checks them. More marks than media of a kind are a RowProblem.
+    Added marks precede the text of the first user turn: videos, then audio, then images, as in ms-swift. RowProblem if
+    the texts have more marks of a kind than the row has media; marks of a kind without media are left to ``lone_mark``.
     """
-    added = ""
+    added_marks: list[str] = []
     for kind in ("video", "audio", "image"):
-        if not media[kind]:
+        num_media = len(media[kind])
+        if num_media == 0:
             continue
-        mark, num_media = MEDIA_MARKS[kind], len(media[kind])
+        mark = MEDIA_MARKS[kind]
         num_marks = sum(turn.content.count(mark) for turn in turns)
         if num_marks > num_media:
             detail = f"the texts have {num_marks} {mark} placeholders, but the row has {num_media} {kind}s"
             raise RowProblem(f"{kind}_marks", detail)
-        added += mark * (num_media - num_marks)
-    if not added:
+        added_marks += [mark] * (num_media - num_marks)
+    if not added_marks:
         return turns, 0
-    first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-    marked = replace(turns[first], content=added + turns[first].content)
-    return [*turns[:first], marked, *turns[first + 1 :]], added.count("<")
+    target = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
+    marked_turn = replace(turns[target], content="".join(added_marks) + turns[target].content)
+    return [*turns[:target], marked_turn, *turns[target + 1 :]], len(added_marks)
 
 
 def could_hold_media(row: Mapping[str, Any], columns: Pairs = ()) -> bool:
@@ -378,13 +394,17 @@ def lone_mark(
     is_text: bool,
     holds_media: bool = True,
 ) -> str:
-    """Return a kind of media that a question has a mark for, but the row lacks; "" if there is none.
+    """Return a kind of media for which a question has a mark, but the row has no medium; "" if there is none.
 
-    A model that supports this kind must not be trained on the row; for others the mark is plain text. LoneMark is
-    raised if the row has lost its medium, so no model must be trained on it.
+    The caller drops the row if the model supports this kind; for other models the mark is plain text.
 
     Args:
+        is_text: the turns are a pretraining text or segments, which have no questions.
         holds_media: whether a column of the row's file could contain media.
+
+    Raises:
+        LoneMark: the row has lost its medium, so no model must be trained on it: its column for this kind is empty, or
+            the medium seems to be in a column with an unknown name.
     """
     lone_kind = ""
     if not any("<" in turn.content for turn in turns):
@@ -403,8 +423,8 @@ def lone_mark(
             continue
         if column:
             raise LoneMark(kind, column, lone_mark_detail(kind, column))
-        if holds_media or could_hold_media(fields.row):
-            lone_kind = lone_kind or kind
+        if not lone_kind and (holds_media or could_hold_media(fields.row)):
+            lone_kind = kind
     return lone_kind
 
 

@@ -65,18 +65,23 @@ class Content:
 
 
 def content_of(label: str, value: Any, inline: InlineMedia, is_tool: bool = False) -> Content:
-    """Read the content of a message: text, a number, or a list of parts; its media are added to ``inline``.
+    """Read the content of a message: text, a number, or a list of parts, whose media are added to ``inline``.
 
-    ``is_tool`` allows any JSON value, written as JSON; ``label`` is the message, in errors.
+    Args:
+        label: name of the message in errors.
+        is_tool: the message is a tool's, whose content may be any JSON value; it is written as JSON text.
     """
     if isinstance(value, str):
         return Content(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):  # some columns have both texts and numbers
         if isinstance(value, float) and finite(value) is None:
             raise RowProblem("invalid_content", f"{label} has the number {value} as content, which is not text")
-        return Content(str(value))  # in a column with texts and numbers
+        return Content(str(value))
     is_parts = isinstance(value, (list, tuple)) and all(isinstance(part, (str, Mapping)) for part in value)
-    if is_parts and (not is_tool or all(isinstance(part, str) or _type_of(part) in _PART_TYPES for part in value)):
+    if is_parts and is_tool:
+        # A list of objects of other types is the tool's result, and not a list of parts.
+        is_parts = all(isinstance(part, str) or _type_of(part) in _PART_TYPES for part in value)
+    if is_parts:
         content = Content()
         for part in value:
             _add_part(content, label, part, inline)
@@ -99,24 +104,24 @@ def _type_of(part: Mapping[str, Any]) -> str:
 
 
 def _add_part(content: Content, label: str, part: str | Mapping[str, Any], inline: InlineMedia) -> None:
-    """Add a part of a message to its content, and a medium in it to ``inline``."""
+    """Add a part of a message to its content, and a medium in it to ``inline``; ``label`` is the message, in errors."""
     if isinstance(part, str):
         content.text += part
         return
     kind = _type_of(part)
     if kind in _TEXT_TYPES:
-        content.text += _text(label, kind, _first_value(part, (kind, "text", "content", "value")))
-        flag = _first_value(part, ("train", "weight"))
-        if flag not in (None, 0, 1):
+        content.text += _text_of_part(label, kind, _first_value(part, (kind, "text", "content", "value")))
+        is_trained = _first_value(part, ("train", "weight"))
+        if is_trained not in (None, 0, 1):  # true and false are equal to 1 and 0
             raise RowProblem(
-                "invalid_row", f"{label} has a text part with train {shown(flag)}; it must be true or false"
+                "invalid_row", f"{label} has a text part with train {shown(is_trained)}; it must be true or false"
             )
-        content.trained.add(flag)
+        content.trained.add(is_trained)
     elif kind in _MEDIA_TYPES:
-        content.text += inline.add(_MEDIA_TYPES[kind], _medium(label, kind, part))
+        content.text += inline.add(_MEDIA_TYPES[kind], _medium_of_part(label, kind, part))
     elif kind in ("thinking", "reasoning"):
-        content.reasoning += _text(label, kind, _first_value(part, (kind, "value")))
-    elif kind == "tool_call":  # of LLaMA-Factory's v1 format
+        content.reasoning += _text_of_part(label, kind, _first_value(part, (kind, "value")))
+    elif kind == "tool_call":  # of LLaMA-Factory's v1 format: one call or a list of calls, perhaps as JSON text
         calls = part.get("value")
         if isinstance(calls, str):
             calls = parse_cell(calls, "invalid_tool_call", f"a tool_call part of {label} is not JSON")
@@ -131,17 +136,18 @@ def _add_part(content: Content, label: str, part: str | Mapping[str, Any], inlin
     elif kind == "tool_result":
         value = part.get("content")
         result = content_of(f"the tool_result of {label}", "" if value is None else value, inline, is_tool=True)
-        extra = {"tool_call_id": part["tool_use_id"]} if part.get("tool_use_id") else {}
         if content.text:
             # Results become turns before the text, so a result after text would change the order.
             raise RowProblem("invalid_content", f"{label} has a tool_result after text; it must come before the text")
+        extra = {"tool_call_id": part["tool_use_id"]} if part.get("tool_use_id") else {}
         content.results.append(Turn("tool", result.text, extra))
     else:
         detail = f"{label} has a part of type {shown(kind)}; its keys are: {listed(part)}"
         raise RowProblem("invalid_content", detail)
 
 
-def _text(label: str, kind: str, value: Any) -> str:
+def _text_of_part(label: str, kind: str, value: Any) -> str:
+    """Return the text of a content part of type ``kind``, whose ``value`` was found under one of its usual keys."""
     if isinstance(value, Mapping):
         value = value.get("value")  # OpenAI's Assistants API writes {"value": text}
     if not isinstance(value, str):
@@ -149,20 +155,22 @@ def _text(label: str, kind: str, value: Any) -> str:
     return value
 
 
-def _medium(label: str, part_type: str, part: Mapping[str, Any]) -> Any:
+def _medium_of_part(label: str, part_type: str, part: Mapping[str, Any]) -> Any:
     """Return the medium of a part, with its limits and clip, for ``media_ref``; None if the row's columns have it."""
     kind = _MEDIA_TYPES[part_type]
     value = next((part[key] for key in (part_type, kind, f"{kind}_url", *_MEDIUM_KEYS) if part.get(key)), None)
     limits = {key: part[key] for key in (*LIMITS[kind], *FIXED, *CLIP, "seconds") if part.get(key) is not None}
-    if not isinstance(value, Mapping):
-        if isinstance(value, (list, tuple)) and kind == "video" and part.get("fps"):
-            return {**limits, "frames": value, "fps": part["fps"]}
-        return {**limits, "path" if isinstance(value, str) else "frames": value} if limits and value else value
-    if value.get("type") == "base64" or (part_type == "input_audio" and "data" in value):
-        if not isinstance(value.get("data"), str):
-            raise RowProblem("invalid_media", f"{label} has a part of type {part_type} without data")
-        return {**limits, "bytes": value["data"].partition("base64,")[2] or value["data"]}
-    return {**limits, **value}
+    if isinstance(value, Mapping):
+        if value.get("type") == "base64" or (part_type == "input_audio" and "data" in value):
+            if not isinstance(value.get("data"), str):
+                raise RowProblem("invalid_media", f"{label} has a part of type {part_type} without data")
+            return {**limits, "bytes": value["data"].partition("base64,")[2] or value["data"]}
+        return {**limits, **value}
+    if isinstance(value, (list, tuple)) and kind == "video" and part.get("fps"):
+        return {**limits, "frames": value, "fps": part["fps"]}
+    if limits and value:
+        return {**limits, "path" if isinstance(value, str) else "frames": value}
+    return value
 
 
 _CALL = "tool_call"
@@ -216,18 +224,21 @@ def _tags_of(pairs: Pairs) -> _Tags:
 
 
 def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
-    """Return the turns of a list of messages, and add media in their contents to ``inline``."""
+    """Return the turns of a list of messages, and add media in their contents to ``inline``.
+
+    Consecutive tool calls, or a text of the assistant and the calls after it, become one turn.
+    """
     if not is_list(messages) or not messages:
         problem = "is empty" if not messages else f"is a {type(messages).__name__}, not a list of messages"
         raise RowProblem("empty_conversation", f"'messages' {problem}")
     tags = _tags_of(inline.source.tags)
     turns: list[Turn] = []
-    after_call = False
+    is_after_call = False  # the message before was a tool call, whose turn is the last one
     for i, message in enumerate(messages):
         plain_turn = _plain_turn(message, tags)
         if plain_turn is not None:
             turns.append(plain_turn)
-            after_call = False
+            is_after_call = False
             continue
         for label, single_message in _single_messages(f"message {i}", message, tags):
             role_name = _first_value(single_message, tags.role_keys)
@@ -236,15 +247,16 @@ def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
                 detail = f"{label} has the unknown role {shown(role_name)}; known roles are {', '.join(tags.roles)}"
                 raise RowProblem("unknown_role", detail)
             if role != _CALL:
-                turns += _turns(label, role, single_message, inline, tags)
-                after_call = False
+                turns += _turns_of_message(label, role, single_message, inline, tags)
+                is_after_call = False
                 continue
-            # Consecutive calls, or a text of the assistant and the calls after it, are one turn.
-            turn = _call_turn(label, single_message, tags)
-            if turns and turns[-1].role == "assistant" and (after_call or not turns[-1].extra.get("tool_calls")):
-                turn = _joined(turns.pop(), turn)
-            turns.append(turn)
-            after_call = True
+            call_turn = _call_turn(label, single_message, tags)
+            follows_assistant = bool(turns) and turns[-1].role == "assistant"
+            if follows_assistant and (is_after_call or not turns[-1].extra.get("tool_calls")):
+                turns[-1] = _with_calls(turns[-1], call_turn)
+            else:
+                turns.append(call_turn)
+            is_after_call = True
     return turns
 
 
@@ -286,27 +298,32 @@ def _normalized(role: str) -> str:
     return role.strip().lower().replace("-", "_")
 
 
-def _turns(label: str, role: str, message: Mapping[str, Any], inline: InlineMedia, tags: _Tags) -> list[Turn]:
-    """Return the turns of the tool results in a message, then its own turn if it has text or no results."""
+def _turns_of_message(
+    label: str, role: str, message: Mapping[str, Any], inline: InlineMedia, tags: _Tags
+) -> list[Turn]:
+    """Return the turns of the tool results in a message, then its own turn unless it has only results."""
     value = _first_value(message, tags.content_keys)
     extra = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
-    if calls := _tool_calls(label, message):
+    calls = _tool_calls(label, message)
+    if calls:
         extra["tool_calls"] = calls
     if value is None and extra.keys() & {"tool_calls", "reasoning_content", "thinking", "reasoning"}:
-        value = ""
+        value = ""  # such a message needs no content
     content = content_of(f"{label} ({role})", value, inline, is_tool=role == "tool")
     if content.tool_calls:
-        extra["tool_calls"] = [*extra.get("tool_calls", ()), *content.tool_calls]
+        extra["tool_calls"] = [*calls, *content.tool_calls]
     if content.reasoning:
         extra.setdefault("reasoning_content", content.reasoning)
     if content.results and not content.text:
         return content.results
-    loss, scale = _loss(label, message)
+    loss, loss_scale = _loss(label, message)
     if len(content.trained) > 1:
         detail = f"{label} trains only a part of its texts ('train'); packtool trains or masks entire messages"
         raise RowProblem("invalid_row", f"{detail}: use segments, or one message for each part")
-    loss = next((bool(flag) for flag in content.trained if flag is not None), loss)
-    return [*content.results, Turn(role, content.text, extra, loss, scale)]
+    flag_of_parts = next(iter(content.trained), None)  # all parts have the same flag, or none
+    if flag_of_parts is not None:
+        loss = bool(flag_of_parts)
+    return [*content.results, Turn(role, content.text, extra, loss, loss_scale)]
 
 
 def _tool_calls(label: str, message: Mapping[str, Any]) -> list[Any]:
@@ -344,14 +361,14 @@ def _as_call(label: str, call: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
 
 
-def _joined(turn: Turn, call: Turn) -> Turn:
-    """Append the calls of one assistant turn to another."""
-    calls = [*turn.extra.get("tool_calls", ()), *call.extra["tool_calls"]]
+def _with_calls(turn: Turn, call_turn: Turn) -> Turn:
+    """Return an assistant turn with the calls of another added, whose loss settings take precedence if it has any."""
+    calls = [*turn.extra.get("tool_calls", ()), *call_turn.extra["tool_calls"]]
     return replace(
         turn,
         extra={**turn.extra, "tool_calls": calls},
-        loss=turn.loss if call.loss is None else call.loss,
-        loss_scale=turn.loss_scale if call.loss_scale is None else call.loss_scale,
+        loss=turn.loss if call_turn.loss is None else call_turn.loss,
+        loss_scale=turn.loss_scale if call_turn.loss_scale is None else call_turn.loss_scale,
     )
 
 
@@ -382,7 +399,10 @@ def _weight(what: str, value: Any) -> float:
 
 
 def responses_of(fields: Fields, turns: Sequence[Turn], source: Source) -> tuple[Response, ...]:
-    """Return the responses of a row whose turns end without an answer, without those of weight 0; () for other rows."""
+    """Return the accepted responses of a row, without those of weight 0.
+
+    The result is empty if ``turns``, the row's conversation, ends with an answer, or if the row has no responses.
+    """
     if (turns and turns[-1].role == "assistant") or fields.get("responses") is None:
         return ()
     values = fields.parsed("responses")
@@ -395,11 +415,11 @@ def responses_of(fields: Fields, turns: Sequence[Turn], source: Source) -> tuple
         detail = f"'response_weights' is {shown(weights)}, not a list with a weight for each of {len(values)} responses"
         raise RowProblem("invalid_row", detail)
     weights = [_weight("a response has the weight", weight) for weight in weights]
-    answers = [tuple(_response_turns(f"response {number}", value, source)) for number, value in enumerate(values)]
-    responses = tuple(Response(turns, weight) for turns, weight in zip(answers, weights, strict=True) if weight)
+    answers = [_response_turns(f"response {number}", value, source) for number, value in enumerate(values)]
+    responses = [Response(tuple(answer), weight) for answer, weight in zip(answers, weights, strict=True) if weight]
     if not responses:
         raise RowProblem("invalid_row", "all responses have the weight 0")
-    return responses
+    return tuple(responses)
 
 
 def _response_turns(label: str, value: Any, source: Source) -> list[Turn]:
@@ -413,7 +433,7 @@ def _response_turns(label: str, value: Any, source: Source) -> list[Turn]:
         turns = [Turn("assistant", content_of(label, value, inline).text)]
     if turns[0].role != "assistant" or turns[-1].role != "assistant":
         raise RowProblem("role_order", f"{label} must begin and end with an assistant turn")
-    if inline.refs or inline.num_open:
+    if inline.refs or inline.num_empty_parts:
         raise RowProblem("invalid_media", f"{label} contains a medium; media are only allowed before the responses")
     return turns
 

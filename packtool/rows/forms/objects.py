@@ -29,22 +29,23 @@ _MAX_COORDINATES: Mapping[BboxType, float] = {"norm1": 1, "norm1000": 1000}
 
 
 def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Objects | None:
-    """Read ``objects`` and ``bbox_type`` of a row with ``num_images``; None if they have no effect on its ``turns``."""
-    value, row_unit = fields.parsed("objects"), fields.get("bbox_type")
+    """Read the columns ``objects`` and ``bbox_type`` of a row; None if they have no effect on its ``turns``."""
+    value = fields.parsed("objects")
+    row_unit = fields.get("bbox_type")
     if not value:
-        # Where boxes are likely, a mark without an object is an error; elsewhere it is plain text.
+        # With images or an empty column, a mark for a box or a name is an error; in other rows it is plain text.
         may_have_marks = any(BOX_MARK in turn.content or NAME_MARK in turn.content or turn.extra for turn in turns)
         if may_have_marks and (num_images or fields.has("objects")):
-            _check_count(fields, turns, Objects())
-        has_boxes = row_unit and any(JSON_KEY in text for turn in turns for text in turn.texts)
-        return Objects(unit=_unit(row_unit)) if has_boxes else None
+            _check_num_marks(fields, turns, Objects())
+        has_json_boxes = row_unit and any(JSON_KEY in text for turn in turns for text in turn.texts)
+        return Objects(unit=_unit(row_unit)) if has_json_boxes else None
     if isinstance(value, Mapping):
         objects = _read_object(value, num_images, row_unit)
     elif isinstance(value, Sequence) and not isinstance(value, str):
         objects = _read_object_list(value, turns, num_images)
     else:
         raise RowProblem("invalid_objects", f"'objects' is {shown(value)}, not an object or a list of objects")
-    _check_count(fields, turns, objects)
+    _check_num_marks(fields, turns, objects)
     return objects if objects != Objects() else None
 
 
@@ -67,43 +68,51 @@ def corners_of(value: Any, label: str, unit: BboxType) -> tuple[float, ...]:
 
 
 def _read_object(value: Mapping[str, Any], num_images: int, row_unit: Any) -> Objects:
-    """Read ms-swift's format; ``row_unit`` is the row's ``bbox_type``, used if ``objects`` has none."""
+    """Read ms-swift's format, one object with lists; ``row_unit`` is the row's ``bbox_type``, used if it has none."""
     unit = _unit(value.get("bbox_type") or row_unit)
-    names, boxes, image_ids = (_list_of(value, key) for key in ("ref", "bbox", "image_id"))
+    names = _list_of(value, "ref")
+    boxes = _list_of(value, "bbox")
+    image_ids = _list_of(value, "image_id")
     for number, name in enumerate(names):
         _check_name(name, f"'ref' {number} of 'objects'")
-    for number, image in enumerate(image_ids):
-        _check_image(image, f"'image_id' {number} of 'objects'", num_images)
+    for number, image_id in enumerate(image_ids):
+        _check_image(image_id, f"'image_id' {number} of 'objects'", num_images)
     if not boxes:
         # The unit and the images are for boxes that are written as JSON in the texts.
         return Objects(tuple(names), unit=unit, images=tuple(image_ids))
-    if image_ids and len(image_ids) != len(boxes):
+    image_ids = image_ids or [0] * len(boxes)
+    if len(image_ids) != len(boxes):
         detail = f"'objects' has {len(boxes)} bbox but {len(image_ids)} image_id; write one image_id for each bbox"
         raise RowProblem("invalid_objects", detail)
     regions = [
-        _regions(box, f"'bbox' {number} of 'objects'", image, unit or "real", num_images)
-        for number, (box, image) in enumerate(zip(boxes, image_ids or [0] * len(boxes), strict=True))
+        _regions(box, f"'bbox' {number} of 'objects'", image_id, unit or "real", num_images)
+        for number, (box, image_id) in enumerate(zip(boxes, image_ids, strict=True))
     ]
     return Objects(tuple(names), tuple(regions))
 
 
 def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: int) -> Objects:
-    """Read ms-swift's format before version 3, in which texts may have marks for names only, or for boxes only."""
-    names, boxes = list[str](), list[tuple[Region, ...]]()
+    """Read ms-swift's format before version 3: a list with an object for each name and its box.
+
+    Its texts may have marks for names only, or for boxes only; then the result lacks the other kind.
+    """
+    names: list[str] = []
+    boxes: list[tuple[Region, ...]] = []
     for number, value in enumerate(values):
         label = f"'objects' {number}"
         if not isinstance(value, Mapping):
             raise RowProblem("invalid_objects", f"{label} is {shown(value)}, not an object with caption and bbox")
         image = value.get("image") or 0
         _check_image(image, f"'image' of {label}", num_images)
-        if value.get("caption") is not None:
-            names.append(value["caption"])
-            _check_name(value["caption"], f"'caption' of {label}")
+        caption = value.get("caption")
+        if caption is not None:
+            _check_name(caption, f"'caption' of {label}")
+            names.append(caption)
         unit = _unit(value.get("bbox_type")) or "real"
         boxes.append(_regions(value.get("bbox"), f"'bbox' of {label}", image, unit, num_images))
-    # If the texts have marks for names only, the boxes are unused, and the reverse.
     texts = [text for turn in turns for text in turn.texts]
-    has_name_marks, has_box_marks = (any(mark in text for text in texts) for mark in (NAME_MARK, BOX_MARK))
+    has_name_marks = any(NAME_MARK in text for text in texts)
+    has_box_marks = any(BOX_MARK in text for text in texts)
     if has_box_marks and not has_name_marks:
         names = []
     if has_name_marks and not has_box_marks:
@@ -118,7 +127,8 @@ def _regions(value: Any, label: str, image: int, unit: BboxType, num_images: int
     return tuple(Region(corners_of(box, label, unit), image, unit) for box in (value if has_several else [value]))
 
 
-def _check_count(fields: Fields, turns: Sequence[Turn], objects: Objects) -> None:
+def _check_num_marks(fields: Fields, turns: Sequence[Turn], objects: Objects) -> None:
+    """Raise RowProblem unless the texts have as many marks as there are names and boxes in ``objects``."""
     if fields.is_disabled("objects"):
         return
     all_texts = "\n".join([text for turn in turns for text in turn.texts])

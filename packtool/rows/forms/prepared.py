@@ -41,6 +41,7 @@ def _fits(columns: Columns, formatting: str | None) -> bool:
 
 
 def _read_tokens(fields: Fields, inline: InlineMedia) -> PreparedTokens:
+    """Read the tokens of a row without padding, their targets and weights, and the samples of a pack."""
     ids = _column(fields, "input_ids", None)
     if ids is None or not len(ids):
         raise RowProblem("empty_tokens", "'input_ids' is empty")
@@ -52,16 +53,12 @@ def _read_tokens(fields: Fields, inline: InlineMedia) -> PreparedTokens:
     if not kept.any():
         raise RowProblem("empty_tokens", "all tokens are padding: 'attention_mask' is 0 everywhere")
     is_first, kept = _check_boundaries(_boundaries(fields, mask, kept), kept)
-    trained, weights = _trained(fields, ids, is_first), _weights(fields, len(ids))
+    trained = _trained(fields, ids, is_first)
+    weights = _weights(fields, len(ids))
     # The first token of a sample may be padding; then the sample starts at its next kept token.
-    sample_numbers = np.cumsum(is_first)[kept]
+    sample_numbers = np.cumsum(is_first)[kept]  # of each kept token, from 1
     starts = np.append(0, np.flatnonzero(np.diff(sample_numbers)) + 1)
-    kept_indices = np.flatnonzero(kept)
-    after_padding = np.flatnonzero(np.diff(kept_indices) > 1) + 1
-    inside_samples = np.setdiff1d(after_padding, starts)
-    if len(inside_samples):
-        token = int(kept_indices[inside_samples[0] - 1]) + 1
-        raise RowProblem("invalid_tokens", f"'attention_mask' is 0 at token {token:,}, in the middle of a sample")
+    _check_padding(kept, starts)
     measured: dict[str, list[Mapping[str, Any]]] = {}
     for kind in MEDIA_KINDS:
         media = fields.get(f"{kind}s")
@@ -77,10 +74,26 @@ def _read_tokens(fields: Fields, inline: InlineMedia) -> PreparedTokens:
     )
 
 
-def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _Bools]:
-    """Return the first token of each sample as a mask, bool (L,), by column; empty if the row is not a pack.
+def _check_padding(kept: _Bools, starts: _Ints) -> None:
+    """Raise RowProblem for padding inside a sample.
 
-    ``mask`` is ``attention_mask``, int64 (L,); ``kept`` is true for tokens that are not padding, bool (L,).
+    Args:
+        kept: true for tokens that are not padding, bool (L,).
+        starts: the first token of each sample, as an index into the kept tokens.
+    """
+    kept_indices = np.flatnonzero(kept)
+    after_padding = np.flatnonzero(np.diff(kept_indices) > 1) + 1
+    inside_samples = np.setdiff1d(after_padding, starts)
+    if len(inside_samples):
+        token = int(kept_indices[inside_samples[0] - 1]) + 1
+        raise RowProblem("invalid_tokens", f"'attention_mask' is 0 at token {token:,}, in the middle of a sample")
+
+
+def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _Bools]:
+    """Return, for each column that has sample boundaries, a mask of the first token of each sample, bool (L,).
+
+    Empty if the row is not a pack. ``mask`` is ``attention_mask``, int64 (L,), which may number the samples of a pack;
+    ``kept`` is true for tokens that are not padding, bool (L,).
     """
     length = len(kept)
     boundaries: dict[str, _Bools] = {}
@@ -88,7 +101,7 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
         values = _column(fields, name, None)
         if values is None or not len(values):
             continue
-        edges = values
+        edges = values  # starts of all samples, and the end of the last one
         if name == "seq_lengths":
             edges = np.cumsum([0, *values])
         elif name == "seq_start_id":
@@ -101,33 +114,37 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
             raise RowProblem("invalid_tokens", detail)
         boundaries[name] = np.isin(np.arange(length), edges)
     kept_indices = np.flatnonzero(kept)
-    if mask is not None and mask.max() > 1:  # it has the number of the sample at each token
+    if mask is not None and mask.max() > 1:  # the mask numbers the samples
         is_new_number = np.diff(mask[kept], prepend=-1) != 0
         boundaries["attention_mask"] = _mask_at(kept_indices[is_new_number], length)
-    starts = _position_restarts(fields, kept_indices, length)
-    if len(starts) > 1:
-        boundaries["position_ids"] = _mask_at(starts, length)
+    restarts = _position_restarts(fields, kept_indices, length)
+    if len(restarts) > 1:
+        boundaries["position_ids"] = _mask_at(restarts, length)
     if not boundaries:
         _refuse_unsupported_boundaries(fields)
     return boundaries
 
 
 def _position_restarts(fields: Fields, kept_indices: _Ints, length: int) -> _Ints:
-    """Return those of ``kept_indices``, the indexes of unpadded tokens, at which ``position_ids`` restart at 0.
+    """Return the indexes of the tokens at which ``position_ids`` restart at 0, and that of the first kept token.
 
-    ``position_ids`` are (L,), or (axes, L) with the axes text; text, t, h, w; or t, h, w. With t, h, w only the first
-    token of a sample is 0 on all axes. ``length`` is L.
+    ``position_ids`` have 1, 3 or 4 axes: text; t, h, w; or text, t, h, w. Their shape is (L,) or (axes, L).
+
+    Args:
+        kept_indices: indexes of the tokens that are not padding, ascending; all others are ignored.
+        length: L, the number of tokens with padding.
     """
     value: Any = fields.parsed("position_ids")
     if value is None:
         return kept_indices[:1]
-    axes = _as_array(value)
-    axes = np.atleast_2d(np.squeeze(axes)) if axes.dtype != object else np.zeros((0, 0), object)
+    array = _as_array(value)
+    is_ragged = array.dtype == object
+    axes = np.zeros((0, 0)) if is_ragged else np.atleast_2d(np.squeeze(array))
     if axes.dtype.kind not in "iuf" or axes.ndim != 2 or len(axes) not in (1, 3, 4) or axes.shape[1] != length:
         detail = f"'position_ids' is {shown(value)}, not one number for each of {length:,} tokens, or 3 or 4 such lists"
         raise RowProblem("invalid_tokens", detail)
     axes = axes[:, kept_indices]
-    if len(axes) == 3:
+    if len(axes) == 3:  # without text positions, only the first token of a sample is 0 on all axes
         is_restart = (axes == 0).all(0)
     else:
         positions = axes[0]
@@ -150,28 +167,35 @@ def _mask_at(indices: _Ints, length: int) -> _Bools:
 
 
 def _check_boundaries(boundaries: Mapping[str, _Bools], kept: _Bools) -> tuple[_Bools, _Bools]:
-    """Check that all columns' boundaries, bool (L,), agree; also drop samples of one token, unless all have only one.
+    """Check that the boundaries of all columns agree, and drop samples of a single token.
 
-    Returns masks of the first token of each sample, even if it is not kept, and of kept tokens; bool (L,) each.
+    If all samples have a single token, all are kept.
+
+    Args:
+        boundaries: masks of the first token of each sample by column, bool (L,) each; empty if the row is one sample.
+        kept: true for tokens that are not padding, bool (L,).
+
+    Returns:
+        the mask of first tokens, which may be padding, and the mask of kept tokens without dropped samples.
     """
     if not boundaries:
         return _mask_at(np.flatnonzero(kept)[:1], len(kept)), kept
     # A sample of one token has nothing to predict; some tools pad packs with such samples.
-    is_longer = np.ones(len(kept), bool)
+    is_in_longer_sample = np.ones(len(kept), bool)
     for is_first in boundaries.values():
-        is_followed_by_first = np.append(is_first[1:], True)
-        is_longer = is_longer & ~(is_first & is_followed_by_first)
-    if (kept & is_longer).any():
-        kept = kept & is_longer
-    (first_name, is_first), *others = boundaries.items()
-    # Compare only the changes of sample between kept tokens: columns may count padding differently.
+        is_last = np.append(is_first[1:], True)
+        is_in_longer_sample = is_in_longer_sample & ~(is_first & is_last)
+    if (kept & is_in_longer_sample).any():
+        kept = kept & is_in_longer_sample
+    (reference_name, is_first), *other_columns = boundaries.items()
+    # Columns may count padding differently, so compare only whether the sample changes from a kept token to the next.
     is_change = np.diff(np.cumsum(is_first)[kept]) != 0
-    for name, is_other_first in others:
-        is_other_change = np.diff(np.cumsum(is_other_first)[kept]) != 0
+    for name, is_first_by_other in other_columns:
+        is_other_change = np.diff(np.cumsum(is_first_by_other)[kept]) != 0
         differences = np.flatnonzero(is_change != is_other_change)
         if len(differences):
             token = int(np.flatnonzero(kept)[differences[0] + 1])
-            detail = f"{first_name!r} and {name!r} disagree on whether a sample begins at token {token:,}"
+            detail = f"{reference_name!r} and {name!r} disagree on whether a sample begins at token {token:,}"
             raise RowProblem("unknown_boundaries", detail)
     return is_first, kept
 
@@ -200,24 +224,25 @@ def _channels(fields: Fields, numbers: _Ints, count: int) -> tuple[str | None, .
 
 
 def _trained(fields: Fields, ids: _Ints, is_first: _Bools) -> _Bools | None:
-    """Return the mask of targets, bool (L,): those of all columns of labels and masks; None without such columns.
+    """Return the mask of targets, bool (L,): tokens that ``labels`` and all mask columns mark as targets.
 
-    ``ids`` are int64 (L,); ``is_first``, bool (L,), is true for the first token of each sample.
+    None if the row has none of these columns, so every token is a target. ``ids`` are int64 (L,); ``is_first``, bool
+    (L,), is true for the first token of each sample.
     """
     length = len(ids)
     labels = _column(fields, "labels", length)
     masks = [_mask(fields, name, length) for name in _MASKS]
-    # Unless --columns completion_mask=loss_mask is set, loss_mask is NeMo's, which marks the token before a target.
-    if "loss_mask" not in chain.from_iterable(map(fields.names, _MASKS)):
-        is_before_target = _mask(fields, "loss_mask", length)
-        if is_before_target is not None:
-            if fields.get("seq_start_id") is None:
-                detail = (
-                    "'loss_mask' may mark each target or, as in NeMo, the token before it; pass --columns "
-                    "completion_mask=loss_mask if it marks the targets, or --columns loss_mask= to ignore it"
-                )
-                raise RowProblem("unknown_loss_mask", detail)
-            masks.append(np.append(0, is_before_target[:-1]) * ~is_first)
+    # loss_mask is NeMo's, which marks the token before a target, unless the user has named it as a mask of targets.
+    is_mask_of_targets = "loss_mask" in chain.from_iterable(map(fields.names, _MASKS))
+    is_before_target = None if is_mask_of_targets else _mask(fields, "loss_mask", length)
+    if is_before_target is not None:
+        if fields.get("seq_start_id") is None:
+            detail = (
+                "'loss_mask' may mark each target or, as in NeMo, the token before it; pass --columns "
+                "completion_mask=loss_mask if it marks the targets, or --columns loss_mask= to ignore it"
+            )
+            raise RowProblem("unknown_loss_mask", detail)
+        masks.append(np.append(0, is_before_target[:-1]) * ~is_first)
     if labels is None and all(mask is None for mask in masks):
         return None
     trained = np.ones(length, bool)

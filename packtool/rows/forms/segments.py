@@ -93,25 +93,31 @@ SEGMENTS = RowForm(
 def formatted_prompt(
     form: RowForm, fields: Fields, inline: InlineMedia, prompt_format: tuple[str, ...]
 ) -> Segments | None:
-    """Return question and answer of a row, the question in ``prompt_format`` (with input, without input).
+    """Return the question of a row, written in ``prompt_format``, and its answer; None for a row in another form.
 
-    None for rows that are conversations: they keep the chat template, as in TRL.
+    A row whose question is a list of messages is a conversation: it keeps the chat template, as in TRL.
+
+    Args:
+        inline: media in question and answer are added to it.
+        prompt_format: the format of a question with an input, and the one without; a single format is for both; () for
+            none.
     """
     if not prompt_format or form not in (ALPACA, QUERY):
         return None
-    names = ("instruction", "output") if form is ALPACA else ("query", "response")
-    question, answer = (fields.raw(name) for name in names)
+    question_name, answer_name = ("instruction", "output") if form is ALPACA else ("query", "response")
+    question = fields.raw(question_name)
+    answer = fields.raw(answer_name)
     if is_list(question) and question and isinstance(question[0], Mapping) and "role" in question[0]:
         return None
     if fields.get("history") is not None:
         raise RowProblem("invalid_row", "the row has a history, and prompt_format writes a single question")
-    texts = {"instruction": content_of(f"{names[0]!r}", question, inline).text, "input": "", "system": ""}
-    texts |= {
-        name: content_of(f"{name!r}", value, inline).text
-        for name in ("input", "system")
-        if (value := fields.get(name)) is not None and not (name == "input" and form is QUERY)
-    }
-    chosen = prompt_format[0 if texts["input"] else -1]
-    prompt = _NAMES.sub(lambda match: texts[match[1]], chosen)
-    turns = [Turn("user", prompt), Turn("assistant", content_of(f"{names[1]!r}", answer, inline).text)]
-    return Segments(turns, frozenset(_CONTROL.findall(chosen)), ends_text=True)
+    texts = {"instruction": content_of(f"{question_name!r}", question, inline).text, "input": "", "system": ""}
+    for name in ("input", "system"):
+        is_question = name == "input" and form is QUERY  # a usual name of the column ``query``
+        value = None if is_question else fields.get(name)
+        if value is not None:
+            texts[name] = content_of(f"{name!r}", value, inline).text
+    text_format = prompt_format[0 if texts["input"] else -1]
+    prompt = _NAMES.sub(lambda match: texts[match[1]], text_format)
+    turns = [Turn("user", prompt), Turn("assistant", content_of(f"{answer_name!r}", answer, inline).text)]
+    return Segments(turns, control=frozenset(_CONTROL.findall(text_format)), ends_text=True)
