@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -88,35 +89,38 @@ def count_lengths(lengths: Int32Array) -> tuple[Int64Array, Int64Array]:
     return values, bins[values]
 
 
-def fill_slots(by_length: Int64Array, placements: Placements, pack_starts: Int64Array) -> tuple[Int64Array, Int32Array]:
+def fill_slots(
+    grouped_samples: Int64Array, placements: Placements, pack_starts: Int64Array
+) -> tuple[Int64Array, Int32Array]:
     """Assign samples to the slots of their lengths; return ``samples`` and ``lengths`` of the plan, (N,) each.
 
-    ``by_length``, (N,), are sample numbers, grouped by length in the order of the placements; ``pack_starts``, (K,), is
-    the first position of each pack of ``placements`` in the plan.
+    ``grouped_samples``, (N,), are sample numbers in the order of the placements: each placement takes as many as it has
+    slots. ``pack_starts``, (K,), is the first position of each pack of ``placements`` in the plan.
     """
-    num = len(by_length)
-    samples = np.empty(num, dtype=np.int64)
-    lengths = np.empty(num, dtype=np.int32)
-    placement_starts = to_offsets(placements.num_packs * placements.samples_per_pack)  # in by_length
-    assert placement_starts[-1] == num
-    for start in range(0, num, CHUNK):
-        stop = min(start + CHUNK, num)
-        # The placements with samples in this chunk, and how many each has there.
-        first = int(np.searchsorted(placement_starts, start, side="right")) - 1
-        last = int(np.searchsorted(placement_starts, stop, side="left"))
-        bounds: Int64Array = np.clip(placement_starts[first : last + 1], start, stop)
-        counts = bounds[1:] - bounds[:-1]
-        chunk = slice(first, last)
-        # Sample i of a placement with n samples per pack goes to its pack i // n, after i % n others.
-        index = np.arange(start, stop) - np.repeat(placement_starts[chunk], counts)
-        per_pack = np.repeat(placements.samples_per_pack[chunk], counts)
-        pack = index // per_pack
-        slot = index - pack * per_pack
-        pack += np.repeat(placements.first_pack[chunk], counts)
-        slot += np.repeat(placements.first_slot[chunk], counts)
+    num_samples = len(grouped_samples)
+    samples = np.empty(num_samples, dtype=np.int64)
+    lengths = np.empty(num_samples, dtype=np.int32)
+    # Placement p takes ``grouped_samples[placement_starts[p] : placement_starts[p + 1]]``.
+    placement_starts = to_offsets(placements.num_packs * placements.samples_per_pack)
+    assert placement_starts[-1] == num_samples
+    for start in range(0, num_samples, CHUNK):
+        stop = min(start + CHUNK, num_samples)
+        # The placements with samples in this chunk, and the number of samples that each has in it.
+        first_placement = int(np.searchsorted(placement_starts, start, side="right")) - 1
+        end_placement = int(np.searchsorted(placement_starts, stop, side="left"))
+        chunk_placements = slice(first_placement, end_placement)
+        counts = np.diff(np.clip(placement_starts[first_placement : end_placement + 1], start, stop))
+        # Values of placements are repeated for each of their samples in the chunk. Sample i of a placement with n
+        # samples per pack goes to pack i // n of the placement, and there to slot i % n.
+        index = np.arange(start, stop) - np.repeat(placement_starts[chunk_placements], counts)
+        samples_per_pack = np.repeat(placements.samples_per_pack[chunk_placements], counts)
+        pack_in_placement = index // samples_per_pack
+        slot_in_placement = index - pack_in_placement * samples_per_pack
+        pack = np.repeat(placements.first_pack[chunk_placements], counts) + pack_in_placement
+        slot = np.repeat(placements.first_slot[chunk_placements], counts) + slot_in_placement
         positions = pack_starts[pack] + slot
-        samples[positions] = by_length[start:stop]
-        lengths[positions] = np.repeat(placements.length[chunk], counts)
+        samples[positions] = grouped_samples[start:stop]
+        lengths[positions] = np.repeat(placements.length[chunk_placements], counts)
     return samples, lengths
 
 
@@ -198,19 +202,23 @@ def place_best_fit(
     """Place one length after the other where its samples fit most tightly, or in new packs.
 
     ``lengths`` are distinct, from 1 to ``capacity``; with the longest first, this is best-fit decreasing. ``counts``
-    are the samples of each, 1 or more.
+    are the numbers of samples of each length, 1 or more.
     """
-    shortest, max_samples = min(lengths, default=1), max_samples or capacity
-    open_packs: dict[int, list[PackRange]] = {}  # by their free tokens
-    free_tokens = LengthSet(longest=capacity)  # keys of ``open_packs``
+    shortest = min(lengths, default=1)
+    max_samples = max_samples or capacity
+    open_packs: dict[int, list[PackRange]] = {}  # packs by their number of free tokens
+    free_tokens = LengthSet(longest=capacity)  # the keys of ``open_packs``
     full_packs: list[PackRange] = []
     placements: list[Placement] = []
 
     def fill(ranges: list[PackRange], free: int, length: int, count: int) -> int:
-        """Place up to ``count`` samples in ``ranges`` of packs with ``free`` tokens each; return those left over."""
+        """Place up to ``count`` samples in packs with ``free`` tokens each; return the number of samples left over.
+
+        Filled packs move from ``ranges`` to ``open_packs`` or ``full_packs``.
+        """
         while ranges and count:
             first_pack, num_packs, num_samples = ranges.pop()
-            # Every pack takes as many as fit; if fewer are left, one pack takes these.
+            # Every pack takes as many samples as fit; if fewer are left, one pack takes all of them.
             per_pack = min(free // length, max_samples - num_samples, count)
             num_filled = min(count // per_pack, num_packs)
             if num_filled < num_packs:
@@ -230,20 +238,19 @@ def place_best_fit(
 
     num_packs = 0
     for length, count in zip(lengths, counts, strict=True):
-        free = length
-        while count:
-            free = free_tokens.at_least(free)
-            if free < 0:
-                num_new = -(-count // min(capacity // length, max_samples))
-                count = fill([PackRange(num_packs, num_new, 0)], capacity, length, count)
-                num_packs += num_new
-                continue
+        # Packs with the least sufficient space first; filled ones have less space afterwards.
+        free = free_tokens.at_least(length)
+        while count and free >= 0:
             count = fill(open_packs[free], free, length, count)
             if not open_packs[free]:
                 del open_packs[free]
                 free_tokens.remove(free)
-            # The filled packs have no space for this length any more, or nothing is left to place.
-            free += 1
+            free = free_tokens.at_least(free + 1)
+        if count:
+            num_new_packs = math.ceil(count / min(capacity // length, max_samples))
+            new_packs = PackRange(first_pack=num_packs, num_packs=num_new_packs, num_samples=0)
+            fill([new_packs], capacity, length, count)
+            num_packs += num_new_packs
     return Placements.from_rows(placements, [*full_packs, *itertools.chain.from_iterable(open_packs.values())])
 
 
@@ -266,17 +273,20 @@ def place_exact_fit(
     evenness: float = 0.0,
     noise: Sequence[float] = (0.0,),
 ) -> Placements:
-    """Fill packs one after the other, equal ones at once.
+    """Fill packs one after the other so that little space stays free; packs of the same lengths are filled at once.
 
     Gupta and Ho 1999, "A new heuristic algorithm for the one-dimensional bin-packing problem", fill each bin with the
-    subset that leaves least space; this considers subsets of two only. Of the pairs that fill a pack, it takes the most
-    alike. Cost: as many patterns as distinct lengths, or a few times that.
+    subset that leaves least space; this considers subsets of two samples only. Of all pairs that fill a pack exactly,
+    it takes the two most similar lengths. Cost: one filled pack for each distinct length, or a few times that.
 
     Args:
-        lengths, counts: distinct, from 1 to ``capacity``, and samples of each, 1 or more.
-        evenness: 0 never saves slots, and leaves short samples to the last packs. x takes samples of mean size while a
-            free slot has, on average, space for 1 / x of the mean remaining length: the larger x, the earlier.
-        noise: numbers from 0 to 1, used in turn, that vary which samples come together; 0 gives the strict order.
+        lengths: distinct, from 1 to ``capacity``.
+        counts: number of samples of each length, 1 or more.
+        evenness: where ``max_samples`` makes the sample slots of a pack scarce, the pack takes samples of mean size.
+            Slots are scarce if the free tokens per free slot are at least 1 / evenness of the mean remaining length.
+            With 0 slots are never scarce, and short samples remain for the last packs.
+        noise: numbers from 0 to 1, one for each choice, used cyclically. They vary which samples share a pack; 0 makes
+            the best choice.
     """
     unplaced = _UnplacedSamples(lengths, counts)
     noise_values = itertools.cycle(noise)
@@ -284,65 +294,73 @@ def place_exact_fit(
     ranges: list[PackRange] = []
     num_packs = 0
     while unplaced.num:
-        count_by_length = Counter(_fill_pack(unplaced, capacity, max_samples or capacity, evenness, noise_values))
+        pack_lengths = _take_pack(unplaced, capacity, max_samples or capacity, evenness, noise_values)
+        count_by_length = Counter(pack_lengths)
         # Further packs get the same lengths while there are enough samples.
-        num_more = min(unplaced.counts.get(length, 0) // count for length, count in count_by_length.items())
+        num_further = min(unplaced.counts.get(length, 0) // count for length, count in count_by_length.items())
+        num_equal_packs = 1 + num_further
         num_samples = 0
         for length, count in count_by_length.items():
-            if num_more:
-                unplaced.take(length, num_more * count)
-            placements.append(Placement(num_packs, 1 + num_more, num_samples, count, length))
+            if num_further:
+                unplaced.take(length, num_further * count)
+            placements.append(Placement(num_packs, num_equal_packs, num_samples, count, length))
             num_samples += count
-        ranges.append(PackRange(num_packs, 1 + num_more, num_samples))
-        num_packs += 1 + num_more
-    placements.sort(key=lambda placement: -placement.length)  # samples are handed out longest first
+        ranges.append(PackRange(num_packs, num_equal_packs, num_samples))
+        num_packs += num_equal_packs
+    # ``fill_slots`` gets the samples grouped by length, the longest first, and needs placements in that order.
+    placements.sort(key=lambda placement: -placement.length)
     return Placements.from_rows(placements, ranges)
 
 
-def _fill_pack(
+def _take_pack(
     unplaced: _UnplacedSamples, capacity: int, max_samples: int, evenness: float, noise_values: Iterator[float]
 ) -> list[int]:
-    """Take the samples of one pack; return their lengths, the longest first."""
-    first = unplaced.longest()
-    if noise := next(noise_values):
-        first = unplaced.at_least(first - int(first * HEAD_SPREAD * noise))
-    unplaced.take(first, 1)
-    taken = [first]
-    free, slots = capacity - first, max_samples - 1
-    while free and slots and unplaced.num:
-        lengths = _next_lengths(unplaced, free, slots, evenness, int(capacity * GAP), next(noise_values))
+    """Remove the samples of one pack from ``unplaced``; return their lengths, the longest first."""
+    first_length = unplaced.longest()
+    noise = next(noise_values)
+    if noise:
+        # Begin with a somewhat shorter sample, at most by ``HEAD_SPREAD``.
+        first_length = unplaced.at_least(first_length - int(first_length * HEAD_SPREAD * noise))
+    unplaced.take(first_length, 1)
+    pack_lengths = [first_length]
+    free_tokens = capacity - first_length
+    free_slots = max_samples - 1
+    max_gap = int(capacity * GAP)
+    while free_tokens and free_slots and unplaced.num:
+        lengths = _next_lengths(unplaced, free_tokens, free_slots, evenness, max_gap, next(noise_values))
         if not lengths:
             break
         for length in lengths:
             unplaced.take(length, 1)
-        taken += lengths
-        free -= sum(lengths)
-        slots -= len(lengths)
-    return sorted(taken, reverse=True)
+        pack_lengths += lengths
+        free_tokens -= sum(lengths)
+        free_slots -= len(lengths)
+    return sorted(pack_lengths, reverse=True)
 
 
 def _next_lengths(
-    unplaced: _UnplacedSamples, free: int, slots: int, evenness: float, max_gap: int, noise: float
+    unplaced: _UnplacedSamples, free_tokens: int, free_slots: int, evenness: float, max_gap: int, noise: float
 ) -> tuple[int, ...]:
-    """Choose what a pack with ``free`` tokens and slots takes next; nothing if nothing fits.
+    """Choose the lengths of the one or two samples that a pack takes next; () if none fits.
 
-    A sample that leaves at most ``max_gap`` tokens free; or else two that fill the pack exactly; or else the longest.
+    The first choice is a sample that leaves at most ``max_gap`` tokens free, the second are two samples that fill the
+    pack exactly, the last is the longest that fits. If slots are scarce (``evenness`` of ``place_exact_fit``), it is
+    two samples that fill the pack and its last two slots, or else the sample nearest to the mean space of a slot.
     """
-    # Slots are scarce where a slot has, on average, more space than the mean remaining sample needs.
-    is_scarce = slots > 1 and free * evenness * unplaced.num >= unplaced.num_tokens * slots
-    if not is_scarce:
+    slots_are_scarce = free_slots > 1 and free_tokens * evenness * unplaced.num >= unplaced.num_tokens * free_slots
+    if not slots_are_scarce:
         min_gap = int(max_gap * noise)
-        length = unplaced.at_most(max(free - min_gap, 0))
-        if length >= max(free - max_gap, 1):
+        length = unplaced.at_most(max(free_tokens - min_gap, 0))
+        if length >= max(free_tokens - max_gap, 1):
             return (length,)
-    if slots == 2 or (slots > 2 and not is_scarce):
-        pair = unplaced.pair(free, int(free * _PAIR_SPREAD * noise))
+    if free_slots == 2 or (free_slots > 2 and not slots_are_scarce):
+        pair = unplaced.pair(free_tokens, int(free_tokens * _PAIR_SPREAD * noise))
         if pair is not None:
             return pair
-    longest = unplaced.at_most(free)
+    longest = unplaced.at_most(free_tokens)
     if longest < 0:
         return ()
-    return (unplaced.nearest(free // slots, longest),) if is_scarce else (longest,)
+    return (unplaced.nearest(free_tokens // free_slots, longest),) if slots_are_scarce else (longest,)
 
 
 class _UnplacedSamples(LengthSet):
@@ -373,32 +391,34 @@ class _UnplacedSamples(LengthSet):
                 self._bits ^= 1 << length
                 self._mirror ^= 1 << (self._longest - length)
 
-    def pair(self, total: int, min_difference: int) -> tuple[int, int] | None:
-        """Find two lengths with a sum of ``total``, the most alike, or None.
+    def pair(self, total: int, min_distance: int) -> tuple[int, int] | None:
+        """Find the two most similar lengths with a sum of ``total``; return the longer one first, or None.
 
-        They differ by about twice ``min_difference`` tokens or more, if there are any such lengths.
+        The longer one has at least ``min_distance`` tokens more than half of ``total``, if there is such a pair.
         """
         if not self._has_pairs or total > 2 * self._longest:
             return None
-        # Bit x of ``has_partner`` is set where samples of x tokens, and of total - x, are left.
+        # Bit x of ``_bits`` means that samples of x tokens are left, and so does bit longest - x of ``_mirror``.
+        # Shifted, bit x of the latter stands for total - x; bit x of ``has_partner`` then for a pair (x, total - x).
         shift = self._longest - total
-        has_partner = self._bits & (self._mirror >> shift if shift >= 0 else self._mirror << -shift)
-        min_longer = (total + 1) // 2 + min_difference
+        partner_bits = self._mirror >> shift if shift >= 0 else self._mirror << -shift
+        has_partner = self._bits & partner_bits
+        min_longer = (total + 1) // 2 + min_distance
         longer_bits = has_partner >> min_longer
         if not longer_bits:
-            min_longer -= min_difference
+            min_longer -= min_distance
             longer_bits = has_partner >> min_longer
         while longer_bits:
             lowest_bit = longer_bits & -longer_bits
             longer = min_longer + lowest_bit.bit_length() - 1
-            if 2 * longer != total or self.counts[longer] > 1:
+            if 2 * longer != total or self.counts[longer] > 1:  # two equal lengths need two samples
                 return longer, total - longer
             longer_bits ^= lowest_bit
         return None
 
 
 MIN_SAMPLES_PER_LENGTH = 10
-"""Samples per distinct length below which a strict order would repeat packs in every epoch: see ``_place``."""
+"""Samples per distinct length below which a strict order would repeat packs in every epoch: see ``_place_fewest``."""
 
 MAX_EXCESS = 1e-4
 """Share of packs over the lower bound that does not justify a second attempt."""
@@ -427,31 +447,34 @@ def pack_histogram(
     Cost: O(N log N) to sort N integers, and some 30,000 group steps for 10,000 distinct lengths. Peak memory: 30 bytes
     a sample at four samples a pack and 55 at one, of which 14 and 20 remain in the plan.
 
-    ``lengths``, (N,), are checked; without ``shuffle`` nothing is drawn at random, and the order of the cache is kept.
+    ``lengths``, (N,), are checked. Without ``shuffle`` nothing is drawn at random, and the order of the cache is kept.
+    ``stream`` is the offset of all random streams, for a window of samples.
     """
     distinct, counts = count_lengths(lengths)
     if max_samples is not None and len(distinct) and capacity // int(distinct[-1]) <= max_samples:
-        max_samples = None  # no pack can have more
+        max_samples = None  # not even the shortest samples reach the limit
     noise = None
     if shuffle and len(lengths) < MIN_SAMPLES_PER_LENGTH * len(distinct):
         noise = seeded_uniform(len(distinct), seed=seed, epoch=epoch, stream=stream + RandomStream.JITTER)
-    placements, order, num_packs = _place(distinct, counts, capacity, max_samples, noise)
-    sizes = placements.pack_sizes
+    placements, length_order, num_packs = _place_fewest(distinct, counts, capacity, max_samples, noise)
+    pack_sizes = placements.pack_sizes
     if not shuffle:
-        by_length = np.argsort(-lengths, kind="stable").astype(np.int64, copy=False)
-        offsets = to_offsets(sizes)
-        samples, pack_lengths = fill_slots(by_length, placements, offsets[:-1])
+        longest_first = np.argsort(-lengths, kind="stable").astype(np.int64, copy=False)
+        offsets = to_offsets(pack_sizes)
+        samples, pack_lengths = fill_slots(longest_first, placements, pack_starts=offsets[:-1])
         return sort_by_sample(PackPlan(samples, offsets, pack_lengths, capacity))
 
     # Samples of each length in random order, the lengths in the order of the placements.
-    draw = partial(seeded_order, seed=seed, epoch=epoch)
-    by_length = draw(len(lengths), stream=stream + RandomStream.WITHIN_LENGTH, descending_by=lengths)
-    if order is not None:
-        by_length = by_length[gather_groups(to_offsets(counts), order)[0]]
-    # Packs in random order.
-    pack_order = draw(len(sizes), stream=stream + RandomStream.PACK_ORDER)
-    offsets = to_offsets(sizes[pack_order])
-    samples, pack_lengths = fill_slots(by_length, placements, offsets[:-1][invert_order(pack_order)])
+    draw_order = partial(seeded_order, seed=seed, epoch=epoch)
+    grouped_samples = draw_order(len(lengths), stream=stream + RandomStream.WITHIN_LENGTH, descending_by=lengths)
+    if length_order is not None:
+        positions, _ = gather_groups(to_offsets(counts), length_order)
+        grouped_samples = grouped_samples[positions]
+    # ``pack_order`` is the pack at each position of the plan; its inverse gives the position of each pack.
+    pack_order = draw_order(len(pack_sizes), stream=stream + RandomStream.PACK_ORDER)
+    offsets = to_offsets(pack_sizes[pack_order])
+    pack_starts = offsets[:-1][invert_order(pack_order)]
+    samples, pack_lengths = fill_slots(grouped_samples, placements, pack_starts)
     return split_to_count(PackPlan(samples, offsets, pack_lengths, capacity), num_packs)
 
 
@@ -459,47 +482,55 @@ def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_sampl
     """Compute a lower bound of the number of packs, from distinct lengths, descending, and samples of each, (D,).
 
     Martello and Toth 1990, "Lower bounds and reduction procedures for the bin packing problem" (their L2): samples
-    longer than half a pack need one each; samples from ``k`` tokens to half a pack cannot use the space beside samples
-    longer than ``capacity - k``; the best ``k`` is taken.
+    longer than half a pack need a pack each. For any ``k``, samples from ``k`` tokens to half a pack cannot use the
+    space beside samples longer than ``capacity - k``. The result is the largest of the bounds for all ``k``.
     """
     if len(distinct) == 0:
         return 0
-    ascending, half = distinct[::-1], capacity // 2
-    num_before, tokens_before = to_offsets(counts[::-1]), to_offsets(ascending * counts[::-1])
+    half = capacity // 2
+    ascending = distinct[::-1]
+    # Number of samples shorter than each length in ``ascending``, and of all samples, (D + 1,); and their tokens.
+    num_shorter = to_offsets(counts[::-1])
+    tokens_shorter = to_offsets(ascending * counts[::-1])
 
     def up_to(length: npt.NDArray[np.int64] | int) -> tuple[Int64Array, Int64Array]:
         """Return the number of samples of at most ``length`` tokens, and their tokens."""
         index = np.searchsorted(ascending, length, side="right")
-        return num_before[index], tokens_before[index]
+        return num_shorter[index], tokens_shorter[index]
 
+    # One bound for each k; arrays below are of the same shape.
     k = np.concatenate(([0], ascending[ascending <= half]))
     num_up_to_half, tokens_up_to_half = up_to(half)
     num_paired, tokens_paired = up_to(capacity - k)
     _, tokens_below_k = up_to(k - 1)
-    num_alone = num_before[-1] - num_paired
-    num_long = num_paired - num_up_to_half
+    num_samples = int(num_shorter[-1])
+    num_alone = num_samples - num_paired  # longer than capacity - k
+    num_long = num_paired - num_up_to_half  # longer than half, with space for samples of k tokens
     free_tokens = num_long * capacity - (tokens_paired - tokens_up_to_half)
     short_tokens = tokens_up_to_half - tokens_below_k
-    num_more = np.maximum(0, -((free_tokens - short_tokens) // capacity))
+    num_more = np.maximum(0, -((free_tokens - short_tokens) // capacity))  # for short samples, rounded up
     bound = int((num_alone + num_long + num_more).max())
-    return max(bound, -(-int(num_before[-1]) // max_samples)) if max_samples else bound
+    return max(bound, math.ceil(num_samples / max_samples)) if max_samples else bound
 
 
-def _place(
+def _place_fewest(
     distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None, noise: Costs | None
 ) -> tuple[Placements, Int64Array | None, int]:
     """Place by best fit or, where that needs fewer packs, by exact fit.
 
-    Returns placements, the order (D,) of distinct lengths in them (None: the longest first), and each epoch's packs.
-
     ``distinct``, (D,), are the lengths, the longest first, and ``counts`` the samples of each. ``noise``, (D,), from 0
-    to 1, varies which lengths come together; the number of packs is the same for any.
+    to 1, varies which lengths share a pack.
+
+    Returns:
+        Placements, the order (D,) of distinct lengths in them (None: the longest first), and the number of packs that
+        every epoch has, whatever its noise: it is no less than that of the placements.
     """
     lengths = distinct.tolist()
     best_fit = place_best_fit(lengths, counts.tolist(), capacity, max_samples)
     exact_fit = partial(place_exact_fit, lengths, counts.tolist(), capacity, max_samples=max_samples)
     enough_packs = int(min_packs(distinct, counts, capacity, max_samples) * (1 + MAX_EXCESS))
-    fewest, evenness = best_fit, None
+    fewest = best_fit
+    evenness = None  # of exact fit, if it needs fewer packs than best fit
     if best_fit.total_packs > enough_packs and (max_samples or lengths[0] <= MAX_BITS_FOR_PAIRS):
         for candidate in _EVENNESS if max_samples else (0.0,):
             exact = exact_fit(evenness=candidate)
@@ -510,14 +541,14 @@ def _place(
     if noise is None:
         return fewest, None, fewest.total_packs
     if evenness is not None:
-        # With noise, exact fit may need a few more packs than without; all epochs get as many.
+        # With noise, exact fit may need a few more packs than without, so every epoch gets a few more.
         num_packs = fewest.total_packs + 1 + int(fewest.total_packs * _SLACK)
         if num_packs < best_fit.total_packs:
             varied = exact_fit(evenness=evenness, noise=noise.tolist())
             return varied if varied.total_packs <= num_packs else fewest, None, num_packs
-    # The longest first, with the most noise that leaves the number of packs unchanged. On 3,000 lognormal lengths, the
-    # strict order repeats 69 % of its packs in the next epoch, with noise 7 %. The more samples a length has, the less
-    # noise is needed, and the more packs it costs.
+    # Best fit, the longest first, with the most noise that leaves the number of packs unchanged. On 3,000 lognormal
+    # lengths, the strict order repeats 69 % of its packs in the next epoch, with noise 7 %. The more samples a length
+    # has, the less noise is needed, and the more packs it costs.
     rarity = len(counts) / int(counts.sum())
     for divisor in (1, 4, 16):
         max_change = 0.1 * rarity * rarity / divisor

@@ -11,6 +11,7 @@ for media takes text, one with little space for text takes media.
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_right
 from typing import NamedTuple
 
@@ -55,7 +56,10 @@ _num_packs_of_first_epoch: dict[str, int] = {}
 def check_media_tokens(
     media_tokens: IntArray | None, lengths: Int32Array, max_media_tokens: int | None, capacity: int
 ) -> Int32Array | None:
-    """Check media tokens; return int32 (N,), or None where no pack can exceed the limit. Arguments as for ``pack``."""
+    """Check the media tokens of samples, (N,), and return them as int32; None if no pack can exceed the limit.
+
+    ``lengths``, (N,), include media tokens; a pack holds ``capacity`` tokens and ``max_media_tokens``.
+    """
     if max_media_tokens is None or len(lengths) == 0:
         return None
     if media_tokens is None:
@@ -70,7 +74,8 @@ def check_media_tokens(
             f"{max_media_tokens:,}; the largest has {largest:,}.",
             f"Raise --max-media-tokens-per-pack to {largest}, or export with smaller media (--max-pixels).",
         )
-    if largest == 0 or (max_media_tokens >= capacity and bool((media_tokens <= lengths).all())):
+    tokens_limit_media = max_media_tokens >= capacity and bool((media_tokens <= lengths).all())
+    if largest == 0 or tokens_limit_media:
         return None
     return media_tokens.astype(np.int32, copy=False)
 
@@ -87,27 +92,29 @@ def pack_within_budgets(
 ) -> PackPlan:
     """Pack by best fit within ``limits``; lengths (N,) are checked.
 
-    All epochs have as many packs as the first and a few more, so that a random order can always be packed; the number
-    depends on the seed, too. Further arguments are as for ``best_fit.pack_histogram``.
+    Every epoch has the number of packs of epoch 0 and a few more, so that the random order of a later epoch fits. The
+    number depends on the seed, too, and is remembered in this process, because packing twice would take twice as long.
+    Further arguments are as for ``best_fit.pack_histogram``.
     """
     if not shuffle:
         order = np.arange(len(lengths), dtype=np.int64)
         return sort_by_sample(place_within_budgets(lengths, media_tokens, limits, order, noise=None))
 
-    def draw(epoch: int, head_stream: int = _HEAD_STREAMS[0]) -> PackPlan:
+    def pack_epoch(epoch: int, noise_stream: int = _HEAD_STREAMS[0]) -> PackPlan:
         order = seeded_order(len(lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.BUDGET_ORDER)
-        noise = seeded_uniform(len(lengths), seed=seed, epoch=epoch, stream=stream + head_stream)
+        noise = seeded_uniform(len(lengths), seed=seed, epoch=epoch, stream=stream + noise_stream)
         return place_within_budgets(lengths, media_tokens, limits, order, noise)
 
-    first_plan = draw(0) if epoch == 0 else None
+    plan = pack_epoch(0) if epoch == 0 else None
     key = digest_arrays(hashlib.sha256(f"{limits} {seed} {stream}".encode()), lengths, media_tokens)
     if key not in _num_packs_of_first_epoch:
-        _num_packs_of_first_epoch[key] = (first_plan or draw(0)).num_packs
+        _num_packs_of_first_epoch[key] = (plan or pack_epoch(0)).num_packs
     num_first_packs = _num_packs_of_first_epoch[key]
     num_packs = min(num_first_packs + 2 + int(num_first_packs * _SLACK), len(lengths))
-    # A later epoch has other packs, in one of several attempts; if none has few enough, it has those of the first.
-    attempts = (draw(epoch, head_stream) for head_stream in _HEAD_STREAMS)
-    plan = first_plan or next((attempt for attempt in attempts if attempt.num_packs <= num_packs), None) or draw(0)
+    if plan is None:
+        # A later epoch: the first of several random packings with few enough packs, else the packing of epoch 0.
+        attempts = (pack_epoch(epoch, noise_stream) for noise_stream in _HEAD_STREAMS)
+        plan = next((attempt for attempt in attempts if attempt.num_packs <= num_packs), None) or pack_epoch(0)
     order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
     return split_to_count(select_packs(plan, order), num_packs)
 
@@ -117,40 +124,42 @@ def place_within_budgets(
 ) -> PackPlan:
     """Fill packs one after the other, within hard limits; return them in the order in which they were filled.
 
-    Each pack takes the largest remaining sample (by the larger of its shares of the two budgets) and then, while there
-    is space, the longest that fits of the class with the highest share of media that the pack can still afford; or one
-    of any lower class that fills the pack to within a thousandth. Where sample slots are scarce, it takes samples of
-    mean size (``evenness`` of ``place_exact_fit``), by the value that needs the fewest packs for 20,000 of the samples.
-    Cost: about six microseconds a sample.
+    Each pack begins with the largest remaining sample, by the larger of its shares of the two budgets. While there is
+    space, ``_Packer._next_group`` chooses its next sample. Where sample slots are scarce, the pack takes samples of
+    mean size: ``evenness`` of ``place_exact_fit`` is then the value that needs the fewest packs for up to 20,000 of the
+    samples. Cost: about six microseconds a sample.
 
-    All arrays are (N,): ``order`` is the precedence of samples that are alike; ``noise``, from 0 to 1, varies the first
-    sample of packs.
+    All arrays are (N,): ``order`` lists the samples; of equally long ones of a density class, the earlier one is taken
+    first. ``noise``, from 0 to 1, varies the first sample of packs.
     """
     size = np.maximum(lengths / limits.tokens, media_tokens / limits.media_tokens)
     if noise is not None:
         size *= 1 - HEAD_SPREAD * noise
     evenness = 0.0
-    if len(lengths) and limits.samples * int(lengths.min()) < limits.tokens:
+    can_reach_max_samples = len(lengths) > 0 and limits.samples * int(lengths.min()) < limits.tokens
+    if can_reach_max_samples:
         # Every k-th sample in order: the order is random, or that of the cache.
-        subset = order[:: -(-len(order) // _MAX_SUBSET)]
-        largest_first = np.argsort(-size[subset], kind="stable")
+        step = math.ceil(len(order) / _MAX_SUBSET)
+        subset = order[::step]
+        largest_in_subset = np.argsort(-size[subset], kind="stable")
 
-        def num_packs(evenness: float) -> int:
+        def count_packs(evenness: float) -> int:
             packer = _Packer(lengths[subset], media_tokens[subset], np.arange(len(subset)), limits, evenness)
-            _, pack_sizes = packer.pack(largest_first)
+            _, pack_sizes = packer.pack(largest_in_subset)
             return len(pack_sizes)
 
-        evenness = min(_EVENNESS, key=num_packs)
+        evenness = min(_EVENNESS, key=count_packs)
     packer = _Packer(lengths, media_tokens, order, limits, evenness)
-    samples, pack_sizes = packer.pack(np.argsort(-size, kind="stable"), noise)
+    largest_first = np.argsort(-size, kind="stable")
+    samples, pack_sizes = packer.pack(largest_first, noise)
     return build_plan(samples, pack_sizes, lengths, limits.tokens)
 
 
 class _Packer:
-    """Unpacked samples, in groups of one length and one density class.
+    """Unpacked samples, in groups of equal length and density class.
 
-    The density of a sample is its media tokens divided by its tokens. Class c has the densities up to
-    ``_max_density[c]``, which ascend.
+    The density of a sample is its media tokens divided by its tokens. Class c has the densities above
+    ``_max_density[c - 1]`` up to ``_max_density[c]``. Groups are numbered by class, and in a class by length.
     """
 
     def __init__(
@@ -163,29 +172,30 @@ class _Packer:
         self._num_left = len(lengths)
         self._tokens_left = int(lengths.sum(dtype=np.int64))
         self._is_packed = bytearray(len(lengths))
-        # Classes of about equally many samples; those without any are left out.
+        # Density classes of about equally many samples, by quantiles; classes without samples are left out.
         density = media_tokens / lengths
         edges = np.unique(np.quantile(density, np.linspace(0, 1, _NUM_CLASSES + 1), method="higher"))
-        used_edges, class_of = np.unique(np.searchsorted(edges, density), return_inverse=True)
+        used_edges, class_of_sample = np.unique(np.searchsorted(edges, density), return_inverse=True)
         self._max_density: list[float] = edges[used_edges].tolist()
-        # Samples group by group, those first in ``order`` last: groups are used up from their ends.
-        by_group = np.lexsort((invert_order(order[::-1]), lengths, class_of))
-        classes, group_lengths = class_of[by_group], lengths[by_group]
-        begins_group = (np.diff(classes, prepend=-1) != 0) | (np.diff(group_lengths, prepend=-1) != 0)
+        # All samples, (N,), by class, then length, then the last in ``order``: groups are used up from their ends.
+        sorted_samples = np.lexsort((invert_order(order[::-1]), lengths, class_of_sample))
+        sorted_classes = class_of_sample[sorted_samples]
+        sorted_lengths = lengths[sorted_samples]
+        begins_group = (np.diff(sorted_classes, prepend=-1) != 0) | (np.diff(sorted_lengths, prepend=-1) != 0)
         starts = np.flatnonzero(begins_group)
         stops = np.append(starts[1:], len(lengths))
-        group_of = np.empty(len(lengths), dtype=np.int64)
-        group_of[by_group] = np.cumsum(begins_group) - 1
-        self._by_group: list[int] = by_group.tolist()
-        self._group_of: list[int] = group_of.tolist()
-        self._stops: list[int] = stops.tolist()  # in ``_by_group``; no unpacked sample of the group comes later
+        group_of_sample = np.empty(len(lengths), dtype=np.int64)
+        group_of_sample[sorted_samples] = np.cumsum(begins_group) - 1
+        self._sorted_samples: list[int] = sorted_samples.tolist()
+        self._group_of: list[int] = group_of_sample.tolist()
+        self._stops: list[int] = stops.tolist()  # of groups in ``_sorted_samples``; lowered as samples are packed
         self._group_sizes: list[int] = (stops - starts).tolist()
-        self._class_of_group: list[int] = classes[starts].tolist()
-        self._group_by_length: list[dict[int, int]] = [{} for _ in self._max_density]
-        for group, length in enumerate(group_lengths[starts].tolist()):
+        self._class_of_group: list[int] = sorted_classes[starts].tolist()
+        self._group_by_length: list[dict[int, int]] = [{} for _ in self._max_density]  # nonempty groups of each class
+        for group, length in enumerate(sorted_lengths[starts].tolist()):
             self._group_by_length[self._class_of_group[group]][length] = group
-        self._lengths_in_class = [LengthSet(groups) for groups in self._group_by_length]
-        # Lower bound of the lengths in each class, which saves most searches without a result.
+        self._lengths_in_class = [LengthSet(group_by_length) for group_by_length in self._group_by_length]
+        # Lower bound of the lengths left in each class, which saves most searches without a result.
         self._min_length = [1] * len(self._max_density)
 
     def pack(self, heads: Int64Array, noise: Costs | None = None) -> tuple[Int64Array, Int64Array]:
@@ -203,23 +213,23 @@ class _Packer:
         return np.array(packed, dtype=np.int64), np.array(sizes, dtype=np.int64)
 
     def _fill(self, sample: int, packed: list[int], min_gap: int, max_gap: int) -> None:
-        """Append the samples of one pack to ``packed``, ``sample`` first."""
-        free, free_media, slots = self._limits
+        """Append the samples of one pack to ``packed``, beginning with ``sample``; gaps are as for ``_next_group``."""
+        free_tokens, free_media, free_slots = self._limits
         while True:
             packed.append(sample)
             self._remove(sample)
-            free -= self._lengths[sample]
+            free_tokens -= self._lengths[sample]
             free_media -= self._media[sample]
-            slots -= 1
-            if not (free and slots and self._num_left):
+            free_slots -= 1
+            if not (free_tokens and free_slots and self._num_left):
                 return
-            group = self._next_group(free, free_media, slots, min_gap, max_gap)
+            group = self._next_group(free_tokens, free_media, free_slots, min_gap, max_gap)
             if group < 0:
                 return
-            # The first samples of packs were taken from anywhere in their groups.
-            while self._is_packed[self._by_group[self._stops[group] - 1]]:
+            # Take the last unpacked sample; packed ones before the end were the first samples of their packs.
+            while self._is_packed[self._sorted_samples[self._stops[group] - 1]]:
                 self._stops[group] -= 1
-            sample = self._by_group[self._stops[group] - 1]
+            sample = self._sorted_samples[self._stops[group] - 1]
 
     def _remove(self, sample: int) -> None:
         length, group = self._lengths[sample], self._group_of[sample]
@@ -232,29 +242,33 @@ class _Packer:
             self._lengths_in_class[density_class].remove(length)
             del self._group_by_length[density_class][length]
 
-    def _next_group(self, free: int, free_media: int, slots: int, min_gap: int, max_gap: int) -> int:
-        """Choose the group to take the next sample from, or -1 if nothing fits."""
-        # Slots are scarce where a slot has, on average, more space than the mean remaining sample needs.
-        is_scarce = slots > 1 and free * self._evenness * self._num_left >= self._tokens_left * slots
-        # The densest class that could use up all free tokens without exceeding the media tokens; -1 if there is none.
-        densest = bisect_right(self._max_density, free_media / free) - 1
-        if not is_scarce:
-            # A sample that fills the pack.
+    def _next_group(self, free_tokens: int, free_media: int, free_slots: int, min_gap: int, max_gap: int) -> int:
+        """Choose the group that a pack takes its next sample from, or -1 if no sample fits.
+
+        First a sample that leaves from ``min_gap`` to ``max_gap`` tokens free, unless slots are scarce (``evenness`` of
+        ``place_exact_fit``); else the longest that fits, or with scarce slots the nearest to the mean space of a slot.
+        """
+        slots_are_scarce = (
+            free_slots > 1 and free_tokens * self._evenness * self._num_left >= self._tokens_left * free_slots
+        )
+        # The densest class whose samples could fill all free tokens within the free media tokens; -1 if there is none.
+        densest = bisect_right(self._max_density, free_media / free_tokens) - 1
+        if not slots_are_scarce:
             for density_class in range(densest, max(densest - _MAX_CLASSES_TRIED, -1), -1):
-                length = self._lengths_in_class[density_class].at_most(max(free - min_gap, 0))
-                if length >= max(free - max_gap, 1):
+                length = self._lengths_in_class[density_class].at_most(max(free_tokens - min_gap, 0))
+                if length >= max(free_tokens - max_gap, 1):
                     return self._group_by_length[density_class][length]
-        # Or the longest that fits, from that class down, and then from the denser classes.
+        # From ``densest`` down to the class with least media, and then the denser classes.
         for density_class in (*range(densest, -1, -1), *range(densest + 1, len(self._max_density))):
-            max_length = free
+            max_length = free_tokens
             if density_class > densest:
                 max_length = int(free_media / self._max_density[density_class])
             if max_length < self._min_length[density_class]:
                 continue
             length = self._lengths_in_class[density_class].at_most(max_length)
             if length > 0:
-                if is_scarce:
-                    length = self._lengths_in_class[density_class].nearest(free // slots, length)
+                if slots_are_scarce:
+                    length = self._lengths_in_class[density_class].nearest(free_tokens // free_slots, length)
                 return self._group_by_length[density_class][length]
             self._min_length[density_class] = max_length + 1
         return -1
