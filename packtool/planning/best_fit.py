@@ -109,7 +109,8 @@ def fill_slots(
         first_placement = int(np.searchsorted(placement_starts, start, side="right")) - 1
         end_placement = int(np.searchsorted(placement_starts, stop, side="left"))
         chunk_placements = slice(first_placement, end_placement)
-        counts = np.diff(np.clip(placement_starts[first_placement : end_placement + 1], start, stop))
+        bounds: Int64Array = np.clip(placement_starts[first_placement : end_placement + 1], start, stop)
+        counts = bounds[1:] - bounds[:-1]
         # Values of placements are repeated for each of their samples in the chunk. Sample i of a placement with n
         # samples per pack goes to pack i // n of the placement, and there to slot i % n.
         index = np.arange(start, stop) - np.repeat(placement_starts[chunk_placements], counts)

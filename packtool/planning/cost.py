@@ -142,7 +142,7 @@ class CostModel:
         """
         layers = ModelLayers.of_config(config)
         flops = partial(_part_flops, trainable(layers, learning), learning.lora_rank)
-        # Each part reads the outputs of an earlier one, and computes their gradient if anything there is trained.
+        # ``has_gradient``: a part reads the output of an earlier part, and must compute the gradient of this output.
         vision = flops(layers.vision, recomputes=recomputes_towers)
         mergers = [flops(merger, has_gradient=vision.has_gradient) for merger in layers.mergers]
         audio = flops(layers.audio, recomputes=recomputes_towers)
@@ -165,7 +165,7 @@ class CostModel:
 
 
 class _PartFlops(NamedTuple):
-    """FLOPs of a part of a model for each unit, such as a token, of squared lengths, and of ``window_squares``.
+    """FLOPs of a part of a model: for a unit such as a token, a unit of squared lengths, and one of ``window_squares``.
 
     ``has_gradient``: gradients flow back to the part's output.
     """
@@ -184,36 +184,45 @@ def _part_flops(
     has_gradient: bool = False,
     recomputes: bool = False,
 ) -> _PartFlops:
-    """Sum the FLOPs of consecutive modules; ``has_gradient``: gradients flow back to the input of the first."""
-    # Gradients flow back to the input of module i if ``flows[i]``, to its output if ``flows[i + 1]``.
-    flows = [has_gradient]
+    """Sum the FLOPs of consecutive modules, forward and backward.
+
+    ``training`` is by module name; attention has none. ``has_gradient``: gradients flow back to the part's input.
+    ``recomputes``: backward runs the forward pass of layers again.
+    """
+    # Gradients flow back to the output of a module, the input of the next, if anything up to it is trained.
+    gradients = [has_gradient]
     for module in modules:
-        flows.append(flows[-1] or training.get(module.name, Trainable()).any)
-    layer_has_gradient = {module.layer: flow for module, flow in zip(modules, flows[1:], strict=True)}
-    flops = per_square = per_window = 0.0
+        gradients.append(gradients[-1] or training.get(module.name, Trainable()).any)
+    input_gradients, output_gradients = gradients[:-1], gradients[1:]
+    # The last module of a layer decides, since later entries of the dict replace earlier ones.
+    layer_has_gradient = {module.layer: flag for module, flag in zip(modules, output_gradients, strict=True)}
+    per_unit = per_square = per_window = 0.0
     has_input_gradient = has_gradient
-    for module, flow in zip(modules, flows[:-1], strict=True):
-        # Modules with one input, such as Q, K and V, need its gradient if anything before the first of them is trained.
+    for module, follows_gradient in zip(modules, input_gradients, strict=True):
+        # Modules with a shared input, such as Q, K and V, need its gradient only if the first of them does.
         if not module.shares_input:
-            has_input_gradient = flow
-        # Passes: forward, forward again with recomputation, gradients of the inputs, gradients of the weights.
-        recomputed = float(recomputes and module.layer is not None and layer_has_gradient[module.layer])
+            has_input_gradient = follows_gradient
+        num_forward = 1.0
+        if recomputes and module.layer is not None and layer_has_gradient[module.layer]:
+            num_forward = 2.0
         if module.kind == "attention":
-            passes = 1 + recomputed + _ATTENTION_BACKWARD * flow
-            flops += passes * module.per_unit
+            passes = num_forward + _ATTENTION_BACKWARD * follows_gradient
+            per_unit += passes * module.per_unit
             per_square += passes * module.per_square
             per_window += passes * module.per_window
             continue
         weights = training[module.name].weights
-        flops += 2 * module.num_products * (1 + recomputed + has_input_gradient + (weights == "full"))
+        has_weight_gradient = weights == "full"
+        per_unit += 2 * module.num_products * (num_forward + has_input_gradient + has_weight_gradient)
         if weights == "lora":
-            # An adapter is two products, from the inputs to the rank (a lookup of embeddings) and to the outputs.
+            # An adapter is two trained products: inputs to rank (for embeddings a lookup, without FLOPs), and rank to
+            # outputs, whose input always needs a gradient.
             to_rank = 0.0
             if module.kind != "no_product":
-                to_rank = module.inputs * (1 + recomputed + has_input_gradient + 1)
-            to_outputs = module.outputs * (1 + recomputed + 1 + 1)
-            flops += 2 * module.times * lora_rank * (to_rank + to_outputs)
-    return _PartFlops(flops, per_square, per_window, has_gradient=flows[-1])
+                to_rank = module.inputs * (num_forward + has_input_gradient + 1)
+            to_outputs = module.outputs * (num_forward + 1 + 1)
+            per_unit += 2 * module.times * lora_rank * (to_rank + to_outputs)
+    return _PartFlops(per_unit, per_square, per_window, has_gradient=gradients[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,19 +252,22 @@ class ModelSizes:
     def of_config(cls, config: Mapping[str, Any]) -> ModelSizes:
         """Compute the sizes of a model's language model from its ``config.json``; errors as of ``CostModel.of_config``.
 
-        A layer keeps, in numbers of a token: two residuals, two norms' results and the attention's projected output (5
-        h); queries before and after RoPE and the attention's result (3 q); keys twice and values (3 kv); gate, up, the
-        activated gate and the product (4 i, of the token's experts). Flash attention keeps no scores, and no logits are
-        kept.
+        For each token, a layer keeps two residuals, the results of two norms and the projected output of attention (5
+        h values); queries before and after RoPE and the result of attention (3 q); keys before and after RoPE and
+        values (3 kv); gate, up, the activated gate and the product (4 times the MLP's width, of the token's experts).
+        Flash attention keeps no scores, and no logits are kept.
         """
-        config, text = thinker_of(config), text_config_of(config)
+        config = thinker_of(config)
+        text = text_config_of(config)
         hidden, num_layers = int(text["hidden_size"]), int(text["num_hidden_layers"])
-        attention, mlp = attention_widths(text), expert_widths(text)
+        attention = attention_widths(text)
+        mlp = expert_widths(text)
         q, kv = attention.queries, attention.keys
         attention_weights = hidden * (2 * q + 2 * kv)
         mlp_weights = 3 * hidden * (mlp.expert * max(mlp.num_experts, 1) + mlp.shared_expert)
         token_mlp_width = mlp.expert * mlp.experts_per_token + mlp.shared_expert
-        num_embeddings = 1 if text.get("tie_word_embeddings") or config.get("tie_word_embeddings") else 2
+        has_tied_embeddings = bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings"))
+        num_embeddings = 1 if has_tied_embeddings else 2
         embedding_weights = num_embeddings * hidden * int(text.get("vocab_size") or 0)
         return cls(
             cost=CostModel.of_config(config),
@@ -392,28 +404,29 @@ class StepTime:
     def micro_batch(self, local: Sequence[Load], sharded: Load, sharded_tokens: int, num_ranks: int) -> float:
         """Estimate the seconds of a micro-batch on ``num_ranks`` ranks.
 
-        ``local`` is the work of the sequences local to each rank (of equal ones, one is enough), ``sharded`` that of
-        all sharded sequences, summed over the ranks, and ``sharded_tokens`` their tokens, with padding.
+        ``local`` is the work of the sequences local to each rank (ranks with equal work may be listed once).
+        ``sharded`` is that of all sharded sequences, summed over the ranks, and ``sharded_tokens`` their tokens, with
+        padding.
         """
-        # Communication counts as FLOPs, too: those that the device could compute in its time.
+        # Times of communication are in FLOPs, too: as many as a device computes in that time.
         speed = self.flops_per_second
-        busiest = max(local).flops
+        busiest_flops = max(local).flops
         if num_ranks > 1 and sharded_tokens:
             sharded_attention = sharded.attention / num_ranks
-            exposed, overlapping = 0.0, []
+            exposed_flops = 0.0  # of exchanges that no attention to local sequences hides
+            hideable = []  # of each other exchange: FLOPs, and the share of that attention that hides it
             for exchange in self.exchanges:
                 flops = speed * exchange.seconds(sharded_tokens) - exchange.overlap_sharded * sharded_attention
                 if flops > 0 and exchange.overlap_local:
-                    overlapping.append((flops, exchange.overlap_local))
+                    hideable.append((flops, exchange.overlap_local))
                 elif flops > 0:
-                    exposed += flops
+                    exposed_flops += flops
             rank_flops = []
             for load in local:
-                # The part of each exchange that the rank's attention to its local sequences does not hide.
-                waiting = sum([max(0.0, flops - overlap * load.attention) for flops, overlap in overlapping])
-                rank_flops.append(load.flops + waiting)
-            busiest = exposed + max(rank_flops)
-        return max(self.launch_seconds, (busiest + sharded.flops / num_ranks + self.batch_flops) / speed)
+                waiting_flops = sum([max(0.0, flops - overlap * load.attention) for flops, overlap in hideable])
+                rank_flops.append(load.flops + waiting_flops)
+            busiest_flops = exposed_flops + max(rank_flops)
+        return max(self.launch_seconds, (busiest_flops + sharded.flops / num_ranks + self.batch_flops) / speed)
 
     def exposed_seconds(self, sharded_tokens: Costs, local_attention: Costs, sharded_attention: Costs) -> Costs:
         """Estimate the seconds of exchanges that attention does not hide, (n,), for n ranks at once.

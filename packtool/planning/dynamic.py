@@ -12,6 +12,7 @@ those of one rank have about equal work::
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -55,7 +56,7 @@ def assign_by_tokens(
             f"Raise it to {longest}, or leave those samples out with --max-length {max_tokens}.",
         )
     limits = _limits(lengths, max_tokens, max_samples)
-    return _divide(lengths, limits, samples_per_step, num_ranks, ranks_first=False)
+    return _divide_steps(lengths, limits, samples_per_step, num_ranks, ranks_first=False)
 
 
 def assign_samples(
@@ -69,20 +70,20 @@ def assign_samples(
         step 2               rank 0 [5]    rank 1 [2]
 
     A step has the samples of the unpacked run with the same seed: loss, gradient and weights are the same in exact
-    arithmetic. Every rank has equally many micro-batches in a step; some may be empty.
+    arithmetic. Every rank has equally many micro-batches in a step; a micro-batch may be empty.
 
-    ``samples`` are the N samples of the epoch, one a pack, in its order, and ``costs``, (N,), their work, by default
-    their tokens; ``media_tokens`` are by sample number, and needed with ``max_media_tokens_per_pack``.
+    ``samples`` has the N samples of the epoch in its order, each in a pack of its own. ``costs``, (N,), are their work,
+    by default their tokens. ``media_tokens`` are by sample number, and needed with ``max_media_tokens_per_pack``.
     """
     assert options.samples_per_step is not None
     limits = _limits(samples.lengths, samples.capacity, options.max_samples_per_pack)
     max_media = options.max_media_tokens_per_pack
-    media = None if media_tokens is None else media_tokens[samples.samples]
-    media = check_media_tokens(media, samples.lengths, max_media, samples.capacity)
-    if media is not None and max_media is not None:
-        limits.append(Limit(media, max_media))
+    sample_media = None if media_tokens is None else media_tokens[samples.samples]
+    limiting_media = check_media_tokens(sample_media, samples.lengths, max_media, samples.capacity)
+    if limiting_media is not None and max_media is not None:
+        limits.append(Limit(limiting_media, max_media))
     work = samples.lengths.astype(np.float64) if costs is None else costs
-    return _divide(work, limits, options.samples_per_step, options.world_size, ranks_first=True)
+    return _divide_steps(work, limits, options.samples_per_step, options.world_size, ranks_first=True)
 
 
 def _limits(lengths: IntArray, max_tokens: int, max_samples: int | None) -> list[Limit]:
@@ -92,59 +93,65 @@ def _limits(lengths: IntArray, max_tokens: int, max_samples: int | None) -> list
     return limits
 
 
-def _divide(
+def _divide_steps(
     work: npt.NDArray[Any], limits: Sequence[Limit], samples_per_step: int, num_ranks: int, *, ranks_first: bool
 ) -> StepAssignment:
-    """Place the samples (K,) of each step in bins, and order the bins as micro-batches, those of a rank heaviest first.
+    """Place the samples (K,) of each step in bins; the bins of a rank are its micro-batches, the heaviest first.
 
     With ``ranks_first``, samples are assigned to ranks, and there to bins, since a rank with a long sample can take
-    fewer others; otherwise bins are assigned to ranks afterwards, the heaviest to different ranks, then the next ones.
+    fewer others. Otherwise bins are assigned to ranks afterwards: each rank gets one of the heaviest, then one of the
+    next ones, and so on. ``work``, (K,), is that of each sample.
     """
     num_samples = len(work)
-    num_full_steps, num_in_full_steps = num_samples // samples_per_step, num_samples - num_samples % samples_per_step
+    num_full_steps = num_samples // samples_per_step
+    num_steps = math.ceil(num_samples / samples_per_step)
+    num_in_full_steps = num_full_steps * samples_per_step
     positions = np.arange(num_samples)
     full_steps = positions[:num_in_full_steps].reshape(num_full_steps, samples_per_step)
-    last_step = positions[num_in_full_steps:][None]
-    # The bin of each sample, numbered within its step, and the number of bins of each step.
-    bin_of, num_bins = np.zeros(num_samples, np.int64), np.zeros(-(-num_samples // samples_per_step), np.int64)
+    last_step = positions[None, num_in_full_steps:]
+    num_groups = num_ranks if ranks_first else 1
+    bin_of_sample = np.zeros(num_samples, np.int64)  # within its step at first
+    num_bins = np.zeros(num_steps, np.int64)
     for steps, samples in ((slice(num_full_steps), full_steps), (slice(num_full_steps, None), last_step)):
         if samples.size:
             step_limits = [Limit(limit.sizes[samples], limit.maximum) for limit in limits]
-            num_groups = num_ranks if ranks_first else 1
-            bin_of[samples], num_bins[steps] = _bins_of_steps(work[samples], step_limits, num_ranks, num_groups)
+            bin_of_sample[samples], num_bins[steps] = _find_bins(work[samples], step_limits, num_ranks, num_groups)
+    # From here on, bins are numbered over all steps.
     first_bins = to_offsets(num_bins)
-    bin_of += first_bins[positions // samples_per_step]
-    loads = np.bincount(bin_of, weights=work, minlength=int(first_bins[-1]))
+    bin_of_sample += first_bins[positions // samples_per_step]
+    bin_work = np.bincount(bin_of_sample, weights=work, minlength=int(first_bins[-1]))
 
     def heaviest_first(bins: Int64Array) -> Int64Array:
-        return np.take_along_axis(bins, np.argsort(-loads[bins], axis=-1, kind="stable"), axis=-1)
+        """Sort bins along the last axis by their work."""
+        return np.take_along_axis(bins, np.argsort(-bin_work[bins], axis=-1, kind="stable"), axis=-1)
 
-    # Renumber the bins: those of a step rank by rank, all steps with equally many bins at once.
-    micro_batch_of_bin = np.empty(len(loads), np.int64)
+    # Number the bins of a step rank by rank, for all steps with equally many bins at once.
+    micro_batch_of_bin = np.empty(len(bin_work), np.int64)
     for num in np.unique(num_bins).tolist():
-        bins = first_bins[:-1][num_bins == num, None] + np.arange(num)
+        bins = first_bins[:-1][num_bins == num, None] + np.arange(num)  # (steps, bins)
         if ranks_first:
-            by_rank = bins.reshape(-1, num_ranks, num // num_ranks)
+            rank_bins = bins.reshape(-1, num_ranks, num // num_ranks)
         else:
-            by_rank = heaviest_first(bins).reshape(-1, num // num_ranks, num_ranks).transpose(0, 2, 1)
-        micro_batch_of_bin[heaviest_first(by_rank).reshape(-1, num)] = bins
-    micro_batch_of = micro_batch_of_bin[bin_of]
-    sizes = np.bincount(micro_batch_of, minlength=len(loads))
-    return StepAssignment(np.argsort(micro_batch_of, kind="stable"), sizes, num_bins)
+            rank_bins = heaviest_first(bins).reshape(-1, num // num_ranks, num_ranks).transpose(0, 2, 1)
+        micro_batch_of_bin[heaviest_first(rank_bins).reshape(-1, num)] = bins
+    micro_batch_of_sample = micro_batch_of_bin[bin_of_sample]
+    sizes = np.bincount(micro_batch_of_sample, minlength=len(bin_work))
+    return StepAssignment(np.argsort(micro_batch_of_sample, kind="stable"), sizes, num_bins)
 
 
-def _bins_of_steps(
+def _find_bins(
     work: npt.NDArray[Any], limits: Sequence[Limit], num_ranks: int, num_groups: int
 ) -> tuple[Int64Array, Int64Array]:
     """Return the bin of each sample within its step, (S, n), and the number of bins of each step, (S,).
 
-    A step gets the fewest bins, a multiple of ``num_ranks``, with which its samples fit; each of ``num_groups`` has as
-    many of them. ``work`` and ``limits`` are (S, n).
+    A step gets the fewest bins, a multiple of ``num_ranks``, with which all its samples fit. The bins are divided
+    equally among ``num_groups``. ``work`` and the sizes of ``limits`` are (S, n).
     """
     heaviest_first = np.argsort(-work, axis=1, kind="stable")
     min_bins = np.max([_min_bins(*limit) for limit in limits], axis=0)
-    num_bins = -(-min_bins // num_ranks) * num_ranks
-    bin_of, open_steps = np.zeros(work.shape, np.int64), np.arange(len(work))
+    num_bins = -(-min_bins // num_ranks) * num_ranks  # rounded up
+    bin_of_sample = np.zeros(work.shape, np.int64)
+    open_steps = np.arange(len(work))  # steps whose samples did not fit yet
     while len(open_steps):
         fits = np.zeros(len(work), np.bool_)
         for num in np.unique(num_bins[open_steps]).tolist():
@@ -154,11 +161,13 @@ def _bins_of_steps(
             for start in range(0, len(same_steps), chunk_size):
                 steps = same_steps[start : start + chunk_size]
                 step_limits = [Limit(limit.sizes[steps], limit.maximum) for limit in limits]
-                bin_of[steps], fits[steps] = _place(work[steps], heaviest_first[steps], step_limits, num_groups, num)
-        # Where a sample did not fit, try again with one more bin for every rank.
+                bin_of_sample[steps], fits[steps] = _place_in_bins(
+                    work[steps], heaviest_first[steps], step_limits, num_groups, num
+                )
+        # Steps with a sample that did not fit get one more bin for every rank.
         open_steps = open_steps[~fits[open_steps]]
         num_bins[open_steps] += num_ranks
-    return bin_of, num_bins
+    return bin_of_sample, num_bins
 
 
 def _min_bins(sizes: IntArray, limit: int) -> Int64Array:
@@ -171,36 +180,38 @@ def _min_bins(sizes: IntArray, limit: int) -> Int64Array:
     return min_bins
 
 
-def _place(
+def _place_in_bins(
     work: npt.NDArray[Any], order: Int64Array, limits: Sequence[Limit], num_groups: int, num_bins: int
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Place one sample of every step after the other, each in the lightest group, and in its lightest bin with space.
+    """Place the samples of S steps in bins, in all steps at once: the lightest bin with space of the lightest group.
 
-    ``work`` and ``order``, (S, n), are the work of samples, and the order in which they are placed. Returns bins,
-    (S, n), and whether all samples of a step fit, (S,).
+    ``work``, (S, n), is that of each sample, and ``order``, (S, n), lists the samples of each step as they are placed.
+    Returns the bin of each sample, (S, n), and whether all samples of a step fit, (S,).
     """
-    num_steps, num_samples = work.shape
+    num_steps = len(work)
     bins_per_group = num_bins // num_groups
     shape = num_steps, num_groups, bins_per_group
-    bin_loads, group_loads = np.zeros(shape), np.zeros((num_steps, num_groups))
-    used = [np.zeros(shape, np.int64) for _ in limits]
-    bin_of, fits = np.empty((num_steps, num_samples), np.int64), np.ones(num_steps, np.bool_)
+    bin_work = np.zeros(shape)
+    group_work = np.zeros((num_steps, num_groups))
+    used_of_limits = [np.zeros(shape, np.int64) for _ in limits]
+    bin_of_sample = np.empty(work.shape, np.int64)
+    fits = np.ones(num_steps, np.bool_)
     steps = np.arange(num_steps)
-    for sample in order.T:  # (S,), the next sample of each step
+    for sample in order.T:  # the next sample of each step, (S,), and so are all choices below
         sizes = [limit.sizes[steps, sample] for limit in limits]
-        # Bins with space for the sample, (S, groups, bins); if there is none, the first one overflows.
         has_space = np.ones(shape, np.bool_)
-        for limit, used_sizes, size in zip(limits, used, sizes, strict=True):
-            has_space &= used_sizes <= (limit.maximum - size)[:, None, None]
-        group = np.where(has_space.any(axis=2), group_loads, np.inf).argmin(axis=1)
-        bin_in_group = np.where(has_space[steps, group], bin_loads[steps, group], np.inf).argmin(axis=1)
+        for limit, used, size in zip(limits, used_of_limits, sizes, strict=True):
+            has_space &= used <= (limit.maximum - size)[:, None, None]
+        # If no bin has space, these are group 0 and its bin 0, which overflows: the step does not fit.
+        group = np.where(has_space.any(axis=2), group_work, np.inf).argmin(axis=1)
+        bin_in_group = np.where(has_space[steps, group], bin_work[steps, group], np.inf).argmin(axis=1)
         fits &= has_space[steps, group, bin_in_group]
-        for used_sizes, size in zip(used, sizes, strict=True):
-            used_sizes[steps, group, bin_in_group] += size
-        bin_loads[steps, group, bin_in_group] += work[steps, sample]
-        group_loads[steps, group] += work[steps, sample]
-        bin_of[steps, sample] = group * bins_per_group + bin_in_group
-    return bin_of, fits
+        for used, size in zip(used_of_limits, sizes, strict=True):
+            used[steps, group, bin_in_group] += size
+        bin_work[steps, group, bin_in_group] += work[steps, sample]
+        group_work[steps, group] += work[steps, sample]
+        bin_of_sample[steps, sample] = group * bins_per_group + bin_in_group
+    return bin_of_sample, fits
 
 
 DEFAULT_MAX_TOKENS = 8192
@@ -235,15 +246,16 @@ class EvaluationPlan:
 
     @cached_property
     def batches(self) -> StepAssignment:
-        """Micro-batches of samples of similar lengths, as many as the token limit allows."""
+        """The micro-batches: few and about equally full ones; each "step" of the assignment is a window of samples."""
         trees = self.trees
         if trees is None:
             tokens = aligned_lengths(self.lengths, self.alignment)
         else:
-            tokens = trees.sums_per_group(trees.new_tokens(self.lengths))
-        mean = float(tokens.mean()) if len(tokens) else 1.0
-        samples_per_batch = min(self.max_tokens / mean, self.max_samples or self.max_tokens)
-        samples_per_window = int(min(_BATCHES_PER_RANK * self.num_ranks, _MAX_BATCHES) * samples_per_batch)
+            tokens = trees.sums_per_group(trees.new_tokens(self.lengths))  # of groups, which count as samples below
+        mean_tokens = float(tokens.mean()) if len(tokens) else 1.0
+        samples_per_batch = min(self.max_tokens / mean_tokens, self.max_samples or self.max_tokens)
+        batches_per_window = min(_BATCHES_PER_RANK * self.num_ranks, _MAX_BATCHES)
+        samples_per_window = int(batches_per_window * samples_per_batch)
         batches = assign_by_tokens(
             tokens,
             samples_per_step=min(max(samples_per_window, _MIN_SAMPLES), _MAX_SAMPLES),
@@ -253,10 +265,12 @@ class EvaluationPlan:
         )
         if trees is None:
             return batches
-        # The batches are of groups of samples.
+        # Replace the groups in the micro-batches by their samples.
         group_tokens = tokens[batches.order].astype(np.int32)
-        groups = PackPlan(batches.order, to_offsets(batches.micro_batch_sizes), group_tokens, self.max_tokens)
-        packs = trees.expand(groups, self.lengths)
+        batches_of_groups = PackPlan(
+            batches.order, to_offsets(batches.micro_batch_sizes), group_tokens, self.max_tokens
+        )
+        packs = trees.expand(batches_of_groups, self.lengths)
         return StepAssignment(packs.samples, np.diff(packs.offsets), batches.micro_batches_per_step)
 
     @property
