@@ -88,7 +88,7 @@ def pictures(options: argparse.Namespace) -> None:
 
     def ours() -> int:
         samples = [_sample(path, number, row) for path, number, row in rows]
-        encoder._measured.clear()  # every picture is looked at again
+        encoder._measured_media.clear()  # every picture is looked at again
         begin = time.perf_counter()
         found = encoder.encode(samples)
         timing.append(time.perf_counter() - begin)

@@ -116,7 +116,7 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _large_tokenizers_are_read_once() -> Iterator[None]:
     """Reading one of 150,000 tokens takes a third of a second, and tests make hundreds of encoders of a few models."""
-    read = encoder._tokenizer
+    read = encoder._load_tokenizer
 
     @lru_cache(maxsize=6)
     def read_once(tokenizer_json: str, *_: str) -> Tokenizer:
@@ -129,7 +129,7 @@ def _large_tokenizers_are_read_once() -> Iterator[None]:
         return read_once(files.tokenizer_json, files.chat_template, json.dumps(files.config, sort_keys=True))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoder, "_tokenizer", known)
+        patch.setattr(encoder, "_load_tokenizer", known)
         yield
 
 

@@ -43,7 +43,7 @@ from packtool.cache.task import (
 from packtool.config.data import ExportConfig
 from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, MIN_SHARED, PREFIXES_NAME
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.encoder import Encoder, check_template, encoding_warnings, first_row_error
+from packtool.encode.encoder import Encoder, check_template, first_row_error
 from packtool.encode.families import default_max_length, media_encoding
 from packtool.encode.media_spans import MediaTokens
 from packtool.encode.model_files import ModelFiles
@@ -151,7 +151,7 @@ class _Export:
             refuse_if_busy(directory, is_part=config.is_part)  # before all sources are read
         if not self.executor.has_started:
             self.encoder()  # raises for unsupported models before sources are read; else workers do
-        for warning in encoding_warnings(config.encode_spec, self.files, self.media):
+        for warning in (*self.media.warnings, *self.files.option_warnings(config.encode_spec)):
             self.progress.note(warning)
         self._make_tasks()
         collect()

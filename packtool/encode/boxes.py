@@ -58,6 +58,8 @@ class BoxWriter:
     Args:
         options: the notation of boxes, and the unit of coordinates in JSON for rows without one (``--bbox-type``).
         limits: the model's limits on pictures; None if its own processor resizes them.
+        control_tokens: all control tokens of the model's tokenizer.
+        measure: measures a picture, for the size in which coordinates are written.
     """
 
     def __init__(
@@ -65,19 +67,23 @@ class BoxWriter:
         files: ModelFiles,
         options: BoxOptions,
         limits: ImageLimits | None,
-        control: frozenset[str],
+        control_tokens: frozenset[str],
         measure: Callable[[MediaKind, MediaRef], Medium],
     ) -> None:
-        self._form = box_form_of(files.config, options.bbox_format, options.norm_bbox)
-        if self._form is not None and self._form.scale == "pixels" and limits is None:
+        self._model_type = files.model_type
+        self._box_form = box_form_of(files.config, options.bbox_format, options.norm_bbox)
+        if self._box_form is not None and self._box_form.scale == "pixels" and limits is None:
             raise ConfigError(
                 f"--norm-bbox none: packtool does not know how the processor of {files.model_type} models resizes "
                 "pictures",
                 "Leave out --norm-bbox: coordinates are then thousandths of a picture's sides.",
             )
-        self._unit, self._model_type = options.bbox_type, files.model_type
-        self._control_tokens, self._limits, self._measure = control, limits, measure
-        self._tokens = QWEN_TOKENS if self._form is None else self._form.tokens
+        # For a model without a notation of boxes, Qwen's tokens are those by which rows with boxes are recognized.
+        self._box_tokens = QWEN_TOKENS if self._box_form is None else self._box_form.tokens
+        self._json_unit = options.bbox_type
+        self._control_tokens = control_tokens
+        self._limits = limits
+        self._measure = measure
 
     def write(self, sample: Sample) -> Sample | Dropped:
         """Write a sample's boxes and names into its texts, or return the reason why the sample is dropped.
@@ -85,41 +91,45 @@ class BoxWriter:
         Control tokens of boxes and names that a row's texts already contain keep their meaning if all of them are
         well-formed and the row has pictures; otherwise they are plain text.
         """
-        tokens = self._tokens
-        if sample.objects is None:
-            all_text = "\n".join([text for turn in sample.turns for text in turn.texts]) if sample.images else ""
-            has_tokens = any(token in all_text for token in tokens.all)
-            has_json_keys = self._unit is not None and JSON_KEY in all_text
-            if not has_tokens and not has_json_keys:
-                return sample
+        if sample.objects is None and not self._may_have_boxes(sample):
+            return sample
         objects = sample.objects or Objects()
-        objects = replace(objects, unit=objects.unit or self._unit)
-        has_json = objects.unit is not None and any(map(_KEYS.search, _texts(sample)))
-        form: BoxForm | None = None
+        objects = replace(objects, unit=objects.unit or self._json_unit)
+        has_json_boxes = objects.unit is not None and any(_KEYS.search(text) for text in _texts(sample))
+        form: BoxForm | None = None  # None if there is nothing to write into the texts
         try:
-            if objects.names or objects.boxes or has_json:
+            if objects.names or objects.boxes or has_json_boxes:
                 form = self._known_form()
                 images: Any = [self._measure("image", ref) for ref in sample.images]
                 sample = _SampleWriter(form, self._limits, images, objects).fill(sample)
-            is_well_formed = not any(_is_broken(text, tokens) for text in _texts(sample))
+            is_well_formed = not any(_is_broken(text, self._box_tokens) for text in _texts(sample))
             if form is not None and form.notation == "tokens" and not is_well_formed:
-                detail = f"the row's texts or names contain some of {', '.join(tokens.all)} outside boxes and names"
+                tokens = ", ".join(self._box_tokens.all)
+                detail = f"the row's texts or names contain some of {tokens} outside boxes and names"
                 raise RowProblem("invalid_objects", detail)
         except (MediaProblem, RowProblem) as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
-        control = self._control_tokens.intersection(tokens.all) if is_well_formed else frozenset[str]()
-        return replace(sample, objects=None, control=control)
+        kept_tokens = self._control_tokens.intersection(self._box_tokens.all) if is_well_formed else frozenset[str]()
+        return replace(sample, objects=None, control=kept_tokens)
+
+    def _may_have_boxes(self, sample: Sample) -> bool:
+        """Return whether the texts of a row with pictures contain control tokens or JSON keys of boxes."""
+        if not sample.images:
+            return False
+        text = "\n".join([text for turn in sample.turns for text in turn.texts])
+        has_tokens = any(token in text for token in self._box_tokens.all)
+        return has_tokens or (self._json_unit is not None and JSON_KEY in text)
 
     def _known_form(self) -> BoxForm:
         """Return the model's notation of boxes; raise RowProblem if it has none, or lacks the tokens for it."""
-        if self._form is None:
+        if self._box_form is None:
             known = ", ".join(name for family in FAMILIES if family.boxes is not None for name in family.model_types)
             detail = f"packtool does not know how {self._model_type} models write boxes; it supports {known}"
             raise RowProblem("objects_unsupported", detail)
-        missing = [token for token in self._form.tokens.all if token not in self._control_tokens]
-        if self._form.notation == "tokens" and missing:
+        missing = [token for token in self._box_form.tokens.all if token not in self._control_tokens]
+        if self._box_form.notation == "tokens" and missing:
             raise RowProblem("objects_unsupported", f"the model's tokenizer lacks {', '.join(missing)}")
-        return self._form
+        return self._box_form
 
 
 class _SampleWriter:

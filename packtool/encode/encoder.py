@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -40,10 +40,10 @@ from packtool.encode.model_files import ModelFiles
 from packtool.encode.prepared import PreparedRows
 from packtool.encode.row_parts import RowSplitter, expansion_of, join_results
 from packtool.encode.targets import TurnChunks, TurnFinder, infer_turn_finder
-from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of, template_variables
+from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
 from packtool.encode.tokenize import Chunk, ChunkTokenizer, ControlEscaper, ControlVocabulary, TextEnds
 from packtool.encode.truncation import Tokenized, drop_too_long, truncate, truncate_all
-from packtool.errors import ConfigError, StorageError, did_you_mean
+from packtool.errors import ConfigError, StorageError
 from packtool.media.files import MediaProblem, check_allowed
 from packtool.rows.forms import to_sample
 from packtool.rows.forms.columns import RowProblem
@@ -53,37 +53,6 @@ from packtool.rows.parsing import Problem
 from packtool.rows.read import read_block
 from packtool.rows.sample import Dropped, MediaKind, MediaRef, Sample, Turn, guard_row, unexpected_drop
 from packtool.rows.source import RowBlock, Source
-
-
-def encoding_warnings(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding) -> tuple[str, ...]:
-    """Return warnings about how rows are encoded for a model, one line each."""
-    warnings = [*media.warnings]
-    requested, loss_scale = spec.loss_scale, loss_scale_of(spec.loss_scale, files.is_hybrid_thinking)
-    if loss_scale != requested:
-        warnings.append(
-            f"--loss-scale {requested} is applied as {loss_scale}: with thinking switched off, the generation prompt "
-            "of this chat template already contains the empty thinking block, so the block is not trained; "
-            f"--loss-scale {requested}+keep_empty_think trains it"
-        )
-    variables = template_variables(files.chat_template) if files.chat_template_kwargs else set()
-    for name in sorted(files.chat_template_kwargs.keys() - variables):
-        hint = did_you_mean(name, sorted(variables))
-        warnings.append(f"--chat-template-kwargs: the chat template does not use {name!r}{hint}")
-    if files.end_mark:
-        warnings.append(
-            "the chat template writes no end of turn after an answer, and generation stops at "
-            f"{files.end_mark.strip()}, which opens the next turn: this token is added after the last answer, and "
-            "trained as the end of each answer"
-        )
-    if spec.expand_turns == "auto":
-        warnings.append(
-            "--expand-turns auto: the chat template removes the thinking of earlier turns, so a row that would lose "
-            "thinking becomes several samples"
-            if expansion_of("auto", files) == "auto"
-            else "--expand-turns auto changes nothing: the chat template keeps the thinking of earlier turns"
-        )
-    return tuple(warnings)
-
 
 _MAX_REMEMBERED_MEDIA = 10_000
 _MAX_REMEMBERED_TEMPLATES = 64
@@ -116,36 +85,38 @@ class Encoder:
         self._media = media or media_encoding(files, spec)
         self.limits = self._media.limits
         self.media_tokens = MediaTokens.of(files.config)
-        media_tokens, variables = self._media.control_tokens, files.template_variables
-        self._tokenizer = tokenizer = _tokenizer(files)
+        self._tokenizer = _load_tokenizer(files)
+        control_tokens = self._media.control_tokens
         self._template: ChatTemplate | None = None
         self._turn_finder: TurnFinder | None = None
         if files.chat_template:
-            self._template = ChatTemplate(files.chat_template, variables, self._media.content_as_list)
+            template = ChatTemplate(files.chat_template, files.template_variables, self._media.content_as_list)
             try:
-                self._vocabulary, self._turn_finder = infer_turn_finder(self._template, tokenizer, media_tokens)
+                self._vocabulary, self._turn_finder = infer_turn_finder(template, self._tokenizer, control_tokens)
             except ConfigError as error:
                 if not files.chat_template_kwargs:
                     raise
                 message = f"--chat-template-kwargs {json.dumps(files.chat_template_kwargs)}: {error.message}"
                 raise ConfigError(message, "Check names and values in the chat template, or leave them out.") from error
+            self._template = template
         else:
-            self._vocabulary = ControlVocabulary(tokenizer, media_tokens)
-        if missing := [token for token in media_tokens if token not in self._vocabulary.ids]:
+            self._vocabulary = ControlVocabulary(self._tokenizer, control_tokens)
+        if missing := [token for token in control_tokens if token not in self._vocabulary.ids]:
             raise ConfigError(
                 f"--model {spec.model}: the tokenizer lacks {', '.join(missing)}, which config.json requires for media",
                 "tokenizer.json and config.json come from different models: take both from the same one.",
             )
         self._boxes = BoxWriter(files, spec, self.limits.image, frozenset(self._vocabulary.ids), self._measure)
-        self._chunk_tokenizer = ChunkTokenizer(tokenizer, self._vocabulary)
+        self._chunk_tokenizer = ChunkTokenizer(self._tokenizer, self._vocabulary)
         self._is_hybrid_thinking = files.is_hybrid_thinking
-        split_spec = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
-        self._row_splitter = RowSplitter(split_spec, self._template_of, self._render_chunks)
-        self.warnings = encoding_warnings(spec, files, self._media)
-        self._end_of_text = variables.get("eos_token", "")
-        self._has_kwargs = bool(files.chat_template_kwargs)
-        self._templates: dict[str, tuple[ChatTemplate, TurnFinder]] = {}  # by a row's own arguments
-        self._measured: dict[tuple[object, ...], Medium] = {}
+        self._has_template_kwargs = bool(files.chat_template_kwargs)
+        self._end_of_text = files.template_variables.get("eos_token", "")
+        resolved_spec = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
+        self._row_splitter = RowSplitter(resolved_spec, self._template_of, self._render_chunks)
+        self.warnings = (*self._media.warnings, *files.option_warnings(spec))
+        # Caches: templates by a row's own template arguments, media by file, token ids by header.
+        self._row_templates: dict[str, tuple[ChatTemplate, TurnFinder]] = {}
+        self._measured_media: dict[tuple[object, ...], Medium] = {}
         self._header_ids: dict[tuple[str, str], list[int]] = {}
 
     def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
@@ -165,7 +136,7 @@ class Encoder:
         """Encode samples that need no further splitting; the texts of all are tokenized in one call."""
         items = [self._render_or_drop(sample) for sample in samples]
         chunks = [chunk for item in items if isinstance(item, _Rendered) for chunk in item.expanded.chunks]
-        # Texts of which only the ends are needed are left out of the call.
+        # Very long texts are tokenized separately, at their ends only; the joint call gets empty texts instead.
         ends_by_chunk = self._tokenize_ends(items)
         ids_by_chunk = self._chunk_tokenizer.encode(
             [chunk._replace(text="") if i in ends_by_chunk else chunk for i, chunk in enumerate(chunks)]
@@ -173,41 +144,39 @@ class Encoder:
         for i, ends in ends_by_chunk.items():
             ids_by_chunk[i] = ends.ids
         results: list[list[EncodedSample] | Dropped] = []
-        start = 0  # index of the sample's first expanded chunk
+        start = 0  # index in ``chunks`` of the sample's first chunk
         for item in items:
             if isinstance(item, Dropped):
                 results.append(item)
                 continue
             stop = start + len(item.expanded.chunks)
-            tokenized = self._tokenize(item, ids_by_chunk[start:stop])
-            if num_removed := sum(ends_by_chunk[i].num_omitted for i in range(start, stop) if i in ends_by_chunk):
-                tokenized = replace(tokenized, num_removed=num_removed)
-            results.append(truncate(tokenized, self.spec))
+            num_omitted = sum(ends_by_chunk[i].num_omitted for i in range(start, stop) if i in ends_by_chunk)
+            results.append(truncate(self._tokenize(item, ids_by_chunk[start:stop], num_omitted), self.spec))
             start = stop
         return results
 
     def _tokenize_ends(self, items: Sequence[_Rendered | Dropped]) -> dict[int, TextEnds]:
-        """Tokenize very long texts at both ends only, where truncation certainly removes the middle.
+        """Tokenize very long texts at both ends only, if truncation certainly removes the tokens in the middle.
 
-        Truncation keeps the first or the last ``max_length`` tokens of a row. Samples with media or with rules of the
-        loss scale are left out: both are located by the tokens of the entire text. Return the ends of each such text by
-        its index among the expanded chunks of all samples.
+        That is so if truncation keeps the first or the last ``max_length`` tokens of a sample. Samples with media or
+        with rules of the loss scale are not shortened, because locating either needs the tokens of the entire text.
+        Return the ends of each such text by its chunk's index among the expanded chunks of all samples.
         """
         ends_by_chunk: dict[int, TextEnds] = {}
         if self.spec.truncation_strategy not in ("left", "right"):
             return ends_by_chunk
         max_length = self.spec.max_length
-        start = 0  # index of the sample's first expanded chunk
+        min_chars = 2 * _CHARS_PER_TOKEN * max_length
+        start = 0  # index of the sample's first chunk among those of all samples
         for item in items:
             if isinstance(item, Dropped):
                 continue
             chunks = item.expanded.chunks
-            rules = parse_loss_scale(item.sample.loss_scale or self.spec.loss_scale).rules
-            if not rules and not item.expanded.media_ranges:
+            loss_scale = parse_loss_scale(item.sample.loss_scale or self.spec.loss_scale)
+            if not loss_scale.rules and not item.expanded.media_ranges:
                 for i, chunk in enumerate(chunks):
-                    if len(chunk.text) <= 2 * _CHARS_PER_TOKEN * max_length:
-                        continue
-                    if (ends := self._chunk_tokenizer.ends(chunks, i, max_length)) is not None:
+                    ends = self._chunk_tokenizer.ends(chunks, i, max_length) if len(chunk.text) > min_chars else None
+                    if ends is not None:
                         ends_by_chunk[start + i] = ends
             start += len(chunks)
         return ends_by_chunk
@@ -241,7 +210,7 @@ class Encoder:
         return self._drop_too_long(rendered) or rendered
 
     def _render(self, sample: Sample) -> _Rendered:
-        """Render a conversation and insert the tokens of its media; raise a Problem if that is not possible."""
+        """Render a sample and insert the tokens of its media; raise a Problem if that is not possible."""
         media = self._measure_all(sample)
         if self._media.control_tokens and sample.lone_mark:
             raise RowProblem(f"{sample.lone_mark}_marks", lone_mark_detail(sample.lone_mark))
@@ -255,22 +224,26 @@ class Encoder:
             if num_rendered != len(media_of_kind):
                 detail = f"the chat template wrote {num_rendered} of the row's {len(media_of_kind)} {kind}s"
                 raise RowProblem(f"{kind}_marks", detail)
-        turns, num_answers = list[TurnChunks](), 0
-        if not sample.is_text:
-            finder = self._template_of(sample)[1]
-            turns = finder.find(chunks)
-            rules = parse_loss_scale(sample.loss_scale or self.spec.loss_scale).rules
-            if KEEP_EMPTY_THINK in rules and (self._has_kwargs or sample.chat_template_kwargs):
-                # Arguments that switch thinking off move the empty block from the answer into the generation prompt.
-                turns = [turn._replace(header=_EMPTY_BLOCK.sub("", turn.header)) for turn in turns]
-            num_answers = [turn.role for turn in sample.turns].count("assistant")
-        # Turns with a loss setting of their own must be found one by one.
+        turns = [] if sample.is_text else self._find_turns(sample, chunks)
+        expanded = expand_media(chunks, media, self._media.segments, self.spec.max_length)
+        return _Rendered(sample, chunks, turns, media, expanded)
+
+    def _find_turns(self, sample: Sample, chunks: Sequence[Chunk]) -> list[TurnChunks]:
+        """Find the assistant's turns in a rendered conversation; raise RowProblem if some are missing."""
+        _, finder = self._template_of(sample)
+        turns = finder.find(chunks)
+        rules = parse_loss_scale(sample.loss_scale or self.spec.loss_scale).rules
+        if KEEP_EMPTY_THINK in rules and (self._has_template_kwargs or sample.chat_template_kwargs):
+            # Arguments that switch thinking off move the empty block from the answer into the generation prompt, and
+            # so into the header. Without it in the header, it is trained as part of the answer.
+            turns = [turn._replace(header=_EMPTY_BLOCK.sub("", turn.header)) for turn in turns]
+        num_answers = [turn.role for turn in sample.turns].count("assistant")
+        # A loss setting of a turn can only be applied if each rendered turn is one of the row's.
         has_own_loss = any(turn.loss is not None or turn.loss_scale is not None for turn in sample.turns)
         if len(turns) < num_answers or (has_own_loss and len(turns) != num_answers):
             detail = f"only {len(turns)} of {num_answers} assistant turns were found in the rendered conversation"
             raise RowProblem("turns_not_found", detail)
-        expanded = expand_media(chunks, media, self._media.segments, self.spec.max_length)
-        return _Rendered(sample, chunks, turns, media, expanded)
+        return turns
 
     def _drop_too_long(self, item: _Rendered) -> Dropped | None:
         """Drop a row whose text is certainly too long, before tokenizing it; None if ``truncate`` must decide."""
@@ -292,15 +265,16 @@ class Encoder:
             escaper = ControlEscaper(self._vocabulary, strings, sample.control)
         except ValueError as error:
             raise RowProblem("private_characters", str(error)) from error
+        texts = [escaper.text(escaper.media(turn.content, kinds)) for turn in sample.turns]
         if sample.is_text:
-            texts = [escaper.text(escaper.media(turn.content, kinds)) for turn in sample.turns]
-            end = [Chunk(self._end_of_text, "", "")] if self._end_of_text and sample.ends_text else []
-            return [*(chunk for text in texts for chunk in escaper.split(text)), *end]
+            chunks = [chunk for text in texts for chunk in escaper.split(text)]
+            if self._end_of_text and sample.ends_text:
+                chunks.append(Chunk(control=self._end_of_text, media_kind="", text=""))
+            return chunks
         template, _ = self._template_of(sample)
         try:
             messages = []
-            for turn in sample.turns:
-                text = escaper.text(escaper.media(turn.content, kinds))
+            for turn, text in zip(sample.turns, texts, strict=True):
                 content = escaper.as_list(text) if self._media.content_as_list else text
                 messages.append({"role": turn.role, "content": content, **escaper.value(turn.extra)})
             tools = escaper.value(sample.tools)
@@ -316,42 +290,49 @@ class Encoder:
         return escaper.split(rendered, self._media.placeholders)
 
     def _template_of(self, sample: Sample) -> tuple[ChatTemplate, TurnFinder]:
-        """Return the chat template with the row's own arguments, and its turn finder; RowProblem if it refuses them."""
+        """Return the chat template with the row's own arguments, and the turn finder for it.
+
+        Raise RowProblem if the model has no template, or cannot be rendered with the row's arguments.
+        """
         if self._template is None or self._turn_finder is None:
             detail = "the row is a conversation, and the model has no chat template: give one with --chat-template FILE"
             raise RowProblem("no_chat_template", detail)
         if not sample.chat_template_kwargs:
             return self._template, self._turn_finder
-        key = json.dumps(sample.chat_template_kwargs, sort_keys=True, ensure_ascii=False)
-        if key not in self._templates:
-            if control := self._vocabulary.pattern.search(key):
-                detail = f"'chat_template_kwargs' has the control token {control.group()}"
+        kwargs_json = json.dumps(sample.chat_template_kwargs, sort_keys=True, ensure_ascii=False)
+        if kwargs_json not in self._row_templates:
+            control_token = self._vocabulary.pattern.search(kwargs_json)
+            if control_token is not None:
+                detail = f"'chat_template_kwargs' has the control token {control_token.group()}"
                 raise RowProblem("invalid_template_kwargs", detail)
             template = self._template.with_arguments(sample.chat_template_kwargs)
             try:
                 finder = TurnFinder.infer(template, self._vocabulary)
             except ConfigError as error:
-                detail = f"with 'chat_template_kwargs' {key}: {error.message}"
+                detail = f"with 'chat_template_kwargs' {kwargs_json}: {error.message}"
                 raise RowProblem("template_refused", detail) from error
-            if len(self._templates) >= _MAX_REMEMBERED_TEMPLATES:
-                self._templates.clear()
-            self._templates[key] = template, finder
-        return self._templates[key]
+            if len(self._row_templates) >= _MAX_REMEMBERED_TEMPLATES:
+                self._row_templates.clear()
+            self._row_templates[kwargs_json] = template, finder
+        return self._row_templates[kwargs_json]
 
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """Measure a medium; one in a file only once."""
         if ref.path is None:
             return self._media.measure(kind, ref)
         key = kind, ref.path, ref.clip, ref.limits, ref.policy
-        medium = self._measured.get(key)
+        medium = self._measured_media.get(key)
         if medium is None:
             medium = self._media.measure(kind, ref)
-            if len(self._measured) < _MAX_REMEMBERED_MEDIA:
-                self._measured[key] = medium
+            if len(self._measured_media) < _MAX_REMEMBERED_MEDIA:
+                self._measured_media[key] = medium
         return medium
 
-    def _tokenize(self, rendered: _Rendered, ids_by_chunk: list[list[int]]) -> Tokenized:
-        """Join the ids of a sample's expanded chunks, and locate its turns and media among them."""
+    def _tokenize(self, rendered: _Rendered, ids_by_chunk: list[list[int]], num_omitted: int) -> Tokenized:
+        """Join the ids of a sample's expanded chunks, and locate its turns and media among them.
+
+        ``num_omitted``: tokens in the middle of very long texts that ``ids_by_chunk`` does not contain.
+        """
         sample = rendered.sample
         tokens = join_tokens(rendered.expanded, ids_by_chunk, self._vocabulary.ids, self._encode_one)
         turns = self._locate_turns(rendered, tokens, ids_by_chunk)
@@ -359,15 +340,15 @@ class Encoder:
         if sample.part is not None:  # other samples of the row may share the tokens up to these positions
             positions = {position for turn in turns for position in (*turn.header, *turn.span)}
             borders = np.array(sorted(positions), np.int32)
-        trainable = [turn.span for turn in turns if turn.message.loss is not False]
+        trainable_spans = [turn.span for turn in turns if turn.message.loss is not False]
         return Tokenized(
             sample=sample,
             ids=np.array(tokens.ids, np.int32),
-            turns=np.array(trainable, np.int32).reshape(-1),
+            turns=np.array(trainable_spans, np.int32).reshape(-1),  # flat: start, end, start, end, ...
             spans=tokens.spans,
             media=rendered.media,
             weights=self._weights(rendered, tokens, turns),
-            num_removed=rendered.expanded.num_omitted,
+            num_removed=rendered.expanded.num_omitted + num_omitted,
             borders=borders,
         )
 
@@ -378,49 +359,59 @@ class Encoder:
         has_own_loss = any(turn.message.loss is not None or turn.message.loss_scale is not None for turn in turns)
         if scale.base == "default" and not scale.rules and not has_own_loss:
             return None
-        weights = np.full(len(tokens.ids), float(scale.base == "all"), np.float32)
+        weights = np.full(len(tokens.ids), 1 if scale.base == "all" else 0, np.float32)
         for number, turn in enumerate(turns):
             is_last = number == len(turns) - 1
             is_trained, turn_scale = is_last or scale.base != "last_round", scale
             if turn.message.loss is not None:  # the row's own setting replaces the base
                 is_trained, turn_scale = turn.message.loss, scale.of_marked_turns
-            turn_weights: Any = float(is_trained)
-            if is_trained and turn_scale.rules and not sample.is_text:
-                turn_weights = self._rule_weights(rendered.expanded, tokens, turn, turn_scale)
             factor = 1.0 if turn.message.loss_scale is None else turn.message.loss_scale
-            weights[slice(*turn.span)] = turn_weights * factor
-            if is_trained and TRAIN_NEWLINE in turn_scale.rules and not sample.is_text:
-                # White space after the end-of-turn token: its chunk's text, if the turn ends with that token.
-                start, text = turn.span[1], rendered.expanded.chunks[turn.last_chunk].text
-                if start == tokens.text_starts[turn.last_chunk] and text.isspace():
-                    weights[start : start + len(self._chunk_tokenizer.offsets(text))] = factor
+            start, end = turn.span
+            weights[start:end] = factor if is_trained else 0.0
+            if not is_trained or sample.is_text:  # rules are about the answers of conversations
+                continue
+            if turn_scale.rules:
+                weights[start:end] = factor * self._rule_weights(rendered.expanded, tokens, turn, turn_scale)
+            if TRAIN_NEWLINE in turn_scale.rules and end == tokens.text_starts[turn.last_chunk]:
+                # The turn ends with the control token of its last chunk. White space after that token is trained, too.
+                text = rendered.expanded.chunks[turn.last_chunk].text
+                if text.isspace():
+                    weights[end : end + len(self._chunk_tokenizer.offsets(text))] = factor
         return weights
 
     def _rule_weights(
         self, expanded: ExpandedChunks, tokens: JoinedTokens, turn: _LocatedTurn, scale: LossScale
     ) -> Weights:
-        """Return the weight of each token of a turn's span: of its first character, or its medium's control token."""
-        # Join the texts of the turn's chunks. For each token: its index, and its first character in the joined text.
-        text, indices, first_chars = "", list[int](), list[int]()
+        """Return the weight of each token of a turn's span, float32: the rules' weight of the token's first character.
+
+        Rules apply to the text of the answer, in which a medium's control token stands once for all its repetitions.
+        """
+        # Join the texts of the turn's chunks. For each token: its index in ``tokens.ids``, and the index in the joined
+        # text of its first character.
+        joined_text = ""
+        token_indices: list[int] = []
+        first_chars: list[int] = []
         for chunk_index in range(turn.first_chunk, turn.last_chunk + 1):
-            chunk, text_start = expanded.chunks[chunk_index], tokens.text_starts[chunk_index]
+            chunk = expanded.chunks[chunk_index]
+            text_start = tokens.text_starts[chunk_index]
             if chunk.control:
-                indices += range(text_start - chunk.times, text_start)
-                first_chars += [len(text)] * chunk.times
-                text += chunk.control
-            # Of a last chunk after the first one, only the control token is the turn's; its text follows the turn.
-            if chunk_index == turn.first_chunk or chunk_index != turn.last_chunk:
+                token_indices += range(text_start - chunk.times, text_start)
+                first_chars += [len(joined_text)] * chunk.times
+                joined_text += chunk.control
+            # The last chunk's control token ends the turn, so its text follows the turn, unless it is the only chunk.
+            if chunk_index < turn.last_chunk or turn.first_chunk == turn.last_chunk:
                 offsets = self._chunk_tokenizer.offsets(chunk.text)
-                indices += range(text_start, text_start + len(offsets))
-                first_chars += [len(text) + start for start, _ in offsets]
-                text += chunk.text
+                token_indices += range(text_start, text_start + len(offsets))
+                first_chars += [len(joined_text) + char for char, _ in offsets]
+                joined_text += chunk.text
+        # The chunks begin with the turn's header. Keep the tokens of the span, which begins with the answer.
         start, end = turn.span
-        in_turn = [(index, char) for index, char in zip(indices, first_chars, strict=True) if start <= index < end]
-        assert [index for index, _ in in_turn] == list(range(start, end)), "every token of the turn has a character"
-        # Rules apply to the answer, not to the header before it.
-        answer_start = min((char for _, char in in_turn), default=0)
-        char_weights = scale.text_weights(text[answer_start:])
-        return char_weights[[char - answer_start for _, char in in_turn]]
+        pairs = zip(token_indices, first_chars, strict=True)
+        in_span = [(index, char) for index, char in pairs if start <= index < end]
+        assert [index for index, _ in in_span] == list(range(start, end)), "every token of the turn has a character"
+        answer_start = min((char for _, char in in_span), default=0)
+        char_weights = scale.text_weights(joined_text[answer_start:])
+        return char_weights[[char - answer_start for _, char in in_span]]
 
     def _encode_one(self, chunk: Chunk) -> list[int]:
         return self._chunk_tokenizer.encode([chunk])[0]
@@ -430,39 +421,33 @@ class Encoder:
     ) -> list[_LocatedTurn]:
         """Locate the assistant's turns among the tokens, in order; turns without tokens are left out."""
         chunks, expanded, sample = rendered.chunks, rendered.expanded, rendered.sample
-        end_of_sample, last_expanded = len(tokens.ids), len(expanded.chunks) - 1
         if sample.is_text:
-            # Each text begins with a chunk without a control token, and no other chunk lacks one.
-            firsts = [expanded.first_expanded[i] for i, chunk in enumerate(chunks) if not chunk.control]
-            starts = [*(tokens.text_starts[first] for first in firsts), end_of_sample]
-            texts = zip(sample.turns, pairwise(starts), pairwise([*firsts, last_expanded + 1]), strict=True)
-            return [
-                _LocatedTurn(turn, span, first, stop - 1)
-                for turn, span, (first, stop) in texts
-                if turn.role == "assistant" and span[0] < span[1]
-            ]
+            return _locate_texts(rendered, tokens)
         answers = [turn for turn in sample.turns if turn.role == "assistant"]
-        knows_answers = len(answers) == len(rendered.turns)
+        has_all_answers = len(answers) == len(rendered.turns)
         located = []
         for number, turn in enumerate(rendered.turns):
             # The answer starts after the header's tokens. A blank at its start may merge with the header's last: the
             # merged token is the answer's.
-            first_expanded = expanded.first_expanded[turn.first]
-            text_start, ids = tokens.text_starts[first_expanded], ids_by_chunk[first_expanded]
+            first_chunk = expanded.first_expanded[turn.first]
+            text_start = tokens.text_starts[first_chunk]
+            ids = ids_by_chunk[first_chunk]
             start = text_start + self._header_length(chunks[turn.first].control, turn.header, ids)
             header: tuple[int, ...] = ()
             if sample.part is not None and self._turn_finder is not None:
                 # A line break at the start of the answer may merge with the header's.
                 _, finder = self._template_of(sample)
-                header = text_start, text_start + self._header_length(*finder.header[-1], ids)
-            # The turn ends with the control token of chunk ``turn.last``, or with the conversation.
-            end_expanded, end = last_expanded, end_of_sample
-            if turn.last < len(chunks):
-                end_expanded = expanded.first_expanded[turn.last]
-                end = tokens.text_starts[end_expanded]
+                header_control, header_text = finder.header[-1]
+                header = text_start, text_start + self._header_length(header_control, header_text, ids)
+            if turn.last < len(chunks):  # the turn ends with the control token of chunk ``turn.last``
+                last_chunk = expanded.first_expanded[turn.last]
+                end = tokens.text_starts[last_chunk]
+            else:  # the turn ends with the conversation
+                last_chunk = len(expanded.chunks) - 1
+                end = len(tokens.ids)
             if end > start:
-                message = answers[number] if knows_answers else Turn("assistant", "")
-                located.append(_LocatedTurn(message, (start, end), first_expanded, end_expanded, header))
+                message = answers[number] if has_all_answers else Turn("assistant", content="")
+                located.append(_LocatedTurn(message, (start, end), first_chunk, last_chunk, header))
         return located
 
     def _header_length(self, control: str, header: str, ids: Sequence[int]) -> int:
@@ -491,7 +476,23 @@ class _LocatedTurn(NamedTuple):
     header: tuple[int, ...] = ()
 
 
-def _tokenizer(files: ModelFiles) -> Tokenizer:
+def _locate_texts(rendered: _Rendered, tokens: JoinedTokens) -> list[_LocatedTurn]:
+    """Locate the assistant's texts of a row of plain texts among the tokens; texts without tokens are left out."""
+    # Each text begins with a chunk without a control token, and no other chunk lacks one.
+    expanded = rendered.expanded
+    first_chunks = [expanded.first_expanded[i] for i, chunk in enumerate(rendered.chunks) if not chunk.control]
+    starts = [tokens.text_starts[first] for first in first_chunks]
+    stop_chunks = [*first_chunks[1:], len(expanded.chunks)]
+    ends = [*starts[1:], len(tokens.ids)]
+    texts = zip(rendered.sample.turns, zip(starts, ends, strict=True), first_chunks, stop_chunks, strict=True)
+    return [
+        _LocatedTurn(turn, span, first_chunk, stop_chunk - 1)
+        for turn, span, first_chunk, stop_chunk in texts
+        if turn.role == "assistant" and span[0] < span[1]
+    ]
+
+
+def _load_tokenizer(files: ModelFiles) -> Tokenizer:
     try:
         return Tokenizer.from_str(files.tokenizer_json)
     except Exception as error:  # the tokenizers library raises nothing more special

@@ -79,30 +79,30 @@ def expand_media(
     first_expanded: list[int] = []
     ranges: list[_MediumRange] = []
     num_omitted = 0
-    counts = dict.fromkeys(media, 0)
+    num_media = dict.fromkeys(media, 0)  # media expanded so far, by kind
     for chunk in rendered:
         first_expanded.append(len(expanded))
         kind = chunk.media_kind
         if not kind:
             expanded.append(chunk)
             continue
-        number = counts[kind]
-        counts[kind] += 1
-        begin: _TextPosition | None = None
-        num_allowed = max_length + 1
+        number = num_media[kind]
+        num_media[kind] += 1
+        begin: _TextPosition | None = None  # set at the medium's first segment
+        num_tokens_left = max_length + 1
         for segment in segments_of(media[kind][number], number):
             if isinstance(segment, str):
                 begin = begin or _end_of_text(expanded)
                 _append_text(expanded, segment)
             elif segment.times:
-                times = min(segment.times, num_allowed)
-                num_allowed -= times
-                num_omitted += segment.times - times
-                begin = begin or _TextPosition(len(expanded), None)
-                expanded.append(Chunk(segment.token, "", "", times))
-        begin = begin or _TextPosition(len(expanded), None)
+                num_tokens = min(segment.times, num_tokens_left)
+                num_tokens_left -= num_tokens
+                num_omitted += segment.times - num_tokens
+                begin = begin or _TextPosition(len(expanded), num_chars=None)
+                expanded.append(Chunk(segment.token, media_kind="", text="", times=num_tokens))
+        begin = begin or _TextPosition(len(expanded), num_chars=None)
         ranges.append(_MediumRange(kind, number, begin, _end_of_text(expanded)))
-        _append_text(expanded, chunk.text)
+        _append_text(expanded, chunk.text)  # the text after the medium
     return ExpandedChunks(expanded, first_expanded, ranges, num_omitted)
 
 
@@ -132,39 +132,39 @@ def join_tokens(
     expanded: ExpandedChunks,
     ids_by_chunk: Sequence[Sequence[int]],
     control_ids: Mapping[str, int],
-    encode: Callable[[Chunk], Sequence[int]],
+    encode_text: Callable[[Chunk], Sequence[int]],
 ) -> JoinedTokens:
     """Concatenate the control tokens and the text ids of all expanded chunks, and locate the media among them.
 
-    ``ids_by_chunk`` are the ids of each chunk's text, without its control token; ``encode`` returns those of one text.
+    ``ids_by_chunk`` are the ids of each chunk's text, without its control token; ``encode_text`` returns the ids of one
+    chunk's text.
     """
-    chunks = expanded.chunks
     ids: list[int] = []
     text_starts: list[int] = []
-    for chunk, text_ids in zip(chunks, ids_by_chunk, strict=True):
+    for chunk, text_ids in zip(expanded.chunks, ids_by_chunk, strict=True):
         if chunk.control:
             ids += [control_ids[chunk.control]] * chunk.times
         text_starts.append(len(ids))
         ids += text_ids
 
-    # A medium that begins or ends within a text: its other side is outside of the medium. Outside are only tokens that
-    # the outer text has also when it is tokenized alone; a token with characters of both sides belongs to the medium.
+    # A medium may begin or end within a chunk's text. The tokens outside of it are then those that the text before or
+    # after the medium has when it is tokenized alone, too; a token with characters of both belongs to the medium.
     def start_index(begin: _TextPosition) -> int:
-        i, chunk = begin.chunk_index, chunks[begin.chunk_index]
+        chunk, text_start = expanded.chunks[begin.chunk_index], text_starts[begin.chunk_index]
         if begin.num_chars is None:
-            return text_starts[i] - chunk.times
-        outer_text = chunk.text[: begin.num_chars]
-        outer_ids = encode(chunk._replace(text=outer_text)) if outer_text else []
-        return text_starts[i] + common_prefix_length(outer_ids, ids_by_chunk[i])
+            return text_start - chunk.times
+        text_before = chunk.text[: begin.num_chars]
+        ids_before = encode_text(chunk._replace(text=text_before)) if text_before else []
+        return text_start + common_prefix_length(ids_before, ids_by_chunk[begin.chunk_index])
 
     def end_index(end: _TextPosition) -> int:
-        i, chunk = end.chunk_index, chunks[end.chunk_index]
+        chunk, text_start = expanded.chunks[end.chunk_index], text_starts[end.chunk_index]
         if not end.num_chars:
-            return text_starts[i]
-        outer_text = chunk.text[end.num_chars :]
-        outer_ids = encode(chunk._replace(text=outer_text)) if outer_text else []
-        num_outer = common_prefix_length(outer_ids[::-1], ids_by_chunk[i][::-1])
-        return text_starts[i] + len(ids_by_chunk[i]) - num_outer
+            return text_start
+        text_after = chunk.text[end.num_chars :]
+        ids_after = encode_text(chunk._replace(text=text_after)) if text_after else []
+        text_ids = ids_by_chunk[end.chunk_index]
+        return text_start + len(text_ids) - common_prefix_length(ids_after[::-1], text_ids[::-1])
 
     spans = [
         Span(kind, number, start_index(begin), end_index(end)) for kind, number, begin, end in expanded.media_ranges
@@ -224,24 +224,24 @@ def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[En
 def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
     """Locate the media of a sample by their placeholder tokens; return the spans in the order of the tokens.
 
-    Kinds without a placeholder token are left out. A sound track has no span of its own: its video's includes it.
+    Media whose kind has no placeholder token are left out. A sound track has no span of its own: it is in its video's.
     """
     if not (sample.images or sample.videos or sample.audios):
         return []
     sounds = [sound for sound, _, _ in sounds_in_order(sample, tokens)]
     media: dict[MediaKind, list[Any]] = {"image": [*sample.images], "video": [*sample.videos], "audio": sounds}
-    pad_spans = {
-        kind: _pad_spans(sample.input_ids == pad, [medium.num_tokens for medium in media[kind]])
-        for kind, pad in tokens.pads.items()
-    }
-    track_spans = [span for sound, span in zip(sounds, pad_spans.get("audio", ()), strict=False) if _is_track(sound)]
+    pad_spans: dict[MediaKind, list[tuple[int, int]]] = {}
+    for kind, pad in tokens.pads.items():
+        pad_spans[kind] = _pad_spans(sample.input_ids == pad, [medium.num_tokens for medium in media[kind]])
+    sound_spans = zip(sounds, pad_spans.get("audio", ()), strict=False)
+    track_spans = iter([span for sound, span in sound_spans if _is_track(sound)])  # in the order of their videos
     spans = []
     for kind, spans_of_kind in pad_spans.items():
         for medium, (start, stop) in zip(media[kind], spans_of_kind, strict=True):
             if isinstance(medium, EncodedAudio) and _is_track(medium):
                 continue
             if isinstance(medium, EncodedVideo) and medium.audio is not None:
-                track_start, track_stop = track_spans.pop(0)
+                track_start, track_stop = next(track_spans)
                 start, stop = min(start, track_start), max(stop, track_stop)
             spans.append(MediumSpan(medium, start, stop))
     return sorted(spans, key=lambda span: span.start)

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from packtool.config.data import MISTRAL_COMMON, set_kwargs
+from packtool.config.data import MISTRAL_COMMON, EncodeSpec, set_kwargs
 from packtool.config.settings import load_json
-from packtool.encode.loss_scale import EMPTY_THINKING
-from packtool.encode.template import TemplateFailure, ended_template, template_variants
-from packtool.errors import ConfigError
+from packtool.encode.loss_scale import EMPTY_THINKING, loss_scale_of
+from packtool.encode.template import TemplateFailure, ended_template, template_variables, template_variants
+from packtool.errors import ConfigError, did_you_mean
 
 _FETCH_AGAIN = "Download the model's files again."
-# Files from which transformers makes a tokenizer without a tokenizer.json.
-_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
+# Files from which transformers can make a tokenizer if there is no tokenizer.json.
+_OTHER_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 _MISTRAL_FILE = re.compile(r"tekken\.json|tokenizer\.model\.v\d+")
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.model.v*"]
 _QUESTION = {"role": "user", "content": "packtoolquestion"}
@@ -70,25 +70,27 @@ class ModelFiles:
 
         ``chat_template``, as in ``--chat-template``, replaces the model's. ConfigError if a file is missing or invalid.
         """
-        directory = model if os.path.isdir(model) else _fetch(model)
+        directory = model if os.path.isdir(model) else _download(model)
         tokenizer_config = _read_json(directory, "tokenizer_config.json") or {}
         config = _read_json(directory, "config.json")
         if config is None:
             remedy = "Give the directory of a transformers model."
             raise ConfigError(f"--model {model}: there is no config.json", remedy)
         other_template = "" if chat_template is None else read_template(chat_template, directory)
-        images, videos = "preprocessor_config.json", "video_preprocessor_config.json"
+        image_file = "preprocessor_config.json"
+        video_file = "video_preprocessor_config.json"
         files = cls(
             directory=directory,
             config=config,
             tokenizer_config=tokenizer_config,
             tokenizer_json=_tokenizer_json(directory),
             chat_template=other_template or _own_template(directory, tokenizer_config),
-            processor=_settings_of(directory, "image_processor", images),
-            video_processor=_settings_of(directory, "video_processor", videos, images),
-            audio_processor=_settings_of(directory, "feature_extractor", images),
+            processor=_processor_settings(directory, "image_processor", image_file),
+            video_processor=_processor_settings(directory, "video_processor", video_file, image_file),
+            audio_processor=_processor_settings(directory, "feature_extractor", image_file),
             other_template=other_template,
         )
+        # If the template does not end the last answer, text is added to it that does.
         template, end_mark = ended_template(files.chat_template, files.template_variables, files._stop_tokens)
         kwargs = set_kwargs(chat_template_kwargs)
         return replace(files, chat_template=template, end_mark=end_mark, chat_template_kwargs=kwargs)
@@ -157,6 +159,37 @@ class ModelFiles:
                         return True
         return False
 
+    def option_warnings(self, spec: EncodeSpec) -> tuple[str, ...]:
+        """Return warnings about what ``spec`` means for this model, one line each."""
+        warnings: list[str] = []
+        loss_scale = loss_scale_of(spec.loss_scale, self.is_hybrid_thinking)
+        if loss_scale != spec.loss_scale:
+            warnings.append(
+                f"--loss-scale {spec.loss_scale} is applied as {loss_scale}: with thinking switched off, the "
+                "generation prompt of this chat template already contains the empty thinking block, so the block is "
+                f"not trained; --loss-scale {spec.loss_scale}+keep_empty_think trains it"
+            )
+        if self.chat_template_kwargs:
+            known_names = template_variables(self.chat_template)
+            for name in sorted(self.chat_template_kwargs.keys() - known_names):
+                hint = did_you_mean(name, sorted(known_names))
+                warnings.append(f"--chat-template-kwargs: the chat template does not use {name!r}{hint}")
+        if self.end_mark:
+            warnings.append(
+                "the chat template writes no end of turn after an answer, and generation stops at "
+                f"{self.end_mark.strip()}, which opens the next turn: this token is added after the last answer, and "
+                "trained as the end of each answer"
+            )
+        if spec.expand_turns == "auto" and self.drops_thinking:
+            warnings.append(
+                "--expand-turns auto: the chat template removes the thinking of earlier turns, so a row that would "
+                "lose thinking becomes several samples"
+            )
+        elif spec.expand_turns == "auto":
+            keeps = "the chat template keeps the thinking of earlier turns"
+            warnings.append(f"--expand-turns auto changes nothing: {keeps}")
+        return tuple(warnings)
+
     def _stop_tokens(self) -> tuple[str, ...]:
         stops = (_read_json(self.directory, "generation_config.json") or {}).get("eos_token_id")
         stops = stops if isinstance(stops, list) else [stops]
@@ -196,13 +229,14 @@ def _read_json(directory: str, name: str) -> dict[str, Any] | None:
 
 
 def _tokenizer_json(directory: str) -> str:
-    """Return the text of ``tokenizer.json``, made by transformers if only other tokenizer files are there."""
+    """Return the text of ``tokenizer.json``; if it is missing, transformers makes it from other tokenizer files."""
     path = os.path.join(directory, "tokenizer.json")
     if os.path.exists(path):
         return _read_text(path)
-    if not any(os.path.exists(os.path.join(directory, name)) for name in _TOKENIZER_FILES):
+    if not any(os.path.exists(os.path.join(directory, name)) for name in _OTHER_TOKENIZER_FILES):
+        names = ", ".join(("tokenizer.json", *_OTHER_TOKENIZER_FILES))
         raise ConfigError(
-            f"{directory} has no tokenizer: it contains none of {', '.join(('tokenizer.json', *_TOKENIZER_FILES))}",
+            f"{directory} has no tokenizer: it contains none of {names}",
             "Copy the tokenizer's files from the model that this one was trained from, or save a tokenizer there with "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...).",
         )
@@ -243,7 +277,7 @@ def read_template(path: str, directory: str) -> str:
     return text
 
 
-def _settings_of(directory: str, part: str, *names: str) -> dict[str, Any]:
+def _processor_settings(directory: str, part: str, *names: str) -> dict[str, Any]:
     """Return the settings of a part of the processor from ``processor_config.json``, else the first of ``names``."""
     settings = (_read_json(directory, "processor_config.json") or {}).get(part)
     for name in names:
@@ -251,7 +285,7 @@ def _settings_of(directory: str, part: str, *names: str) -> dict[str, Any]:
     return settings or {}
 
 
-def _fetch(model: str) -> str:
+def _download(model: str) -> str:
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ConfigError(f"--model {model}: there is no such directory")
     from huggingface_hub import snapshot_download

@@ -75,21 +75,23 @@ def prefix_hashes(
 ) -> tuple[npt.NDArray[np.int64], PrefixHashes]:
     """Hash the prefixes of S samples: BLAKE2b of 64 bits over tokens and media.
 
-    A sample with media that cannot be located by ``tokens`` has no prefixes; those of at most ``longer_than`` tokens
+    A sample with media that cannot be located by ``tokens`` has no prefixes. Prefixes of at most ``longer_than`` tokens
     are left out. Return int64 (S,), the number of prefixes of each sample; and the prefixes of all samples.
     """
-    num_prefixes, digests = [], []
-    lengths, media_tokens, audio_tokens = list[int](), list[int](), list[int]()
-    squares, target_tokens = list[int](), list[int]()
+    num_prefixes: list[int] = []  # of each sample
+    digests: list[bytes] = []  # of each prefix, as all the following lists
+    lengths: list[int] = []
+    media_tokens: list[int] = []
+    audio_tokens: list[int] = []
+    squares: list[int] = []
+    target_tokens: list[int] = []
     for sample in samples:
         num_before = len(lengths)
         media = media_spans(sample, tokens)
-        if len(media) < len(sample.media):
-            # Some media cannot be located. Without turns and media, the sample has no prefix.
-            media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0], borders=None)
-        num_targets = np.cumsum(sample.labels != IGNORE_INDEX)
-        num_media_tokens = num_audio_tokens = num_squares = 0
-        ends = _prefix_ends(sample, media, _prompt_ends(sample))
+        can_locate_media = len(media) == len(sample.media)
+        ends = _prefix_ends(sample, media, _prompt_ends(sample)) if can_locate_media else []
+        num_targets = np.cumsum(sample.labels != IGNORE_INDEX)  # among the tokens up to each token
+        num_media_tokens = num_audio_tokens = num_squares = 0  # of the media in the current prefix
         for end, new_media, digest in _digests(sample, media, ends, medium_key, _BEGINNING):
             for medium in new_media:
                 num_audio = _num_audio_tokens(medium)
@@ -126,21 +128,21 @@ def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[in
     media = media_spans(sample, tokens)
     if len(media) < len(sample.media):
         return []
-    # Older caches began hashes with the channel, identified media by address, or had no prefixes of system prompts.
-    # The sample is unchanged if its hashes are equal in any of these forms. The first form is today's.
+    # Older caches identified media by address, began hashes with the channel, or had no prefixes of system prompts. The
+    # sample is unchanged if its hashes are equal in any combination of these forms; the first combination is today's.
     medium_keys = by_content, by_address
     beginnings = _BEGINNING, repr(sample.channel).encode()
     prompt_end_choices = _prompt_ends(sample), set[int]()
     changed_by_form: list[list[Medium]] = []
     for medium_key, beginning, prompt_ends in product(medium_keys, beginnings, prompt_end_choices):
         ends = sorted({*hashes, *_prefix_ends(sample, media, prompt_ends)})
-        changed = _changed_media(_digests(sample, media, ends, medium_key, beginning), hashes)
-        if changed is None:
+        changed_media = _changed_media(_digests(sample, media, ends, medium_key, beginning), hashes)
+        if changed_media is None:
             return []
-        changed_by_form.append(changed)
+        changed_by_form.append(changed_media)
     files = [file for medium in changed_by_form[0] for file in files_of(medium)]
     paths = dict.fromkeys(path for path, data in files if path and data is None)
-    # Files that cannot be read are named by their address.
+    # ``content_name`` names a file that cannot be read by its address, "at PATH".
     return [path for path in paths if content_name(path, None) != f"at {path}"]
 
 
@@ -187,10 +189,12 @@ def _digests(
 ) -> Iterator[_PrefixDigest]:
     """Yield the digests of the prefixes that end at ``ends``, ascending.
 
-    Hashed are ``beginning``, then the ids, with each medium before the ids of the first prefix that contains it.
+    The hash continues from each prefix to the next: first ``beginning``, then for each prefix the media that the
+    previous one does not contain, and its further token ids.
     """
     state = hashlib.blake2b(beginning, digest_size=_HASH_BYTES)
-    start, remaining = 0, deque(media)
+    start = 0
+    remaining = deque(media)
     ids = np.ascontiguousarray(sample.input_ids, "<i4")
     for end in ends:
         new_media = []

@@ -47,53 +47,57 @@ class PreparedRows:
 
     def split(self, sample: Sample, media: Mapping[str, Sequence[Medium]]) -> list[Tokenized]:
         """Return the samples of a row with ``tokens``; RowProblem if these do not match the model or the media."""
-        assert sample.tokens is not None, "the row was tokenized elsewhere"
+        tokens = sample.tokens
+        assert tokens is not None, "the row was tokenized elsewhere"
         loss_scale = sample.loss_scale or self._spec.loss_scale
         scale = parse_loss_scale(loss_scale)
         if scale.rules:
             detail = f"--loss-scale {loss_scale} has a rule for the assistant's text, and the row consists of tokens"
             raise RowProblem("labels_given", detail)
-        row_ids = sample.tokens.ids
-        is_unknown = (row_ids < 0) | (row_ids >= self._num_ids)
+        is_unknown = (tokens.ids < 0) | (tokens.ids >= self._num_ids)
         if is_unknown.any():
-            index = int(np.argmax(is_unknown))
+            index = int(np.argmax(is_unknown))  # of the first unknown token
             max_id = self._num_ids - 1
-            detail = f"token {index:,} is {row_ids[index]}, and the largest id of the model's tokenizer is {max_id:,}"
+            detail = (
+                f"token {index:,} is {tokens.ids[index]}, and the largest id of the model's tokenizer is {max_id:,}"
+            )
             raise RowProblem("token_out_of_range", detail)
-        ids = row_ids.astype(np.int32)
-        _check_unchanged(sample.tokens, media)
+        ids = tokens.ids.astype(np.int32)
+        _check_unchanged(tokens, media)
         spans = self._locate_media(ids, media)
-        edges = [*sample.tokens.starts.tolist(), len(ids)]
-        if any(span.start < edge < span.end for edge in edges for span in spans):
+        borders = [*tokens.starts.tolist(), len(ids)]  # where the row's samples begin and end
+        if any(span.start < border < span.end for border in borders for span in spans):
             detail = "the row is a pack of several samples, and a medium begins in one of them and ends in another"
             raise RowProblem("media_tokens", detail)
-        row = Tokenized(sample, ids, _NO_TURNS, spans, media)
-        channels = sample.tokens.channels or [sample.channel] * (len(edges) - 1)
+        row = Tokenized(sample, ids, turns=_NO_TURNS, spans=spans, media=media)
+        channels = tokens.channels or [sample.channel] * len(tokens.starts)
         samples = []
-        for (start, stop), channel in zip(pairwise(edges), channels, strict=True):
-            turns, weights = _targets(sample.tokens, start, stop, scale.base)
-            tokenized = row.take(np.arange(start, stop))
-            channel_sample = replace(sample, channel=channel)
-            samples.append(replace(tokenized, sample=channel_sample, turns=turns, weights=weights, num_removed=0))
+        for (start, stop), channel in zip(pairwise(borders), channels, strict=True):
+            tokenized = replace(row.take(np.arange(start, stop)), sample=replace(sample, channel=channel))
+            turns, weights = _targets(tokens, start, stop, scale.base)
+            # The tokens that ``take`` has removed are those of the row's other samples: none is truncated.
+            samples.append(replace(tokenized, turns=turns, weights=weights, num_removed=0))
         return samples
 
     def _locate_media(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[Span]:
-        """Locate the media among the tokens, ascending; raise RowProblem if their numbers of tokens do not match."""
-        by_field: dict[str, Any] = {f"{kind}s": tuple(media[kind]) for kind in MEDIA_KINDS}
-        sample = EncodedSample(ids, ids, _NO_TURNS, channel=None, source="", row=0, **by_field)
+        """Locate the media among the tokens, ascending; raise RowProblem if their placeholder tokens do not match."""
+        fields: dict[str, Any] = {f"{kind}s": tuple(media[kind]) for kind in MEDIA_KINDS}
+        # ``media_spans`` takes a sample, but uses only its ids and media.
+        sample = EncodedSample(input_ids=ids, labels=ids, turns=_NO_TURNS, channel=None, source="", row=0, **fields)
         for kind in MEDIA_KINDS:
             self._check_num_pads(sample, kind)
         if not any(media.values()):
             return []
-        if not self._tells_sounds_apart(sample):
+        if not self._can_distinguish_sounds(sample):
             detail = "the opening tokens do not tell the row's sounds from the sound tracks of its videos"
             raise RowProblem("media_tokens", detail)
         kind_by_medium = {id(medium): kind for kind in MEDIA_KINDS for medium in media[kind]}
-        spans, counts = [], dict.fromkeys(MEDIA_KINDS, 0)
+        num_located = dict.fromkeys(MEDIA_KINDS, 0)
+        spans = []
         for span in media_spans(sample, self._tokens):
             kind = kind_by_medium[id(span.medium)]
-            number = counts[kind]
-            counts[kind] += 1
+            number = num_located[kind]
+            num_located[kind] += 1
             segments = self._media.segments(span.medium, number)
             expected_ids: list[int] = []
             for segment in segments:
@@ -104,7 +108,8 @@ class PreparedRows:
             if self._pad_runs(ids[span.start : span.stop].tolist()) != self._pad_runs(expected_ids):
                 detail = f"the placeholder tokens of {kind} {number} differ in number or order from those needed"
                 raise RowProblem("media_tokens", detail)
-            spans.append(Span(kind, number, *self._extend_by_delimiters(ids, span, segments)))
+            start, end = self._extend_by_delimiters(ids, span, segments)
+            spans.append(Span(kind, number, start, end))
         return spans
 
     def _check_num_pads(self, sample: EncodedSample, kind: MediaKind) -> None:
@@ -122,7 +127,7 @@ class PreparedRows:
         if num_pads != sum(needed):
             raise RowProblem("media_tokens", _pads_message(kind, num_pads, needed))
 
-    def _tells_sounds_apart(self, sample: EncodedSample) -> bool:
+    def _can_distinguish_sounds(self, sample: EncodedSample) -> bool:
         """Return whether the opening tokens match the numbers of the sample's sounds and of its sound tracks."""
         num_tracks = sum(video.audio is not None for video in sample.videos)
         if not num_tracks or not sample.audios:

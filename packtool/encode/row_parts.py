@@ -87,8 +87,8 @@ class RowSplitter:
         trained = [index for index in answers if _is_trained(sample.turns[index], index in trained_by_scale)]
         if scale.base == "all" or not trained or answers == [last_turn]:
             return [sample]
-        # The indexes of the turns that a sample trains, by the index of the turn at its end.
-        groups = {index: {index} for index in trained}
+        # One entry for each sample to return: the index of its last turn, and the indexes of the turns that it trains.
+        trained_by_end = {index: {index} for index in trained}
         if self._spec.expand_turns == "auto":
             try:
                 template, finder = self._template_of(sample)
@@ -98,16 +98,17 @@ class RowSplitter:
                 return [sample]
             if len(trained) > 1:
                 ignores_empty = KEEP_EMPTY_THINK not in scale.rules
-                groups = self._group_turns(sample, finder, answers, trained, ignores_empty=ignores_empty)
-        if not groups or list(groups) == [last_turn]:
+                trained_by_end = self._group_turns(sample, finder, answers, trained, ignores_empty=ignores_empty)
+        if not trained_by_end or list(trained_by_end) == [last_turn]:
             return [sample]
-        if len(groups) == 1:
-            (end,) = groups
-            return [_cut_after(sample, end)]
-        samples, response_part = [], sample.part or RowPart()
-        for end, trained_by_sample in groups.items():
-            conversation = _cut_after(sample, end)
-            turns = _train_only(conversation.turns, trained_by_sample)
+        if len(trained_by_end) == 1:  # one sample trains all turns, but the conversation has more turns after them
+            (end,) = trained_by_end
+            return [_conversation_until(sample, end)]
+        samples = []
+        response_part = sample.part or RowPart()
+        for end, trained_turns in trained_by_end.items():
+            conversation = _conversation_until(sample, end)
+            turns = _train_only(conversation.turns, trained_turns)
             part = replace(response_part, turn=answers.index(end) + 1, num_turns=len(answers))
             samples.append(replace(conversation, turns=turns, part=part))
         return samples
@@ -135,24 +136,25 @@ class RowSplitter:
             Empty if the turns cannot be found in the rendered text.
         """
         groups: dict[int, set[int]] = {}
-        group_end, group_chunks = -1, list[Chunk]()  # last turn and chunks of the group that was begun last
+        group_end, group_chunks = -1, list[Chunk]()  # last turn of the newest group, and the chunks up to that turn
         for index in reversed(trained):
             try:
-                chunks = self._render(_cut_after(sample, index))
+                chunks = self._render(_conversation_until(sample, index))
             except RowProblem:
                 return {}
             turns = finder.find(chunks)
             if len(turns) != answers.index(index) + 1:
                 return {}
-            rendered = list(chunks[: turns[-1].last])
+            chunks = chunks[: turns[-1].last]  # without the token that ends the turn, which may differ after the last
             if ignores_empty:
-                header = finder.header[-1][1]
+                _, header_text = finder.header[-1]
                 for turn in turns:
-                    chunk = rendered[turn.first]
-                    answer = _EMPTY_THINKING.sub("", chunk.text[len(header) :])
-                    rendered[turn.first] = chunk._replace(text=header + answer)
-            if not groups or rendered != group_chunks[: len(rendered)]:
-                group_end, group_chunks = index, rendered
+                    first_chunk = chunks[turn.first]
+                    answer = _EMPTY_THINKING.sub("", first_chunk.text[len(header_text) :])
+                    chunks[turn.first] = first_chunk._replace(text=header_text + answer)
+            is_prefix_of_group = chunks == group_chunks[: len(chunks)]
+            if not groups or not is_prefix_of_group:
+                group_end, group_chunks = index, chunks
                 groups[group_end] = set()
             groups[group_end].add(index)
         return dict(reversed(groups.items()))
@@ -161,20 +163,21 @@ class RowSplitter:
 def join_results(
     samples: Sequence[Sample], results: Sequence[list[EncodedSample] | Dropped]
 ) -> list[EncodedSample] | Dropped:
-    """Join the results of the samples of a row; the row is dropped if all of them are."""
+    """Join the results of encoding the samples of a row; the row is dropped if all of its samples are."""
     if len(samples) == 1:
         return results[0]
-    row, left_out = EncodedRow(), list[Dropped]()
+    row = EncodedRow()
+    dropped: list[Dropped] = []
     for sample, result in zip(samples, results, strict=True):
         if isinstance(result, Dropped):
-            left_out.append(replace(result, part=sample.part))
+            dropped.append(replace(result, part=sample.part))
         else:
             row += result
     first = results[0]
     if isinstance(first, Dropped) and not row:
         detail = f"{samples[0].part}: {first.detail}; all other samples of the row are dropped, too"
         return replace(first, detail=detail)
-    row.left_out = tuple(left_out)
+    row.left_out = tuple(dropped)
     return row
 
 
@@ -211,7 +214,7 @@ def _train_only(turns: Sequence[Turn], trained: set[int]) -> tuple[Turn, ...]:
     )
 
 
-def _cut_after(sample: Sample, end: int) -> Sample:
+def _conversation_until(sample: Sample, end: int) -> Sample:
     """Return the sample up to and including the turn with index ``end``, with the media of these turns."""
     turns = sample.turns[: end + 1]
     media: dict[str, Any] = {}

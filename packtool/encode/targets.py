@@ -80,25 +80,26 @@ class TurnFinder:
     @classmethod
     def infer(cls, template: ChatTemplate, vocabulary: ControlVocabulary) -> TurnFinder:
         """Infer from probe conversations how the template opens and ends a turn; ConfigError without control tokens."""
-        escaper = ControlEscaper(vocabulary, ())
+        escaper = ControlEscaper(vocabulary, strings=())  # only splits: the probes contain no control tokens
         try:
             question = escaper.split(template.render(_PROBE[:1]))
-            prompted = escaper.split(template.render(_PROBE[:1], add_generation_prompt=True))
+            question_and_prompt = escaper.split(template.render(_PROBE[:1], add_generation_prompt=True))
             one_turn = escaper.split(template.render(_PROBE[:2]))
             two_turns = escaper.split(template.render(_PROBE))
         except TemplateFailure as error:
             raise ConfigError(f"the chat template does not render a question and its answer: {error}") from error
-        only = _find_answer(one_turn, _ANSWERS[0])
-        first, last = (_find_answer(two_turns, answer) for answer in _ANSWERS)
-        header, prompt_rest = _infer_header(question, prompted, (only, first, last))
-        ends = frozenset(answer.next_control for answer in (only, first, last))
+        single_answer = _find_answer(one_turn, _ANSWERS[0])
+        first_answer, second_answer = (_find_answer(two_turns, answer) for answer in _ANSWERS)
+        answers = (single_answer, first_answer, second_answer)
+        header, prompt_rest = _infer_header(question, question_and_prompt, answers)
+        ends = frozenset(answer.next_control for answer in answers)
         ends |= _ends_before_tools(template, escaper, ends, question)
-        # The tail follows an end whether or not another turn comes next.
         tail: list[str] = []
         if len(ends) == 1:
-            tail = _controls_after(one_turn, only.chunk_index + 1)
-            tail_before_turn = _controls_after(two_turns, first.chunk_index + 1)
-            tail = tail[: common_prefix_length(tail, tail_before_turn)]
+            # The tail follows an end whether or not another turn comes next.
+            controls_at_stop = _controls_after(one_turn, single_answer.chunk_index + 1)
+            controls_before_turn = _controls_after(two_turns, first_answer.chunk_index + 1)
+            tail = controls_at_stop[: common_prefix_length(controls_at_stop, controls_before_turn)]
         finder = cls(header, prompt_rest, ends, tuple(tail))
         if not (finder._finds(one_turn, _ANSWERS[:1]) and finder._finds(two_turns, _ANSWERS)):
             raise _no_control_tokens()
@@ -160,59 +161,67 @@ def infer_turn_finder(
     vocabulary = ControlVocabulary(tokenizer, media_tokens)
     try:
         return vocabulary, TurnFinder.infer(template, vocabulary)
-    except ConfigError as error:
-        try:
-            question = template.render(_PROBE[:1])
-            prompt = template.render(_PROBE[:1], add_generation_prompt=True).removeprefix(question).lstrip()
-        except TemplateFailure:
-            raise error from error.__cause__
-        # Try the added tokens that open the user's turn or the generation prompt; fail if they were tried already.
-        question_header = question.partition(_QUESTION)[0].rstrip()
-        added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-        role_tokens = [token for token in added if question_header.endswith(token) or prompt.startswith(token)]
-        if set(role_tokens) <= vocabulary.ids.keys():
+    except ConfigError:
+        role_tokens = _added_role_tokens(template, tokenizer)
+        if set(role_tokens) <= vocabulary.ids.keys():  # all were tried already
             raise
     vocabulary = ControlVocabulary(tokenizer, [*media_tokens, *role_tokens])
     return vocabulary, TurnFinder.infer(template, vocabulary)
 
 
-def _infer_header(question: list[Chunk], prompted: list[Chunk], answers: Sequence[_ProbeAnswer]) -> tuple[_Header, str]:
+def _added_role_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> list[str]:
+    """Return the added tokens that open the user's turn or the generation prompt; empty if the template fails."""
+    try:
+        question = template.render(_PROBE[:1])
+        prompt = template.render(_PROBE[:1], add_generation_prompt=True).removeprefix(question).lstrip()
+    except TemplateFailure:
+        return []
+    question_header = question.partition(_QUESTION)[0].rstrip()
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    return [token for token in added if question_header.endswith(token) or prompt.startswith(token)]
+
+
+def _infer_header(
+    question: list[Chunk], question_and_prompt: list[Chunk], answers: Sequence[_ProbeAnswer]
+) -> tuple[_Header, str]:
     """Return the header that opens every assistant turn, and the text of the generation prompt after it.
 
     The header is what the generation prompt and the chunks before each answer have in common. ``question`` and
-    ``prompted`` are the chunks of a conversation without an answer, without and with the generation prompt.
+    ``question_and_prompt`` are the chunks of a conversation without an answer, without and with the generation prompt.
     """
-    has_prompt = question != prompted
-    # Without a prompt, the answer's chunk opens it: by a header as in other templates, or by the question's "[/INST]".
-    answer_chunk = answers[0].chunks[answers[0].chunk_index]
-    prompt = _prompt_chunks(question, prompted) if has_prompt else [answer_chunk]
+    has_prompt = question != question_and_prompt
+    if has_prompt:
+        prompt = _prompt_chunks(question, question_and_prompt)
+    else:  # the answer's own chunk opens it: by a header as in other templates, or by the question's "[/INST]"
+        prompt = [answers[0].chunks[answers[0].chunk_index]]
     if not prompt or not all(chunk.control for chunk in prompt):
         raise _no_control_tokens()
     header = _control_text_pairs(prompt)
     opening_token = prompt[0].control
-    for chunks, answer, index, _ in answers:
+    for chunks, answer, answer_index, _ in answers:
         # The answer's turn begins at the last opening token before the answer; without one, in the answer's chunk.
-        openings = [i for i in range(index + 1) if chunks[i].control == opening_token]
-        start = openings[-1] if openings else index
-        text_before_answer = chunks[index].text.partition(answer)[0]
-        opening = [*chunks[start:index], chunks[index]._replace(text=text_before_answer)]
-        header = _common_pairs(header, _control_text_pairs(opening))
+        openings = [i for i in range(answer_index + 1) if chunks[i].control == opening_token]
+        start = openings[-1] if openings else answer_index
+        text_before_answer = chunks[answer_index].text.partition(answer)[0]
+        opening_chunks = [*chunks[start:answer_index], chunks[answer_index]._replace(text=text_before_answer)]
+        header = _common_pairs(header, _control_text_pairs(opening_chunks))
     if not header or any(_QUESTION in text for _, text in header):
         raise _no_control_tokens()
     prompt_rest = ""
     if has_prompt and len(header) == len(prompt):
-        prompt_rest = prompt[-1].text.removeprefix(header[-1][1])
+        _, header_text = header[-1]
+        prompt_rest = prompt[-1].text.removeprefix(header_text)
     return tuple(header), prompt_rest
 
 
-def _prompt_chunks(question: list[Chunk], prompted: list[Chunk]) -> list[Chunk]:
-    """Return the chunks of the generation prompt, which ends ``prompted``; ``question`` is the same without it."""
-    start = common_prefix_length(question, prompted)
+def _prompt_chunks(question: list[Chunk], question_and_prompt: list[Chunk]) -> list[Chunk]:
+    """Return the chunks of the generation prompt, which follows the question in ``question_and_prompt``."""
+    start = common_prefix_length(question, question_and_prompt)
     # A chunk with the question's control token has only new text; it is the prompt only if no chunk follows.
-    has_next = start + 1 < len(prompted)
-    if has_next and start < len(question) and question[start].control == prompted[start].control:
+    has_next = start + 1 < len(question_and_prompt)
+    if has_next and start < len(question) and question[start].control == question_and_prompt[start].control:
         start += 1
-    return prompted[start:]
+    return question_and_prompt[start:]
 
 
 def _control_text_pairs(chunks: Sequence[Chunk]) -> list[tuple[str, str]]:
@@ -298,23 +307,26 @@ class TargetChoice:
         return cls(base, opening, closing, frozenset(pad_ids_of(config).values()), among_targets)
 
     def targets(self, sample: EncodedSample) -> npt.NDArray[np.bool_]:
-        """Return bool (L,), true for targets; after truncation the first token is none, for nothing predicts it."""
-        trained = np.full(sample.length, self.base == "all")
+        """Return bool (L,), true for targets; nothing predicts a truncated sample's first token, so it is no target."""
+        is_target = np.full(sample.length, self.base == "all")
         turns = sample.turns.reshape(-1, 2)
-        for start, end in turns[-1:] if self.base == "last_round" else turns:
-            trained[start:end] = True
+        if self.base == "last_round":
+            turns = turns[-1:]
+        for start, end in turns:
+            is_target[start:end] = True
         if self.pads:
-            # Exclude placeholder tokens, and everything between a medium's marks, such as timestamps.
+            # Exclude placeholder tokens, and everything between a medium's marks, such as timestamps: the tokens up to
+            # which more media are opened than were closed before.
             ids = sample.input_ids
-            num_opened = np.cumsum(_is_in(ids, self.opening))
             is_closing = _is_in(ids, self.closing)
+            num_opened = np.cumsum(_is_in(ids, self.opening))
             num_closed_before: npt.NDArray[Any] = np.cumsum(is_closing) - is_closing
-            trained &= ~((num_opened > num_closed_before) | _is_in(ids, self.pads))
+            is_target &= ~((num_opened > num_closed_before) | _is_in(ids, self.pads))
         if self.among_targets:
-            trained &= sample.labels != IGNORE_INDEX
+            is_target &= sample.labels != IGNORE_INDEX
         if sample.num_truncated:
-            trained[:1] = False
-        return trained
+            is_target[:1] = False
+        return is_target
 
     def __call__(self, sample: EncodedSample) -> EncodedSample:
         """Return the sample with labels for these targets; former targets keep their weights, new ones weigh 1."""

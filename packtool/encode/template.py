@@ -218,17 +218,20 @@ class ChatTemplate:
         None leaves both undefined. TemplateFailure if the template refuses the conversation, or exceeds the bounds on
         time and memory.
         """
-        self._environment.rounds_left = _MAX_ROUNDS
-        pieces, num_chars = [], 0
-        switch = {} if thinks is None else dict.fromkeys(_THINKING_SWITCHES, thinks)
+        self._environment.rounds_left = _MAX_ROUNDS  # the environment counts the rounds of loops down
+        switches = {} if thinks is None else dict.fromkeys(_THINKING_SWITCHES, thinks)
+        pieces: list[str] = []
+        num_chars = 0
         try:
-            own = {
+            arguments = {
+                **self._variables,
+                **switches,
                 "messages": [self._prepared(message) for message in messages],
                 "tools": list(tools) if tools else None,
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }
-            for piece in self._template.generate({**self._variables, **switch, **own}):
+            for piece in self._template.generate(arguments):
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > _MAX_CHARS:
@@ -257,25 +260,27 @@ class ChatTemplate:
         Many templates silently skip later system prompts. The same roles are rendered once more, with a mark in place
         of each text; the assistant's turns are not checked. Results are cached by the roles and keys of the turns.
         """
-        roles = (bool(tools), *((turn.role, bool(turn.content.strip()), *sorted(turn.extra)) for turn in turns))
-        if roles in self._missing_turns:
-            return self._missing_turns[roles]
+        turn_shapes = [(turn.role, bool(turn.content.strip()), *sorted(turn.extra)) for turn in turns]
+        cache_key = (bool(tools), *turn_shapes)
+        if cache_key in self._missing_turns:
+            return self._missing_turns[cache_key]
         # Render the conversation with a unique text in each turn, and look for these texts.
-        marks: dict[int, str] = {}
+        mark_by_turn: dict[int, str] = {}
         marked_messages = []
-        for number, (turn, message) in enumerate(zip(turns, messages, strict=True)):
+        for index, (turn, message) in enumerate(zip(turns, messages, strict=True)):
             if turn.role != "assistant" and turn.content.strip():
-                mark = marks[number] = f"packtoolturn{number}end"
+                mark = f"packtoolturn{index}end"
+                mark_by_turn[index] = mark
                 is_text = isinstance(message["content"], str)
                 message = {**message, "content": mark if is_text else [{"type": "text", "text": mark}]}
             marked_messages.append(message)
         try:
             rendered = self.render(marked_messages, tools)
-            missing = next((number for number, mark in marks.items() if mark not in rendered), None)
+            missing = next((index for index, mark in mark_by_turn.items() if mark not in rendered), None)
         except TemplateFailure:
             missing = None  # the template depends on the texts, and it rendered the row's own
         if len(self._missing_turns) < _MAX_REMEMBERED:
-            self._missing_turns[roles] = missing
+            self._missing_turns[cache_key] = missing
         return missing
 
 

@@ -145,25 +145,25 @@ class ControlVocabulary:
         added = tokenizer.get_added_tokens_decoder()
         special_texts = {token.content for token in added.values() if token.special}
         unmarked = [token for token in added.values() if token.content in {*always_control} - special_texts]
-        if unmarked:  # mark them as special: the library tokenizes only special tokens as text
-            as_special = [
+        if unmarked:  # mark them as special, since the library can tokenize only special tokens as text
+            marked = [
                 AddedToken(token.content, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=True)
                 for token in unmarked
             ]
-            tokenizer.add_special_tokens(as_special)
+            tokenizer.add_special_tokens(marked)
             added = tokenizer.get_added_tokens_decoder()
-        special = sorted(((i, token) for i, token in added.items() if token.special), key=lambda item: item[0])
+        special = {token_id: added[token_id] for token_id in sorted(added) if added[token_id].special}
         if len(special) > _NUM_SLOTS:
             raise ConfigError(f"the tokenizer has {len(special)} control tokens; packtool supports {_NUM_SLOTS}")
-        self.ids = {token.content: i for i, token in special}
+        self.ids = {token.content: token_id for token_id, token in special.items()}
         self.texts = tuple(self.ids)
         self.slots = {text: slot for slot, text in enumerate(self.texts)}
-        self.strip_right = frozenset(token.content for _, token in special if token.rstrip)
-        self.strip_left = frozenset(token.content for _, token in special if token.lstrip)
+        self.strip_right = frozenset(token.content for token in special.values() if token.rstrip)
+        self.strip_left = frozenset(token.content for token in special.values() if token.lstrip)
         self._longest_first = sorted(self.texts, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, self._longest_first)) or _NOTHING)
         self._split_patterns: dict[str, re.Pattern[str]] = {}
-        tokenizer.encode_special_tokens = True
+        tokenizer.encode_special_tokens = True  # control tokens in texts are tokenized as text
 
     def split_pattern(self, marks: str) -> re.Pattern[str]:
         """Return a pattern that splits at control tokens and at the characters that stand for media, and keeps both."""
@@ -243,21 +243,23 @@ class WordTokenizer:
         """
         if not self._is_safe(text):
             return None
-        ids_by_word = self._ids_by_word(text)
+        words = self._iterate_ids(text)
         head: list[int] = []
-        for word_ids in ids_by_word:
+        for word_ids in words:
             head += word_ids
             if len(head) >= num_ids:
                 break
         # Tokenize the remaining words in batches, and keep the last ids.
-        tail, num_after_head = deque[int](maxlen=num_ids), 0
-        while batch := list(islice(ids_by_word, _WORDS_PER_BATCH)):
-            ids = list(chain.from_iterable(batch))
-            tail.extend(ids)
-            num_after_head += len(ids)
-        return TextEnds([*head, *tail], num_after_head - len(tail))
+        tail = deque[int](maxlen=num_ids)
+        num_after_head = 0
+        while batch := list(islice(words, _WORDS_PER_BATCH)):
+            batch_ids = list(chain.from_iterable(batch))
+            tail.extend(batch_ids)
+            num_after_head += len(batch_ids)
+        return TextEnds([*head, *tail], num_omitted=num_after_head - len(tail))
 
-    def _ids_by_word(self, text: str) -> Iterator[tuple[int, ...]]:
+    def _iterate_ids(self, text: str) -> Iterator[tuple[int, ...]]:
+        """Yield the ids of each word of a text, and of each added token in it."""
         for i, part in enumerate(self._added_pattern.split(text)):
             if i % 2:
                 yield (self._added[part],)
@@ -327,21 +329,22 @@ def _translated(pattern: str, chars: str) -> str:
 
     Python's ``re`` does not support Unicode categories, but is twice as fast as the ``regex`` module, which does.
     """
-    by_category: dict[str, list[str]] = {}
+    by_category: dict[str, list[str]] = {}  # characters by the first letter of their category: L, N, ...
     for char in chars:
         by_category.setdefault(unicodedata.category(char)[0], []).append(char)
     spaces = _as_ranges(filter(str.isspace, chars))
-    members = {r"\p{L}": _as_ranges(by_category["L"]), r"\p{N}": _as_ranges(by_category["N"]), r"\s": spaces}
-    result, in_class = [], False
+    ranges = {r"\p{L}": _as_ranges(by_category["L"]), r"\p{N}": _as_ranges(by_category["N"]), r"\s": spaces}
+    translated: list[str] = []
+    is_in_brackets = False
     for token in re.findall(r"\\p\{[LN]\}|\\.|.", pattern, re.DOTALL):
-        if token in "[]":
-            in_class = token == "["
+        if token in ("[", "]"):
+            is_in_brackets = token == "["
         if token == r"\S":
             token = f"[^{spaces}]"
-        elif token in members:
-            token = members[token] if in_class else f"[{members[token]}]"
-        result.append(token)
-    return "".join(result)
+        elif token in ranges:
+            token = ranges[token] if is_in_brackets else f"[{ranges[token]}]"
+        translated.append(token)
+    return "".join(translated)
 
 
 def _as_ranges(chars: Iterable[str]) -> str:
@@ -415,13 +418,16 @@ class ChunkTokenizer:
             texts = [chunk.text for chunk in chunks]
         new_texts = list(dict.fromkeys(text for text in texts if text and text not in self._cached_ids))
         new_ids: dict[str, list[int]] = {"": []}
-        if self._words is not None:
-            ids_by_words = {text: self._words.encode(text) for text in new_texts}
-            new_ids |= {text: ids for text, ids in ids_by_words.items() if ids is not None}
-            new_texts = [text for text, ids in ids_by_words.items() if ids is None]
-        if new_texts:
-            encodings = self._tokenizer.encode_batch_fast(new_texts, add_special_tokens=False)
-            new_ids.update(zip(new_texts, (encoding.ids for encoding in encodings), strict=True))
+        library_texts: list[str] = []  # texts that the word tokenizer cannot tokenize
+        for text in new_texts:
+            ids = None if self._words is None else self._words.encode(text)
+            if ids is None:
+                library_texts.append(text)
+            else:
+                new_ids[text] = ids
+        if library_texts:
+            encodings = self._tokenizer.encode_batch_fast(library_texts, add_special_tokens=False)
+            new_ids.update(zip(library_texts, (encoding.ids for encoding in encodings), strict=True))
         ids_of_chunks = [new_ids[text] if text in new_ids else self._cached_ids[text] for text in texts]
         if len(self._cached_ids) < _MAX_CHUNKS:
             self._cached_ids.update({text: ids for text, ids in new_ids.items() if len(text) <= _MAX_CHUNK_CHARS})

@@ -60,14 +60,16 @@ class Tokenized:
 
     def take(self, kept: npt.NDArray[np.int64]) -> Tokenized:
         """Return the sample with the tokens at ``kept``, int64 (K,), ascending; all tokens of a medium or none."""
-        # ``searchsorted`` gives the new index of a kept token; for others, that of the next kept token.
+        # ``searchsorted`` returns the new index of a kept token; for a removed one, that of the next kept token.
+        new_starts = np.searchsorted(kept, [span.start for span in self.spans]).tolist()
         spans: list[Span] = []
         media: dict[str, list[Medium]] = {kind: [] for kind in self.media}
-        new_starts = np.searchsorted(kept, [span.start for span in self.spans]).tolist()
         for span, new_start in zip(self.spans, new_starts, strict=True):
-            if new_start < len(kept) and kept[new_start] == span.start:
-                number, num_tokens = len(media[span.kind]), span.end - span.start
-                spans.append(Span(span.kind, number, new_start, new_start + num_tokens))
+            is_kept = new_start < len(kept) and kept[new_start] == span.start
+            if is_kept:
+                new_number = len(media[span.kind])
+                new_end = new_start + span.end - span.start
+                spans.append(Span(span.kind, new_number, new_start, new_end))
                 media[span.kind].append(self.media[span.kind][span.number])
         # Nothing predicts the first token, so no turn begins with it; turns without tokens are removed.
         turns = np.maximum(np.searchsorted(kept, self.turns).astype(np.int32).reshape(-1, 2), 1)
@@ -94,15 +96,16 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
     ``trim`` removes the oldest media. ``spec.truncation_strategy`` decides about everything else. RowError if it is too
     long and one of the two options is ``raise``. A sample of fewer than ``spec.min_length`` tokens is dropped.
     """
-    sample, max_length = item.sample, spec.max_length
-    if (num_tokens := len(item.ids) + item.num_removed) < spec.min_length:
+    sample, strategy, max_length = item.sample, spec.truncation_strategy, spec.max_length
+    num_tokens = len(item.ids) + item.num_removed
+    if num_tokens < spec.min_length:
         return Dropped(sample.source, sample.row, _TOO_SHORT, f"{num_tokens} tokens, minimum {spec.min_length}")
-    if spec.truncation_strategy == "split":
+    if strategy == "split":
         return _split(item, max_length)
     if len(item.ids) > max_length:
-        if spec.truncation_strategy == "raise":
-            drop_too_long(sample, spec, str(len(item.ids) + item.num_removed))  # raises RowError
-        # Of a sample with media, only tokens of media were removed so far.
+        if strategy == "raise":
+            drop_too_long(sample, spec, str(num_tokens))  # raises RowError
+        # If a sample with media has removed tokens here, they are tokens of media.
         num_media_tokens = int(item.in_media().sum()) + (item.num_removed if item.spans else 0)
         if num_media_tokens >= max_length:
             detail = f"its media have {num_media_tokens} tokens, so no text fits into --max-length {max_length}"
@@ -111,16 +114,15 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
             if spec.media_overflow == "drop":
                 return Dropped(sample.source, sample.row, "media_over_limit", detail)
             item = _without_oldest_media(item, max_length)
-    if len(item.ids) > max_length:
-        if spec.truncation_strategy == "delete":
+    if len(item.ids) > max_length:  # even without the media that did not fit
+        if strategy == "delete":
             return drop_too_long(sample, spec, str(len(item.ids)))
-        keep = item.in_media()
-        num_text_tokens = max_length - int(keep.sum())
-        assert num_text_tokens > 0, "media that fill the sample were removed or rejected above"
-        text = np.flatnonzero(~keep)
-        kept_text = text[:num_text_tokens] if spec.truncation_strategy == "right" else text[-num_text_tokens:]
-        keep[kept_text] = True
-        item = item.take(np.flatnonzero(keep))
+        is_kept = item.in_media()
+        text_indices = np.flatnonzero(~is_kept)
+        num_kept_text = max_length - int(is_kept.sum())
+        assert num_kept_text > 0, "media that fill the sample were removed or rejected above"
+        is_kept[text_indices[:num_kept_text] if strategy == "right" else text_indices[-num_kept_text:]] = True
+        item = item.take(np.flatnonzero(is_kept))
     encoded = _make_sample(item)
     if encoded is None:
         detail = "truncation removed all targets" if item.num_removed else "no assistant turn has a token to train"
@@ -131,8 +133,8 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
 def truncate_all(samples: Sequence[Tokenized], spec: EncodeSpec) -> list[EncodedSample] | Dropped:
     """Truncate and label each of the samples that were packed into one row; raises as ``truncate``.
 
-    Samples without a target, or of too few tokens, are left out. If one is dropped for another reason, or none is left,
-    the whole row is dropped: every input row is either kept or dropped.
+    Samples without a target, or with too few tokens, are left out. If a sample is dropped for another reason, or all
+    samples are left out, the entire row is dropped: every input row is either kept or dropped.
     """
     kept: list[EncodedSample] = []
     for number, tokenized in enumerate(samples, 1):
@@ -194,8 +196,8 @@ def _make_sample(item: Tokenized) -> EncodedSample | None:
     if weights is None:
         labels = np.empty(len(ids), np.int32)
         labels.fill(IGNORE_INDEX)  # faster than ``np.full``
-        turns = item.turns.tolist()
-        for start, end in zip(turns[::2], turns[1::2], strict=True):
+        flat_turns = item.turns.tolist()
+        for start, end in zip(flat_turns[::2], flat_turns[1::2], strict=True):
             labels[start:end] = ids[start:end]
     else:
         labels = np.where(weights > 0, ids, np.int32(IGNORE_INDEX))
@@ -204,12 +206,13 @@ def _make_sample(item: Tokenized) -> EncodedSample | None:
     # The loss ignores the label of the first token, which nothing predicts. After truncation it may be inside a turn.
     if item.num_removed:
         labels[:1] = IGNORE_INDEX
-    if len(ids) < 2 or labels[1:].max() < 0:
+    has_target = len(ids) >= 2 and labels[1:].max() >= 0  # token ids are at least 0, IGNORE_INDEX is negative
+    if not has_target:
         return None
     loss_scale = None
-    if weights is not None and not (weights[labels >= 0] == 1).all():
+    if weights is not None and (weights[labels >= 0] != 1).any():
         loss_scale = np.where(labels >= 0, weights, np.float32(0))
-    media: Any = {f"{kind}s": tuple(of_kind) for kind, of_kind in item.media.items()}
+    media: Any = {f"{kind}s": tuple(media_of_kind) for kind, media_of_kind in item.media.items()}
     return EncodedSample(
         input_ids=ids,
         labels=labels,

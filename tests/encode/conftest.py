@@ -29,7 +29,7 @@ def encoder_for(directory: Path, **spec: Any) -> Encoder:
 @pytest.fixture(scope="session", autouse=True)
 def _vocabularies_are_read_once() -> Iterator[None]:
     """Encoders of the same files share a tokenizer: most tests' time would go into reading the real ones again."""
-    read, known = encoder_module._tokenizer, dict[tuple[str, ...], Tokenizer]()
+    read, known = encoder_module._load_tokenizer, dict[tuple[str, ...], Tokenizer]()
 
     def read_once(files: ModelFiles) -> Tokenizer:
         # Template and configuration decide which tokens an encoder marks as special.
@@ -39,7 +39,7 @@ def _vocabularies_are_read_once() -> Iterator[None]:
         return known[cache_key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoder_module, "_tokenizer", read_once)
+        patch.setattr(encoder_module, "_load_tokenizer", read_once)
         yield
 
 

@@ -327,7 +327,7 @@ def test_invalid_boxes_drop_their_row(encoder_of: Encoders, model: Path) -> None
 def test_families_without_box_format_are_reported(encoder_of: Encoders, monkeypatch: pytest.MonkeyPatch) -> None:
 
     encoder = encoder_of("qwen3_5")
-    monkeypatch.setattr(encoder._boxes, "_form", None)
+    monkeypatch.setattr(encoder._boxes, "_box_form", None)
     monkeypatch.setattr(encoder._boxes, "_model_type", "seer")
     problem = problem_of(encoder, row({"bbox": [[1, 2]]}, "<bbox>", picture(9, 9)))
     assert problem.reason == "objects_unsupported"

@@ -46,7 +46,7 @@ class Glm4v(QwenVL):
     def _processor_videos(self) -> ProcessorVideos:
         return ProcessorVideos(load_processor(self._directory), self._pads["image"], self.control_tokens)
 
-    def _video(self, ref: MediaRef) -> EncodedVideo:
+    def _measure_video(self, ref: MediaRef) -> EncodedVideo:
         return self._processor_videos.measure(ref)
 
     def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
@@ -55,7 +55,7 @@ class Glm4v(QwenVL):
         opening, closing = _VIDEO_MARKS
         return [TokenRun(opening), *self._processor_videos.segments(medium), TokenRun(closing)]
 
-    def _grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
+    def _picture_grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
         refuse_own_limits(ref)
         limits = self._images
         new_height, new_width = resize_together(

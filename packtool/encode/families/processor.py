@@ -129,6 +129,7 @@ class ProcessorVideos:
             raise MediaProblem(
                 "media_size", f"{label(ref)}: the model's processor cannot process it: {error}"
             ) from error
+        num_steps = grid[0] if grid else len(indices)
         return EncodedVideo(
             path=ref.path,
             data=ref.data,
@@ -139,7 +140,7 @@ class ProcessorVideos:
             fps=size.fps,
             indices=indices,
             grid=grid,
-            seconds_per_grid=size.num_frames / size.fps / (grid[0] if grid else len(indices)),
+            seconds_per_grid=size.num_frames / size.fps / num_steps,
             num_tokens=_token_counts(segments)[self._pad],
         )
 
@@ -178,9 +179,10 @@ def process_video(
     """Run a processor on the sampled frames of a video; return its text for the video, and all its outputs.
 
     ``frames`` are uint8 (T, 3, H, W), on torch's meta device if only their size is needed; ``indices`` are their
-    indexes in the video.
+    indexes in the video, which has ``num_frames`` frames at ``fps`` per second.
     """
-    metadata = _metadata(num_frames, fps, list(indices), *frames.shape[2:])
+    _, _, height, width = frames.shape
+    metadata = _metadata(num_frames, fps, list(indices), height, width)
     outputs: Mapping[str, Any] = processor(
         text=[processor.video_token],
         videos=[frames],
@@ -188,8 +190,8 @@ def process_video(
         videos_kwargs={"return_tensors": "pt", "do_sample_frames": False, "video_metadata": [metadata]},
         text_kwargs={"return_tensors": None},
     )
-    ((text,),) = _media_texts(processor, outputs, [1], "video")  # one row with one video
-    return text, outputs
+    texts_by_row = _media_texts(processor, outputs, counts=[1], kind="video")  # one row with one video
+    return texts_by_row[0][0], outputs
 
 
 def process_images(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[list[str]], Mapping[str, Any]]:
@@ -251,13 +253,14 @@ class ProcessorFamily(MediaEncoding):
 
         # Find out how the processor writes several pictures of a row: each like a single one, numbered, or otherwise.
         single = self._segments_of(*_PROBE_SIZE)
-        is_alike = self._process([_PROBE_SIZE] * 2) == [single] * 2
+        repeats_single = self._process([_PROBE_SIZE] * 2) == [single] * 2
         numbered = [_numbered(single, number) for number in range(_NUM_PROBES)]
-        self._is_numbered = not is_alike and self._process([_PROBE_SIZE] * _NUM_PROBES) == numbered
-        self.one_picture_only = not is_alike and not self._is_numbered
+        self._is_numbered = not repeats_single and self._process([_PROBE_SIZE] * _NUM_PROBES) == numbered
+        self.one_picture_only = not repeats_single and not self._is_numbered
 
-        tokens = [str(processor.image_token), *(run.token for run in single if not isinstance(run, str))]
-        placeholders: dict[str, MediaKind] = {str(processor.image_token): "image"}
+        image_token = str(processor.image_token)
+        control_tokens = [image_token, *(segment.token for segment in single if not isinstance(segment, str))]
+        placeholders: dict[str, MediaKind] = {image_token: "image"}
         self.warnings = (
             f"{files.model_type} models are encoded by transformers' processor, which is slower than by headers: it "
             "processes a blank picture for each new size",
@@ -267,15 +270,15 @@ class ProcessorFamily(MediaEncoding):
         if not family.no_videos and self._pad is not None and has_videos(processor):
             self._videos = ProcessorVideos(processor, self._pad)
             video_token = str(processor.video_token)
-            tokens.append(video_token)
+            control_tokens.append(video_token)
             placeholders[video_token] = "video"
             self.warnings += self._videos.warnings
-        self.control_tokens = tuple(dict.fromkeys(tokens))
-        self.content_as_list = _takes_lists(files)
+        self.control_tokens = tuple(dict.fromkeys(control_tokens))  # without repetitions
+        self.content_as_list = _accepts_content_lists(files)
         self.placeholders = placeholders if self.content_as_list else {}
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
-        """Measure a picture by its header, and count the tokens that the processor gives a blank one of its size."""
+        """Measure a picture by its header; count the tokens of a blank picture of the same size, by the processor."""
         if kind == "video" and self._videos is not None:
             return self._videos.measure(ref)
         if kind != "image":
@@ -291,8 +294,8 @@ class ProcessorFamily(MediaEncoding):
             detail = f"{label(ref)}: the processor refuses {width}x{height}: {str(error) or type(error).__name__}"
             raise MediaProblem("media_size", detail) from error
         # If config.json names no placeholder token, it is the most frequent control token.
-        num_tokens = max(counts.values(), default=0) if self._pad is None else counts[self._pad]
-        return EncodedImage(ref.path, ref.data, height, width, (), num_tokens)
+        num_tokens = counts[self._pad] if self._pad is not None else max(counts.values(), default=0)
+        return EncodedImage(ref.path, ref.data, height, width, grid=(), num_tokens=num_tokens)
 
     def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
         if isinstance(medium, EncodedVideo):
@@ -336,10 +339,10 @@ def load_processor(directory: str) -> Any:
     """Load transformers' processor of a model; ConfigError if it cannot be loaded, or does not take pictures."""
     import transformers
 
-    auto: Any = transformers.AutoProcessor
+    auto_processor: Any = transformers.AutoProcessor  # its method has no type annotations
     try:
-        processor = auto.from_pretrained(directory)
-    except Exception as error:  # whatever a processor of any model raises
+        processor = auto_processor.from_pretrained(directory)
+    except Exception as error:  # each model's processor raises errors of its own types
         raise ConfigError(
             f"{directory}: the model's processor cannot be loaded: {error}",
             "Put the model's processor settings beside config.json, or update transformers.",
@@ -368,7 +371,7 @@ def _token_counts(segments: list[MediaSegment]) -> Counter[str]:
     return counts
 
 
-def _takes_lists(files: ModelFiles) -> bool:
+def _accepts_content_lists(files: ModelFiles) -> bool:
     """Return whether the chat template supports contents that are lists of texts and media."""
     template = ChatTemplate(files.chat_template, files.template_variables)
     content = [{"type": "image"}, {"type": "text", "text": _PROBE}]
@@ -386,9 +389,13 @@ def _family(
     vision: str = "model.vision_tower",
     aligner: tuple[str, ...] = ("model.multi_modal_projector",),
     no_videos: str = "this model does not support videos",
-    **more: Any,
+    **other_fields: Any,
 ) -> Family:
-    """Return the record of a family of ``ProcessorFamily``; ``inputs`` are those besides ``pixel_values``."""
+    """Return the record of a family whose media are encoded by ``ProcessorFamily``.
+
+    ``inputs``: outputs of the processor for pictures that the model takes in addition to ``pixel_values``. The other
+    arguments are as in ``Family`` and ``Towers``; ``no_videos`` is "" for a family with videos.
+    """
     return Family(
         title=title,
         model_types=model_types,
@@ -399,7 +406,7 @@ def _family(
         positions="counted",
         processor_inputs=("pixel_values", *inputs),
         videos_as_pictures=not no_videos,
-        **more,
+        **other_fields,
     )
 
 

@@ -58,9 +58,9 @@ class QwenOmni(QwenVL):
         self.control_tokens = (*marks[:2], *self._pads.values(), *marks[2:])
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
-        return self._audio(ref) if kind == "audio" else super().measure(kind, ref)
+        return self._measure_sound(ref) if kind == "audio" else super().measure(kind, ref)
 
-    def _audio(self, ref: MediaRef) -> EncodedAudio:
+    def _measure_sound(self, ref: MediaRef) -> EncodedAudio:
         from packtool.media.audio import measure_audio  # here, because most rows need no PyAV
 
         limits = self._audios
@@ -83,7 +83,7 @@ class QwenOmni(QwenVL):
         if ref.clip is not None:
             detail = "a clip whose sound is interleaved in (USE_AUDIO_IN_VIDEO); cut it into a file of its own"
             raise MediaProblem("media_unsupported", f"{label(ref)}: {detail}")
-        sound = self._audio(ref)
+        sound = self._measure_sound(ref)
         return EncodedAudio(None, None, sound.num_samples, sound.num_features, sound.num_tokens)
 
     def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
@@ -104,19 +104,21 @@ class QwenOmni(QwenVL):
 
 
 def _audio_limits(files: ModelFiles, options: MediaOptions, is_qwen3: bool) -> AudioLimits:
+    """Return the limits on sounds, from the settings of the feature extractor and the thinker's configuration."""
     settings = files.audio_processor
-    rate = int(settings.get("sampling_rate", 16000))
-    if options.sampling_rate not in (None, rate):
+    thinker = thinker_of(files.config)
+    sampling_rate = int(settings.get("sampling_rate", 16000))
+    if options.sampling_rate is not None and options.sampling_rate != sampling_rate:
         raise ConfigError(
-            f"--sampling-rate {options.sampling_rate} (SAMPLING_RATE): the model's feature extractor needs {rate}",
+            f"--sampling-rate {options.sampling_rate} (SAMPLING_RATE): the model's feature extractor needs "
+            f"{sampling_rate}",
             "Leave it out: sounds of any rate are resampled.",
         )
     hop_length = int(settings.get("hop_length", 160))
-    thinker = thinker_of(files.config)
-    chunk_seconds = float(settings.get("chunk_length") or 300)
-    max_samples = int(settings.get("n_samples") or chunk_seconds * rate)
+    max_seconds = float(settings.get("chunk_length") or 300)
+    max_samples = int(settings.get("n_samples") or max_seconds * sampling_rate)
     return AudioLimits(
-        sampling_rate=rate,
+        sampling_rate=sampling_rate,
         hop_length=hop_length,
         max_features=None if is_qwen3 else max_samples // hop_length,
         in_video=bool(options.use_audio_in_video),

@@ -50,27 +50,29 @@ def smart_resize(
     max_pixels: int,
     *,
     num_frames: int = 1,
-    num_counted: int = 1,
+    num_compared: int = 1,
 ) -> tuple[int, int]:
     """Return height and width as multiples of ``factor`` with min_pixels <= frames * height * width <= max_pixels.
 
     Keeps the aspect ratio as far as possible, and rounds as transformers' function of the same name does.
 
     Args:
-        num_frames: frames that share the bounds.
-        num_counted: number of frames in the comparison with the bounds, which transformers rounds.
+        num_frames: frames whose pixels together must be within the bounds.
+        num_compared: ``num_frames`` as transformers rounds it to decide whether the pixels are within the bounds.
 
     Raises:
         ValueError: if one side is more than 200 times the other.
     """
     if max(height, width) / min(height, width) > _MAX_ASPECT:
         raise ValueError(f"{width}x{height} pixels: one side is more than {_MAX_ASPECT} times the other")
-    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    if num_counted * new_height * new_width > max_pixels:
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    num_pixels = num_compared * new_height * new_width
+    if num_pixels > max_pixels:
         shrink = math.sqrt(num_frames * height * width / max_pixels)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)
         new_width = max(factor, math.floor(width / shrink / factor) * factor)
-    elif num_counted * new_height * new_width < min_pixels:
+    elif num_pixels < min_pixels:
         grow = math.sqrt(min_pixels / (num_frames * height * width))
         new_height = math.ceil(height * grow / factor) * factor
         new_width = math.ceil(width * grow / factor) * factor
@@ -87,8 +89,8 @@ def resize_together(
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    num_counted = num_bounded_frames(num_taken, limits)
-    return smart_resize(height, width, factor, min_pixels, max_pixels, num_frames=num_taken, num_counted=num_counted)
+    num_compared = num_bounded_frames(num_taken, limits)
+    return smart_resize(height, width, factor, min_pixels, max_pixels, num_frames=num_taken, num_compared=num_compared)
 
 
 def num_bounded_frames(num_taken: int, limits: VideoLimits | ImageLimits) -> int:
@@ -258,12 +260,13 @@ def image_limits(processor: Mapping[str, Any], options: MediaOptions) -> ImageLi
             "the model has no image processor settings, so the patches of a picture cannot be counted",
             "Put the model's preprocessor_config.json beside config.json.",
         )
-    size = processor.get("size") or {}
     patch_size = int(processor.get("patch_size", 14))
     merge_size = int(processor.get("merge_size", 2))
-    pixels_per_token = (patch_size * merge_size) ** 2
+    # The options in pixels override those in tokens, and these override the settings, which have two forms.
+    size = processor.get("size") or {}
     min_pixels = processor.get("min_pixels") or size.get("shortest_edge") or _DEFAULT_MIN_PIXELS
     max_pixels = processor.get("max_pixels") or size.get("longest_edge") or _DEFAULT_MAX_PIXELS
+    pixels_per_token = (patch_size * merge_size) ** 2
     if options.image_min_token_num is not None:
         min_pixels = options.image_min_token_num * pixels_per_token
     if options.image_max_token_num is not None:
@@ -314,44 +317,45 @@ class QwenVL(MediaEncoding):
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         if kind == "image":
-            return self._image(ref)
+            return self._measure_image(ref)
         if kind == "video" and kind in self._pads:
-            return self._video(ref)
+            return self._measure_video(ref)
         missing = "the tokenizer has no token for videos" if kind == "video" else "the model does not support sound"
         raise MediaProblem("media_unsupported", f"{label(ref)}: {missing}")
 
-    def _image(self, ref: MediaRef) -> EncodedImage:
+    def _measure_image(self, ref: MediaRef) -> EncodedImage:
         from packtool.media.measure import measure_image  # here, because rows of text need no PIL
 
         height, width = measure_image(ref)
         try:
-            grid = self._grid(height, width, ref)
+            grid = self._picture_grid(height, width, ref)
         except ValueError as error:
             raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
         num_tokens = grid[0] * grid[1] * grid[2] // self._images.merge_size**2
         return EncodedImage(ref.path, ref.data, height, width, grid, num_tokens)
 
-    def _grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
+    def _picture_grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
         """Return (t, h, w) in patches of a picture, at the limits of its row."""
         return image_grid(height, width, image_limits_of(ref, self._images))
 
-    def _video(self, ref: MediaRef) -> EncodedVideo:
+    def _measure_video(self, ref: MediaRef) -> EncodedVideo:
+        """Measure a video by its header, and determine the frames to sample and their grid."""
         from packtool.media.video import measure_video  # here, because most rows need no PyAV
 
         size = measure_video(ref)
         try:
             limits = video_limits_of(ref, self._videos)
-            num_frames = size.num_frames
-            if ref.clip is not None:
-                first_frame, num_frames = clip_frames(ref.clip, num_frames, size.fps)
-                indices = sample_clip(first_frame, num_frames, size.fps, limits)
-            elif ref.frames:  # the row has sampled them
-                indices = ref.frame_indices
+            if ref.clip is None:
+                num_frames = size.num_frames
+                # Frames that the row gives as pictures are sampled already.
+                indices = ref.frame_indices if ref.frames else sample_frames(num_frames, size.fps, limits)
             else:
-                indices = sample_frames(num_frames, size.fps, limits)
+                first_frame, num_frames = clip_frames(ref.clip, size.num_frames, size.fps)
+                indices = sample_clip(first_frame, num_frames, size.fps, limits)
             grid = video_grid(size.height, size.width, len(indices), limits)
         except ValueError as error:
             raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
+        sampled_fps = self._sampled_fps(num_frames, size.fps, len(indices), limits)
         return EncodedVideo(
             path=ref.path,
             data=ref.data,
@@ -362,8 +366,8 @@ class QwenVL(MediaEncoding):
             fps=size.fps,
             indices=indices,
             grid=grid,
-            seconds_per_grid=limits.temporal_patch_size / self._sampled_fps(num_frames, size.fps, len(indices), limits),
-            num_tokens=grid[0] * grid[1] * grid[2] // limits.merge_size**2,
+            seconds_per_grid=limits.temporal_patch_size / sampled_fps,
+            num_tokens=math.prod(grid) // limits.merge_size**2,
             audio=self._sound_track(ref) if size.has_sound else None,
         )
 
@@ -435,14 +439,15 @@ def _find_bounds(
         except ValueError:
             return None
 
-    def bisect(search_range: tuple[int, int], bounds_at: Callable[[int], Bounds]) -> Bounds | None:
-        low, high = search_range
+    def bisect(low: int, high: int, bounds_at: Callable[[int], Bounds]) -> Bounds | None:
+        """Return the bounds that give the grid, for one of the pixel numbers from ``low`` to ``high``."""
         while low <= high:
             middle = (low + high) // 2
             candidate = grid_or_none(bounds_at(middle))
             if candidate == grid:
                 return bounds_at(middle)
-            if candidate is None or any(size < target for size, target in zip(candidate, grid, strict=True)):
+            is_smaller = candidate is None or any(size < target for size, target in zip(candidate, grid, strict=True))
+            if is_smaller:
                 low = middle + 1
             else:
                 high = middle - 1
@@ -454,12 +459,13 @@ def _find_bounds(
     if unbounded_grid == grid:
         return _UNBOUNDED
     lowest, highest = _UNBOUNDED
-    max_range = min_range = _UNBOUNDED
-    if unbounded_grid is not None:
+    highest_max, lowest_min = highest, lowest
+    if unbounded_grid is not None:  # only maxima below the pixels of that grid and minima above them have an effect
         num_pixels = unbounded_grid[1] * unbounded_grid[2] * pixels_per_patch
-        max_range, min_range = (lowest, num_pixels - 1), (num_pixels + 1, highest)
-    by_max = bisect(max_range, lambda max_pixels: (lowest, max_pixels))
-    return by_max or bisect(min_range, lambda min_pixels: (min_pixels, highest)) or default_bounds
+        highest_max, lowest_min = num_pixels - 1, num_pixels + 1
+    by_max = bisect(lowest, highest_max, lambda max_pixels: (lowest, max_pixels))
+    by_min = None if by_max else bisect(lowest_min, highest, lambda min_pixels: (min_pixels, highest))
+    return by_max or by_min or default_bounds
 
 
 QWEN2_VL = Family(
