@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,28 +71,32 @@ class Scene(NamedTuple):
 
 def _draw_scene(rng: random.Random, is_single: bool) -> Scene:
     """Draw a random scene: one shape at an end of the longer side, or 1 to ``MAX_SHAPES`` in a row along it."""
-    long, short = rng.choice(LONG_SIDES), rng.choice(SHORT_SIDES)
+    long_side = rng.choice(LONG_SIDES)
+    short_side = rng.choice(SHORT_SIDES)
+    width, height = long_side, short_side
     if is_single:
         position = rng.choice(list(POSITIONS))
-        width, height = (long, short) if position in ("left", "right") else (short, long)
-        radius = short / 2 * rng.uniform(0.8, 0.95)
+        if position in ("top", "bottom"):
+            width, height = short_side, long_side
+        radius = short_side / 2 * rng.uniform(0.8, 0.95)
         right, down = POSITIONS[position]
-        middles = [(radius + 1 + right * (width - 2 * radius - 2), radius + 1 + down * (height - 2 * radius - 2))]
+        # At least one pixel stays free between the shape and the edges of the image.
+        centers = [(radius + 1 + right * (width - 2 * radius - 2), radius + 1 + down * (height - 2 * radius - 2))]
     else:
-        count = rng.randint(1, MAX_SHAPES)
-        radius = min(long / count, short) / 2 * rng.uniform(0.8, 0.95)
-        width, height = long, short
-        middles = [((index + 0.5) * long / count, short / 2) for index in range(count)]
-        if rng.random() >= 0.5:
-            width, height = short, long
-            middles = [(y, x) for x, y in middles]
+        num_shapes = rng.randint(1, MAX_SHAPES)
+        radius = min(long_side / num_shapes, short_side) / 2 * rng.uniform(0.8, 0.95)
+        centers = [((index + 0.5) * long_side / num_shapes, short_side / 2) for index in range(num_shapes)]
+        is_upright = rng.random() >= 0.5
+        if is_upright:
+            width, height = short_side, long_side
+            centers = [(y, x) for x, y in centers]
     return Scene(
         width=width,
         height=height,
         backdrop=rng.choice(list(BACKDROP_COLOURS)),
         colour=rng.choice(list(SHAPE_COLOURS)),
         kind=rng.choice(SHAPE_KINDS),
-        boxes=tuple((x - radius, y - radius, x + radius, y + radius) for x, y in middles),
+        boxes=tuple((x - radius, y - radius, x + radius, y + radius) for x, y in centers),
     )
 
 
@@ -158,25 +162,32 @@ def make_rows(directory: str, num_rows: int, seed: int, num_unusable: int = 0) -
     rng = random.Random(seed)
     maker = _RowMaker(root, rng)
     train = [maker.unusable_row(index) for index in range(num_unusable)]
-    for _ in range(num_rows - num_unusable):  # one in ten without pictures
-        is_text = rng.random() < 1 / 10
-        train.append({"messages": text_turns(rng), "images": []} if is_text else maker.picture_row()[0])
+    for _ in range(num_rows - num_unusable):
+        if rng.random() < 1 / 10:
+            row: Row = {"messages": text_turns(rng), "images": []}
+        else:
+            row, _questions = maker.picture_row()
+        train.append(row)
     rng.shuffle(train)
-    held_out = [maker.picture_row() for _ in range(max(4, num_rows // HELD_OUT_SHARE))]
-    rows = [row for row, _ in held_out]
-    # Each row gets the pictures of the next one with as many; its text and answers stay.
+    num_held_out = max(4, num_rows // HELD_OUT_SHARE)
+    held_out, questions = zip(*(maker.picture_row() for _ in range(num_held_out)), strict=True)
+    files = {"train": train, "held_out": held_out, "swapped": _swap_pictures(held_out)}
+    paths = {name: root / f"{name}.json" for name in files}
+    for name, rows in files.items():
+        lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+        paths[name].write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    return SyntheticDataset(num_pictures=maker.num_pictures, held_out_questions=questions, **paths)
+
+
+def _swap_pictures(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with their texts and answers, but the pictures of the next row that has as many."""
     swapped = [dict(row) for row in rows]
     for count in {len(row["images"]) for row in rows}:
-        alike = [index for index, row in enumerate(rows) if len(row["images"]) == count]
-        for index, other in zip(alike, alike[1:] + alike[:1], strict=True):
-            swapped[index]["images"] = rows[other]["images"]
-    files = {"train": train, "held_out": rows, "swapped": swapped}
-    paths = {name: root / f"{name}.json" for name in files}
-    for name, content in files.items():
-        lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in content)
-        paths[name].write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    questions = tuple(row_questions for _, row_questions in held_out)
-    return SyntheticDataset(num_pictures=maker.num_pictures, held_out_questions=questions, **paths)
+        indices = [index for index, row in enumerate(rows) if len(row["images"]) == count]
+        next_indices = indices[1:] + indices[:1]
+        for index, next_index in zip(indices, next_indices, strict=True):
+            swapped[index]["images"] = rows[next_index]["images"]
+    return swapped
 
 
 class _RowMaker:
@@ -189,12 +200,12 @@ class _RowMaker:
         (root / "pictures").mkdir(parents=True, exist_ok=True)
 
     def picture_row(self) -> tuple[Row, tuple[Question, ...]]:
-        """Return a row and its questions; one in six rows has a second image in a later turn."""
+        """Return a row and its questions, and write its images; one in six rows has a second image in a later turn."""
         num_scenes = 2 if self.rng.random() < 1 / 6 else 1
-        scenes = [_draw_scene(self.rng, self.rng.random() < 0.5) for _ in range(num_scenes)]
+        scenes = [_draw_scene(self.rng, is_single=self.rng.random() < 0.5) for _ in range(num_scenes)]
         turns: list[dict[str, str]] = []
         questions: list[Question] = []
-        pictures = []
+        pictures: list[str] = []
         for scene in scenes:
             scene_questions = ask_about(self.rng, scene)
             scene_turns = [turn for question in scene_questions for turn in _turns(question.text, question.answer)]
@@ -202,8 +213,9 @@ class _RowMaker:
             turns += scene_turns
             questions += scene_questions
             self.num_pictures += 1
-            pictures.append(f"pictures/{self.num_pictures:04d}.png")
-            paint(scene).save(self.root / pictures[-1], optimize=False)
+            picture = f"pictures/{self.num_pictures:04d}.png"
+            pictures.append(picture)
+            paint(scene).save(self.root / picture, optimize=False)
         if self.rng.random() < 1 / 8:
             turns.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
         return {"messages": turns, "images": pictures}, tuple(questions)

@@ -69,6 +69,7 @@ def make_model(directory: str, seed: int) -> int:
 
 
 def _train_tokenizer() -> Tokenizer:
+    """Train a byte-level BPE tokenizer, with the steps of Qwen's, on sentences of the synthetic dataset."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -91,9 +92,9 @@ def _train_tokenizer() -> Tokenizer:
 
 
 def _model_config(tokenizer: Tokenizer) -> Qwen3VLConfig:
+    """Return the configuration of a small Qwen3-VL: three text layers, and a vision tower of two."""
     width = 192
-    vocabulary = tokenizer.get_vocab()
-    token_id = {token: vocabulary[token] for token in CONTROL_TOKENS}
+    token_id = tokenizer.get_vocab()
     text = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": width,
@@ -160,7 +161,7 @@ def _write_settings(root: Path) -> None:
     }
     for kind, file, class_name, max_pixels in (
         ("image", "preprocessor_config.json", "Qwen2VLImageProcessorFast", MAX_PIXELS),
-        ("video", "video_preprocessor_config.json", "Qwen3VLVideoProcessor", 16 * MAX_PIXELS),
+        ("video", "video_preprocessor_config.json", "Qwen3VLVideoProcessor", 16 * MAX_PIXELS),  # of all frames
     ):
         settings[file] = {
             f"{kind}_processor_type": class_name,

@@ -90,31 +90,25 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
     exported = _export(dataset.train, folder, "cache", progress)
     _export(dataset.held_out, folder, "held-out", progress)
     _export(dataset.swapped, folder, "swapped", progress)
-    arguments = ["train", "--model", str(folder / "model"), "--cached-dataset", str(folder / "cache")]
-    arguments += ["--packing", "true", "--packing-length", str(PACKING_LENGTH)]
-    arguments += ["--train-type", "full", "--freeze-vit", "false", "--freeze-aligner", "false"]
-    arguments += ["--num-train-epochs", str(NUM_EPOCHS), "--learning-rate", LEARNING_RATE, "--weight-decay", "0"]
-    arguments += ["--logging-steps", "20", "--seed", str(seed), "--output-dir", str(folder / "output"), "--json"]
-    trained = _run(arguments, progress)
+    trained = _train(folder, seed, progress)
     questions = [question for row_questions in dataset.held_out_questions for question in row_questions]
-    is_right: dict[str, npt.NDArray[np.bool_]] = {}
+    is_correct: dict[str, npt.NDArray[np.bool_]] = {}  # by cache: for each question, with right or swapped images
     for cache in ("held-out", "swapped"):
-        length = 4 * PACKING_LENGTH
-        turns = exact_match(trained["checkpoint"], str(folder / cache), packing_length=length, progress=progress)
+        max_tokens = 4 * PACKING_LENGTH
+        turns = exact_match(trained["checkpoint"], str(folder / cache), packing_length=max_tokens, progress=progress)
         if len(turns) != len(questions):
             raise PacktoolError(f"{folder / cache} holds {len(turns)} of {len(questions)} held-out questions")
-        is_right[cache] = np.array([exact for *_, exact in turns], np.bool_)
-    answers = is_right["held-out"]
+        is_correct[cache] = np.array([is_exact for _, _, is_exact in turns], np.bool_)
     kinds = np.array([question.kind for question in questions])
     return DemoResult(
         num_rows=exported["num_rows"],
         dropped=sum(exported["dropped"].values()),
         **{name: trained[name] for name in _TRAINING_FIGURES},
-        num_questions=len(answers),
-        accuracy=float(answers.mean()),
-        swapped_accuracy=float(is_right["swapped"].mean()),
+        num_questions=len(questions),
+        accuracy=float(is_correct["held-out"].mean()),
+        swapped_accuracy=float(is_correct["swapped"].mean()),
         chance=dataset.chance,
-        accuracy_by_kind={str(kind): float(answers[kinds == kind].mean()) for kind in np.unique(kinds)},
+        accuracy_by_kind={str(kind): float(is_correct["held-out"][kinds == kind].mean()) for kind in np.unique(kinds)},
         seconds=time.perf_counter() - begin,
     )
 
@@ -140,10 +134,19 @@ def _prepare_folder(output_dir: str) -> Path:
 def _export(dataset: Path, folder: Path, cache: str, progress: Progress) -> dict[str, Any]:
     arguments = ["export", "--model", str(folder / "model"), "--dataset", str(dataset)]
     arguments += ["--output-dir", str(folder / cache), "--max-length", str(MAX_LENGTH)]
-    return _run([*arguments, "--dataset-num-proc", "2", "--json"], progress)
+    return _run_command([*arguments, "--dataset-num-proc", "2", "--json"], progress)
 
 
-def _run(arguments: list[str], progress: Progress) -> dict[str, Any]:
+def _train(folder: Path, seed: int, progress: Progress) -> dict[str, Any]:
+    arguments = ["train", "--model", str(folder / "model"), "--cached-dataset", str(folder / "cache")]
+    arguments += ["--packing", "true", "--packing-length", str(PACKING_LENGTH)]
+    arguments += ["--train-type", "full", "--freeze-vit", "false", "--freeze-aligner", "false"]
+    arguments += ["--num-train-epochs", str(NUM_EPOCHS), "--learning-rate", LEARNING_RATE, "--weight-decay", "0"]
+    arguments += ["--logging-steps", "20", "--seed", str(seed), "--output-dir", str(folder / "output"), "--json"]
+    return _run_command(arguments, progress)
+
+
+def _run_command(arguments: list[str], progress: Progress) -> dict[str, Any]:
     """Run a packtool command in its own process and return the JSON that it prints."""
     progress.note(f"\n$ packtool {shlex.join(arguments)}")
     command, environ = [sys.executable, "-m", "packtool", *arguments], environment_of_one_process()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -360,11 +360,13 @@ class Encoder:
         if scale.base == "default" and not scale.rules and not has_own_loss:
             return None
         weights = np.full(len(tokens.ids), 1 if scale.base == "all" else 0, np.float32)
-        for number, turn in enumerate(turns):
-            is_last = number == len(turns) - 1
-            is_trained, turn_scale = is_last or scale.base != "last_round", scale
-            if turn.message.loss is not None:  # the row's own setting replaces the base
-                is_trained, turn_scale = turn.message.loss, scale.of_marked_turns
+        for turn in turns:
+            if turn.message.loss is None:
+                is_trained = scale.base != "last_round" or turn is turns[-1]
+                turn_scale = scale
+            else:  # the row's own setting replaces the base
+                is_trained = turn.message.loss
+                turn_scale = scale.of_marked_turns
             factor = 1.0 if turn.message.loss_scale is None else turn.message.loss_scale
             start, end = turn.span
             weights[start:end] = factor if is_trained else 0.0
@@ -481,13 +483,12 @@ def _locate_texts(rendered: _Rendered, tokens: JoinedTokens) -> list[_LocatedTur
     # Each text begins with a chunk without a control token, and no other chunk lacks one.
     expanded = rendered.expanded
     first_chunks = [expanded.first_expanded[i] for i, chunk in enumerate(rendered.chunks) if not chunk.control]
-    starts = [tokens.text_starts[first] for first in first_chunks]
     stop_chunks = [*first_chunks[1:], len(expanded.chunks)]
-    ends = [*starts[1:], len(tokens.ids)]
-    texts = zip(rendered.sample.turns, zip(starts, ends, strict=True), first_chunks, stop_chunks, strict=True)
+    borders = [*(tokens.text_starts[first] for first in first_chunks), len(tokens.ids)]
+    texts = zip(rendered.sample.turns, pairwise(borders), first_chunks, stop_chunks, strict=True)
     return [
-        _LocatedTurn(turn, span, first_chunk, stop_chunk - 1)
-        for turn, span, first_chunk, stop_chunk in texts
+        _LocatedTurn(turn, span, first, stop - 1)
+        for turn, span, first, stop in texts
         if turn.role == "assistant" and span[0] < span[1]
     ]
 

@@ -61,7 +61,7 @@ class Processes:
 
         A ConfigError lists all wrong and missing values.
         """
-        problems: list[str] = []
+        problems: list[str] = []  # ``_number_from`` appends to it
         per_node = _number_from(environ, "NPROC_PER_NODE", problems, default=1, minimum=1)
         num_nodes = _number_from(environ, "NNODES", problems, default=1, minimum=1)
         node_rank = _number_from(environ, "NODE_RANK", problems, default=0, minimum=0)
@@ -75,7 +75,7 @@ class Processes:
             problems.append(f"MASTER_ADDR is missing: with NNODES={num_nodes} it names the machine with NODE_RANK=0")
         if problems:
             raise ConfigError.from_problems(problems)
-        return cls(per_node, num_nodes, node_rank, address, port or None)
+        return cls(per_node, num_nodes, node_rank, address, port=port or None)
 
 
 def environment_of_one_process() -> dict[str, str]:
@@ -109,13 +109,15 @@ def launch_command(
     if processes.total == 1 and not launches_single:
         return None
     options = ["--nnodes", str(processes.num_nodes), "--nproc-per-node", str(processes.per_node)]
-    address = processes.address if processes.num_nodes > 1 and processes.address else _THIS_MACHINE
-    if processes.num_nodes == 1:
+    is_single_machine = processes.num_nodes == 1
+    if is_single_machine:
+        address = _THIS_MACHINE
         options += ["--local-addr", address]
     else:
+        address = processes.address or _THIS_MACHINE
         options += ["--rdzv-conf", f"timeout={max_wait or _DEFAULT_WAIT_SECONDS}"]
-    if processes.num_nodes == 1 and processes.port is None:
-        options.append("--standalone")
+    if is_single_machine and processes.port is None:
+        options.append("--standalone")  # torchrun chooses a free port
     else:
         options += ["--node-rank", str(processes.node_rank), "--master-addr", address]
         options += ["--master-port", str(processes.port or _DEFAULT_PORT)]
@@ -139,24 +141,27 @@ def end_with_launcher() -> None:
     """
     if not is_launched():
         return
-    launcher = os.getppid()
+    parent = os.getppid()
 
-    def poll() -> None:
-        while os.getppid() == launcher:
+    def kill_after_parent() -> None:
+        while os.getppid() == parent:
             time.sleep(_POLL_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
 
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     else:
-        threading.Thread(target=poll, daemon=True).start()
-    # The launcher may have ended before the call: its process id is in the environment.
-    has_ended = os.getppid() != launcher
-    if (launcher_id := os.environ.get(_LAUNCHER, "")).isdecimal():
+        threading.Thread(target=kill_after_parent, daemon=True).start()
+    # The launcher may have ended before this call: then the parent has changed, or no process has the launcher's id.
+    has_ended = os.getppid() != parent
+    launcher_id = os.environ.get(_LAUNCHER, "")
+    if launcher_id.isdecimal():
         try:
-            os.kill(int(launcher_id), 0)
-        except OSError as error:
-            has_ended |= isinstance(error, ProcessLookupError)
+            os.kill(int(launcher_id), 0)  # sends no signal, only checks that the process exists
+        except ProcessLookupError:
+            has_ended = True
+        except OSError:
+            pass  # it exists, but may not receive signals from this process
     if has_ended:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -213,19 +218,20 @@ def launch_ranks(
     Args:
         arguments, launches_single, max_wait: as for ``launch_command``.
         sequence_parallel_size: number of processes that share each sequence.
-        prepare: called with rank 0 before processes are started, to report problems once.
-        launches_none: start no processes, because the run is only previewed or one process does all the work; the
-            returned rank is then the first of those that the environment requests.
+        prepare: called as ``prepare(rank 0)`` before processes are started, to report problems once.
+        launches_none: start no processes, because the run is only previewed or one process does all the work. Return
+            rank 0 of the number of processes that the environment requests.
     """
     set_passive_omp_wait()
     world = World.from_environment()
     if is_launched():
         return world
-    world = World(0, Processes.from_environment(os.environ).total).shared_by(sequence_parallel_size)
-    if (world.size > 1 or launches_single) and not launches_none:
-        prepare(world)
+    num_processes = Processes.from_environment(os.environ).total
+    first_rank = World(rank=0, size=num_processes).shared_by(sequence_parallel_size)
+    if (num_processes > 1 or launches_single) and not launches_none:
+        prepare(first_rank)
         launch_if_requested(arguments, launches_single=launches_single, max_wait=max_wait)
-    return world
+    return first_rank
 
 
 _STORE_SECONDS = 2.0
@@ -246,11 +252,12 @@ def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None)
     attempt = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     key = f"packtool/said/{attempt}/{hashlib.sha256(message.encode()).hexdigest()}"
     try:
-        address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        # Tried first, because torch would print a stack trace if the store is gone.
-        socket.create_connection(address, _STORE_SECONDS).close()
+        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        # Connect a plain socket first, because torch would print a stack trace if the store is gone.
+        socket.create_connection((host, port), _STORE_SECONDS).close()
         timeout = timedelta(seconds=_STORE_SECONDS)
-        store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        # The first process sets the key to its rank; every process gets the rank of the first one.
         return bool(store.compare_set(key, "", rank) != rank.encode())
     except (DistError, RuntimeError, KeyError, ValueError, OSError):
         return False  # better printed twice than never

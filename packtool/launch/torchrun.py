@@ -132,27 +132,33 @@ class Nodes:
     """
 
     def __init__(self, num_nodes: int, rank: int, per_node: int, address: str, port: int, *, limit: float) -> None:
-        self.num_nodes, self.rank, self.per_node, self.limit = num_nodes, rank, per_node, limit
+        self.num_nodes = num_nodes
+        self.rank = rank
+        self.per_node = per_node
+        self.limit = limit
         self.address, self.port = address, port
         self.store_address = f"{address}:{port}"
+        # This machine's record. The beat counts the writes, so that others notice when they stop.
         self._record: dict[str, Any] = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
         self._record |= {"processes": [num_nodes, per_node], "beat": 0, "end": None}
-        self._store: TCPStore | None = None
-        self._store_error: str = "not connected yet"
+        self._store: TCPStore | None = None  # None while disconnected
+        self._store_error = "not connected yet"
         self._port_error: ConfigError | None = None
         # What node 0 publishes: the launchers' records by node rank, and once all have met, their ids by node rank.
         self._state: dict[str, Any] = {"nodes": {}, "met": None}
         # On node 0, by node rank: id and beat of the last record, and the time when they changed.
         self._seen: dict[str, tuple[tuple[str, int], float]] = {}
-        self._has_met, self._is_leaving = threading.Event(), threading.Event()
-        self._last_status = ""
+        self._has_met = threading.Event()
+        self._is_leaving = threading.Event()
         self._failed_since: float | None = None
-        self._has_server = self._had_ranks = False
+        self._has_server = False
+        self._had_ranks = False
         self._begin = time.monotonic()
         self._waiting_since: float | None = self._begin
+        self._last_status = ""
         self._status_interval = _FIRST_LINE_SECONDS
         self._next_status = self._begin + self._status_interval
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._exchange_until_leaving, daemon=True)
 
     @property
     def title(self) -> str:
@@ -195,19 +201,19 @@ class Nodes:
             self._exchange()
             failures = self._failures()
             succeeded = [rank for rank, record in self._other_nodes() if record["end"] and not record["end"]["code"]]
-            # The store ends with node 0, which must wait until all others have ended too.
-            is_store_unused = self.rank > 0 or len(failures) + len(succeeded) == self.num_nodes - 1
-            if is_store_unused and (failures or not is_cause_unknown):
+            # The store ends with node 0, so node 0 waits until all others have ended too.
+            can_leave = self.rank > 0 or len(failures) + len(succeeded) == self.num_nodes - 1
+            if can_leave and (failures or not is_cause_unknown):
                 break
             time.sleep(_BEAT_SECONDS / 2)
         if is_cause_unknown:
             for failure in self._failures().values():
-                if failure not in self._last_status:
+                if failure not in self._last_status:  # not printed yet
                     show(f"{self.title}: {failure}", error=True)
         minutes = (time.monotonic() - self._begin) / 60
         show(f"{self.title}: ended with exit code {code} after {minutes:.1f} min", error=True)
 
-    def _run(self) -> None:
+    def _exchange_until_leaving(self) -> None:
         """Exchange records every second until ``leave`` is called; runs in a thread."""
         while not self._is_leaving.wait(_BEAT_SECONDS):
             self._exchange()
@@ -226,23 +232,29 @@ class Nodes:
             self._record["beat"] += 1
             store.set(f"{_NODE}{self.rank}", json.dumps(self._record))
             if self.rank == 0:
-                self._read_records(store)
+                self._read_records(store)  # into ``_state``
                 store.set(_NODES, json.dumps(self._state))
             elif store.check([_NODES]):
                 self._state = load_json(store.get(_NODES))
             self._store = store
         except (DistError, OSError, RuntimeError) as error:
             self._store = None
-            self._store_error = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
+            message = getattr(error, "strerror", None) or str(error)
+            self._store_error = message.splitlines()[0]
             return
-        met_ids = self._state["met"] or {}
-        if met_ids.get(str(self.rank)) == self._record["id"]:
+        # Once all have met, the state has the ids of this run's launchers: this one's, unless another run has the port.
+        id_by_node = self._state["met"] or {}
+        if id_by_node.get(str(self.rank)) == self._record["id"]:
             self._has_met.set()
         elif self._has_met.is_set():
-            self._store, self._store_error = None, "another run uses this address now"
+            self._store = None
+            self._store_error = "another run uses this address now"
 
     def _connect(self) -> TCPStore:
-        """Connect to the store of node 0, after trying a plain socket, because torch prints a stack trace on errors."""
+        """Connect to the store of node 0; the first time on node 0, create it.
+
+        Before that, try plain sockets: if the port is in use or nobody answers, torch would print a stack trace.
+        """
         with contextlib.ExitStack() as sockets:
             if self.rank == 0 and not self._has_server:
                 try:
@@ -255,26 +267,29 @@ class Nodes:
                         )
                     raise
             sockets.enter_context(socket.create_connection((self.address, self.port), _STORE_SECONDS))
-        self._has_server = self.rank == 0
+        is_server = self.rank == 0
+        self._has_server = is_server
         timeout = timedelta(seconds=_STORE_SECONDS)
         options = {"wait_for_workers": False, "multi_tenant": True}  # torchrun shares this server
-        return TCPStore(self.address, self.port, is_master=self.rank == 0, timeout=timeout, **options)
+        return TCPStore(self.address, self.port, is_master=is_server, timeout=timeout, **options)
 
     def _read_records(self, store: TCPStore) -> None:
-        """Read all records, on node 0. Once all launchers are live and have equal settings, the run begins.
+        """Read all records into ``_state``, on node 0. Once all launchers are live with equal settings, the run begins.
 
         ``_state["met"]`` then has their ids, which stay the same. A record's ``beat`` counts its updates; ``silent`` is
         the time since the last one in seconds.
         """
-        nodes, now = {}, time.monotonic()
+        now = time.monotonic()
+        nodes = {}
         for rank in map(str, range(self.num_nodes)):
             if not store.check([_NODE + rank]):
                 continue
             record = load_json(store.get(_NODE + rank))
-            counter = record["id"], record["beat"]
-            if self._seen.get(rank, (None, 0))[0] != counter:
-                self._seen[rank] = counter, now
-            nodes[rank] = record | {"silent": now - self._seen[rank][1]}
+            id_and_beat = record["id"], record["beat"]
+            if rank not in self._seen or self._seen[rank][0] != id_and_beat:
+                self._seen[rank] = id_and_beat, now
+            _, changed_at = self._seen[rank]
+            nodes[rank] = record | {"silent": now - changed_at}
         self._state["nodes"] = nodes
         if self._state["met"] is None and not self._missing_nodes() and not self._unequal_settings():
             self._state["met"] = {rank: record["id"] for rank, record in nodes.items()}
@@ -325,12 +340,12 @@ class Nodes:
             if self.rank == 0:
                 condition = f"MASTER_ADDR={self.address} to lead to this machine"
             return f"waiting for {condition}: {self._store_error}"
-        if self._state["met"] is not None:
-            started = self._state["nodes"][str(self.rank)]
-            other = f"another NODE_RANK={self.rank} ({started['host']})"
-            return f"waiting for the next run: the one at {self.store_address} has started with {other}"
-        if different := self._unequal_settings():
-            return f"waiting for equal settings: {different}"
+        if self._state["met"] is not None:  # without this launcher
+            record = self._state["nodes"][str(self.rank)]
+            other_launcher = f"another NODE_RANK={self.rank} ({record['host']})"
+            return f"waiting for the next run: the one at {self.store_address} has started with {other_launcher}"
+        if unequal_settings := self._unequal_settings():
+            return f"waiting for equal settings: {unequal_settings}"
         missing = self._missing_nodes()
         ranks = ", ".join(map(str, missing))
         return f"waiting at {self.store_address} for {len(missing)} of {self.num_nodes} nodes: NODE_RANK {ranks}"
@@ -366,9 +381,9 @@ class Nodes:
         if self._had_ranks and not has_ranks:
             return  # they have ended, and torchrun is about to return
         # A machine that only does not answer may come back within the limit; one with an exit code does not.
-        has_failed = any(record["end"] and record["end"]["code"] for _, record in self._other_nodes())
-        patience = min(_GRACE_SECONDS, self.limit) if has_failed or not has_ranks else self.limit
-        seconds_late = now - self._failed_since - patience
+        has_exit_code = any(record["end"] and record["end"]["code"] for _, record in self._other_nodes())
+        wait_seconds = min(_GRACE_SECONDS, self.limit) if has_exit_code or not has_ranks else self.limit
+        seconds_late = now - self._failed_since - wait_seconds
         if seconds_late < 0:
             return
         if has_ranks:
@@ -394,16 +409,18 @@ def run_torchrun(arguments: Sequence[str]) -> int:
     """
     # The failed process has printed the problem; torchrun would add a table and a stack trace.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    forwarder, nodes = SignalForwarder(), None
+    forwarder = SignalForwarder()
     options = get_args_parser().parse_args(arguments)
     _, num_nodes = parse_min_max_nnodes(options.nnodes)
+    nodes: Nodes | None = None
     if num_nodes > 1:
-        address, limit = (options.master_addr, options.master_port), float(options.rdzv_conf.removeprefix("timeout="))
-        nodes = Nodes(num_nodes, options.node_rank, int(options.nproc_per_node), *address, limit=limit)
+        limit = float(options.rdzv_conf.removeprefix("timeout="))  # as ``launch_command`` writes it
+        address, port, per_node = options.master_addr, options.master_port, int(options.nproc_per_node)
+        nodes = Nodes(num_nodes, options.node_rank, per_node, address, port, limit=limit)
     try:
         if nodes is not None:
             nodes.meet()
-        code, reason = _run(arguments, forwarder)
+        code, reason = _run_ranks(arguments, forwarder)
     except DistError as error:
         if nodes is not None:
             raise nodes.failure(str(error).splitlines()[0]) from error
@@ -418,20 +435,20 @@ def run_torchrun(arguments: Sequence[str]) -> int:
     return code
 
 
-def _run(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[int, str]:
+def _run_ranks(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[int, str]:
     """Run torchrun; return the exit code, and the reason of a failure if no rank has printed it."""
     try:
         torchrun(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        # If a rank was killed, the others fail too, and torchrun may notice one of them first.
+        # If a rank was killed, the others fail too, and torchrun may notice one of them first: take the killed one.
         for failed_rank, rank_failure in error.failures.items():
             if rank_failure.exitcode < 0 and rank_failure.exitcode != -signal.SIGTERM:
                 rank, failure = failed_rank, rank_failure
         code = int(failure.exitcode)  # -n for a rank that was ended by signal n
-        forwarded = forwarder.received  # 0 for none
-        if forwarded and code in (-forwarded, _SIGNAL_BASE + forwarded):
-            return _SIGNAL_BASE + forwarded, signal.Signals(forwarded).name
+        forwarded_signal = forwarder.received  # 0 for none
+        if forwarded_signal and code in (-forwarded_signal, _SIGNAL_BASE + forwarded_signal):
+            return _SIGNAL_BASE + forwarded_signal, signal.Signals(forwarded_signal).name
         if code >= 0:
             return code or EXIT_UNEXPECTED, ""
         # The killed rank could not print anything.

@@ -151,20 +151,21 @@ class WorkerPool(Generic[Job, Result]):
             in_order: yield results in the order of the jobs; otherwise as jobs finish.
             report: called in this thread with the progress that jobs report.
         """
-        jobs, num_ahead = iter(jobs), num_ahead or 2 * self.num_proc
-        pending = deque[Future[Result]]()
+        remaining_jobs = iter(jobs)
+        num_ahead = num_ahead or 2 * self.num_proc
+        pending = deque[Future[Result]]()  # in the order of the jobs
         while True:
-            for job in islice(jobs, num_ahead - len(pending)):
+            for job in islice(remaining_jobs, num_ahead - len(pending)):
                 self.start(len(self._workers) + 1)  # one process more for each job, up to num_proc
                 pending.append(self._threads.submit(self._run, job))
             if not pending:
                 return
             awaited = [pending[0]] if in_order else pending
             # With a timeout, because a signal that another thread receives does not interrupt the wait.
-            done = wait(awaited, timeout=_POLL_S, return_when=FIRST_COMPLETED).done
+            finished = wait(awaited, timeout=_POLL_S, return_when=FIRST_COMPLETED).done
             while report is not None and not self._progress.empty():
                 report(*self._progress.get())
-            for future in done:
+            for future in finished:
                 pending.remove(future)
                 yield future.result()
 
@@ -197,9 +198,13 @@ def _run_worker(make: Callable[..., Callable[[Job], Result]], arguments: tuple[o
     """Run jobs until the pipe is closed; the main function of a worker process."""
     begin_worker()
     threading.Thread(target=end_with_parent, daemon=True).start()
+
+    def report(*progress: object) -> None:
+        pipe.send(("progress", progress))
+
     with contextlib.suppress(EOFError, OSError):  # the parent has closed the pipe
         try:
-            run_job = make(lambda *progress: pipe.send(("progress", progress)), *arguments)
+            run_job = make(report, *arguments)
         except Exception as error:
             pipe.send(("error", portable(error)))
             return

@@ -203,21 +203,22 @@ def _matching_paths(base: str, patterns: list[str]) -> Iterator[str]:
         return
     pattern, *deeper_patterns = patterns
     if pattern == "**":
-        if deeper_patterns:  # ``**`` for no level
+        if deeper_patterns:  # ``**`` may stand for no level
             yield from _matching_paths(base, deeper_patterns)
         for name, state in entries(base).items():
             if name.startswith("."):
                 continue
-            if state is None:  # a directory
+            is_directory = state is None
+            if is_directory:  # ``**`` stands for this level and perhaps for deeper ones
                 yield from _matching_paths(f"{base}/{name}", patterns)
             if not deeper_patterns:
                 yield f"{base}/{name}"
     elif _glob.has_magic(pattern):
         matches = re.compile(translate(pattern)).match
         for name, state in entries(base).items():
+            is_directory = state is None
             is_hidden = name.startswith(".") and not pattern.startswith(".")
-            can_continue = state is None or not deeper_patterns
-            if matches(name) and not is_hidden and can_continue:
+            if matches(name) and not is_hidden and (is_directory or not deeper_patterns):
                 yield from _matching_paths(f"{base}/{name}", deeper_patterns)
     elif deeper_patterns or exists(f"{base}/{pattern}"):
         yield from _matching_paths(f"{base}/{pattern}", deeper_patterns)

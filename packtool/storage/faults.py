@@ -20,6 +20,14 @@ _WRONG_KEY = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity", 
 _OLD_KEY = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "SecurityTokenExpired"}
 _WRONG_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"}
 _MISSING = {"NoSuchKey", "NotFound", "404", "410"}
+_AWS_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+_OSS_KEYS = "OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET (and OSS_SESSION_TOKEN)"
+# By scheme: the variables to set for credentials, region and endpoint.
+_VARIABLES = {
+    "s3": (_AWS_KEYS, "AWS_REGION", "AWS_ENDPOINT_URL"),
+    "oss": (_OSS_KEYS, "OSS_ENDPOINT and OSS_REGION", "OSS_ENDPOINT"),
+    "http": (_AWS_KEYS, "AWS_REGION", "the address"),
+}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}
 
 
@@ -78,16 +86,14 @@ def storage_error(path: str, operation: str, error: BaseException) -> RemoteErro
 
 
 def _explain(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
-    """Return the cause, the remedy and the fault of a failed request, without secrets."""
+    """Return the cause, the remedy and the fault (as in ``RemoteError``) of a failed request, without secrets."""
     error_class = type(error).__name__
     text = scrubbed(" ".join(str(error).split())) or error_class
-    scheme, code, status = scheme_of(path), code_of(error), status_of(error)
+    scheme = scheme_of(path)
+    code = code_of(error)
+    status = status_of(error)
     bucket = masked(path).partition("://")[2].partition("/")[0]
-    keys, region = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE", "AWS_REGION"
-    if scheme == "oss":
-        keys = "OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET (and OSS_SESSION_TOKEN)"
-        region = "OSS_ENDPOINT and OSS_REGION"
-    endpoint = {"oss": "OSS_ENDPOINT", "s3": "AWS_ENDPOINT_URL"}.get(scheme, "the address")
+    keys, region, endpoint = _VARIABLES.get(scheme, _VARIABLES["http"])
     # The fault of errors that the cases below do not decide.
     fault: RemoteFault = "invalid"
     if is_temporary(error) or "SSL" in error_class or "Certificate" in error_class:
@@ -116,10 +122,10 @@ def _explain(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
     if code in _MISSING:
         return "no such file", "Check the path.", "missing"
     if is_temporary(error):
-        tries = getattr(error, "tries", options().retries + 1)  # set by ``with_retries``
-        text = "no answer in time" if error_class == "TimeoutError" else text
+        num_tries = getattr(error, "tries", options().retries + 1)  # set by ``with_retries``
+        problem = "no answer in time" if error_class == "TimeoutError" else text
         return (
-            f"given up after {tries} {'try' if tries == 1 else 'tries'}: {text}",
+            f"given up after {num_tries} {'try' if num_tries == 1 else 'tries'}: {problem}",
             f"Check network and {endpoint}, then run again; PACKTOOL_STORAGE_RETRIES and "
             "PACKTOOL_STORAGE_TIMEOUT make it wait longer.",
             fault,

@@ -19,6 +19,7 @@ from packtool.storage.remote import Range, check_complete, connection, open_rang
 
 _IN_MEMORY = 16 * 2**20
 _CHUNK = 2**20
+_UNLIMITED = 2**60
 
 
 def _connect(any_server: bool) -> Any:
@@ -105,14 +106,16 @@ class HttpStore:
         return result_of(path, "looking", self._find(path))
 
     async def _find(self, path: str) -> FileState | None:
-        # Not HEAD: addresses signed for reading refuse it.
+        """Return size and entity tag of a file, by reading its first byte; None if it does not exist."""
+
+        # Not by a HEAD request, because addresses that are signed for reading refuse it.
         async def attempt() -> FileState | None:
             async with await self._get(path, "bytes=0-0") as response:
-                if response.status == 416:
+                if response.status == 416:  # the file has no first byte
                     return FileState(0, _tag(response))
                 _check_status(response)
                 size = _size(response)
-                if size is None:  # the server does not send it
+                if size is None:  # the server does not send the size
                     size = sum([len(chunk) async for chunk in response.content.iter_chunked(_CHUNK)])
                 return FileState(size, _tag(response))
 
@@ -132,7 +135,7 @@ class HttpStore:
         async def fetch(begin: int, stop: int) -> Range:
             async def attempt() -> Range:
                 async with await self._get(path, f"bytes={begin}-{stop - 1}", bounds) as response:
-                    if response.status == 416 and begin == 0:
+                    if response.status == 416 and begin == 0:  # the file is empty
                         return Range(b"", 0, _tag(response))
                     _check_status(response)
                     size = _size(response)
@@ -142,7 +145,7 @@ class HttpStore:
                     check_complete(data, begin, response.headers.get("Content-Range", ""))
                     return Range(data, size, _tag(response))
 
-            return await with_retries(attempt, stop - begin, bounds.retries if bounds else None)
+            return await with_retries(attempt, num_bytes=stop - begin, retries=bounds.retries if bounds else None)
 
         try:
             return open_ranges(path, fetch, first_block)
@@ -165,8 +168,8 @@ class HttpStore:
             copy.seek(0)
             return cast(BinaryIO, copy)
 
-        # The size is unknown, so the attempt has no time limit. A silent or slow server ends it.
-        return await with_retries(attempt, 2**60, bounds.retries if bounds else None)
+        # The size is unknown, so the attempt has no time limit in effect. A silent or slow server ends it.
+        return await with_retries(attempt, num_bytes=_UNLIMITED, retries=bounds.retries if bounds else None)
 
     async def _get(self, path: str, byte_range: str | None = None, bounds: Bounds | None = None) -> Any:
         """Return aiohttp's context manager of a GET request."""

@@ -169,9 +169,11 @@ class LocalWriter:
                 self._finish()
                 try:
                     os.link(self._temporary, self._path)
-                except (FileExistsError, FileNotFoundError):  # not found: a faster process has removed leftovers
+                except FileExistsError:
                     return False
-                except OSError:  # a file system without links
+                except FileNotFoundError:  # a faster process has committed, and removed this temporary file
+                    return False
+                except OSError:  # the file system does not support links
                     try:
                         with open(self._temporary, "rb") as written, open(self._path, "xb") as file:
                             shutil.copyfileobj(written, file)

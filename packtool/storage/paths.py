@@ -49,10 +49,10 @@ def normalize(path: str) -> str:
     match = _URL.match(path) if ":/" in path else None
     if match is None:
         return path
-    rest = path[match.end() :]
+    rest = path[match.end() :]  # after the first slash
     if match[1].lower() == "file":
         host, slash, local_path = "", "/", rest
-        if rest.startswith("/"):
+        if rest.startswith("/"):  # file://HOST/PATH
             host, slash, local_path = rest[1:].partition("/")
         if host not in ("", "localhost"):
             raise StorageError(
@@ -66,10 +66,10 @@ def normalize(path: str) -> str:
             f"{masked(path)}: unknown scheme {match[1]}://; supported are {known} and local paths",
             "Copy the data here first, or mount the bucket.",
         )
-    rest = rest.lstrip("/")
-    if not rest:
+    host_and_path = rest.lstrip("/")
+    if not host_and_path:
         raise StorageError(f"{path}: the URL names no {'host' if scheme in ('http', 'https') else 'bucket'}")
-    return f"{scheme}://{rest}"
+    return f"{scheme}://{host_and_path}"
 
 
 def join(base: str, *names: str) -> str:

@@ -118,8 +118,9 @@ async def with_retries(work: Callable[[], Awaitable[T]], num_bytes: int = 0, ret
             return await asyncio.wait_for(work(), settings.time_limit(num_bytes))
         except Exception as error:
             if attempt == retries or not is_temporary(error):
-                error.__dict__["tries"] = attempt + 1  # for the message of ``storage_error``
+                error.__dict__["tries"] = attempt + 1  # ``storage_error`` puts it into the message
                 raise
+        # A random pause, so that processes do not repeat their requests at the same time.
         await asyncio.sleep(settings.pause_s(attempt) * random.uniform(0.5, 1.0))
     raise AssertionError("the last attempt returns or raises")
 

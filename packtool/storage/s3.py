@@ -134,6 +134,7 @@ class S3Writer:
                 wait(asyncio.wait_for(self._abort_others(self._upload), _ABORT_S))
 
     async def _complete(self, upload: str) -> None:
+        """Complete the upload with the id ``upload`` from its parts, and keep the object's entity tag."""
         parts = [{"PartNumber": i, "ETag": tag} for i, tag in enumerate(self._tags, start=1)]
         num_attempts = 0
 
@@ -147,11 +148,12 @@ class S3Writer:
                 self._tag = _tag(completed)
             except Exception as error:
                 # An earlier attempt may have succeeded although its response was lost.
-                if code_of(error) != "NoSuchUpload" or num_attempts == 1 or not await self._is_complete():
+                may_be_complete = code_of(error) == "NoSuchUpload" and num_attempts > 1
+                if not may_be_complete or not await self._is_complete():
                     raise
 
-        # The server joins the parts before it answers.
-        await with_retries(attempt, self._num_bytes // 8)
+        # The server joins the parts before it answers: allow the time of transferring an eighth of the bytes.
+        await with_retries(attempt, num_bytes=self._num_bytes // 8)
 
     async def _is_complete(self) -> bool:
         """Return whether the object is the uploaded one, by its size and by the number of parts in its entity tag."""
@@ -203,7 +205,7 @@ def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]
         "max_pool_connections": _MAX_CONNECTIONS,
     }
     # OSS and older servers reject the trailing checksums that botocore sends by default.
-    plain = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
+    no_checksums = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
     if scheme == "oss":
         if not settings.oss_endpoint:
             raise RemoteError(
@@ -218,7 +220,7 @@ def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]
                 "Set OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET in the environment.",
                 "unreachable",
             )
-        config |= plain | {"s3": {"addressing_style": "virtual"}, "signature_version": "s3v4"}
+        config |= no_checksums | {"s3": {"addressing_style": "virtual"}, "signature_version": "s3v4"}
         if settings.oss_region:
             config["region_name"] = settings.oss_region
         return {
@@ -230,7 +232,7 @@ def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]
         }
     if settings.s3_endpoint:
         if "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
-            config |= plain
+            config |= no_checksums
         if _needs_path_style(settings.s3_endpoint):
             config["s3"] = {"addressing_style": "path"}
     return {"config": config}

@@ -144,5 +144,5 @@ def test_a_missing_question_is_an_error(
 def test_commands_are_printed_quoted_for_a_shell(tmp_path: Path) -> None:
     notes = Notes()
     with pytest.raises(PacktoolError, match="exit code"):
-        run._run(["export", "--model", str(tmp_path / "no such model")], notes)
+        run._run_command(["export", "--model", str(tmp_path / "no such model")], notes)
     assert notes.lines == [f"\n$ packtool export --model '{tmp_path}/no such model'"]
