@@ -39,12 +39,17 @@ from packtool.encode.families import family_of
 from packtool.errors import UnsupportedModelError
 from scripts._migration_examples import Example, find_examples, project_of
 
-NUM_ROWS = 200
+NUM_ROWS, NUM_LONG_ROWS = 200, 8
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "head_dim": 16}
 SMALL |= {"num_hidden_layers": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 SMALL |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
 SMALL |= {"max_position_embeddings": 131072} | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
 _QUANTIZED = re.compile(r"gptq|awq|aqlm|bnb|nvfp4|prequantized", re.IGNORECASE)
+_QUANTIZATIONS = {  # as in config.json of the examples' checkpoints; "gptq" for all methods that packtool refuses
+    "gptq": {"quant_method": "gptq", "bits": 4},
+    "bnb": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    | {"bnb_4bit_quant_storage": "bfloat16", "bnb_4bit_use_double_quant": True},
+}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _MODEL_KEYS = ("model", "model_name_or_path", "base_model")
 # Settings that need several processes.
@@ -125,7 +130,8 @@ class World:
                 shutil.copytree(self.root / "picture", folder)
                 self._add_tekken(folder)
             return folder
-        folder = self.root / (model_type + "-quantized" * bool(_QUANTIZED.search(name)))
+        method = "bnb" if "bnb" in name.lower() else "gptq" if _QUANTIZED.search(name) else ""
+        folder = self.root / f"{model_type}{method and '-'}{method}"
         if not folder.exists():
             small = {key: value for key, value in SMALL.items() if (model_type, key) != ("falcon", "head_dim")}
             if model_type in _RECURRENT:
@@ -134,8 +140,8 @@ class World:
                 config = AutoConfig.for_model(model_type, **small)
             except ValueError:
                 raise NotTrainedError(f"transformers has no class for {model_type} models") from None
-            if _QUANTIZED.search(name):
-                config.quantization_config = {"quant_method": "gptq", "bits": 4}
+            if method:
+                config.quantization_config = _QUANTIZATIONS[method]
             config.dtype = "bfloat16"
             config.save_pretrained(folder)
             config.to_json_file(folder / "config.json", use_diff=False)  # real ones are complete, too
@@ -166,13 +172,19 @@ class World:
             (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
         return folder
 
-    def rows(self, form: str, role: str = "role", content: str = "content") -> Path:
-        """Return a file of rows: ``text``, ``alpaca``, ``pictures``, or conversations in a column named ``form``."""
-        path = self.root / "-".join(("rows", form, role, f"{content}.jsonl"))
+    def rows(self, form: str, role: str = "role", content: str = "content", min_tokens: int = 0) -> Path:
+        """Return a file of rows: ``text``, ``alpaca``, ``pictures``, or conversations in a column named ``form``.
+
+        Texts are repeated until they have at least ``min_tokens`` tokens.
+        """
+        path = self.root / "-".join(("rows", form, role, content, f"{min_tokens}.jsonl"))
         if not path.exists():
             with path.open("w", encoding="utf-8") as file:
-                for number in range(NUM_ROWS):
-                    file.write(json.dumps(self._row(form, role, content, number)) + "\n")
+                for number in range(NUM_LONG_ROWS if min_tokens else NUM_ROWS):
+                    row = self._row(form, role, content, number)
+                    if min_tokens:
+                        row[form] *= 2 * min_tokens // len(row[form]) + 1
+                    file.write(json.dumps(row) + "\n")
         return path
 
     def _row(self, form: str, role: str, content: str, number: int) -> dict[str, Any]:
@@ -215,7 +227,8 @@ def replaced(example: Example, world: World) -> tuple[tuple[str, ...], dict[str,
     for key in {"datasets", "pretraining_dataset", "test_datasets"} & set(values):
         entries = values[key] if isinstance(values[key], list) else [{"path": values[key]}]
         has_processor = has_pictures and "processor_type" in values
-        new[key] = [_entry(entry, world, has_processor, example.project) for entry in entries]
+        min_tokens = int(values.get("min_sample_len") or 0)
+        new[key] = [_entry(entry, world, has_processor, example.project, min_tokens) for entry in entries]
     targets = values.get("lora_target_modules")
     if has_pictures and isinstance(targets, str):  # the stand-in's name of the language model
         new["lora_target_modules"] = targets.replace("model.text_model.", "model.language_model.")
@@ -223,14 +236,14 @@ def replaced(example: Example, world: World) -> tuple[tuple[str, ...], dict[str,
     return tuple(_new_words(example.words, new)), settings
 
 
-def _entry(entry: Mapping[str, Any], world: World, has_pictures: bool, project: str) -> dict[str, Any]:
-    """Return an entry of axolotl's or TRL's ``datasets`` with a local path."""
+def _entry(entry: Mapping[str, Any], world: World, has_pictures: bool, project: str, min_tokens: int) -> dict[str, Any]:
+    """Return an entry of axolotl's or TRL's ``datasets`` with a local path; texts have at least ``min_tokens``."""
     kind = str(entry.get("type") or "")
     roles = entry.get("message_property_mappings") or {}
     role = roles.get("role") or entry.get("message_field_role") or "role"
     content = roles.get("content") or entry.get("message_field_content") or "content"
     if project == "TRL" or kind in ("pretrain", "completion"):
-        path = world.rows(entry.get("field") or entry.get("text_column") or "text")
+        path = world.rows(entry.get("field") or entry.get("text_column") or "text", min_tokens=min_tokens)
     elif kind.startswith("chat_template"):
         path = world.rows("pictures" if has_pictures else entry.get("field_messages") or "messages", role, content)
     else:

@@ -375,7 +375,8 @@ _COLUMNS = {
 
 def _axolotl_datasets(translation: Translation, name: str, entries: Any) -> None:
     """Translate ``datasets`` and similar keys: a list of objects with ``path``, ``type`` and the names of columns."""
-    paths, columns = [], set[str]()
+    paths: list[str] = []
+    columns: dict[str, set[str]] = {}  # names of each column in the data sets
     listed: list[dict[str, Any]] = [{"path": entries}] if isinstance(entries, str) else entries or []
     is_list = isinstance(listed, list) and all(isinstance(entry, dict) for entry in listed)
     if not is_list or not all(isinstance(entry.get(_MAPPINGS) or {}, dict) for entry in listed):
@@ -400,8 +401,7 @@ def _axolotl_datasets(translation: Translation, name: str, entries: Any) -> None
             translation.refuse(f"{name}, roles_to_train: {' '.join(trained)}", "assistant turns are trained; add them")
         for key, value in entry.items():
             if key in _COLUMNS:
-                is_usual = not value or value in (_COLUMNS[key], "conversations")
-                columns |= set() if is_usual else {f"{_COLUMNS[key]}={value}"}
+                columns.setdefault(_COLUMNS[key], set()).add(value or _COLUMNS[key])
             elif key == "train_on_eos" and value not in (None, "turn", "all"):
                 translation.refuse(f"{name}, {key}: {value}", "the end of each trained turn is trained; remove it")
             elif value and key not in _DETECTED and not key.startswith("message_field_"):
@@ -409,8 +409,10 @@ def _axolotl_datasets(translation: Translation, name: str, entries: Any) -> None
         paths += _axolotl_paths(translation, name, entry)
     if paths:
         translation.set("val_dataset" if name == "test_datasets" else "dataset", paths, name)
-    if columns:
-        translation.set("columns", sorted(columns), f"{name}, field_*")
+    unusual = {column: names for column, names in columns.items() if names - {column, "conversations"}}
+    if unusual:
+        pairs = [f"{column}={each}" for column, names in sorted(unusual.items()) for each in sorted(names)]
+        translation.set("columns", pairs, f"{name}, field_*")
 
 
 # First words of types, with a remark for the report.

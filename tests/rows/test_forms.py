@@ -375,6 +375,14 @@ def test_column_mappings_work_in_both_directions(named: tuple[tuple[str, str], .
     assert detect(rows, named, None, "f") == ("query", (("query", "title"), ("response", "body")))
 
 
+def test_first_available_column_of_several_for_a_name_is_read() -> None:
+    named = (("text", "chapter"), ("text", "text"))
+    for rows, expected in (([{"chapter": "a", "text": "b"}], "chapter"), ([{"text": "b"}], "text")):
+        assert detect(rows, named, None, "rows.json") == ("text", (("text", expected),))
+    with pytest.raises(DataError, match="has no column 'chapter'"):
+        detect([{"body": "a"}], named, None, "rows.json")
+
+
 @pytest.mark.parametrize(
     ("row", "named", "message"),
     [

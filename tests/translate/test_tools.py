@@ -451,6 +451,8 @@ def test_axolotl_targets_sharding_and_columns() -> None:
     assert translation.values["target_regex"] == pattern
     assert translation.values["fsdp"] == ["full_shard", "offload"]
     assert translation.values["columns"] == ["text=chapter"]
+    rows.append({"path": "b.jsonl", "type": "completion", "field": "text"})
+    assert translated("axolotl", {"datasets": rows}).values["columns"] == ["text=chapter", "text=text"]
     assert translation.values["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
     names = translated("axolotl", {"lora_target_modules": ["q_proj", "v_proj"], "deepspeed": "x/zero3_bf16.json"})
     assert names.values["target_modules"] == ["q_proj", "v_proj"]

@@ -81,12 +81,14 @@ def _detect(keys: _Keys, filled: _Keys, named: Pairs, formatting: str | None, wh
 def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, str]:
     """Check the columns that the user named, and return the file's names by packtool's names.
 
+    If a name is listed several times, because files differ, the first of its columns that the file has counts.
+
     Args:
         named: pairs of packtool's name and the file's name, in either order; "" as the file's name disables a column.
         keys: names of the file's columns.
         where: name of the file in errors.
     """
-    columns = {}
+    columns: dict[str, str] = {}
     for name, column in named:
         is_in_order = name in NAMES and column in keys
         is_reversed = column in NAMES and name in keys
@@ -98,13 +100,15 @@ def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, s
                 f"Known names are {', '.join(NAMES)}.",
             )
         if column and column not in keys:
+            if any(other_name == name and other in keys for other_name, other in named):
+                continue
             raise DataError(
                 f"--columns {name}={column}: {where} has no column {column!r} in its first rows"
                 f"{did_you_mean(column, keys)}; its columns are: {listed(keys)}",
                 "Name a column that the file has. If the datasets have different columns, name them for each dataset "
                 "in a --dataset-info file.",
             )
-        columns[name] = column
+        columns.setdefault(name, column)
     return columns
 
 

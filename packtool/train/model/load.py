@@ -135,8 +135,14 @@ def load_model(
     if packing:
         refuse_unsupported(config)
     settings: dict[str, Any] = {"dtype": dtype, "quantization_config": None}
+    quantized = None
     if quantization is not None:
-        settings["quantization_config"] = quantization_config(quantization, config, dtype, computation_dtype)
+        quantized = quantization_config(quantization, config, dtype, computation_dtype)
+    if quantized is not None and getattr(config, "quantization_config", None):  # the checkpoint is quantized already
+        config = copy.deepcopy(config)
+        config.quantization_config = quantized.to_dict()
+    else:
+        settings["quantization_config"] = quantized
     if experts is not None:
         settings["distributed_config"] = experts
     with experts_transposed_correctly() if experts is not None else contextlib.nullcontext():
@@ -144,7 +150,7 @@ def load_model(
     if experts is not None:
         # Checkpoints must not store the division among the processes of this run.
         loaded.config.__dict__.pop("distributed_config", None)
-    if settings["quantization_config"] is not None:
+    if quantized is not None:
         disable_avx512_layout(loaded)
     # Under ZeRO-3 transformers would also revert renamings that this checkpoint never needed.
     if renamings := getattr(loaded, "_weight_conversions", None):

@@ -31,6 +31,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from packtool.config.model import QuantizationOptions
 from packtool.config.train import TrainConfig
@@ -295,9 +296,20 @@ def quantization_config(
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(f"{option}: bitsandbytes is not installed", "pip install bitsandbytes")
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(f"{option}: the weights of --model are already quantized", "Give the model in 16 bits.")
     uses_4_bits = options.quant_bits == 4
+    if stored := getattr(config, "quantization_config", None):
+        expected: dict[str, Any] = {f"load_in_{options.quant_bits}bit": True}
+        if uses_4_bits:
+            expected["bnb_4bit_quant_type"] = options.bnb_4bit_quant_type
+        if is_sharded:
+            expected["bnb_4bit_quant_storage"] = _name(computation_dtype or dtype)
+        if differing := [name for name, value in expected.items() if stored.get(name) != value]:
+            differences = ", ".join(f"{name} is {stored.get(name)}, not {expected[name]}" for name in differing)
+            raise ConfigError(
+                f"{option}: the weights of --model are already quantized ({stored.get('quant_method')}): {differences}",
+                "Give the model in 16 bits, or quantized in this way by bitsandbytes.",
+            )
+        return BitsAndBytesConfig(**{**stored, "bnb_4bit_compute_dtype": dtype})  # type: ignore[no-untyped-call]
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=uses_4_bits,
         load_in_8bit=not uses_4_bits,
@@ -327,7 +339,7 @@ def _unquantized(model_type: str) -> tuple[str, ...]:
     return (*towers.vision, *towers.aligner, _HEAD)
 
 
-def quantized_layers(model: nn.Module, model_type: str, options: QuantizationOptions) -> list[nn.Linear]:
+def quantized_layers(model: nn.Module, model_type: str, options: QuantizationOptions) -> list[Any]:
     """Return the layers that are or would be quantized, in a model with or without adapters."""
     if options.quant_bits is None:
         return []
@@ -337,22 +349,22 @@ def quantized_layers(model: nn.Module, model_type: str, options: QuantizationOpt
         for part in _ADAPTER_PARTS:
             name = name.replace(part, "")
         is_unquantized = any(name == part or name.startswith(f"{part}.") for part in unquantized)
-        if isinstance(module, nn.Linear) and not (is_unquantized or name.endswith(_HEAD) or "lora_" in name):
+        if isinstance(module, (nn.Linear, Conv1D)) and not (is_unquantized or name.endswith(_HEAD) or "lora_" in name):
             layers.append(module)
     return layers
 
 
-def saved_bytes(layers: list[nn.Linear], options: QuantizationOptions, weight_bytes: int) -> int:
+def saved_bytes(layers: list[Any], options: QuantizationOptions, weight_bytes: int) -> int:
     """Return the bytes that quantization of these layers saves; ``weight_bytes`` are those of one weight."""
     num_weights = sum(unsharded_numel(layer.weight) for layer in layers)
     bytes_per_weight = 0.5 if options.quant_bits == 4 else 1
     return int(num_weights * (weight_bytes - bytes_per_weight)) - scale_bytes(layers, options)
 
 
-def scale_bytes(layers: list[nn.Linear], options: QuantizationOptions) -> int:
+def scale_bytes(layers: list[Any], options: QuantizationOptions) -> int:
     """Return the bytes of the scales of quantized layers."""
     if options.quant_bits == 8:  # a float32 scale for each row
-        return sum(4 * layer.out_features for layer in layers)
+        return sum(4 * (layer.nf if isinstance(layer, Conv1D) else layer.out_features) for layer in layers)
     bytes_per_weight = 1 / _BLOCK + 4 / _BLOCK / _SCALE_BLOCK if options.bnb_4bit_use_double_quant else 4 / _BLOCK
     return round(sum(unsharded_numel(layer.weight) for layer in layers) * bytes_per_weight)
 

@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from packtool.config.model import ADAPTER_SETTINGS, has_name
 from packtool.config.settings import flag
@@ -45,7 +46,8 @@ from packtool.train.prepare.trained import ADAPTER_FILE, describe_non_adapter, i
 
 # Initializations that change the model's own weights, and therefore need them.
 _NEEDS_WEIGHTS = ("pissa", "olora")
-_ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LINEAR = (nn.Linear, Conv1D)  # GPT-2's Conv1D is a linear layer with transposed weights
+_ADAPTABLE = (*_LINEAR, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _MAX_SHOWN_NAMES = 4
 _MAX_ERROR_LENGTH = 300
 _LORA_B = re.compile(r"\.lora_(embedding_)?B\b")
@@ -277,10 +279,10 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
     head = untyped.get_output_embeddings()
     ends = [end for end in (head, untyped.get_input_embeddings()) if isinstance(end, _ADAPTABLE)]
     is_linear = {
-        name: isinstance(module, nn.Linear) and module is not head
+        name: isinstance(module, _LINEAR) and module is not head
         for name, module in model.named_modules()
         if towers.part_of(name) not in frozen
-        if isinstance(module, nn.Linear) or any(module is end for end in ends)
+        if isinstance(module, _LINEAR) or any(module is end for end in ends)
     }
     problems = [
         f"--target-modules {target}: no linear module of an unfrozen part has this name"

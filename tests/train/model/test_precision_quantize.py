@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
@@ -158,6 +158,57 @@ def test_gradients_equal_those_of_dequantized_weights(tmp_path: Path, bits: int)
             gradient, expected_gradient, rtol=0, atol=1e-5 if bits == 4 else 0.05 * float(expected_gradient.abs().max())
         )
     assert any(float(gradient.abs().max()) > 0 for gradient in gradients_by_model[0])
+
+
+@needs_bitsandbytes
+def test_stored_quantization_is_used_and_must_match_the_options(tmp_path: Path) -> None:
+    reduced_model("qwen3").save_pretrained(tmp_path / "full")
+    settings, options = reduced_model("qwen3").config, config(quant_bits=4)
+    inputs = torch.arange(24).reshape(1, -1)
+
+    def load(directory: Path, model_config: PreTrainedConfig) -> Any:
+        return load_model(str(directory), model_config, dtype=torch.float32, packing=False, quantization=options)
+
+    quantized_now = load(tmp_path / "full", settings)
+    quantized_now.save_pretrained(tmp_path / "quantized")
+    stored = AutoConfig.from_pretrained(tmp_path / "quantized")
+    quantized_before = load(tmp_path / "quantized", stored)
+    assert torch.equal(quantized_before(input_ids=inputs).logits, quantized_now(input_ids=inputs).logits)
+    make_trainable(quantized_before, options)(input_ids=inputs, labels=inputs).loss.backward()
+    for contradiction, expected_text in [
+        (config(quant_bits=8), "already quantized .bitsandbytes.: load_in_8bit is False, not True"),
+        (config(quant_bits=4, bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type is nf4, not fp4"),
+        (config(quant_bits=4, fsdp=("full_shard",)), "bnb_4bit_quant_storage is uint8, not bfloat16"),
+    ]:
+        with pytest.raises(ConfigError, match=expected_text):
+            quantization_config(contradiction, stored, torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("bits", [None, pytest.param(4, marks=needs_bitsandbytes)])
+def test_transposed_linear_layers_are_adapted_quantized_and_merged(bits: int | None, tmp_path: Path) -> None:
+    """GPT-2's layers are of the class Conv1D, whose weights are transposed."""
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=4, attn_pdrop=0, resid_pdrop=0))
+    gpt2.save_pretrained(tmp_path)
+    options = config(
+        target_modules=("c_fc", "c_attn", "c_proj"), lora_dropout=0.0, init_weights="false", quant_bits=bits
+    )
+    if bits:
+        assert len(quantized_layers(gpt2, "gpt2", options)) == 8
+        assert saved_bytes(quantized_layers(gpt2, "gpt2", config(quant_bits=8)), config(quant_bits=8), 2) > 0
+    model = load_model(
+        str(tmp_path), gpt2.config, dtype=torch.float32, packing=False, quantization=options if bits else None
+    )
+    adapted = make_trainable(model, options).eval()
+    inputs = torch.arange(24).reshape(1, -1)
+    adapted(input_ids=inputs, labels=inputs).loss.backward()
+    trained = [weight for weight in adapted.parameters() if weight.requires_grad]
+    assert len(trained) == 16
+    assert all(weight.grad is not None for weight in trained)
+    if not bits:
+        expected = adapted(input_ids=inputs).logits
+        assert not torch.allclose(expected, gpt2.eval()(input_ids=inputs).logits)
+        torch.testing.assert_close(adapted.merge_and_unload()(input_ids=inputs).logits, expected, rtol=0, atol=1e-4)
 
 
 def _restored(layer: Any) -> torch.Tensor:
