@@ -138,7 +138,7 @@ def test_a_sample_over_the_limit_is_named(messages: Any, tiny: TinyWorld) -> Non
 def test_mismatches_are_refused_before_the_model_is_loaded(
     messages: Any, tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("packtool.train.evaluate.run._evaluate", None)
+    monkeypatch.setattr("packtool.train.evaluate.run._load_and_evaluate", None)
     other = shutil.copytree(tiny.model, tmp_path / "other")
     (other / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "lost").mkdir()

@@ -24,7 +24,7 @@ def exact_match(
     Args:
         model: directory of a model, or of an adapter whose base model has not moved.
         cached_dataset: a cache that was exported for this model.
-        packing_length: maximum tokens of a forward pass; a longer sample gets its own pass.
+        packing_length: maximum tokens of a forward pass; raised to those of the longest sample.
 
     Returns:
         for every assistant turn, in the order of the cache: the position of its sample, its 0-based number in the
@@ -39,22 +39,29 @@ def exact_match(
     with quiet_transformers():
         loaded = load_trained(trained, spec, dtype).to(device)
     lengths = reader.index.length
-    plan = pack(lengths, max(packing_length, int(lengths.max(initial=1))), seed=0)
+    longest = int(lengths.max(initial=1))
+    plan = pack(lengths, max(packing_length, longest), seed=0)
     exact_turns: dict[int, list[bool]] = {}  # of each sample, by its position
     progress.start("evaluate", plan.num_packs)
     with evaluating(loaded, packed=True) as scorer:
         for number in range(plan.num_packs):
-            positions = [int(position) for position in plan.pack(number)]
+            positions = plan.pack(number).tolist()
             samples = [reader.sample(position) for position in positions]
             batch = collate_packs(samples, spec).to(device)
-            _, correct = scorer(batch)
-            is_exact = (correct | (batch.labels == IGNORE_INDEX))[0].cpu().numpy()
+            _, is_correct = scorer(batch)
+            # Entry i, (T,), tells whether token i + 1 is predicted; tokens that are no targets count as predicted.
+            is_exact = (is_correct | (batch.labels == IGNORE_INDEX))[0].cpu().numpy()
             starts = batch.cu_seqlens[: len(samples)].tolist()
             for position, sample, start in zip(positions, samples, starts, strict=True):
-                sample_exact = is_exact[start : start + sample.length]  # entry i predicts token i + 1
-                spans = sample.turns.reshape(-1, 2).tolist()
-                exact_turns[position] = [bool(sample_exact[max(begin - 1, 0) : end - 1].all()) for begin, end in spans]
+                is_exact_in_sample = is_exact[start : start + sample.length]
+                turns = sample.turns.reshape(-1, 2).tolist()  # start and end of each turn, in tokens of the sample
+                exact_turns[position] = [
+                    bool(is_exact_in_sample[max(begin - 1, 0) : end - 1].all()) for begin, end in turns
+                ]
             progress.advance(1)
     progress.finish()
-    by_sample = sorted(exact_turns.items())
-    return [(position, turn, is_exact) for position, turns in by_sample for turn, is_exact in enumerate(turns)]
+    return [
+        (position, turn, is_exact_turn)
+        for position in sorted(exact_turns)
+        for turn, is_exact_turn in enumerate(exact_turns[position])
+    ]

@@ -231,7 +231,7 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         """Return the micro-batch, or its error: an error raised in a worker process loses its type and its remedy."""
         try:
             samples = [self.reader.sample(int(position)) for position in self.micro_batches[index]]
-            aligned = [align_sample(sample, self.alignment) for sample in samples]
+            aligned = [align_sample(sample, self.alignment) for sample in samples]  # with padding
             if self.split is not None:
                 batch: Batch = collate_shard(aligned, self.spec, self.split)
             elif self.shares_prefixes:
@@ -243,15 +243,13 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
             batch = with_media_reads(batch, self.spec)
         except PacktoolError as error:
             return error
-        prompt_lengths = []  # tokens before the first target
+        prompt_lengths = []  # tokens before the first target; all tokens of a sample without targets
         for sample in samples:
             targets = np.flatnonzero(sample.labels[1:] != IGNORE_INDEX)
             prompt_lengths.append(int(targets[0]) + 1 if len(targets) else sample.length)
-        spans = (
-            torch.tensor([sample.length for sample in samples], dtype=torch.int64),
-            torch.tensor(np.cumsum([0, *(sample.length for sample in aligned)]), dtype=torch.int64),
-            torch.tensor(prompt_lengths, dtype=torch.int64),
-        )
+        seqlens = torch.tensor([sample.length for sample in samples], dtype=torch.int64)
+        cu_seqlens = torch.tensor(np.cumsum([0, *(sample.length for sample in aligned)]), dtype=torch.int64)
+        spans = (seqlens, cu_seqlens, torch.tensor(prompt_lengths, dtype=torch.int64))
         labels = None
         if isinstance(batch, TreeBatch):
             shifted = np.concatenate([shifted_labels(sample) for sample in samples], dtype=np.int64)
@@ -327,28 +325,16 @@ def _score_samples(
     num_workers: int,
 ) -> RankScores:
     """Score the samples of this rank's micro-batches; the ranks of ``parallel``, which split them, get equal scores."""
-    scores = [np.zeros((0, len(SCORES)))]
-    origins: list[tuple[int, ...]] = []
+    scores = [np.zeros((0, len(SCORES)))]  # of each micro-batch, after an empty one
+    origins: list[tuple[int, ...]] = []  # a row of ``RankScores.origins`` for each sample
     source_numbers: dict[str, int] = {}
     media_reads = MediaReads()
     loaded = load_micro_batches(dataset, range(len(dataset)), num_workers=num_workers, remedy=_REMEDY)
     progress.start("evaluate", len(dataset))
     with explain_dead_workers(_REMEDY):
         for item in cast(Iterator[EvaluationBatch], loaded):
-            batch = item.batch.to(device)
-            media_reads += batch.media_reads
-            labels, (losses, correct) = batch.labels[:1], scorer(batch)
-            if parallel is not None:
-                assert isinstance(batch, ShardedBatch), "collated with a split"
-                num_tokens, of_rank = sum(batch.lengths), (labels, losses, correct)  # of the tokens of this rank
-                labels, losses, correct = (parallel.gather(row[0], batch.index, num_tokens)[None] for row in of_rank)
-            if item.labels is not None:
-                # A target of a prefix need not be one in every sample that begins with it: they may train other turns.
-                assert isinstance(batch, TreeBatch), "only trees have separate labels"
-                labels, index = item.labels.to(device), batch.sample_index()
-                losses, correct = losses[:, index].where(labels != IGNORE_INDEX, 0), correct[:, index]
-            seqlens, cu_seqlens, prompt_lengths = (tensor.to(device) for tensor in item.spans)
-            scores.append(sample_scores(seqlens, cu_seqlens, prompt_lengths, labels, losses, correct).cpu().numpy())
+            media_reads += item.batch.media_reads
+            scores.append(_score_batch(scorer, parallel, device, item).cpu().numpy())
             for num_tokens, source, row, part in item.origins:
                 number = source_numbers.setdefault(source, len(source_numbers))
                 origins.append((num_tokens, number, row, *dataclasses.astuple(part or RowPart())))
@@ -360,15 +346,44 @@ def _score_samples(
     return RankScores(np.concatenate(scores), origin_rows, tuple(source_numbers))
 
 
+def _score_batch(
+    scorer: Scorer, parallel: SequenceParallel | None, device: torch.device, item: EvaluationBatch
+) -> Tensor:
+    """Score the S samples of a micro-batch, float64 (S, 4); arguments as for ``_score_samples``."""
+    batch = item.batch.to(device)
+    labels = batch.labels[:1]  # (1, T), as losses and correct
+    losses, correct = scorer(batch)
+    if parallel is not None:
+        # Each rank has its tokens of the sequences; gather those of all ranks.
+        assert isinstance(batch, ShardedBatch), "collated with a split"
+        num_tokens = sum(batch.lengths)
+        labels, losses, correct = (
+            parallel.gather(row[0], batch.index, num_tokens)[None] for row in (labels, losses, correct)
+        )
+    if item.labels is not None:
+        # A target of a prefix need not be one in every sample that begins with it: they may train other turns.
+        assert isinstance(batch, TreeBatch), "only trees have separate labels"
+        labels = item.labels.to(device)
+        index = batch.sample_index()  # of the tokens of all samples, one sample after the other, in the tree
+        losses = losses[:, index].where(labels != IGNORE_INDEX, 0)
+        correct = correct[:, index]
+    seqlens, cu_seqlens, prompt_lengths = (tensor.to(device) for tensor in item.spans)
+    return sample_scores(seqlens, cu_seqlens, prompt_lengths, labels, losses, correct)
+
+
 def _join_ranks(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: CacheReader) -> Evaluation:
     """Join the results of all ranks in the order of the samples in the caches."""
     sources = tuple(sorted({name for rank in ranks for name in rank.sources}))
     # Each rank numbered its own sources; renumber them by their position in ``sources``.
     codes = {name: code for code, name in enumerate(sources)}
-    rank_codes = [np.array([codes[name] for name in rank.sources], np.int64)[rank.origins[:, 1]] for rank in ranks]
-    # ``order`` has the position of each sample of the caches in the joined results of the ranks.
-    planned = np.concatenate([plan.order_positions(number) for number in range(plan.num_ranks)])
-    order = np.argsort(planned)[plan.batches.inverse]
+    source_codes = []  # of each rank's samples
+    for rank in ranks:
+        rank_codes = np.array([codes[name] for name in rank.sources], np.int64)
+        source_codes.append(rank_codes[rank.origins[:, 1]])
+    # Results come rank by rank. ``argsort`` brings them into the order of the plan's batches, and ``inverse`` from that
+    # order into the order of the caches.
+    batch_positions = np.concatenate([plan.order_positions(number) for number in range(plan.num_ranks)])
+    order = np.argsort(batch_positions)[plan.batches.inverse]
     scores = np.concatenate([rank.scores for rank in ranks])[order]
     origins = np.concatenate([rank.origins for rank in ranks])[order]
     target_tokens, num_correct, first_wrong = scores[:, 1:].astype(np.int64).T
@@ -378,7 +393,7 @@ def _join_ranks(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: Cache
         loss_sum=scores[:, 0],
         num_correct=num_correct,
         first_wrong=first_wrong,
-        source=np.concatenate(rank_codes)[order],
+        source=np.concatenate(source_codes)[order],
         row=origins[:, 2],
         parts=origins[:, 3:],
         channel=reader.index.channel[: len(plan.lengths)].astype(np.int64),
@@ -396,26 +411,30 @@ def sample_scores(
         seqlens: int64 (S,), tokens of each sample, without padding.
         cu_seqlens: int64 (S + 1,), start of each sample, padding included.
         prompt_lengths: int64 (S,), tokens before the first target; all tokens of a sample without targets.
-        labels, losses, correct: int64 (shifted), float32 and bool, (1, T).
+        labels: int64 (1, T), at each position the next token, or ``IGNORE_INDEX``.
+        losses, correct: float32 and bool (1, T), of the prediction of the label.
 
     Returns:
         float64 (S, 4) with the columns ``SCORES``.
     """
-    # Token scores become rows, one for each sample, whose columns are the tokens after the prompt.
-    max_width = int((seqlens - prompt_lengths).max()) if len(seqlens) else 0
-    group_size = max(1, _MAX_CELLS // max(max_width, 1))
+    # Token scores become rows, one for each sample, whose columns are the W tokens after the prompt. All rows are as
+    # wide as the longest, so samples are taken in groups to limit memory.
+    width = int((seqlens - prompt_lengths).max()) if len(seqlens) else 0
+    group_size = max(1, _MAX_CELLS // max(width, 1))
     scores = [torch.zeros(0, 4, dtype=torch.float64, device=losses.device)]
     for start in range(0, len(seqlens), group_size):
         stop = start + group_size
-        spans = seqlens[start:stop], cu_seqlens[start : stop + 1], max_width, prompt_lengths[start:stop]
-        is_target = restore_padding(labels != IGNORE_INDEX, *spans)
+        prompts = prompt_lengths[start:stop]
+        spans = seqlens[start:stop], cu_seqlens[start : stop + 1], width, prompts
+        is_target = restore_padding(labels != IGNORE_INDEX, *spans)  # (group, W), as the next two
         is_wrong = is_target & ~restore_padding(correct, *spans)
-        num_targets, num_wrong = is_target.sum(1), is_wrong.sum(1)
+        target_losses = restore_padding(losses, *spans)
+        num_targets = is_target.sum(1)
+        num_wrong = is_wrong.sum(1)
         num_before_first_wrong = (is_wrong.cumsum(1) == 0).sum(1)
-        first_wrong = torch.where(num_wrong > 0, prompt_lengths[start:stop] + num_before_first_wrong, -1)
-        loss_sums = restore_padding(losses, *spans).double().sum(1)
-        counts = (num_targets, num_targets - num_wrong, first_wrong)
-        scores.append(torch.stack([loss_sums, *(count.double() for count in counts)], dim=1))
+        first_wrong = torch.where(num_wrong > 0, prompts + num_before_first_wrong, -1)
+        columns = (target_losses.double().sum(1), num_targets, num_targets - num_wrong, first_wrong)
+        scores.append(torch.stack([column.double() for column in columns], dim=1))
     return torch.cat(scores)
 
 
@@ -440,7 +459,7 @@ def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
     With ``packed``, packed samples are isolated, by packtool's attention if the model has transformers' own.
     """
     base: Any = base_model(model)
-    attention = base.config.get_text_config()._attn_implementation
+    original_attention = base.config.get_text_config()._attn_implementation
     # Packed attention replaces the forward function of each recurrent layer, so that packed samples stay isolated.
     was_isolated = any("forward" in vars(layer) for layer in recurrent_layers(base))
     sets_attention = packed and not is_packed(model)
@@ -451,15 +470,16 @@ def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
         with without_dropout(model), torch.no_grad(), LossFunction.temporary(model) as loss_function:
 
             def score(batch: Batch) -> tuple[Tensor, Tensor]:
-                targets = loss_function(model, batch)
+                targets = loss_function(model, batch)  # losses of the positions with labels only
                 losses = torch.zeros(batch.labels.shape[1], device=batch.labels.device)
-                correct = torch.zeros_like(losses, dtype=torch.bool)
-                losses[targets.positions], correct[targets.positions] = targets.losses, targets.correct
-                return losses[None], correct[None]
+                is_correct = torch.zeros_like(losses, dtype=torch.bool)
+                losses[targets.positions] = targets.losses
+                is_correct[targets.positions] = targets.correct
+                return losses[None], is_correct[None]
 
             yield score
     finally:
         if sets_attention:
-            set_text_attention(base, str(attention))
+            set_text_attention(base, str(original_attention))
             if not was_isolated:
                 restore_recurrent_layers(base)

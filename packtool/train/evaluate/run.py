@@ -60,7 +60,7 @@ def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None 
     progress.note(f"micro-batches: {num_micro_batches:,} of at most {plan.max_tokens:,} tokens, {processes}")
     for line in (*sequence_parallel_lines(world, prepared.axes), *prepared.notes):
         progress.note(line)
-    evaluation, seconds = _evaluate(prepared, progress)
+    evaluation, seconds = _load_and_evaluate(prepared, progress)
     if world.is_first:
         _write(evaluation, prepared)
     return EvalResult(
@@ -74,7 +74,7 @@ def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None 
     )
 
 
-def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluation, float]:
+def _load_and_evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluation, float]:
     """Load the model and evaluate it; return the result and the seconds without loading."""
     # Imported late, so that mistakes in options are reported before the seconds that torch and transformers take.
     with imported_at_once():
@@ -88,9 +88,10 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
         from packtool.train.evaluate.per_sample import can_be_packed, evaluate
         from packtool.train.model.load import load_trained, quiet_transformers, resolve_dtype
 
-    config, on_gpu = prepared.config, torch.cuda.is_available()
-    spec = InputSpec.load(prepared.trained.base, prepared.reader.manifests[0].identity.media_limits, prepared.config)
-    spec = spec.keeping_media(prepared.config, prepared.reader.fingerprint)
+    config, reader = prepared.config, prepared.reader
+    on_gpu = torch.cuda.is_available()
+    spec = InputSpec.load(prepared.trained.base, reader.manifests[0].identity.media_limits, config)
+    spec = spec.keeping_media(config, reader.fingerprint)
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     packing = can_be_packed(spec.config)
     if packing:
@@ -98,7 +99,7 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
     device = PartialState(cpu=not on_gpu, **config.group_options).device  # also starts the process group
     parallel = None
     if prepared.world.sequence_parallel_size > 1:
-        choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))
+        choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))  # raises if the kernel is missing
         parallel = SequenceParallel.on_mesh(prepared.axes, device.type)
     with quiet_transformers():
         settings = {"packing": packing, "attn_impl": config.attn_impl, "parallel": parallel, "quantization": config}
@@ -108,7 +109,7 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
         begin = time.perf_counter()
         evaluation = evaluate(
             model,
-            prepared.reader,
+            reader,
             spec,
             prepared.plan,
             world=prepared.world,
@@ -116,20 +117,22 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
             num_workers=config.dataloader_num_workers,
             parallel=parallel,
         )
-    return evaluation, time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+    return evaluation, seconds
 
 
 def _write(evaluation: Evaluation, prepared: PreparedEvaluation) -> None:
     """Write a row for each sample, and the totals as metadata."""
     reader, config = prepared.reader, prepared.config
-    totals = {name: dataclasses.asdict(total) for name, total in evaluation.channel_totals.items() if name is not None}
-    info = {
+    channel_totals = evaluation.channel_totals.items()
+    metadata = {
         "model": config.model,
         "caches": list(reader.directories),
         "fingerprint": reader.fingerprint,
         "split": reader.split,
         "total": dataclasses.asdict(evaluation.total),
-        "channels": totals,
+        # The total of samples without a channel, named None, is left out.
+        "channels": {name: dataclasses.asdict(total) for name, total in channel_totals if name is not None},
     }
     columns = {
         "sample": list(range(len(evaluation))),
@@ -144,4 +147,4 @@ def _write(evaluation: Evaluation, prepared: PreparedEvaluation) -> None:
         "token_accuracy": evaluation.token_accuracy,
         "first_wrong": evaluation.first_wrong,
     }
-    write_evaluation(config.output, columns, info)
+    write_evaluation(config.output, columns, metadata)

@@ -75,7 +75,9 @@ class CachedSource(Steps):
 
     def expected(self) -> dict[str, Any]:
         """The fields of a ``TrainResult`` that are known before the first step."""
-        timeline, summary, mixture = self.timeline, self.timeline.first.summary, self.inputs.mixture
+        first_epoch = self.timeline.first
+        summary = first_epoch.summary
+        mixture = self.inputs.mixture
         return {
             "num_samples": summary.num_samples,
             "filtered": summary.num_filtered,
@@ -87,11 +89,11 @@ class CachedSource(Steps):
             "packing": summary.options.packing,
             "max_length": summary.options.max_length,
             "packing_length": summary.options.packing_length,
-            "steps_without_packing": timeline.num_steps_without_packing(),
-            "num_empty_micro_batches": timeline.num_empty_micro_batches(),
-            "target_tokens": timeline.target_tokens_from(self.start),
-            "sources": {} if mixture is None else share_figures(counts_in(timeline.first, mixture)),
-            "stages": timeline.figures(),
+            "steps_without_packing": self.timeline.num_steps_without_packing(),
+            "num_empty_micro_batches": self.timeline.num_empty_micro_batches(),
+            "target_tokens": self.timeline.target_tokens_from(self.start),
+            "sources": {} if mixture is None else share_figures(counts_in(first_epoch, mixture)),
+            "stages": self.timeline.figures(),
         }
 
     def lines(self, config: TrainConfig) -> Iterator[str]:
@@ -189,21 +191,24 @@ class CachedSource(Steps):
 
 
 def sample_figures(inputs: Inputs) -> SampleFigures:
-    """The figures of all samples of the caches; with shared prefixes, those that each sample adds."""
-    (config, files, reader), targets, shared = inputs.for_training, inputs.targets, inputs.shared
-    costs, index = RunCosts.of(config, files.config), reader.index
-    flops_of = partial(sample_costs, index=index) if shared is None else shared.sample_costs
-    units = targets > 0 if config.loss_reduction == "sample" else targets
-    media = index if shared is None else shared
-    # The index does not record which videos have sound, so all may.
-    audio, has_videos = reader.manifests[0].identity.media_limits.audio, index.num_videos > 0
-    has_video_sound = has_videos & (audio is not None and audio.in_video)
+    """The figures of all N samples of the caches; with shared prefixes, what each sample adds to its prefix."""
+    config, files, reader = inputs.for_training
+    index = reader.index
+    costs = RunCosts.of(config, files.config)
+    media = index if inputs.shared is None else inputs.shared
+    flops_of = partial(sample_costs, index=index) if inputs.shared is None else inputs.shared.sample_costs
+    # The unit that the loss is averaged over: samples with at least one target, or target tokens.
+    loss_units = inputs.targets > 0 if config.loss_reduction == "sample" else inputs.targets
+    has_videos = index.num_videos > 0
+    # The index does not record which videos have sound, so every video may have.
+    audio_limits = reader.manifests[0].identity.media_limits.audio
+    videos_may_have_sound = audio_limits is not None and audio_limits.in_video
     return SampleFigures(
         media.media_tokens,
-        units.astype(np.int64),
-        flops_of(costs.model, target_tokens=targets),
-        flops_of(costs.hardware, target_tokens=targets),
+        loss_units.astype(np.int64),
+        flops=flops_of(costs.model, target_tokens=inputs.targets),
+        hardware_flops=flops_of(costs.hardware, target_tokens=inputs.targets),
         has_vision=(index.num_images > 0) | has_videos,
-        has_sound=(index.num_audios > 0) | has_video_sound,
+        has_sound=(index.num_audios > 0) | (has_videos & videos_may_have_sound),
         mixture=inputs.mixture,
     )

@@ -50,35 +50,41 @@ def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
         ConfigError: with every mistake in amounts, loss scales and the file of ``--mix``.
     """
     problems: list[str] = []
-    if options.mix is not None:
-        if not storage.exists(options.mix):
-            raise ConfigError(f"--mix {options.mix}: there is no such file", "Give a YAML file with sources.")
-        recipe = parse_recipe(storage.read_bytes(options.mix).decode(errors="replace"), options.mix, options)
-        stages = tuple(_with_amounts(stage, problems) for stage in recipe.stages)
-        recipe = dataclasses.replace(_with_amounts(recipe, problems), stages=stages)
-        recipe = unify_sources(recipe) if stages and not problems else recipe
-        sources = recipe.sources
-    else:
-        sources = tuple(
-            _with_amount(SourceRecipe(path=name), "--cached-dataset", problems) for name in options.cached_dataset
-        )
-        if options.interleaves:
-            problems += [
-                f"{source.path}#{source.amount}: amounts after # cannot be combined with --interleave-probs or "
-                "--mix-strategy; remove the amount"
-                for source in sources
-                if source.amount is not None
-            ]
-        stop = options.mix_stop or ("all" if options.mix_strategy == "interleave_over" else "first")
-        weighted = sources
-        if options.interleaves and options.mix_strategy != "interleave_once":
-            pairs = zip(sources, options.interleaving or (1.0,) * len(sources), strict=True)
-            weighted = tuple(dataclasses.replace(source, weight=weight) for source, weight in pairs)
-        recipe = Recipe(sources=weighted, stop=stop, resample=options.resample, place="--cached-dataset")
+    recipe = _recipe_of_caches(options, problems) if options.mix is None else _recipe_of_file(options, problems)
     if problems:
         raise ConfigError.from_problems(problems)
-    is_mixed = options.mix is not None or options.interleaves or any(source.amount is not None for source in sources)
-    return tuple(source.path for source in sources), recipe if is_mixed else None
+    directories = tuple(source.path for source in recipe.sources)
+    has_amounts = any(source.amount is not None for source in recipe.sources)
+    is_mixture = options.mix is not None or options.interleaves or has_amounts
+    return directories, recipe if is_mixture else None
+
+
+def _recipe_of_file(options: MixOptions, problems: list[str]) -> Recipe:
+    """Read the recipe in the file of ``--mix``; mistakes are added to ``problems``."""
+    path = str(options.mix)
+    if not storage.exists(path):
+        raise ConfigError(f"--mix {path}: there is no such file", "Give a YAML file with sources.")
+    recipe = parse_recipe(storage.read_bytes(path).decode(errors="replace"), path, options)
+    stages = tuple(_with_amounts(stage, problems) for stage in recipe.stages)
+    recipe = dataclasses.replace(_with_amounts(recipe, problems), stages=stages)
+    return unify_sources(recipe) if stages and not problems else recipe
+
+
+def _recipe_of_caches(options: MixOptions, problems: list[str]) -> Recipe:
+    """The recipe of the caches of ``--cached-dataset``; mistakes are added to ``problems``."""
+    sources = [_with_amount(SourceRecipe(path=name), "--cached-dataset", problems) for name in options.cached_dataset]
+    if options.interleaves:
+        problems += [
+            f"{source.path}#{source.amount}: amounts after # cannot be combined with --interleave-probs or "
+            "--mix-strategy; remove the amount"
+            for source in sources
+            if source.amount is not None
+        ]
+    if options.interleaves and options.mix_strategy != "interleave_once":
+        weights = options.interleaving or (1.0,) * len(sources)
+        sources = [dataclasses.replace(source, weight=weight) for source, weight in zip(sources, weights, strict=True)]
+    stop = options.mix_stop or ("all" if options.mix_strategy == "interleave_over" else "first")
+    return Recipe(sources=tuple(sources), stop=stop, resample=options.resample, place="--cached-dataset")
 
 
 def portable_recipe(path: str) -> bytes:
@@ -226,20 +232,24 @@ def check_limits(directory: str, manifest: Manifest, config: MediaOptions) -> No
 
 def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptions, files: ModelFiles) -> None:
     """Check that limits on videos and audio have the same effect as those of the export."""
-    spec = manifest.identity.spec
-    names = [field.name for field in fields(MediaOptions) if field.metadata["panel"] == "Video and audio"]
-    changed = {name: getattr(config, name) for name in names if getattr(config, name) not in (None, spec.get(name))}
-    if not changed or manifest.identity.media_limits.video is None:
+    exported_options, exported_limits = manifest.identity.spec, manifest.identity.media_limits
+    changed = {}  # the run's options that differ from those of the export
+    for name in (field.name for field in fields(MediaOptions) if field.metadata["panel"] == "Video and audio"):
+        requested = getattr(config, name)
+        if requested is not None and requested != exported_options.get(name):
+            changed[name] = requested
+    if not changed or exported_limits.video is None:
         return
-    merged = MediaOptions(**{name: value for name, value in {**spec, **changed}.items() if name in _MEDIA_NAMES})
-    if media_encoding(files, merged).limits == manifest.identity.media_limits:
-        return
-    shown = ", ".join(
-        f"{name.upper()} {spec.get(name) or 'unset'} in the cache, {value} in this run"
+    run_options = {**exported_options, **changed}
+    media_options = MediaOptions(**{name: value for name, value in run_options.items() if name in _MEDIA_NAMES})
+    if media_encoding(files, media_options).limits == exported_limits:
+        return  # different options, but the same limits
+    differences = ", ".join(
+        f"{name.upper()} {exported_options.get(name) or 'unset'} in the cache, {value} in this run"
         for name, value in changed.items()
     )
     raise MismatchError(
-        f"{directory} was exported with other limits on videos or audio: {shown}",
+        f"{directory} was exported with other limits on videos or audio: {differences}",
         "Remove that setting to use the cache's, or export into another directory:\n"
         f"  {export_command(directory, manifest, **changed)}",
     )
@@ -258,21 +268,25 @@ def check_row_options(directory: str, manifest: Manifest, config: TrainConfig, f
             f"  {export_command(directory, manifest, max_length=config.max_length)}",
         )
     spec = manifest.identity.spec
+    exported_kwargs = spec.get("chat_template_kwargs")
+    expand_turns = None
+    if config.expand_turns:
+        # The value "auto" depends on the template, which was rendered with the arguments of the export.
+        exported_files = dataclasses.replace(files, chat_template_kwargs=exported_kwargs or {})
+        expand_turns = expansion_of(config.expand_turns, exported_files)
+    # Pairs of the export's value and this run's, which is None if the option is not set.
     pairs = {
         name: (spec.get(name), getattr(config, name))
         for name in ("truncation_strategy", "media_overflow", *BOX_SETTINGS)
     }
-    kwargs = spec.get("chat_template_kwargs")
-    pairs["chat_template_kwargs"] = (kwargs, set_kwargs(config.chat_template_kwargs) or None)
-    files = dataclasses.replace(files, chat_template_kwargs=kwargs or {})
-    expansion = config.expand_turns and expansion_of(config.expand_turns, files)
+    pairs["chat_template_kwargs"] = (exported_kwargs, set_kwargs(config.chat_template_kwargs) or None)
     pairs["min_length"] = (spec.get("min_length", 0), config.min_length)
-    pairs["expand_turns"] = (spec.get("expand_turns", "false"), expansion)
+    pairs["expand_turns"] = (spec.get("expand_turns", "false"), expand_turns)
     for name, (exported, requested) in pairs.items():
-        if requested not in (None, exported):
+        if requested is not None and requested != exported:
+            exported_with = f"without {flag(name)}" if exported is None else f"with {flag(name)} {exported}"
             raise MismatchError(
-                f"{directory} was exported with{'out' if exported is None else ''} {flag(name)}"
-                f"{'' if exported is None else f' {exported}'}, but this run sets {requested}",
+                f"{directory} was exported {exported_with}, but this run sets {requested}",
                 "Leave the option out, or export into another directory:\n"
                 f"  {export_command(directory, manifest, **{name: requested})}",
             )
@@ -289,6 +303,7 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
     if packs_of(saved).fingerprint != saved.plan:
         raise MismatchError(f"--plan {path} is damaged: its packs differ from those that were saved", "Save it again.")
     shares_prefixes = "false" if saved.shared is None else "true"
+    # Pairs of the plan's value and this run's; options that are not set take the plan's.
     pairs = {
         "caches": (saved.cache, reader.fingerprint),
         "samples in the caches": (saved.num_cached, len(reader)),
@@ -302,10 +317,12 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
     if differences := _list_differences(pairs, "in the plan", "in this run"):
         command = ["packtool", "plan", *config.cached_dataset]
         command += ["--packing-length", str(config.packing_length or saved.capacity)]
-        command += ["--share-prefix", config.share_prefix] if config.share_prefix != "auto" else []
+        if config.share_prefix != "auto":
+            command += ["--share-prefix", config.share_prefix]
+        command += ["--save", _unused(str(path))]
         raise MismatchError(
             f"--plan {path} does not fit this run:\n{differences}",
-            f"Leave --plan out, or make another plan:\n  {shlex.join([*command, '--save', _unused(str(path))])}",
+            f"Leave --plan out, or make another plan:\n  {shlex.join(command)}",
         )
     if saved.shared is not None and config.sharing_conflicts:
         raise MismatchError(
@@ -350,28 +367,35 @@ def _unused(path: str) -> str:
 
 
 def _dataset_words(manifest: Manifest) -> list[str]:
-    """The words of the options for an export's rows: files, amounts, columns and access."""
-    sources = [(source.path, load_json(source.settings or "{}")) for source in manifest.sources]
-    words = []
-    for option, is_val in (("--dataset", False), ("--val-dataset", True)):
-        paths = []
-        for path, settings in sources:
-            if (settings.get("split") == VAL_SPLIT) == is_val:
-                times, number = settings.get("times_sampled"), settings.get("num_sampled")
-                first_mark = "first" if settings.get("takes_first") else ""
-                amount = f"{100 * times:g}%" if times and first_mark else f"{times:g}x" if times else str(number or "")
-                paths.append(path + (f"#{first_mark}{amount}" if amount else ""))
-        words += [option, *paths] if paths else []
-    _, first = sources[0]
-    if first.get("columns"):
-        words += ["--columns", *(f"{ours}={theirs}" for ours, theirs in first["columns"])]
-    if root := first.get("media_root"):
-        # A relative path of an unknown folder, which the user must correct if it does not exist here.
+    """The command-line words that select the rows of an export: files with amounts, columns, and access to media."""
+    train_paths: list[str] = []
+    val_paths: list[str] = []
+    for source in manifest.sources:
+        settings = load_json(source.settings or "{}")
+        paths = val_paths if settings.get("split") == VAL_SPLIT else train_paths
+        paths.append(source.path + _amount_suffix(settings))
+    words = ["--dataset", *train_paths] if train_paths else []
+    words += ["--val-dataset", *val_paths] if val_paths else []
+    settings = load_json(manifest.sources[0].settings or "{}")  # columns and access are those of the first file
+    if settings.get("columns"):
+        words += ["--columns", *(f"{name}={column}" for name, column in settings["columns"])]
+    if root := settings.get("media_root"):
+        # A relative path may not exist from here; the user must correct it then.
         words += ["--media-root", storage.absolute(root) if storage.exists(root) else root]
     for name in ("system", "media_access", "max_media_bytes"):
-        if first.get(name):
-            words += ["--" + name.replace("_", "-"), str(first[name])]
+        if settings.get(name):
+            words += [flag(name), str(settings[name])]
     return words
+
+
+def _amount_suffix(settings: Mapping[str, Any]) -> str:
+    """The amount of a file's rows that was exported, as written after its path: ``#500``, ``#2x``, ``#first10%``."""
+    times, number = settings.get("times_sampled"), settings.get("num_sampled")
+    if not times and not number:
+        return ""  # all rows
+    if settings.get("takes_first"):
+        return f"#first{100 * times:g}%" if times else f"#first{number}"
+    return f"#{times:g}x" if times else f"#{number}"
 
 
 def _pixels(pixels: int | None, tokens: int | None, limits: ImageLimits) -> int | None:

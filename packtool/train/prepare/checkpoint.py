@@ -271,6 +271,7 @@ class RunState:
 
         Args:
             checkpoint: its name in the error.
+            saved: the state in the checkpoint.
             data_may_change: fields that follow from the caches may differ (``FROM_DATA``).
             cache_differences: returns a line for each difference of the caches, for the error.
         """
@@ -283,24 +284,25 @@ class RunState:
         different = [name for name in new_values if name not in ignored and new_values[name] != old_values[name]]
         if "steps" not in different:  # other trained parts matter only if they change the steps
             different = [name for name in different if name != "learning"]
-        # The fingerprints of plan and steps follow from the other fields, which explain the difference better.
-        causes = [name for name in different if name not in ("plan", "steps")]
-        different = causes or different
         if not different:
             return
+        # The fingerprints "plan" and "steps" follow from the other fields, which explain the difference better.
+        causes = [name for name in different if name not in ("plan", "steps")]
+        shown = causes or different
         lines = []
-        for name in different:
-            old, new = ("none" if values[name] == "" else values[name] for values in (old_values, new_values))
+        for name in shown:
+            old = "none" if old_values[name] == "" else old_values[name]
+            new = "none" if new_values[name] == "" else new_values[name]
             lines.append(f"  - {name}: {old} in the checkpoint, {new} now")
         if not causes:
             lines.append(
                 "    These depend on packing options, --plan and the mixture (--mix, or an amount after # of a "
                 "cache); with stages, also on --max-steps and --num-train-epochs"
             )
-        if "cache" in different:
+        if "cache" in shown:
             lines += [f"    {line}" for line in cache_differences()]
         remedy = "Resume with the settings of that run, or start a new run in another --output-dir."
-        if set(different) <= FROM_DATA:
+        if set(shown) <= FROM_DATA:
             remedy += " Or add --data-change allow: the rest of the epoch is planned again with the changed data."
         raise MismatchError("\n".join([f"{checkpoint} belongs to a run with other data or settings:", *lines]), remedy)
 
@@ -367,6 +369,7 @@ def find_checkpoint(
     Args:
         resume_from: None, ``true``, ``false`` or a directory.
         output_dir: where ``true`` takes the newest intact checkpoint.
+        only_model: check the files of weights only.
 
     Returns:
         its directory, None to train from the beginning; and warnings on newer checkpoints that are damaged.
@@ -375,36 +378,45 @@ def find_checkpoint(
         ConfigError: if there is no finished checkpoint, or the named directory does not exist.
         MismatchError: if the named checkpoint is damaged.
     """
-
-    def damage_of(checkpoint: str) -> str:
-        """Sentences on missing and changed files; empty for an intact checkpoint."""
-        return "; ".join(find_damage(checkpoint, read_state_with_checksums(checkpoint)[1], only_model=only_model))
-
     if resume_from is None or resume_from.lower() == "false":
         return None, []
-    if resume_from.lower() != "true":
-        if not os.path.isdir(resume_from):
-            raise ConfigError(f"--resume-from-checkpoint {resume_from}: there is no such directory")
-        if damage := damage_of(resume_from):
-            remedy = f"Give another checkpoint. If its weights are intact, {ONLY_MODEL}"
-            raise MismatchError(f"{resume_from} is damaged: {damage}", remedy)
-        return resume_from.rstrip("/"), []
-    warnings = []
+    if resume_from.lower() == "true":
+        return _find_newest_checkpoint(output_dir, only_model=only_model)
+    if not os.path.isdir(resume_from):
+        raise ConfigError(f"--resume-from-checkpoint {resume_from}: there is no such directory")
+    if damage := _describe_damage(resume_from, only_model=only_model):
+        remedy = f"Give another checkpoint. If its weights are intact, {ONLY_MODEL}"
+        raise MismatchError(f"{resume_from} is damaged: {damage}", remedy)
+    return resume_from.rstrip("/"), []
+
+
+def _find_newest_checkpoint(output_dir: str, *, only_model: bool) -> tuple[str, list[str]]:
+    """Find the newest intact checkpoint; also return warnings on unfinished and on newer damaged checkpoints."""
+    problems = []
     for checkpoint in _checkpoints(output_dir):
         if not os.path.exists(os.path.join(checkpoint, STATE_NAME)):
-            warnings.append(f"{checkpoint} is unfinished: it has no {STATE_NAME}")
+            problems.append(f"{checkpoint} is unfinished: it has no {STATE_NAME}")
         elif _saved_at(checkpoint) is None:
-            warnings.append(f"{checkpoint} is damaged: its {STATE_NAME} cannot be read")
+            problems.append(f"{checkpoint} is damaged: its {STATE_NAME} cannot be read")
     for checkpoint in reversed(finished_checkpoints(output_dir)):
-        damage = damage_of(checkpoint)
-        if not damage:
-            skipped = [f"skipped: {warning}" for warning in warnings]
-            return checkpoint, [*skipped, f"the newest intact checkpoint is {checkpoint}"] if skipped else []
-        warnings.append(f"{checkpoint} is damaged: {damage}")
+        damage = _describe_damage(checkpoint, only_model=only_model)
+        if damage:
+            problems.append(f"{checkpoint} is damaged: {damage}")
+            continue
+        warnings = [f"skipped: {problem}" for problem in problems]
+        if warnings:
+            warnings.append(f"the newest intact checkpoint is {checkpoint}")
+        return checkpoint, warnings
     raise ConfigError(
-        "\n  - ".join([f"--resume-from-checkpoint true: there is no finished checkpoint in {output_dir}", *warnings]),
+        "\n  - ".join([f"--resume-from-checkpoint true: there is no finished checkpoint in {output_dir}", *problems]),
         "Leave the option out to train from the beginning.",
     )
+
+
+def _describe_damage(checkpoint: str, *, only_model: bool) -> str:
+    """Sentences on missing and changed files of a checkpoint; empty if it is intact."""
+    _, checksums = read_state_with_checksums(checkpoint)
+    return "; ".join(find_damage(checkpoint, checksums, only_model=only_model))
 
 
 def _checkpoints(output_dir: str) -> list[str]:

@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from packtool.config.train import TrainConfig
 from packtool.constants import CHUNK_LOGITS
 from packtool.encode.families import text_config_of
 from packtool.encode.model_files import ModelFiles
-from packtool.planning.cost import CostModel, ModelSizes
+from packtool.planning.cost import CostModel, ModelSizes, StepTime
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import Costs
@@ -95,18 +95,18 @@ class RunCosts:
 
 
 def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: bool) -> CostModel:
-    """FLOPs of a model with these trained weights; of 8 billion weights if its ``config.json`` gives no sizes."""
+    """FLOPs of a model by its ``config.json`` and trained weights; those of an 8B model if its sizes are unknown."""
     if isinstance(learning, AdapterOptions) and learning.adapters:
-        # Take the target modules of an adapter that is trained further; if it cannot be read, loading fails later.
+        # An adapter that is trained further decides which modules are trained. An unreadable one is reported later.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             with open(os.path.join(learning.adapters[0], ADAPTER_FILE), encoding="utf-8") as file:
                 adapter = load_json(file.read())
-            targets = adapter["target_modules"]
-            if not isinstance(targets, str):
-                targets = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, targets))})"
+            target_regex = adapter["target_modules"]
+            if not isinstance(target_regex, str):  # but a list of the ends of module names
+                target_regex = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, target_regex))})"
             learning = dataclasses.replace(
                 learning,
-                target_regex=targets,
+                target_regex=target_regex,
                 modules_to_save=tuple(adapter.get("modules_to_save") or ()),
                 lora_rank=int(adapter.get("r") or learning.lora_rank),
                 lora_bias=adapter.get("bias", "none"),
@@ -137,7 +137,7 @@ def with_costs(
 ) -> PlanOptions:
     """Add a model's FLOPs to the options, and for Skrull the speed of devices and links.
 
-    ``sequence_parallel_type`` ``auto`` depends on model and hardware alone, so that every machine plans alike.
+    The type ``auto`` is resolved by model and hardware alone, so that plans are the same on every machine.
     """
     options = dataclasses.replace(options, cost=cost_of(model, learning))
     if options.skrull is None:
@@ -156,6 +156,14 @@ def with_costs(
 Seconds = npt.NDArray[np.float64]
 _BACKWARD_FRACTION = 2 / 3
 """Approximate fraction of a micro-batch's time that its backward pass takes."""
+
+
+class ExchangeSeconds(NamedTuple):
+    """Seconds of exchanges of weights and gradients over all ranks."""
+
+    per_micro_batch: float = 0.0  # overlapping with the computation of each micro-batch
+    per_last_backward: float = 0.0  # once per step, overlapping with the backward pass of its last micro-batch
+    exposed: float = 0.0  # once per step, overlapping with nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,10 +185,49 @@ class ExpectedTime:
     trained_bytes: int
 
     def steps(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex, shares: MediaShares) -> Seconds:
-        """Seconds of each step of an epoch, (S,); ``shares`` assigns media to ranks that share a sequence."""
+        """Seconds of each step of an epoch, (S,); ``shares`` assigns media to ranks that share a sequence.
+
+        Arrays (C,) are by micro-batch, over all steps and data-parallel ranks.
+        """
         packs, steps = plan.packs, plan.steps
-        sequence_parallel_size = config.sequence_parallel_ranks
-        cost, sizes = RunCosts.of(config, self.model).hardware, ModelSizes.or_8b(self.model)
+        num_sharing = config.sequence_parallel_ranks  # ranks that share a micro-batch
+        cost = RunCosts.of(config, self.model).hardware
+        times = self._step_time(config, cost)
+        sample_flops = sample_costs(cost, index, index.target_tokens)
+        sample_work, sample_attention_work = times.work(index.length, sample_flops, num_sharing)
+
+        def per_batch(per_sample: Seconds) -> Seconds:
+            """Sum values of all samples of the caches over the samples of each micro-batch, (C,)."""
+            per_pack = np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1])
+            return steps.micro_batch_sums(per_pack)
+
+        # The ranks that share a micro-batch divide the language model evenly, and wait for the slowest tower.
+        flops = per_batch(sample_work)
+        tower_flops = per_batch(tower_work(cost, index).flops.astype(np.float64))
+        slowest_tower_flops = tower_flops
+        if num_sharing > 1:
+            media = shares.media
+            slowest_tower_flops = shares.max_per_rank(cost.towers(media.tokens, media.squares, media.sounds))
+        language_flops = (flops - tower_flops) / num_sharing
+        fixed_flops = np.where(flops > 0, times.batch_flops, 0.0)  # of every micro-batch with samples
+        seconds = (language_flops + slowest_tower_flops + fixed_flops) / times.flops_per_second
+        seconds += times.exposed_seconds(
+            sharded_tokens=per_batch(index.length.astype(np.float64)),
+            local_attention=np.zeros(len(flops)),
+            sharded_attention=per_batch(sample_attention_work) / num_sharing / times.flops_per_second,
+        )
+        exchange = self.collectives(config)
+        # A micro-batch takes no less than its kernel launches, and no less than the exchange that overlaps with it.
+        rank_seconds = steps.rank_sums(np.maximum(seconds, max(times.launch_seconds, exchange.per_micro_batch)))
+        # The backward pass of a rank's last micro-batch hides a part of the exchange once per step.
+        num_micro_batches = np.maximum(np.diff(steps.step_offsets) // steps.world_size, 1)  # of each rank
+        hidden_seconds = _BACKWARD_FRACTION * rank_seconds.min(axis=1) / num_micro_batches
+        waiting_seconds = np.maximum(exchange.per_last_backward - hidden_seconds, 0.0)
+        return np.asarray(rank_seconds.max(axis=1) + waiting_seconds + exchange.exposed)
+
+    def _step_time(self, config: TrainConfig, cost: CostModel) -> StepTime:
+        """The speed of this run's devices and links; ``cost`` includes recomputation."""
+        sizes = ModelSizes.or_8b(self.model)
         machine = Machine(
             sizes=sizes,
             hardware=self.hardware,
@@ -188,59 +235,32 @@ class ExpectedTime:
             recompute=bool(config.gradient_checkpointing),
             sequence_parallel_type=config.sequence_parallel_type,
         )
-        # Exchanges and launches are those with recomputation; the costs of the run include it already.
-        with_recomputation = machine.step_time(sequence_parallel_size)
+        num_sharing = config.sequence_parallel_ranks
+        # Exchanges and launches are those with recomputation; computation must not add it, as ``cost`` includes it.
+        with_recomputation = machine.step_time(num_sharing)
         run_machine = dataclasses.replace(machine, sizes=dataclasses.replace(sizes, cost=cost), recompute=False)
-        times = dataclasses.replace(
-            run_machine.step_time(sequence_parallel_size),
+        return dataclasses.replace(
+            run_machine.step_time(num_sharing),
             exchanges=with_recomputation.exchanges,
             launch_seconds=with_recomputation.launch_seconds,
         )
-        sample_flops = sample_costs(cost, index, index.target_tokens)
-        work, attention_work = times.work(index.length, sample_flops, sequence_parallel_size)
 
-        def per_batch(per_sample: Seconds) -> Seconds:
-            """Sums over the samples of each of the C micro-batches of all ranks, (C,)."""
-            return steps.micro_batch_sums(np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1]))
-
-        # The ranks that share a micro-batch divide the language model evenly, and wait for the slowest tower.
-        flops = per_batch(work)
-        tower_flops = slowest_tower = per_batch(tower_work(cost, index).flops.astype(np.float64))
-        if sequence_parallel_size > 1:
-            media = shares.media
-            slowest_tower = shares.max_per_rank(cost.towers(media.tokens, media.squares, media.sounds))
-        language_flops = (flops - tower_flops) / sequence_parallel_size
-        fixed_flops = np.where(flops > 0, times.batch_flops, 0.0)  # of every micro-batch with samples
-        seconds = (language_flops + slowest_tower + fixed_flops) / times.flops_per_second
-        attention_seconds = per_batch(attention_work) / sequence_parallel_size / times.flops_per_second
-        tokens, no_seconds = per_batch(index.length.astype(np.float64)), np.zeros(len(flops))
-        seconds += times.exposed_seconds(tokens, no_seconds, attention_seconds)
-        per_micro_batch, once_per_step, exposed = self.collectives(config)
-        rank_seconds = steps.rank_sums(np.maximum(seconds, max(times.launch_seconds, per_micro_batch)))
-        # The backward pass of the last micro-batch hides a part of the exchange; a step waits for its slowest rank.
-        num_micro_batches = np.maximum(np.diff(steps.step_offsets) // steps.world_size, 1)  # of each rank
-        hidden = _BACKWARD_FRACTION * rank_seconds.min(axis=1) / num_micro_batches
-        return np.asarray(rank_seconds.max(axis=1) + np.maximum(once_per_step - hidden, 0.0) + exposed)
-
-    def collectives(self, config: TrainConfig) -> tuple[float, float, float]:
-        """Seconds of exchanges of weights and gradients, by the sharding of a run.
-
-        Returns:
-            overlapping with each micro-batch; overlapping with the backward pass of a step's last micro-batch; and
-            exposed, per step.
-        """
+    def collectives(self, config: TrainConfig) -> ExchangeSeconds:
+        """Seconds of exchanges of weights and gradients, by the sharding of a run."""
         if self.world_size == 1:
-            return 0.0, 0.0, 0.0
-        gather_s, reduce_s = self._seconds(self.weight_bytes), self._seconds(self.gradient_bytes)
-        zero_stage = config.deepspeed[len("zero") :][:1] if config.deepspeed is not None else ""
+            return ExchangeSeconds()
+        gather = self._seconds(self.weight_bytes)
+        reduce_scatter = self._seconds(self.gradient_bytes)
+        zero_stage = (config.deepspeed or "")[len("zero") :][:1]  # the digit of ``zero0`` to ``zero3``
         if config.fsdp or zero_stage == "3":
-            num_gathers = 1 if config.fsdp and "shard_grad_op" in config.fsdp else 2  # forward, and backward
-            return num_gathers * gather_s + reduce_s, 0.0, 0.0
+            # Weights are gathered in the forward pass and, unless ``shard_grad_op`` keeps them, in the backward pass.
+            num_gathers = 1 if config.fsdp and "shard_grad_op" in config.fsdp else 2
+            return ExchangeSeconds(per_micro_batch=num_gathers * gather + reduce_scatter)
         if zero_stage == "2":
-            return reduce_s, 0.0, self._seconds(self.trained_bytes)
+            return ExchangeSeconds(per_micro_batch=reduce_scatter, exposed=self._seconds(self.trained_bytes))
         if zero_stage == "1":
-            return 0.0, reduce_s, self._seconds(self.trained_bytes)
-        return 0.0, 2 * reduce_s, 0.0  # an all-reduce: reduce and gather
+            return ExchangeSeconds(per_last_backward=reduce_scatter, exposed=self._seconds(self.trained_bytes))
+        return ExchangeSeconds(per_last_backward=2 * reduce_scatter)  # an all-reduce: reduce-scatter and all-gather
 
     def _seconds(self, num_bytes: int) -> float:
         """Seconds of a collective of ``num_bytes`` over all ranks, layer by layer."""

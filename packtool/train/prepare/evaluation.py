@@ -66,7 +66,9 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
     """Check that model, caches and options fit, and assign the samples to ranks; takes a second."""
     trained = TrainedModel.find(config.model, config.base_model)
     files = ModelFiles.load(trained.base)
-    split = config.split or (VAL_SPLIT if VAL_SPLIT in common_splits(config.cached_dataset) else TRAIN_SPLIT)
+    split: str | None = config.split
+    if split is None:
+        split = VAL_SPLIT if VAL_SPLIT in common_splits(config.cached_dataset) else TRAIN_SPLIT
     reader = CacheReader.open(config.cached_dataset, split, LocalCopies.of(config))
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, dataclasses.replace(config, model=trained.base))
@@ -92,8 +94,9 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
         if storage.is_directory(config.output):
             raise ConfigError(f"--output {config.output} is a directory", "Give the name of a file in it.")
         storage.make_directory(storage.parent(storage.normalize(config.output)) or ".")
-        storage.AtomicFile(config.output).discard()
-    return PreparedEvaluation(config, world, trained, reader, plan, axes, () if message is None else (message,))
+        storage.AtomicFile(config.output).discard()  # creates and removes a temporary file
+    notes = () if message is None else (message,)
+    return PreparedEvaluation(config, world, trained, reader, plan, axes, notes)
 
 
 def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConfig, list[str]]:
@@ -101,25 +104,33 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
 
     As in ms-swift, a val split is by default evaluated when checkpoints are saved.
     """
-    every = config.eval_steps or config.save_steps
+    eval_steps = config.eval_steps or config.save_steps
     if config.eval_strategy is not None:
-        return dataclasses.replace(config, eval_steps=every), []
-    num_val = [m.splits[VAL_SPLIT].rows if VAL_SPLIT in m.splits else 0 for m in reader.manifests]
+        return dataclasses.replace(config, eval_steps=eval_steps), []
+    num_val_by_cache = [
+        manifest.splits[VAL_SPLIT].rows if VAL_SPLIT in manifest.splits else 0 for manifest in reader.manifests
+    ]
     strategy: EvalStrategy = "steps" if config.save_strategy == "best" else config.save_strategy
-    if all(num_val) and strategy != "no":
-        when = f"every {every:,} steps" if every >= 1 else f"every {every:.1%} of the run"
-        when = when if strategy == "steps" else "at the end of every epoch"
-        message = f"the val split ({sum(num_val):,} samples) is evaluated {when} and at the end"
+    if all(num_val_by_cache) and strategy != "no":
+        if strategy != "steps":
+            when = "at the end of every epoch"
+        elif eval_steps >= 1:
+            when = f"every {eval_steps:,} steps"
+        else:
+            when = f"every {eval_steps:.1%} of the run"
+        message = f"the val split ({sum(num_val_by_cache):,} samples) is evaluated {when} and at the end"
         message += ": --eval-strategy no turns this off"
-        return dataclasses.replace(config, eval_strategy=strategy, eval_steps=every), [message]
+        return dataclasses.replace(config, eval_strategy=strategy, eval_steps=eval_steps), [message]
     if config.seeks_best or config.early_stop_interval is not None:
         raise ConfigError(
             "the best checkpoint and early stopping need an evaluation, and nothing is evaluated",
             "Give caches with a val split (--val-dataset or --split-dataset-ratio at export), or leave out "
             "--load-best-model-at-end, --save-strategy best and --early-stop-interval.",
         )
-    message = "nothing is evaluated, because only some of the caches have a val split"
-    return dataclasses.replace(config, eval_strategy="no"), [message] if any(num_val) and strategy != "no" else []
+    notes = []
+    if any(num_val_by_cache) and strategy != "no":
+        notes.append("nothing is evaluated, because only some of the caches have a val split")
+    return dataclasses.replace(config, eval_strategy="no"), notes
 
 
 def plan_of_samples(
@@ -134,17 +145,18 @@ def plan_of_samples(
     """Plan the micro-batches of an evaluation.
 
     Args:
-        max_tokens, max_samples: of a micro-batch; a ConfigError if a sample alone has more tokens.
+        max_tokens: maximum tokens of a micro-batch; a ConfigError if a sample alone has more.
+        max_samples: maximum samples of a micro-batch.
         limit: take only the first ``limit`` samples.
         alignment: multiple of tokens that each sample is padded to.
     """
     lengths = reader.index.length[:limit]
     aligned = aligned_lengths(lengths, alignment)
-    over = np.flatnonzero(aligned > max_tokens) if max_tokens is not None else np.zeros(0, np.int64)
-    if len(over):
-        first, longest = int(over[0]), int(aligned.max())
+    if max_tokens is not None and aligned.max(initial=0) > max_tokens:
+        too_long = np.flatnonzero(aligned > max_tokens)
+        first, longest = int(too_long[0]), int(aligned.max())
         raise ConfigError(
-            f"{MAX_TOKENS_OPTION} {max_tokens} is a hard limit, and {len(over):,} of {len(lengths):,} samples are "
+            f"{MAX_TOKENS_OPTION} {max_tokens} is a hard limit, and {len(too_long):,} of {len(lengths):,} samples are "
             f"longer: sample {first} ({reader.sample(first).place}) has {int(aligned[first]):,} tokens, the longest "
             f"{longest:,}",
             f"Raise it to {longest}, or leave it out.",

@@ -128,31 +128,33 @@ class Steps(ABC):
 def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: bool) -> Iterator[StepFigures]:
     """Yield the figures of every step of an epoch, in order; with ``is_dynamic``, unpacked samples are not padded."""
     packs, steps, mixture = plan.packs, plan.steps, samples.mixture
-    tokens = packs.tokens_per_pack()
+    tokens_per_pack = packs.tokens_per_pack()
 
-    def flops_per_step(flops: Costs | None) -> npt.NDArray[Any]:
-        """Sums of the FLOPs of samples, float (S,)."""
-        if flops is None or not packs.num_packs:
+    def flops_per_step(sample_flops: Costs | None) -> npt.NDArray[Any]:
+        """Sums of the FLOPs of samples, float (S,) for S steps; zeros if they are unknown."""
+        if sample_flops is None or not packs.num_packs:
             return np.zeros(steps.num_steps)
-        return steps.sums_per_step(np.add.reduceat(flops[packs.samples], packs.offsets[:-1]))
+        return steps.sums_per_step(np.add.reduceat(sample_flops[packs.samples], packs.offsets[:-1]))
 
+    # A column of S values for each field of ``StepFigures``.
     columns: dict[str, npt.NDArray[Any]] = {
         "target_tokens": steps.target_tokens_per_step,
         "samples": steps.sums_per_step(np.diff(packs.offsets)),
         "units": units_per_step(plan, samples),
-        "tokens": steps.sums_per_step(tokens),
+        "tokens": steps.sums_per_step(tokens_per_pack),
         "computed_tokens": _computed_tokens_per_step(plan, is_dynamic),
         "attended": steps.sums_per_step(packs.sum_squares_per_pack()),
-        "attended_dense": steps.sums_per_step(np.square(tokens.astype(np.int64))),
+        "attended_dense": steps.sums_per_step(np.square(tokens_per_pack.astype(np.int64))),
         "flops": flops_per_step(samples.flops),
         "hardware_flops": flops_per_step(samples.hardware_flops),
     }
     lists = {name: column.tolist() for name, column in columns.items()}
-    sources: Iterable[Counts] = repeat({}, steps.num_steps)
+    source_counts: Iterable[Counts] = repeat({}, steps.num_steps)
     if mixture is not None:
-        sources = (by_name(counts, mixture) for counts in counts_of_steps(packs, steps, mixture))
-    for step, source_counts in enumerate(sources):
-        yield StepFigures(**{name: values[step] for name, values in lists.items()}, sources=source_counts)
+        source_counts = (by_name(counts, mixture) for counts in counts_of_steps(packs, steps, mixture))
+    for step, sources in enumerate(source_counts):
+        values = {name: column[step] for name, column in lists.items()}
+        yield StepFigures(**values, sources=sources)
 
 
 def _computed_tokens_per_step(plan: EpochPlan, is_dynamic: bool) -> npt.NDArray[Any]:
@@ -163,18 +165,19 @@ def _computed_tokens_per_step(plan: EpochPlan, is_dynamic: bool) -> npt.NDArray[
         return steps.sums_per_step(computed_tokens(packs, steps, plan.placement, alignment))
     if summary.options.packing:
         return steps.sums_per_step(np.full(packs.num_packs, packs.capacity))
-    tokens = packs.tokens_per_pack()
+    tokens_per_pack = packs.tokens_per_pack()
     if is_dynamic:
-        return steps.sums_per_step(tokens)
+        return steps.sums_per_step(tokens_per_pack)
     # Without packing, a pack is one sample, padded to the longest one of its micro-batch.
     num_samples = steps.micro_batch_sizes()
-    is_filled = num_samples > 0  # ``reduceat`` has no result for empty micro-batches
-    first_packs = steps.micro_batch_offsets[:-1]
     longest = np.zeros(len(num_samples), np.int64)
-    longest[is_filled] = np.maximum.reduceat(tokens[steps.order], first_packs[is_filled])
-    computed_per_micro_batch = longest * num_samples
-    computed_before = np.concatenate(([0], np.cumsum(computed_per_micro_batch)))  # before each micro-batch
-    return np.diff(computed_before[steps.step_offsets])
+    # ``reduceat`` has no result for empty micro-batches, so their longest sample stays 0.
+    is_filled = num_samples > 0
+    first_packs = steps.micro_batch_offsets[:-1]
+    longest[is_filled] = np.maximum.reduceat(tokens_per_pack[steps.order], first_packs[is_filled])
+    # Differences of running sums at the bounds of steps are the sums over the micro-batches of each step.
+    running_sums = np.concatenate(([0], np.cumsum(longest * num_samples)))
+    return np.diff(running_sums[steps.step_offsets])
 
 
 def units_per_step(plan: EpochPlan, samples: SampleFigures) -> npt.NDArray[np.int64]:
@@ -295,16 +298,19 @@ def peak_memory_batches(
     if reader is None:
         return longest_micro_batches(config, inputs.model, RankTokens(computed=1))
 
-    def max_of_micro_batches(per_sample: npt.NDArray[Any]) -> int:
-        per_pack = packs.sums_per_pack(per_sample[packs.samples])
+    def max_over_batches(per_pack: npt.NDArray[Any]) -> int:
+        """The maximum, over all micro-batches, of the sum over their packs."""
         return int(steps.micro_batch_sums(per_pack).max(initial=0))
 
+    # With shared prefixes, a sample has only the media that it adds to its prefix.
     media = reader.index if inputs.shared is None else inputs.shared
+    audio_per_pack = packs.sums_per_pack(media.audio_tokens[packs.samples])
+    media_per_pack = packs.sums_per_pack(media.media_tokens[packs.samples])
     tokens = RankTokens(
-        computed=1,
-        vision=max_of_micro_batches(media.media_tokens - media.audio_tokens),
-        audio=max_of_micro_batches(media.audio_tokens),
-        keys=int(steps.micro_batch_sums(max_keys_per_pack(packs)).max(initial=0)) if packs.shared is not None else 0,
+        computed=1,  # replaced by the length of a full micro-batch
+        vision=max_over_batches(media_per_pack - audio_per_pack),
+        audio=max_over_batches(audio_per_pack),
+        keys=0 if packs.shared is None else max_over_batches(max_keys_per_pack(packs)),
     )
     num_ranks = config.sequence_parallel_ranks
     if num_ranks > 1:
@@ -313,7 +319,7 @@ def peak_memory_batches(
         max_audio = shares.max_per_rank(shares.media.sounds).max(initial=0)
         tokens = dataclasses.replace(
             tokens,
-            # Sums of floats may be slightly above a whole number, which must not be rounded up.
+            # Sums of floats may be slightly above an integer, which must not be rounded up.
             num_local_vision_tokens=math.ceil(max_vision - 1e-6),
             num_local_audio_tokens=math.ceil(max_audio - 1e-6),
         )

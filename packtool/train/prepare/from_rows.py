@@ -15,7 +15,7 @@ from typing import Any
 from packtool import storage
 from packtool.cache.export import export
 from packtool.cache.local import LocalCopies, locked
-from packtool.cache.manifest import PATH_SETTINGS
+from packtool.cache.manifest import PATH_SETTINGS, ExportSummary
 from packtool.cache.output_dir import identity_of
 from packtool.config.data import AccessOptions, ExportConfig, RowOptions
 from packtool.config.train import TrainConfig
@@ -45,9 +45,9 @@ def with_cache(config: TrainConfig, progress: Progress, check: Callable[[TrainCo
         return config
     files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
     export_config = config.export_config("", length_of_rows(config, files))
-    # Files of a mixture get a cache each, because samples are mixed by cache.
-    sets = [(name,) for name in config.dataset] if config.interleaves else [config.dataset]
-    exports = [dataclasses.replace(export_config, dataset=own) for own in sets]
+    # Datasets of a mixture get a cache each, because samples are mixed by cache.
+    datasets = [(name,) for name in config.dataset] if config.interleaves else [config.dataset]
+    exports = [dataclasses.replace(export_config, dataset=dataset) for dataset in datasets]
     root = os.path.join(config.cache_dir or LocalCopies().directory, _EXPORTS)
     caches = [os.path.join(root, rows_fingerprint(each, files, sources_of(each))) for each in exports]
     if not all(os.path.exists(os.path.join(cache, MANIFEST_NAME)) for cache in caches):
@@ -55,21 +55,27 @@ def with_cache(config: TrainConfig, progress: Progress, check: Callable[[TrainCo
     for each, cache in zip(exports, caches, strict=True):
         os.makedirs(root, exist_ok=True)
         with locked(cache + ".lock"):
-            summary = export(dataclasses.replace(each, output_dir=cache), progress)
+            summary = export(dataclasses.replace(each, output_dir=cache), progress)  # keeps a finished cache
         for note in drop_notes(summary.dropped, summary.num_rows):
             progress.note(note)
-        by_count = sorted(summary.dropped.items(), key=lambda item: -item[1])
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in by_count)
-        dropped = f"{sum(summary.dropped.values()):,} dropped" + (f": {reasons}" if reasons else "")
-        status = "found" if summary.already_finished else "made"
-        progress.note(
-            f"cache {status}: {cache} ({summary.num_samples:,} samples of {summary.num_rows:,} rows, {dropped})"
-        )
+        progress.note(_cache_line(cache, summary))
+    # The cache replaces the options of rows, except those that training needs to read media.
     kept = {"media_root", *(field.name for field in dataclasses.fields(AccessOptions))}
-    plain: dict[str, Any] = {
+    row_defaults: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(RowOptions) if field.name not in kept
     }
-    return dataclasses.replace(config, **plain, chat_template=None, cached_dataset=tuple(caches))
+    return dataclasses.replace(config, **row_defaults, chat_template=None, cached_dataset=tuple(caches))
+
+
+def _cache_line(cache: str, summary: ExportSummary) -> str:
+    """A log line with the numbers of samples and rows of a cache, and its dropped rows by reason, most first."""
+    by_count = sorted(summary.dropped.items(), key=lambda reason_and_count: -reason_and_count[1])
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in by_count)
+    dropped = f"{sum(summary.dropped.values()):,} dropped"
+    if reasons:
+        dropped += f": {reasons}"
+    status = "found" if summary.already_finished else "made"
+    return f"cache {status}: {cache} ({summary.num_samples:,} samples of {summary.num_rows:,} rows, {dropped})"
 
 
 def rows_fingerprint(

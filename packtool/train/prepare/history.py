@@ -129,6 +129,7 @@ def read_history(output_dir: str) -> list[Segment]:
         with open(path, encoding="utf-8") as file:
             segments = load_json(file.read())["segments"]
         for fields in segments:
+            # JSON has lists in place of tuples, and the recipe's name without its folder.
             fields["caches"] = tuple(map(tuple, fields["caches"]))
             fields["assignments"] = tuple(map(tuple, fields["assignments"]))
             if "mix" in fields["config"]:
@@ -161,9 +162,10 @@ def ledger_name(step: int) -> str:
 def write_ledger(directory: str, ledger: Ledger, name: str = LEDGER_NAME) -> None:
     """Write a ledger into a checkpoint or another directory, in the format that the module describes."""
     arrays: _Arrays = {}
-    totals: list[dict[str, Any]] = []  # of each cache
+    totals: list[dict[str, Any]] = []  # of each cache, removed ones last
     for number, source in enumerate((*ledger.sources, *ledger.retired)):
-        arrays |= _bit_planes(f"{number}.before", source.before) | _bit_planes(f"{number}.epoch", source.epoch)
+        arrays |= _bit_planes(f"{number}.before", source.before)
+        arrays |= _bit_planes(f"{number}.epoch", source.epoch)
         arrays[f"{number}.skipped"] = source.skipped
         totals.append({field: getattr(source, field) for field in _TOTALS})
     num_sources = len(ledger.sources)
@@ -208,13 +210,7 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
             num_sources = len(header["sources"])
             change = None
             if header["change"] is not None:
-                step, epoch, *stages = header["change"]  # with at most one stage
-                sizes = [source.num for source in sources[:num_sources]]
-                left = tuple(_read_counts(arrays, f"{number}.left", size) for number, size in enumerate(sizes))
-                change = DataChange(step, epoch, left)
-                if stages:
-                    trained = [_read_counts(arrays, f"{number}.trained", size) for number, size in enumerate(sizes)]
-                    change = dataclasses.replace(change, stage=tuple(stages[0]), trained=tuple(trained))
+                change = _read_change(header["change"], arrays, [source.num for source in sources[:num_sources]])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MismatchError(f"{path} cannot be read: {error}", "Give another checkpoint.") from error
     return Ledger(
@@ -225,6 +221,19 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
         change=change,
         stage=None if header.get("stage") is None else tuple(header["stage"]),
     )
+
+
+def _read_change(change: list[Any], arrays: Any, sizes: list[int]) -> DataChange:
+    """The change of the data in a ledger file: its step, epoch and, in runs with stages, stage.
+
+    ``sizes`` are the numbers of samples of the caches.
+    """
+    step, epoch, *stages = change
+    left = tuple(_read_counts(arrays, f"{number}.left", size) for number, size in enumerate(sizes))
+    if not stages:
+        return DataChange(step, epoch, left)
+    trained = tuple(_read_counts(arrays, f"{number}.trained", size) for number, size in enumerate(sizes))
+    return DataChange(step, epoch, left, stage=tuple(stages[0]), trained=trained)
 
 
 def _bit_planes(name: str, counts: RowCounts) -> _Arrays:
@@ -258,20 +267,22 @@ class RunRecord:
 
     def begin(self, output_dir: str) -> None:
         """Write the history before the first step; a resumed run replaces segments that it trains again."""
-        folder, segment = os.path.join(output_dir, HISTORY), self._segment
+        folder = os.path.join(output_dir, HISTORY)
         storage.make_directory(folder)
-        segments: list[Segment] = []
+        segment = self._segment
+        earlier_segments: list[Segment] = []
         if self._checkpoint is not None:
             resumed_dir = os.path.dirname(os.path.abspath(self._checkpoint))
             if has_history(resumed_dir):
-                segments = [earlier for earlier in read_history(resumed_dir) if earlier.first < segment.first]
+                earlier_segments = [each for each in read_history(resumed_dir) if each.first < segment.first]
                 if os.path.realpath(resumed_dir) != os.path.realpath(output_dir):
                     shutil.copytree(os.path.join(resumed_dir, HISTORY), folder, dirs_exist_ok=True)
         if (mix := segment.config.get("mix")) is not None:
+            # The history keeps a copy of the recipe, as the user may change the file.
             name = f"mix-{segment.first}.yaml"
             storage.publish(os.path.join(folder, name), portable_recipe(mix))
             segment = dataclasses.replace(segment, config={**segment.config, "mix": name})
-        content = {"segments": [dataclasses.asdict(each) for each in (*segments, segment)]}
+        content = {"segments": [dataclasses.asdict(each) for each in (*earlier_segments, segment)]}
         storage.publish(os.path.join(folder, _RUN), (json.dumps(content, indent=1) + "\n").encode())
         if self.ledger.change is not None:
             write_ledger(folder, self.ledger, ledger_name(self.ledger.change.step))
@@ -296,60 +307,65 @@ class RunRecord:
 def ledger_after(
     ledger: Ledger, timeline: Timeline, step: int, skipped: Skipped = (), left_out: Sequence[int] = ()
 ) -> Ledger:
-    """The ledger after ``step`` steps of a timeline; ``skipped`` and ``left_out`` as for ``RunRecord.save``."""
-    lengths, targets = timeline.inputs.lengths, timeline.inputs.targets
+    """The ledger after ``step`` steps of a timeline, made of an earlier ledger of the run.
+
+    Between the two, all ranks skipped the samples ``skipped``, and the steps ``left_out`` changed no weight.
+    """
     while True:
-        stretch = timeline.stretch(ledger.step)
+        stretch = timeline.stretch(ledger.step)  # the steps of the epoch that the ledger has reached
         while ledger.epoch < stretch.epoch:
             ledger = ledger.in_next_epoch()
         if ledger.step >= step:
             return dataclasses.replace(ledger, stage=timeline.stage_of(ledger.step))
-        # Add the steps that belong to one epoch; its plan numbers them from ``first``.
-        plan, first = stretch.plan, stretch.first
-        new_steps = range(ledger.step, min(stretch.stop, step))
-        untrained = [
-            np.array([at for number, at in skipped if number in new_steps and number not in left_out], np.int64)
-        ]
+        plan = stretch.plan
+        new_steps = range(ledger.step, min(stretch.stop, step))  # steps of the run; step 0 of the plan is stretch.first
+        skipped_samples = [sample for number, sample in skipped if number in new_steps and number not in left_out]
+        untrained = [np.array(skipped_samples, np.int64)]
         for number in left_out:
             if number in new_steps:
-                untrained.append(plan.samples_of(number - first, number - first + 1))
-        plan_steps = range(new_steps.start - first, new_steps.stop - first)
-        ledger = ledger.plus(plan, plan_steps, lengths, targets, np.concatenate(untrained))
+                plan_step = number - stretch.first
+                untrained.append(plan.samples_of(plan_step, plan_step + 1))
+        plan_steps = range(new_steps.start - stretch.first, new_steps.stop - stretch.first)
+        inputs = timeline.inputs
+        ledger = ledger.plus(plan, plan_steps, inputs.lengths, inputs.targets, np.concatenate(untrained))
 
 
 def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
     """The ledger after ``step`` steps, for a checkpoint of an older packtool without one; no sample is skipped."""
-    inputs, (epoch, epoch_step) = timeline.inputs, timeline.locate(step)
-    reader, num_samples = inputs.for_training.reader, len(inputs.lengths)
+    inputs = timeline.inputs
+    num_samples = len(inputs.lengths)
+    current_epoch, epoch_step = timeline.locate(step)
     is_planned = np.bincount(timeline.first.full_packs.samples, minlength=num_samples) > 0
 
-    def occurrences(number: int) -> npt.NDArray[np.int64]:
+    def occurrences(epoch: int) -> npt.NDArray[np.int64]:
         """Occurrences of each sample in an epoch, (N,)."""
-        return np.asarray(is_planned if inputs.mixture is None else inputs.epoch_counts(number), np.int64)
+        return np.asarray(is_planned if inputs.mixture is None else inputs.epoch_counts(epoch), np.int64)
 
     # Training counts of each sample in earlier epochs, and in the current one.
-    before, in_epoch = np.zeros((2, num_samples), np.int64)
-    for number in range(epoch):
-        before += occurrences(number)
-    if epoch_step:
+    before = np.zeros(num_samples, np.int64)
+    in_epoch = np.zeros(num_samples, np.int64)
+    for epoch in range(current_epoch):
+        before += occurrences(epoch)
+    if epoch_step > 0:
         remaining = timeline.stretch(step).plan.packs_from(epoch_step).samples
-        in_epoch = occurrences(epoch) - np.bincount(remaining, minlength=num_samples)
+        in_epoch = occurrences(current_epoch) - np.bincount(remaining, minlength=num_samples)
     counts = before + in_epoch
-    sources, start = [], 0
-    for source in begin_ledger(reader).sources:
-        cache = slice(start, start + source.num)
+    sources = []
+    start = 0
+    for source in begin_ledger(inputs.for_training.reader).sources:
+        of_cache = slice(start, start + source.num)  # the samples of one cache
         start += source.num
         sources.append(
             dataclasses.replace(
                 source,
-                before=RowCounts.of(before[cache]),
-                epoch=RowCounts.of(in_epoch[cache]),
-                num_samples=int(counts[cache].sum()),
-                tokens=int((counts[cache] * inputs.lengths[cache]).sum()),
-                target_tokens=int((counts[cache] * inputs.targets[cache]).sum()),
+                before=RowCounts.of(before[of_cache]),
+                epoch=RowCounts.of(in_epoch[of_cache]),
+                num_samples=int(counts[of_cache].sum()),
+                tokens=int((counts[of_cache] * inputs.lengths[of_cache]).sum()),
+                target_tokens=int((counts[of_cache] * inputs.targets[of_cache]).sum()),
             )
         )
-    return Ledger(step=step, epoch=epoch, sources=tuple(sources))
+    return Ledger(step=step, epoch=current_epoch, sources=tuple(sources))
 
 
 def begin_ledger(reader: CacheReader) -> Ledger:
@@ -433,8 +449,8 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
                 f"{output_dir}/{HISTORY} lacks {name}, the samples left at a change of data", "Restore it."
             )
         change = ledger.change
-    _, *last_shape = segment.assignments[-1]
-    state = inputs.state(BatchShape(*last_shape))
+    _, *batch_shape = segment.assignments[-1]  # without its first step
+    state = inputs.state(BatchShape(*batch_shape))
     if (state.plan, state.steps) != (segment.plan, segment.steps):
         if config.plan is not None:
             raise MismatchError(
@@ -442,10 +458,12 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
                 f"its packs was {segment.plan} and is {state.plan}",
                 "Restore the original file: the samples of the run's steps are read from it.",
             )
+        # A schedule, such as that of Skrull, may depend on the hardware.
+        same_hardware = ", on the same kind of hardware" if state.schedule else ""
         raise MismatchError(
             f"the steps of {output_dir} cannot be planned again: packtool {segment.version} planned different steps "
             "for the same options and caches",
-            f"Inspect the run with that version{', on the same kind of hardware' if state.schedule else ''}.",
+            f"Inspect the run with that version{same_hardware}.",
         )
     return Replay(segment, stop, Timeline.of(inputs, segment.assignments, change))
 

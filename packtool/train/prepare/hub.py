@@ -79,19 +79,24 @@ class HubUploads:
             ) from self._error
         progress.note(f"uploaded to {self._api.endpoint}/{self.repo}")
 
-    def _upload(self, folder: str, step: int, temporary: str | None = None) -> None:
-        """Upload a checkpoint's model, and with some strategies all of it; keep an error, and remove ``temporary``."""
+    def _upload(self, checkpoint: str, step: int, temporary: str | None = None) -> None:
+        """Upload a checkpoint's model, and with some strategies all of its files into a folder of the repository.
+
+        An error is kept in ``self._error``. The directory ``temporary`` is removed afterwards.
+        """
         message = f"Training in progress, step {step}"
-        subfolder = {"checkpoint": "last-checkpoint", "all_checkpoints": os.path.basename(folder)}.get(self._strategy)
+        # Folder in the repository ("" is its top level), commit message, and patterns of files to leave out.
         uploads = [("", message, [*_RESUME_FILES, *self._ignored])]
-        if subfolder is not None:
-            uploads.append((subfolder, f"{message}, checkpoint", self._ignored))
+        if self._strategy == "checkpoint":
+            uploads.append(("last-checkpoint", f"{message}, checkpoint", self._ignored))
+        elif self._strategy == "all_checkpoints":
+            uploads.append((os.path.basename(checkpoint), f"{message}, checkpoint", self._ignored))
         try:
-            for path, commit_message, ignored in uploads:
+            for folder, commit_message, ignored in uploads:
                 self._api.upload_folder(
                     repo_id=self.repo,
-                    folder_path=folder,
-                    path_in_repo=path,
+                    folder_path=checkpoint,
+                    path_in_repo=folder,
                     commit_message=commit_message,
                     ignore_patterns=ignored,
                 )

@@ -97,8 +97,7 @@ class Inputs:
         assert self.options.cost is not None, "caches are planned with costs"
         no_sharing_reason = None
         if self.saved_plan is not None:
-            packs, placement = packs_of(self.saved_plan), self.saved_plan.parts
-            shared = load_shared_prefixes(packs, placement, self.model, self.reader)
+            shared = load_shared_prefixes(packs_of(self.saved_plan), self.saved_plan.parts, self.model, self.reader)
         else:
             shared, no_sharing_reason = find_shared(
                 self.config,
@@ -121,21 +120,21 @@ class Inputs:
 
     def reuse_plans(self, planned: Inputs) -> Inputs:
         """Reuse prefixes, mixtures and cached plans of ``planned`` if its plans are the same; else ``prepared``."""
-        options = planned.options
-        # These may differ: a plan is made for a number of ranks, and lengths were chosen when the caches were opened.
+        # Compare all options but the number of ranks, which each plan sets, and lengths, which are compared below.
         comparable_options = dataclasses.replace(
             self.options,
-            max_length=options.max_length,
-            packing_length=options.packing_length,
-            world_size=options.world_size,
+            max_length=planned.options.max_length,
+            packing_length=planned.options.packing_length,
+            world_size=planned.options.world_size,
         )
-        # Samples longer than a pack are left out by ``packtool plan``, and are an error in training.
-        is_only_in_training = (self.lengths > options.max_length) & (self.lengths <= self.options.max_length)
+        # ``packtool plan`` leaves out samples that are longer than a pack; in training they are an error.
+        max_planned_length = planned.options.max_length
+        is_only_in_training = (self.lengths > max_planned_length) & (self.lengths <= self.options.max_length)
         has_same_plans = (
             self.reader is not None
             and planned.reader is not None
             and self.reader.fingerprint == planned.reader.fingerprint
-            and comparable_options == options
+            and comparable_options == planned.options
             and self.recipe == planned.recipe
             and np.array_equal(self.targets, planned.targets)
             and (bool(planned.stages) or not is_only_in_training.any())
@@ -144,7 +143,7 @@ class Inputs:
             return self.prepared()
         return dataclasses.replace(
             self,
-            options=options if planned.stages else self.options,
+            options=planned.options if planned.stages else self.options,  # with stages, of the longest packs
             towers=planned.towers,
             shared=planned.shared,
             no_sharing_reason=planned.no_sharing_reason,
@@ -161,20 +160,25 @@ class Inputs:
             raise ConfigError.from_problems(problems)
         stages, mixtures = [], []
         for stage in recipe.stages:
-            length = stage.packing_length or self.options.packing_length
-            options = dataclasses.replace(self.options, packing_length=length, max_length=min(max_length, length))
-            size = stage.sequence_parallel_size or self.config.sequence_parallel_ranks
+            packing_length = stage.packing_length or self.options.packing_length
+            options = dataclasses.replace(
+                self.options, packing_length=packing_length, max_length=min(max_length, packing_length)
+            )
             mixture = self._mixture_of(stage, options.max_length)
+            size = stage.sequence_parallel_size or self.config.sequence_parallel_ranks
             mixtures.append(mixture)
             stages.append(
                 dataclasses.replace(self, options=options, mixture=mixture, sequence_parallel_size=size, shared=None)
             )
         longest_options = max((stage.options for stage in stages), key=lambda options: options.packing_length)
         # The mixture of the run has the samples of all stages; it gives names, weights and epochs of sources.
-        candidates_by_source = zip(*(mixture.candidates for mixture in mixtures), strict=True)
-        candidates = tuple(np.unique(np.concatenate(of_stages)) for of_stages in candidates_by_source)
-        joined = dataclasses.replace(mixtures[0], candidates=candidates, counts=tuple(map(len, candidates)))
-        return dataclasses.replace(self, recipe=recipe, options=longest_options, mixture=joined, stages=tuple(stages))
+        candidates = []  # of each source, the positions of its samples in any stage, ascending
+        for stage_candidates in zip(*(mixture.candidates for mixture in mixtures), strict=True):
+            candidates.append(np.unique(np.concatenate(stage_candidates)))
+        run_mixture = dataclasses.replace(mixtures[0], candidates=tuple(candidates), counts=tuple(map(len, candidates)))
+        return dataclasses.replace(
+            self, recipe=recipe, options=longest_options, mixture=run_mixture, stages=tuple(stages)
+        )
 
     def _mixture_of(self, recipe: Recipe, max_length: int) -> Mixture:
         assert self.reader is not None, "recipes mix caches"
@@ -229,7 +233,7 @@ class Inputs:
         towers: TowerWork | None,
         untrained: Int64Array | None = None,
     ) -> EpochPlan:
-        """The plan of an epoch without a mixture: of all samples, or of ``untrained`` ones, (M,), ascending."""
+        """The plan of an epoch without a mixture: of all samples, or of those at ``untrained``, (M,), ascending."""
         return plan_epoch(
             self.lengths,
             self.targets,
@@ -294,14 +298,17 @@ class Inputs:
         """The state of a run before its first step, to compare with checkpoints; plans the first epoch."""
         config, _, reader = self.for_training
         plan_fingerprint, steps_fingerprint = self.fingerprints(batch_shape)
-        skrull, num_samples = self.options.skrull, self.options.samples_per_step
         # Checkpoints hold this text and are compared with it, so it must not change: "a row" means a sequence.
-        schedule = "" if num_samples is None else f"{num_samples} samples a step"
+        skrull = self.options.skrull
         if skrull is not None:
             schedule = (
                 f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}, "
                 f"for {skrull.times.device}"
             )
+        elif self.options.samples_per_step is not None:
+            schedule = f"{self.options.samples_per_step} samples a step"
+        else:
+            schedule = ""
         return RunState.of(
             config,
             plan=plan_fingerprint,
@@ -365,31 +372,37 @@ class Inputs:
         return batch_shape._replace(world_size=num_processes // self.stages[number].sequence_parallel_size)
 
     def epoch_to_resume(self, ledger: Ledger, batch_shape: BatchShape) -> EpochToResume:
-        """Find the epoch in which a run with changed data resumes."""
+        """Find the epoch in which a run with changed data resumes; ``ledger`` is that of the checkpoint."""
         if not self.stages:
             if ledger.stage is not None and self.config.max_steps is None:
                 raise MismatchError(
                     "the run had stages and now has none, so the number of epochs left is unknown",
                     "Set its end with --max-steps N, or keep stages in the recipe.",
                 )
-            epoch = ledger.epoch
-            return EpochToResume(lambda _, in_epoch: self.epoch_counts(epoch, in_epoch), self.options.max_length, None)
+            return EpochToResume(
+                count_samples=lambda _, in_epoch: self.epoch_counts(ledger.epoch, in_epoch),
+                max_length=self.options.max_length,
+                stage=None,
+            )
         number = self._stage_at(ledger)
-        is_same_stage = ledger.stage is not None and ledger.stage[0] == number
-        first_epoch = ledger.stage[1] if ledger.stage is not None and is_same_stage else ledger.epoch
         stage = self.stages[number]
+        is_same_stage = False
+        first_epoch = ledger.epoch  # of the stage
+        if ledger.stage is not None and ledger.stage[0] == number:
+            is_same_stage = True
+            first_epoch = ledger.stage[1]
 
         def count_samples(before: Int64Array, in_epoch: Int64Array) -> Int64Array:
             mixture = stage.mixture
             assert mixture is not None, "every stage has a mixture"
             if ledger.epoch == first_epoch:  # a stage begins with a partial epoch
-                first_step = self.stage_end(number - 1) if number and self.config.max_steps is not None else 0
+                first_step = self.stage_end(number - 1) if number > 0 and self.config.max_steps is not None else 0
                 fraction, _ = self.first_epoch_fraction(number, int(first_step), batch_shape)
                 mixture = mixture.partial_epoch(fraction, before)
-            # Samples trained by another stage do not count for this one.
+            # Samples that another stage trained in this epoch do not count for this stage.
             return mixture.epoch_counts(ledger.epoch, in_epoch if is_same_stage else np.zeros_like(in_epoch))
 
-        return EpochToResume(count_samples, stage.options.max_length, (number, first_epoch))
+        return EpochToResume(count_samples, stage.options.max_length, stage=(number, first_epoch))
 
     def _stage_at(self, ledger: Ledger) -> int:
         """The 0-based number of the stage in which a run resumes with changed data."""
@@ -421,8 +434,10 @@ class EpochToResume(NamedTuple):
 
 def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
     """Conflicts of a recipe's stages with the settings of the run, a message for each."""
-    config, problems = inputs.config, []
-    num_shared, max_steps = config.sequence_parallel_ranks, config.max_steps
+    config = inputs.config
+    num_sharing = config.sequence_parallel_ranks  # processes that share a sequence
+    max_steps = config.max_steps
+    problems = []
     if inputs.options.skrull is not None:
         problems.append(
             f"{recipe.place}, stages: they cannot be combined with --schedule skrull; leave out one of them"
@@ -430,15 +445,16 @@ def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
     previous_end = 0  # step of the run after which the previous stage ends, with --max-steps
     for number, stage in enumerate(recipe.stages):
         key = f"{recipe.place}, stages[{number}]"
+        is_last = number + 1 == len(recipe.stages)
         if stage.packing_length is not None and not config.packing:
             problems.append(f"{key}.packing_length: it cannot be combined with --packing false; leave out one of them")
         size = stage.sequence_parallel_size
-        if size is not None and num_shared % size:
+        if size is not None and num_sharing % size != 0:
             problems.append(
-                f"{key}.sequence_parallel_size: {size} does not divide the {num_shared} processes of the run that "
+                f"{key}.sequence_parallel_size: {size} does not divide the {num_sharing} processes of the run that "
                 "share a sequence: give --sequence-parallel-size the largest size, and each stage a divisor of it"
             )
-        if max_steps is None:
+        if max_steps is None:  # then ends of stages are fractions of the run, which need no check
             if stage.until is not None:
                 problems.append(
                     f"{key}.until: {stage.until:,} steps need --max-steps: add it, or give a share of the run "
@@ -446,7 +462,7 @@ def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
                 )
             continue
         end = stage.until or round((stage.until_share or 0) * max_steps)
-        if number + 1 == len(recipe.stages):
+        if is_last:
             if previous_end >= max_steps:
                 problems.append(f"{key}: the run ends after step {max_steps:,} (--max-steps), before this stage begins")
         elif not stage.end:

@@ -57,12 +57,13 @@ def choices_of_targets(
     Raises:
         MismatchError: if the targets cannot be chosen without the rows, as with rules that weight parts of a text.
     """
-    scales = [None] * len(reader.directories) if recipe is None else [source.loss_scale for source in recipe.sources]
+    num_caches = len(reader.directories)
+    source_scales = [None] * num_caches if recipe is None else [source.loss_scale for source in recipe.sources]
     choices = []
-    for directory, manifest, source_scale in zip(reader.directories, reader.manifests, scales, strict=True):
-        option, scale = "--loss-scale", loss_scale
-        if source_scale is not None and recipe is not None:
-            option, scale = f"its loss_scale in {recipe.place}", source_scale
+    for directory, manifest, source_scale in zip(reader.directories, reader.manifests, source_scales, strict=True):
+        scale, option = loss_scale, "--loss-scale"  # the scale, and the setting that gives it, for messages
+        if recipe is not None and source_scale is not None:
+            scale, option = source_scale, f"its loss_scale in {recipe.place}"
         choices.append(None if scale is None else _target_choice(directory, manifest, files, scale, option))
     return tuple(choices)
 
@@ -90,37 +91,38 @@ def _target_choice(
     directory: str, manifest: Manifest, files: ModelFiles, loss_scale: str, option: str
 ) -> TargetChoice | None:
     """The choice of the target tokens of one cache; None if its export had this loss scale, which ``option`` sets."""
-    scale = loss_scale_of(loss_scale, files.is_hybrid_thinking)
-    exported = str(manifest.identity.spec.get("loss_scale", "default"))
-    wanted, current = parse_loss_scale(scale), parse_loss_scale(exported)
-    if current == wanted:
-        return None
-    by_processor = bool(family_of(files.config).processor_inputs)
-    # With equal rules, the targets of the last turn are some of the cache's. The turns in a cache end before the line
-    # breaks of ``TRAIN_NEWLINE``, so these cannot be kept.
-    narrows = (current.base, wanted.base) == ("default", "last_round") and TRAIN_NEWLINE not in current.rules
-    keeps_rules = current.rules == wanted.rules and narrows
-    # Samples of one row share tokens that only one of them may train.
     spec = manifest.identity.spec
+    scale = loss_scale_of(loss_scale, files.is_hybrid_thinking)
+    exported_scale = str(spec.get("loss_scale", "default"))
+    wanted, exported = parse_loss_scale(scale), parse_loss_scale(exported_scale)
+    if exported == wanted:
+        return None
+    # Rules weight parts of texts, which a cache does not record. So rules can only be kept as they are, and only if the
+    # targets are limited to the last turn. ``TRAIN_NEWLINE`` cannot be kept: turns in a cache end before line breaks.
+    limits_to_last_turn = (exported.base, wanted.base) == ("default", "last_round")
+    keeps_rules = exported.rules == wanted.rules and limits_to_last_turn and TRAIN_NEWLINE not in exported.rules
+    # Samples of one row share tokens that only one of them may train.
     has_split_rows = any(split.pieces_added for split in manifest.splits.values())
-    has_responses = has_split_rows and spec.get("truncation_strategy") != "split"
-    if "expand_turns" in spec or (wanted.base == "all" and has_responses):
+    has_samples_by_response = has_split_rows and spec.get("truncation_strategy") != "split"
+    processor_writes_text = bool(family_of(files.config).processor_inputs)
+    if "expand_turns" in spec or (wanted.base == "all" and has_samples_by_response):
         problem = (
             f"has several samples of one row, and the tokens that --loss-scale {scale} trains in each of them "
             "cannot be told without the rows"
         )
-    elif (current.rules or wanted.rules) and not keeps_rules:
+    elif (exported.rules or wanted.rules) and not keeps_rules:
         problem = (
-            f"was exported with --loss-scale {exported}: the parts of texts that {scale} weights differently "
+            f"was exported with --loss-scale {exported_scale}: the parts of texts that {scale} weights differently "
             "cannot be told without the rows"
         )
-    elif by_processor and _WIDTH[wanted.base] > _WIDTH[current.base]:
+    elif processor_writes_text and _WIDTH[wanted.base] > _WIDTH[exported.base]:
         problem = (
-            f"was exported with --loss-scale {exported}: among the tokens that {scale} trains in addition, "
+            f"was exported with --loss-scale {exported_scale}: among the tokens that {scale} trains in addition, "
             "placeholders of media cannot be told from text, because the model's own processor wrote them"
         )
     else:
-        return TargetChoice.of_config(wanted.base, files.config, among_targets=bool(wanted.rules) or by_processor)
+        among_targets = bool(wanted.rules) or processor_writes_text
+        return TargetChoice.of_config(wanted.base, files.config, among_targets=among_targets)
     changes: dict[str, str | None] = {"loss_scale": loss_scale}
     if expand_problems(spec.get("expand_turns"), loss_scale):
         changes["expand_turns"] = None  # this loss scale needs an export without --expand-turns
@@ -146,13 +148,14 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
         check_sources(reader, recipe, files)
     choices = choices_of_targets(reader, files, config.loss_scale, recipe)
     targets = RelabeledReader(reader, choices).target_tokens() if any(choices) else reader.index.target_tokens
-    saved = read_plan(config.plan) if config.plan is not None else None
-    if saved is not None:
-        check_plan(saved, config, reader)
     max_length = config.max_length or max(manifest.max_length for manifest in reader.manifests)
-    options = plan_options(config, max_length=max_length, world_size=1)
-    if saved is not None:
-        options = dataclasses.replace(options, max_length=saved.max_length, packing_length=saved.capacity)
+    saved_plan = None
+    if config.plan is not None:
+        saved_plan = read_plan(config.plan)
+        check_plan(saved_plan, config, reader)
+    options = plan_options(config, max_length=max_length, world_size=1)  # each plan sets its number of ranks
+    if saved_plan is not None:
+        options = dataclasses.replace(options, max_length=saved_plan.max_length, packing_length=saved_plan.capacity)
     # Warn now, because the one sample with a web address may come after hours.
     if config.media_access != "any" and any(map(_may_have_web_media, reader.manifests)):
         warning = "a cache was exported with --media-access any: if its rows have web addresses, training needs it too"
@@ -165,7 +168,7 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
         files,
         targets=targets,
         target_choices=choices,
-        saved_plan=saved,
+        saved_plan=saved_plan,
         notes=tuple(notes),
     )
     return inputs.prepared() if planned is None else inputs.reuse_plans(planned)
@@ -186,22 +189,23 @@ def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Input
     """
     directories, recipe = named_sources(config)
     reader = CacheReader.open(directories, copies=LocalCopies.of(config)) if directories else None
-    capacity = packing_length or config.packing_length
+    capacity = packing_length or config.packing_length  # maximum tokens of a pack; None for those of a sample
+    model = config.model
     if reader is not None:
         lengths: npt.NDArray[np.integer[Any]] = reader.index.length
         targets = planned_targets(reader, recipe, config.model)
         longest = max(manifest.max_length for manifest in reader.manifests)
+        exported_model = str(reader.manifests[0].identity.spec["model"])
+        if model is None and storage.exists(storage.join(exported_model, "config.json")):
+            model = exported_model
     else:
         lengths = targets = read_lengths(str(config.lengths))
         longest = capacity or int(lengths.max(initial=1))
-    model = config.model
-    if model is None and reader is not None:
-        model = str(reader.manifests[0].identity.spec["model"])
-        model = model if storage.exists(storage.join(model, "config.json")) else None
     files = None if model is None else ModelFiles.load(model)
-    max_length = min(config.max_length or longest, capacity or longest)
     if packing_length is None and config.max_length is not None:
         max_length = config.max_length
+    else:
+        max_length = min(config.max_length or longest, capacity or longest)
     data_parallel_size = config.world_size // config.sequence_parallel_ranks
     options = plan_options(config, max_length=max_length, world_size=data_parallel_size)
     options = dataclasses.replace(options, packing_length=capacity or max_length)
@@ -218,10 +222,14 @@ def _inputs(
     files: ModelFiles | None,
     **fields: Any,
 ) -> Inputs:
-    """Make inputs whose options have the costs of the model, or of one with 8 billion weights if ``files`` is None."""
+    """Make ``Inputs`` with the costs of the model, or of a model with 8 billion weights if ``files`` is None.
+
+    ``fields`` are further fields of ``Inputs``; without ``lengths``, those of the caches are taken.
+    """
     model = MODEL_PRESETS["8b"] if files is None else files.config
-    options = with_costs(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type)
-    assert options.cost is not None, "the model gives them"
+    hardware = read_hardware(config.hardware)
+    options = with_costs(options, model, config, hardware, config.sequence_parallel_type)
+    assert options.cost is not None, "with_costs adds it"
     if reader is not None:
         index = reader.index
         fields = {"lengths": index.length, "media_tokens": index.media_tokens, **fields}
@@ -242,12 +250,15 @@ def plan_options(options: PlanConfig | TrainConfig, *, max_length: int, world_si
     """The options of the planner, for samples of up to ``max_length`` and ``world_size`` data-parallel ranks."""
     skrull = None
     if options.schedule == "skrull":
-        bucket_size, num_ranks = options.bucket_tokens, options.sequence_parallel_ranks
-        if bucket_size is None:
+        if options.bucket_tokens is None:
             remedy = "Give a number of tokens, as in --bucket-size 8192."
             raise ConfigError("--bucket-size auto is decided by packtool train, and not known here.", remedy)
-        # Zigzag splits a sharded sequence into 2 P parts, a pair for each process, so that all have equal work.
-        skrull = SkrullOptions(bucket_size=bucket_size, sequence_parallel_size=num_ranks, alignment=2 * num_ranks)
+        num_ranks = options.sequence_parallel_ranks
+        skrull = SkrullOptions(
+            bucket_size=options.bucket_tokens,
+            sequence_parallel_size=num_ranks,
+            alignment=2 * num_ranks,  # zigzag gives each rank an early and a late part of a sharded sequence
+        )
     return part_of(
         PlanOptions,
         options,

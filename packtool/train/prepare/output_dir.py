@@ -162,19 +162,18 @@ def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
         the checkpoint's directory, None without one; and warnings on damaged checkpoints.
     """
     _check_is_possible(config.output_dir)
-    checkpoint, notes = find_checkpoint(
+    checkpoint, warnings = find_checkpoint(
         config.resume_from_checkpoint, config.output_dir, only_model=config.resume_only_model
     )
-    run_dir = None if checkpoint is None else os.path.realpath(os.path.dirname(checkpoint))
-    resumes_here = run_dir == os.path.realpath(config.output_dir)
+    resumed_dir = None if checkpoint is None else os.path.realpath(os.path.dirname(checkpoint))
+    resumes_here = resumed_dir == os.path.realpath(config.output_dir)
     if resumes_here and config.overwrite_output_dir:
         raise ConfigError(
             f"--overwrite-output-dir would delete {checkpoint}, from which this run resumes",
             "Leave out one of --overwrite-output-dir and --resume-from-checkpoint.",
         )
-    if resumes_here or config.overwrite_output_dir or config.add_version:
-        return checkpoint, notes
-    if run_files := _run_files(config.output_dir):
+    is_free = resumes_here or config.overwrite_output_dir or config.add_version
+    if not is_free and (run_files := _run_files(config.output_dir)):
         shown = ", ".join(run_files[:3]) + (", ..." if len(run_files) > 3 else "")
         resume = "--resume-from-checkpoint true resumes it, " if finished_checkpoints(config.output_dir) else ""
         raise ConfigError(
@@ -182,7 +181,7 @@ def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
             f"Give another directory; or {resume}--overwrite-output-dir true deletes it first, and --add-version true "
             "creates a numbered folder in it for each run.",
         )
-    return checkpoint, notes
+    return checkpoint, warnings
 
 
 def refuse_other_run(config: TrainConfig) -> None:
@@ -209,11 +208,11 @@ def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[Train
     if config.dry_run or not world.is_first:
         yield config, None
         return
-    new_directories = []  # innermost first
-    path = os.path.abspath(config.output_dir)
-    while not os.path.lexists(path):
-        new_directories.append(path)
-        path = os.path.dirname(path)
+    new_directories = []  # the output directory and its parents that do not exist, innermost first
+    directory = os.path.abspath(config.output_dir)
+    while not os.path.lexists(directory):
+        new_directories.append(directory)
+        directory = os.path.dirname(directory)
     try:
         os.makedirs(config.output_dir, exist_ok=True)
         if config.add_version:
@@ -226,7 +225,7 @@ def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[Train
             yield config, lock
     finally:
         for directory in new_directories:
-            with contextlib.suppress(OSError):  # not empty
+            with contextlib.suppress(OSError):  # the directory is not empty
                 os.rmdir(directory)
 
 
@@ -241,7 +240,10 @@ def _new_version(output_dir: str) -> str:
 
 
 def make_output_dir(config: TrainConfig, world: World) -> TrainConfig:
-    """Clear the directory with ``--overwrite-output-dir``; return the settings with the first rank's directory."""
+    """Delete an earlier run with ``--overwrite-output-dir``; return the settings with the first rank's directory.
+
+    With ``--add-version``, only the first rank knows the numbered folder, so all ranks must call this function.
+    """
     if world.is_first and config.overwrite_output_dir:
         # Files that packtool did not write stay.
         for name in _run_files(config.output_dir):
@@ -256,12 +258,12 @@ def make_output_dir(config: TrainConfig, world: World) -> TrainConfig:
         for name in _OTHER_NAMES:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(config.output_dir, name))
-    agreed: list[Any] = [config.output_dir]
+    output_dir: list[Any] = [config.output_dir]
     if config.add_version and world.size > 1:
         import torch.distributed as dist  # here, because directories are checked without torch
 
-        dist.broadcast_object_list(agreed)
-    return dataclasses.replace(config, output_dir=agreed[0])
+        dist.broadcast_object_list(output_dir)  # replaces the entry by the first rank's
+    return dataclasses.replace(config, output_dir=output_dir[0])
 
 
 def _check_is_possible(output_dir: str) -> None:

@@ -74,11 +74,13 @@ class Preview:
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
         """All figures by name, as JSON has them."""
-        summary, packs = self.plan.summary, self.plan.full_packs
+        summary = self.plan.summary
         assert summary.balance is not None, "a preview knows costs"
-        balance, num_plain = summary.balance, summary.options.samples_per_plain_step
-        over = summary.num_packs / summary.lower_bound - 1 if summary.lower_bound else 0.0
-        keeps_packs = summary.options.packing and summary.skrull is None
+        capacity = self.plan.full_packs.capacity
+        num_unpacked = summary.options.samples_per_plain_step  # samples of a step without packing
+        waste_tokens = None  # known if packs are computed as planned
+        if summary.options.packing and summary.skrull is None:
+            waste_tokens = summary.num_packs * capacity - summary.num_tokens
         figures: dict[str, Any] = {
             "num_samples": summary.num_samples,
             "num_samples_in_caches": summary.num_cached,
@@ -88,39 +90,46 @@ class Preview:
             "tokens": summary.num_tokens,
             "target_tokens": summary.num_target_tokens,
             "num_packs": summary.num_packs,
-            "packing_length": packs.capacity,
+            "packing_length": capacity,
             "samples_per_pack": summary.samples_per_pack,
             "fill": summary.fill,
-            "waste_tokens": summary.num_packs * packs.capacity - summary.num_tokens if keeps_packs else None,
+            "waste_tokens": waste_tokens,
             "lower_bound": summary.lower_bound,
-            "over_lower_bound": over,
+            "over_lower_bound": summary.num_packs / summary.lower_bound - 1 if summary.lower_bound else 0.0,
             "plan_seconds": round(self.seconds, 4),
             "steps_per_epoch": summary.num_steps,
             "steps_without_packing": summary.num_steps_without_packing,
             "samples_per_step": summary.samples_per_step,
             "target_tokens_per_step": summary.samples_per_step * summary.targets_per_sample,
-            "samples_per_step_without_packing": num_plain,
-            "target_tokens_per_step_without_packing": num_plain * summary.targets_per_sample,
+            "samples_per_step_without_packing": num_unpacked,
+            "target_tokens_per_step_without_packing": num_unpacked * summary.targets_per_sample,
             **self._plain_batches(),
             "num_empty_micro_batches": summary.num_empty_micro_batches,
             "efficient_attn_ratio": summary.efficient_attn_ratio,
-            "balance": balance.figures(),
+            "balance": summary.balance.figures(),
             "skrull": None if summary.skrull is None else summary.skrull.figures(summary.num_tokens),
             "shared_prefixes": self._shared_figures(),
             "sources": self.source_figures,
             "stages": self.timeline.figures() or None,
-            "flops_per_epoch": balance.flops,
+            "flops_per_epoch": summary.balance.flops,
             "cost_model": self.cost_source,
             "plan_fingerprint": self.plan.fingerprint,
             "cache_fingerprint": None if self.inputs.reader is None else self.inputs.reader.fingerprint,
         }
         if tflops is not None:
-            # Ranks wait for the slowest of each step.
-            mean = balance.mean if summary.skrull is None else summary.skrull.mean
-            flops = balance.flops * mean * self.num_epochs if not self.inputs.stages else self.timeline.slowest_flops()
-            slowest = flops / self.options.world_size / self.first_inputs.sequence_parallel_size
-            figures["hours"] = slowest / (tflops * 1e12 * mfu) / 3600
+            figures["hours"] = self._slowest_flops() / (tflops * 1e12 * mfu) / 3600
         return figures
+
+    def _slowest_flops(self) -> float:
+        """FLOPs of one process in the run if it were the slowest in every step, as all processes wait for that."""
+        summary = self.plan.summary
+        assert summary.balance is not None, "a preview knows costs"
+        if self.inputs.stages:
+            flops = self.timeline.slowest_flops()
+        else:
+            slowest_over_mean = summary.balance.mean if summary.skrull is None else summary.skrull.mean
+            flops = summary.balance.flops * slowest_over_mean * self.num_epochs
+        return flops / self.options.world_size / self.first_inputs.sequence_parallel_size
 
     @cached_property
     def unshared_summary(self) -> PlanSummary:
@@ -131,8 +140,8 @@ class Preview:
 
     def _plain_batches(self) -> dict[str, Any]:
         """Figures of the same samples in padded batches, with as many rows as a pack has samples on average."""
-        inputs, seed = self.first_inputs, self.inputs.config.seed
-        # Such a batch needs about as much memory as a pack.
+        inputs = self.first_inputs
+        # A padded batch of this many rows needs about as much memory as a pack.
         num_rows = max(round(self.unshared_summary.samples_per_pack), 1) * inputs.options.per_device_train_batch_size
         options = dataclasses.replace(
             self.options,
@@ -149,11 +158,12 @@ class Preview:
             samples_per_step=None,
             skrull=None,
         )
+        seed = self.inputs.config.seed
         if inputs.mixture is None:
             padded = plan_epoch(inputs.lengths, inputs.targets, options, seed=seed)
         else:
             padded = plan_mixture(inputs.mixture, options, seed=seed)
-        fill = padded_fill(padded.packs, padded.steps)
+        fill = padded_fill(padded.packs, padded.steps)  # fraction of tokens that are no padding
         return {
             "padding_of_plain_batches": 1 - fill,
             "rows_of_plain_batches": num_rows,
@@ -204,13 +214,14 @@ class Preview:
         if shared is None:
             return None
         assert self.options.cost is not None, "a preview knows costs"
-        sizes = np.diff(shared.trees.offsets)
-        sizes = sizes[sizes > 1]
+        samples_per_tree = np.diff(shared.trees.offsets)
+        samples_per_tree = samples_per_tree[samples_per_tree > 1]  # a tree of one sample shares nothing
+        step_of_pack = self.plan.steps.locations()[:, 0]
         return {
-            "num_trees": len(sizes),
-            "samples_per_tree": float(sizes.mean()),
-            "largest_tree": int(sizes.max()),
-            **({} if self.parts is None else self.parts.figures(self.plan.steps.locations()[:, 0])),
+            "num_trees": len(samples_per_tree),
+            "samples_per_tree": float(samples_per_tree.mean()),
+            "largest_tree": int(samples_per_tree.max()),
+            **({} if self.parts is None else self.parts.figures(step_of_pack)),
             "tokens_without": shared.num_whole_tokens,
             "tokens_saved": shared.trees.num_shared_tokens,
             "token_share_saved": shared.saved,
@@ -225,13 +236,16 @@ class Preview:
         assert reader is not None, "checked with the settings"
         # A plan file has the packs of one epoch, so it does not record the mixture.
         packs = dataclasses.replace(self.plan.full_packs, mixture="")
+        # Step, rank and micro-batch of each sample. Skrull assigns samples one by one: ``plan.packs`` then has a pack
+        # for each sample, in the order of ``full_packs``.
+        samples_per_assigned_pack = np.diff(self.plan.packs.offsets)
+        locations = np.repeat(self.plan.steps.locations(), samples_per_assigned_pack, axis=0)
         plan = SavedPlan(
             samples=packs.samples,
             offsets=packs.offsets,
             lengths=packs.lengths,
             shared=packs.shared,
-            # Skrull trains a pack's samples one by one, in the packs' order.
-            locations=np.repeat(self.plan.steps.locations(), np.diff(self.plan.packs.offsets), axis=0),
+            locations=locations,
             capacity=packs.capacity,
             max_length=self.options.max_length,
             seed=self.inputs.config.seed,
@@ -261,30 +275,35 @@ def resumed_figures(config: PlanConfig) -> dict[str, Any]:
         all figures by their names in JSON; of the run's own caches if ``config`` has neither caches nor a recipe.
     """
     assert config.resume is not None, "the command has --resume"
-    directory = config.resume.rstrip("/")
+    directory = config.resume.rstrip("/")  # a checkpoint, or the output directory of a run
     output_dir = run_directory(directory)
     segments = read_history(output_dir)
     checkpoint, _ = find_checkpoint(directory if is_checkpoint(directory) else "true", output_dir)
     assert checkpoint is not None, "a directory was named"
     step = read_run_state(checkpoint).step
+    # The segment that trained the last step before the checkpoint; a checkpoint before any step is of the first.
     segment = next(each for each in reversed(segments) if each.first < step or each is segments[0])
-    train = segment.train_config
+    train_config = segment.train_config
     has_caches = bool(config.cached_dataset or config.mix)
-    train = dataclasses.replace(
-        train,
-        cached_dataset=config.cached_dataset if has_caches else train.cached_dataset,
-        mix=config.mix if has_caches else train.mix,
+    train_config = dataclasses.replace(
+        train_config,
+        cached_dataset=config.cached_dataset if has_caches else train_config.cached_dataset,
+        mix=config.mix if has_caches else train_config.mix,
         output_dir=output_dir,
         resume_from_checkpoint=checkpoint,
         data_change="allow",
     )
-    if problems := train.problems(MixOptions):
+    if problems := train_config.problems(MixOptions):
         raise ConfigError.from_problems(problems)
-    ranks = train.sequence_parallel_ranks
-    size = segment.assignments[-1][1] * ranks if config.world_size == 1 else config.world_size
-    run = Run.of(train, World(size=size).shared_by(ranks))
+    num_sharing = train_config.sequence_parallel_ranks  # processes that share a sequence
+    num_processes = config.world_size
+    if num_processes == 1:  # the default of ``packtool plan``: take as many as the run had
+        _, num_data_parallel, *_ = segment.assignments[-1]
+        num_processes = num_data_parallel * num_sharing
+    run = Run.of(train_config, World(size=num_processes).shared_by(num_sharing))
     timeline = run.caches.timeline
     stretch = timeline.stretch(run.start)
+    samples_left = stretch.plan.samples_of(run.start - stretch.first, stretch.stop - stretch.first)
     return {
         "checkpoint": run.resume_point.checkpoint,
         "step": run.start,
@@ -294,7 +313,7 @@ def resumed_figures(config: PlanConfig) -> dict[str, Any]:
         "steps": timeline.num_steps,
         "steps_before": steps_planned(checkpoint),
         "world_size": run.world.data.size,
-        "samples_left_in_epoch": len(stretch.plan.samples_of(run.start - stretch.first, stretch.stop - stretch.first)),
+        "samples_left_in_epoch": len(samples_left),
         "data_changed": bool(run.changes),
         "sources": [dataclasses.asdict(source) for source in run.changes],
         "stages": timeline.figures() or None,

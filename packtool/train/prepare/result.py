@@ -17,6 +17,8 @@ from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
 from packtool.planning.summary import (
     MIN_GROWTH_FOR_ADVICE,
+    PlanSummary,
+    SkrullFigures,
     batch_sentence,
     fixed_batch_clause,
     learning_rate_advice,
@@ -147,38 +149,53 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
 
 def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) -> Iterator[str]:
     """Describe the plan before the first step."""
-    summary, num_steps = timeline.first.summary, timeline.num_steps
-    reason = f"longer than {summary.options.max_length:,} tokens"
-    if timeline.inputs.mixture is not None:
-        reason += ", or excluded by the limits of their source,"
+    summary = timeline.first.summary
     if config.plan is not None:
         reason = f"that are not in --plan {config.plan}"
+    elif timeline.inputs.mixture is not None:
+        reason = f"longer than {summary.options.max_length:,} tokens, or excluded by the limits of their source,"
+    else:
+        reason = f"longer than {summary.options.max_length:,} tokens"
     left_out = f"; {summary.num_filtered:,} {reason} are left out" if summary.num_filtered else ""
-    left_out += f"; {summary.num_not_drawn:,} are not drawn in this epoch" if summary.num_not_drawn else ""
+    if summary.num_not_drawn:
+        left_out += f"; {summary.num_not_drawn:,} are not drawn in this epoch"
     yield f"samples in the caches: {summary.num_cached:,}{left_out}"
-    num, repeats = f"{summary.num_samples:,}", summary.num_samples - summary.num_distinct
-    again = f", {repeats:,} of them repeated" if repeats else ""
-    yield f"samples to train on: {num}{again}; longest: {summary.longest:,} tokens"
+    num_repeats = summary.num_samples - summary.num_distinct
+    repeated = f", {num_repeats:,} of them repeated" if num_repeats else ""
+    yield f"samples to train on: {summary.num_samples:,}{repeated}; longest: {summary.longest:,} tokens"
     processes = f"{num_processes} process{'es' if num_processes > 1 else ''}"
     if summary.skrull is not None:
-        figures, size = summary.skrull, summary.skrull.options.sequence_parallel_size
-        local = f"{figures.num_local_tokens / summary.num_tokens:.1%} of the tokens are local to a process"
-        yield (
-            f"skrull: {figures.num_micro_batches:,} micro-batch{'es' if figures.num_micro_batches != 1 else ''} of "
-            f"{figures.options.bucket_size:,} tokens at most per process, {figures.bucket_fill:.1%} full, and "
-            f"{summary.num_empty_micro_batches:,} empty ones"
-            f"{f'; {local}, the others shared by {size}' if size > 1 else ''}"
-        )
-        yield f"optimizer steps: {num_steps:,}; {processes}"
+        yield _skrull_line(summary, summary.skrull)
+        yield f"optimizer steps: {timeline.num_steps:,}; {processes}"
         yield from _batch_lines(config, timeline)
-        return
-    if not summary.options.packing:
+    elif summary.options.packing:
+        yield from _packing_lines(config, timeline, processes)
+    else:
         unpacked = "padded rows of one sample each (--packing false)"
         if (num_tokens := config.dynamic_batch_tokens) is not None:
             unpacked = f"batches of up to {num_tokens:,} tokens without padding (--dynamic-batch-tokens)"
         yield f"packing: no, but {unpacked}; {summary.fill:.1%} of tokens are not padding; {processes}"
-        yield f"optimizer steps: {num_steps:,}"
-        return
+        yield f"optimizer steps: {timeline.num_steps:,}"
+
+
+def _skrull_line(summary: PlanSummary, skrull: SkrullFigures) -> str:
+    """Describe the micro-batches of an epoch that Skrull schedules."""
+    plural = "es" if skrull.num_micro_batches != 1 else ""
+    line = (
+        f"skrull: {skrull.num_micro_batches:,} micro-batch{plural} of {skrull.options.bucket_size:,} tokens at most "
+        f"per process, {skrull.bucket_fill:.1%} full, and {summary.num_empty_micro_batches:,} empty ones"
+    )
+    num_sharing = skrull.options.sequence_parallel_size
+    if num_sharing > 1:
+        local_share = skrull.num_local_tokens / summary.num_tokens
+        line += f"; {local_share:.1%} of the tokens are local to a process, the others shared by {num_sharing}"
+    return line
+
+
+def _packing_lines(config: TrainConfig, timeline: Timeline, processes: str) -> Iterator[str]:
+    """Describe the packs and steps of a plan without Skrull; ``processes`` is their number in words."""
+    summary = timeline.first.summary
+    num_steps = timeline.num_steps
     yield (
         f"packing: yes (--packing false pads); packing length: {summary.options.packing_length:,}, packing processes: "
         f"{summary.options.packing_num_proc}, {processes}"
@@ -195,9 +212,12 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) 
         return
     if last := last_step_line(timeline):
         yield last
-    without = timeline.num_steps_without_packing()
-    saved = 1 - num_steps / without
-    yield f"optimizer steps: {num_steps:,} with packing, {without:,} with one sample per row ({saved:.0%} fewer)"
+    num_unpacked_steps = timeline.num_steps_without_packing()
+    saved = 1 - num_steps / num_unpacked_steps
+    yield (
+        f"optimizer steps: {num_steps:,} with packing, {num_unpacked_steps:,} with one sample per row "
+        f"({saved:.0%} fewer)"
+    )
     yield from _batch_lines(config, timeline)
 
 

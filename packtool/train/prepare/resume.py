@@ -97,7 +97,7 @@ def _match_counts(
 
     Args:
         removed: ledgers of removed caches; the first ``num_leaving`` were removed since the checkpoint, the others
-            earlier. Their samples are joined, one cache after the other.
+            earlier. Their samples are joined to one sequence of M samples, one cache after the other.
         new: numbers of the new caches in ``reader``.
     """
     if not new or not removed:
@@ -105,9 +105,10 @@ def _match_counts(
         zeros = {cache: np.zeros(sizes[cache], np.int64) for cache in new}
         unmatched = {cache: NewCacheCounts(zeros[cache], zeros[cache], sizes[cache]) for cache in new}
         return MatchedCounts(unmatched, [np.ones(source.num, np.bool_) for source in removed])
-    before = concatenate_counts([source.before for source in removed])
+    before = concatenate_counts([source.before for source in removed])  # (M,)
     in_epoch = concatenate_counts([source.epoch for source in removed])
-    # Samples of earlier removed caches that were matched then have no counts left, and are no candidates again.
+    # A cache that was removed earlier has counts only for samples that no other cache took over then. The others must
+    # not be matched a second time.
     is_candidate = before + in_epoch > 0
     is_candidate[: sum(source.num for source in removed[:num_leaving])] = True
     candidates = np.flatnonzero(is_candidate)
@@ -116,9 +117,9 @@ def _match_counts(
     new_origins = {cache: read_origins(reader, cache) for cache in new}
     old_keys = np.concatenate([_row_keys(origins) for origins in old_origins], axis=1)[:, candidates]
     row_matches = {cache: match(old_keys, _row_keys(origins)) for cache, origins in new_origins.items()}
-    # Match by content what was not matched by row with any cache.
-    has_no_row_match = np.logical_and.reduce([row_match.is_gone for row_match in row_matches.values()])
-    unmatched_by_row = candidates[has_no_row_match]
+    # Match by content the candidates whose row is in none of the new caches.
+    is_unmatched = np.logical_and.reduce([row_match.is_gone for row_match in row_matches.values()])
+    unmatched_by_row = candidates[is_unmatched]
     content_matches = _match_contents(removed, unmatched_by_row, before + in_epoch, reader, row_matches)
     if content_matches is None:
         _check_rows_unchanged(removed, old_origins, new_origins)
@@ -129,10 +130,12 @@ def _match_counts(
     counts = {}
     for cache, row_match in row_matches.items():
         pairs = content_matches[cache]
-        cache_before, cache_in_epoch = row_match.transfer(before[candidates]), row_match.transfer(in_epoch[candidates])
-        cache_before[pairs.new], cache_in_epoch[pairs.new] = before[pairs.removed], in_epoch[pairs.removed]
+        new_before = row_match.transfer(before[candidates])
+        new_in_epoch = row_match.transfer(in_epoch[candidates])
+        new_before[pairs.new] = before[pairs.removed]
+        new_in_epoch[pairs.new] = in_epoch[pairs.removed]
         num_unmatched = int(row_match.is_new.sum()) - len(pairs.new)
-        counts[cache] = NewCacheCounts(cache_before, cache_in_epoch, num_unmatched)
+        counts[cache] = NewCacheCounts(new_before, new_in_epoch, num_unmatched)
         is_gone[pairs.removed] = False
     ends = np.cumsum([source.num for source in removed])
     return MatchedCounts(counts, np.split(is_gone, ends[:-1]))
@@ -157,26 +160,28 @@ def _match_contents(
         by number of the new cache, its matches; None if a removed cache cannot be read.
     """
     unmatched_new = {cache: np.flatnonzero(row_match.is_new) for cache, row_match in row_matches.items()}
-    if not len(unmatched) or not any(len(samples) for samples in unmatched_new.values()):
+    if not len(unmatched) or not any(len(positions) for positions in unmatched_new.values()):
         return dict.fromkeys(row_matches, ContentMatches(_NO_POSITIONS, _NO_POSITIONS))
-    contents = np.zeros(len(unmatched), np.uint64)  # a hash of each unmatched sample of the removed caches
+    old_hashes = np.zeros(len(unmatched), np.uint64)
     stop = 0
     for source in removed:
-        start, stop = stop, stop + source.num
+        start = stop  # the samples of this cache are at start, ..., stop - 1 in the joined samples
+        stop = start + source.num
         is_of_source = (unmatched >= start) & (unmatched < stop)
         if is_of_source.any():
             removed_cache = _open_unchanged(source)
             if removed_cache is None:
                 return None
-            contents[is_of_source] = hash_contents(removed_cache, unmatched[is_of_source] - start)
-    old_keys = content_keys(contents, counts[unmatched])
+            old_hashes[is_of_source] = hash_contents(removed_cache, unmatched[is_of_source] - start)
+    old_keys = content_keys(old_hashes, counts[unmatched])
     matches = {}
-    for cache, samples in unmatched_new.items():
-        new_contents = hash_contents(reader, samples + reader.offsets[cache])
-        new_keys = content_keys(new_contents, np.zeros(len(samples), np.int64))
-        same = match(old_keys, new_keys).same  # number of the equal old sample, -1 for none
-        is_matched = same >= 0
-        matches[cache] = ContentMatches(new=samples[is_matched], removed=unmatched[same[is_matched]])
+    for cache, positions in unmatched_new.items():
+        new_hashes = hash_contents(reader, positions + reader.offsets[cache])
+        new_keys = content_keys(new_hashes, np.zeros(len(positions), np.int64))
+        # The index in ``unmatched`` of the equal old sample of each new one, -1 for none.
+        equal_index = match(old_keys, new_keys).same
+        is_matched = equal_index >= 0
+        matches[cache] = ContentMatches(new=positions[is_matched], removed=unmatched[equal_index[is_matched]])
     return matches
 
 
@@ -278,7 +283,7 @@ def change_lines(change: DataChange, sources: Sequence[SourceChange], steps_left
 def with_changed_data(
     ledger: Ledger, reader: CacheReader, epoch: EpochToResume, history: str
 ) -> tuple[Ledger, tuple[SourceChange, ...]]:
-    """Transfer the ledger of a checkpoint to the changed caches of ``reader``.
+    """Transfer the ledger of a checkpoint to the changed caches of ``reader``; ``history`` is that of its run.
 
     Returns:
         the ledger of these caches, with the change; and the change of each cache, removed ones last.
@@ -288,25 +293,31 @@ def with_changed_data(
     # Caches that were removed earlier may come back under another export, if they have trained rows.
     removed = [*leaving, *(source for source in ledger.retired if source.trained.num_rows)]
     matched = _match_counts(removed, len(leaving), reader, new, history)
-    removed_before = {source.fingerprint: source for source in reversed(ledger.retired)}
+    removed_earlier = {source.fingerprint: source for source in reversed(ledger.retired)}
     # The ledger of each cache of the resumed run.
     sources = []
     for cache, (directory, manifest, source) in enumerate(zip(reader.directories, reader.manifests, kept, strict=True)):
         if source is None:
             counts = matched.new[cache]
-            source = removed_before.get(manifest.fingerprint)
-            source = source or SourceLedger.begin("", manifest.fingerprint, len(counts.before))
-            before, in_epoch = RowCounts.of(counts.before), RowCounts.of(counts.in_epoch)
-            source = dataclasses.replace(source, before=before, epoch=in_epoch)
+            source = removed_earlier.get(manifest.fingerprint)
+            if source is None:
+                source = SourceLedger.begin("", manifest.fingerprint, len(counts.before))
+            source = dataclasses.replace(
+                source, before=RowCounts.of(counts.before), epoch=RowCounts.of(counts.in_epoch)
+            )
         sources.append(dataclasses.replace(source, directory=storage.absolute(directory)))
-    # The samples that the epoch has yet to train, over all caches.
+    # How often the epoch has yet to train each sample of all caches, (N,).
     before_epoch = concatenate_counts([source.before for source in sources])
     trained_in_epoch = concatenate_counts([source.epoch for source in sources])
     remaining = np.maximum(epoch.count_samples(before_epoch, trained_in_epoch) - trained_in_epoch, 0)
-    bounds = reader.offsets[1:-1]
-    remaining_by_cache = tuple(RowCounts.of(counts) for counts in np.split(remaining, bounds))
-    trained = () if epoch.stage is None else tuple(source.trained for source in sources)
-    change = DataChange(ledger.step, ledger.epoch, remaining_by_cache, epoch.stage, trained)
+    bounds = reader.offsets[1:-1]  # between the caches
+    change = DataChange(
+        ledger.step,
+        ledger.epoch,
+        left=tuple(RowCounts.of(counts) for counts in np.split(remaining, bounds)),
+        stage=epoch.stage,
+        trained=() if epoch.stage is None else tuple(source.trained for source in sources),
+    )
     new_ledger = dataclasses.replace(
         ledger,
         sources=tuple(sources),
@@ -316,7 +327,7 @@ def with_changed_data(
     )
     to_train = np.where(reader.index.length <= epoch.max_length, remaining, 0)
     num_left = [int(counts.sum()) for counts in np.split(to_train, bounds)]
-    return new_ledger, _describe_changes(new_ledger, kept, leaving, matched, removed_before, num_left)
+    return new_ledger, _describe_changes(new_ledger, kept, leaving, matched, removed_earlier, num_left)
 
 
 def _retired_ledgers(
@@ -339,24 +350,27 @@ def _describe_changes(
     kept: Sequence[SourceLedger | None],
     leaving: Sequence[SourceLedger],
     matched: MatchedCounts,
-    removed_before: Mapping[str, SourceLedger],
+    removed_earlier: Mapping[str, SourceLedger],
     num_left: Sequence[int],
 ) -> tuple[SourceChange, ...]:
     """The change of each cache of the resumed run, then of those removed since the checkpoint.
 
     Args:
-        ledger, num_left: of the caches of the resumed run: samples that the epoch has yet to train.
-        kept: ledger of each of these caches in the checkpoint; None for a new cache.
-        leaving: caches removed since the checkpoint, the first ones in ``matched.is_gone``.
-        removed_before: caches that were removed earlier, by fingerprint.
+        ledger: of the resumed run.
+        kept: ledger of each of its caches in the checkpoint; None for a new cache.
+        leaving: ledgers of the caches removed since the checkpoint, which are the first ones in ``matched.is_gone``.
+        removed_earlier: ledgers of the caches removed before the checkpoint, by fingerprint.
+        num_left: samples of each cache of the resumed run that the epoch has yet to train.
     """
     changes = []
-    for cache, (source, before) in enumerate(zip(ledger.sources, kept, strict=True)):
-        status: SourceStatus = "as before"
+    for cache, (source, saved_source) in enumerate(zip(ledger.sources, kept, strict=True)):
         num_new = 0
-        if before is None and source.fingerprint in removed_before:
+        status: SourceStatus
+        if saved_source is not None:
+            status = "as before"
+        elif source.fingerprint in removed_earlier:
             status = "back"
-        elif before is None:
+        else:
             num_new = matched.new[cache].num_unmatched
             status = "exported again" if num_new < source.num else "new"
         num_trained = source.epoch.num_rows
@@ -412,13 +426,14 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
 
     ``state`` is that of a new run with these options and caches.
     """
-    saved, checkpoint = resume_point.before, resume_point.checkpoint
     config, _, reader = inputs.for_training
+    checkpoint, saved = resume_point.checkpoint, resume_point.before
     if saved is None:
         return ResumedState(Timeline.of(inputs, ((0, *state.batch_shape),)), state, begin_ledger(reader))
-    # packtool.Batches resumes without a checkpoint, and so without a ledger.
-    ledger = begin_ledger(reader) if checkpoint is None else read_ledger(checkpoint)
-    if checkpoint is not None:
+    if checkpoint is None:
+        ledger: Ledger | None = begin_ledger(reader)  # packtool.Batches resumes without a checkpoint
+    else:
+        ledger = read_ledger(checkpoint)
         sources = () if ledger is None else ledger.sources
         state.check_continues(
             checkpoint,
@@ -429,7 +444,8 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
         check_resumable(checkpoint, world.rank, world.size)
         if (state.cache, state.plan) != (saved.cache, saved.plan):
             return _resume_with_changed_data(checkpoint, saved, state, inputs, ledger)
-    assignments, notes = saved.assignments or ((0, *saved.batch_shape),), []
+    notes = []
+    assignments = saved.assignments or ((0, *saved.batch_shape),)
     origin = checkpoint or "this state"
     if state.needs_reassignment(saved):
         notes.append(
@@ -460,15 +476,17 @@ def _resume_with_changed_data(
             f"{checkpoint} is from an older packtool and has no ledger, so it is unknown which samples were trained",
             "Resume with its own caches until the next checkpoint, and change the data there.",
         )
-    step, epoch = saved.step, inputs.epoch_to_resume(ledger, state.batch_shape)
+    step = saved.step
+    epoch = inputs.epoch_to_resume(ledger, state.batch_shape)
     ledger, changes = with_changed_data(ledger, inputs.for_training.reader, epoch, history_of(checkpoint))
-    assert ledger.change is not None, "made with it"
+    assert ledger.change is not None, "with_changed_data adds it"
     assignments = ((step, *state.batch_shape),)
     timeline = Timeline.of(inputs, assignments, ledger.change)
     state = dataclasses.replace(state, assignments=assignments, data_since=step)
     # Describe what is left of the epoch and of the run.
-    stretch, num_steps, num_steps_before = timeline.stretch(step), timeline.num_steps, steps_planned(checkpoint)
+    stretch = timeline.stretch(step)
     steps_left = stretch.stop - step if stretch.epoch == ledger.epoch else 0
+    num_steps, num_steps_before = timeline.num_steps, steps_planned(checkpoint)
     run_end = f"the run ends after step {num_steps:,}"
     if epoch.stage is None:
         run_end = f"later epochs have {timeline.steps_per_epoch:,} steps each, and {run_end}"
@@ -498,28 +516,30 @@ def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState
     checkpoint, saved = resume_point.checkpoint, resume_point.before
     if checkpoint is None or saved is None:
         return
-    # Values of changed options as text, before and now; an older packtool does not record its options.
-    changes: dict[str, tuple[str, str]] = {}
-    saved_options, options = read_options(checkpoint), recorded_options(config)
-    if saved_options is not None:
+    changes: dict[str, tuple[str, str]] = {}  # values of changed options as text, before and now
+    saved_options = read_options(checkpoint)
+    new_options = recorded_options(config)
+    if saved_options is not None:  # an older packtool does not record its options
         for field in dataclasses.fields(config):
             name = field.name
-            if name not in _OPTIONS_WITHOUT_EFFECT and saved_options.get(name) != options.get(name):
-                changes[name] = _option_text(field, saved_options), _option_text(field, options)
+            if name not in _OPTIONS_WITHOUT_EFFECT and saved_options.get(name) != new_options.get(name):
+                changes[name] = (_option_text(field, saved_options), _option_text(field, new_options))
     panels = {field.name: field.metadata["panel"] for field in dataclasses.fields(TrainConfig)}
+    # The checkpoint has the weights of ``adapters``, which may therefore name another directory.
     refused = [name for name in changes if panels[name] in _FIXED_PANELS and name != "adapters"]
-    # The number of steps decides the learning rate schedule. It may change only with the data or the number of ranks.
-    reasons = []
+    # The number of steps decides the learning rate schedule. Options must not change it; data and ranks may.
+    schedule_lines = []
     num_planned = steps_planned(checkpoint)
     if num_steps != num_planned and config.lr_scheduler_type != "constant" and config.data_change == "refuse":
         changed_length_options = [name for name in _LENGTH_OPTIONS if name in changes]
         if changed_length_options or not state.needs_reassignment(saved):
             refused += changed_length_options
-            reasons = [f"    the learning rate schedule would have {num_steps:,} steps instead of {num_planned:,}"]
-    if refused or reasons:
+            line = f"    the learning rate schedule would have {num_steps:,} steps instead of {num_planned:,}"
+            schedule_lines.append(line)
+    if refused or schedule_lines:
         lines = [f"  - {flag(name)}: {changes[name][0]} in the checkpoint, {changes[name][1]} now" for name in refused]
         raise MismatchError(
-            "\n".join([f"{checkpoint} cannot be resumed with other settings:", *lines, *reasons]),
+            "\n".join([f"{checkpoint} cannot be resumed with other settings:", *lines, *schedule_lines]),
             f"Resume with the settings of that run; or {ONLY_MODEL}",
         )
     settings = ", ".join(f"{flag(name)} {new} (was {old})" for name, (old, new) in changes.items())

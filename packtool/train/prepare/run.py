@@ -67,17 +67,19 @@ class Run:
         if config.streaming:
             return cls._of_rows(config, world)
         inputs = open_to_train(config, planned)
-        config, files, _ = inputs.for_training
+        config, files, _ = inputs.for_training  # the settings with defaults that depend on the caches
         resume_point = resume_point or ResumePoint.of(config)
         batch_shape = BatchShape(
             world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size
         )
         resumed = resume(resume_point, inputs.state(batch_shape), world, inputs)
-        stages = resumed.timeline.stages if inputs.stages else ()
-        sizes = {stage.inputs.sequence_parallel_size for stage in stages} | {world.sequence_parallel_size}
-        axes = {
+        # Numbers of ranks that share a sequence, in the run and in its stages.
+        sharing_sizes = {world.sequence_parallel_size}
+        if inputs.stages:
+            sharing_sizes |= {stage.inputs.sequence_parallel_size for stage in resumed.timeline.stages}
+        axes_by_size = {
             size: axes_of(with_shares(config, size), world.shared_by(size), files, inputs.lengths, trained=True)
-            for size in sorted(sizes)
+            for size in sorted(sharing_sizes)
         }
         sharing_notes = () if inputs.no_sharing_reason is None else (inputs.no_sharing_reason,)
         return cls(
@@ -92,9 +94,9 @@ class Run:
             ),
             state=resumed.state,
             resume_point=resume_point,
-            axes_by_size=axes,
+            axes_by_size=axes_by_size,
             notes=(*sharing_notes, *inputs.notes, *resume_point.notes, *resumed.notes),
-            validation=validation_of(inputs, world, axes[world.sequence_parallel_size]),
+            validation=validation_of(inputs, world, axes_by_size[world.sequence_parallel_size]),
             ledger=resumed.ledger,
             changes=resumed.changes,
         )
@@ -104,13 +106,14 @@ class Run:
         """Make a run that encodes and packs rows while it trains; reads the first rows of the first files."""
         source, state, notes = open_stream(config, world)
         resume_point = ResumePoint.of(config)
-        checkpoint, before = resume_point.checkpoint, resume_point.before
-        if checkpoint is not None and before is not None:
-            state.check_continues(checkpoint, before)
+        checkpoint = resume_point.checkpoint
+        if checkpoint is not None and resume_point.before is not None:
+            state.check_continues(checkpoint, saved=resume_point.before)
             check_resumable(checkpoint, world.rank, world.size)
             position = read_stream_state(checkpoint, world.data.rank)
             source = dataclasses.replace(source, start=resume_point.start, stream=position)
-        axes = axes_of(config, world, source.files, np.array([source.spec.max_length]), trained=True)
+        lengths = np.array([source.spec.max_length])  # those of the samples are not known yet
+        axes = axes_of(config, world, source.files, lengths, trained=True)
         return cls(
             config=config,
             world=world,

@@ -132,6 +132,7 @@ def find_shared(
     """Find the prefixes that samples share, by ``--share-prefix``; and a message if they could share more.
 
     Args:
+        model: its ``config.json``.
         capacity: maximum tokens of a pack.
         max_length: longer samples are left out.
         max_samples, max_media_tokens: of a tree.
@@ -139,12 +140,14 @@ def find_shared(
     """
     if config.share_prefix == "false":
         return None, None
-    is_required, reasons = config.share_prefix == "true", _reasons_against(config, model)
+    is_required = config.share_prefix == "true"
+    reasons_against = _reasons_against(config, model)
     prefixes = _prefixes(reader, is_required=is_required)
     lengths = reader.index.length[:limit]
-    kept = lengths if max_length is None else lengths[lengths <= max_length]
-    if prefixes is None or not len(kept) or kept.max() > capacity:
+    kept_lengths = lengths if max_length is None else lengths[lengths <= max_length]
+    if prefixes is None or not len(kept_lengths) or kept_lengths.max() > capacity:
         return None, None  # the planner reports samples that are longer than a pack
+    num_prefixes = prefixes.offsets[len(lengths)]  # of the first ``limit`` samples
     trees = plan_trees(
         lengths,
         _as_planned(prefixes, len(lengths)),
@@ -152,22 +155,20 @@ def find_shared(
         min_shared=MIN_SHARED,
         max_length=max_length,
         max_samples=max_samples,
-        media_tokens=(
-            reader.index.media_tokens[: len(lengths)],
-            prefixes.prefixes.media_tokens[: prefixes.offsets[len(lengths)]],
-        ),
+        media_tokens=(reader.index.media_tokens[: len(lengths)], prefixes.prefixes.media_tokens[:num_prefixes]),
         max_media_tokens=max_media_tokens,
     )
     if not trees.num_shared_tokens:
         message = f"shared prefixes: no two samples share more than {MIN_SHARED} tokens, so each is computed in full"
         return None, message if is_required else None
     shared = SharedPrefixes(reader.index, prefixes, trees)
-    if is_required or (shared.saved > MIN_SAVING and not reasons):
+    saves_enough = shared.saved > MIN_SAVING
+    if is_required or (saves_enough and not reasons_against):
         return shared, None
-    if shared.saved > MIN_SAVING:
+    if saves_enough:
         message = f"{shared.saved:.0%} of the tokens could be saved, but each sample is computed in full"
-        return None, f"shared prefixes: {message}: {_reason(reasons[0])}"
-    if reasons or shared.saved < _MIN_MENTIONED:
+        return None, f"shared prefixes: {message}: {_reason(reasons_against[0])}"
+    if reasons_against or shared.saved < _MIN_MENTIONED:
         return None, None
     return None, (
         f"shared prefixes: {shared.saved:.1%} of the tokens could be saved, too few to be worth it: each sample "
@@ -206,7 +207,10 @@ def first_pair(packs: PackPlan) -> Int64Array | None:
 def load_shared_prefixes(
     packs: PackPlan, parts: str, model: Mapping[str, Any], reader: CacheReader
 ) -> SharedPrefixes | None:
-    """The prefixes that a saved plan shares, with its placement of the ``parts`` of trees; None if it shares none."""
+    """The prefixes that a saved plan shares; None if it shares none.
+
+    ``parts`` is the plan's placement of trees that are divided into several packs, or empty.
+    """
     if packs.shared is None:
         return None
     if problem := _problem_of_model(model):
@@ -220,8 +224,8 @@ def load_shared_prefixes(
         raise MismatchError(
             "--plan shares prefixes that the caches do not record", "Make it again with packtool plan --save."
         )
-    wanted: PartPlacement = "together" if parts == "together" else "apart" if parts == "apart" else "any"
-    return SharedPrefixes(reader.index, prefixes, replace(trees, parts=wanted))
+    placements: dict[str, PartPlacement] = {"together": "together", "apart": "apart"}
+    return SharedPrefixes(reader.index, prefixes, replace(trees, parts=placements.get(parts, "any")))
 
 
 def part_placement(config: TrainConfig | PlanConfig) -> PartPlacement:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -29,6 +29,7 @@ from packtool.encode.encoder import Encoder, check_template, encode_samples, fir
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
+from packtool.planning.cost import CostModel
 from packtool.planning.packing import pack_trees
 from packtool.rows.read import follow
 from packtool.rows.sample import Dropped, all_dropped
@@ -178,17 +179,19 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
     """
     files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
     max_length = length_of_rows(config, files)
-    export = config.export_config("", max_length)
-    encoder = Encoder(export.encode_spec, files)  # refuses what cannot be encoded
-    specs = sources_of(export)
-    check_template(config.model, files, (follow(spec) for spec in specs[:MAX_OPEN_SOURCES]))
-    refusals = [first_row_error(*follow(spec)) for spec in specs[:MAX_OPEN_SOURCES]]
     packing_length = config.packing_length or max_length
-    sharing, not_shared = sharing_of_stream(config, files.config)
+    export = config.export_config("", max_length)
+    encoder = Encoder(export.encode_spec, files)  # raises an error for options that the model does not support
+    specs = sources_of(export)
+    checked_specs = specs[:MAX_OPEN_SOURCES]
+    check_template(config.model, files, (follow(spec) for spec in checked_specs))
+    row_warnings = [first_row_error(*follow(spec)) for spec in checked_specs]
+    sharing, no_sharing_reason = sharing_of_stream(config, files.config)
     # Checkpoints record all settings that decide the packs of a stream, in one line.
     pack_names = [field.name for field in dataclasses.fields(PackOptions) if field.name not in _CHANGES_NO_PACK]
-    names = ("packing_interval", "shuffle_buffer_size", *pack_names, "num_train_epochs", "loss_reduction")
-    names += ("share_prefix", "max_rows_per_tree") if sharing is not None else ()
+    recorded = ["packing_interval", "shuffle_buffer_size", *pack_names, "num_train_epochs", "loss_reduction"]
+    if sharing is not None:
+        recorded += ["share_prefix", "max_rows_per_tree"]
     state = RunState.of(
         config,
         plan="stream",
@@ -196,7 +199,7 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
         max_length=max_length,
         packing_length=packing_length,
         world_size=world.data.size,
-        streaming=", ".join(f"{name} {getattr(config, name)}" for name in names),
+        streaming=", ".join(f"{name} {getattr(config, name)}" for name in recorded),
         shares_prefixes=sharing is not None,
     )
     options = part_of(
@@ -216,8 +219,9 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
         options=options,
         sharing=sharing,
     )
-    refused = [line for line in refusals if line is not None][:1]
-    return source, state, [*([] if not_shared is None else [not_shared]), *encoder.warnings, *refused]
+    first_row_warning = next((warning for warning in row_warnings if warning is not None), None)
+    notes = [no_sharing_reason, *encoder.warnings, first_row_warning]
+    return source, state, [note for note in notes if note is not None]
 
 
 class NumberExchange(Protocol):
@@ -234,25 +238,26 @@ class StreamedSteps(Steps):
     """The steps of one rank of a stream; figures of a step are exchanged with the other ranks when it begins."""
 
     def __init__(self, source: StreamedSource, config: TrainConfig, exchange: NumberExchange) -> None:
-        self.totals: Counter[str] = Counter()
-        self._source, self._exchange = source, exchange
-        self._capacity, self._batch_size = source.options.packing_length, config.per_device_train_batch_size
+        self.totals: Counter[str] = Counter()  # of the counts of all steps begun
+        self._source = source
+        self._exchange = exchange
+        self._packing_length = source.options.packing_length
+        self._batch_size = config.per_device_train_batch_size
         self._packs_per_step = self._batch_size * config.gradient_accumulation_steps
         self._costs = RunCosts.of(source.config, source.files.config)
         self._log = DropLog(config.output_dir, source.world, source.stream)
-        data = source.world.data
         self._stream = PackStream(
             source.specs,
             source.spec,
             source.options,
-            rank=data.rank,
-            world_size=data.size,
+            rank=source.world.data.rank,
+            world_size=source.world.data.size,
             start=source.stream,
             sharing=source.sharing,
             log=self._log,
         )
-        self._step = source.start
-        # Positions of the stream after the last step begun, and after the one before.
+        self._num_begun = source.start
+        # Positions of the stream by number of steps done: after the last step begun, and after the one before.
         self._positions = {source.start: source.stream or StreamState()}
 
     def rank_steps(self) -> Iterator[RankStep]:
@@ -274,13 +279,16 @@ class StreamedSteps(Steps):
             )
 
     def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> dict[str, int]:
-        """The counts of this rank's packs of a step; those of all ranks are added up."""
+        """Counts of this rank's packs of a step, by name; ``is_last`` if the rank has no more packs.
+
+        The counts must be sums over packs, because those of all ranks are added up.
+        """
         lengths = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
         amounts = SampleAmounts.joined([pack.amounts for pack in packs])
         counts = {
             "target_tokens": sum(pack.num_targets for pack in packs),
             "logits": amounts.targets.sum(),
-            "whole_tokens": lengths.sum(),
+            "unshared_tokens": lengths.sum(),  # if no prefix were shared
             "tokens": lengths.sum() - amounts.shared_tokens.sum(),
             "packs": len(packs),
             "samples": len(lengths),
@@ -295,31 +303,26 @@ class StreamedSteps(Steps):
         return {name: int(count) for name, count in counts.items()}
 
     def _begin(self, counts: dict[str, int], position: StreamState) -> StepFigures:
-        """Begin a step, and sum its ``counts`` over all ranks; ``position`` is the stream's after its packs."""
+        """Begin a step: sum its ``counts`` over all ranks; ``position`` is that of the stream after the step."""
         sums = dict(zip(counts, self._exchange.sums(list(counts.values())), strict=True))
         if not sums["packs"]:
             where = f"Rows that were dropped are listed in {self._log.path}."
             raise all_dropped("no sample is left to train on", self._stream.counts.dropped, self._log.firsts, where)
         self.ended = not sums.pop("ranks_with_more")
-        flops = []
-        arrays = {name: np.array(total) for name, total in sums.items()}
-        for cost in (self._costs.model, self._costs.hardware):
-            towers = cost.towers(arrays["vision_tokens"], arrays["patch_squares"], arrays["audio_tokens"])
-            attention = cost.attention_of(arrays["attended"], arrays["in_windows"])
-            flops.append(float(cost(arrays["tokens"], attention, sums["logits"], towers)))
-        self.totals.update(sums)
-        self._positions = {self._step: self._positions[self._step], self._step + 1: position}
-        self._step += 1
+        self.totals.update(sums)  # a Counter adds
+        self._positions = {self._num_begun: self._positions[self._num_begun], self._num_begun + 1: position}
+        self._num_begun += 1
+        uses_samples = self._source.config.loss_reduction == "sample"
         return StepFigures(
             target_tokens=sums["target_tokens"],
             samples=sums["samples"],
-            units=sums["samples" if self._source.config.loss_reduction == "sample" else "target_tokens"],
+            units=sums["samples"] if uses_samples else sums["target_tokens"],
             tokens=sums["tokens"],
-            computed_tokens=sums["packs"] * self._capacity,
+            computed_tokens=sums["packs"] * self._packing_length,
             attended=sums["attended"],
             attended_dense=sums["attended_dense"],
-            flops=flops[0],
-            hardware_flops=flops[1],
+            flops=_flops_of(self._costs.model, sums),
+            hardware_flops=_flops_of(self._costs.hardware, sums),
         )
 
     def save(self, checkpoint: str, step: int) -> None:
@@ -337,13 +340,21 @@ class StreamedSteps(Steps):
             "num_samples": totals["samples"],
             "num_packs": totals["packs"],
             "samples_per_pack": totals["samples"] / max(totals["packs"], 1),
-            "fill": totals["tokens"] / max(totals["packs"] * self._capacity, 1),
+            "fill": totals["tokens"] / max(totals["packs"] * self._packing_length, 1),
             "target_tokens": totals["target_tokens"],
-            "num_shared_tokens": totals["whole_tokens"] - totals["tokens"],
+            "num_shared_tokens": totals["unshared_tokens"] - totals["tokens"],
             "steps_without_packing": -(-totals["samples"] // (self._source.world.data.size * self._packs_per_step)),
             "dropped": counts.dropped,
             "parts_left_out": counts.parts_left_out,
         }
+
+
+def _flops_of(cost: CostModel, counts: Mapping[str, int]) -> float:
+    """FLOPs of packs with these counts (``StreamedSteps._counts``)."""
+    arrays = {name: np.array(count) for name, count in counts.items()}
+    towers = cost.towers(arrays["vision_tokens"], arrays["patch_squares"], arrays["audio_tokens"])
+    attention = cost.attention_of(arrays["attended"], arrays["in_windows"])
+    return float(cost(arrays["tokens"], attention, counts["logits"], towers))
 
 
 class DropLog:

@@ -203,22 +203,25 @@ class TrainedStage:
         num_epochs: float,
         max_steps: int | None,
     ) -> TrainedStage:
-        """A stage whose packs are assigned to other ranks after some steps.
+        """A stage that starts with a section, and whose packs are assigned to other ranks after some steps.
 
         Args:
+            number: of the stage, 0-based.
+            epoch: its first epoch.
             reassignments: steps in their order, and the batch shape from there; those after the stage are ignored.
-            num_epochs, max_steps: of the run when the stage ends.
+            num_epochs, max_steps: end of the stage, in epochs of the run, or in steps of the run unless None.
         """
         sections = [section]
         for step, batch_shape in reassignments:
             if step >= section.end(num_epochs, max_steps):
                 break
             stretch = section.stretch(step)
+            # A new section starts here, with the packs of the epoch that are not trained yet.
             remaining_packs = stretch.plan.packs_from(step - stretch.first)
-            plan = section.inputs.assign(remaining_packs, batch_shape)
-            section = Section(section.inputs, batch_shape, step, stretch.epoch, plan)
+            remaining_plan = section.inputs.assign(remaining_packs, batch_shape)
+            section = Section(section.inputs, batch_shape, step, stretch.epoch, partial_plan=remaining_plan)
             sections.append(section)
-        return cls(number, epoch, tuple(sections), section.end(num_epochs, max_steps))
+        return cls(number, epoch, tuple(sections), stop=section.end(num_epochs, max_steps))
 
     @property
     def first(self) -> int:
@@ -264,10 +267,11 @@ class TrainedStage:
         return counts
 
     def figures(self) -> dict[str, Any]:
-        """Its figures and those of its sources, by name, as JSON has them."""
-        options, num_filtered = self.inputs.options, self.mixture.num_filtered
-        counts_by_source = by_name(self.counts(), self.mixture)
-        sources = {name: each for name, each in share_figures(counts_by_source).items() if each["num_samples"]}
+        """Figures of the stage and of its sources, by name, as JSON has them."""
+        options = self.inputs.options
+        num_filtered = self.mixture.num_filtered
+        source_figures = share_figures(by_name(self.counts(), self.mixture))
+        source_figures = {name: each for name, each in source_figures.items() if each["num_samples"]}
         training_counts = self.training_counts()
         num_distinct = int(np.count_nonzero(training_counts))
         return {
@@ -276,12 +280,12 @@ class TrainedStage:
             "packing_length": options.packing_length if options.packing else None,
             "sequence_parallel_size": self.inputs.sequence_parallel_size,
             "max_length": options.max_length,
-            "samples": sum(source["num_samples"] for source in sources.values()),
+            "samples": sum(each["num_samples"] for each in source_figures.values()),
             "num_samples_in_caches": len(training_counts),
             "num_distinct_samples": num_distinct,
             "not_drawn": len(training_counts) - num_distinct - num_filtered,
             "filtered": num_filtered,
-            "sources": sources,
+            "sources": source_figures,
         }
 
 
@@ -455,32 +459,33 @@ def _stages(
 ) -> Iterator[TrainedStage]:
     """Yield the stages of a run, each with the plan of its first epoch; after a change, from the stage of the change.
 
-    ``shapes`` are steps in their order, and the batch shape from there.
+    ``shapes`` are steps in their order, and the batch shape of the run from there.
     """
-    step, epoch, first_number = 0, 0, 0
+    step, epoch, first_number = 0, 0, 0  # the start of the next stage
     training_counts = np.zeros(len(inputs.lengths), np.int64)  # of each sample, before the stage
     if change is not None:
         assert change.stage is not None, "a change of a run with stages"
         step, epoch, first_number = change.step, change.epoch, change.stage[0]
         training_counts = concatenate_counts(change.trained)
     for number in range(first_number, len(inputs.stages)):
-        run_shape = [shape for first_step, shape in shapes if first_step <= step][-1]
+        run_shape = [shape for first_step, shape in shapes if first_step <= step][-1]  # the last one until ``step``
         batch_shape = inputs.stage_batch_shape(number, run_shape)
-        fraction, num_epochs = inputs.first_epoch_fraction(number, step, run_shape)
+        fraction, num_epochs = inputs.first_epoch_fraction(number, step, run_shape)  # of the stage
         if change is not None and change.stage is not None and number == first_number:
             first_epoch = change.stage[1]  # the stage may have begun before the change
             section = Section.after_change(inputs.stages[number], batch_shape, change)
         else:
             first_epoch = epoch
             section = _first_section(inputs, number, step, epoch, fraction, training_counts, batch_shape)
-        later = [(first, inputs.stage_batch_shape(number, shape)) for first, shape in shapes if first > step]
+        reassignments = [(first, inputs.stage_batch_shape(number, shape)) for first, shape in shapes if first > step]
         max_steps = None if inputs.config.max_steps is None else int(inputs.stage_end(number))
-        stage = TrainedStage.of(number, first_epoch, section, later, first_epoch + num_epochs, max_steps)
+        stage_end = first_epoch + num_epochs  # in epochs of the run
+        stage = TrainedStage.of(number, first_epoch, section, reassignments, stage_end, max_steps)
         yield stage
-        if stage.stop > step:  # else the stage has no steps
+        if stage.stop > step:  # otherwise the stage has no steps
             step = stage.stop
             epoch = stage.sections[-1].stretch(step - 1).epoch
-        epoch += 1
+        epoch += 1  # the next stage starts a new epoch
         if number + 1 < len(inputs.stages):
             training_counts = training_counts + stage.training_counts()
 
@@ -496,18 +501,23 @@ def _first_section(
 ) -> Section:
     """The first section of a stage: its partial epoch, and full ones after it.
 
-    The stage trains ``fraction`` of an epoch first, in (0, 1]; samples with the least ``training_counts``, int64 (N,),
-    are drawn first.
+    Args:
+        number: of the stage, 0-based.
+        first_step, epoch: where the stage starts in the run.
+        fraction: of an epoch, in (0, 1], that the partial epoch trains.
+        training_counts: int64 (N,); samples with the smallest counts are drawn first.
     """
     stage = inputs.stages[number]
-    assert stage.mixture is not None, "made with one"
-    num_steps = steps_per_epoch = None
-    if inputs.config.max_steps is not None:
-        steps_per_epoch = stage.plan_of(0, batch_shape).steps.num_steps
-        num_steps = round(fraction * steps_per_epoch)
+    assert stage.mixture is not None, "every stage has a mixture"
+    if inputs.config.max_steps is None:
+        plan = stage.plan_mixture(stage.mixture.partial_epoch(fraction, training_counts), epoch, batch_shape)
+        return Section(stage, batch_shape, first_step, epoch, partial_plan=plan)
+    steps_per_epoch = stage.plan_of(0, batch_shape).steps.num_steps
+    num_steps = round(fraction * steps_per_epoch)
     while True:
         plan = stage.plan_mixture(stage.mixture.partial_epoch(fraction, training_counts), epoch, batch_shape)
-        if num_steps is None or steps_per_epoch is None or plan.steps.num_steps >= num_steps:
-            return Section(stage, batch_shape, first_step, epoch, plan, max_partial_steps=num_steps)
-        # One step too few would end the run early, so more samples are drawn.
-        fraction += (num_steps - plan.steps.num_steps + 0.5) / steps_per_epoch
+        num_missing = num_steps - plan.steps.num_steps
+        if num_missing <= 0:
+            return Section(stage, batch_shape, first_step, epoch, partial_plan=plan, max_partial_steps=num_steps)
+        # A step too few would end the run early, so draw more samples.
+        fraction += (num_missing + 0.5) / steps_per_epoch

@@ -22,29 +22,29 @@ class TrainedModel:
     @classmethod
     def find(cls, model: str, base_model: str | None = None) -> TrainedModel:
         """Find the model or adapter that ``--model`` names; ``base_model`` replaces the base that an adapter names."""
-        path = os.path.join(model, ADAPTER_FILE)
         if not is_adapter(model):
             if base_model is not None:
                 raise ConfigError(
                     f"--base-model {base_model}: {model} is not an adapter: it has no {ADAPTER_FILE}", "Leave it out."
                 )
-            return cls(model, None)
+            return cls(model, adapter=None)
         if base_model is not None:
             if _is_gone(base_model):
                 raise ConfigError(f"--base-model {base_model}: there is no such directory")
-            return cls(base_model, model)
+            return cls(base_model, adapter=model)
+        path = os.path.join(model, ADAPTER_FILE)
         try:
             with open(path, encoding="utf-8") as file:
-                base = load_json(file.read())["base_model_name_or_path"]
+                recorded_base = load_json(file.read())["base_model_name_or_path"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise MismatchError(f"{path} does not name a base model: {error!r}", "Save the adapter again.") from error
-        # Adapters of older runs may name a directory as it was typed.
-        if not isinstance(base, str) or _is_gone(base):
+        # Adapters of older runs may name a directory relative to where the run was started.
+        if not isinstance(recorded_base, str) or _is_gone(recorded_base):
             raise MismatchError(
-                f"{path} names {base!r} as its base model, which does not exist",
+                f"{path} names {recorded_base!r} as its base model, which does not exist",
                 "Give its new directory with --base-model DIR, or restore it.",
             )
-        return cls(base, model)
+        return cls(recorded_base, adapter=model)
 
 
 def is_adapter(directory: str) -> bool:

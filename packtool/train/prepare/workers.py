@@ -38,25 +38,30 @@ class WaitingNote:
 
     def __init__(self, num_workers: int, cores: int) -> None:
         self._num_workers, self._cores = num_workers, cores
-        self._waited = self._seconds = 0.0
-        self._begun = self._is_shown = False
+        self._waited_seconds = self._seconds = 0.0
+        self._skipped_first = self._is_shown = False
 
     def add_steps(self, data_wait: float, seconds: float) -> str | None:
         """Add ``seconds`` of steps, of which the fraction ``data_wait`` was spent waiting; return advice if due."""
-        if not self._begun:
-            # The first step waits for processes to start.
-            self._begun = True
+        if not self._skipped_first:
+            # The first step waits for processes to start, so it does not count.
+            self._skipped_first = True
             return None
-        self._waited += data_wait * seconds
+        self._waited_seconds += data_wait * seconds
         self._seconds += seconds
-        if self._is_shown or self._waited < _MIN_WAITED_SECONDS or self._waited < _MIN_WAITING_SHARE * self._seconds:
+        waits_long = (
+            self._waited_seconds >= _MIN_WAITED_SECONDS and self._waited_seconds >= _MIN_WAITING_SHARE * self._seconds
+        )
+        if self._is_shown or not waits_long:
             return None
         self._is_shown = True
-        wait = f"steps wait {self._waited / self._seconds:.0%} of their time for data"
+        wait = f"steps wait {self._waited_seconds / self._seconds:.0%} of their time for data"
         processes = f"{self._num_workers} process{'' if self._num_workers == 1 else 'es'}"
-        if self._cores - 1 > self._num_workers:
+        max_workers = self._cores - 1  # one core trains
+        if self._num_workers < max_workers:
+            num_advised = min(2 * max(self._num_workers, 1), max_workers)
             return (
-                f"{wait}: try --dataloader-num-workers {min(2 * max(self._num_workers, 1), self._cores - 1)} "
+                f"{wait}: try --dataloader-num-workers {num_advised} "
                 f"(now {processes} per rank, which has {self._cores} cores)"
             )
         return (

@@ -70,7 +70,7 @@ class PackUnderTest:
         model: possibly with adapters.
         samples: at least two.
         parallel: the ranks over which the pack is split; all of them call the same methods.
-        some_local: compute two of three samples on a single rank, as Skrull does.
+        some_local: compute two of three samples on a single rank, as Skrull does; only with ``parallel``.
         min_shared: minimum tokens of a shared prefix that is computed once; None shares no prefix.
     """
 
@@ -94,17 +94,19 @@ class PackUnderTest:
         self.alone = [without_boundaries(batch) for batch in alone]
         self.num_targets = max(sum(batch.num_target_tokens for batch in alone), 1)
         self.batch: PackedBatch | ShardedBatch
-        # A node is a prefix that several samples share, or the tokens that one sample adds: here, all of its tokens.
+        # Nodes are the parts of the pack that can be changed one at a time. Without shared prefixes, each is a sample.
         self.nodes = [Node((number,), 0, length, ROOT) for number, length in enumerate(self.lengths)]
         if min_shared is not None:
             assert parallel is None, "sequences that are split over ranks have no shared prefixes"
             self.batch = collate_tree(self.samples, spec, min_shared=min_shared).to(device)
             if isinstance(self.batch, TreeBatch):  # otherwise no prefix is shared, and samples keep their order
+                # A node is then a prefix that several samples share, or the tokens that one sample adds to a prefix.
                 self.nodes = find_tree(self.samples, spec, min_shared=min_shared)
         elif parallel is None:
             self.batch = collate_packs(self.samples, spec).to(device)
         else:
-            # Of three samples, two are computed on the same rank, where they could leak into each other.
+            # With ``some_local``, every third sample is sharded. Of the others, pairs are computed on the same rank,
+            # where they could leak into each other.
             self.placement = [SHARDED] * len(self.samples)
             for number in range(len(self.samples)):
                 if some_local and number % 3 != 0:
@@ -152,25 +154,27 @@ class PackUnderTest:
 
     def packed_logits(self, batch: PackedBatch | ShardedBatch) -> list[Tensor]:
         """Return each sample's logits at its checked positions, float32 (P, vocabulary) on the CPU, on every rank."""
-        # Checked positions in the packed sequence, one sample after the other.
-        positions_by_sample = []
+        positions_by_sample = []  # the checked positions of each sample in the packed sequence, int64 (P,)
         for number, length in enumerate(self.lengths):
+            # A sample's tokens are those of its nodes: its prefixes, if any, and the tokens that it adds.
             nodes = zip(self.node_starts, self.nodes, strict=True)
             ranges = [torch.arange(start, start + node.length) for start, node in nodes if number in node.samples]
             positions_by_sample.append(torch.cat(ranges)[_checked_positions(length)])
-        positions, counts = torch.cat(positions_by_sample), [len(each) for each in positions_by_sample]
+        positions = torch.cat(positions_by_sample)
+        counts = [len(each) for each in positions_by_sample]
         if self.parallel is None:
             return list(torch.split(_compute_logits(self.model, batch, positions), counts))
         # Each rank computes the logits of its local tokens; the sum over ranks has all of them.
-        local_numbers = {position: number for number, position in enumerate(batch.index.tolist())}
-        is_local = [position in local_numbers for position in positions.tolist()]
-        local_positions = [local_numbers[position] for position in positions.tolist() if position in local_numbers]
+        local_index = {position: index for index, position in enumerate(batch.index.tolist())}
+        is_local = [position in local_index for position in positions.tolist()]
+        local_positions = [local_index[position] for position in positions.tolist() if position in local_index]
         # Ranks without a checked position run the model, too: its forward pass communicates.
         local_logits = _compute_logits(self.model, batch, torch.tensor(local_positions or [0]))
         logits = local_logits.new_zeros((len(positions), local_logits.shape[1]))
         if local_positions:
             logits[torch.tensor(is_local)] = local_logits
-        return list(torch.split(self.parallel.sum(logits.to(batch.input_ids.device)).cpu(), counts))
+        all_logits = self.parallel.sum(logits.to(batch.input_ids.device)).cpu()
+        return list(torch.split(all_logits, counts))
 
     def logits_alone(self, number: int, changed: Node | None = None) -> Tensor:
         """Return logits of an unpacked sample at its checked positions, float32 (P, vocabulary) on the CPU.
@@ -349,20 +353,20 @@ def check_isolation(pack: PackUnderTest, max_changes: int = 8) -> Check:
     """
     before = pack.packed_logits(pack.batch)
     allowed = pack.tolerances["isolation"] * _largest_logit(before)
-    checks = [Check("isolation", 0.0, allowed, "no change affected another sample")]
-    has_effect = False  # whether a change affected its own sample
-    # A node that all samples share would change all of them.
+    checks = [Check("isolation", error=0.0, allowed=allowed, where="no change affected another sample")]
+    affects_own_sample = False  # whether any change does
+    # Leave out nodes that all samples share: no sample would stay unchanged.
     nodes = [node for node in pack.nodes if len(node.samples) < len(pack.samples)]
     for changed in _spread(nodes, max_changes):
         after = pack.packed_logits(pack.with_change(changed))
         for number in range(len(pack.samples)):
             error = _difference(after[number], before[number])
-            if number in changed.samples:
-                has_effect |= math.isnan(error) or error > allowed
-            else:
+            if number not in changed.samples:
                 where = f"changing {pack.node_name(changed)} changes the logits of {pack.name(number)}"
                 checks.append(Check("isolation", error, allowed, where))
-    if nodes and not has_effect:
+            elif error > allowed or math.isnan(error):
+                affects_own_sample = True
+    if nodes and not affects_own_sample:
         raise MismatchError(
             "changing a sample's tokens does not change its logits, so nothing can be verified",
             "Check that --model is a trained model whose weights are not all zero.",
@@ -411,8 +415,8 @@ def check_loss(pack: PackUnderTest) -> Check:
 def check_gradients(pack: PackUnderTest, max_samples: int = 8) -> Check:
     """Compare the gradients of the pack's loss with the sum of the gradients of each sample alone.
 
-    Adds the gradients of the samples, subtracts those of the pack, and takes the rest as the error. Needs memory for
-    one more copy of the weights, and overwrites the model's gradients. Uses at most ``max_samples`` samples: in 16
+    Adds the gradients of the samples, subtracts those of the pack, and takes the difference as the error. Needs memory
+    for one more copy of the weights, and overwrites the model's gradients. Uses at most ``max_samples`` samples: in 16
     bits, rounding of many sums would hide a leak.
     """
     pack = pack.limited_to(max_samples)
@@ -420,14 +424,15 @@ def check_gradients(pack: PackUnderTest, max_samples: int = 8) -> Check:
     with original_attention(base_model(pack.model)):
         for batch in pack.alone:
             torch.autograd.backward(pack.loss(batch))
-    # Errors are relative to the gradient of the samples alone, or to a minimum for parameters with tiny gradients.
-    norms = _gradient_norms(pack.model)
-    min_norm = _MIN_GRADIENT * max(norms.values(), default=0.0) or 1.0
+    norms_alone = _gradient_norms(pack.model)
     pack.subtract_packed_gradients()
+    error_norms = _gradient_norms(pack.model)
+    # Errors are relative to the gradient of the samples alone, or to a minimum for parameters with tiny gradients.
+    min_norm = _MIN_GRADIENT * max(norms_alone.values(), default=0.0) or 1.0
     allowed = pack.tolerances["gradients"]
-    checks = [Check("gradients", 0.0, allowed, "nowhere")]
-    for name, error_norm in _gradient_norms(pack.model).items():
-        error = error_norm / max(norms.get(name, 0.0), min_norm)
+    checks = [Check("gradients", error=0.0, allowed=allowed, where="nowhere")]
+    for name, error_norm in error_norms.items():
+        error = error_norm / max(norms_alone.get(name, 0.0), min_norm)
         checks.append(Check("gradients", error, allowed, f"in {name}"))
     pack.model.zero_grad(set_to_none=True)
     return worst_of(checks)[0]
@@ -474,19 +479,20 @@ def verify_before_training(
     run: Run, model: nn.Module, spec: InputSpec, parallel: SequenceParallel | None, progress: Progress
 ) -> None:
     """Run the cheap checks before the first step, on a model not yet wrapped; raise a MismatchError if one fails."""
-    config, on_gpu = run.config, torch.cuda.is_available()
+    config = run.config
+    on_gpu = torch.cuda.is_available()
     if not (config.removes_padding and config.verify_packing):
         return
     is_sharded = config.shares_experts or zero_stage(config) == 3 or (on_gpu and (config.fsdp or config.deepspeed))
     if is_sharded:
         progress.note("packing is not verified, because the weights are sharded; run packtool verify on one device")
         return
-    dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     samples = run.source.first_samples(MAX_CHECKED_SAMPLES)
     if config.on_bad_media == "skip":
         samples = [sample for sample in samples if sample_media_error(sample, spec) is None]
     samples = shortest_samples(samples)
-    if len(samples) > 1:
+    if len(samples) > 1:  # a single sample cannot leak into another
+        dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
         min_shared = run.source.min_shared
         checks = verify_cheaply(model, samples, spec, dtype=dtype, parallel=parallel, min_shared=min_shared)
         raise_if_failed(checks, shares_prefixes=min_shared is not None)
@@ -513,17 +519,19 @@ def verify_cheaply(
         min_shared: minimum tokens of a shared prefix that is computed once; None shares no prefix.
     """
     weights = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
-    # Frozen and trained weights may differ in their type.
+    # Look at every weight: frozen and trained ones may differ in their type.
     needs_autocast = dtype is not None and any(weight.dtype != dtype for weight in weights)
     autocast = torch.autocast(weights[0].device.type, dtype) if needs_autocast else contextlib.nullcontext()
     dtype = dtype or weights[0].dtype
     with without_dropout(model), torch.no_grad(), autocast:
         pack = PackUnderTest(model, samples, spec, dtype, parallel, some_local=True, min_shared=min_shared)
-        # A split batch has the inputs of one rank; those of the whole pack are checked.
-        whole_batch = pack.batch if parallel is None else collate_packs(pack.samples, spec)
-        refuse_leaky_inputs(whole_batch.model_inputs())
+        # Check the inputs of the whole pack: with ``parallel``, ``pack.batch`` has those of this rank only.
+        full_batch = pack.batch if parallel is None else collate_packs(pack.samples, spec)
+        refuse_leaky_inputs(full_batch.model_inputs())
         checks = [check_isolation(pack, max_changes=_MAX_CHANGES), check_loss(pack)]
-        return [*checks, check_prefixes(pack, max_changes=1)] if pack.is_tree else checks
+        if pack.is_tree:
+            checks.append(check_prefixes(pack, max_changes=1))
+        return checks
 
 
 def shortest_samples(samples: Sequence[EncodedSample], max_tokens: int = _MAX_TOKENS) -> list[EncodedSample]:

@@ -91,7 +91,8 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
 
     With sequence parallelism, all processes that split a sequence call this; ``world`` is by default torchrun's.
     """
-    begin, progress = time.perf_counter(), progress or SilentProgress()
+    begin = time.perf_counter()
+    progress = progress or SilentProgress()
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     files = ModelFiles.load(config.model)
     reader = open_caches(config.cached_dataset, config, files)
@@ -99,17 +100,17 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     refuse_unsupported(spec.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.trajectory is not None:
-        packs, figures = _verify_trajectory(config, reader, spec, device, progress)
+        packs, results = _verify_trajectory(config, reader, spec, device, progress)
     else:
-        packs, figures = _verify_packs(config, reader, spec, device, progress, files=files, world=world)
-    samples = np.concatenate(packs)
+        packs, results = _verify_packs(config, reader, spec, device, progress, files=files, world=world)
+    samples = np.concatenate(packs)  # positions in the caches
     return VerifyReport(
         model=config.model,
         num_packs=len(packs),
         num_samples=len(samples),
         num_tokens=int(reader.index.length[samples].sum()),
         seconds=time.perf_counter() - begin,
-        **figures,
+        **results,
     )
 
 
@@ -179,15 +180,17 @@ def _verify_trajectory(
 ) -> tuple[Sequence[Sequence[int]], dict[str, Any]]:
     """Train packed and unpacked steps; return the samples of each pack, and fields of ``VerifyReport``."""
     steps = plan_steps(config, _capacity(config, reader), reader)
+    packs = [pack for step in steps for pack in step.packs]
 
     def load() -> PreTrainedModel:
+        """A new model with the initial weights, for each of the two trainings."""
         model = load_model(config.model, spec.config, dtype=torch.float32, packing=True, attn_impl=config.attn_impl)
         return model.to(device)  # type: ignore[arg-type]  # to is overloaded
 
     kernel = choose(config.attn_impl, device, torch.float32).name
     with quiet_transformers():
         trained_steps, checks = compare_trajectories(load, steps, reader.sample, spec, progress)
-    return [pack for step in steps for pack in step.packs], {
+    return packs, {
         "device": str(device),
         "dtype": "float32",
         "attention": kernel,
@@ -205,13 +208,14 @@ def _capacity(config: VerifyConfig, reader: CacheReader) -> int:
 def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees | None = None) -> list[list[int]]:
     """Choose ``--num-packs`` packs of at least two samples; return the positions of their samples in the caches.
 
-    Packs with shared prefixes (in ``trees``) come first. The first has media if any (with shared prefixes) has.
+    Packs with shared prefixes (in ``trees``) come before packs without. If possible, the first pack has media, too.
 
     Raises:
         ConfigError: if no pack has two samples.
         DataError: if every sample is longer than a pack.
     """
-    capacity, index = _capacity(config, reader), reader.index
+    capacity = _capacity(config, reader)
+    index = reader.index
     fitting = np.flatnonzero(index.length <= capacity)
     if not len(fitting):
         raise DataError(
@@ -232,8 +236,9 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
     shared_tokens = np.zeros(plan.num_packs, np.int64) if plan.shared is None else plan.sums_per_pack(plan.shared)
     has_prefix = shared_tokens[candidates] > 0
     has_media = plan.sums_per_pack(index.media_tokens[plan.samples])[candidates] > 0
-    first = candidates[np.lexsort((~has_media, ~has_prefix))[0]]  # by prefix, then by media
+    # The first pack is the best one: with a prefix and media, else with a prefix, else with media, else any.
+    first = candidates[np.argmax(2 * has_prefix + has_media)]
     # The other packs with prefixes, and those without, stay in the random order of the plan.
-    ordered = candidates[np.argsort(~has_prefix, kind="stable")]
-    chosen = [first, *ordered[ordered != first]][: config.num_packs]
+    ordered = [*candidates[has_prefix], *candidates[~has_prefix]]
+    chosen = [first, *(number for number in ordered if number != first)][: config.num_packs]
     return [plan.pack(number).tolist() for number in chosen]

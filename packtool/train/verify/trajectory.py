@@ -70,19 +70,21 @@ def plan_steps(config: VerifyConfig, packing_length: int, reader: CacheReader) -
     Raises:
         ConfigError: if no two samples share a pack.
     """
+    index = reader.index
     num_samples = config.samples_per_step or _SAMPLES_PER_STEP
     options = PlanOptions(max_length=packing_length, packing_length=packing_length, samples_per_step=num_samples)
-    train_config, index = part_of(TrainConfig, config, packing=True, max_steps=config.trajectory), reader.index
+    train_config = part_of(TrainConfig, config, packing=True, max_steps=config.trajectory)
     inputs = Inputs(config=train_config, options=options, lengths=index.length, targets=index.target_tokens)
-    steps: list[StepSamples] = []
     one_rank = BatchShape(world_size=1, gradient_accumulation_steps=1, batch_size=1)
-    for stretch in Timeline.of(inputs, ((0, *one_rank),)).stretches():
+    timeline = Timeline.of(inputs, ((0, *one_rank),))  # from step 0 on
+    steps: list[StepSamples] = []
+    for stretch in timeline.stretches():  # one for each epoch
         plan = stretch.plan
-        for number in range(stretch.stop - stretch.first):
+        for plan_step in range(stretch.stop - stretch.first):
             packs: list[list[int]] = []
-            for micro_batch in range(plan.steps.num_micro_batches(number)):
-                packs += [pack.tolist() for pack in plan.samples(number, 0, micro_batch)]
-            steps.append(StepSamples(packs, plan.steps.target_tokens(number)))
+            for micro_batch in range(plan.steps.num_micro_batches(plan_step)):
+                packs += [pack.tolist() for pack in plan.samples(plan_step, rank=0, micro_batch=micro_batch)]
+            steps.append(StepSamples(packs, plan.steps.target_tokens(plan_step)))
     if all(len(pack) == 1 for step in steps for pack in step.packs):
         raise ConfigError(
             f"--packing-length {packing_length}: no two samples of these steps share a pack, so there is nothing to "
@@ -112,27 +114,36 @@ def compare_trajectories(
             yield batch
 
     def unpacked_batches(packs: Sequence[Sequence[int]]) -> Iterator[Batch]:
-        return (without_boundaries(collate_packs([read(position)], spec)) for pack in packs for position in pack)
+        for pack in packs:
+            for position in pack:
+                yield without_boundaries(collate_packs([read(position)], spec))
 
     progress.start("verify", 2 * len(steps))
     model = load()
     packed_losses = list(_train(model, steps, packed_batches, progress))
-    weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
-    del model
+    packed_weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+    del model  # frees its memory before the second model is loaded
     model = load()
     with original_attention(model):
         unpacked_losses = list(_train(model, steps, unpacked_batches, progress))
     progress.finish()
-    trained_steps: list[TrainedStep] = []
-    for step, packed, unpacked in zip(steps, packed_losses, unpacked_losses, strict=True):
-        number, num_samples = len(trained_steps) + 1, sum(len(pack) for pack in step.packs)
-        trained_steps.append(TrainedStep(number, num_samples, step.num_targets, len(step.packs), packed, unpacked))
+    trained_steps = [
+        TrainedStep(
+            step=number,
+            num_samples=sum(len(pack) for pack in samples.packs),
+            num_targets=samples.num_targets,
+            num_packs=len(samples.packs),
+            packed=packed,
+            unpacked=unpacked,
+        )
+        for number, (samples, packed, unpacked) in enumerate(zip(steps, packed_losses, unpacked_losses, strict=True), 1)
+    ]
     allowed = tolerances(torch.float32)["loss"] * max(1.0, *(abs(loss) for loss in unpacked_losses))
-    checks = []
+    loss_checks = []
     for trained in trained_steps:
         where = f"in step {trained.step}, loss {trained.packed:.7g} packed and {trained.unpacked:.7g} unpacked,"
-        checks.append(Check("losses", abs(trained.packed - trained.unpacked), allowed, where))
-    return tuple(trained_steps), (worst_of(checks)[0], _check_weights(model, weights, len(steps)))
+        loss_checks.append(Check("losses", abs(trained.packed - trained.unpacked), allowed, where))
+    return tuple(trained_steps), (worst_of(loss_checks)[0], _check_weights(model, packed_weights, len(steps)))
 
 
 def _train(
@@ -141,7 +152,7 @@ def _train(
     batches_of: Callable[[Sequence[Sequence[int]]], Iterator[Batch]],
     progress: Progress,
 ) -> Iterator[float]:
-    """Train the steps; yield each step's mean loss before its update. ``batches_of`` makes a step's micro-batches."""
+    """Train the steps; yield each step's mean loss before its update. ``batches_of`` makes micro-batches of packs."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, eps=_EPSILON, weight_decay=_WEIGHT_DECAY)
     with without_dropout(model):
