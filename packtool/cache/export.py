@@ -73,8 +73,8 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     start_at_rows = sys.maxsize if may_be_finished else 2 * (config.rows_per_shard or MIN_SHARD_ROWS)
     spec, num_proc = config.encode_spec, config.dataset_num_proc
     ray = RayExecutor(spec, num_proc, config.ray_address) if config.executor == "ray" else None
-    with ray or Executor(spec, num_proc, start_at_rows) as executor, output_dir.delayed_gc() as collect:
-        return _Export(config, progress, executor).run(collect)
+    with ray or Executor(spec, num_proc, start_at_rows) as executor, output_dir.delayed_gc() as enable_gc:
+        return _Export(config, progress, executor).run(enable_gc)
 
 
 def _summary_of_finished(directory: str, manifest: Manifest) -> ExportSummary:
@@ -86,12 +86,16 @@ def _summary_of_finished(directory: str, manifest: Manifest) -> ExportSummary:
 
 
 def _scan(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: Executor) -> list[ScannedSource]:
-    """Scan all sources and announce their rows to the executor; print a note for each, or progress for more than 20."""
+    """Scan all sources and announce the rows of each to the executor, which then decides when to start its workers.
+
+    Up to 20 sources get a note each; for more, the progress of the scan and one note about all are shown.
+    """
 
     def print_note(scanned: ScannedSource) -> None:
         executor.expect(scanned.num_rows)
         source = scanned.source
-        form = "" if source.form in (None, "messages") else f", {source.form}"
+        is_ordinary = source.form in (None, "messages")
+        form = "" if is_ordinary else f", {source.form}"
         progress.note(f"{source.label}: {scanned.num_rows:,} rows, {source.size / 1e6:,.1f} MB{form}")
 
     if len(specs) <= _MAX_NOTES:
@@ -109,7 +113,7 @@ def _scan(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: 
     sources = scan_sources(specs, seed, advance)
     progress.finish()
     num_rows = sum(scanned.num_rows for scanned in sources)
-    num_bytes = sum(max(scanned.source.size, 0) for scanned in sources)
+    num_bytes = sum(max(scanned.source.size, 0) for scanned in sources)  # unknown sizes are -1
     progress.note(f"{len(sources):,} files: {num_rows:,} rows, {num_bytes / 1e6:,.1f} MB")
     return sources
 
@@ -121,10 +125,7 @@ def _source_info(scanned: ScannedSource) -> SourceInfo:
 
 
 class _Export:
-    """An export: scans the sources, runs the tasks and publishes the cache.
-
-    ``_make_tasks`` sets ``sources``, ``tasks`` and ``has_parts``.
-    """
+    """An export: scans the sources, runs the tasks and publishes the cache."""
 
     def __init__(self, config: ExportConfig, progress: Progress, executor: Executor) -> None:
         self.config, self.progress, self.executor = config, progress, executor
@@ -138,29 +139,31 @@ class _Export:
         self.identity = output_dir.identity_of(config, self.files, self.media.limits)
         self.encoder = cache(partial(Encoder, config.encode_spec, self.files, self.media))
 
-    def run(self, collect: Callable[[], None]) -> ExportSummary:
-        """Run the export; call ``collect`` when all sources are scanned, to enable garbage collection."""
-        config, directory = self.config, self.directory
+    def run(self, enable_gc: Callable[[], None]) -> ExportSummary:
+        """Run the export unless its cache is finished; ``enable_gc`` enables garbage collection, after the scan."""
+        config = self.config
+        directory = self.directory  # None for --dry-run
+        replaces_files = config.overwrite or config.repair
+        # Errors and finished caches are noticed before the sources are read, which may take minutes.
         if directory is not None:
-            if config.overwrite or config.repair:
-                output_dir.check_is_ours(directory, may_be_finished=True)
-            elif (manifest := output_dir.find_finished(directory, self.identity, self.specs)) is not None:
+            manifest = None if replaces_files else output_dir.find_finished(directory, self.identity, self.specs)
+            if manifest is not None:
                 return _summary_of_finished(directory, manifest)
-            else:
-                output_dir.check_is_ours(directory)
-            refuse_if_busy(directory, is_part=config.is_part)  # before all sources are read
+            output_dir.check_is_ours(directory, may_be_finished=replaces_files)
+            refuse_if_busy(directory, is_part=config.is_part)
         if not self.executor.has_started:
-            self.encoder()  # raises for unsupported models before sources are read; else workers do
+            self.encoder()  # raises for unsupported models; workers that have started raise the same error
         for warning in (*self.media.warnings, *self.files.option_warnings(config.encode_spec)):
             self.progress.note(warning)
         self._make_tasks()
-        collect()
-        self.executor.check_ready(None)
+        enable_gc()
+        self.executor.check_ready(wait_s=None)  # wait until the workers have loaded the tokenizer
         if directory is None:
             return self._count()
-        # Other parts of the same job array may hold the lock, too.
-        part = "--finalize" if config.task_index is None else f"{config.task_index} of {config.num_tasks}"
-        with DirectoryLock(directory, part if config.is_part else "") as lock:
+        part = ""  # the lock of a whole export excludes others; parts of a job array hold theirs together
+        if config.is_part:
+            part = "--finalize" if config.task_index is None else f"{config.task_index} of {config.num_tasks}"
+        with DirectoryLock(directory, part) as lock:
             if config.repair:
                 return self._repair(directory, lock, output_dir.find_same(directory, self.identity, self.specs))
             manifest = None if config.overwrite else output_dir.find_finished(directory, self.identity, self.specs)
@@ -169,31 +172,41 @@ class _Export:
             return self._write(directory, lock)
 
     def _make_tasks(self) -> None:
-        """Scan the sources, divide their rows into tasks, and print notes about the rows."""
-        config, progress = self.config, self.progress
-        scanned = _scan(self.specs, config.seed, progress, self.executor)
-        self.sources = tuple(map(_source_info, scanned))
-        for note in (*unread_splits(config), *prepared_notes(scanned, config.TAKES_TOKENS)):
+        """Scan the sources, divide their rows into tasks, and print notes about the rows.
+
+        Sets ``sources``, ``tasks``, and ``has_parts``: whether the cache stores which part of its row a sample is.
+        """
+        config = self.config
+        progress = self.progress
+        scanned_sources = _scan(self.specs, config.seed, progress, self.executor)
+        self.sources = tuple(_source_info(scanned) for scanned in scanned_sources)
+        for note in (*unread_splits(config), *prepared_notes(scanned_sources, config.TAKES_TOKENS)):
             progress.note(note)
-        check_template(config.model, self.files, ((each.source, each.blocks) for each in scanned))
-        self.tasks = make_tasks(scanned, config)
+        check_template(config.model, self.files, ((scanned.source, scanned.blocks) for scanned in scanned_sources))
+        self.tasks = make_tasks(scanned_sources, config)
         if not self.tasks:
             raise DataError(f"no rows in {', '.join(config.dataset)}")
-        # Warn early about rows that name media which they may not access.
-        for scanned_source in scanned[:_NUM_CHECKED]:
-            if warning := first_row_error(scanned_source.source, scanned_source.blocks):
+        # Warn early, and only once, about rows that name media which they may not access.
+        for scanned in scanned_sources[:_NUM_CHECKED]:
+            if warning := first_row_error(scanned.source, scanned.blocks):
                 progress.note(warning)
                 break
-        close_readers()  # workers have their own
-        # True if rows may become several samples; the cache then stores each sample's part of its row.
-        exported_sources = (source for task in self.tasks for source, _ in task.stretches)
-        has_responses = any("responses" in dict(source.columns) for source in exported_sources)
+        close_readers()  # of this process; each worker opens its own
+        # Rows become several samples if their turns are expanded, or if they have several responses.
+        sources_with_rows = [source for task in self.tasks for source, _ in task.stretches]
+        has_responses = any("responses" in dict(source.columns) for source in sources_with_rows)
         self.has_parts = "expand_turns" in self.identity.spec or has_responses
+
+    def _task_settings(
+        self, directory: str | None, export_id: str = "", lock: DirectoryLock | None = None
+    ) -> TaskSettings:
+        is_locked = None if lock is None else lock.is_held
+        config = self.config
+        return TaskSettings(config.encode_spec, directory, config.strict, self.has_parts, export_id, is_locked)
 
     def _count(self) -> ExportSummary:
         """Encode all rows and write nothing."""
-        settings = TaskSettings(self.config.encode_spec, None, self.config.strict, self.has_parts)
-        results = self._run_tasks(self.tasks, {}, settings, lambda: None)
+        results = self._run_tasks(self.tasks, {}, self._task_settings(directory=None), lambda: None)
         ordered = [results[task.number] for task in self.tasks]
         manifest = output_dir.build_manifest(self.identity, self.sources, ordered)
         output_dir.refuse_empty(manifest, ordered, None)
@@ -201,20 +214,20 @@ class _Export:
 
     def _write(self, directory: str, lock: DirectoryLock) -> ExportSummary:
         """Write the cache, or this part of a job array; the part that finishes last publishes the cache."""
-        config = self.config
-        if config.overwrite:
+        is_part = self.config.is_part
+        if self.config.overwrite:
             output_dir.clear(directory)  # only now, so that wrong settings do not destroy the old cache
         state = output_dir.export_state(self.identity, self.sources)
-        export_id = output_dir.export_id(state)
         splits = {split for task in self.tasks for split in task.shards}
-        reused = output_dir.begin(directory, state, splits, is_part=config.is_part)
-        settings = TaskSettings(config.encode_spec, directory, config.strict, self.has_parts, export_id, lock.is_held)
+        reused = output_dir.begin(directory, state, splits, is_part=is_part)  # results of an interrupted run, by task
+        settings = self._task_settings(directory, output_dir.export_id(state), lock)
         results = self._run_tasks(self.tasks, reused, settings, lock.check_last_renewal)
-        if config.is_part:  # with the results of the other parts
-            results = output_dir.finished_tasks(directory, export_id)
-        if missing := [task.number for task in self.tasks if task.number not in results]:
-            manifest = output_dir.read_published(directory, self.identity, self.sources) if config.is_part else None
-            if manifest is not None:  # another part has finished the cache and removed .tasks
+        if is_part:  # add the results that other parts of the job array have written
+            results = output_dir.finished_tasks(directory, settings.export)
+        missing = [task.number for task in self.tasks if task.number not in results]
+        if missing:
+            manifest = output_dir.read_published(directory, self.identity, self.sources) if is_part else None
+            if manifest is not None:  # no result is left, because another part has finished the cache
                 return _summary_of_finished(directory, manifest)
             return self._partial_summary(results, missing)
         ordered = [results[task.number] for task in self.tasks]
@@ -223,13 +236,18 @@ class _Export:
         try:
             output_dir.publish_cache(directory, manifest, ordered, lock.check, self.has_parts)
         except (StorageError, MismatchError):
-            # Two parts that finish last at the same time publish the same cache; the slower one fails here.
-            if not config.is_part or output_dir.read_published(directory, self.identity, self.sources) is None:
+            # Two parts that finish at the same time publish the same cache. The slower one fails here, harmlessly.
+            if not is_part or output_dir.read_published(directory, self.identity, self.sources) is None:
                 raise
         return self._summary(manifest, ordered, reused, storage.join(directory, DROPPED_NAME))
 
     def _partial_summary(self, results: Mapping[int, TaskResult], missing: Sequence[int]) -> ExportSummary:
-        """Return the summary of this part of a job array while other parts are unfinished; ``--finalize`` raises."""
+        """Return the summary of one part of a job array, or raise a DataError if ``--finalize`` misses other parts.
+
+        Args:
+            results: results of finished tasks of all parts, by task number.
+            missing: numbers of the unfinished tasks.
+        """
         config = self.config
         if config.finalize:
             shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
@@ -240,9 +258,10 @@ class _Export:
             )
         own_results = [result for number, result in results.items() if self._is_own_task(number)]
         row_counts = InputCounts.total(result.counts for result in own_results)
+        sample_counts = SampleCounts.total(split.counts for result in own_results for split in result.splits.values())
         return ExportSummary.of(
             row_counts,
-            SampleCounts.total(split.counts for result in own_results for split in result.splits.values()),
+            sample_counts,
             num_samples_by_split={},
             length=output_dir.percentiles(output_dir.length_counts(own_results)),
             seconds=time.perf_counter() - self.started,
@@ -266,35 +285,37 @@ class _Export:
         return _summary_of_finished(directory, manifest)
 
     def _recreate(self, directory: str, lock: DirectoryLock, manifest: Manifest, damaged: Sequence[str]) -> None:
-        """Recreate damaged files, given by paths such as ``train/index.arrow``; raise a MismatchError if one differs.
+        """Recreate the damaged files of a cache; raise a MismatchError if a recreated file differs from the original.
 
-        The task that wrote a shard writes the same bytes again, because they depend only on rows, settings and model.
-        Index and prefixes are rebuilt from the shards. The manifest has the checksums of all of them.
+        Shards are written by the tasks that wrote them before, because the same rows, settings and model give the same
+        bytes. Index and prefixes are then rebuilt from the intact shards. The manifest has the checksums of all files.
+
+        Args:
+            damaged: paths below the directory, such as ``train/index.arrow``.
         """
         scratch = storage.join(directory, TASKS_DIR, "repair")
         storage.remove(scratch)
         try:
             for name in (TASKS_DIR, *manifest.splits):
                 storage.make_directory(storage.join(scratch, name))
-            # Run the tasks of the damaged shards again, in a scratch directory.
-            spec, strict = self.config.encode_spec, self.config.strict
-            settings = TaskSettings(spec, scratch, strict, self.has_parts, is_locked=lock.is_held)
+            recreated_sha256: dict[str, str] = {}  # by path below the scratch directory
             damaged_tasks = [task for task in self.tasks if not task.shard_files.isdisjoint(damaged)]
-            results = self._run_tasks(damaged_tasks, {}, settings, lock.check_last_renewal) if damaged_tasks else {}
-            recreated_sha256 = {
-                f"{split}/{shard.file}": shard.sha256
-                for result in results.values()
-                for split, shard in result.splits.items()
-            }
-            # Replace the damaged files in the order of the manifest.
+            if damaged_tasks:
+                settings = self._task_settings(scratch, lock=lock)
+                results = self._run_tasks(damaged_tasks, {}, settings, lock.check_last_renewal)
+                for result in results.values():
+                    recreated_sha256 |= {
+                        f"{split}/{shard.file}": shard.sha256 for split, shard in result.splits.items()
+                    }
+            # Index and prefixes come after the shards of their split, which they are rebuilt from.
             for split, info in manifest.splits.items():
                 for shard in info.shards:
                     file = f"{split}/{shard.file}"
                     if file in damaged:
                         if recreated_sha256.get(file) != shard.sha256:
                             raise _differs_error(directory, file)
-                        recreated, path = storage.join(scratch, file), storage.join(directory, file)
-                        with storage.open_read(recreated) as source, atomic_file(path) as target:
+                        path = storage.join(directory, file)
+                        with storage.open_read(storage.join(scratch, file)) as source, atomic_file(path) as target:
                             shutil.copyfileobj(source, target, _CHUNK_BYTES)
                 if f"{split}/{INDEX_NAME}" in damaged:
                     _rebuild_index(directory, manifest, split)
@@ -325,22 +346,24 @@ class _Export:
         settings: TaskSettings,
         check_lock: Callable[[], None],
     ) -> dict[int, TaskResult]:
-        """Run this part's unfinished tasks; return their results and ``reused``, by task number.
+        """Run the unfinished tasks of this run; return their results together with ``reused``, by task number.
 
         Args:
-            reused: results of tasks that an earlier run finished.
-            check_lock: raises a MismatchError if this run has lost the directory's lock.
+            reused: results of tasks that an earlier run finished, by task number.
+            check_lock: raises a MismatchError if this run has lost the directory's lock; called with each progress.
         """
         progress = self.progress
         unfinished = [task for task in tasks if self._is_own_task(task.number) and task.number not in reused]
-        if self.config.finalize:
+        if self.config.finalize:  # publishes the cache of the other parts and encodes nothing itself
             unfinished = []
         if reused:
             progress.note(f"{len(reused)} of {len(tasks)} shards were finished by an earlier run")
         progress.start("export", sum(task.num_rows for task in unfinished))
-        begin_time, num_dropped, num_tokens = time.perf_counter(), 0, 0
+        begin_time = time.perf_counter()
+        num_dropped = num_tokens = 0
 
         def report(rows: int, dropped: int, tokens: int) -> None:
+            """Show progress; the arguments count what was encoded since the last call."""
             nonlocal num_dropped, num_tokens
             check_lock()
             num_dropped += dropped
@@ -360,6 +383,7 @@ class _Export:
         return results
 
     def _is_own_task(self, task_number: int) -> bool:
+        """Return whether this run makes a task: part n of N in a job array makes those whose number modulo N is n."""
         config = self.config
         return not config.is_part or task_number % (config.num_tasks or 1) == config.task_index
 
@@ -393,13 +417,16 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
 def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens) -> None:
     """Write ``prefixes.arrow`` again from the shards of a split; raise a MismatchError if it cannot be the original."""
     path = storage.join(directory, split, PREFIXES_NAME)
-    # Try all formats: older caches identify media by their addresses instead of their contents, or have fewer fields.
+    # The format is unknown, so all are tried until one gives the checksum of the original: older caches hash the
+    # addresses of media instead of their contents, or have fewer fields for each prefix.
     for medium_key in (by_content, by_address):
         batches = []
         for samples in _samples_of_shards(directory, manifest, split):
             if samples:
-                hashes = prefix_hashes(samples, media_tokens, longer_than=MIN_SHARED, medium_key=medium_key)
-                batches.append(prefix_batch(*hashes))
+                num_prefixes, prefixes = prefix_hashes(
+                    samples, media_tokens, longer_than=MIN_SHARED, medium_key=medium_key
+                )
+                batches.append(prefix_batch(num_prefixes, prefixes))
         for prefix_type in (PREFIX, OLD_PREFIX):
             schema = pa.schema([("prefixes", pa.list_(prefix_type))])
             data = arrow_bytes([with_prefix_fields(batch, prefix_type) for batch in batches], schema)

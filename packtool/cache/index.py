@@ -55,13 +55,15 @@ def read_index(directory: str, manifest: Manifest, split: str, copy: str | None 
     """
     path = storage.join(directory, split, INDEX_NAME)
     with _read_errors(path):
-        table = with_added_columns(_read_table(path, manifest.splits[split].index_sha256, copy))
+        stored_table = _read_table(path, manifest.splits[split].index_sha256, copy)
+        table = with_added_columns(stored_table)
         table.validate(full=True)
         columns = {field.name: table.column(field.name).cast(field.type).to_numpy() for field in INDEX}
         if any(table.column(field.name).null_count for field in INDEX):
             raise ValueError("it has empty rows")
     # A cache may come from anyone: every row must refer to an existing sample.
-    if problem := _index_problem(columns, manifest, split):
+    problem = _index_problem(columns, manifest, split)
+    if problem:
         raise MismatchError(
             f"{path} is not the index of this cache: {problem}", "Copy the cache again, or export it again."
         )
@@ -119,20 +121,22 @@ def prefix_batch(counts: npt.NDArray[np.int64], prefixes: PrefixHashes) -> pa.Re
 def with_prefix_fields(batch: pa.RecordBatch, prefix_type: pa.StructType) -> pa.RecordBatch:
     """Convert a batch of ``prefixes.arrow`` so that each prefix has the fields of ``prefix_type``.
 
-    Fields that only newer caches have are ``UNKNOWN``. A batch with nulls is returned as it is.
+    A field that older caches lack is filled with ``UNKNOWN``. A batch with nulls, which no export writes, is returned
+    unchanged.
     """
-    lists = batch.column("prefixes")
+    lists = batch.column("prefixes")  # one list of prefixes for each sample
     if lists.type == pa.list_(prefix_type) or lists.null_count or lists.values.null_count:
         return batch
     prefixes = lists.flatten()
+    stored_names = {field.name for field in prefixes.type}
+    old_names = {field.name for field in OLD_PREFIX}
     columns = []
     for field in prefix_type:
-        is_new = OLD_PREFIX.get_field_index(field.name) < 0
-        if is_new and prefixes.type.get_field_index(field.name) < 0:
-            columns.append(pa.repeat(pa.scalar(UNKNOWN, field.type), len(prefixes)))
+        if field.name in stored_names or field.name in old_names:
+            columns.append(prefixes.field(field.name))  # raises a KeyError if even an old field is missing
         else:
-            columns.append(prefixes.field(field.name))
-    # The batch may be a slice: its offsets need not begin at 0.
+            columns.append(pa.repeat(pa.scalar(UNKNOWN, field.type), len(prefixes)))
+    # If the batch is a slice, its offsets do not begin at 0, but those of the flattened prefixes do.
     offsets = pa.array(lists.offsets.to_numpy() - lists.offsets[0].as_py(), pa.int32())
     structs = pa.StructArray.from_arrays(columns, fields=list(prefix_type))
     return pa.record_batch([pa.ListArray.from_arrays(offsets, structs)], names=["prefixes"])
@@ -151,24 +155,27 @@ def read_prefixes(path: str, sha256: str | None, lengths: IntArray, copy: str | 
         table.validate(full=True)
         batches = []
         for batch in table.to_batches():
-            lists = with_prefix_fields(batch, PREFIX).column("prefixes")
+            lists = with_prefix_fields(batch, PREFIX).column("prefixes")  # one list of prefixes for each sample
             prefixes = lists.flatten()
             if lists.null_count or prefixes.null_count:
                 raise ValueError("it has empty rows")
             offsets = lists.offsets.to_numpy().astype(np.int64)
-            columns = [column.to_numpy(zero_copy_only=False) for column in prefixes.flatten()]  # as in PrefixHashes
+            # A column for each field of PREFIX, in the order of PrefixHashes.
+            columns = [column.to_numpy(zero_copy_only=False) for column in prefixes.flatten()]
             batches.append(SplitPrefixes(offsets - offsets[0], PrefixHashes(*columns)))
         split = SplitPrefixes.joined(batches)
-    num_prefixes = np.diff(split.offsets)
-    prefix_lengths = split.prefixes.lengths
+    num_prefixes = np.diff(split.offsets)  # of each sample, (N,)
+    prefix_lengths = split.prefixes.lengths  # of the prefixes of all samples, one after the other
     sample_of_prefix = np.repeat(np.arange(len(num_prefixes)), num_prefixes)
     problem = ""
     if len(num_prefixes) != len(lengths):
         problem = f"it has {len(num_prefixes)} rows, not {len(lengths)}"
     elif ((prefix_lengths < 1) | (prefix_lengths > lengths[sample_of_prefix])).any():
         problem = "a prefix is longer than its sample"
-    elif ((np.diff(prefix_lengths) <= 0) & (np.diff(sample_of_prefix) == 0)).any():
-        problem = "the prefixes of a sample are not in ascending order"
+    else:
+        is_in_same_sample = np.diff(sample_of_prefix) == 0  # whether a prefix and the next one have the same sample
+        if (is_in_same_sample & (np.diff(prefix_lengths) <= 0)).any():
+            problem = "the prefixes of a sample are not in ascending order"
     if problem:
         raise MismatchError(
             f"{path} does not belong to the index of this cache: {problem}", "Copy the cache again, or export it again."
@@ -183,16 +190,18 @@ _FRAME_TOKENS = 256
 
 
 def with_estimates(columns: Mapping[str, Column], limits: MediaLimits) -> dict[str, Column]:
-    """Return the columns of an index, (N,) each, with estimates in place of ``UNKNOWN``.
+    """Return the columns of an index, (N,) each, with estimates for the two columns that older caches lack.
 
-    ``patch_squares`` is the sum over images and video frames of their squared number of patches. All media of a sample
-    are assumed to have the same number of tokens, and video frames 256 tokens each. ``limits`` of the cache give the
-    number of patches per token.
+    ``audio_tokens`` and ``patch_squares``, the sum of (patches)^2 over images and video frames, are estimated where
+    they are ``UNKNOWN``. All media of a sample are assumed to have the same number of tokens, and frames 256 tokens.
+
+    Args:
+        limits: media limits of the cache, which give the number of patches per token.
     """
     columns = dict(columns)
-    num_images, num_videos, num_audios = (
-        columns[name].astype(np.float64) for name in ("num_images", "num_videos", "num_audios")
-    )
+    num_images = columns["num_images"].astype(np.float64)
+    num_videos = columns["num_videos"].astype(np.float64)
+    num_audios = columns["num_audios"].astype(np.float64)
     is_unknown = columns["audio_tokens"] == UNKNOWN
     if is_unknown.any():
         num_media = np.maximum(num_images + num_videos + num_audios, 1)
@@ -202,10 +211,10 @@ def with_estimates(columns: Mapping[str, Column], limits: MediaLimits) -> dict[s
     if is_unknown.any():
         patches_per_token = limits.image.merge_size**2 if limits.image is not None else 0
         vision_tokens = columns["media_tokens"] - columns["audio_tokens"]
-        # An image attends over all its patches, a video frame over its own.
         patches_per_medium = vision_tokens / np.maximum(num_images + num_videos, 1) * patches_per_token
         patches_per_frame = np.minimum(patches_per_medium, _FRAME_TOKENS * patches_per_token)
-        attended = num_images * patches_per_medium + num_videos * patches_per_frame
-        estimate = (patches_per_medium * attended).astype(np.int64)
+        # Each patch attends to all patches of its image, or of its video frame.
+        attended_patches = num_images * patches_per_medium + num_videos * patches_per_frame
+        estimate = (patches_per_medium * attended_patches).astype(np.int64)
         columns["patch_squares"] = np.where(is_unknown, estimate, columns["patch_squares"])
     return columns

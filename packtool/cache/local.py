@@ -69,7 +69,7 @@ _COPY_AGAIN = (
 def check_file(path: str, sha256: str, records: str, since: float | None = None) -> bytes:
     """Verify a local file; return the CRC-32 of each of its blocks, or raise a MismatchError.
 
-    A record of the checksums is written, so that the file is read again only if it has changed.
+    The checksums are recorded in a small file, and the verified file is read again only if it has changed.
 
     Args:
         records: directory of the records.
@@ -78,14 +78,16 @@ def check_file(path: str, sha256: str, records: str, since: float | None = None)
     record_name = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:24] + _SUFFIX
     record_path = os.path.join(records, record_name)
     with suppress(OSError), open(record_path, "rb") as record:
-        if (block_sums := _recorded_sums(record, path, sha256, since)) is not None:
+        block_sums = _recorded_sums(record, path, sha256, since)
+        if block_sums is not None:
             return block_sums
     try:
         os.makedirs(records, exist_ok=True)
         with locked(record_path) as record:
-            # Another process may have written the record since.
-            if (block_sums := _recorded_sums(record, path, sha256, since)) is None:
-                state = _state(path)
+            # Another process may have written the record while this one waited for the lock.
+            block_sums = _recorded_sums(record, path, sha256, since)
+            if block_sums is None:
+                state = _state(path)  # before the file is read, so that a change during the reading is noticed
                 block_sums = _verified_sums(path, sha256)
                 header = [*state, sha256, zlib.crc32(block_sums), time.time()]
                 record.seek(0)
@@ -186,17 +188,18 @@ class MappedBlocks:
 def check_all(directory: str, manifest: Manifest) -> Iterator[tuple[str, str, int]]:
     """Verify all files of a cache by reading them; yield (path below the directory, problem or "", bytes) of each."""
     for split, info in sorted(manifest.splits.items()):
-        # Name, size in bytes if it is known, and SHA-256 of each file.
-        expected: list[tuple[str, int | None, str]] = [(INDEX_NAME, None, info.index_sha256)]
-        expected += [(PREFIXES_NAME, None, info.prefixes_sha256)] if info.prefixes_sha256 else []
-        expected += [(shard.file, shard.bytes, shard.sha256) for shard in info.shards]
-        for name, size, sha256 in expected:
+        # Name, size in bytes (None if the manifest lacks it) and SHA-256 ("" if the manifest lacks it) of each file.
+        expected_files: list[tuple[str, int | None, str]] = [(INDEX_NAME, None, info.index_sha256)]
+        if info.prefixes_sha256:
+            expected_files.append((PREFIXES_NAME, None, info.prefixes_sha256))
+        expected_files += [(shard.file, shard.bytes, shard.sha256) for shard in info.shards]
+        for name, size, sha256 in expected_files:
             path = storage.join(directory, split, name)
             state = storage.stat(path) if storage.exists(path) else None
             problem = ""
             if state is None:
                 problem = "is missing"
-            elif size not in (None, state.size):
+            elif size is not None and state.size != size:
                 problem = f"has {state.size:,} bytes, the manifest says {size:,}"
             elif sha256 and sha256_of(path) != sha256:
                 problem = "has another SHA-256 than in the manifest"
@@ -204,7 +207,7 @@ def check_all(directory: str, manifest: Manifest) -> Iterator[tuple[str, str, in
                 try:
                     read_index(directory, manifest, split)
                 except MismatchError as error:
-                    problem = error.message.rpartition(": ")[2]
+                    problem = error.message.rpartition(": ")[2]  # without the file's path, which is yielded
             yield f"{split}/{name}", problem, state.size if state is not None else 0
 
 
@@ -306,13 +309,13 @@ class LocalCopies:
                 os.makedirs(os.path.dirname(copy), exist_ok=True)
                 with locked(unfinished) as file:
                     if not _is_at(file, unfinished):
-                        continue
+                        continue  # the process that held the lock before has renamed or removed the locked file
                     if _is_there(copy, size):  # another process has fetched it: the locked file is a new, empty one
                         os.remove(unfinished)
                     else:
                         self._fetch(path, copy, file, size, sha256)
             with suppress(FileNotFoundError):
-                os.utime(copy)
+                os.utime(copy)  # its time of modification is the time of its last use
         except OSError as error:
             raise StorageError(
                 f"{self.directory}: {error.strerror or error} (while copying {storage.masked(path)})",
@@ -321,19 +324,23 @@ class LocalCopies:
         return copy
 
     def _fetch(self, path: str, copy: str, file: BinaryIO, size: int, sha256: str | None) -> None:
-        """Download a file into the unfinished copy, whose lock is held, and rename it to the finished one."""
+        """Download a file into its unfinished copy ``file``, whose lock is held, and rename this to ``copy``.
+
+        Raises a StorageError if two downloads have another size or SHA-256 than given; ``sha256`` may be None.
+        """
         try:
             self._reserve(file, size)
             for _ in range(_MAX_ATTEMPTS):
                 num_bytes, digest = _download(path, file)
                 if num_bytes == size and sha256 in (None, digest):
                     break
-            else:
-                actual, expected = f"the SHA-256 {digest}", sha256
+            else:  # no attempt succeeded
                 if num_bytes != size:
-                    actual, expected = f"{num_bytes} bytes", str(size)
+                    difference = f"{num_bytes} bytes, the manifest says {size}"
+                else:
+                    difference = f"the SHA-256 {digest}, the manifest says {sha256}"
                 raise StorageError(
-                    f"{storage.masked(path)}: the download has {actual}, the manifest says {expected}",
+                    f"{storage.masked(path)}: the download has {difference}",
                     "Copy the cache again, or export it again.",
                 )
             file.flush()
@@ -347,15 +354,15 @@ class LocalCopies:
     def _reserve(self, file: BinaryIO, size: int) -> None:
         """Extend the unfinished copy ``file`` to ``size`` bytes, after removing copies of other caches if necessary.
 
-        The least recently used copies go first. Raises a StorageError if the disk is still too full.
+        The least recently used copies are removed first. Raises a StorageError if the disk is still too full.
         """
         with locked(os.path.join(self.directory, _LOCK_NAME)):
-            copies = list(self._copies())
-            used = sum(state.st_size for _, _, state in copies)
+            copies = sorted(self._copies(), key=lambda copy: copy[2].st_mtime)  # by the time of their last use
             bytes_to_free = size + _SPARE_BYTES - shutil.disk_usage(self.directory).free
             if self.limit is not None:
-                bytes_to_free = max(bytes_to_free, used + size - self.limit)
-            for path, fingerprint, state in sorted(copies, key=lambda copy: copy[2].st_mtime):  # time of the last use
+                used_bytes = sum(state.st_size for _, _, state in copies)
+                bytes_to_free = max(bytes_to_free, used_bytes + size - self.limit)
+            for path, fingerprint, state in copies:
                 if bytes_to_free <= 0:
                     break
                 if fingerprint not in self.kept and _remove(path):
@@ -367,7 +374,8 @@ class LocalCopies:
                     f"left, of which {_SPARE_BYTES / 1e9:,.2f} GB stay free",
                     "Give a --cache-dir on a larger disk, or free some space.",
                 )
-            file.truncate(size)  # reserves the space: other processes count the size of unfinished files
+            # The file now has its final size, which other processes count: the space is reserved.
+            file.truncate(size)
 
     def _copies(self) -> Iterator[tuple[str, str, os.stat_result]]:
         """Yield path, fingerprint of the cache, and state of all copies, finished and unfinished."""

@@ -93,14 +93,15 @@ def _start_ticks(pid: int) -> str | None:
     """Return the start time of a local process in clock ticks; "" if it is unknown, None if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            state, *fields = file.read().rpartition(")")[2].split()  # the process name before it may hold anything
-        return None if state in "ZX" else fields[18]
+            fields = file.read().rpartition(")")[2].split()  # after the name of the process, which may hold anything
+        is_ended = fields[0] in "ZX"  # a zombie or dead
+        return None if is_ended else fields[19]  # ``starttime`` of proc(5)
     except FileNotFoundError:
         if os.path.isdir("/proc/self"):
             return None
     except OSError:
         return ""
-    # A system without /proc.
+    # This system has no /proc: signal 0 tests only whether the process exists.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -164,7 +165,7 @@ class DirectoryLock:
     def __init__(self, directory: str, part: str = "", what: str = "export") -> None:
         self._directory = directory
         self._holder = Holder.this_process(part, what)
-        # Known beforehand only for a part of an export.
+        # The name of the lock's file; "" for a lock that excludes others, until it is taken.
         self._name = f"{_PREFIX}part-{self._holder.run}{_SUFFIX}" if part else ""
         self._is_lost = False
         self._end = threading.Event()
@@ -176,12 +177,13 @@ class DirectoryLock:
         return partial(_is_held, self._directory, self._name, self._holder.run)
 
     def __enter__(self) -> Self:
+        is_part = bool(self._holder.part)
         storage.make_directory(self._directory)
         try:
-            if self._holder.part:
+            if is_part:
                 refuse_if_busy(self._directory, is_part=True)
                 storage.publish(storage.join(self._directory, self._name), self._holder.to_json())
-            # A lock that excludes others has the next free number; its name is set once the file was created.
+            # A lock that excludes others takes the next number; if another process takes it first, try the one after.
             while not self._name:
                 refuse_if_busy(self._directory)
                 numbers = [_number(name) for name in storage.list_names(self._directory) if is_lock(name)]
@@ -189,8 +191,8 @@ class DirectoryLock:
                 if storage.publish_new(storage.join(self._directory, name), self._holder.to_json()):
                     self._name = name
             remove_stale(self._directory, own=self._name)
-            # Parts and whole exports write different names, so that both may succeed at the same moment.
-            refuse_if_busy(self._directory, is_part=bool(self._holder.part), own=self._name)
+            # Check again: parts and whole exports use different names, so both may have created one at the same moment.
+            refuse_if_busy(self._directory, is_part=is_part, own=self._name)
         except BaseException:
             self._release()
             raise

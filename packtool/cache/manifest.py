@@ -51,8 +51,8 @@ def build(cls: type[T], raw: object, path: str = "") -> T:
     """Build a dataclass from parsed JSON; raise a ManifestError for the first unknown, missing or wrong field.
 
     Args:
-        raw: what ``dataclasses.asdict`` would return.
-        path: of the value in its file, for messages: ``splits.train.shards[3]``.
+        raw: parsed JSON, with a value for each field, as in the result of ``dataclasses.asdict``.
+        path: where ``raw`` is in its file, for messages: ``splits.train.shards[3]``.
     """
     if not isinstance(raw, dict):
         raise WrongValue(path, raw, "an object")
@@ -63,9 +63,10 @@ def build(cls: type[T], raw: object, path: str = "") -> T:
     values = {}
     for member in dataclasses.fields(cast(Any, cls)):
         member_path = _join(path, member.name)
+        is_required = member.default is dataclasses.MISSING and member.default_factory is dataclasses.MISSING
         if member.name in raw:
             values[member.name] = value_of(types_by_name[member.name], raw[member.name], member_path)
-        elif member.default is dataclasses.MISSING and member.default_factory is dataclasses.MISSING:
+        elif is_required:
             raise ManifestError(f"{member_path} is missing")
     return cls(**values)
 
@@ -78,20 +79,22 @@ def value_of(kind: Any, raw: Any, path: str) -> Any:
     """Convert a JSON value to a declared type; raise a ManifestError if it does not fit. Numbers are from 0 to 2**62.
 
     Args:
-        kind: a dataclass, str, int, float, bool, Any, a union with None, a literal, tuple or mapping.
-            ``Annotated[int, -1]`` is an int that may also be -1.
-        path: of the value in its file, for messages.
+        kind: a dataclass, str, int, float, bool, Any, a union with None, a literal of texts, ``tuple[X, ...]`` or
+            ``Mapping[str, X]``. ``Annotated[X, value]`` accepts ``value`` besides the values of ``X``.
+        path: where the value is in its file, for messages.
     """
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
     if origin is Annotated:
-        return raw if raw == arguments[1] else value_of(arguments[0], raw, path)
+        base_type, special_value = arguments
+        return raw if raw == special_value else value_of(base_type, raw, path)
     if kind is Any:
         return raw
     if dataclasses.is_dataclass(kind):
         return build(cast(type, kind), raw, path)
     if origin in (Union, types.UnionType):
-        (other,) = (each for each in arguments if each is not type(None))
-        return None if raw is None else value_of(other, raw, path)
+        (type_if_present,) = (argument for argument in arguments if argument is not type(None))
+        return None if raw is None else value_of(type_if_present, raw, path)
     if origin is Literal:
         if not isinstance(raw, str) or raw not in arguments:
             raise WrongValue(path, raw, f"one of {', '.join(map(str, arguments))}")
@@ -99,15 +102,18 @@ def value_of(kind: Any, raw: Any, path: str) -> Any:
     if origin is tuple:
         if not isinstance(raw, list):
             raise WrongValue(path, raw, "a list")
-        return tuple(value_of(arguments[0], value, f"{path}[{i}]") for i, value in enumerate(raw))
+        item_type = arguments[0]
+        return tuple(value_of(item_type, item, f"{path}[{i}]") for i, item in enumerate(raw))
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(raw, dict):
             raise WrongValue(path, raw, "an object")
-        return {name: value_of(arguments[1], value, _join(path, name)) for name, value in raw.items()}
+        item_type = arguments[1]
+        return {name: value_of(item_type, item, _join(path, name)) for name, item in raw.items()}
     expected, json_types = _PLAIN_TYPES[kind]
-    if not isinstance(raw, json_types) or (kind is not bool and isinstance(raw, bool)):
-        raise WrongValue(path, raw, expected)
-    if isinstance(raw, (int, float)) and not 0 <= raw < _MAX_NUMBER:
+    is_of_type = isinstance(raw, json_types)
+    if kind is not bool and isinstance(raw, bool):
+        is_of_type = False  # although bool is a subclass of int
+    if not is_of_type or (isinstance(raw, (int, float)) and not 0 <= raw < _MAX_NUMBER):
         raise WrongValue(path, raw, expected)
     return raw
 
@@ -305,25 +311,14 @@ class Manifest(InputCounts):
         """Read the manifest of a finished cache; raise a MismatchError if it is unfinished or of another format."""
         path = storage.join(directory, MANIFEST_NAME)
         if not storage.exists(path):
-            if amount := amount_suffix(directory):
-                raise MismatchError(
-                    f"{directory} is not a cache: the suffix #{amount} selects samples for training, and this command "
-                    "reads whole caches",
-                    f"Leave out #{amount}.",
-                )
-            is_there = storage.is_remote(directory) or storage.is_directory(directory)
-            raise MismatchError(
-                f"{directory} is no finished cache: "
-                + (f"it has no {MANIFEST_NAME}" if is_there else "the directory does not exist"),
-                "Run packtool export with this --output-dir to create or finish it.",
-            )
+            raise _no_cache_error(directory)
         data = storage.read_bytes(path)
         try:
             raw = load_json(data)
             version = raw["identity"]["format_version"]
             if version == FORMAT_VERSION:
                 manifest = build(cls, raw)
-                _check(manifest)
+                _check_values(manifest)
                 return manifest
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             detail = str(error) if isinstance(error, ManifestError) else repr(error)
@@ -334,7 +329,23 @@ class Manifest(InputCounts):
         )
 
 
-# Names of files and directories in a manifest: anything else could lead out of the cache.
+def _no_cache_error(directory: str) -> MismatchError:
+    """Return the error for a directory without a manifest."""
+    if amount := amount_suffix(directory):
+        return MismatchError(
+            f"{directory} is not a cache: the suffix #{amount} selects samples for training, and this command "
+            "reads whole caches",
+            f"Leave out #{amount}.",
+        )
+    is_there = storage.is_remote(directory) or storage.is_directory(directory)
+    problem = f"it has no {MANIFEST_NAME}" if is_there else "the directory does not exist"
+    return MismatchError(
+        f"{directory} is no finished cache: {problem}",
+        "Run packtool export with this --output-dir to create or finish it.",
+    )
+
+
+# Patterns of names and digests, by kind. Any other name in a manifest could lead out of the cache's directory.
 _PATTERNS = {
     "fingerprint": re.compile(r"[0-9a-f]{16}"),
     "shard": re.compile(r"data-[0-9]{5,9}-of-[0-9]{5,9}\.arrow"),
@@ -388,23 +399,28 @@ class ExportSummary:
         return cls.of(rows, samples, num_samples_by_split=num_samples, **other_fields)
 
 
-def _check(manifest: Manifest) -> None:
-    """Raise a WrongValue for the first value that has the right type, but that an export would not write."""
+def _check_split(path: str, split: SplitInfo) -> None:
+    """Raise a WrongValue for the first wrong value of a split; ``path`` of the split in the manifest."""
+    if split.index_sha256:
+        _check_name(f"{path}.index_sha256", split.index_sha256, "sha256")
+    for i, shard in enumerate(split.shards):
+        _check_name(f"{path}.shards[{i}].file", shard.file, "shard")
+        _check_name(f"{path}.shards[{i}].sha256", shard.sha256, "sha256")
+    files = [shard.file for shard in split.shards]
+    if len(set(files)) < len(files):
+        raise WrongValue(f"{path}.shards", files, "distinct names")
+    num_rows = sum(shard.rows for shard in split.shards)
+    if num_rows != split.rows:
+        raise WrongValue(f"{path}.rows", split.rows, f"{num_rows}, the sum of its shards")
+
+
+def _check_values(manifest: Manifest) -> None:
+    """Raise a WrongValue for the first value that no export writes, although its type is right."""
     _check_name("fingerprint", manifest.fingerprint, "fingerprint")
     for name, split in manifest.splits.items():
-        path = f"splits.{name}"
         if name not in (TRAIN_SPLIT, VAL_SPLIT):
-            raise WrongValue(path, name, f"{TRAIN_SPLIT} or {VAL_SPLIT}")
-        if split.index_sha256:
-            _check_name(f"{path}.index_sha256", split.index_sha256, "sha256")
-        for i, shard in enumerate(split.shards):
-            _check_name(f"{path}.shards[{i}].file", shard.file, "shard")
-            _check_name(f"{path}.shards[{i}].sha256", shard.sha256, "sha256")
-        files = [shard.file for shard in split.shards]
-        if len(set(files)) < len(files):
-            raise WrongValue(f"{path}.shards", files, "distinct names")
-        if (rows := sum(shard.rows for shard in split.shards)) != split.rows:
-            raise WrongValue(f"{path}.rows", split.rows, f"{rows}, the sum of its shards")
+            raise WrongValue(f"splits.{name}", name, f"{TRAIN_SPLIT} or {VAL_SPLIT}")
+        _check_split(f"splits.{name}", split)
     if len(set(manifest.channels)) < len(manifest.channels):
         raise WrongValue("channels", manifest.channels, "distinct names")
     for i, source in enumerate(manifest.sources):
@@ -414,7 +430,7 @@ def _check(manifest: Manifest) -> None:
     spec_types = get_type_hints(EncodeSpec)
     for name, value in identity.spec.items():
         if name in spec_types:
-            value_of(spec_types[name], value, f"identity.spec.{name}")
+            value_of(spec_types[name], value, f"identity.spec.{name}")  # raises for a wrong type
     for name, minimum in (("model", ""), ("max_length", 2)):
         if name not in identity.spec or identity.spec[name] < minimum:
             raise WrongValue(f"identity.spec.{name}", identity.spec.get(name), f"at least {minimum!r}")
@@ -426,6 +442,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def _check_name(path: str, value: str, kind: str) -> None:
+    """Raise a WrongValue unless the value at ``path`` matches ``_PATTERNS[kind]``."""
     if not _PATTERNS[kind].fullmatch(value):
         raise WrongValue(path, value, f"a name of the form {_PATTERNS[kind].pattern}")
 

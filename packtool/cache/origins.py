@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packtool import storage
+from packtool.cache.manifest import SourceInfo
 from packtool.cache.reader import CacheReader
 from packtool.config.settings import load_json
 from packtool.encode.encoded import EncodedAudio, EncodedVideo
@@ -82,13 +83,15 @@ def _small(values: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]
 def read_origins(reader: CacheReader, cache: int) -> Origins:
     """Return the origins of the samples of cache number ``cache``; reads three columns of all its shards."""
     shard_of_sample, row_in_shard = reader.locations(cache)
-    file_numbers: dict[str, int] = {}  # position in ``Origins.files`` by the source's name in the samples
     num_samples = len(shard_of_sample)
-    file, row = np.zeros(num_samples, np.int64), np.zeros(num_samples, np.int64)
+    file_numbers: dict[str, int] = {}  # number of each source file by its name in the samples, in order of appearance
+    file = np.zeros(num_samples, np.int64)  # number of each sample's source file
+    row = np.zeros(num_samples, np.int64)
     part = np.zeros((num_samples, len(_PART_FIELDS)), np.int32)
     for shard in range(int(shard_of_sample.max(initial=-1)) + 1):
-        in_shard = np.flatnonzero(shard_of_sample == shard)
+        in_shard = np.flatnonzero(shard_of_sample == shard)  # the samples in this shard
         table = reader.shard_table(cache, shard, ("source", "row", "part")).take(pa.array(row_in_shard[in_shard]))
+        # Dictionary encoding gives the distinct names, and for each sample the position of its name among them.
         sources = table.column("source").combine_chunks().dictionary_encode()
         numbers = [file_numbers.setdefault(name, len(file_numbers)) for name in sources.dictionary.to_pylist()]
         file[in_shard] = np.array(numbers, np.int64)[sources.indices.to_numpy()]
@@ -96,19 +99,26 @@ def read_origins(reader: CacheReader, cache: int) -> Origins:
         if "part" in table.column_names:
             parts = table.column("part").combine_chunks()
             part[in_shard] = np.stack([parts.field(name).fill_null(0).to_numpy() for name in _PART_FIELDS], 1)
-    files, digests = [], []
-    for name in file_numbers:
-        # Samples have the absolute path of the source, or a relative one, which is its end.
-        tail = "/" + name.removeprefix("./").lstrip("/")
-        same_path = [source for source in reader.manifests[cache].sources if source.path == name]
-        same_end = [source for source in reader.manifests[cache].sources if source.path.endswith(tail)]
-        if matching := same_path or same_end:
-            files.append(matching[0].path)
-            digests.append(matching[0].digest)
-        else:
-            files.append(name)
-            digests.append(name)  # without a digest, the name identifies it
-    return Origins(tuple(files), tuple(digests), file, row, part if part.any() else None)
+    sources_by_name = [_source_of(name, reader.manifests[cache].sources) for name in file_numbers]
+    return Origins(
+        files=tuple(path for path, _ in sources_by_name),
+        digests=tuple(digest for _, digest in sources_by_name),
+        file=file,
+        row=row,
+        part=part if part.any() else None,
+    )
+
+
+def _source_of(name: str, sources: Sequence[SourceInfo]) -> tuple[str, str]:
+    """Return path and digest of the source that samples call ``name``, an absolute path or the end of one.
+
+    Both are ``name`` itself if the manifest lists no such source.
+    """
+    tail = "/" + name.removeprefix("./").lstrip("/")
+    same_path = [source for source in sources if source.path == name]
+    same_end = [source for source in sources if source.path.endswith(tail)]
+    matching = same_path or same_end
+    return (matching[0].path, matching[0].digest) if matching else (name, name)
 
 
 def hash_contents(reader: CacheReader, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
@@ -116,16 +126,17 @@ def hash_contents(reader: CacheReader, positions: Sequence[int] | npt.NDArray[np
 
     Media are identified by file name (without folder), embedded bytes, and size.
     """
-    digests = []
+    hashes = []
     for position in positions:
         sample = reader.sample(int(position))
-        digest = blake2b(np.ascontiguousarray(sample.input_ids, "<i4").data, digest_size=8)
+        sample_hash = blake2b(np.ascontiguousarray(sample.input_ids, "<i4").data, digest_size=8)
         for medium in sample.media:
             name = storage.name(medium.path) if medium.path else ""
             size = () if isinstance(medium, EncodedAudio) else (medium.height, medium.width)
-            frames = [storage.name(path or "") for path, _ in medium.frames] if isinstance(medium, EncodedVideo) else []
+            frames = medium.frames if isinstance(medium, EncodedVideo) else ()
+            frame_names = [storage.name(path or "") for path, _ in frames]
             content = "" if medium.data is None else blake2b(medium.data, digest_size=8).hexdigest()
-            key = json.dumps([type(medium).__name__, name, content, size, medium.num_tokens, frames])
-            digest.update(key.encode(errors="surrogatepass"))
-        digests.append(digest.digest())
-    return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+            key = json.dumps([type(medium).__name__, name, content, size, medium.num_tokens, frame_names])
+            sample_hash.update(key.encode())
+        hashes.append(sample_hash.digest())
+    return np.frombuffer(b"".join(hashes), "<u8").astype(np.uint64)

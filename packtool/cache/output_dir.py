@@ -115,16 +115,20 @@ def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec
 
 
 def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
-    """Return the manifest of this export's cache, damaged or not, or None; raise a MismatchError for other settings."""
-    if (manifest := _read_manifest(directory)) is None:
+    """Return the manifest of this export's cache, damaged or not, or None if the directory holds no cache.
+
+    Raises a MismatchError if its settings or source files differ from ``identity`` and ``specs``, those of this export.
+    """
+    manifest = _read_manifest(directory)
+    if manifest is None:
         return None
-    different = differences(asdict(manifest.identity), asdict(identity))
+    lines = differences(asdict(manifest.identity), asdict(identity))
     exported = [(storage.absolute(source.path), source.settings) for source in manifest.sources]
     current = [(storage.absolute(storage.masked(spec.path)), spec.settings) for spec in specs]
     if exported != current:
         there = ", ".join(f"{path} {settings}".strip() for path, settings in exported)
         here = ", ".join(f"{path} {settings}".strip() for path, settings in current)
-        different.append(f"dataset: {there} there, {here} here")
+        lines.append(f"dataset: {there} there, {here} here")
     else:
         for source, spec in zip(manifest.sources, specs, strict=True):
             if not storage.exists(spec.path):
@@ -132,13 +136,13 @@ def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -
             state = storage.stat(spec.path)
             has_changed = state.size != source.size
             if not has_changed and state.modified != source.modified:
-                has_changed = scan(spec).digest != source.digest  # the content is read only in this case
+                has_changed = scan(spec).digest != source.digest  # reads the file, so only if just its time differs
             if has_changed:
-                different.append(f"{source.path} has changed since the export")
-    if different:
-        lines = "\n".join(f"  - {line}" for line in different)
+                lines.append(f"{source.path} has changed since the export")
+    if lines:
+        list_of_differences = "\n".join(f"  - {line}" for line in lines)
         raise MismatchError(
-            f"{directory} holds a finished cache with other settings:\n{lines}",
+            f"{directory} holds a finished cache with other settings:\n{list_of_differences}",
             "Give another --output-dir; --overwrite would delete the existing files.",
         )
     return manifest
@@ -171,6 +175,7 @@ def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> d
     """Create the directories; return the results, by task number, that an interrupted run of this export has left.
 
     Args:
+        state: result of ``export_state`` for this export.
         is_part: other parts of a job array may be working on the same export, so nothing is removed.
 
     Raises:
@@ -179,19 +184,21 @@ def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> d
     check_is_ours(directory)
     state_path = storage.join(directory, TASKS_DIR, _STATE_NAME)
     old_state = storage.read_bytes(state_path) if storage.exists(state_path) else None
-    if old_state != state:
+    is_resumed = old_state == state
+    if not is_resumed:
+        # Files of another export may be replaced only if it has finished no task and no other part is at work.
         num_old = num_finished(directory)
         if num_old or (is_part and old_state is not None):
             raise _other_export_error(directory, num_old)
     if not is_part:
-        if old_state != state:
+        if not is_resumed:
             clear(directory)
         with suppress(StorageError):  # unfinished uploads cost money, but do not harm the cache
             storage.discard_unfinished(directory)
     for name in (TASKS_DIR, *sorted(splits)):
         storage.make_directory(storage.join(directory, name))
-    if old_state != state and not storage.publish_new(state_path, state):
-        raise _other_export_error(directory, 0)  # a part of another export has just written its state
+    if not is_resumed and not storage.publish_new(state_path, state):
+        raise _other_export_error(directory, num_finished=0)  # a part of another export has just written its state
     return finished_tasks(directory, export_id(state))
 
 
@@ -203,9 +210,12 @@ def _other_export_error(directory: str, num_finished: int) -> MismatchError:
 
 
 def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
-    """Return the results, by task number, of the tasks of an export whose files are all intact."""
+    """Return the results, by task number, of an export's tasks that have a marker and whose files are all intact.
+
+    ``export``: result of ``export_id``.
+    """
     results = {}
-    states: dict[str, dict[str, storage.FileState | None]] = {}  # of the files of each split
+    states: dict[str, dict[str, storage.FileState | None]] = {}  # of the shards in each split's folder, by file name
     for name in storage.list_names(storage.join(directory, TASKS_DIR)):
         if not _is_marker(name):
             continue
@@ -218,10 +228,11 @@ def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
         for split in result.splits:
             if split not in states:
                 states[split] = storage.entries(storage.join(directory, split))
-        if _has_intact_files(directory, result) and all(
+        has_intact_shards = (  # evaluated last, because it may read the shards
             is_shard(storage.join(directory, split, shard.file), states[split].get(shard.file), shard)
             for split, shard in result.splits.items()
-        ):
+        )
+        if _has_intact_files(directory, result) and all(has_intact_shards):
             results[result.number] = result
     return results
 
@@ -237,14 +248,13 @@ def _is_marker(name: str) -> bool:
 
 def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) -> Identity:
     """Return the identity of an export's cache; ``limits`` on media include the user's options."""
+    spec = replace(config.encode_spec, expand_turns=expansion_of(config.expand_turns, files)).recorded()
+    # The path of the model is absolute, so that it can be used from any directory; the fingerprint ignores it.
+    spec["model"] = absolute_model(config.model)
+    # The loss scale is the resolved one, because its default depends on whether the model has hybrid thinking.
+    spec["loss_scale"] = loss_scale_of(config.loss_scale, files.is_hybrid_thinking)
     return Identity(
-        # The path of the model is absolute, so that it can be used from any directory; the fingerprint ignores it.
-        spec=replace(config.encode_spec, expand_turns=expansion_of(config.expand_turns, files)).recorded()
-        | {
-            "model": absolute_model(config.model),
-            # Resolved, because the default depends on whether the model has hybrid thinking.
-            "loss_scale": loss_scale_of(config.loss_scale, files.is_hybrid_thinking),
-        },
+        spec=spec,
         model_type=files.model_type,
         tokenizer_hash=files.tokenizer_hash,
         template_hash=files.template_hash,
@@ -260,19 +270,19 @@ def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) ->
 def delayed_gc() -> Iterator[Callable[[], None]]:
     """Disable garbage collection until the yielded function is called; later collections skip the objects made before.
 
-    They describe up to many thousand files and stay alive. Nothing changes if garbage collection is already disabled.
+    These objects describe up to many thousand files and stay alive. Collection that is already disabled stays disabled.
     """
     if not gc.isenabled():
         yield lambda: None
         return
 
-    def collect() -> None:
-        gc.freeze()
+    def enable() -> None:
+        gc.freeze()  # collections skip all objects that exist now
         gc.enable()
 
     gc.disable()
     try:
-        yield collect
+        yield enable
     finally:
         gc.unfreeze()
         gc.enable()
@@ -282,31 +292,35 @@ _HISTOGRAM_BINS = 64
 
 
 def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results: Sequence[TaskResult]) -> Manifest:
-    """Return the manifest with the counts of all tasks, given in the order of their numbers.
+    """Return the manifest with the counts of all tasks; ``results`` are in the order of the tasks' numbers.
 
-    The checksums of indexes and prefixes are empty until ``publish_cache``.
+    The checksums of indexes and prefixes are empty; ``publish_cache`` sets them.
     """
-    names = sorted({name for result in results for name in result.splits})
+    split_names = sorted({name for result in results for name in result.splits})
+    channels = dict.fromkeys(name for result in results for name in result.channels)  # in order of appearance
+    max_length = int(identity.spec["max_length"])
     manifest = Manifest(
         **vars(InputCounts.total(result.counts for result in results)),
         packtool_version=VERSION,
         identity=identity,
         sources=sources,
-        channels=tuple(dict.fromkeys(name for result in results for name in result.channels)),
-        splits={name: _split_info(name, results, int(identity.spec["max_length"])) for name in names},
+        channels=tuple(channels),
+        splits={name: _split_info(name, results, max_length) for name in split_names},
         fingerprint=fingerprint_of(identity, sources),
     )
-    kept = sum(split.rows - split.pieces_added for split in manifest.splits.values())
-    dropped = sum(manifest.dropped.values())
-    if manifest.rows != kept + dropped:
+    num_kept = sum(split.rows - split.pieces_added for split in manifest.splits.values())
+    num_dropped = sum(manifest.dropped.values())
+    if manifest.rows != num_kept + num_dropped:
         raise PacktoolError(
-            f"the counts do not add up: {manifest.rows:,} rows were read, {kept:,} kept and {dropped:,} dropped",
+            f"the counts do not add up: {manifest.rows:,} rows were read, {num_kept:,} kept and "
+            f"{num_dropped:,} dropped",
             "This is a bug: the cache is not finished, do not train on it.",
         )
     return manifest
 
 
 def _split_info(name: str, results: Sequence[TaskResult], max_length: int) -> SplitInfo:
+    """Return counts and files of a split; its histogram of lengths has 64 equal bins up to ``max_length``."""
     shards = [result.splits[name] for result in results if name in result.splits]
     histogram = np.zeros(_HISTOGRAM_BINS, np.int64)
     for length, count in length_counts(results, name).items():
@@ -335,27 +349,27 @@ def publish_cache(
 
     Args:
         check: raises a MismatchError if this run has lost the directory's lock.
+        has_parts: rows may become several samples, so that shards have the columns ``PARTS``.
     """
     channel_positions = {name: position for position, name in enumerate(manifest.channels)}
     splits = {}
     for split, info in manifest.splits.items():
         folder = storage.join(directory, split)
-        files = [shard.file for shard in info.shards]
-        index = (
+        index_batches = (
             _with_cache_channels(with_added_columns(batch), result.channels, channel_positions)
             for result, batch in _batches_of(directory, split, results)
         )
-        digest = write_arrow_file(storage.join(folder, INDEX_NAME), INDEX, index)
-        prefixes_digest = ""  # where tasks of an older packtool wrote no prefixes
+        index_sha256 = write_arrow_file(storage.join(folder, INDEX_NAME), INDEX, index_batches)
+        prefixes_sha256 = ""  # remains if a task was finished by an older packtool, which wrote no prefixes
         if all(result.splits[split].prefixes_sha256 for result in results if split in result.splits):
             batches = _batches_of(directory, split, results, of_prefixes=True)
-            prefixes = (with_prefix_fields(batch, PREFIX) for _, batch in batches)
-            prefixes_digest = write_arrow_file(storage.join(folder, PREFIXES_NAME), PREFIXES, prefixes)
-        splits[split] = replace(info, index_sha256=digest, prefixes_sha256=prefixes_digest)
+            prefix_batches = (with_prefix_fields(batch, PREFIX) for _, batch in batches)
+            prefixes_sha256 = write_arrow_file(storage.join(folder, PREFIXES_NAME), PREFIXES, prefix_batches)
+        splits[split] = replace(info, index_sha256=index_sha256, prefixes_sha256=prefixes_sha256)
+        # Two more files make the folder readable by datasets.load_from_disk.
         storage.publish(storage.join(folder, "dataset_info.json"), dataset_info(has_parts))
-        storage.publish(
-            storage.join(folder, "state.json"), dataset_state(files, split, f"{manifest.fingerprint}-{split}")
-        )
+        state = dataset_state([shard.file for shard in info.shards], split, f"{manifest.fingerprint}-{split}")
+        storage.publish(storage.join(folder, "state.json"), state)
     merge_dropped(directory, results)
     check_written(directory, results)
     check()

@@ -75,7 +75,7 @@ def write_plan(path: str, plan: SavedPlan) -> None:
     samples_per_pack = np.diff(plan.offsets)
     pack_of_sample = np.repeat(np.arange(len(samples_per_pack), dtype=np.int64), samples_per_pack)
     schema = _SCHEMA
-    columns: list[npt.NDArray[np.integer[Any]]] = [pack_of_sample, plan.samples, plan.lengths]
+    columns: list[npt.NDArray[np.integer[Any]]] = [pack_of_sample, plan.samples, plan.lengths]  # in the schema's order
     if plan.locations is not None:
         schema = pa.schema([*schema, *_LOCATIONS])
         columns.extend(plan.locations.T)
@@ -84,7 +84,7 @@ def write_plan(path: str, plan: SavedPlan) -> None:
         columns.append(plan.shared)
     metadata = {name: getattr(plan, name) for name in _METADATA}
     if not plan.parts:
-        del metadata["parts"]
+        del metadata["parts"]  # so that older versions, which do not know it, can read plans without divided trees
     schema = schema.with_metadata({_METADATA_KEY: json.dumps(metadata).encode()})
     batches = (
         pa.record_batch([pa.array(column[start : start + _BATCH_ROWS]) for column in columns], schema=schema)
@@ -94,21 +94,22 @@ def write_plan(path: str, plan: SavedPlan) -> None:
 
 
 def read_plan(path: str) -> SavedPlan:
-    """Read a plan file; raise a MismatchError if it is another file, or damaged."""
+    """Read a plan file; raise a MismatchError if it is damaged, of another format, or no plan file at all."""
     data = storage.read_bytes(path)
     try:
         reader = pa.ipc.open_file(pa.py_buffer(data))
-        metadata = load_json((reader.schema.metadata or {})[_METADATA_KEY])
+        metadata = load_json((reader.schema.metadata or {})[_METADATA_KEY])  # the names in _METADATA
         file_format = metadata.pop("format", _FORMAT)
         table = reader.read_all()
         columns = {name: table.column(name).to_numpy() for name in table.schema.names}
         locations = None
         if _LOCATIONS[0].name in columns:
             locations = np.stack([columns[field.name].astype(np.int32) for field in _LOCATIONS], axis=1)
-        starts = np.flatnonzero(np.diff(columns["pack"], prepend=-1))  # the first sample of each pack
+        # Packs are numbered from 0, so the number changes at the first sample of each pack.
+        pack_starts = np.flatnonzero(np.diff(columns["pack"], prepend=-1))
         plan = SavedPlan(
             samples=columns["sample"].astype(np.int64),
-            offsets=np.append(starts, len(columns["pack"])).astype(np.int64),
+            offsets=np.append(pack_starts, len(columns["pack"])).astype(np.int64),
             lengths=columns["length"].astype(np.int32),
             shared=columns["shared"].astype(np.int32) if file_format == _SHARED_FORMAT else None,
             locations=locations,

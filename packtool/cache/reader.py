@@ -19,7 +19,7 @@ import pyarrow as pa
 from packtool import storage
 from packtool.cache.index import SplitPrefixes, read_index, read_prefixes, with_estimates
 from packtool.cache.local import LocalCopies, MappedBlocks
-from packtool.cache.manifest import Manifest
+from packtool.cache.manifest import Identity, Manifest
 from packtool.cache.shard import MEDIA_COLUMNS
 from packtool.constants import INDEX_NAME, PREFIXES_NAME, TRAIN_SPLIT
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray, files_of
@@ -90,23 +90,24 @@ class CacheReader:
         self.manifests = tuple(manifests)
         self.split = split
         self.copies = copies or LocalCopies()
-        indexes = [self._index_of(cache) for cache in range(len(self.directories))]
+        indexes = [self._read_index(cache) for cache in range(len(self.directories))]  # columns by name, of each cache
         self.offsets = np.cumsum([0, *(len(index["length"]) for index in indexes)])
         self._shard = np.concatenate([index["shard"] for index in indexes])
         self._row_in_shard = np.concatenate([index["row_in_shard"] for index in indexes])
-        # One numbering of the channels of all caches, in the order of their first appearance.
+        # Each cache numbers its own channels; the reader numbers those of all caches in order of appearance.
         channels = tuple(dict.fromkeys(name for manifest in manifests for name in manifest.channels))
-        channel_columns, estimated_indexes = [], []
+        estimated_indexes = []
         for index, manifest in zip(indexes, manifests, strict=True):
-            # The new number of each of the cache's channels; samples without a channel have -1, the last element.
+            columns = with_estimates(index, manifest.identity.media_limits)
+            # The reader's number for each of the cache's; -1 (no channel) selects the last element, which is -1.
             new_numbers = np.array([*map(channels.index, manifest.channels), -1], np.int32)
-            channel_columns.append(new_numbers[index["channel"]])
-            estimated_indexes.append(with_estimates(index, manifest.identity.media_limits))
-        names = [field.name for field in fields(SplitIndex) if field.name not in ("channel", "channels")]
-        columns: dict[str, Any] = {name: np.concatenate([index[name] for index in estimated_indexes]) for name in names}
-        self.index = SplitIndex(channel=np.concatenate(channel_columns), channels=channels, **columns)
-        self._open: OrderedDict[tuple[int, int], ShardFile] = OrderedDict()
-        self._prefixes: dict[int, pa.ChunkedArray | None] = {}
+            columns["channel"] = new_numbers[columns["channel"]]
+            estimated_indexes.append(columns)
+        names = [field.name for field in fields(SplitIndex) if field.name != "channels"]
+        joined: dict[str, Any] = {name: np.concatenate([index[name] for index in estimated_indexes]) for name in names}
+        self.index = SplitIndex(channels=channels, **joined)
+        self._open: OrderedDict[tuple[int, int], ShardFile] = OrderedDict()  # by cache and shard, last used at the end
+        self._prefixes: dict[int, pa.ChunkedArray | None] = {}  # by cache
 
     @classmethod
     def open(
@@ -129,24 +130,18 @@ class CacheReader:
                     f"{root} has no {split} split", "packtool export --split-dataset-ratio 0.01 creates one."
                 )
             check_sizes(root, manifest, split)
-            first, other = manifests[0].identity, manifest.identity
-            pairs: dict[str, tuple[Any, Any]] = {
-                "model type": (first.model_type, other.model_type),
-                "tokenizer": (first.tokenizer_hash, other.tokenizer_hash),
-                "chat template": (first.template_hash, other.template_hash),
-            }
-            first_limits, limits = first.media_limits.without_bounds, other.media_limits.without_bounds
-            pairs |= {name: (first_limits.get(name), limits.get(name)) for name in first_limits | limits}
-            lines = [f"  - {name}: {a} and {b}" for name, (a, b) in pairs.items() if a != b]
+            lines = _identity_differences(manifests[0].identity, manifest.identity)
             if lines:
                 raise MismatchError(
                     f"{roots[0]} and {root} cannot be trained together: they were exported with different settings:\n"
                     + "\n".join(lines),
                     "Export one of them again with the settings of the other.",
                 )
-        remote = [manifest for root, manifest in zip(roots, manifests, strict=True) if storage.is_remote(root)]
-        if remote:
-            copies = (copies or LocalCopies()).keeping(remote)
+        remote_manifests = [
+            manifest for root, manifest in zip(roots, manifests, strict=True) if storage.is_remote(root)
+        ]
+        if remote_manifests:
+            copies = (copies or LocalCopies()).keeping(remote_manifests)
         return cls(roots, manifests, split, copies)
 
     @property
@@ -161,7 +156,7 @@ class CacheReader:
     def sample(self, position: int) -> EncodedSample:
         """Return a sample; its arrays are views of the mapped file and must not be written to.
 
-        A sample with local media files also gets the hashes of its prefixes, by which changed files are noticed.
+        A sample with local media files also gets the hashes of its prefixes: a file that changed gives another hash.
 
         Raises:
             MismatchError: if its shard is damaged, naming the shard and the sample's row there.
@@ -170,19 +165,20 @@ class CacheReader:
         cache, position_in_cache = self.cache_of(position)
         row = int(self._row_in_shard[position])
         try:
-            file = self._shard_file(cache, int(self._shard[position]))
+            shard_file = self._shard_file(cache, int(self._shard[position]))
         except MismatchError as error:
             raise MismatchError(f"{error.message} (when row {row} of it was read)", error.remedy) from error
-        sample = file.sample(row)
-        paths = [path for medium in sample.media for path, data in files_of(medium) if data is None]
-        if not any(path is not None and not storage.is_remote(path) for path in paths):
-            return sample  # it has no media files that may have changed since the export
+        sample = shard_file.sample(row)
+        files = [file for medium in sample.media for file in files_of(medium)]  # (path, bytes or None) of each
+        if all(data is not None or path is None or storage.is_remote(path) for path, data in files):
+            return sample  # no medium is read from a local file
         if cache not in self._prefixes:
-            self._prefixes[cache] = self._mapped_prefixes(cache)
-        if (prefixes := self._prefixes[cache]) is None:
+            self._prefixes[cache] = self._map_prefixes(cache)
+        prefixes_of_samples = self._prefixes[cache]
+        if prefixes_of_samples is None:
             return sample
-        hashes = {prefix["length"]: prefix["hash"] for prefix in prefixes[position_in_cache].as_py()}
-        return replace(sample, prefix_hashes=hashes)
+        prefixes = prefixes_of_samples[position_in_cache].as_py()
+        return replace(sample, prefix_hashes={prefix["length"]: prefix["hash"] for prefix in prefixes})
 
     def locations(self, cache: int) -> tuple[IntArray, IntArray]:
         """Return the shard, and the row in the shard, of each of the N samples of a cache, (N,) each."""
@@ -229,9 +225,10 @@ class CacheReader:
             return self.copies.index(directory, self.split, self.manifests[cache].fingerprint, read, name)
         return read(storage.join(directory, self.split, name))
 
-    def _index_of(self, cache: int) -> dict[str, IntArray]:
+    def _read_index(self, cache: int) -> dict[str, IntArray]:
+        """Return the index columns of a cache, (N,) each, by name."""
         manifest = self.manifests[cache]
-        if self.copies.verify == "never":
+        if self.copies.verify == "never":  # an empty checksum is not compared
             splits = {name: replace(info, index_sha256="") for name, info in manifest.splits.items()}
             manifest = replace(manifest, splits=splits)
         return self._read_file(cache, INDEX_NAME, partial(read_index, self.directories[cache], manifest, self.split))
@@ -249,7 +246,7 @@ class CacheReader:
             parts.append(self._read_file(cache, PREFIXES_NAME, partial(read_prefixes, path, expected, lengths[cache])))
         return SplitPrefixes.joined(parts)
 
-    def _mapped_prefixes(self, cache: int) -> pa.ChunkedArray | None:
+    def _map_prefixes(self, cache: int) -> pa.ChunkedArray | None:
         """Map the prefixes of a cache, a list per sample; None if they cannot be read: samples work without them."""
         manifest = self.manifests[cache]
         sha256 = manifest.splits[self.split].prefixes_sha256
@@ -266,9 +263,9 @@ class CacheReader:
             return None
 
     def prefetch(self) -> threading.Thread | None:
-        """Copy the shards of remote caches in a thread, which is returned; None if no cache is remote.
+        """Start a thread that copies the shards of remote caches; return it, or None if no cache is remote.
 
-        Called in one process of each machine. After an error, the thread ends, and shards are copied when needed.
+        One process of each machine calls this. After an error, the thread ends, and shards are copied when needed.
         """
         remote_shards = [
             (cache, shard)
@@ -282,7 +279,7 @@ class CacheReader:
                 for cache, shard in remote_shards:
                     self._local_shard(cache, shard)
             except PacktoolError:
-                return
+                return  # the training raises the error if it needs the shard
 
         if not remote_shards:
             return None
@@ -306,26 +303,28 @@ class ShardFile:
     """
 
     def __init__(self, path: str, sums: bytes | None = None, remedy: str | None = None) -> None:
-        self._blocks: MappedBlocks | None = None
+        self._blocks: MappedBlocks | None = None  # of the file; None without checksums
         try:
             is_remote = storage.is_remote(path)
             data = pa.py_buffer(storage.read_bytes(path)) if is_remote else pa.memory_map(path).read_buffer()
-            self._blocks = None if sums is None else MappedBlocks(path, data, sums, remedy)
+            if sums is not None:
+                self._blocks = MappedBlocks(path, data, sums, remedy)
             # A stream has a message with the schema, then one for each record batch: a header and the batch's buffers.
-            schema_message, *messages = pa.ipc.MessageReader.open_stream(data)
-            headers = [message.metadata for message in (schema_message, *messages)]
+            schema_message, *batch_messages = pa.ipc.MessageReader.open_stream(data)
+            headers = [message.metadata for message in (schema_message, *batch_messages)]
             if self._blocks and not all(self._blocks.verify(header.address, header.size) for header in headers):
                 raise self._blocks.damaged("the headers of its record batches changed after they were verified")
             schema = pa.ipc.read_schema(schema_message)
-            self._batches = [pa.ipc.read_record_batch(message, schema) for message in messages]
+            self._batches = [pa.ipc.read_record_batch(message, schema) for message in batch_messages]
             for batch in self._batches:
                 batch.validate()
         except (OSError, ValueError, pa.ArrowException) as error:
             if self._blocks:
                 raise self._blocks.damaged(f"it cannot be read ({error})") from error
             raise MismatchError(f"{path} cannot be read: {error}", "Export the cache again.") from error
-        # Memory range of each batch's buffers, and the first row of each batch.
-        self._bodies = [(message.body.address, message.body.size) for message in messages]
+        # Address and size of each batch's buffers in memory.
+        self._bodies = [(message.body.address, message.body.size) for message in batch_messages]
+        # Batch b has the rows from _starts[b] up to _starts[b + 1].
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
 
     def __len__(self) -> int:
@@ -352,8 +351,9 @@ class ShardFile:
 
     def sample(self, row: int) -> EncodedSample:
         """Return the sample in a row."""
-        batch_number = int(np.searchsorted(self._starts, row, side="right")) - 1
-        batch, i = self._batches[batch_number], row - int(self._starts[batch_number])
+        batch_number = int(np.searchsorted(self._starts, row, side="right")) - 1  # the batch that holds the row
+        batch = self._batches[batch_number]
+        i = row - int(self._starts[batch_number])  # the row within the batch
         self._check(batch_number, batch, i, i + 1)
         part = batch.column("part")[i].as_py() if "part" in batch.schema.names else None
         return EncodedSample(
@@ -376,23 +376,26 @@ class ShardFile:
 def _memory_ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yield (address, size in bytes) of the memory of elements [start, stop) of an array, nested arrays included.
 
-    The range of offsets is yielded before they are read, so that the caller has verified them by then.
+    Each range is verified by the caller before it asks for the next. So the memory of offsets is yielded before this
+    function reads them.
     """
     if start == stop:
         return
     validity, *buffers = array.buffers()
-    if validity is not None:  # one bit for each element
-        yield validity.address + start // 8, (stop + 7) // 8 - start // 8
+    if validity is not None:  # a bitmap with one bit for each element
+        first_byte, end_byte = start // 8, (stop + 7) // 8
+        yield validity.address + first_byte, end_byte - first_byte
     if pa.types.is_struct(array.type):
         for number in range(array.type.num_fields):
             yield from _memory_ranges(array.field(number), start, stop)
     elif pa.types.is_primitive(array.type):
         element_bytes = array.type.bit_width // 8
         yield buffers[0].address + start * element_bytes, (stop - start) * element_bytes
-    else:  # lists, strings and bytes: int32 offsets into the values
+    else:  # lists, strings and bytes: element i has the values from offsets[i] up to offsets[i + 1], int32
         yield buffers[0].address + 4 * start, 4 * (stop - start + 1)
         offsets = np.frombuffer(buffers[0], np.int32)
-        values_start, values_stop = int(offsets[start]), int(offsets[stop])
+        values_start = int(offsets[start])
+        values_stop = int(offsets[stop])
         if pa.types.is_list(array.type):
             yield from _memory_ranges(array.values, values_start, values_stop)
         elif values_start < values_stop:
@@ -459,6 +462,18 @@ class SampleReader(Protocol):
 
     def sample(self, position: int) -> EncodedSample:
         """Return a sample by its position in the plan's numbering."""
+
+
+def _identity_differences(first: Identity, other: Identity) -> list[str]:
+    """Return a line for each setting by which two caches cannot be trained together."""
+    pairs: dict[str, tuple[Any, Any]] = {
+        "model type": (first.model_type, other.model_type),
+        "tokenizer": (first.tokenizer_hash, other.tokenizer_hash),
+        "chat template": (first.template_hash, other.template_hash),
+    }
+    first_limits, other_limits = first.media_limits.without_bounds, other.media_limits.without_bounds
+    pairs |= {name: (first_limits.get(name), other_limits.get(name)) for name in first_limits | other_limits}
+    return [f"  - {name}: {a} and {b}" for name, (a, b) in pairs.items() if a != b]
 
 
 class RelabeledReader:

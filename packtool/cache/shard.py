@@ -301,14 +301,15 @@ def index_columns(
     """Return the index columns of S consecutive samples of a shard, (S,) each.
 
     Args:
+        shard: number of the shard.
         first_row: row of the first sample in the shard.
-        channel_codes: number of each channel by name; channels that it lacks are added with the next number.
+        channel_codes: number of each channel by name. New channels are added to it here, with the next number.
     """
-    codes = [
-        -1 if sample.channel is None else channel_codes.setdefault(sample.channel, len(channel_codes))
-        for sample in samples
-    ]
     num_samples = len(samples)
+    codes = np.full(num_samples, -1, np.int32)  # -1 for samples without a channel
+    for i, sample in enumerate(samples):
+        if sample.channel is not None:
+            codes[i] = channel_codes.setdefault(sample.channel, len(channel_codes))
     return {
         "shard": np.full(num_samples, shard, np.int32),
         "row_in_shard": np.arange(first_row, first_row + num_samples, dtype=np.int32),
@@ -318,7 +319,7 @@ def index_columns(
         "num_images": np.array([len(sample.images) for sample in samples], np.int32),
         "num_videos": np.array([len(sample.videos) for sample in samples], np.int32),
         "num_audios": np.array([len(sample.audios) for sample in samples], np.int32),
-        "channel": np.array(codes, np.int32),
+        "channel": codes,
         "audio_tokens": np.array([sample.num_audio_tokens for sample in samples], np.int32),
         "patch_squares": np.array([sample.patch_squares for sample in samples], np.int64),
     }
@@ -341,18 +342,20 @@ def embed_media(
     A group ends when its media exceed 64 MiB. The paths of media are kept for messages, without secrets.
 
     Args:
+        rows: samples of each row.
         policies: media access policy of each source, by the source's label.
         drop: called for each row with a medium that cannot be read any more; the row is left out.
     """
     group: list[list[EncodedSample]] = []
-    num_bytes = 0
-    for row in rows:
+    num_bytes = 0  # of the media in the group
+    for samples in rows:
         try:
-            group.append([_with_bytes(sample, policies[sample.source]) for sample in row])
+            embedded_samples = [_with_bytes(sample, policies[sample.source]) for sample in samples]
         except MediaProblem as problem:
-            drop(Dropped(row[0].source, row[0].row, problem.reason, problem.detail))
+            drop(Dropped(samples[0].source, samples[0].row, problem.reason, problem.detail))
             continue
-        files = (file for sample in group[-1] for medium in sample.media for file in files_of(medium))
+        group.append(embedded_samples)
+        files = [file for sample in embedded_samples for medium in sample.media for file in files_of(medium)]
         num_bytes += sum(len(data) for _, data in files if data is not None)
         if num_bytes > _GROUP_BYTES:
             yield group
@@ -373,7 +376,8 @@ def _with_bytes(sample: EncodedSample, policy: MediaPolicy) -> EncodedSample:
     def masked(path: str | None) -> str | None:
         return None if path is None else storage.masked(path)
 
-    def embedded(medium: Any) -> Any:
+    def embed(medium: Any) -> Any:
+        """Return an image, sound or video with its bytes, or with those of its frames if these are separate files."""
         if isinstance(medium, EncodedVideo) and medium.frames:
             frames = tuple((masked(path), read(path, data)) for path, data in medium.frames)
             return replace(medium, path=masked(medium.path), data=None, frames=frames)
@@ -381,7 +385,7 @@ def _with_bytes(sample: EncodedSample, policy: MediaPolicy) -> EncodedSample:
 
     return replace(
         sample,
-        images=tuple(map(embedded, sample.images)),
-        audios=tuple(map(embedded, sample.audios)),
-        videos=tuple(map(embedded, sample.videos)),
+        images=tuple(embed(image) for image in sample.images),
+        audios=tuple(embed(audio) for audio in sample.audios),
+        videos=tuple(embed(video) for video in sample.videos),
     )

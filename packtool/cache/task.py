@@ -171,29 +171,33 @@ Report = Callable[[int, int, int], None]
 
 
 def run_task(task: Task, encoder: Encoder, settings: TaskSettings, report: Report = lambda *_: None) -> TaskResult:
-    """Encode a task's rows; write its shards, its parts of index, prefixes and drops, and at the end its marker."""
+    """Encode a task's rows; write its shards, its parts of index, prefixes and drops, and at the end its marker.
+
+    ``report`` is called after each batch of 128 rows.
+    """
     embeds = encoder.spec.media == "embed"
     outputs = _Outputs(task, settings, encoder.media_tokens, embed=embeds)
     val_rows = frozenset(task.val_rows)
     row_number = 0  # in the task
-    rows = chain.from_iterable(samples_of(*stretch, may_hold_secrets=embeds) for stretch in task.stretches)
+    rows = chain.from_iterable(samples_of(source, blocks, may_hold_secrets=embeds) for source, blocks in task.stretches)
     try:
         while batch := tuple(islice(rows, BATCH_ROWS)):
-            samples_by_row: dict[str, list[list[EncodedSample]]] = {split: [] for split in task.shards}
-            num_dropped_before, num_tokens = outputs.num_dropped, 0
-            for result in encode_samples(batch, encoder):  # the samples of a row, or why it was dropped
-                split = VAL_SPLIT if row_number in val_rows or TRAIN_SPLIT not in task.shards else TRAIN_SPLIT
+            rows_of_split: dict[str, list[list[EncodedSample]]] = {split: [] for split in task.shards}
+            num_dropped_before = outputs.num_dropped
+            num_tokens = 0
+            for result in encode_samples(batch, encoder):  # one for each row: its samples, or why it was dropped
+                is_val = row_number in val_rows or TRAIN_SPLIT not in task.shards
                 row_number += 1
                 if isinstance(result, Dropped):
                     outputs.drop(result)
                     continue
-                samples_by_row[split].append(result)
+                rows_of_split[VAL_SPLIT if is_val else TRAIN_SPLIT].append(result)
                 num_tokens += sum(sample.length for sample in result)
                 for dropped_part in left_out_of(result):
                     outputs.drop(dropped_part)
             num_marked = sum(isinstance(row, Sample) and row.num_marks_added > 0 for row in batch)
             outputs.result.counts += InputCounts(rows=len(batch), dropped={}, marks_added=num_marked)
-            outputs.write(samples_by_row)
+            outputs.write(rows_of_split)
             report(len(batch), outputs.num_dropped - num_dropped_before, num_tokens)
         return outputs.commit()
     except BaseException:
@@ -232,14 +236,17 @@ class _Outputs:
         self.result.counts += InputCounts.of_dropped(item)
         self._drops.append(item.to_json())
 
-    def write(self, samples_by_row: Mapping[str, list[list[EncodedSample]]]) -> None:
-        """Append the samples of rows, given by split, to the shards and to the task's index and prefixes."""
-        for split, all_rows in samples_by_row.items():
+    def write(self, rows_of_split: Mapping[str, list[list[EncodedSample]]]) -> None:
+        """Append samples to the shards and to the task's parts of index and prefixes, and count them.
+
+        Args:
+            rows_of_split: for each split, the samples of each row.
+        """
+        for split, all_rows in rows_of_split.items():
             result = self.result.splits[split]
-            groups: Iterable[list[list[EncodedSample]]] = [all_rows]
+            groups: Iterable[list[list[EncodedSample]]] = [all_rows]  # without embedded media, one group of all rows
             if self._embed and self._directory is not None:
-                # With their media, rows come in groups that fit into memory.
-                groups = embed_media(all_rows, self._policies, self.drop)
+                groups = embed_media(all_rows, self._policies, self.drop)  # groups that fit into memory
             for rows in groups:
                 samples = [sample for row in rows for sample in row]
                 index = index_columns(samples, result.shard, result.counts.rows, self._channel_codes)
@@ -257,38 +264,40 @@ class _Outputs:
                     result.lengths[length] = result.lengths.get(length, 0) + 1
                 if self._directory is not None:
                     self._index[split].append(index)
-                    hashes = prefix_hashes(samples, self._media_tokens, longer_than=MIN_SHARED)
-                    self._prefixes[split].append(prefix_batch(*hashes))
+                    num_prefixes, prefixes = prefix_hashes(samples, self._media_tokens, longer_than=MIN_SHARED)
+                    self._prefixes[split].append(prefix_batch(num_prefixes, prefixes))
                     self._writers[split].write(samples)
 
     def commit(self) -> TaskResult:
-        """Publish the files, and last the marker, by which the task counts as finished.
+        """Publish the files, and last the marker, by which the task counts as finished; return the complete result.
 
         Raises a MismatchError if the directory's lock was lost.
         """
+        directory = self._directory
         self.result.channels = list(self._channel_codes)
-        if self._directory is None:
+        if directory is None:
             return self.result
         if self._is_locked is not None and not self._is_locked():
-            raise lost_error(self._directory)
-        directory, number = self._directory, self._task.number
+            raise lost_error(directory)
 
         def publish(suffix: str, data: bytes) -> str:
             """Write one of the task's files, not durably; return its SHA-256."""
-            storage.publish(task_file(directory, number, suffix), data, durable=False)
+            storage.publish(task_file(directory, self._task.number, suffix), data, durable=False)
             return hashlib.sha256(data).hexdigest()
 
         for split, writer in self._writers.items():
             result = self.result.splits[split]
             result.sha256, state = writer.close()
-            result.bytes, result.modified = state.size, state.modified
-            index = []
-            if groups := self._index[split]:
-                columns = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
-                index = [index_batch(columns)]
-            result.index_sha256 = publish(f"{split}.arrow", arrow_bytes(index, INDEX, pa.ipc.new_stream))
-            prefixes = pa.Table.from_batches(self._prefixes[split], PREFIXES).combine_chunks().to_batches()
-            data = arrow_bytes(prefixes, PREFIXES, pa.ipc.new_stream)
+            result.bytes = state.size
+            result.modified = state.modified
+            index_batches = []  # one for all batches of samples; none without samples
+            if parts := self._index[split]:
+                columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+                index_batches = [index_batch(columns)]
+            data = arrow_bytes(index_batches, INDEX, pa.ipc.new_stream)
+            result.index_sha256 = publish(f"{split}.arrow", data)
+            prefix_batches = pa.Table.from_batches(self._prefixes[split], PREFIXES).combine_chunks().to_batches()
+            data = arrow_bytes(prefix_batches, PREFIXES, pa.ipc.new_stream)
             result.prefixes_sha256 = publish(f"{split}.prefixes.arrow", data)
         if self._drops:
             self.result.dropped_sha256 = publish("dropped.jsonl", "".join(self._drops).encode())
@@ -318,31 +327,31 @@ def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[T
     shard_rows = config.rows_per_shard or min(max(even_rows, MIN_SHARD_ROWS), _MAX_SHARD_ROWS)
     num_dataset_rows = sum(source.num_rows for source in scanned if source.spec.split == TRAIN_SPLIT)
     val_rows = _draw_val_rows(num_dataset_rows, config.split_dataset_ratio, config.seed)
-    # Stretches, val rows and splits of each task.
+    # First divide the rows: stretches, positions of val rows within the task, and splits of each task.
+    divided: list[tuple[Stretches, tuple[int, ...], list[str]]] = []
     first_row = 0  # position of the task's first row among the rows of --dataset
-    plans: list[tuple[Stretches, tuple[int, ...], list[str]]] = []
     for split, sources in groupby(scanned, key=lambda scanned_source: scanned_source.spec.split):
         blocks_of_sources = [(scanned_source.source, scanned_source.blocks) for scanned_source in sources]
         for stretches in _divide(blocks_of_sources, shard_rows):
-            if split == VAL_SPLIT:
-                plans.append((stretches, (), [VAL_SPLIT]))
+            if split == VAL_SPLIT:  # rows of --val-dataset
+                divided.append((stretches, (), [VAL_SPLIT]))
                 continue
-            num_task_rows = sum(blocks.num_rows for _, blocks in stretches)
-            low, high = np.searchsorted(val_rows, (first_row, first_row + num_task_rows))
-            task_val_rows = tuple((val_rows[low:high] - first_row).tolist())
-            plans.append((stretches, task_val_rows, [TRAIN_SPLIT, VAL_SPLIT] if task_val_rows else [TRAIN_SPLIT]))
-            first_row += num_task_rows
-    # Shards are numbered within their split, and their names have the number of shards.
-    num_shards = Counter(split for *_, splits in plans for split in splits)
+            end_row = first_row + sum(blocks.num_rows for _, blocks in stretches)
+            low, high = np.searchsorted(val_rows, (first_row, end_row))  # val_rows[low:high] are rows of this task
+            positions = tuple((val_rows[low:high] - first_row).tolist())
+            divided.append((stretches, positions, [TRAIN_SPLIT, VAL_SPLIT] if positions else [TRAIN_SPLIT]))
+            first_row = end_row
+    # Then name the shards, which are numbered within their split. Names contain the number of shards.
+    num_shards = Counter(split for *_, splits in divided for split in splits)
     next_shard = dict.fromkeys(num_shards, 0)
     tasks: list[Task] = []
-    for number, (stretches, task_val_rows, splits) in enumerate(plans):
+    for number, (stretches, positions, splits) in enumerate(divided):
         shards = {}
         for split in splits:
             shard = next_shard[split]
             shards[split] = shard, f"data-{shard:05d}-of-{num_shards[split]:05d}.arrow"
             next_shard[split] += 1
-        tasks.append(Task(number, stretches, task_val_rows, shards))
+        tasks.append(Task(number, stretches, val_rows=positions, shards=shards))
     return tasks
 
 
@@ -353,25 +362,26 @@ def _draw_val_rows(num_rows: int, ratio: float, seed: int) -> npt.NDArray[np.int
 
 
 def _divide(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Iterator[Stretches]:
-    """Divide the blocks of all sources, in order, into tasks of at least ``shard_rows`` rows; the last has fewer.
+    """Divide the blocks of all sources, in order, into tasks of at least ``shard_rows`` rows; the last may have fewer.
 
     A block is never divided. A task continues in the next source if the present one is too small.
     """
-    stretches: list[tuple[Source, RowBlocks]] = []
-    num_rows = 0
+    stretches: list[tuple[Source, RowBlocks]] = []  # of the present task, up to the previous source
+    num_rows = 0  # of the present task
     for source, blocks in sources:
         if len(blocks) and num_rows + blocks.num_rows < shard_rows:  # fast path for thousands of small files
             stretches.append((source, blocks))
             num_rows += blocks.num_rows
             continue
-        begin = 0
+        first_block = 0  # of this source in the present task
         for i, num_block_rows in enumerate(blocks.rows_of_each.tolist()):
             num_rows += num_block_rows
             if num_rows >= shard_rows:
-                yield (*stretches, (source, blocks[begin : i + 1]))
-                stretches, begin, num_rows = [], i + 1, 0
-        if begin < len(blocks):
-            stretches.append((source, blocks[begin:]))
+                yield (*stretches, (source, blocks[first_block : i + 1]))
+                stretches, num_rows = [], 0
+                first_block = i + 1
+        if first_block < len(blocks):
+            stretches.append((source, blocks[first_block:]))
     if stretches:
         yield tuple(stretches)
 
@@ -421,6 +431,7 @@ class Executor(WorkerPool[tuple[Task, TaskSettings], TaskResult]):
 
         Args:
             encoder: returns the encoder of this process, for tasks that run here.
+            report: called with the numbers of rows, drops and tokens since its last call.
 
         Raises:
             PacktoolError: if a worker died. An error of a task passes through and stops the other tasks.
@@ -430,8 +441,9 @@ class Executor(WorkerPool[tuple[Task, TaskSettings], TaskResult]):
                 yield run_task(task, encoder(), settings, report)
             return
         num_done = 0
+        jobs = ((task, settings) for task in tasks)
         try:
-            for result in self.map(((task, settings) for task in tasks), in_order=False, report=report):
+            for result in self.map(jobs, in_order=False, report=report):
                 num_done += 1
                 yield result
         except WorkerDied:
@@ -447,28 +459,31 @@ def _worker_died_error(num_done: str) -> PacktoolError:
 
 
 def _make_run_task(report: Report, spec: EncodeSpec) -> Callable[[tuple[Task, TaskSettings]], TaskResult]:
-    """Load the tokenizer in a worker process, and return the function that runs a task there."""
+    """Load the tokenizer in a worker process, and return the function that runs a task there.
+
+    ``report`` sends numbers of rows, drops and tokens to the main process.
+    """
     tokenize_in_one_thread()
     _block_pandas()
     encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template, spec.chat_template_kwargs))
     gc.freeze()  # garbage collections skip the loaded files, which stay alive
 
     def run(job: tuple[Task, TaskSettings]) -> TaskResult:
-        num_rows, num_dropped, num_tokens = 0, 0, 0  # not yet reported
+        unreported = np.zeros(3, np.int64)  # rows, drops and tokens since the last report
         reported_at = time.monotonic()
 
-        def report_sometimes(rows: int, dropped: int, tokens: int) -> None:
-            """Add to the numbers that are not yet reported; report them four times a second."""
-            nonlocal num_rows, num_dropped, num_tokens, reported_at
-            num_rows, num_dropped, num_tokens = num_rows + rows, num_dropped + dropped, num_tokens + tokens
+        def report_sometimes(*counts: int) -> None:
+            """Add the counts to ``unreported``, and report these at most four times a second."""
+            nonlocal reported_at
+            unreported[:] += counts
             if time.monotonic() - reported_at >= _REPORT_EVERY_S:
-                report(num_rows, num_dropped, num_tokens)
-                num_rows, num_dropped, num_tokens = 0, 0, 0
+                report(*unreported.tolist())
+                unreported[:] = 0
                 reported_at = time.monotonic()
 
         task, settings = job
         result = run_task(task, encoder, settings, report_sometimes)
-        report(num_rows, num_dropped, num_tokens)
+        report(*unreported.tolist())
         return result
 
     return run
@@ -535,11 +550,12 @@ def _run_on_actors(
 ) -> Iterator[TaskResult]:
     """Run tasks on actors of a connected cluster; replace actors that died and run their tasks again."""
     actor_class = ray.remote(num_cpus=1, max_restarts=0)(_Actor)
-    waiting = list(reversed(tasks))  # the next one last
-    num_attempts = dict.fromkeys((task.number for task in tasks), 0)
-    running: dict[Any, tuple[Any, Task]] = {}  # actor and task, by the reference to its result
+    waiting = list(reversed(tasks))  # a stack: the next task is the last element
+    num_attempts = Counter[int]()  # by task number
+    running: dict[Any, tuple[Any, Task]] = {}  # actor and task, by Ray's reference to the future result
 
     def start_next(actor: Any) -> None:
+        """Start the next task, if any, on an actor that is idle."""
         if waiting:
             task = waiting.pop()
             num_attempts[task.number] += 1
@@ -548,27 +564,24 @@ def _run_on_actors(
     for _ in range(min(num_actors, len(tasks))):
         start_next(actor_class.remote(settings))
     while running:
-        finished, _ = ray.wait(list(running), num_returns=1)
-        actor, task = running.pop(finished[0])
+        (reference,), _ = ray.wait(list(running), num_returns=1)
+        actor, task = running.pop(reference)
         try:
-            result = ray.get(finished[0])
-        except ray.exceptions.RayActorError as error:
+            result = ray.get(reference)
+        except ray.exceptions.RayActorError as error:  # the actor or its machine died
             if num_attempts[task.number] == _MAX_ATTEMPTS:
                 raise PacktoolError(
                     f"the Ray actor of shard {task.number} died {_MAX_ATTEMPTS} times: {error}",
                     "Run the same command again on machines with more memory to resume after the finished shards.",
                 ) from error
-            waiting.append(task)
+            waiting.append(task)  # runs next, on a new actor
             start_next(actor_class.remote(settings))
             continue
         except ray.exceptions.RayTaskError as error:
             # The exception that the task raised, if Ray could send it.
             raise error.cause if isinstance(error.cause, Exception) else error from None
-        report(
-            result.counts.rows,
-            sum(result.counts.dropped.values()),
-            sum(split.counts.tokens for split in result.splits.values()),
-        )
+        num_tokens = sum(split.counts.tokens for split in result.splits.values())
+        report(result.counts.rows, sum(result.counts.dropped.values()), num_tokens)
         yield result
         start_next(actor)
 
