@@ -61,12 +61,13 @@ def collate_packs(
         DataError: naming a row whose media cannot be read, have changed, or do not fit its placeholder tokens.
     """
     check_placeholders(samples, spec)
-    documents, media, num_padding = _load_with_fillers(samples, spec, towers, pad_to_multiple_of)
-    lengths = tuple(sample.length for sample in documents)
+    documents, media, num_padding = _load_with_fillers(samples, spec, towers, pad_to_multiple_of)  # samples come first
+    input_ids, labels, weights = joined_tokens(documents, spec)
+    lengths = tuple(document.length for document in documents)
     return PackedBatch(
-        **batch_fields(*joined_tokens(documents, spec), media, spec),
-        position_ids=joined_positions([sample_positions(sample, spec) for sample in documents], spec),
-        channels=tuple(sample.channel for sample in documents),
+        **batch_fields(input_ids, labels, weights, media, spec),
+        position_ids=joined_positions([sample_positions(document, spec) for document in documents], spec),
+        channels=tuple(document.channel for document in documents),
         num_samples=len(samples),
         num_padding=num_padding,
         cu_seqlens=_cu_seqlens(lengths),
@@ -81,30 +82,31 @@ def collate_padded(
 
     Args:
         samples: without any, the micro-batch has only filler rows, with zero loss.
+        towers: that run even if no sample has media for them; by default all of the model's.
     """
     check_placeholders(samples, spec)
-    rows, media, _ = _load_with_fillers(samples, spec, towers)
-    row_positions = [sample_positions(sample, spec) for sample in rows]
-    row_weights = shifted_weights(rows, spec)
-    # Padding tokens have no label and are never attended to.
-    shape = (len(rows), max(sample.length for sample in rows))
+    documents, media, _ = _load_with_fillers(samples, spec, towers)  # the samples, then fillers: one for each row
+    document_positions = [sample_positions(document, spec) for document in documents]  # (4, L) of each
+    document_weights = shifted_weights(documents, spec)  # None if every label has weight 1
+    # Padding tokens keep these values: they have no label and are never attended to.
+    shape = (len(documents), max(document.length for document in documents))
     input_ids = np.full(shape, PAD_ID, np.int64)
     labels = np.full(shape, IGNORE_INDEX, np.int64)
-    weights = np.zeros(shape, np.float32)
+    weights = None if document_weights is None else np.zeros(shape, np.float32)
     mask = np.zeros(shape, np.int64)
-    positions = np.zeros((NUM_POSITION_ROWS, *shape), np.result_type(*row_positions))
-    for row, sample in enumerate(rows):
-        tokens = slice(sample.length)
-        input_ids[row, tokens] = sample.input_ids
-        labels[row, tokens] = shifted_labels(sample)
+    positions = np.zeros((NUM_POSITION_ROWS, *shape), np.result_type(*document_positions))
+    for row, document in enumerate(documents):
+        tokens = slice(document.length)
+        input_ids[row, tokens] = document.input_ids
+        labels[row, tokens] = shifted_labels(document)
         mask[row, tokens] = 1
-        positions[:, row, tokens] = row_positions[row]
-        if row_weights is not None:
-            weights[row, tokens] = row_weights[row]
+        positions[:, row, tokens] = document_positions[row]
+        if weights is not None and document_weights is not None:
+            weights[row, tokens] = document_weights[row]
     return PaddedBatch(
-        **batch_fields(input_ids, labels, None if row_weights is None else weights, media, spec),
+        **batch_fields(input_ids, labels, weights, media, spec),
         position_ids=_as_position_ids(positions if spec.has_mrope else positions[0]),
-        channels=tuple(sample.channel for sample in rows),
+        channels=tuple(document.channel for document in documents),
         num_samples=len(samples),
         attention_mask=torch.from_numpy(mask),
     )
@@ -119,19 +121,27 @@ def batch_fields(
     *,
     exchanges_features: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields that all classes of ``Batch`` share, from the tokens (T,) or (B, T) of a micro-batch."""
-    ids, targets = _as_rows(input_ids), _as_rows(labels)
+    """Return the fields that all classes of ``Batch`` share, by name.
+
+    Args:
+        input_ids, labels, weights: (T,) or (B, T); labels and weights are shifted. Weights None: all are 1.
+        media: inputs of the towers, by the names of the model's arguments.
+        exchanges_features: ranks share the sequence, and send each other the features of its media.
+    """
+    id_rows = _as_rows(input_ids)
+    label_rows = _as_rows(labels)
     return {
-        "input_ids": ids,
-        "labels": targets,
+        "input_ids": id_rows,
+        "labels": label_rows,
         "loss_weights": None if weights is None else _as_rows(weights),
-        "target_positions": target_positions(targets),
+        "target_positions": target_positions(label_rows),
         "media": media,
-        "towers": tower_inputs(spec, media, ids, exchanges_features=exchanges_features),
+        "towers": tower_inputs(spec, media, id_rows, exchanges_features=exchanges_features),
     }
 
 
 def _as_rows(array: npt.NDArray[Any]) -> Tensor:
+    """Return values (B, T) unchanged, and values (T,) as one row (1, T)."""
     return torch.from_numpy(array) if array.ndim == 2 else torch.from_numpy(array).unsqueeze(0)
 
 
@@ -195,26 +205,32 @@ def _cu_seqlens(lengths: Sequence[int]) -> Tensor:
 def _load_with_fillers(
     samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None, pad_to_multiple_of: int = 1
 ) -> tuple[list[EncodedSample], dict[str, Tensor], int]:
-    """Load the media of samples, and append filler documents; return documents, towers' inputs and number of pads.
+    """Load the media of samples, and append filler documents.
 
     A filler with a blank image or silence is appended for each of ``towers`` (by default all of the model's) that no
-    sample has media for, and one of padding tokens if the sequence needs them. There is at least one document.
+    sample has media for, and one of padding tokens if the total length is no multiple of ``pad_to_multiple_of``.
+
+    Returns:
+        the samples and fillers, at least one; inputs of the towers by argument; and the number of padding tokens.
     """
-    documents, media = list(samples), load_media(samples, spec)
-    towers = spec.towers if towers is None else towers
-    has_visual_media = any(pixels in media for pixels, _ in spec.family.visual_inputs.values())
+    documents = list(samples)
+    media = load_media(samples, spec)
+    running_towers = spec.towers if towers is None else towers
     if spec.family.processor_inputs:
-        has_visual_media = bool(media)
-    if "vision" in towers and not has_visual_media:
+        has_visual_media = bool(media)  # such a family has no other media
+    else:
+        has_visual_media = any(pixels_name in media for pixels_name, _ in spec.family.visual_inputs.values())
+    if "vision" in running_towers and not has_visual_media:
         document, blank_media = _blank_image_document(spec)
         documents.append(document)
         media |= blank_media
-    if "sound" in towers and "input_features" not in media:
+    if "sound" in running_towers and "input_features" not in media:
         documents.append(filler([spec.pad_ids["audio"]]))
         media |= silence(spec)
     if not documents:
         documents.append(filler([PAD_ID]))
-    num_padding = -sum(document.length for document in documents) % pad_to_multiple_of
+    num_tokens = sum(document.length for document in documents)
+    num_padding = -num_tokens % pad_to_multiple_of  # up to the next multiple
     if num_padding:
         documents.append(filler([PAD_ID] * num_padding))
     return documents, media, num_padding
@@ -248,16 +264,16 @@ def check_placeholders(samples: Sequence[EncodedSample], spec: InputSpec) -> Non
         DataError: naming the row.
     """
     for sample in samples:
-        tracks = [video.audio for video in sample.videos if video.audio is not None]
+        sound_tracks = [video.audio for video in sample.videos if video.audio is not None]
         num_needed: dict[MediaKind, int] = {
             "image": sum(image.num_tokens for image in sample.images),
             "video": sum(video.num_tokens for video in sample.videos),
-            "audio": sum(audio.num_tokens for audio in (*sample.audios, *tracks)),
+            "audio": sum(sound.num_tokens for sound in (*sample.audios, *sound_tracks)),
         }
         for kind in num_needed:
-            pad_id = spec.pad_ids.get(kind)
+            pad_id = spec.pad_ids.get(kind)  # None if the model has no such media
             num_placeholders = 0 if pad_id is None else int(np.count_nonzero(sample.input_ids == pad_id))
-            # Kinds of media may share a placeholder token.
+            # Kinds of media may have the same placeholder token, so the needs of all such kinds are added.
             num_expected = sum(num for other, num in num_needed.items() if spec.pad_ids.get(other) == pad_id)
             if num_placeholders != num_expected:
                 raise DataError(
@@ -331,26 +347,28 @@ def _tree_targets(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Return labels (T,), loss weights (T,) and target counts (C, T) of the tokens of a prefix tree's nodes.
 
-    Weights are summed over the samples of a token; counts are the samples of each channel in which it is a target.
+    The weight of a token is the sum of its weights in all samples of its node. Its count for each of the C channels is
+    the number of that channel's samples in which the token has a target.
     """
     sample_labels = [shifted_labels(sample) for sample in samples]
-    sample_weights = shifted_weights(samples, spec)
-    channel_index = {channel: index for index, channel in enumerate(channels)}
+    sample_weights = shifted_weights(samples, spec)  # None if every label has weight 1
+    channel_numbers = [channels.index(sample.channel) for sample in samples]
     labels, weights, target_counts = [], [], []
     for node in nodes:
         tokens = slice(node.start, node.stop)
-        # (samples of the node, tokens of the node)
-        node_labels = np.stack([sample_labels[sample][tokens] for sample in node.samples])
-        is_target = node_labels != IGNORE_INDEX
-        # A token is a target in some of the samples, with the same label in all of these; other labels are smaller.
-        label = node_labels.max(axis=0, initial=IGNORE_INDEX)
-        assert (node_labels == label)[is_target].all(), "a token has one label"
-        weight = is_target.astype(np.float32)
+        # One row for each sample of the node, one column for each of its tokens.
+        label_rows = np.stack([sample_labels[sample][tokens] for sample in node.samples])
+        is_target = label_rows != IGNORE_INDEX
+        # All samples in which a token has a target have the same one. It exceeds IGNORE_INDEX, so it is the maximum.
+        node_labels = label_rows.max(axis=0, initial=IGNORE_INDEX)
+        assert (label_rows == node_labels)[is_target].all(), "a token has one label"
+        weight_rows = is_target.astype(np.float32)
         if sample_weights is not None:
-            weight *= np.stack([sample_weights[sample][tokens] for sample in node.samples])
-        count = np.zeros((len(channels), node.length), np.int64)
-        np.add.at(count, [channel_index[samples[sample].channel] for sample in node.samples], is_target)
-        labels.append(label.astype(np.int64))
-        weights.append(weight.sum(axis=0, dtype=np.float32))
-        target_counts.append(count)
+            weight_rows *= np.stack([sample_weights[sample][tokens] for sample in node.samples])
+        node_counts = np.zeros((len(channels), node.length), np.int64)
+        for sample, is_sample_target in zip(node.samples, is_target, strict=True):
+            node_counts[channel_numbers[sample]] += is_sample_target
+        labels.append(node_labels.astype(np.int64))
+        weights.append(weight_rows.sum(axis=0, dtype=np.float32))
+        target_counts.append(node_counts)
     return np.concatenate(labels), np.concatenate(weights), np.concatenate(target_counts, axis=1)

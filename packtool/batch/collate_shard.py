@@ -66,21 +66,23 @@ def collate_shard(
         pad_to_multiple_of: pads each rank's part to a multiple, by a filler document of its own.
     """
     check_placeholders(samples, spec)
-    documents, ranks = _with_filler_documents(samples, list(placement or [SHARDED] * len(samples)), split)
+    ranks_of_samples = list(placement or [SHARDED] * len(samples))
+    documents, ranks = _with_filler_documents(samples, ranks_of_samples, split)
     padding_by_rank = _padding_by_rank(documents, ranks, split, pad_to_multiple_of)
     documents += [filler([PAD_ID] * num_tokens) for num_tokens in padding_by_rank.values()]
     ranks += padding_by_rank.keys()
+    # ``ranks`` now has the rank of every document, or SHARDED.
     lengths = [document.length for document in documents]
     tokens_by_rank = assign_tokens(lengths, ranks, split)
     index = tokens_by_rank[split.rank]  # positions of this rank's tokens in the sequence
-    towers = spec.towers if towers is None else towers
-    media, routes = _load_rank_media(documents, ranks, spec, tokens_by_rank, split, towers)
-    input_ids, labels, weights = joined_tokens(documents, spec)
-    # Positions of M-RoPE models are expensive, so they are computed only for documents with tokens on this rank.
+    running_towers = spec.towers if towers is None else towers
+    media, routes = _load_rank_media(documents, ranks, spec, tokens_by_rank, split, running_towers)
+    input_ids, labels, weights = joined_tokens(documents, spec)  # of the complete sequence
+    # Positions of M-RoPE models are expensive, so documents without tokens on this rank get zeros instead.
     document_of_token = np.repeat(np.arange(len(documents)), lengths)
-    needed_documents = set(document_of_token[index].tolist())
+    local_documents = set(document_of_token[index].tolist())
     positions = [
-        sample_positions(document, spec) if number in needed_documents else np.zeros((4, document.length), np.int64)
+        sample_positions(document, spec) if number in local_documents else np.zeros((4, document.length), np.int64)
         for number, document in enumerate(documents)
     ]
     rank_weights = None if weights is None else weights[index]
@@ -94,7 +96,7 @@ def collate_shard(
         **batch_fields(input_ids[index], labels[index], rank_weights, media, spec, exchanges_features=True),
         position_ids=joined_positions(positions, spec, index),
         channels=tuple(document.channel for document in documents),
-        num_samples=len(samples) if split.rank == 0 else 0,
+        num_samples=len(samples) if split.rank == 0 else 0,  # so that the sum over all ranks is right
         num_padding=padding_by_rank.get(split.rank, 0),
         shard=shard,
         index=torch.from_numpy(index),
@@ -105,23 +107,30 @@ def collate_shard(
 def _with_filler_documents(
     samples: Sequence[EncodedSample], ranks: list[int], split: SequenceSplit
 ) -> tuple[list[EncodedSample], list[int]]:
-    """Return the samples (padded if sharded) and fillers, and the rank of each of these documents or ``SHARDED``.
+    """Return the samples and filler documents, and the rank of each document, or ``SHARDED``.
 
-    One filler makes the sharded tokens divisible by the number of ranks; ranks without any tokens get one each.
+    Sharded samples are padded for the split, and a sharded filler makes the sum of their tokens divisible among the
+    ranks. If nothing is sharded, each rank without a local sample gets a filler of one token.
+
+    Args:
+        ranks: the rank of each sample, or ``SHARDED``.
     """
-    documents, num_sharded_tokens = list(samples), 0
+    documents = list(samples)
+    document_ranks = list(ranks)
+    num_sharded_tokens = 0
     for number, rank in enumerate(ranks):
         if rank == SHARDED:
             documents[number] = align_sample(samples[number], split.multiple)
             num_sharded_tokens += documents[number].length
-    if num_filler_tokens := split.num_filler_tokens(num_sharded_tokens):
+    num_filler_tokens = split.num_filler_tokens(num_sharded_tokens)
+    if num_filler_tokens:
         documents.append(filler([PAD_ID] * num_filler_tokens))
-        ranks = [*ranks, SHARDED]
+        document_ranks.append(SHARDED)
     if not num_sharded_tokens:
         empty_ranks = [rank for rank in range(split.size) if rank not in ranks]
         documents += [filler([PAD_ID]) for _ in empty_ranks]
-        ranks = [*ranks, *empty_ranks]
-    return documents, ranks
+        document_ranks += empty_ranks
+    return documents, document_ranks
 
 
 def _padding_by_rank(
@@ -146,14 +155,20 @@ def _load_rank_media(
     """Load the inputs of this rank's towers; return them with the routes of their features by kind of medium.
 
     A tower that runs without media of this rank gets a blank image or silence, whose features are not sent.
+
+    Args:
+        ranks: the rank of each document, or ``SHARDED``.
+        tokens_by_rank: positions in the sequence of each rank's tokens.
+        towers: that run even if no document has media for them.
     """
     if not spec.has_vision:
         return {}, {}
     media, encoding_ranks = _assign_media(documents, ranks, spec, split)
     inputs = load_media(with_rank_media(documents, ranks, spec, split), spec)
     input_ids = np.concatenate([document.input_ids for document in documents])
-    kinds = np.array([spec.family.taken_as(each.kind) for each in media], object)
+    kinds = np.array([spec.family.taken_as(each.kind) for each in media], object)  # of all media of the sequence
     num_tokens = np.array([each.medium.num_tokens for each in media], np.int64)
+    # All ranks must run the same towers, so a kind that any rank encodes is routed on every rank.
     routed_kinds = set(kinds)
     if "vision" in towers and not routed_kinds & {"image", "video"}:
         routed_kinds.add("image")
@@ -163,11 +178,13 @@ def _load_rank_media(
     for kind in spec.family.kinds:
         if kind not in routed_kinds:
             continue
-        positions = np.flatnonzero(input_ids == spec.pad_ids[kind])
-        source_ranks = np.repeat(encoding_ranks[kinds == kind], num_tokens[kinds == kind])
+        is_kind = kinds == kind
+        positions = np.flatnonzero(input_ids == spec.pad_ids[kind])  # of the kind's placeholder tokens
+        source_ranks = np.repeat(encoding_ranks[is_kind], num_tokens[is_kind])  # the encoding rank of each
         routes[kind] = route_features(positions, source_ranks, tokens_by_rank, split.rank)
+        # Without media of this kind on this rank, add a blank medium.
         if kind == "audio":
-            inputs = silence(spec) | inputs
+            inputs = silence(spec) | inputs  # loaded sounds replace the silence
         elif spec.family.processor_inputs:
             inputs = inputs or blank_processed(spec)[1]
         elif spec.family.visual_inputs[kind][0] not in inputs:
@@ -183,13 +200,14 @@ def with_rank_media(
     Sound tracks become sounds of their own, because another rank may encode the frames of their videos.
     """
     media, encoding_ranks = _assign_media(samples, placement, spec, split)
-    rank_media: dict[tuple[int, MediaKind], list[Any]] = defaultdict(list)
+    rank_media: dict[tuple[int, MediaKind], list[Any]] = defaultdict(list)  # by number of the sample, and kind
     for each, rank in zip(media, encoding_ranks, strict=True):
         if rank == split.rank:
             rank_media[each.document, each.kind].append(each.medium)
     results = []
     for number, sample in enumerate(samples):
-        images, sounds = tuple(rank_media[number, "image"]), tuple(rank_media[number, "audio"])
+        images = tuple(rank_media[number, "image"])
+        sounds = tuple(rank_media[number, "audio"])
         videos = tuple(dataclasses.replace(video, audio=None) for video in rank_media[number, "video"])
         results.append(dataclasses.replace(sample, images=images, videos=videos, audios=sounds))
     return results
@@ -200,21 +218,26 @@ def _assign_media(
 ) -> tuple[list[DocumentMedium], Int64Array]:
     """Return all media of a sequence, and the rank that encodes each, int64 (media,).
 
-    Media of a local document are encoded by its rank; those of sharded documents are balanced by their tower costs.
-    ``ranks`` are those of the documents, or ``SHARDED``.
+    The media of a local document are encoded by its rank. The media of sharded documents are distributed so that all
+    ranks have similar costs in the towers.
+
+    Args:
+        ranks: the rank of each document, or ``SHARDED``.
     """
     media: list[DocumentMedium] = []
     for number, document in enumerate(documents):
         media += [DocumentMedium(number, "image", image) for image in document.images]
         media += [DocumentMedium(number, "video", video) for video in document.videos]
-        for sound, path, data in sounds_in_order(document, spec.media_tokens):
+        for sound, path, data in sounds_in_order(document, spec.media_tokens):  # sound tracks included
             media.append(DocumentMedium(number, "audio", dataclasses.replace(sound, path=path, data=data)))
     num_tokens = np.array([each.medium.num_tokens for each in media], np.int64)
     is_sound = np.array([each.kind == "audio" for each in media], np.bool_)
     squares = [0 if isinstance(each.medium, EncodedAudio) else patch_squares(each.medium.grid) for each in media]
-    costs = spec.tower_costs.towers(num_tokens * ~is_sound, np.array(squares, np.int64), num_tokens * is_sound)
+    vision_tokens = np.where(is_sound, 0, num_tokens)
+    sound_tokens = np.where(is_sound, num_tokens, 0)
+    costs = spec.tower_costs.towers(vision_tokens, np.array(squares, np.int64), sound_tokens)  # of each medium
     encoding_ranks = np.array([ranks[each.document] for each in media], np.int64)
-    is_sharded = encoding_ranks == SHARDED
-    local_costs = np.bincount(encoding_ranks[~is_sharded], costs[~is_sharded], split.size)
+    is_sharded = encoding_ranks == SHARDED  # whether the medium is in a sharded document
+    local_costs = np.bincount(encoding_ranks[~is_sharded], costs[~is_sharded], split.size)  # of each rank
     encoding_ranks[is_sharded] = assign_heaviest_first(costs[is_sharded].tolist(), local_costs.tolist())
     return media, encoding_ranks

@@ -71,15 +71,20 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         pad_to_multiple_of: int = 1,
     ) -> None:
         assert min_shared is None or (packing and not splits), "only samples of a pack of one rank share prefixes"
-        self.read, self.spec, self.skip_bad_media = read, spec, skip_bad_media
-        self.splits, self.pad_to_multiple_of = dict(splits or {}), pad_to_multiple_of
+        self.read = read
+        self.spec = spec
+        self.skip_bad_media = skip_bad_media
+        self.splits = dict(splits or {})
+        self.pad_to_multiple_of = pad_to_multiple_of
         self.required_towers = spec.towers if required_towers is None else required_towers
-        # Collation of a micro-batch that one rank computes alone.
-        self._collate: Callable[..., Batch] = collate_padded
+        # The function that collates a micro-batch which no other rank shares.
+        self._collate: Callable[..., Batch]
         if min_shared is not None:
             self._collate = partial(collate_tree, min_shared=min_shared, pad_to_multiple_of=pad_to_multiple_of)
         elif packing:
             self._collate = partial(collate_packs, pad_to_multiple_of=pad_to_multiple_of)
+        else:
+            self._collate = collate_padded
 
     def __getitem__(self, micro_batch: MicroBatch) -> Batch | PacktoolError:
         """Return the micro-batch or its error; an error raised in a worker process would lose its type and remedy."""
@@ -93,11 +98,15 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
             return error
 
     def _collate_loaded(self, samples: Sequence[EncodedSample], micro_batch: MicroBatch) -> Batch:
-        """Load the media of a micro-batch's samples and collate them; with ``skip_bad_media``, without bad samples."""
+        """Load the media of a micro-batch's samples and collate them.
+
+        With ``skip_bad_media``, leave out samples whose media cannot be loaded, unless several ranks share them.
+        """
         towers = self.spec.towers
-        if micro_batch.towers is not None:
+        if micro_batch.towers is not None:  # None: unknown, so that all towers run
             towers &= self.required_towers | micro_batch.towers
-        num_ranks = micro_batch.sequence_parallel_size or next(iter(self.splits), 1)
+        default_size = next(iter(self.splits), 1)
+        num_ranks = micro_batch.sequence_parallel_size or default_size
         if num_ranks > 1:
             check_unchanged(samples, self.spec)
             split, multiple = self.splits[num_ranks], self.pad_to_multiple_of
@@ -108,16 +117,17 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         except MediaError:
             if not self.skip_bad_media:
                 raise
-        # Find the bad samples by loading each one alone.
-        good, skipped = [], []
-        for sample, key in zip(samples, micro_batch.samples, strict=True):
+        # Find the bad samples by loading the media of each sample alone.
+        good_samples, skipped = [], []
+        for sample, planned in zip(samples, micro_batch.samples, strict=True):
             error = sample_media_error(sample, self.spec)
             if error is None:
-                good.append(sample)
+                good_samples.append(sample)
             else:
-                position = key if isinstance(key, int) else None  # in the caches; None in a stream
+                position = planned if isinstance(planned, int) else None  # in the caches; a stream has no positions
                 skipped.append(SkippedSample(sample.source, sample.row, error.message, num_targets(sample), position))
-        return dataclasses.replace(self._collate(good, self.spec, towers=towers), skipped=tuple(skipped))
+        batch = self._collate(good_samples, self.spec, towers=towers)
+        return dataclasses.replace(batch, skipped=tuple(skipped))
 
 
 def load_micro_batches(
@@ -131,7 +141,8 @@ def load_micro_batches(
     """Yield collated micro-batches in order, prefetched by ``num_workers`` processes.
 
     Args:
-        indices: of the dataset's items, which are micro-batches or errors.
+        dataset: its items are collated micro-batches, or errors.
+        indices: of the items to load, in order.
         remedy: what the user can do if one of these processes dies, other than loading without them.
 
     Raises:
@@ -139,13 +150,13 @@ def load_micro_batches(
     """
     loader = DataLoader(
         dataset,
-        batch_size=None,
+        batch_size=None,  # each item is a complete micro-batch
         sampler=indices,
         num_workers=num_workers,
         worker_init_fn=begin_worker,
-        collate_fn=_unchanged,  # without a batch size it gets one item, not a list
+        collate_fn=_unchanged,  # without a batch size, it is called with one item, not a list
         pin_memory=pin_memory,
-        # A generator of its own: the loader would otherwise draw from torch's, which dropout shares.
+        # Without a generator of its own, the loader would draw from torch's, whose numbers dropout uses.
         generator=torch.Generator().manual_seed(0),
     )
     with explain_dead_workers(remedy):

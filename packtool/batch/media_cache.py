@@ -164,21 +164,22 @@ class MediaCache:
         self._reads += MediaReads(problem=problem)
 
     def _register(self) -> bool:
-        """Prepare the directory and register this process as a reader; return False if that fails."""
+        """Register this process as a reader, once, and prepare the directory; return False if that failed before."""
         if self._run_file is None and self._can_write:
             os.makedirs(self._entries, exist_ok=True)
             os.makedirs(self._runs, exist_ok=True)
             run_path = os.path.join(self._runs, self.name)
             with self._locked() as state:
-                paths = [entry.path for entry in os.scandir(self._runs)]
-                active_paths = [path for path in paths if not _is_unlocked(path)]
-                for path in set(paths) - {run_path, *active_paths}:
-                    os.remove(path)
+                run_paths = {entry.path for entry in os.scandir(self._runs)}
+                active_paths = {path for path in run_paths if not _is_unlocked(path)}
+                for path in run_paths - active_paths - {run_path}:
+                    os.remove(path)  # left by ended processes
                 state.paused_until = 0.0
-                self._run_file = open(run_path, "ab")  # noqa: SIM115  # as long as the process lives
+                # A shared lock, which is held until this process ends, marks the run as active.
+                self._run_file = open(run_path, "ab")  # noqa: SIM115
                 fcntl.flock(self._run_file, fcntl.LOCK_SH)
                 if not active_paths or state.used_bytes < 0:
-                    self._scan_entries(state)
+                    self._scan_entries(state)  # count anew what killed processes left
                 if state.used_bytes > self.limit:
                     self._scan_entries(state, state.used_bytes - self.limit, includes_active=True)
         return self._run_file is not None
@@ -233,7 +234,10 @@ class MediaCache:
             raise
 
     def _make_room(self, state: _State, size: int, is_read_again: bool) -> bool:
-        """Make room for an entry of ``size`` bytes by evicting others; return False if there is too little."""
+        """Make room for an entry of ``size`` bytes by evicting others; return False if there is still too little.
+
+        Nothing is evicted for an entry that the next epoch does not read again, nor for a minute after a failure.
+        """
 
         def missing_bytes() -> int:
             free_bytes = shutil.disk_usage(self.directory).free
@@ -244,7 +248,7 @@ class MediaCache:
             return True
         if not is_read_again or time.time() < state.paused_until:
             return False
-        self._scan_entries(state, missing_bytes() + int(self.limit * _EVICTED_SHARE))
+        self._scan_entries(state, missing_bytes() + int(self.limit * _EVICTED_SHARE))  # changes the state
         if missing_bytes() <= 0:
             return True
         state.paused_until = time.time() + _PAUSE_SECONDS
@@ -253,21 +257,24 @@ class MediaCache:
         return False
 
     def _scan_entries(self, state: _State, num_bytes: int = 0, *, includes_active: bool = False) -> None:
-        """Count the bytes of all entries, delete unfinished ones without a writer, and evict the oldest ones.
+        """Set ``state.used_bytes`` to the bytes of all entries, after deleting unfinished ones without a writer.
 
-        About ``num_bytes`` are evicted; with ``includes_active``, also entries that active runs read again.
+        Then evict the oldest entries until ``num_bytes`` are free; with ``includes_active``, also entries that active
+        runs read again.
         """
         active_runs = {_run_number(run.name) for run in os.scandir(self._runs) if not _is_unlocked(run.path)}
-        evictable, state.used_bytes = [], 0
+        evictable = []  # modification time, path and size of each entry
+        state.used_bytes = 0
         for entry in os.scandir(self._entries):
             is_unfinished = entry.name.endswith(_PART)
             if is_unfinished and _is_unlocked(entry.path):
                 os.remove(entry.path)
                 continue
-            modified_ns, size = entry.stat().st_mtime_ns, _disk_bytes(entry.stat().st_size)
+            modified_ns = entry.stat().st_mtime_ns
+            size = _disk_bytes(entry.stat().st_size)
             state.used_bytes += size
-            last_reader = modified_ns % _MS  # as _touch writes it
-            if not is_unfinished and (includes_active or last_reader not in active_runs):
+            last_run = modified_ns % _MS  # _touch stores the number of the run in the last digits
+            if not is_unfinished and (includes_active or last_run not in active_runs):
                 evictable.append((modified_ns, entry.path, size))
         for _, path, size in sorted(evictable):
             if num_bytes <= 0:

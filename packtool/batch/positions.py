@@ -37,8 +37,8 @@ TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
 def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]:
     """Return a sample's positions, (4, L), rows [text, t, h, w]: int64, or float32 if an Omni model has fractions.
 
-    Rows 1 to 3 of a sample with images or videos come from the model's ``get_rope_index``; otherwise all rows are 0, 1,
-    2, ...
+    In M-RoPE models, rows 1 to 3 of a sample with images or videos come from the model's ``get_rope_index``. Otherwise
+    all rows are 0, 1, 2, ...
 
     Raises:
         DataError: for videos with and without a sound track in one sample, which Omni models do not support.
@@ -47,17 +47,18 @@ def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]
     if not spec.has_mrope or (not sample.images and not sample.videos):
         return np.broadcast_to(text_positions, (NUM_POSITION_ROWS, sample.length))
     input_ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
-    image_grids: list[tuple[int, ...]] = [image.grid for image in sample.images]
-    video_grids: list[tuple[int, ...]] = [video.grid for video in sample.videos]
+    grids: dict[str, list[tuple[int, ...]]] = {  # [t, h, w] of each medium, by kind
+        "image": [image.grid for image in sample.images],
+        "video": [video.grid for video in sample.videos],
+    }
     if spec.family.videos_as_pictures:
-        image_grids += [grid for video in sample.videos for grid in video.frame_grids]
-        video_grids = []
-    # Arguments by the model's names, such as image_grid_thw; None if the sample has no such medium.
+        grids["image"] += [grid for video in sample.videos for grid in video.frame_grids]
+        grids["video"] = []
+    # Arguments of get_rope_index by name; grids of a kind that the sample lacks are None.
     arguments: dict[str, Any] = {"input_ids": input_ids}
     for kind, (_, grid_name) in spec.family.visual_inputs.items():
-        grids = image_grids if kind == "image" else video_grids
-        arguments[grid_name] = torch.tensor(grids) if grids else None
-    if spec.family.positions == "sound_seconds":
+        arguments[grid_name] = torch.tensor(grids[kind]) if grids[kind] else None
+    if spec.family.positions == "sound_seconds":  # an Omni model
         arguments |= _omni_arguments(sample, input_ids, spec)
     else:
         token_types = torch.zeros_like(input_ids, dtype=torch.int32)
@@ -66,11 +67,10 @@ def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]
                 token_types += torch.eq(input_ids, spec.pad_ids[kind]).int() * token_type
         arguments["mm_token_type_ids"] = token_types
         arguments["second_per_grid_ts"] = torch.tensor([video.seconds_per_grid for video in sample.videos])
-    # Position ids (3, B, L), rows [t, h, w].
-    position_ids, _ = spec.meta_model.get_rope_index(**arguments)
+    position_ids, _ = spec.meta_model.get_rope_index(**arguments)  # (3, 1, L), rows [t, h, w]
     media_positions = position_ids[:, 0].numpy()  # (3, L)
-    is_whole = (media_positions == media_positions.round()).all()
-    dtype = np.dtype(np.int64) if is_whole else media_positions.dtype
+    are_integers = (media_positions == media_positions.round()).all()
+    dtype = np.dtype(np.int64) if are_integers else media_positions.dtype
     return np.concatenate([text_positions[None], media_positions]).astype(dtype)
 
 
@@ -112,8 +112,8 @@ def restore_padding(
         seqlens: int (B,), tokens of each document, without the pads that align it.
         cu_seqlens: int (B + 1,), starts of the documents in ``values``, pads included.
         seq_len: length L of the restored rows.
-        prompt_length: p, int (B,) or (B, 1), at least 1. Rows then hold only the values that predict the seqlens - p
-            tokens after the prompt: those of positions p - 1 to seqlens - 2.
+        prompt_length: int (B,) or (B, 1), at least 1. Rows then hold only the values that predict the tokens after the
+            prompt. These are the values of the prompt's last token and of the tokens after it, except the last token.
         fill: value of the padding.
 
     Returns:
@@ -124,13 +124,15 @@ def restore_padding(
     """
     if values.shape[0] != 1:
         raise ValueError(f"expected the values of one packed sequence, (1, T, ...), not {tuple(values.shape)}")
-    lengths, starts = seqlens.long(), cu_seqlens[:-1].long()
+    # Each row gets the ``lengths`` values from packed position ``starts`` on; both are (B,).
+    lengths = seqlens.long()
+    starts = cu_seqlens[:-1].long()
     if prompt_length is not None:
-        prompt_length = prompt_length.reshape(-1)
-        if bool(((prompt_length < 1) | (prompt_length > lengths.clamp(min=1))).any()):
+        prompt_lengths = prompt_length.reshape(-1)
+        if bool(((prompt_lengths < 1) | (prompt_lengths > lengths.clamp(min=1))).any()):
             raise ValueError("a prompt has at least one token, and no more than its row")
-        lengths = (lengths - prompt_length).clamp(min=0)
-        starts = starts + prompt_length - 1
+        lengths = (lengths - prompt_lengths).clamp(min=0)
+        starts = starts + prompt_lengths - 1
     max_length = int(lengths.max()) if len(lengths) else 0
     if max_length > seq_len:
         raise ValueError(f"seq_len {seq_len} is too short for a row of {max_length}")
@@ -138,10 +140,10 @@ def restore_padding(
         return values.new_full((len(lengths), seq_len, *values.shape[2:]), fill)
     column = torch.arange(seq_len, device=values.device)
     is_padding = column >= lengths[:, None]  # (B, L)
-    packed_index = (starts[:, None] + column).masked_fill(is_padding, 0)
-    num_value_axes = values.ndim - 2
-    is_padding = is_padding.view(*is_padding.shape, *[1] * num_value_axes)
-    return values[0][packed_index].masked_fill(is_padding, fill)
+    packed_index = (starts[:, None] + column).masked_fill(is_padding, 0)  # (B, L); padding takes any value
+    rows = values[0][packed_index]  # (B, L, ...)
+    broadcast_shape = [*is_padding.shape, *[1] * (rows.ndim - 2)]
+    return rows.masked_fill(is_padding.view(broadcast_shape), fill)
 
 
 def align_sample(sample: EncodedSample, align_to: int) -> EncodedSample:

@@ -135,24 +135,28 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
         nodes, each after the one that it continues. A sample without tokens of its own has no node of its own.
     """
     numbers = MediaNumbers(spec.media_policy)
-    symbols_and_ends = [_symbols(sample, spec, numbers) for sample in samples]
-    symbols = [sample_symbols for sample_symbols, _ in symbols_and_ends]
-    can_end = [sample_can_end for _, sample_can_end in symbols_and_ends]
+    # For each sample: its symbols (L,), and whether a prefix of each length may end (L + 1,).
+    symbols: list[Int64Array] = []
+    can_end: list[npt.NDArray[np.bool_]] = []
+    for sample in samples:
+        sample_symbols, sample_can_end = _symbols(sample, spec, numbers)
+        symbols.append(sample_symbols)
+        can_end.append(sample_can_end)
     nodes: list[Node] = []
-    groups = [_Group(list(range(len(samples))), 0, ROOT)] if samples else []
+    groups = [_Group(list(range(len(samples))), start=0, parent=ROOT)] if samples else []  # a stack
     while groups:
         group, start, parent = groups.pop()
         first = group[0]
         num_equal = min(_common_prefix_length(symbols[first], symbols[number], start) for number in group)
-        # Samples by the symbol after their common prefix, None for those that end with it.
+        # Samples of the group by the symbol after their common prefix; None if a sample ends with the prefix.
         branches: dict[int | None, list[int]] = {}
         for number in group:
-            has_next = len(symbols[number]) > num_equal
-            next_symbol = int(symbols[number][num_equal]) if has_next else None
+            is_at_end = len(symbols[number]) == num_equal
+            next_symbol = None if is_at_end else int(symbols[number][num_equal])
             branches.setdefault(next_symbol, []).append(number)
         are_equal = branches.keys() == {None}
         if are_equal:
-            # Nothing continues complete samples, so the prefix may end anywhere.
+            # All samples end here, and nothing continues them, so that the node may end after any token.
             subgroups, stop = [], num_equal
         else:
             subgroups = list(branches.values())
@@ -160,10 +164,11 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
         if len(group) == 1 or stop >= min_shared:
             if stop > start:
                 nodes.append(Node(tuple(group), start, stop, parent))
-                start, parent = stop, len(nodes) - 1
+                start, parent = stop, len(nodes) - 1  # the subgroups continue this node
         elif are_equal:
-            subgroups = [[number] for number in group]  # too short to share
-        # Samples that end with the prefix have no further node; reversed, because the last group is processed first.
+            subgroups = [[number] for number in group]  # too short to share: each sample gets its own node
+        # The stack returns the subgroup first that was added last, so they are added in reversed order. Samples without
+        # tokens after ``start`` need no further node.
         for subgroup in reversed(subgroups):
             if len(symbols[subgroup[0]]) > start:
                 groups.append(_Group(subgroup, start, parent))
@@ -183,18 +188,23 @@ def _prefix_end(samples: Sequence[EncodedSample], can_end: npt.NDArray[np.bool_]
 
 
 def _symbols(sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Return a sample's tokens as symbols that are equal for equal inputs, and the lengths at which a prefix may end.
+    """Return symbols of a sample's tokens, which are equal for equal inputs, and the lengths at which a prefix may end.
 
-    Symbols, int64 (L,), are token ids; those of placeholder tokens are negative and identify the medium's content. A
-    prefix may end, bool (L + 1,), where it contains its media completely.
+    Args:
+        numbers: numbers the media of all samples by content.
+
+    Returns:
+        symbols, int64 (L,): token ids, or for placeholder tokens a negative number that identifies the medium; and for
+        each length, bool (L + 1,), whether a prefix may end there: not within a medium.
     """
-    ids, tokens = sample.input_ids, spec.media_tokens
+    ids = sample.input_ids
+    tokens = spec.media_tokens
     symbols = ids.astype(np.int64)
     can_end = np.ones(len(ids) + 1, np.bool_)
     is_placeholder = np.isin(ids, list(tokens.pads.values()))
     for span in media_spans(sample, tokens):
-        in_span = np.arange(span.start, span.stop)
-        symbols[in_span[is_placeholder[in_span]]] = -1 - numbers(span.medium)
+        positions = np.arange(span.start, span.stop)
+        symbols[positions[is_placeholder[positions]]] = -1 - numbers(span.medium)
         can_end[span.start + 1 : span.stop] = False
     # An opening token may be followed by a medium of another kind, so a prefix cannot end after it.
     opening_ids = [token for token in (tokens.opening_vision, tokens.opening_sound) if token is not None]

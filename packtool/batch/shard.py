@@ -114,6 +114,7 @@ def assign_tokens(lengths: Sequence[int], placement: Sequence[int], split: Seque
     Returns:
         for each rank, int64 (t,): positions in the sequence of its t tokens, in the order of the rank's own sequence.
     """
+    # Arrays to concatenate; the empty one makes the type right if no other is appended.
     no_tokens = np.zeros(0, np.int64)
     tokens_by_rank = [[no_tokens] for _ in range(split.size)]
     sharded_tokens_by_ring_rank = [[no_tokens] for _ in range(split.ring_size)]
@@ -127,8 +128,8 @@ def assign_tokens(lengths: Sequence[int], placement: Sequence[int], split: Seque
         else:
             chunks = tokens.reshape(2 * split.ring_size, -1)
             for ring_rank, ring_tokens in enumerate(sharded_tokens_by_ring_rank):
-                ring_tokens += [chunks[ring_rank], chunks[-1 - ring_rank]]
-    # The ranks of a Ulysses axis divide the tokens of their ring rank evenly.
+                ring_tokens += [chunks[ring_rank], chunks[-1 - ring_rank]]  # an early chunk and a late one
+    # The U ranks of a Ulysses axis divide the tokens of their ring rank evenly, each a consecutive piece.
     for ring_rank, ring_tokens in enumerate(sharded_tokens_by_ring_rank):
         tokens = np.concatenate(ring_tokens)
         assert len(tokens) % split.ulysses_size == 0, "a filler makes it even"
@@ -148,21 +149,21 @@ def route_features(
         tokens_by_rank: the tokens that each rank holds, as ``assign_tokens`` returns them.
         rank: this rank.
     """
-    num_ranks, rank_tokens = len(tokens_by_rank), tokens_by_rank[rank]
-    rank_of_token = np.empty(sum(map(len, tokens_by_rank)), np.int64)
+    num_ranks = len(tokens_by_rank)
+    rank_of_token = np.empty(sum(map(len, tokens_by_rank)), np.int64)  # of each token of the complete sequence
     for token_rank, tokens in enumerate(tokens_by_rank):
         rank_of_token[tokens] = token_rank
-    target_ranks = rank_of_token[positions]
-    # Sent are the features that this rank computes, sorted by target rank.
+    target_ranks = rank_of_token[positions]  # (n,), the rank that holds each feature's token
+    # This rank sends the features that it computes, sorted by target rank.
     send_targets = target_ranks[source_ranks == rank]
-    # Received rows are sorted by source rank, and those of one source by position in the sequence.
+    # It receives m features, sorted by source rank, and those of one source by position in the sequence.
     is_received = target_ranks == rank
-    receive_sources = source_ranks[is_received]
-    row_of_feature = np.empty(len(receive_sources), np.int64)
+    receive_sources = source_ranks[is_received]  # (m,), by position in the sequence
+    row_of_feature = np.empty(len(receive_sources), np.int64)  # (m,), row of each feature among the received ones
     row_of_feature[np.argsort(receive_sources, kind="stable")] = np.arange(len(receive_sources))
-    # The rank's own sequence may have its tokens in another order than the complete sequence.
-    local_index = np.empty_like(rank_of_token)
-    local_index[rank_tokens] = np.arange(len(rank_tokens))
+    # The model needs them in the order of the rank's own sequence, which may differ from that of the complete one.
+    local_index = np.empty_like(rank_of_token)  # position of a token in the rank's own sequence
+    local_index[tokens_by_rank[rank]] = np.arange(len(tokens_by_rank[rank]))
     local_order = np.argsort(local_index[positions[is_received]], kind="stable")
     return FeatureRoute(
         send_order=torch.from_numpy(np.argsort(send_targets, kind="stable")),

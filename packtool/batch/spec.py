@@ -59,10 +59,13 @@ class InputSpec:
         return cls(model, config, limits, media_policy=policy_for_cache(access or AccessOptions()))
 
     def keeping_media(self, options: MediaCacheOptions, name: str) -> InputSpec:
-        """This specification with the media cache of the options, if any.
+        """Return this specification with the media cache of the options, or itself if they name none.
+
+        Args:
+            name: identifies the token caches whose media are read (``MediaCache``).
 
         Raises:
-            ConfigError: if it is not a directory, or the model's media cannot be cached.
+            ConfigError: if ``--media-cache`` is a file, or the model's media cannot be cached.
         """
         directory = options.media_cache
         if directory is None:

@@ -69,34 +69,41 @@ def tower_inputs(
     """Make the inputs of each tower that has media.
 
     Args:
+        media: inputs of the towers by the names of the model's arguments.
         input_ids: int64 (B, T), of the micro-batch.
         exchanges_features: ranks share the sequence, and send each other the features of its media.
 
     Returns:
-        nothing for a family whose own processor makes its media: its model writes features to their tokens itself. With
-        ``exchanges_features``, packtool does this, and needs the tokens' positions.
+        inputs by tower. A family whose own processor makes its media has none, because its model writes features to
+        their tokens itself; but with ``exchanges_features`` packtool writes them, and needs the tokens' positions.
     """
-    if spec.family.processor_inputs and not (exchanges_features and media):
+    uses_own_processor = bool(spec.family.processor_inputs)
+    if uses_own_processor and not (exchanges_features and media):
         return {}
     flat_ids = input_ids.flatten()
     positions: dict[str, Tensor] = {}  # of the placeholder tokens of each kind of medium
     for kind, pad_id in spec.pad_ids.items():
-        if spec.family.taken_as(kind) == kind:  # not videos that the family takes as images
+        if spec.family.taken_as(kind) == kind:  # a family that takes videos as images has no positions of videos
             positions[kind] = (flat_ids == pad_id).nonzero().squeeze(1)
-    if spec.family.processor_inputs:
+    if uses_own_processor:
         return {"vision": TowerInputs({}, positions)}
     inputs: dict[Tower, TowerInputs] = {}
     grids = [media[grid_name] for _, grid_name in spec.family.visual_inputs.values() if grid_name in media]
     if grids:
         visual_positions = {kind: kind_positions for kind, kind_positions in positions.items() if kind != "audio"}
         inputs["vision"] = TowerInputs(_vision_arguments(spec, torch.cat(grids)), visual_positions)
-    if (mask := media.get("feature_attention_mask")) is not None:
+    mask = media.get("feature_attention_mask")
+    if mask is not None:
         inputs["sound"] = TowerInputs(_sound_arguments(spec, mask), {"audio": positions["audio"]})
     return inputs
 
 
 def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]:
-    """Return arguments of the vision tower, computed from grids [t, h, w] of images, then videos, int64 (media, 3)."""
+    """Return arguments of the vision tower, by the names of its forward.
+
+    Args:
+        grids: int64 (media, 3), frames, rows and columns of patches of each image, then of each video.
+    """
     tower: Any = spec.meta_model.visual
     merge_size: int = tower.spatial_merge_size
     cu_seqlens = get_vision_cu_seqlens(grids)
@@ -105,7 +112,7 @@ def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]
         "cu_seqlens": cu_seqlens,
         "max_seqlen": _max_length(cu_seqlens),
     }
-    if hasattr(tower, "num_grid_per_side"):  # learned positions, resampled to each picture's size
+    if hasattr(tower, "num_grid_per_side"):  # the tower has learned positions, resampled to each picture's size
         arguments["interp_indices"], arguments["interp_weights"] = get_vision_interpolation_indices_and_weights(
             grids,
             num_grid_per_side=tower.num_grid_per_side,
@@ -113,7 +120,7 @@ def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]
             align_corners=tower.interpolation_align_corners,
             spatial_merge_size=merge_size,
         )
-    if hasattr(tower, "window_size"):
+    if hasattr(tower, "window_size"):  # the tower has layers with windowed attention
         window_index, cu_window_seqlens = get_vision_window_index(
             grids, spatial_merge_size=merge_size, window_size=tower.window_size, patch_size=tower.patch_size
         )
@@ -125,21 +132,24 @@ def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]
 def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
     """Return arguments of the audio tower, computed by the helpers of its transformers module.
 
-    The tower computes sounds in chunks. ``frames``, packtool's own argument, int64 (chunks, frames of a chunk), has the
-    index of every frame in the flattened (sounds x frames), and sounds x frames for padding. ``mask``, (sounds,
-    frames), is 1 on mel frames and 0 on padding.
+    The tower computes sounds in chunks of frames. packtool adds an argument ``frames``, int64 (chunks, frames of a
+    chunk): which element of the flattened ``mask`` each frame of a chunk is, or ``mask.numel()`` for padding.
+
+    Args:
+        mask: int64 (sounds, frames), 1 on mel frames and 0 on padding.
     """
     tower: Any = spec.meta_model.audio_tower
     helpers: Any = sys.modules[type(tower).__module__]
-    lengths = mask.sum(dim=1)
-    frame_index = mask.flatten().nonzero().squeeze(1)
-    # The helper divides features (1, frames) into padded chunks: here frame numbers from 1, so that 0 is padding.
+    lengths = mask.sum(dim=1)  # (sounds,)
+    frame_index = mask.flatten().nonzero().squeeze(1)  # of the mel frames of all sounds, one after the other
+    # The helper divides features (1, frames) into chunks and pads these with 0. Here, the features are the numbers of
+    # the frames, from 1, so that 0 stands for padding.
     frame_numbers = torch.arange(1, len(frame_index) + 1)
     chunks, chunk_lengths = helpers.chunk_and_pad_features(frame_numbers[None], lengths, tower.n_window)
     index_of_number = torch.cat([torch.tensor([mask.numel()]), frame_index])
     arguments: dict[str, Tensor | int] = {"chunk_lengths": chunk_lengths, "feature_lens": lengths}
     arguments["frames"] = index_of_number[chunks[:, 0]]
-    if hasattr(tower, "n_window_infer"):
+    if hasattr(tower, "n_window_infer"):  # its helpers have other parameters
         arguments["valid_indices"] = helpers.get_valid_indices(chunk_lengths, tower.n_window)
         cu_seqlens = helpers.get_audio_cu_seqlens(chunk_lengths, lengths, tower.n_window_infer, tower.n_window)
     else:

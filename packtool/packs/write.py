@@ -30,7 +30,7 @@ from packtool.cache.reader import CacheReader
 from packtool.cache.shard import SAMPLES, HashingSink, embed_media, media_row
 from packtool.config.plan import PackConfig, PacksFormat
 from packtool.constants import IGNORE_INDEX, PACKS_MANIFEST_NAME, VERSION
-from packtool.encode.encoded import EncodedSample, IntArray
+from packtool.encode.encoded import EncodedSample, IntArray, files_of
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MediaError, MismatchError
 from packtool.media.suffix import is_media, suffix_of
@@ -150,22 +150,24 @@ def _megatron_row(pack: Pack) -> dict[str, Any]:
 
     As in their files, the mask is shifted: it is 1 where the *next* token of the same sample is a target. Their readers
     drop the last token of each sample, begin positions at 0 in each sample, and support neither media nor loss weights.
+    Raises a ConfigError for a sample with loss weights other than 0 and 1.
     """
     for sample in pack.samples:
         if sample.loss_scale is not None:
-            weights = np.unique(sample.loss_scale[sample.labels != IGNORE_INDEX])
-            unsupported = weights[~np.isin(weights, (0, 1))]
+            target_weights = sample.loss_scale[sample.labels != IGNORE_INDEX]
+            unsupported = np.unique(target_weights[(target_weights != 0) & (target_weights != 1)])
             if len(unsupported):
                 raise ConfigError(
                     f"--format megatron does not support loss weights other than 0 and 1: row {sample.row} of "
                     f"{sample.source} has {unsupported[0]:g}",
                     "Export with a --loss-scale without weights, or choose another --format.",
                 )
-    is_target = pack.labels != IGNORE_INDEX
-    if (scale := pack.loss_scale) is not None:
-        is_target &= scale != 0
-    mask = np.append(is_target[1:], False).astype(np.uint8)
-    return {"input_ids": pack.input_ids, "loss_mask": mask, "seq_start_id": pack.cu_seqlens[:-1].tolist()}
+    is_target = pack.labels != IGNORE_INDEX  # False for the first token of each sample
+    weights = pack.loss_scale
+    if weights is not None:
+        is_target &= weights != 0
+    loss_mask = np.append(is_target[1:], False).astype(np.uint8)
+    return {"input_ids": pack.input_ids, "loss_mask": loss_mask, "seq_start_id": pack.cu_seqlens[:-1].tolist()}
 
 
 def _write_table(
@@ -192,16 +194,20 @@ def _write_tar(sink: HashingSink, packs: Iterable[Pack]) -> bytes:
 
     As in WebDataset, files of one pack have the same name up to the first dot: ``000000007.json``,
     ``000000007.image0.jpg``. The document refers to a media file by the part of its name after the first dot.
-    Returns the index that Megatron Energon reads: the offsets of the packs and of the end.
+
+    Returns:
+        the index that Megatron Energon reads: offsets of the packs and of the end in the tar file, uint64 each.
     """
-    # Mode "w|" never seeks, as object stores require.
     target: Any = sink
+    # Mode "w|" never seeks, as object stores require.
     tar = tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115
     offsets = []
     for each in packs:
         offsets.append(tar.offset)
         row = _row(each)
-        media_files = {name: data for kind in _MEDIA for name, data in _extract_files(kind, row[kind])}
+        media_files: dict[str, bytes] = {}
+        for kind in _MEDIA:
+            media_files.update(_extract_files(kind, row[kind]))  # replaces the bytes in the row by file names
         document = {name: value for name, value in row.items() if value is not None}
         files = {"json": json.dumps(document, default=np.ndarray.tolist).encode(), **media_files}
         for name, data in files.items():
@@ -283,12 +289,12 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
         )
     directory = storage.normalize(config.output_dir)
     _check_empty(directory)
-    packs = np.split(samples, packing.offsets[1:-1])
-    starts, suffix = range(0, len(packs), config.packs_per_file), SUFFIXES[config.format]
+    packs = np.split(samples, packing.offsets[1:-1])  # positions of the samples of each pack
+    first_packs = range(0, len(packs), config.packs_per_file)  # of each file
     jobs = []
-    for number, start in enumerate(starts):
-        name = f"packs-{number:05d}-of-{len(starts):05d}{suffix}"
-        jobs.append(_FileJob(config, name, start, packs[start : start + config.packs_per_file]))
+    for number, first_pack in enumerate(first_packs):
+        name = f"packs-{number:05d}-of-{len(first_packs):05d}{SUFFIXES[config.format]}"
+        jobs.append(_FileJob(config, name, first_pack, packs[first_pack : first_pack + config.packs_per_file]))
     storage.make_directory(directory)
     progress.start("writing packs", len(jobs))
     try:
@@ -301,7 +307,8 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     progress.finish()
     if config.format == "energon":
         storage.make_directory(storage.join(directory, ".nv-meta"))
-        for name, content in _energon_files({file["file"]: file["packs"] for file in files}, config.split).items():
+        num_packs_by_file = {file["file"]: file["packs"] for file in files}
+        for name, content in _energon_files(num_packs_by_file, config.split).items():
             storage.publish(storage.join(directory, name), content)
     summary = PacksSummary(
         output_dir=directory,
@@ -319,16 +326,22 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
 
 
 def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, files: list[dict[str, Any]]) -> bytes:
-    """Return the manifest as JSON; ``files`` are its entries, with name, packs, size and checksum."""
+    """Return the manifest of written packs as JSON.
+
+    Args:
+        files: an entry for each file, with its name, number of packs, size and checksum.
+    """
+    identity = reader.manifests[0].identity
+    media_of_caches = [str(manifest.identity.spec["media"]) for manifest in reader.manifests]
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "packtool": VERSION,
         "layout": config.format,
         "split": config.split,
         "cache": reader.fingerprint,
-        "model": config.model or reader.manifests[0].identity.spec["model"],
-        "model_type": reader.manifests[0].identity.model_type,
-        "media": config.media_of([str(manifest.identity.spec["media"]) for manifest in reader.manifests]),
+        "model": config.model or identity.spec["model"],
+        "model_type": identity.model_type,
+        "media": config.media_of(media_of_caches),
         "packs": summary.num_packs,
         "samples": summary.num_samples,
         "tokens": summary.tokens,
@@ -356,17 +369,18 @@ def _pack_samples(config: PackConfig, reader: CacheReader) -> _Packing:
             problem = f"--plan {config.plan} has shared prefixes, which packs in files cannot have"
             raise ConfigError(problem, _SHARED_REMEDY)
         num_filtered = len(reader) - len(np.unique(saved.samples))
-        return _Packing(saved.samples, saved.offsets, saved.capacity, num_filtered)
+        return _Packing(saved.samples, saved.offsets, max_tokens=saved.capacity, num_filtered=num_filtered)
     lengths = reader.index.length
     longest = int(lengths.max())
     max_length = min(config.max_length or longest, config.packing_length or longest)
-    kept = np.flatnonzero(lengths <= max_length)
+    kept = np.flatnonzero(lengths <= max_length)  # positions in the caches
     if not len(kept):
         problem = f"all {len(lengths):,} samples are longer than {max_length:,} tokens"
         raise DataError(problem, "Raise --packing-length and --max-length.")
     capacity = config.packing_length or max_length
     plan = pack(lengths[kept], capacity, config, seed=config.seed, media_tokens=reader.index.media_tokens[kept])
-    return _Packing(kept[plan.samples], plan.offsets, capacity, len(lengths) - len(kept))
+    samples = kept[plan.samples]  # the plan numbers only the kept samples
+    return _Packing(samples, plan.offsets, max_tokens=capacity, num_filtered=len(lengths) - len(kept))
 
 
 def _load_spec(config: PackConfig, manifest: Manifest) -> InputSpec:
@@ -402,7 +416,7 @@ def _write_file(job: _FileJob) -> dict[str, Any]:
     reader = CacheReader.open(config.cached_dataset, config.split, copies=LocalCopies.of(config))
     spec = _load_spec(config, reader.manifests[0])
     path = storage.join(config.output_dir, job.name)
-    file = AtomicFile(path)
+    file = AtomicFile(path)  # appears under its path on commit
     sink = HashingSink(file)
     packs = _read_packs(job, reader, spec)
     try:
@@ -413,7 +427,7 @@ def _write_file(job: _FileJob) -> dict[str, Any]:
         elif config.format == "megatron":
             _write_table(sink, packs, _MEGATRON_SCHEMA, _megatron_row, group_size=_MEGATRON_GROUP_SIZE)
         else:
-            schema = _schema(has_fractions=spec.has_vision and spec.has_audio)
+            schema = _schema(has_fractions=spec.has_vision and spec.has_audio)  # as positions of Omni models
             _write_table(sink, packs, schema, _row, is_arrow=config.format == "arrow")
         state = file.commit()
     except BaseException:
@@ -436,18 +450,15 @@ def _read_packs(job: _FileJob, reader: CacheReader, spec: InputSpec) -> Iterator
 def _embed_media(samples: list[EncodedSample], config: PackConfig) -> Iterator[EncodedSample]:
     """Yield samples with the bytes of their media.
 
-    Files that are not media are refused: a cache from elsewhere could name any file of this machine.
+    Raises a MediaError for files that are no media, because a cache from elsewhere could name any file of this machine.
     """
     policy = policy_for_cache(config)
     policies = {sample.source: policy for sample in samples}
-    samples_by_row = [[sample] for sample in samples]
-    for rows in embed_media(samples_by_row, policies, _refuse):
-        for sample in chain.from_iterable(rows):
+    rows = [[sample] for sample in samples]  # one sample in each row
+    for group in embed_media(rows, policies, drop=_refuse):
+        for sample in chain.from_iterable(group):
             media: list[Any] = [*sample.images, *sample.audios, *sample.videos]
-            files = [(medium.path, medium.data) for medium in media]
-            for video in sample.videos:
-                files += video.frames
-            for path, data in files:
+            for path, data in [file for medium in media for file in files_of(medium)]:
                 if data is not None and not is_media(data):
                     raise MediaError(
                         f"row {sample.row} of {sample.source}: {path or 'a medium'} is not an image, video or audio "

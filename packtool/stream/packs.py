@@ -97,7 +97,7 @@ class SampleAmounts(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[EncodedSample], sharing: PrefixSharing | None = None) -> SampleAmounts:
-        """Compute the amounts of samples; with ``sharing``, a shared prefix counts for one of its samples only."""
+        """Compute the amounts of samples; with ``sharing``, a shared prefix counts for only one sample of its tree."""
         unshared = cls(
             shared_tokens=np.zeros(len(samples), np.int64),
             targets=np.array([num_targets(sample) for sample in samples], np.int64),
@@ -107,16 +107,17 @@ class SampleAmounts(NamedTuple):
         )
         if sharing is None:
             return unshared
+        # ``trees.added`` subtracts from a sample's amount that of the prefix which it shares with the sample before.
         trees, prefixes = sharing
         shared_tokens = np.zeros(len(samples), np.int64)
         shared_tokens[trees.samples] = trees.shared
         targets = trees.added(unshared.targets, prefixes.target_tokens)
         return cls(
-            shared_tokens,
-            np.maximum(targets, 0),  # negative where the samples of a prefix differ in its targets
-            trees.added(unshared.media_tokens, prefixes.media_tokens),
-            trees.added(unshared.audio_tokens, prefixes.audio_tokens),
-            trees.added(unshared.patch_squares, prefixes.patch_squares),
+            shared_tokens=shared_tokens,
+            targets=np.maximum(targets, 0),  # negative if samples that share a prefix have other targets in it
+            media_tokens=trees.added(unshared.media_tokens, prefixes.media_tokens),
+            audio_tokens=trees.added(unshared.audio_tokens, prefixes.audio_tokens),
+            patch_squares=trees.added(unshared.patch_squares, prefixes.patch_squares),
         )
 
     @classmethod
@@ -204,20 +205,23 @@ class PackStream:
         self._specs, self._spec, self._options = specs, spec, options
         self._rank, self._world_size = rank, world_size
         self._sharing, self._log = sharing, log
-        start = start or StreamState()
-        self.counts = start.counts
-        self._interval, self._num_packs_done = start.interval, start.packs_done
-        # Samples in memory: those held back from the previous interval, and the shuffle buffer.
-        self._carried, self._buffer = list(start.carried), list(start.shuffled)
+        # The rest is the state of the stream, whose fields StreamState describes.
+        state = start or StreamState()
+        self.counts = state.counts
+        self._interval = state.interval
+        self._num_packs_done = state.packs_done
+        self._carried = list(state.carried)
+        self._buffer = list(state.shuffled)
         self._random = np.random.default_rng((options.seed, rank, RandomStream.SHUFFLE_BUFFER))
-        if start.random is not None:
-            self._random.bit_generator.state = start.random
-        # Origin of the next sample: position of its block, and number of the block's samples that were read before.
-        self._position, self._num_read, self._ended = start.position, start.num_taken, start.ended
+        if state.random is not None:
+            self._random.bit_generator.state = state.random
+        self._position = state.position
+        self._num_read = state.num_taken
+        self._ended = state.ended
 
     def __iter__(self) -> Iterator[StreamedPack]:
         """Yield the packs of one interval after the other; a resumed stream begins after the packs done before."""
-        samples = self._shuffled(self._samples())
+        samples = self._shuffled(self._samples())  # reading from it changes the state of this object
         num_packs_done = self._num_packs_done
         while True:
             state_before = self._state()
@@ -226,20 +230,22 @@ class PackStream:
             if not interval:
                 return
             plan, amounts = self._pack(interval)
-            is_last = len(interval) < self._options.packing_interval
-            held_back = [] if is_last else _held_back_packs(plan, self._options)
+            is_last_interval = len(interval) < self._options.packing_interval
+            held_back = [] if is_last_interval else _held_back_packs(plan, self._options)
             self._carried = [interval[i] for pack_number in held_back for i in plan.pack(pack_number)]
             self._interval += 1
             pack_numbers = [number for number in range(plan.num_packs) if number not in held_back]
             for pack_number in pack_numbers[num_packs_done:]:
-                # A stream resumed within an interval packs it again; after its last pack, the next interval begins.
                 num_packs_done += 1
-                is_within = num_packs_done < len(pack_numbers)
-                state = replace(state_before, packs_done=num_packs_done) if is_within else self._state()
-                members = plan.pack(pack_number)
+                if num_packs_done < len(pack_numbers):
+                    # A stream resumed here packs this interval again and leaves out the packs that are done.
+                    state = replace(state_before, packs_done=num_packs_done)
+                else:
+                    state = self._state()  # a stream resumed here begins with the next interval
+                members = plan.pack(pack_number)  # positions in the interval, (samples of the pack,)
                 amounts_of_pack = SampleAmounts(*(column[members] for column in amounts))
                 yield StreamedPack([interval[i] for i in members], state, amounts_of_pack)
-            num_packs_done = 0  # only the first interval may have been trained in part
+            num_packs_done = 0  # in all intervals but the first
 
     def _pack(self, samples: Sequence[EncodedSample]) -> tuple[PackPlan, SampleAmounts]:
         """Pack the samples of an interval; return the packs and the amounts that each sample adds."""
@@ -290,7 +296,10 @@ class PackStream:
         return buffer.pop()
 
     def _samples(self) -> Iterator[EncodedSample]:
-        """Yield the samples of this rank in the order of their rows, from the start or the resumed position on."""
+        """Yield the samples of this rank in the order of their rows, from the start or the resumed position on.
+
+        Keep ``_position``, ``_num_read`` and ``_ended`` up to date: where the next sample comes from.
+        """
         if self._ended:
             return
         options = self._options
@@ -308,13 +317,12 @@ class PackStream:
         blocks_per_interval = math.ceil(options.packing_interval / BLOCK_ROWS)
         num_ahead = 2 * options.dataset_num_proc + blocks_per_interval
         num_skipped = self._num_read  # samples of the first block that were read before the stream was interrupted
-        for position, samples, dropped in encoded_blocks(
-            blocks, self._spec, num_proc=options.dataset_num_proc, num_ahead=num_ahead
-        ):
+        encoded = encoded_blocks(blocks, self._spec, num_proc=options.dataset_num_proc, num_ahead=num_ahead)
+        for position, samples, dropped in encoded:
             self._position = position
-            if not num_skipped:
+            if not num_skipped:  # the drops of a block of which samples were read are counted already
                 self._drop(dropped)
-            for num_read, sample in enumerate(samples[num_skipped:], num_skipped + 1):
+            for num_read, sample in enumerate(samples[num_skipped:], start=num_skipped + 1):
                 self._num_read = num_read
                 if max_media_tokens is not None and sample.num_media_tokens > max_media_tokens:
                     detail = (

@@ -55,6 +55,10 @@ class StreamPosition:
     taken: list[list[int]]
     random: dict[str, Any] | None
 
+    @classmethod
+    def before_epoch(cls, epoch: int, num_blocks: int) -> StreamPosition:
+        return cls(epoch, num_blocks, opened=0, taken=[], random=None)
+
 
 @dataclass(frozen=True)
 class StreamBlock:
@@ -93,24 +97,25 @@ def blocks_of_rank(
     Raises:
         ConfigError, DataError, StorageError: as ``rows.read.follow``.
     """
-    position = start or StreamPosition(0, 0, 0, [], None)
+    position = start or StreamPosition.before_epoch(0, num_blocks=0)
     for epoch in range(position.epoch, num_epochs):
         random = np.random.default_rng((seed, epoch, RandomStream.FILE_ORDER))
         order = random.permutation(len(specs)).tolist() if shuffle else list(range(len(specs)))
         if position.random is not None:  # the state after the permutation and the draws up to the position
             random.bit_generator.state = position.random
         files = _OpenFiles([specs[number] for number in order], MAX_OPEN_SOURCES if shuffle else 1, position)
-        num_blocks = position.num_blocks
+        num_blocks = position.num_blocks  # of all ranks and epochs
         while files.open_next():
             random_state = dict(random.bit_generator.state) if shuffle else None
             position = StreamPosition(epoch, num_blocks, files.num_opened, files.blocks_read(), random_state)
             source_and_block = files.read_block(random)
-            if source_and_block is None:  # a file has ended; the next one may be opened
+            if source_and_block is None:  # a file has ended; open_next may open another one
                 continue
             if num_blocks % world_size == rank:
-                yield StreamBlock(position, *source_and_block)
+                source, block = source_and_block
+                yield StreamBlock(position, source, block)
             num_blocks += 1
-        position = StreamPosition(epoch + 1, num_blocks, 0, [], None)
+        position = StreamPosition.before_epoch(epoch + 1, num_blocks)
 
 
 class _OpenFiles:
@@ -173,7 +178,10 @@ def encoded_blocks(
 
     Args:
         num_proc: number of worker processes, which does not affect the result.
-        num_ahead: maximum blocks that are encoded before the caller asks for them.
+        num_ahead: maximum number of blocks that are encoded ahead of the block that the caller has.
+
+    Raises:
+        PacktoolError: if a worker died or a store is down, with advice to resume; other errors pass through.
     """
     advice = "To resume from the latest checkpoint, if there is one, pass --resume-from-checkpoint true"
     with WorkerPool[StreamBlock, EncodedBlock](num_proc, _make_encode, spec) as pool:
@@ -189,21 +197,24 @@ def encoded_blocks(
 
 
 def _make_encode(report: object, spec: EncodeSpec) -> Callable[[StreamBlock], EncodedBlock]:
-    """Load tokenizer and template in a worker process, and return the function that encodes a block."""
+    """Load tokenizer and template in a worker process, and return the function that encodes a block.
+
+    The worker pool requires the parameter ``report``, but encoding reports no progress.
+    """
     tokenize_in_one_thread()
     encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template, spec.chat_template_kwargs))
 
-    def encode(block: StreamBlock) -> EncodedBlock:
+    def encode(stream_block: StreamBlock) -> EncodedBlock:
         samples: list[EncodedSample] = []
         dropped: list[Dropped] = []
-        rows = list(samples_of(block.source, [block.block], may_hold_secrets=False))
+        rows = list(samples_of(stream_block.source, [stream_block.block], may_hold_secrets=False))
         for result in encode_samples(rows, encoder):  # the samples of a row, or why it was dropped
             if isinstance(result, Dropped):
                 dropped.append(result)
             else:
                 samples.extend(result)
-                dropped.extend(left_out_of(result))
-        return block.position, samples, dropped
+                dropped.extend(left_out_of(result))  # other parts of the same row
+        return stream_block.position, samples, dropped
 
     return encode
 
@@ -242,7 +253,7 @@ def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
         StorageError: the state cannot be written.
     """
     samples_path, json_path = _paths(directory, rank)
-    samples = [*state.carried, *state.shuffled]
+    samples = [*state.carried, *state.shuffled]  # the JSON has the number of each
     writer = ShardWriter(samples_path, has_parts=any(sample.part is not None for sample in samples))
     try:
         writer.write(samples)
@@ -275,15 +286,17 @@ def read_stream_state(directory: str, rank: int) -> StreamState:
     try:
         with open(json_path, encoding="utf-8") as file:
             values = load_json(file.read())
-        num_carried, num_shuffled = values.pop("num_carried"), values.pop("num_shuffled")
-        dropped, parts_left_out = values.pop("dropped"), values.pop("parts_left_out")
+        num_carried = values.pop("num_carried")
+        num_samples = num_carried + values.pop("num_shuffled")
+        dropped = values.pop("dropped")
+        parts_left_out = values.pop("parts_left_out")
         position = values.pop("place")
         shard = ShardFile(samples_path)
-        if len(shard) != num_carried + num_shuffled:
-            raise ValueError(f"it has {len(shard)} samples, not {num_carried + num_shuffled}")
-        samples = [shard.sample(i) for i in range(len(shard))]
+        if len(shard) != num_samples:
+            raise ValueError(f"it has {len(shard)} samples, not {num_samples}")
+        samples = [shard.sample(i) for i in range(num_samples)]
         return StreamState(
-            **values,
+            **values,  # all fields that are not given here
             position=None if position is None else StreamPosition(**position),
             carried=samples[:num_carried],
             shuffled=samples[num_carried:],
