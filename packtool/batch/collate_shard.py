@@ -110,10 +110,8 @@ def _with_filler_documents(
     """Return the samples and filler documents, and the rank of each document, or ``SHARDED``.
 
     Sharded samples are padded for the split, and a sharded filler makes the sum of their tokens divisible among the
-    ranks. If nothing is sharded, each rank without a local sample gets a filler of one token.
-
-    Args:
-        ranks: the rank of each sample, or ``SHARDED``.
+    ranks. If nothing is sharded, each rank without a local sample gets a filler of one token. ``ranks``: the rank of
+    each sample, or ``SHARDED``.
     """
     documents = list(samples)
     document_ranks = list(ranks)
@@ -219,10 +217,7 @@ def _assign_media(
     """Return all media of a sequence, and the rank that encodes each, int64 (media,).
 
     The media of a local document are encoded by its rank. The media of sharded documents are distributed so that all
-    ranks have similar costs in the towers.
-
-    Args:
-        ranks: the rank of each document, or ``SHARDED``.
+    ranks have similar costs in the towers. ``ranks``: the rank of each document, or ``SHARDED``.
     """
     media: list[DocumentMedium] = []
     for number, document in enumerate(documents):

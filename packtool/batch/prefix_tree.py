@@ -190,12 +190,8 @@ def _prefix_end(samples: Sequence[EncodedSample], can_end: npt.NDArray[np.bool_]
 def _symbols(sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
     """Return symbols of a sample's tokens, which are equal for equal inputs, and the lengths at which a prefix may end.
 
-    Args:
-        numbers: numbers the media of all samples by content.
-
-    Returns:
-        symbols, int64 (L,): token ids, or for placeholder tokens a negative number that identifies the medium; and for
-        each length, bool (L + 1,), whether a prefix may end there: not within a medium.
+    Symbols, int64 (L,), are token ids; those of placeholder tokens are negative and have the medium's number from
+    ``numbers``. The other result, bool (L + 1,), is False for lengths at which a prefix would end within a medium.
     """
     ids = sample.input_ids
     tokens = spec.media_tokens

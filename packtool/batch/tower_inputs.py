@@ -99,11 +99,7 @@ def tower_inputs(
 
 
 def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]:
-    """Return arguments of the vision tower, by the names of its forward.
-
-    Args:
-        grids: int64 (media, 3), frames, rows and columns of patches of each image, then of each video.
-    """
+    """Return arguments of the vision tower; ``grids`` are [t, h, w] of images, then of videos, int64 (media, 3)."""
     tower: Any = spec.meta_model.visual
     merge_size: int = tower.spatial_merge_size
     cu_seqlens = get_vision_cu_seqlens(grids)

@@ -198,11 +198,10 @@ class _Export:
         self.has_parts = "expand_turns" in self.identity.spec or has_responses
 
     def _task_settings(
-        self, directory: str | None, export_id: str = "", lock: DirectoryLock | None = None
+        self, directory: str | None, export: str = "", lock: DirectoryLock | None = None
     ) -> TaskSettings:
-        is_locked = None if lock is None else lock.is_held
-        config = self.config
-        return TaskSettings(config.encode_spec, directory, config.strict, self.has_parts, export_id, is_locked)
+        config, is_locked = self.config, None if lock is None else lock.is_held
+        return TaskSettings(config.encode_spec, directory, config.strict, self.has_parts, export, is_locked)
 
     def _count(self) -> ExportSummary:
         """Encode all rows and write nothing."""
@@ -244,9 +243,7 @@ class _Export:
     def _partial_summary(self, results: Mapping[int, TaskResult], missing: Sequence[int]) -> ExportSummary:
         """Return the summary of one part of a job array, or raise a DataError if ``--finalize`` misses other parts.
 
-        Args:
-            results: results of finished tasks of all parts, by task number.
-            missing: numbers of the unfinished tasks.
+        ``results`` are those of all parts by task number, ``missing`` the numbers of unfinished tasks.
         """
         config = self.config
         if config.finalize:

@@ -171,10 +171,7 @@ Report = Callable[[int, int, int], None]
 
 
 def run_task(task: Task, encoder: Encoder, settings: TaskSettings, report: Report = lambda *_: None) -> TaskResult:
-    """Encode a task's rows; write its shards, its parts of index, prefixes and drops, and at the end its marker.
-
-    ``report`` is called after each batch of 128 rows.
-    """
+    """Encode a task's rows; write its shards, its parts of index, prefixes and drops, and at the end its marker."""
     embeds = encoder.spec.media == "embed"
     outputs = _Outputs(task, settings, encoder.media_tokens, embed=embeds)
     val_rows = frozenset(task.val_rows)
@@ -237,11 +234,7 @@ class _Outputs:
         self._drops.append(item.to_json())
 
     def write(self, rows_of_split: Mapping[str, list[list[EncodedSample]]]) -> None:
-        """Append samples to the shards and to the task's parts of index and prefixes, and count them.
-
-        Args:
-            rows_of_split: for each split, the samples of each row.
-        """
+        """Append the samples of each row, by split, to the shards and the task's parts of index and prefixes."""
         for split, all_rows in rows_of_split.items():
             result = self.result.splits[split]
             groups: Iterable[list[list[EncodedSample]]] = [all_rows]  # without embedded media, one group of all rows
@@ -431,7 +424,6 @@ class Executor(WorkerPool[tuple[Task, TaskSettings], TaskResult]):
 
         Args:
             encoder: returns the encoder of this process, for tasks that run here.
-            report: called with the numbers of rows, drops and tokens since its last call.
 
         Raises:
             PacktoolError: if a worker died. An error of a task passes through and stops the other tasks.

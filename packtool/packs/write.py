@@ -326,11 +326,7 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
 
 
 def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, files: list[dict[str, Any]]) -> bytes:
-    """Return the manifest of written packs as JSON.
-
-    Args:
-        files: an entry for each file, with its name, number of packs, size and checksum.
-    """
+    """Return the manifest as JSON; ``files`` has an entry for each file: name, number of packs, size and checksum."""
     identity = reader.manifests[0].identity
     media_of_caches = [str(manifest.identity.spec["media"]) for manifest in reader.manifests]
     manifest: dict[str, Any] = {

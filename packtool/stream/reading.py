@@ -179,9 +179,6 @@ def encoded_blocks(
     Args:
         num_proc: number of worker processes, which does not affect the result.
         num_ahead: maximum number of blocks that are encoded ahead of the block that the caller has.
-
-    Raises:
-        PacktoolError: if a worker died or a store is down, with advice to resume; other errors pass through.
     """
     advice = "To resume from the latest checkpoint, if there is one, pass --resume-from-checkpoint true"
     with WorkerPool[StreamBlock, EncodedBlock](num_proc, _make_encode, spec) as pool:
