@@ -26,19 +26,20 @@ def main(model_dir: str, cache: str, **options: Any) -> list[float]:
     batches = packtool.Batches(plan, accelerator.process_index, model=model_dir, device=accelerator.device)
     accelerator.register_for_checkpointing(batches)
 
-    losses, total = [], torch.zeros((), device=accelerator.device)
+    losses = []
+    step_loss = torch.zeros((), device=accelerator.device)
     model.train()
     for batch in batches:
         loss = packtool.loss(model(**batch), batch)
         accelerator.backward(loss)
-        total += loss.detach()
+        step_loss += loss.detach()
         if batch["targets"].ends_step:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(float(accelerator.reduce(total, "mean")))
+            losses.append(float(accelerator.reduce(step_loss, "mean")))
             accelerator.print(f"step {len(losses)} of {batches.num_steps}: loss {losses[-1]:.4f}")
-            total = torch.zeros_like(total)
+            step_loss = torch.zeros_like(step_loss)
     return losses
 
 

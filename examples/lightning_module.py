@@ -22,7 +22,9 @@ class Packed(lightning.LightningModule):
     def __init__(self, model_dir: str, plan: packtool.Plan) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.model_dir, self.plan, self.losses, self.total = model_dir, plan, [], 0.0
+        self.model_dir, self.plan = model_dir, plan
+        self.losses: list[float] = []
+        self.step_loss: Any = 0.0
         self.model = packtool.prepare_model(AutoModelForImageTextToText.from_pretrained(model_dir)).train()
 
     def train_dataloader(self) -> DataLoader:
@@ -31,17 +33,17 @@ class Packed(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0)
 
-    def training_step(self, batch: dict[str, Any], number: int) -> None:
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         loss = packtool.loss(self.model(**batch), batch)
         self.manual_backward(loss)
-        self.total += loss.detach()
+        self.step_loss += loss.detach()
         if batch["targets"].ends_step:
             self.clip_gradients(optimizer, gradient_clip_val=1.0)
             optimizer.step()
             optimizer.zero_grad()
-            self.losses.append(float(self.all_gather(self.total).mean()))
-            self.total = 0.0
+            self.losses.append(float(self.all_gather(self.step_loss).mean()))
+            self.step_loss = 0.0
 
 
 def main(model_dir: str, cache: str, devices: int = 1, **options: Any) -> list[float]:

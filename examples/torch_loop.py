@@ -16,41 +16,46 @@ import transformers
 import packtool
 
 
-def main(model_dir: str, cache: str, state: str = "state.pt", most: int | None = None, **options: Any) -> list[float]:
-    """Train with options of ``packtool.plan``; resume from the file ``state`` if it exists. Return each step's loss."""
-    world_size, device = int(os.environ.get("WORLD_SIZE", 1)), "cpu"
-    if torch.cuda.is_available():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+def main(
+    model_dir: str, cache: str, checkpoint: str = "checkpoint.pt", stop_after: int | None = None, **options: Any
+) -> list[float]:
+    """Train and return the loss of each step. Resume from ``checkpoint`` if it exists; stop after ``stop_after`` steps.
+
+    ``options`` are those of ``packtool.plan``.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     plan = packtool.plan(cache, world_size=world_size, **options)
     batches = packtool.Batches(plan, model=model_dir, device=device)
     model: Any = packtool.prepare_model(transformers.AutoModelForImageTextToText.from_pretrained(model_dir)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    saved = {"model": model, "optimizer": optimizer, "batches": batches}
-    if os.path.exists(state):
-        loaded = torch.load(state, map_location=device)
-        for name, part in saved.items():
-            part.load_state_dict(loaded[name])
+    stateful = {"model": model, "optimizer": optimizer, "batches": batches}
+    if os.path.exists(checkpoint):
+        states = torch.load(checkpoint, map_location=device)
+        for name, component in stateful.items():
+            component.load_state_dict(states[name])
     if world_size > 1:
         dist.init_process_group()
         model = torch.nn.parallel.DistributedDataParallel(model)
     model.train()
-    losses, total = [], torch.zeros((), device=device)
+    losses = []
+    step_loss = torch.zeros((), device=device)
     for batch in batches:
         loss = packtool.loss(model(**batch), batch)
         loss.backward()
-        total += loss.detach()
+        step_loss += loss.detach()
         if batch["targets"].ends_step:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             if world_size > 1:
-                dist.all_reduce(total.div_(world_size))
-            losses.append(total.item())
-            total.zero_()
-            if len(losses) == most:
+                dist.all_reduce(step_loss.div_(world_size))  # the mean over the ranks
+            losses.append(step_loss.item())
+            step_loss.zero_()
+            if len(losses) == stop_after:
                 break
     if batches.rank == 0:
-        torch.save({name: part.state_dict() for name, part in saved.items()}, state)
+        torch.save({name: component.state_dict() for name, component in stateful.items()}, checkpoint)
     return losses
 
 

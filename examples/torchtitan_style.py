@@ -26,31 +26,33 @@ class Trainer:
         self.model: Any = packtool.prepare_model(AutoModelForImageTextToText.from_pretrained(model_dir)).train()
         self.model.to(self.device)
         if plan.world_size > 1:
-            for part in (*self.model.model.language_model.layers, self.model):
-                fully_shard(part)
+            for module in (*self.model.model.language_model.layers, self.model):
+                fully_shard(module)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.0)
         self.batches = packtool.Batches(plan, model=model_dir, device=self.device)
 
-    def train_step(self, data: Any) -> float:
-        total = torch.zeros((), device=self.device)
-        for batch in data:
+    def train_step(self, micro_batches: Any) -> float:
+        """Take the micro-batches of one step from an iterator; return the loss of the step."""
+        step_loss = torch.zeros((), device=self.device)
+        for batch in micro_batches:
             loss = packtool.loss(self.model(**batch).logits, batch)
             loss.backward()
-            total += loss.detach()
+            step_loss += loss.detach()
             if batch["targets"].ends_step:
                 break
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if dist.is_initialized():
-            dist.all_reduce(total.div_(dist.get_world_size()))
-        return total.item()
+            dist.all_reduce(step_loss.div_(dist.get_world_size()))  # the mean over the ranks
+        return step_loss.item()
 
     def train(self, checkpoint: str) -> list[float]:
-        data = iter(self.batches)
-        losses = [self.train_step(data) for _ in range(self.batches.num_steps)]
-        states = dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer), strict=True))
-        dcp.save(states | {"data": self.batches}, checkpoint_id=checkpoint)
+        micro_batches = iter(self.batches)
+        losses = [self.train_step(micro_batches) for _ in range(self.batches.num_steps)]
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        states = {"model": model_state, "optimizer": optimizer_state, "batches": self.batches}
+        dcp.save(states, checkpoint_id=checkpoint)
         return losses
 
 

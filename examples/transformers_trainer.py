@@ -16,8 +16,8 @@ from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
 import packtool
 
 
-def the_only(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the only item: a micro-batch is already collated."""
+def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the only item of the list, which is a collated micro-batch."""
     (batch,) = items
     return batch
 
@@ -28,7 +28,7 @@ def main(model_dir: str, cache: str, output_dir: str = "output", **options: Any)
     batches = packtool.Batches(plan, "all", model=model_dir)
     args = TrainingArguments(
         output_dir,
-        # Each item of the dataset is a whole micro-batch. Every step has the same number of them, in the plan's order.
+        # Each item of the dataset is a micro-batch. Every step has the same number of them, in the order of the plan.
         per_device_train_batch_size=1,
         gradient_accumulation_steps=batches.micro_batches_per_step,
         train_sampling_strategy="sequential",
@@ -44,7 +44,7 @@ def main(model_dir: str, cache: str, output_dir: str = "output", **options: Any)
     trainer = Trainer(
         packtool.prepare_model(AutoModelForImageTextToText.from_pretrained(model_dir)),
         args,
-        data_collator=the_only,
+        data_collator=collate,
         train_dataset=batches,
     )
     trainer.train()

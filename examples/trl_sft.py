@@ -27,7 +27,7 @@ def main(model_dir: str, cache: str, output_dir: str = "output", **options: Any)
         (row,) = rows
         batch = batches[row["batch"]]
         if batch["targets"].weights is not None:
-            raise SystemExit("this cache has a loss scale, which TRL's loss would pass over: take the Trainer's recipe")
+            raise SystemExit("this cache has target weights, which TRL's loss ignores: use the Trainer's recipe")
         return batch
 
     args = SFTConfig(
@@ -47,10 +47,10 @@ def main(model_dir: str, cache: str, output_dir: str = "output", **options: Any)
         save_strategy="no",
     )
     # SFTTrainer accepts only a Dataset of the datasets library. This one contains the indices of the micro-batches.
-    numbers = Dataset.from_dict({"batch": list(range(len(batches)))})
+    batch_indices = Dataset.from_dict({"batch": list(range(len(batches)))})
     model = packtool.prepare_model(AutoModelForImageTextToText.from_pretrained(model_dir))
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    trainer = SFTTrainer(model, args, data_collator=collate, train_dataset=numbers, processing_class=tokenizer)
+    trainer = SFTTrainer(model, args, data_collator=collate, train_dataset=batch_indices, processing_class=tokenizer)
     trainer.train()
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 

@@ -63,21 +63,32 @@ _SPLIT_REASON = "packtool: error: "
 _PAGE = """\
 # Examples of other tools
 
-This page shows which training examples of ms-swift, LLaMA-Factory, axolotl and TRL packtool runs unchanged. Only paths
-of models and data are replaced: by a small random model of the same type, and by rows of the format that the example
-names. A small Qwen3-VL, with its names of modules, replaces all models with pictures. Each configuration is translated
-with `packtool translate` and passed to `packtool train --dry-run --hardware h100`, or to `packtool export`; no weights
-are loaded. Settings that distribute a model are planned for eight processes. Optional packages that the examples use
-(DeepSpeed, bitsandbytes, Liger, mistral-common, trackers) are installed. To repeat it:
+This page shows which training examples of ms-swift, LLaMA-Factory, axolotl and TRL run with packtool unchanged.
+
+Each configuration is translated with `packtool translate`, then passed to `packtool export` or to `packtool train
+--dry-run --hardware h100`. No weights are loaded. Only the paths of models and data are replaced:
+
+- A small random model of the same type replaces the model. For all models with pictures, it is a small Qwen3-VL with
+  the module names of the original.
+- Rows in the format that the example names replace the data.
+
+Settings that distribute a model are planned for eight processes. Optional packages that the examples use (DeepSpeed,
+bitsandbytes, Liger, mistral-common, trackers) are installed. To repeat the test:
 
 ```bash
 scripts/migrate ms-swift LLaMA-Factory axolotl trl --output docs/migration-table.md
 ```
 
-Not counted are preference, reward and reinforcement training, classification, embeddings, inference, Megatron,
-conversions of finished models, and models that packtool does not train. For ms-swift these are `examples/train` and
-`examples/export`, for LLaMA-Factory `examples/train_*` and `examples/extras`, for axolotl `examples`, and for TRL the
-commands with `sft.py` or `trl sft` in its documentation and docstrings. `FILE#2` is the second command of a file.
+These examples are not counted: preference, reward and reinforcement training, classification, embeddings, inference,
+Megatron, conversions of finished models, and models that packtool does not train. `FILE#2` is the second command of a
+file.
+
+| project | examples |
+|---|---|
+| ms-swift | `examples/train` and `examples/export` |
+| LLaMA-Factory | `examples/train_*` and `examples/extras` |
+| axolotl | `examples` |
+| TRL | commands with `sft.py` or `trl sft` in the documentation and docstrings |
 """
 
 

@@ -19,7 +19,7 @@ class InspectConfig(AccessOptions):
     """Settings of ``packtool inspect``."""
 
     directory: str = option(REQUIRED, "Inspect this cache, or this --output-dir of a run.")
-    row: int | None = option(None, "Show sample N of the split; with --run also when it was trained.", minimum=0)
+    row: int | None = option(None, "Show sample N of the split; with --run, also when it was trained.", minimum=0)
     run: str | None = option(None, "Show when this run (its --output-dir) trained --row.")
     trained: bool = option(False, "Show how often a run trained the samples of each cache.")
     step: int | None = option(None, "Show the samples of step N of a run, rank by rank.", minimum=1)
@@ -29,7 +29,7 @@ class InspectConfig(AccessOptions):
     pack: int | None = option(None, "Show pack N of --plan.", minimum=0)
     html: str | None = option(None, "Write web pages of samples, dropped rows and packs to this new folder.")
     max_samples: int = option(1000, "Show at most N samples on the pages of --html, evenly spaced.", maximum=1_000_000)
-    serve: bool = option(False, "Serve web pages of the whole cache on this machine until Ctrl-C.")
+    serve: bool = option(False, "Serve web pages of the complete cache on this machine until Ctrl-C.")
     port: int = option(0, "Serve on this port; 0 selects a free one.", minimum=0, maximum=65_535)
     verify: bool = option(False, "Check all files and list damaged ones with the command that repairs them.")
 
@@ -51,7 +51,7 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, 
     num_packs: int = option(2, "Check N packed sequences.")
     attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP)
     torch_dtype: DType = option("auto", "Load weights in this precision; auto uses the checkpoint's, float32 on CPU.")
-    trajectory: int | None = option(None, "Train N steps packed and unpacked, and compare them instead of outputs.")
+    trajectory: int | None = option(None, "Train N steps packed and unpacked, and compare their losses and weights.")
     samples_per_step: int | None = option(None, "Train N samples per step with --trajectory; default is 16.")
     seed: int = option(42, "Set the random seed of packing.", minimum=0)
     html: str | None = option(None, "Write the report to this file as a web page.")
@@ -83,7 +83,7 @@ class EvalConfig(
     model: str = option(REQUIRED, "Evaluate this model or adapter, a directory or hub id.")
     base_model: str | None = option(None, "Use the adapter's base model in this directory, if it has moved.")
     cached_dataset: tuple[str, ...] = option(REQUIRED, "Evaluate the samples of these caches.")
-    output: str = option(REQUIRED, "Write the results to this Parquet file, one line per sample.")
+    output: str = option(REQUIRED, "Write the results to this Parquet file, one row per sample.")
     split: Split | None = option(None, "Evaluate this split; default is val if all caches have it, else train.")
     max_tokens_per_micro_batch: Tokens | None = speed_option(None, MAX_TOKENS_HELP)
     max_samples_per_micro_batch: int | None = speed_option(None, "Limit each forward pass to N samples.")
@@ -114,7 +114,7 @@ class MergeConfig(Settings):
 class DemoConfig(Settings):
     """Settings of ``packtool demo``."""
 
-    output_dir: str = option("packtool-demo", "Work in this folder; it is created.")
+    output_dir: str = option("packtool-demo", "Write all files to this folder.")
     seed: int = option(7, "Set the random seed of dataset, model and training.", minimum=0)
 
 
@@ -123,8 +123,8 @@ class TranslateConfig(Settings):
     """Settings of ``packtool translate``."""
 
     file: str = option("", "Translate this YAML or JSON file of another tool.")
-    command_line: tuple[str, ...] = option((), "Translate this command line, usually given after -- instead.")
+    command_line: tuple[str, ...] = option((), "Translate this command line; you can also write it after --.")
     tool: str | None = option(
-        None, "Read it as one of ms-swift, llama-factory, axolotl or trl; default detects it.", aliases=("from",)
+        None, "Read the format of ms-swift, llama-factory, axolotl or trl; default detects it.", aliases=("from",)
     )
     form: Literal["yaml", "command"] = option("yaml", "Print a YAML file or a command line.", aliases=("as",))

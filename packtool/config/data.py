@@ -49,7 +49,7 @@ OVERFLOW_HELP = "If media alone exceed --max-length: drop the row, trim its olde
 MISTRAL_COMMON = "mistral-common"
 """Value of ``--chat-template`` for the template of mistral-common, by the model's own tokenizer file."""
 TEMPLATE_HELP = "Use the Jinja chat template in this file, or mistral-common's, instead of the model's."
-LOSS_SCALE_HELP = "Train all answers (default), the last_round, or all tokens; add rules as in default+hermes."
+LOSS_SCALE_HELP = "Train all answers (default), only the last one (last_round), or all tokens (all)."
 TEMPLATE_KWARGS_HELP = "Pass these JSON arguments to the chat template, such as '{\"enable_thinking\": false}'."
 EXPAND_HELP = "Make one sample per assistant turn, to train the thoughts of every turn."
 
@@ -59,7 +59,7 @@ class AccessOptions(Settings):
     """Access policy for media referenced by rows and caches, which may come from untrusted authors."""
 
     media_access: MediaAccess = access_option(
-        "root", "Let rows read media only from their own location (root), all local files, or any."
+        "root", "Let rows read media near their data file (root), locally (local), or anywhere (any)."
     )
     max_media_bytes: Bytes | None = access_option(
         None, "Refuse media files larger than this; default is 4GB, and 500MB for images.", minimum=None
@@ -77,19 +77,19 @@ class RowOptions(AccessOptions):
     """Selection and reading of rows."""
 
     dataset: tuple[str, ...] = row_option((), DATASET_HELP)
-    val_dataset: tuple[str, ...] = row_option((), "Read the validation split from these files, given like --dataset.")
+    val_dataset: tuple[str, ...] = row_option((), "Read the validation split from these sources, as in --dataset.")
     dataset_info: str | None = row_option(
-        None, "Read dataset names for --dataset from this dataset_info.json (LLaMA-Factory) or its folder."
+        None, "Look up names of --dataset in this dataset_info.json of LLaMA-Factory, or its folder."
     )
     columns: tuple[str, ...] = row_option(
         (), "Rename columns of your data, as in query=title response=body, or as JSON."
     )
     system: str | None = row_option(None, "Add this system prompt to conversations without one.")
     media_root: str | None = row_option(
-        None, "Search relative media paths in this folder first, then beside the data file.", env="ROOT_IMAGE_DIR"
+        None, "Look up relative media paths in this folder first, then in the data file's folder.", env="ROOT_IMAGE_DIR"
     )
     max_media_failures: int = access_option(
-        100, "Stop after N media failures in a row from one server; 0 never stops.", minimum=0
+        100, "Stop after N consecutive media failures of one server; 0 never stops.", minimum=0
     )
     per_dataset_loss_scale: bool = row_option(True, "Apply the loss_scale of each dataset in --dataset-info.")
     split_dataset_ratio: float = row_option(
@@ -115,18 +115,18 @@ class MediaOptions(Settings):
     min_pixels: int | None = picture_limit("Enlarge images below N pixels (width x height).", env="MIN_PIXELS")
     image_max_token_num: Tokens | None = picture_limit("Shrink images above N tokens.", env="IMAGE_MAX_TOKEN_NUM")
     image_min_token_num: Tokens | None = picture_limit("Enlarge images below N tokens.", env="IMAGE_MIN_TOKEN_NUM")
-    resize: int = picture_option(0, "Set to 0 or leave out; accepted only for ms-swift scripts.", minimum=0, maximum=0)
+    resize: int = picture_option(0, "Accepted only for ms-swift scripts; must be 0.", minimum=0, maximum=0)
 
     fps: float | None = video_option(None, "Sample this many frames per second of video.", env="FPS", minimum=0.001)
     fps_min_frames: int | None = video_limit("Sample at least N frames from a video.", env="FPS_MIN_FRAMES")
     fps_max_frames: int | None = video_limit("Sample at most N frames from a video.", env="FPS_MAX_FRAMES")
     video_max_pixels: int | None = video_limit("Shrink video frames above N pixels.", env="VIDEO_MAX_PIXELS")
     video_min_pixels: int | None = video_limit("Enlarge video frames below N pixels.", env="VIDEO_MIN_PIXELS")
-    video_total_pixels: int | None = video_limit("Limit the pixels of all frames of a video.", env="VIDEO_TOTAL_PIXELS")
+    video_total_pixels: int | None = video_limit("Limit the sum of pixels over all frames.", env="VIDEO_TOTAL_PIXELS")
     video_max_token_num: Tokens | None = video_limit("Shrink video frames above N tokens.", env="VIDEO_MAX_TOKEN_NUM")
     video_min_token_num: Tokens | None = video_limit("Enlarge video frames below N tokens.", env="VIDEO_MIN_TOKEN_NUM")
     use_audio_in_video: bool | None = video_option(
-        None, "Use the sound of videos too, interleaved with their frames (Omni models only).", env="USE_AUDIO_IN_VIDEO"
+        None, "Interleave the sound of videos with their frames (Omni models only).", env="USE_AUDIO_IN_VIDEO"
     )
     sampling_rate: int | None = video_limit("Resample audio to N Hz (samples per second).", env="SAMPLING_RATE")
 
@@ -253,7 +253,7 @@ class ExportConfig(RowOptions, EncodeSpec, PackageOptions):
     output_dir: str = option(REQUIRED, "Write the cache (tokenized samples) to this new directory.")
     seed: int = shard_option(42, "Set the random seed that selects validation rows.", minimum=0)
     rows_per_shard: int | None = shard_option(
-        None, "Write about N rows per file (a multiple of 64); default depends on dataset size.", minimum=1
+        None, "Write about N rows per cache file; N is a multiple of 64.", minimum=1
     )
     to_cached_dataset: bool = shard_option(True, "Accepted only for ms-swift scripts; export always writes a cache.")
     overwrite: bool = option(False, "Replace an existing cache in --output-dir.")

@@ -40,15 +40,15 @@ class MixOptions(Settings):
     """Amounts of each cache in an epoch."""
 
     cached_dataset: tuple[str, ...] = option(
-        (), "Use these caches of packtool export; CACHE#5000, #20% or #2.5x takes an amount."
+        (), "Use these caches of packtool export; CACHE#5000, #20% or #2.5x draws that many samples."
     )
     mix: str | None = mixture_option(None, "Mix caches by this YAML recipe of weights, filters and stages.")
     mix_stop: MixStop | None = mixture_option(
         None,
-        "End an epoch when the first cache is used up, or all; default is first.",
+        "End an epoch when one cache is used up (first, default), or every cache (all).",
         aliases=("stopping_strategy",),
     )
-    resample: bool = mixture_option(True, "Draw other samples of a mixture in each epoch; false keeps the first draw.")
+    resample: bool = mixture_option(True, "Draw different samples in each epoch; false repeats the first draw.")
     interleave_probs: tuple[str, ...] = mixture_option(
         (), "Draw these fractions of the samples from each cache, such as 0.7 0.3.", aliases=("interleave_prob",)
     )

@@ -85,7 +85,7 @@ class LearningOptions(Settings):
         (), "Add adapters to parameters with these names, such as experts.gate_up_proj experts.down_proj."
     )
     modules_to_save: tuple[str, ...] = lora_option(
-        (), "Train these modules in full beside the adapters: names, vision-tower or aligner."
+        (), "Train all weights of these modules beside the adapters: names, vision-tower or aligner."
     )
     freeze_parameters: tuple[str, ...] = full_option((), "Freeze parameters with these name prefixes.")
     freeze_parameters_regex: str | None = full_option(
@@ -95,10 +95,10 @@ class LearningOptions(Settings):
         0.0, "Freeze this fraction of all parameters, starting with the model's first layers.", minimum=0.0, maximum=1.0
     )
     trainable_parameters: tuple[str, ...] = full_option(
-        (), "Train parameters with these name prefixes, despite other freezing."
+        (), "Train parameters with these name prefixes, even if another option freezes them."
     )
     trainable_parameters_regex: str | None = full_option(
-        None, "Train parameters whose names match this regular expression, despite other freezing."
+        None, "Train parameters matching this regular expression, even if another option freezes them."
     )
 
     @property
@@ -159,7 +159,7 @@ class AdapterOptions(LearningOptions):
     )
     adapter_settings: Mapping[str, Any] | None = parameter_option(
         None,
-        "Change settings of an adapter other than LoRA, as JSON; names are peft's.",
+        "Set options of adapters other than LoRA, as JSON with peft's names.",
         needs=("train_type", "|".join(ADAPTER_SETTINGS)),
     )
 
@@ -190,13 +190,13 @@ class MemoryOptions(Settings):
         "auto", "Compute in this precision; auto uses the checkpoint's, or float32 on CPU."
     )
     master_weights: Literal["float32", "kahan", "none"] = memory_option(
-        "float32", "Keep trained weights in float32, in bfloat16 with Kahan summation, or in bfloat16."
+        "float32", "Keep trained weights in float32, in bfloat16 with Kahan summation, or in bfloat16 only."
     )
     gradient_checkpointing: bool | None = memory_option(
         None, "Recompute activations to save memory; default is true above 100 million parameters."
     )
     vit_gradient_checkpointing: bool | None = memory_option(
-        None, "Recompute activations of vision and audio towers; default is as --gradient-checkpointing."
+        None, "Recompute activations of vision and audio towers; default is --gradient-checkpointing."
     )
     deepspeed: str | None = memory_option(
         None, "Use DeepSpeed: zero0 to zero3, zero2_offload, zero3_offload, or a JSON config file."

@@ -93,7 +93,7 @@ class StepOptions(PackOptions):
 class SharingOptions(Settings):
     """Sharing of common prefixes between samples, in plan, train, eval and verify."""
 
-    share_prefix: SharePrefix = packing_option("auto", "Compute tokens that several samples begin with only once.")
+    share_prefix: SharePrefix = packing_option("auto", "Compute the common beginning of several samples only once.")
 
     @property
     def sharing_conflicts(self) -> list[str]:

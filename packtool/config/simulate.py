@@ -63,7 +63,7 @@ class SimulateConfig(StrategyOptions):
 
     sequence_parallel_size: int = step_option(8, "Split sequences over groups of N GPUs.", minimum=1)
     sequence_parallel_type: SequenceParallelType = step_option("auto", "Exchange attention data by this method.")
-    bucket_size: str = step_option("auto", "Limit each GPU to this many tokens, such as 26K; auto uses its memory.")
+    bucket_size: str = step_option("auto", "Limit each GPU to this many tokens, such as 26K; auto computes the limit.")
     packing_length: Tokens | None = step_option(
         None, "Limit each packed sequence to N tokens per GPU; default is --bucket-size.", minimum=1
     )

@@ -64,8 +64,8 @@ class OptimizerOptions(Settings):
     optim: str = optimizer_option(
         "adamw_torch_fused", "Use muon, or an optimizer of transformers, such as adamw_torch, adafactor or sgd."
     )
-    adam_beta1: float = optimizer_option(0.9, "Set Adam's decay rate of the mean gradient.", minimum=0.0, maximum=1.0)
-    adam_beta2: float = optimizer_option(0.999, "Set Adam's decay rate of squared gradients.", minimum=0.0, maximum=1.0)
+    adam_beta1: float = optimizer_option(0.9, "Set Adam's beta1 (mean gradient).", minimum=0.0, maximum=1.0)
+    adam_beta2: float = optimizer_option(0.999, "Set Adam's beta2 (mean squared gradient).", minimum=0.0, maximum=1.0)
     adam_epsilon: float = optimizer_option(1e-8, "Set Adam's epsilon, added to the denominator.", minimum=0.0)
     weight_decay: float = optimizer_option(0.1, "Set the weight decay of AdamW.", minimum=0.0)
     warmup_ratio: float = optimizer_option(
@@ -102,7 +102,7 @@ class CheckpointOptions(Settings):
         "steps", "Save a checkpoint every --save-steps, every epoch, after the best evaluation, or never."
     )
     save_steps: Steps = checkpoint_option(
-        500, "Save a checkpoint every N optimizer steps, or every fraction of all steps.", minimum=None
+        500, "Save a checkpoint every N optimizer steps; below 1, a fraction of all steps.", minimum=None
     )
     save_total_limit: int | None = checkpoint_option(None, "Keep at most N checkpoints; default keeps all.")
     save_only_model: bool = checkpoint_option(False, "Save only weights; such checkpoints cannot be resumed.")
@@ -122,13 +122,11 @@ class CheckpointOptions(Settings):
         None, "Upload to this repository, such as OWNER/NAME; default is the name of --output-dir."
     )
     hub_strategy: Literal["every_save", "end", "checkpoint", "all_checkpoints"] = checkpoint_option(
-        "every_save", "Upload the model at every save or the end, or complete checkpoints too."
+        "every_save", "Upload the model at every save or only at the end, or upload complete checkpoints."
     )
-    hub_private_repo: bool | None = checkpoint_option(
-        None, "Create the repository as private; default is as the hub decides."
-    )
+    hub_private_repo: bool | None = checkpoint_option(None, "Create a private repository; by default, the hub decides.")
     data_change: Literal["refuse", "allow"] = checkpoint_option(
-        "refuse", "If caches have changed, refuse to resume, or plan the epoch's rest again (allow)."
+        "refuse", "If caches have changed since the checkpoint, stop (refuse) or continue with them (allow)."
     )
 
     @property
@@ -190,8 +188,8 @@ class TrainConfig(
     chat_template: str | None = row_option(None, data.TEMPLATE_HELP)
     chat_template_kwargs: Mapping[str, Any] | None = row_option(None, data.TEMPLATE_KWARGS_HELP)
     streaming: bool = stream_option(False, "Tokenize and pack --dataset during training, without a cache.")
-    bf16: bool | None = memory_option(None, "Compute in bfloat16; false uses float32 even for a bfloat16 checkpoint.")
-    fp16: bool | None = memory_option(None, "Compute in float16; false uses float32 even for a float16 checkpoint.")
+    bf16: bool | None = memory_option(None, "Compute in bfloat16; false computes bfloat16 checkpoints in float32.")
+    fp16: bool | None = memory_option(None, "Compute in float16; false computes float16 checkpoints in float32.")
 
     packing: bool = packing_option(True, "Pack several samples into each sequence; false pads samples instead.")
     attn_impl: AttnImpl = memory_option("auto", ATTN_IMPL_HELP)
@@ -210,7 +208,7 @@ class TrainConfig(
     )
     padding_free: bool | None = packing_option(
         None,
-        "Leave out; accepted only for ms-swift scripts, because packing removes padding.",
+        "Accepted only for ms-swift scripts; packing always removes padding.",
         aliases=("use_remove_padding",),
     )
     use_liger_kernel: bool = memory_option(False, "Use Liger kernels for norms, RoPE and SwiGLU.")
@@ -225,11 +223,11 @@ class TrainConfig(
         None, "Evaluate the validation split every --eval-steps, every epoch, or never."
     )
     eval_steps: Steps | None = evaluation_option(
-        None, "Evaluate every N optimizer steps, or every fraction of all; default is --save-steps.", minimum=None
+        None, "Evaluate every N optimizer steps, or fraction of all steps; default is --save-steps.", minimum=None
     )
     max_tokens_per_micro_batch: Tokens | None = evaluation_option(None, MAX_TOKENS_HELP)
     report_to: tuple[str, ...] = checkpoint_option(
-        (), "Log to tensorboard, wandb, swanlab, mlflow or another tracker too."
+        (), "Send metrics to tensorboard, wandb, swanlab, mlflow or another tracker."
     )
     dataloader_num_workers: int | None = training_option(
         None, "Load media in N processes per GPU; default depends on media and CPU cores.", minimum=0
@@ -250,7 +248,7 @@ class TrainConfig(
     dry_run: bool = option(False, "Check options, print the plan and estimate memory without training.")
     hardware: str | None = memory_option(None, "Plan for this GPU: h100, h200, a100, 910b, or a file.")
     training: Mapping[str, Any] = option(
-        {}, "Further fields of transformers' TrainingArguments, as --set training.name=value.", flag=False
+        {}, "Set other fields of transformers' TrainingArguments, as in --set training.name=value.", flag=False
     )
 
     def value_problems(self) -> list[str]:
