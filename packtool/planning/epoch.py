@@ -114,16 +114,15 @@ def plan_epoch(
         lengths, target_tokens: (N,), tokens and labels that carry loss of each sample of the cache.
         epoch: 0-based; every epoch has different packs in a different order.
         media_tokens: (N,), of each sample.
-        towers: cost of images and sounds, which ``options.cost`` computes from counts.
-        trees: samples with shared prefixes, each group in one pack; ``media_tokens`` and ``towers`` are then what each
-            sample adds to its group.
-        untrained: int64 (M,), ascending: the untrained samples of a partly trained epoch, which are also those of
-            ``trees``; None for all.
+        towers: work of the towers for images and sounds of each sample.
+        trees: groups of samples with shared prefixes; each group is in one pack. ``media_tokens`` and ``towers`` are
+            then what each sample adds to its group.
+        untrained: int64 (M,), ascending: in a partly trained epoch, the samples that are left, which must be the only
+            samples of ``trees``; None for all samples.
     """
     assert len(lengths) == len(target_tokens)
-    kept = np.flatnonzero(lengths <= options.max_length).astype(np.int64)
-    if untrained is not None:
-        kept = untrained[lengths[untrained] <= options.max_length]
+    fits = lengths <= options.max_length
+    kept = np.flatnonzero(fits).astype(np.int64) if untrained is None else untrained[fits[untrained]]
     if len(kept) == 0:
         raise DataError(
             f"No sample is left to train on: the cache holds {len(lengths):,}, "
@@ -136,12 +135,13 @@ def plan_epoch(
         assert options.packing, "padded rows share nothing"
         capacity = options.packing_length
         packs = pack_trees(trees, lengths, capacity, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
-    elif untrained is None and len(kept) == len(lengths):
-        packs = _pack(lengths, media_tokens, options, seed, epoch)
+    elif len(kept) == len(lengths):
+        packs = _pack_samples(lengths, media_tokens, options, seed, epoch)
     else:
-        packs = _pack(lengths[kept], None if media_tokens is None else media_tokens[kept], options, seed, epoch)
+        kept_media = None if media_tokens is None else media_tokens[kept]
+        packs = _pack_samples(lengths[kept], kept_media, options, seed, epoch)
         packs = replace(packs, samples=kept[packs.samples])
-    packs = _group_rows(packs, options)
+    packs = _group_padded_rows(packs, options)
     return assign_packs(packs, target_tokens, options, media_tokens=media_tokens, towers=towers, trees=trees)
 
 
@@ -154,23 +154,28 @@ def plan_mixture(
     media_tokens: IntArray | None = None,
     towers: TowerWork | None = None,
 ) -> EpochPlan:
-    """Plan an epoch of a mixture: its slots are packed, and then filled with samples; arrays (N,), of all samples."""
-    slots, sample_of_slot = mixture.slots, mixture.draw(epoch)
+    """Plan an epoch of a mixture: pack slots of maximum lengths, and fill each slot with a sample drawn for the epoch.
+
+    ``media_tokens`` and ``towers``, (N,), are of all samples of the caches.
+    """
+    slots = mixture.slots
+    sample_of_slot = mixture.draw(epoch)
     makes_packs = options.packing and options.samples_per_step is None
-    spreads_sources = options.shuffle and not (options.packing and options.packing_algorithm == "sequential")
+    keeps_order = options.packing and options.packing_algorithm == "sequential"
+    spreads_sources = options.shuffle and not keeps_order
     has_one_source = max(mixture.counts) == mixture.num_drawn
     if makes_packs and spreads_sources and not has_one_source:
-        packed_slots, exchanged = pack_mixture(slots, options, seed=seed, epoch=epoch)
-        sample_of_slot = sample_of_slot[exchanged]
+        packed_slots, donor_of_slot = pack_mixture(slots, options, seed=seed, epoch=epoch)
+        sample_of_slot = sample_of_slot[donor_of_slot]
     else:
-        packed_slots = _pack(slots.lengths, slots.media_tokens, options, seed, epoch)
+        packed_slots = _pack_samples(slots.lengths, slots.media_tokens, options, seed, epoch)
     samples = sample_of_slot[packed_slots.samples]
     lengths = mixture.lengths[samples].astype(np.int32, copy=False)
     packs = PackPlan(samples, packed_slots.offsets, lengths, packed_slots.capacity, mixture=mixture.fingerprint)
     if spreads_sources:
         sources, amounts = mixture.source_of(samples), mixture.amounts(samples)
         packs = select_packs(packs, order_mixture_packs(packs, sources, amounts, seed=seed, epoch=epoch))
-    packs = _group_rows(packs, options)
+    packs = _group_padded_rows(packs, options)
     plan = assign_packs(packs, mixture.target_tokens, options, media_tokens=media_tokens, towers=towers)
     return replace(plan, summary=replace(plan.summary, num_filtered=mixture.num_filtered))
 
@@ -186,48 +191,52 @@ def assign_packs(
 ) -> EpochPlan:
     """Assign existing packs to steps and ranks, and compute the figures; arguments as for ``plan_epoch``, (N,).
 
-    With ``samples_per_step`` the packs only give the order in which steps take their samples, and are made anew: the
-    rest of an epoch gives its steps the same samples as the whole epoch.
+    With ``samples_per_step``, ``packs`` only give the order in which steps take samples, and the samples of each step
+    are packed anew. So a resumed epoch gives its steps the same samples as an uninterrupted one.
     """
     has_fixed_samples = options.samples_per_step is not None
-    # Units are what is assigned: packs, or their samples one by one.
+    # Units are what is assigned to ranks: packs, or samples as packs of one.
     units = split_into_samples(packs) if has_fixed_samples or options.skrull is not None else packs
 
     def cost_of(packs: PackPlan) -> Costs:
         assert options.cost is not None
         return pack_costs(packs, options.cost, target_tokens, towers)
 
-    costs = None if options.cost is None else cost_of(units)
+    unit_costs = None if options.cost is None else cost_of(units)
     tree_parts = TreeParts.of(packs, trees)
-    trained_packs, assignment = _assign(packs, units, costs, options, media_tokens, tree_parts)
+    trained_packs, assignment = _assign_units(packs, units, unit_costs, options, media_tokens, tree_parts)
     placement = assignment.placement
     steps = StepPlan.of(trained_packs, target_tokens, assignment, options.world_size)
-    fill, balance, skrull = 1.0, None, None
+    balance = skrull = None
     if options.packing or has_fixed_samples:
         fill = trained_packs.fill
-    elif options.dynamic_batch_tokens is None:  # dynamic batches have no padding
+    elif options.dynamic_batch_tokens is None:
         fill = padded_fill(trained_packs, steps)
-    if costs is not None:
-        planned = before = imbalance(steps.rank_costs(costs if trained_packs is units else cost_of(trained_packs)))
+    else:
+        fill = 1.0  # dynamic batches have no padding
+    if unit_costs is not None:
+        trained_costs = unit_costs if trained_packs is units else cost_of(trained_packs)
+        planned = before = imbalance(steps.rank_costs(trained_costs))
+        # ``before`` is the imbalance of packs, or samples, that are assigned to the ranks in turn.
         if options.samples_per_step is not None:
-            before = imbalance(_round_robin_rank_costs(costs, options.samples_per_step, options.world_size))
+            before = imbalance(_round_robin_rank_costs(unit_costs, options.samples_per_step, options.world_size))
         elif options.skrull is not None or (options.balance != "none" and options.dynamic_batch_tokens is None):
-            round_robin = assign_balanced(packs, None, replace(options, balance="none"), tree_parts)
-            round_robin_steps = StepPlan.of(packs, target_tokens, round_robin, options.world_size)
-            before = imbalance(round_robin_steps.rank_costs(costs if packs is units else cost_of(packs)))
-        balance = BalanceFigures(before, planned, float(costs.sum()))
-    if placement is not None and options.skrull is not None and costs is not None:
+            in_turn = assign_balanced(packs, None, replace(options, balance="none"), tree_parts)
+            steps_in_turn = StepPlan.of(packs, target_tokens, in_turn, options.world_size)
+            before = imbalance(steps_in_turn.rank_costs(unit_costs if packs is units else cost_of(packs)))
+        balance = BalanceFigures(before, planned, float(unit_costs.sum()))
+    if placement is not None and options.skrull is not None and unit_costs is not None:
         work = None if towers is None else TowerWork(towers.flops[units.samples], towers.num_media[units.samples])
-        skrull = SkrullFigures.of(units, steps, placement, options.skrull, costs, work)
+        skrull = SkrullFigures.of(units, steps, placement, options.skrull, unit_costs, work)
         fill = packs.num_tokens / max(skrull.num_tokens, 1)
-    counted = trained_packs if placement is None else packs
+    counted = trained_packs if placement is None else packs  # Skrull's trained packs are single samples
     num_cached = len(target_tokens)
     summary = summarize(counted, steps, options, num_cached=num_cached, fill=fill, balance=balance, skrull=skrull)
     lasting = units if has_fixed_samples else packs
     return EpochPlan(trained_packs, steps, summary, lasting, placement)
 
 
-def _assign(
+def _assign_units(
     packs: PackPlan,
     units: PackPlan,
     costs: Costs | None,
@@ -235,16 +244,20 @@ def _assign(
     media_tokens: IntArray | None,
     tree_parts: TreeParts | None,
 ) -> tuple[PackPlan, StepAssignment]:
-    """Assign units (packs, or their samples one by one); return the packs that are trained, and their assignment."""
+    """Assign units to steps and ranks; return the packs that are trained, and their assignment.
+
+    Units are ``packs``, or their samples as packs of one; ``costs``, (U,), are of units.
+    """
     if options.samples_per_step is not None:
-        by_sample = assign_samples(units, costs, options, media_tokens)
-        # The samples of a micro-batch become one pack.
-        has_pack = by_sample.micro_batch_sizes > 0
-        pack_sizes = by_sample.micro_batch_sizes[has_pack]
-        joined = build_plan(by_sample.order, pack_sizes, units.lengths, units.capacity)
-        joined = replace(joined, samples=units.samples[by_sample.order])
-        order = np.arange(joined.num_packs, dtype=np.int64)
-        return joined, StepAssignment(order, has_pack.astype(np.int64), by_sample.micro_batches_per_step)
+        samples = assign_samples(units, costs, options, media_tokens)
+        # The samples of each nonempty micro-batch become one pack.
+        has_samples = samples.micro_batch_sizes > 0
+        pack_sizes = samples.micro_batch_sizes[has_samples]
+        joined = build_plan(samples.order, pack_sizes, units.lengths, units.capacity)
+        joined = replace(joined, samples=units.samples[samples.order])
+        pack_order = np.arange(joined.num_packs, dtype=np.int64)
+        num_packs_of_micro_batch = has_samples.astype(np.int64)
+        return joined, StepAssignment(pack_order, num_packs_of_micro_batch, samples.micro_batches_per_step)
     if options.skrull is not None:
         assert costs is not None, "Skrull needs the costs of samples"
         return units, assign_skrull(packs, costs, options)
@@ -274,13 +287,15 @@ def reorder_saved_packs(packs: PackPlan, *, seed: int, epoch: int) -> PackPlan:
     return select_packs(packs, seeded_order(packs.num_packs, seed=seed, epoch=epoch, stream=RandomStream.SAVED_ORDER))
 
 
-def _pack(lengths: IntArray, media_tokens: IntArray | None, options: PlanOptions, seed: int, epoch: int) -> PackPlan:
+def _pack_samples(
+    lengths: IntArray, media_tokens: IntArray | None, options: PlanOptions, seed: int, epoch: int
+) -> PackPlan:
     if options.packing and options.samples_per_step is None:
         return pack(lengths, options.packing_length, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
     return pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch, shuffle=options.shuffle)
 
 
-def _group_rows(packs: PackPlan, options: PlanOptions) -> PackPlan:
+def _group_padded_rows(packs: PackPlan, options: PlanOptions) -> PackPlan:
     if options.packing or not options.group_by_length:
         return packs
     return group_by_length(packs, options.packs_per_step)

@@ -104,15 +104,15 @@ class ModelLayers:
         config, text = thinker_of(config), text_config_of(config)
         hidden, vocabulary = int(text["hidden_size"]), int(text.get("vocab_size") or 0)
         has_media = bool(config.get("vision_config") or config.get("audio_config"))
-        audio_modules = tuple(_audio(config.get("audio_config") or {}))
+        audio_modules = tuple(_audio_modules(config.get("audio_config") or {}))
         return cls(
-            language=tuple(_language(text, "model.language_model" if has_media else "model")),
+            language=tuple(_language_modules(text, "model.language_model" if has_media else "model")),
             head=ModuleCost(name="lm_head", part="language model", inputs=hidden, outputs=vocabulary),
             is_tied=bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings")),
             window=_window(text),
             in_chunks="chunked_attention" in _layer_types(text),
-            vision=tuple(_vision(config)),
-            mergers=_mergers(config, hidden),
+            vision=tuple(_vision_modules(config)),
+            mergers=_merger_modules(config, hidden),
             audio=tuple(module for module in audio_modules if module.part != "aligner"),
             audio_aligner=tuple(module for module in audio_modules if module.part == "aligner"),
         )
@@ -201,7 +201,7 @@ def _parameter_order(module: ModuleCost) -> tuple[int, int]:
     return module.layer, 0
 
 
-def _language(text: Mapping[str, Any], prefix: str) -> Iterator[ModuleCost]:
+def _language_modules(text: Mapping[str, Any], prefix: str) -> Iterator[ModuleCost]:
     hidden = int(text["hidden_size"])
 
     module = partial(_module, f"{prefix}.", part="language model")
@@ -209,11 +209,11 @@ def _language(text: Mapping[str, Any], prefix: str) -> Iterator[ModuleCost]:
     for i, layer_type in enumerate(_layer_types(text)):
         yield module(f"layers.{i}.input_layernorm", 1, hidden, kind="no_product", layer=i)
         if layer_type in _LINEAR_TYPES and text.get("linear_num_value_heads"):
-            mixer = _gated_delta(text)
+            mixer = _gated_delta_modules(text)
         else:
-            mixer = _attention(text, layer_type)
+            mixer = _attention_modules(text, layer_type)
         norm: ModuleSettings = ("post_attention_layernorm", {"kind": "no_product", "inputs": 1})
-        for name, settings in (*mixer, norm, *_mlp(text, i)):
+        for name, settings in (*mixer, norm, *_mlp_modules(text, i)):
             yield module(f"layers.{i}.{name}", **{"inputs": hidden, "outputs": hidden, "layer": i, **settings})
     yield module("norm", 1, hidden, kind="no_product")
 
@@ -260,19 +260,21 @@ def expert_widths(text: Mapping[str, Any]) -> ExpertWidths:
     return ExpertWidths(num_experts, width, per_token, shared)
 
 
-def _attention(text: Mapping[str, Any], layer_type: str) -> Iterator[ModuleSettings]:
-    """Yield grouped-query attention to complete samples or, in a sliding layer, to a window."""
+def _attention_modules(text: Mapping[str, Any], layer_type: str) -> Iterator[ModuleSettings]:
+    """Yield the modules of grouped-query attention to complete samples or, in a sliding layer, to a window."""
     widths = attention_widths(text)
+    head_size = widths.queries // widths.num_heads
     has_bias = bool(text.get("attention_bias", True))  # the default of models without the setting, such as Qwen2
-    # Qwen3-Next and Qwen3.5 gate the output of attention with a gate of the width of the queries.
-    q_outputs = widths.queries * (2 if text.get("linear_num_value_heads") else 1)
-    norm = {"kind": "no_product", "inputs": 1, "outputs": widths.queries // widths.num_heads}
+    # In Qwen3-Next and Qwen3.5, ``q_proj`` also computes a gate for the output, as wide as the queries.
+    has_gate = bool(text.get("linear_num_value_heads"))
+    q_outputs = 2 * widths.queries if has_gate else widths.queries
+    norm = {"kind": "no_product", "inputs": 1, "outputs": head_size}
     yield "self_attn.q_proj", {"outputs": q_outputs, "has_bias": has_bias}
     yield "self_attn.k_proj", {"outputs": widths.keys, "shares_input": True, "has_bias": has_bias}
     yield "self_attn.v_proj", {"outputs": widths.keys, "shares_input": True, "has_bias": has_bias}
     yield "self_attn.q_norm", norm
     yield "self_attn.k_norm", norm
-    flops = {}
+    flops = {}  # linear layers without sizes of their own have no FLOPs of attention
     if layer_type in _SLIDING_TYPES:
         flops = {"per_window": 2.0 * widths.queries}
     elif layer_type not in _LINEAR_TYPES:
@@ -281,42 +283,44 @@ def _attention(text: Mapping[str, Any], layer_type: str) -> Iterator[ModuleSetti
     yield "self_attn.o_proj", {"inputs": widths.queries}
 
 
-def _gated_delta(text: Mapping[str, Any]) -> Iterator[ModuleSettings]:
-    """Yield a gated delta layer (linear attention with a state), computed in chunks of positions."""
+def _gated_delta_modules(text: Mapping[str, Any]) -> Iterator[ModuleSettings]:
+    """Yield the modules of a gated delta layer (linear attention with a state), computed in chunks of positions."""
     num_heads, num_key_heads = int(text["linear_num_value_heads"]), int(text["linear_num_key_heads"])
     value_size, key_size = int(text["linear_value_head_dim"]), int(text["linear_key_head_dim"])
     value_width = num_heads * value_size
     qkv_width = 2 * num_key_heads * key_size + value_width
+    # z gates the output; b and a are the update strength and the decay of each head's state.
     if family_of(text).has_joint_inputs:
-        inputs = {"in_proj_qkvz": qkv_width + value_width, "in_proj_ba": 2 * num_heads}
+        projections = {"in_proj_qkvz": qkv_width + value_width, "in_proj_ba": 2 * num_heads}
     else:
-        inputs = {"in_proj_qkv": qkv_width, "in_proj_z": value_width}
-        inputs |= {"in_proj_b": num_heads, "in_proj_a": num_heads}
-    for number, (name, width) in enumerate(inputs.items()):
-        yield f"linear_attn.{name}", {"outputs": width, "shares_input": number > 0}
-    kernel = int(text.get("linear_conv_kernel_dim") or 4)
-    yield "linear_attn.conv1d", {"kind": "convolution", "inputs": kernel, "outputs": qkv_width}
-    # With the other positions of the chunk: keys and queries times keys, scores times values, and a triangular system
-    # for keys and values. With the state: keys, queries and values.
+        projections = {"in_proj_qkv": qkv_width, "in_proj_z": value_width}
+        projections |= {"in_proj_b": num_heads, "in_proj_a": num_heads}
+    for index, (name, width) in enumerate(projections.items()):
+        yield f"linear_attn.{name}", {"outputs": width, "shares_input": index > 0}
+    kernel_size = int(text.get("linear_conv_kernel_dim") or 4)
+    yield "linear_attn.conv1d", {"kind": "convolution", "inputs": kernel_size, "outputs": qkv_width}
+    # FLOPs of one position and head. With the positions of its chunk: products of keys and of queries with keys (4
+    # key_size), of scores with values (2 value_size), and the solution of a triangular system for keys and values
+    # (key_size + value_size). With the state, key_size x value_size: products of the key, the query and the value.
     chunk_flops = _STATE_CHUNK * (4.0 * key_size + 2 * value_size + key_size + value_size)
-    state_flops = 6 * key_size * value_size
+    state_flops = 3 * 2 * key_size * value_size
     yield "linear_attn", {"kind": "attention", "outputs": 0, "per_unit": num_heads * (chunk_flops + state_flops)}
     yield "linear_attn.norm", {"kind": "no_product", "inputs": 1, "outputs": value_size}
     yield "linear_attn.out_proj", {"inputs": value_width}
 
 
-def _mlp(text: Mapping[str, Any], layer: int) -> Iterator[ModuleSettings]:
-    """Yield SwiGLU (three matrices), or the experts of a token, the router and the shared expert."""
+def _mlp_modules(text: Mapping[str, Any], layer: int) -> Iterator[ModuleSettings]:
+    """Yield the modules of a dense SwiGLU, or of the router, the experts of a token and the shared expert."""
     num_experts, expert_width, experts_per_token, shared_width = expert_widths(text)
-    dense_layers = text.get("mlp_only_layers") or ()
-    num_first_dense = int(text.get("first_k_dense_replace") or 0)
+    is_listed_dense = layer in (text.get("mlp_only_layers") or ())
+    is_first_dense = layer < int(text.get("first_k_dense_replace") or 0)
     sparse_interval = int(text.get("decoder_sparse_step") or 1)
-    is_dense = layer in dense_layers or layer < num_first_dense or (layer + 1) % sparse_interval != 0
-    if is_dense or not num_experts:
+    is_between_sparse = (layer + 1) % sparse_interval != 0
+    if not num_experts or is_listed_dense or is_first_dense or is_between_sparse:
         yield from _swiglu("mlp", int(text.get("intermediate_size") or 4 * int(text["hidden_size"])))
         return
     experts = {"kind": "tensor", "times": experts_per_token, "num_experts": num_experts}
-    # Router, shared expert and experts have the same input.
+    # Router (``gate``), shared expert and experts have the same input.
     yield "mlp.gate", {"kind": "tensor", "outputs": num_experts}
     yield "mlp.experts.gate_up_proj", experts | {"outputs": 2 * expert_width, "shares_input": True}
     if shared_width:
@@ -359,13 +363,14 @@ def _tower_width(vision: Mapping[str, Any]) -> int:
     return int(vision.get("embed_dim") or vision.get("hidden_size") or 0) if depth else 0
 
 
-def _vision(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
+def _vision_modules(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
+    """Yield the modules of the vision tower; ``times`` are its patches per output token."""
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     hidden = _tower_width(vision)
     if not hidden:
         return
     depth = int(vision.get("depth") or vision["num_hidden_layers"])
-    width = int(vision.get("intermediate_size") or hidden * float(vision.get("mlp_ratio") or 4))
+    mlp_width = int(vision.get("intermediate_size") or hidden * float(vision.get("mlp_ratio") or 4))
     pixels_per_patch = _side(vision, "patch_size", 14) ** 2 * int(vision.get("temporal_patch_size") or 1)
     values_per_patch = pixels_per_patch * int(vision.get("in_channels") or vision.get("in_chans") or 3)
     patches = _vision_patches(config, vision, depth)
@@ -374,28 +379,29 @@ def _vision(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
     yield module("patch_embed.proj", values_per_patch, hidden, kind="convolution")
     if positions := int(vision.get("num_position_embeddings") or 0):
         yield module("pos_embed", positions, hidden, kind="no_product")
-    # Towers before Qwen3-VL have other names, and that of Qwen2.5-Omni has separate modules for Q, K and V.
-    is_old = "num_position_embeddings" not in vision
-    qkv = {"qkv": 3 * hidden}
-    if is_old and "audio_config" in config:
-        qkv = {"q": hidden, "k": hidden, "v": hidden}
-    up, down = ("fc1", "fc2") if is_old else ("linear_fc1", "linear_fc2")
-    if is_gated := str(vision.get("hidden_act")) in _GATED:
+    # Towers before Qwen3-VL have other names, and the tower of Qwen2.5-Omni has separate modules for Q, K and V.
+    is_before_qwen3 = "num_position_embeddings" not in vision
+    qkv_outputs = {"qkv": 3 * hidden}
+    if is_before_qwen3 and "audio_config" in config:
+        qkv_outputs = {"q": hidden, "k": hidden, "v": hidden}
+    up, down = ("fc1", "fc2") if is_before_qwen3 else ("linear_fc1", "linear_fc2")
+    is_gated = str(vision.get("hidden_act")) in _GATED
+    if is_gated:
         up, down = "up_proj", "down_proj"
     full_flops: dict[str, Any] = {"per_square": 4.0 * hidden}
     window_flops: dict[str, Any] = {"per_unit": patches.per_token * 4.0 * hidden * patches.per_window}
     for i in range(depth):
         yield module(f"blocks.{i}.norm1", 1, hidden, kind="no_product", layer=i)
-        for number, (name, outputs) in enumerate(qkv.items()):
-            yield module(f"blocks.{i}.attn.{name}", hidden, outputs, layer=i, shares_input=number > 0)
+        for index, (name, outputs) in enumerate(qkv_outputs.items()):
+            yield module(f"blocks.{i}.attn.{name}", hidden, outputs, layer=i, shares_input=index > 0)
         flops = full_flops if i in patches.full_layers else window_flops
         yield module(f"blocks.{i}.attn", kind="attention", layer=i, **flops)
         yield module(f"blocks.{i}.attn.proj", hidden, hidden, layer=i)
         yield module(f"blocks.{i}.norm2", 1, hidden, kind="no_product", layer=i)
         if is_gated:
-            yield module(f"blocks.{i}.mlp.gate_proj", hidden, width, layer=i)
-        yield module(f"blocks.{i}.mlp.{up}", hidden, width, layer=i, shares_input=is_gated)
-        yield module(f"blocks.{i}.mlp.{down}", width, hidden, layer=i)
+            yield module(f"blocks.{i}.mlp.gate_proj", hidden, mlp_width, layer=i)
+        yield module(f"blocks.{i}.mlp.{up}", hidden, mlp_width, layer=i, shares_input=is_gated)
+        yield module(f"blocks.{i}.mlp.{down}", mlp_width, hidden, layer=i)
 
 
 def _side(vision: Mapping[str, Any], name: str, default: int) -> int:
@@ -404,20 +410,25 @@ def _side(vision: Mapping[str, Any], name: str, default: int) -> int:
     return int(size[0] if isinstance(size, list) else size)
 
 
-def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[ModuleCost, ...], ...]:
-    """Return the modules that project outputs of the tower's last and other layers to the text's width."""
+def _merger_modules(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[ModuleCost, ...], ...]:
+    """Return the modules of each merger, which projects outputs of a layer of the vision tower to the text's width.
+
+    A merger joins merge^2 patches to one token. The first one reads the last layer, others read earlier layers.
+    """
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     hidden = _tower_width(vision)
     if not hidden:
         return ()
     depth = int(vision.get("depth") or vision["num_hidden_layers"])
-    output = int(vision.get("out_hidden_size") or text_hidden)
-    merged = hidden * int(vision.get("spatial_merge_size") or 1) ** 2
+    output_width = int(vision.get("out_hidden_size") or text_hidden)
+    merged_width = hidden * int(vision.get("spatial_merge_size") or 1) ** 2
     is_omni = "audio_config" in config
-    # One merger reads the last layer; Qwen3's "deepstack" has further ones for earlier layers.
+    names = ["merger"]
+    # Qwen3's "deepstack" has further mergers.
     list_name = "merger_list" if is_omni else "deepstack_merger_list"
-    earlier_layers = map(int, vision.get("deepstack_visual_indexes") or ())
-    names = ["merger", *(f"{list_name}.{number}" for number, layer in enumerate(earlier_layers) if layer < depth)]
+    for number, layer in enumerate(vision.get("deepstack_visual_indexes") or ()):
+        if int(layer) < depth:
+            names.append(f"{list_name}.{number}")
     up, down, norm = "linear_fc1", "linear_fc2", "norm"
     if is_omni or "num_position_embeddings" not in vision:
         up, down, norm = "mlp.0", "mlp.2", "ln_q"
@@ -425,8 +436,10 @@ def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[ModuleC
     module = partial(_module, "model.visual.", part="aligner", has_bias=True)
     mergers = []
     for name in names:
-        projections = module(f"{name}.{up}", merged, merged), module(f"{name}.{down}", merged, output)
-        mergers.append((module(f"{name}.{norm}", 1, hidden, kind="no_product"), *projections))
+        norm_module = module(f"{name}.{norm}", 1, hidden, kind="no_product")
+        up_module = module(f"{name}.{up}", merged_width, merged_width)
+        down_module = module(f"{name}.{down}", merged_width, output_width)
+        mergers.append((norm_module, up_module, down_module))
     return tuple(mergers)
 
 
@@ -452,21 +465,22 @@ def _vision_patches(config: Mapping[str, Any], vision: Mapping[str, Any], depth:
     return _VisionPatches(per_image / tokens, per_image, range(0))
 
 
-def _audio(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
-    """Yield an audio tower and its projections; windows of attention count at their full width.
+def _audio_modules(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
+    """Yield the modules of an audio tower and its projections; windows of attention count at their full width.
 
-    The unit is an output token; ``positions`` of the tower make one. ``part`` is as for ``--freeze-vit``, which freezes
-    audio towers, too.
+    The unit is an output token of the tower. ``part`` is "vision tower", since ``--freeze-vit`` freezes audio towers,
+    too. Only the tower of Qwen3-Omni has ``downsample_hidden_size``; others are like that of Qwen2.5-Omni.
     """
     hidden, depth = int(audio.get("d_model") or 0), int(audio.get("encoder_layers") or 0)
     if not hidden or not depth:
         return
-    mel_bins, window = int(audio.get("num_mel_bins") or 128), int(audio.get("n_window") or 100)
+    mel_bins = int(audio.get("num_mel_bins") or 128)
+    window = int(audio.get("n_window") or 100)  # positions, or for Qwen3-Omni half the frames of a chunk
     channels = int(audio.get("downsample_hidden_size") or 0)
-    # Qwen2.5-Omni: four frames make two positions, and these one token.
-    positions = 1.0 if channels else 2.0
+    # In Qwen2.5-Omni, four frames make two positions of the tower, which are averaged to one token.
+    positions_per_token = 1.0 if channels else 2.0
 
-    module = partial(_module, "model.audio_tower.", part="vision tower", times=positions, has_bias=True)
+    module = partial(_module, "model.audio_tower.", part="vision tower", times=positions_per_token, has_bias=True)
     if channels:
         # Each convolution halves the bins (height) and the frames (width).
         height, in_channels = mel_bins, 1
@@ -476,13 +490,14 @@ def _audio(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
             yield module(f"conv2d{number}", 9 * in_channels, channels, times=outputs_per_token, kind="convolution")
             in_channels = channels
         yield module("conv_out", channels * height, hidden)
-        # Frames of a window in chunks of 2 * n_window, each of 13 positions.
-        window = int(audio.get("n_window_infer") or 8 * window) // (2 * window) * _STRIDES[-1]
+        # An attention window has several chunks of 2 * n_window frames, each of 13 positions.
+        chunks_per_window = int(audio.get("n_window_infer") or 8 * window) // (2 * window)
+        window = chunks_per_window * _STRIDES[-1]
     else:
         yield module("conv1", 3 * mel_bins, hidden, times=4.0, kind="convolution")
         yield module("conv2", 3 * hidden, hidden, kind="convolution")
     mlp_width = int(audio.get("encoder_ffn_dim") or 4 * hidden)
-    attention_flops = positions * 4 * hidden * window
+    attention_flops = positions_per_token * 4 * hidden * window
     for i in range(depth):
         yield module(f"layers.{i}.self_attn_layer_norm", 1, hidden, kind="no_product", layer=i)
         for name in ("k_proj", "v_proj", "q_proj"):
@@ -493,9 +508,9 @@ def _audio(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
         yield module(f"layers.{i}.fc1", hidden, mlp_width, layer=i)
         yield module(f"layers.{i}.fc2", mlp_width, hidden, layer=i)
     yield module("ln_post", 1, hidden, kind="no_product")
-    output = int(audio.get("output_dim") or hidden)
+    output_width = int(audio.get("output_dim") or hidden)
     if channels:
         yield module("proj1", hidden, hidden, times=1.0, part="aligner")
-        yield module("proj2", hidden, output, times=1.0, part="aligner")
+        yield module("proj2", hidden, output_width, times=1.0, part="aligner")
     else:
-        yield module("proj", hidden, output, times=1.0)
+        yield module("proj", hidden, output_width, times=1.0)

@@ -182,18 +182,21 @@ class Ledger:
         target_tokens: IntArray,
         skipped: Sequence[int] | Int64Array = (),
     ) -> Ledger:
-        """Add ``steps`` of ``plan``, of the current epoch, or of the rest of it when it was planned again.
+        """Return a ledger that also counts ``steps`` of ``plan``, the plan of the current epoch or of its last part.
 
-        ``lengths`` and ``target_tokens``, (N,), are of all samples of the caches, and ``skipped`` those left out.
+        ``lengths`` and ``target_tokens``, (N,), are of all samples of the caches; ``skipped`` are the positions of
+        samples of these steps that were not trained.
         """
         skipped_rows = np.sort(np.asarray(skipped, np.int64))
-        rows = remove_rows(np.sort(plan.samples_of(steps.start, steps.stop)), skipped_rows)
-        ends = np.cumsum([0, *(source.num for source in self.sources)])
+        planned_rows = np.sort(plan.samples_of(steps.start, steps.stop))
+        trained_rows = remove_rows(planned_rows, skipped_rows)
+        # Positions count through all caches, of which each is a source.
+        offsets = np.cumsum([0, *(source.num for source in self.sources)]).tolist()
         sources = []
-        for source, start, end in zip(self.sources, ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-            own_rows = _rows_between(rows, start, end)
-            own_skipped = _rows_between(skipped_rows, start, end)
-            sources.append(source.plus(own_rows, own_skipped, lengths[start:end], target_tokens[start:end]))
+        for source, start, end in zip(self.sources, offsets[:-1], offsets[1:], strict=True):
+            source_trained = _rows_between(trained_rows, start, end)
+            source_skipped = _rows_between(skipped_rows, start, end)
+            sources.append(source.plus(source_trained, source_skipped, lengths[start:end], target_tokens[start:end]))
         return replace(self, step=self.step + len(steps), sources=tuple(sources))
 
     def in_next_epoch(self) -> Ledger:

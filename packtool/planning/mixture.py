@@ -120,10 +120,10 @@ class Mixture:
         return self._draw(epoch)[self._interleaved]
 
     def epoch_counts(self, epoch: int, trained: Int64Array) -> Int64Array:
-        """Count each sample in an epoch, (N,), a part of which was trained with other data.
+        """Return how often an epoch trains each sample, (N,), if a part of it was trained before the data changed.
 
-        For each sample that was ``trained`` in this epoch, (N,), but is not drawn now, a drawn one of its source is
-        left out, evenly over all lengths.
+        ``trained``, (N,), counts the samples trained in that part. For each trained sample that is not drawn now, a
+        drawn sample of the same source is left out; samples of all lengths are left out evenly.
         """
         counts = np.bincount(self.draw(epoch), minlength=len(trained))
         remaining = np.maximum(counts - trained, 0)
@@ -131,15 +131,16 @@ class Mixture:
             num_trained = int(trained[start:stop].sum())
             if num_trained == 0:
                 continue
-            # Candidates are the drawn samples that remain, without those that every epoch has.
+            # Only samples that are not in every epoch, and remain to be trained, may be left out.
             fixed, _, _ = self._selections[source]
             drawn = self._draw_source(source, epoch)[len(fixed) :]
-            drawn = drawn[remaining[drawn] > 0]
-            by_length = drawn[self._by_length(drawn)]
-            excess = int(remaining[start:stop].sum()) - max(self.counts[source] - num_trained, 0)
-            num_left_out = min(max(excess, 0), len(drawn))
-            spread = np.arange(num_left_out) * len(drawn) // max(num_left_out, 1)
-            counts[by_length[spread]] -= 1
+            candidates = drawn[remaining[drawn] > 0]
+            longest_first = candidates[self._by_length(candidates)]
+            num_to_train = max(self.counts[source] - num_trained, 0)
+            num_excess = int(remaining[start:stop].sum()) - num_to_train
+            num_left_out = min(max(num_excess, 0), len(candidates))
+            evenly_spaced = np.arange(num_left_out) * len(candidates) // max(num_left_out, 1)
+            counts[longest_first[evenly_spaced]] -= 1
         return counts
 
     @cached_property
@@ -230,17 +231,19 @@ def make_mixture(
 ) -> Mixture:
     """Apply a recipe to caches, leaving out samples longer than ``max_length``; a source left empty is a DataError.
 
-    ``offsets``, int64 (S + 1,), are the first samples of the caches; further arrays, (N,), are of all samples.
+    ``offsets``, int64 (S + 1,), are the first samples of the caches, and N; each cache is a source. The other arrays,
+    (N,), are of all samples.
     """
-    candidates, num_filtered = [], 0
-    for source, start, stop in zip(recipe.sources, offsets, offsets[1:], strict=False):
+    candidates: list[Int64Array] = []
+    num_filtered = 0
+    for source, (start, stop) in zip(recipe.sources, pairwise(offsets.tolist()), strict=True):
         if not source.is_taken:
             candidates.append(np.zeros(0, np.int64))
             continue
         source_lengths = lengths[start:stop]
         longest = min(max_length, source.max_length or max_length)
         is_allowed = (source_lengths <= longest) & (source_lengths >= (source.min_length or 0))
-        allowed = np.flatnonzero(is_allowed).astype(np.int64) + int(start)
+        allowed = np.flatnonzero(is_allowed).astype(np.int64) + start
         if not len(allowed):
             raise DataError(
                 f"{recipe.place}: no samples remain of {source.path}: none of its {len(source_lengths):,} samples has "
@@ -249,8 +252,8 @@ def make_mixture(
             )
         candidates.append(allowed)
         num_filtered += len(source_lengths) - len(allowed)
-    values = {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]
-    counts = _counts(recipe, candidates, values)
+    amounts = {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]
+    counts = _count_draws(recipe, candidates, amounts)
     check_drawn(sum(counts), sum(map(len, candidates)), recipe.place or "an epoch")
     loss_scales = tuple(source.loss_scale for source in recipe.sources)
     return Mixture(
@@ -270,19 +273,24 @@ def make_mixture(
     )
 
 
-def _counts(recipe: Recipe, candidates: list[Int64Array], values: IntArray | None) -> tuple[int, ...]:
-    """Count the samples that an epoch draws of each source; ``values`` (N,) are their sizes, None counts them."""
+def _count_draws(recipe: Recipe, candidates: list[Int64Array], amounts: IntArray | None) -> tuple[int, ...]:
+    """Compute the number of samples that an epoch draws of each source.
+
+    ``candidates`` are the samples of each source that can be drawn, and ``amounts``, (N,), those of all samples in the
+    recipe's unit; None counts samples.
+    """
     num_candidates = [len(samples) for samples in candidates]
     if not recipe.has_weights:
         pairs = zip(recipe.sources, num_candidates, strict=True)
         return tuple(num if source.amount is None else source.amount.of(num) for source, num in pairs)
     is_taken = np.array([source.is_taken for source in recipe.sources])
-    if values is None:
+    if amounts is None:
         sizes = np.array(num_candidates, float)
     else:
-        sizes = np.array([int(values[samples].sum(dtype=np.int64)) for samples in candidates], float)
+        sizes = np.array([int(amounts[samples].sum(dtype=np.int64)) for samples in candidates], float)
     if not sizes[is_taken].all():
-        empty = recipe.sources[int(np.argmin(np.where(is_taken, sizes, np.inf)))].path
+        first_empty = int(np.argmin(np.where(is_taken, sizes, np.inf)))
+        empty = recipe.sources[first_empty].path
         raise DataError(
             f"{recipe.place}: {empty} has no {recipe.unit.replace('_', ' ')}, so it cannot be weighted by them.",
             "Remove the source, or weight it in another unit.",
@@ -291,13 +299,13 @@ def _counts(recipe: Recipe, candidates: list[Int64Array], values: IntArray | Non
         weights = sizes ** (1 / recipe.temperature)
     else:
         weights = np.array([source.weight or 1.0 for source in recipe.sources], float)
-    # The epoch ends when the first, or the last, source has been drawn completely.
+    # The epoch ends when the first, or the last, source has been drawn completely: that source is drawn once.
     sizes_per_weight = sizes[is_taken] / weights[is_taken]
     end = sizes_per_weight.min() if recipe.stop == "first" else sizes_per_weight.max()
-    copies = np.zeros(len(sizes))
-    copies[is_taken] = end / sizes_per_weight
-    counts = np.rint(np.minimum(copies * num_candidates, MAX_AMOUNT))
-    min_counts = np.minimum(num_candidates, 1)  # at least one sample of each source that has any
+    times_drawn = np.zeros(len(sizes))
+    times_drawn[is_taken] = end / sizes_per_weight
+    counts = np.rint(np.minimum(times_drawn * num_candidates, MAX_AMOUNT))
+    min_counts = np.minimum(num_candidates, 1)  # at least one sample of each source that is not empty
     return tuple(np.maximum(counts, min_counts).astype(np.int64).tolist())
 
 
