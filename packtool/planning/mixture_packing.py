@@ -38,8 +38,8 @@ def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -
     most nine times.
 
     Returns:
-        Packs of slots, and int64 (M,), the slot from which each slot gets its sample: an item has the same slots in
-        every epoch, so equally long samples of a source are exchanged.
+        Packs of slots, and int64 (M,), for each slot the slot whose sample it gets: an item has the same slots in every
+        epoch, so the slots of items exchange samples of equal source and length.
     """
     capacity = options.packing_length
 
@@ -49,19 +49,23 @@ def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -
     min_packs = pack_slots().num_packs  # the plan is not kept: it is large and rarely needed again
     max_packs = min_packs + int(min_packs * _MAX_EXCESS) + _MAX_EXCESS_PACKS
     for grains_per_pack, long_per_joined in _GRAINS:
-        items = _join_slots(slots, options, max(capacity // grains_per_pack, 1), long_per_joined)
-        media, item_options = items.sums_per_pack(slots.media_tokens[items.samples]), options
+        grain = max(capacity // grains_per_pack, 1)
+        items = _join_slots(slots, options, grain, long_per_joined)
+        item_media = items.sums_per_pack(slots.media_tokens[items.samples])
+        item_options = options
         max_media, max_samples = options.max_media_tokens_per_pack, options.max_samples_per_pack
         if max_samples is not None:
-            # Packers count each item as one sample, so the budget of samples becomes one of media tokens.
+            # Packers would count an item as one sample, so its samples count as media tokens instead.
             samples_per_item = np.diff(items.offsets)
             if max_media is None:
-                media, max_media = samples_per_item, max_samples
+                item_media, max_media = samples_per_item, max_samples
             else:
-                media = np.maximum(-(-samples_per_item * max_media // max_samples), media)
+                item_media = np.maximum(-(-samples_per_item * max_media // max_samples), item_media)
             item_options = dataclasses.replace(options, max_samples_per_pack=None, max_media_tokens_per_pack=max_media)
-        packs = pack(items.tokens_per_pack(), capacity, item_options, seed=seed, epoch=epoch, media_tokens=media)
+        item_tokens = items.tokens_per_pack()
+        packs = pack(item_tokens, capacity, item_options, seed=seed, epoch=epoch, media_tokens=item_media)
         if packs.num_packs <= max_packs:
+            # The slots of the packed items in pack order, still divided into items; then divided into packs.
             packed_items = select_packs(items, packs.samples)
             packs_of_slots = dataclasses.replace(packed_items, offsets=packed_items.offsets[packs.offsets])
             return packs_of_slots, _exchange_samples(items, slots, options, seed, epoch)
@@ -69,32 +73,32 @@ def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -
 
 
 def _join_slots(slots: Slots, options: PlanOptions, grain: int, long_per_joined: int) -> PackPlan:
-    """Join short slots with the slots that follow them, into items of at least half a ``grain``; return packs of slots.
+    """Join short slots with the slots that follow them; return the items as packs of slots.
 
-    ``grain`` is in tokens. Of long slots only each ``long_per_joined``-th is joined; slots that would hardly fit beside
-    others never are.
+    Joined slots form items of at least half a ``grain``, which is in tokens; every other slot is an item of its own.
+    Of long slots only every ``long_per_joined``-th is joined, and slots that nearly fill a pack never are.
     """
     capacity = options.packing_length
-    # Tokens, or the equivalent share of the scarcest budget.
+    # Size of a slot: its tokens, or the equivalent of its share of another budget, if that share is larger.
     sizes = slots.lengths.astype(np.int64)
     if options.max_media_tokens_per_pack is not None:
         media = slots.media_tokens.astype(np.int64)
         sizes = np.maximum(sizes, -(-media * capacity // options.max_media_tokens_per_pack))
     if options.max_samples_per_pack is not None:
         sizes = np.maximum(sizes, -(-capacity // options.max_samples_per_pack))
-    # Items have less than one and a half grains and one slot more.
+    # An item is shorter than one and a half grains plus its last slot, and must fit into a pack.
     is_joined = sizes <= capacity - grain - grain // 2
     is_long = is_joined & (sizes >= capacity * _LONG)
     is_joined &= ~is_long | (np.cumsum(is_long) % long_per_joined == 0)
     joined, single = np.flatnonzero(is_joined), np.flatnonzero(~is_joined)
-    # Slots lie on a line divided into grains, none longer than one; an item is the slots that begin in a grain.
+    # Lay the joined slots on a line divided into grains, each slot at most one grain long. A slot belongs to the grain
+    # that it begins in. A grain whose slots span less than half a grain is in one item with the next grain.
     spans = np.minimum(sizes[joined], grain)
-    grain_of = (np.cumsum(spans) - spans) // grain
-    # A grain with less than half of that is joined with the next.
-    ends_item = np.bincount(grain_of, weights=spans) >= grain / 2
+    grain_of_slot = (np.cumsum(spans) - spans) // grain
+    ends_item = np.bincount(grain_of_slot, weights=spans) >= grain / 2
     item_of_grain: Int64Array = np.cumsum(ends_item) - ends_item
-    joined_sizes = np.bincount(item_of_grain[grain_of])
-    item_sizes = np.concatenate((joined_sizes, np.ones(len(single), np.int64)))
+    slots_per_item = np.bincount(item_of_grain[grain_of_slot])
+    item_sizes = np.concatenate((slots_per_item, np.ones(len(single), np.int64)))
     return build_plan(np.concatenate((joined, single)), item_sizes, slots.lengths, capacity)
 
 
@@ -132,41 +136,42 @@ _AMOUNT_LEVELS = 1 << 16
 def order_mixture_packs(
     packs: PackPlan, source_of: IntArray, amounts: IntArray, *, seed: int, epoch: int
 ) -> Int64Array:
-    """Order K packs, int64 (K,), so that every source comes evenly, and at random in all other respects.
+    """Order K packs, int64 (K,), so that every source is spread evenly; the order is random in all other respects.
 
     The order does not depend on the packs per step, so that an epoch can be resumed with other numbers of ranks. Cost:
     O(K S log K) for S sources, and 4 bytes for each of K S numbers.
 
-    Of the samples in pack order, (N,), ``source_of`` are sources, 0 to S - 1, and ``amounts`` 1, tokens or targets.
+    ``source_of``, (N,), are the sources, 0 to S - 1, of the samples in pack order. ``amounts``, (N,), are what is
+    spread: 1 for each sample, its tokens, or its target tokens.
     """
-    num = packs.num_packs
-    vectors = _vectors(packs, source_of, amounts)
-    if num < 3 or vectors.shape[1] < 2:
-        return seeded_order(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS)
-    # Similar packs come together: by their main source, and how much they have of it, from 0 to the most of all packs.
+    num_packs = packs.num_packs
+    vectors = _excess_vectors(packs, source_of, amounts)
+    if num_packs < 3 or vectors.shape[1] < 2:
+        return seeded_order(num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS)
+    # Sort similar packs next to each other: by main source, and by its excess relative to the largest of all packs.
     main_source, maxima = vectors.argmax(axis=1), vectors.max(axis=0)
-    amount = vectors[np.arange(num), main_source] / np.maximum(maxima, 1e-9)[main_source]
-    levels = np.clip(amount * (_AMOUNT_LEVELS - 1), 0, _AMOUNT_LEVELS - 1).astype(np.int64)
+    relative_excess = vectors[np.arange(num_packs), main_source] / np.maximum(maxima, 1e-9)[main_source]
+    levels = np.clip(relative_excess * (_AMOUNT_LEVELS - 1), 0, _AMOUNT_LEVELS - 1).astype(np.int64)
     keys = main_source * _AMOUNT_LEVELS + levels
-    order = seeded_order(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, descending_by=keys)
-    # Integers of limited size.
+    order = seeded_order(num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, descending_by=keys)
+    # Integers of limited size have exact sums, in any order.
     vectors *= _STEPS_PER_MEAN * np.minimum(1, _MAX_STEPS / np.maximum(maxima, 1))
     np.rint(vectors, out=vectors)
-    num_windows = -(-num // _WINDOW_PACKS)
-    num_halvings = max(0, int(np.log2(num / num_windows / _PART_PACKS)))
+    num_windows = -(-num_packs // _WINDOW_PACKS)
+    num_halvings = max(0, int(np.log2(num_packs / num_windows / _PART_PACKS)))
     num_parts = num_windows << num_halvings
-    # Empty packs, numbered ``num``, fill up the parts; they are spread as evenly as others.
-    packs_per_part = -(-num // num_parts)
-    order = np.append(order, np.full(num_parts * packs_per_part - num, num))
+    # Empty packs, numbered ``num_packs``, make all parts equally long.
+    packs_per_part = -(-num_packs // num_parts)
+    order = np.append(order, np.full(num_parts * packs_per_part - num_packs, num_packs))
     vectors = np.append(vectors, np.zeros((1, vectors.shape[1]), np.float32), axis=0)
-    parts = _divide(order, num_windows, vectors, seed, epoch)
+    parts = _divide_into_windows(order, num_windows, vectors, seed, epoch)
     for level in range(num_halvings):
-        parts = _halve(parts, vectors, num_windows, RandomStream.MIX_COINS + 1 + level, seed, epoch)
-    order = _order_one_by_one(parts.reshape(num_windows, -1, packs_per_part), vectors)
-    return order[order < num]
+        parts = _halve_parts(parts, vectors, num_windows, RandomStream.MIX_COINS + 1 + level, seed, epoch)
+    order = _order_parts(parts.reshape(num_windows, -1, packs_per_part), vectors)
+    return order[order < num_packs]
 
 
-def _vectors(packs: PackPlan, source_of: IntArray, amounts: IntArray) -> Vectors:
+def _excess_vectors(packs: PackPlan, source_of: IntArray, amounts: IntArray) -> Vectors:
     """Compute the amount of each source in each pack relative to its mean, minus 1, (K, S): 0 is even."""
     num_sources = int(source_of.max(initial=0)) + 1
     vectors = np.empty((packs.num_packs, num_sources), np.float32)
@@ -183,17 +188,20 @@ def _vectors(packs: PackPlan, source_of: IntArray, amounts: IntArray) -> Vectors
     return vectors
 
 
-def _halve(parts: Int64Array, vectors: Vectors, num_windows: int, stream: int, seed: int, epoch: int) -> Int64Array:
-    """Halve each part's packs (parts, n), similar ones adjacent: (2 parts, n / 2), in the same order.
+def _halve_parts(
+    parts: Int64Array, vectors: Vectors, num_windows: int, stream: int, seed: int, epoch: int
+) -> Int64Array:
+    """Halve parts of packs, (P, n), in which similar packs are adjacent; return int64 (2 P, n / 2), in the same order.
 
-    Of each adjacent pair one goes to each half, so that the sources of a window are even up to the middle of a part.
-    The parts of a window are consecutive; ``vectors``, (K + 1, S), are the excess of each source in each pack.
+    Of each adjacent pair one pack goes to each half, so that the sources of a window are even up to the middle of each
+    part. The parts of a window are consecutive; ``vectors``, (K + 1, S), are the excess of each source in each pack.
     """
     num_parts, num_packs = parts.shape
     excess = vectors[parts].sum(axis=1, dtype=np.float64).reshape(num_windows, -1, vectors.shape[1])
     excess -= np.rint(excess.mean(axis=1, keepdims=True))
-    # Excess of each source in its window up to the end of each part; up to the middle, were the part halved evenly, it
-    # is the mean of this and the part before. ``lead`` is twice that; a pair adds or subtracts its difference.
+    # ``up_to_end``, (windows, parts of a window, S), is the excess from the window's beginning to the end of each part.
+    # Were a part halved evenly, the excess up to its middle would be the mean of those up to its two ends. ``lead``,
+    # (P, S), is twice that mean; each pair of packs then adds or subtracts its difference.
     up_to_end = excess.cumsum(axis=1)
     lead = up_to_end.copy()
     lead[:, 1:] += up_to_end[:, :-1]
@@ -201,6 +209,7 @@ def _halve(parts: Int64Array, vectors: Vectors, num_windows: int, stream: int, s
     breaks_ties = seeded_uniform(num_packs // 2 * num_parts, seed=seed, epoch=epoch, stream=stream) < 0.5
     halves = np.empty((num_parts, 2, num_packs // 2), np.int64)
     for pair, swaps_tie in enumerate(breaks_ties.reshape(-1, num_parts)):
+        # One pair of every part at once: packs (P,), and their difference (P, S).
         first, second = parts[:, 2 * pair], parts[:, 2 * pair + 1]
         difference = vectors[first] - vectors[second]
         is_swapped = _is_swapped(lead, difference, swaps_tie)
@@ -214,55 +223,59 @@ def _halve(parts: Int64Array, vectors: Vectors, num_windows: int, stream: int, s
 def _is_swapped(
     lead: npt.NDArray[np.float64], difference: Vectors, swaps_tie: npt.NDArray[np.bool_] | bool
 ) -> npt.NDArray[np.bool_]:
-    """Choose the pairs of packs to swap, bool (n,), so that the lead (n, S) shrinks."""
+    """Choose the pairs of packs to swap, bool (n,): those whose ``difference``, (n, S), would make ``lead`` larger.
+
+    Swapped pairs subtract their difference from the lead, others add it; ``swaps_tie`` decides where both are equal.
+    """
     gain = np.einsum("ps,ps->p", lead, difference)
     return (gain > 0) | ((gain == 0) & swaps_tie)
 
 
-def _order_one_by_one(parts: Int64Array, vectors: Vectors) -> Int64Array:
-    """Order packs (n,) of parts (windows, parts, packs), part after part, in all windows at once.
+def _order_parts(parts: Int64Array, vectors: Vectors) -> Int64Array:
+    """Order the packs of parts, int64 (windows, parts, packs of a part), part after part; return int64 (n,).
 
-    The next pack of a part is the one with which the sums of all sources are nearest to even: ``lead`` is the excess of
-    each source in the packs so far, (windows, sources). ``vectors`` are as for ``_halve``.
+    The next pack of a part is the one that makes the sums of all sources in the window most even. All windows are
+    ordered at once. ``vectors`` are as for ``_halve_parts``.
     """
     num_windows, num_parts, num_packs = parts.shape
     windows = np.arange(num_windows)
     order = np.empty((num_windows, num_parts * num_packs), np.int64)
-    lead = np.zeros((num_windows, vectors.shape[1]))
+    lead = np.zeros((num_windows, vectors.shape[1]))  # excess of each source in the ordered packs of a window
     mean = np.rint(vectors[parts].sum(axis=(1, 2), dtype=np.float64) / (num_parts * num_packs))
     for part in range(num_parts):
-        excess = vectors[parts[:, part]] - mean[:, None]
+        excess = vectors[parts[:, part]] - mean[:, None]  # (windows, packs, S)
         squares = np.einsum("wps,wps->wp", excess, excess)
         for position in range(part * num_packs, (part + 1) * num_packs):
-            # The least |lead + excess|^2, without the constant |lead|^2.
+            # The best pack has the least |lead + excess|^2; the constant |lead|^2 is left out.
             distances = squares + 2 * np.einsum("wps,ws->wp", excess, lead)
             best = distances.argmin(axis=1)
             order[:, position] = parts[windows, part, best]
             lead += excess[windows, best]
-            squares[windows, best] = np.inf  # taken
+            squares[windows, best] = np.inf  # never take the pack again
     return order.reshape(-1)
 
 
-def _divide(order: Int64Array, num_windows: int, vectors: Vectors, seed: int, epoch: int) -> Int64Array:
-    """Divide packs (n,), similar ones adjacent, into windows (windows, n / windows), in the same order.
+def _divide_into_windows(order: Int64Array, num_windows: int, vectors: Vectors, seed: int, epoch: int) -> Int64Array:
+    """Divide packs (n,), in which similar ones are adjacent, into windows; return int64 (windows, n / windows).
 
     In each round every window gets one pack: random pairs of windows get adjacent pairs of packs, assigned so that the
-    windows become more even. ``vectors`` are as for ``_halve``.
+    sums of sources become more even. ``vectors`` are as for ``_halve_parts``.
     """
     rounds = order.reshape(-1, num_windows)
     if num_windows == 1:
         return rounds.T.copy()
-    # The windows in a random order for each round.
+    # The windows in a random order for each round, int64 (rounds, windows).
     round_keys = np.repeat(np.arange(len(rounds))[::-1], num_windows)
     stream = RandomStream.MIX_TURNS
     shuffled = seeded_order(rounds.size, seed=seed, epoch=epoch, stream=stream, descending_by=round_keys)
     window_orders = shuffled.reshape(rounds.shape) % num_windows
     breaks_ties = seeded_uniform(len(rounds), seed=seed, epoch=epoch, stream=RandomStream.MIX_COINS) < 0.5
-    num_paired = num_windows // 2 * 2
+    num_pairs = num_windows // 2
+    num_paired = 2 * num_pairs  # of an odd number of windows, one gets the last pack of the round
     sums = np.zeros((num_windows, vectors.shape[1]))
     windows = np.empty((num_windows, len(rounds)), np.int64)
     for number, (packs, window_order) in enumerate(zip(rounds, window_orders, strict=True)):
-        left, right = window_order[: num_paired // 2], window_order[num_paired // 2 : num_paired]
+        left, right = window_order[:num_pairs], window_order[num_pairs:num_paired]
         first, second = packs[:num_paired:2], packs[1:num_paired:2]
         difference = vectors[first] - vectors[second]
         is_swapped = _is_swapped(sums[left] - sums[right], difference, bool(breaks_ties[number]))
