@@ -56,14 +56,15 @@ def pack(
     ``lengths`` are tokens, (N,); ``media_tokens``, (N,), are needed with ``max_media_tokens_per_pack``. Samples without
     tokens, or that exceed a budget of a pack, are a DataError; options out of range a ConfigError.
     """
-    if problems := [*bound_problems(options), *options.problems(PackOptions)]:
+    problems = [*bound_problems(options), *options.problems(PackOptions)]
+    if problems:
         raise ConfigError.from_problems(problems)
-    checked = check_lengths(lengths, capacity)
-    media = check_media_tokens(media_tokens, checked, options.max_media_tokens_per_pack, capacity)
+    lengths = check_lengths(lengths, capacity)
+    limiting_media = check_media_tokens(media_tokens, lengths, options.max_media_tokens_per_pack, capacity)
     if options.packing_algorithm == "binpacking":
-        return _pack_in_batches(checked, capacity, options, seed, epoch)
-    job = _Job(checked, media, capacity, options, seed, epoch)
-    if options.packing_window is None or len(checked) <= options.packing_window:
+        return _pack_in_batches(lengths, capacity, options, seed, epoch)
+    job = _Job(lengths, limiting_media, capacity, options, seed, epoch)
+    if options.packing_window is None or len(lengths) <= options.packing_window:
         return _pack_job(job)
     return _pack_windows(job, options.packing_window)
 
@@ -78,19 +79,20 @@ def pack_trees(
     epoch: int = 0,
     media_tokens: IntArray | None = None,
 ) -> PackPlan:
-    """Pack the groups of prefix trees, each like one sample of its computed tokens; arguments as for ``pack``.
+    """Pack the groups of prefix trees, each like one sample whose length is the number of its computed tokens.
 
     ``lengths``, (N,), include prefixes; ``media_tokens``, (N,), are what each sample adds to its group. Each group has
-    at most ``capacity`` tokens.
+    at most ``capacity`` tokens. Further arguments are as for ``pack``. Returns packs of samples.
     """
     assert options.max_samples_per_pack is None, "a group is packed as one, however many samples it has"
     group_media = None if media_tokens is None else trees.sums_per_group(media_tokens[trees.samples])
     group_tokens = trees.sums_per_group(trees.new_tokens(lengths))
-    packs = pack(group_tokens, capacity, options, seed=seed, epoch=epoch, media_tokens=group_media)
+    packs_of_groups = pack(group_tokens, capacity, options, seed=seed, epoch=epoch, media_tokens=group_media)
     if trees.parts == "apart":
         tree_of_group = trees.tree_ids[trees.offsets[:-1]]
-        packs = separate_parts(packs, tree_of_group, group_media, options.max_media_tokens_per_pack)
-    return trees.expand(packs, lengths)
+        max_media = options.max_media_tokens_per_pack
+        packs_of_groups = separate_parts(packs_of_groups, tree_of_group, group_media, max_media)
+    return trees.expand(packs_of_groups, lengths)
 
 
 def pack_singletons(lengths: Lengths, capacity: int, *, seed: int, epoch: int = 0, shuffle: bool = True) -> PackPlan:
@@ -161,28 +163,32 @@ def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
 
 
 def _pack_in_batches(lengths: Int32Array, capacity: int, options: PackOptions, seed: int, epoch: int) -> PackPlan:
-    """Pack batches with ``binpacking.to_constant_volume``; the last pack, if not full, joins the next batch.
+    """Pack batches of samples with ``binpacking.to_constant_volume``.
 
-    Batches form chains of 64, so that packs do not depend on the number of processes.
+    The last pack of a batch, if not full, is packed again with the next batch. Chains of 64 batches are independent, so
+    that packs do not depend on the number of processes.
     """
-    num, order = len(lengths), np.arange(len(lengths), dtype=np.int64)
+    num_samples = len(lengths)
+    order = np.arange(num_samples, dtype=np.int64)
     if options.shuffle:
-        # Drawn for all epochs, which must have equally many packs. Equally long samples are exchanged afterwards.
-        order = seeded_order(num, seed=seed, epoch=0, stream=RandomStream.BATCHES)
+        # The order is the same in all epochs, so that all have equally many packs.
+        order = seeded_order(num_samples, seed=seed, epoch=0, stream=RandomStream.BATCHES)
     chain_size = options.packing_batch_size * BATCHES_PER_CHAIN
-    chains = [order[start : start + chain_size] for start in range(0, len(order), chain_size)]
+    chains = [order[start : start + chain_size] for start in range(0, num_samples, chain_size)]
     jobs = [(samples, lengths[samples], capacity, options.packing_batch_size) for samples in chains]
-    num_proc = options.packing_num_proc if len(order) >= _MIN_SAMPLES_FOR_CHAIN_PROCESSES else 1
+    num_proc = options.packing_num_proc if num_samples >= _MIN_SAMPLES_FOR_CHAIN_PROCESSES else 1
     packed_chains = map_on_processes(_pack_chain, jobs, num_proc)
     empty = np.zeros(0, np.int64)  # there may be no chain
     packed = np.concatenate([empty, *(samples for samples, _ in packed_chains)])
     pack_sizes = np.concatenate([empty, *(sizes for _, sizes in packed_chains)])
-    assert len(packed) == len(lengths) == pack_sizes.sum(), "binpacking neither loses samples nor makes empty packs"
+    assert len(packed) == num_samples == pack_sizes.sum(), "binpacking neither loses samples nor makes empty packs"
     plan = build_plan(packed, pack_sizes, lengths, capacity)
     if options.shuffle:
-        by_length = np.argsort(-plan.lengths, kind="stable")
+        # Equally long samples trade places at random, in place, so that every epoch has other packs.
+        longest_first = np.argsort(-plan.lengths, kind="stable")
         stream = RandomStream.WITHIN_LENGTH_OF_BATCHES
-        plan.samples[by_length] = seeded_order(num, seed=seed, epoch=epoch, stream=stream, descending_by=lengths)
+        shuffled = seeded_order(num_samples, seed=seed, epoch=epoch, stream=stream, descending_by=lengths)
+        plan.samples[longest_first] = shuffled
     return _order_packs(plan, options, seed, epoch)
 
 
@@ -219,19 +225,20 @@ def map_on_processes(
 ) -> list[Result]:
     """Compute ``[function(job) for job in jobs]`` on processes; the result does not depend on their number.
 
-    ``function`` must be picklable. ``on_progress`` is called after each job, in their order, with the number done.
+    ``function`` must be picklable. ``on_progress`` is called with the number of finished jobs after each, in order.
     """
     num_proc = min(num_proc, len(jobs))
+    # Daemonic processes, such as workers of data loaders, may not have children.
+    uses_this_process = num_proc <= 1 or multiprocessing.current_process().daemon
     results: list[Result] = []
     with contextlib.ExitStack() as stack:
-        # Workers of data loaders may not have children.
-        if num_proc <= 1 or multiprocessing.current_process().daemon:
-            lazy_results: Iterator[Result] = map(function, jobs)
+        if uses_this_process:
+            result_stream: Iterator[Result] = map(function, jobs)
         else:
             pool = stack.enter_context(WorkerPool[Job, Result](num_proc, _make_runner, function))
-            lazy_results = pool.map(jobs)
+            result_stream = pool.map(jobs)
         try:
-            for result in lazy_results:
+            for result in result_stream:
                 results.append(result)
                 on_progress(len(results))
         except WorkerDied:
@@ -265,13 +272,13 @@ def place_sequential(
 ) -> tuple[Int64Array, Int64Array]:
     """Start each pack with the first waiting sample, and fill it from the ``look_ahead`` samples waiting after it.
 
-    It takes the longest of these that fits, or, of the longest few, the one that leaves least space together with the
-    longest that then still fits (Gupta and Ho 1999, as in exact fit). With ``look_ahead`` 0 it is next fit. When a
-    sample is packed, at most ``look_ahead`` earlier samples still wait, and a sample waits for at most ``look_ahead +
-    1`` packs. Cost: O(log look_ahead) searches a sample, about four microseconds.
+    A pack takes the sample that leaves least space together with the longest second sample that then fits, of the few
+    longest that fit (Gupta and Ho 1999, as in exact fit). With ``look_ahead`` 0 this is next fit. When a sample is
+    packed, at most ``look_ahead`` earlier samples still wait, and a sample waits for at most ``look_ahead + 1`` packs.
+    Cost: O(log look_ahead) searches a sample, about four microseconds.
 
-    Lengths and media tokens (None for no limit), (N,), are in order; no sample exceeds ``limits``. Returns samples in
-    pack order, int64 (N,), and the number of samples in each pack, (K,).
+    ``lengths`` and ``media_tokens`` (None for no limit), (N,), are in order; no sample exceeds ``limits``. Returns
+    samples in pack order, int64 (N,), and the number of samples in each pack, (K,).
     """
     if look_ahead == 0 and media_tokens is None:
         return np.arange(len(lengths)), place_next_fit(lengths, limits.tokens, limits.samples)
@@ -280,20 +287,22 @@ def place_sequential(
     order: list[int] = []
     pack_sizes: list[int] = []
     while queue.refill():
-        free, free_media, size = limits.tokens, limits.media_tokens, 0
+        free_tokens, free_media = limits.tokens, limits.media_tokens
+        num_samples = 0  # in this pack
         index = queue.first()
         while index >= 0:
             sample = queue.take(index)
             order.append(sample)
-            free -= queue.lengths[sample]
+            free_tokens -= queue.lengths[sample]
             free_media -= queue.media[sample]
-            size += 1
-            if size == limits.samples:
+            num_samples += 1
+            if num_samples == limits.samples:
                 break
-            if size > 1:
+            # The place of the first sample stays empty: only the ``look_ahead`` samples after it may join it.
+            if num_samples > 1:
                 queue.refill()
-            index = queue.best(free, free_media)
-        pack_sizes.append(size)
+            index = queue.best(free_tokens, free_media)
+        pack_sizes.append(num_samples)
     return np.array(order, dtype=np.int64), np.array(pack_sizes, dtype=np.int64)
 
 
@@ -335,27 +344,27 @@ class _Queue:
         return sample
 
     def best(self, free: int, free_media: int) -> int:
-        """Find the index of the sample that best fills ``free`` tokens and ``free_media`` media tokens, or -1.
+        """Find the index in ``_waiting`` of the sample that best fills free tokens and media tokens; -1 if none fits.
 
-        Samples are tried longest first, each together with the longest second sample that then still fits.
+        The longest sample that fits is compared with pairs: the longest samples, each with the longest second sample
+        that then still fits. The result is the one that leaves the fewest tokens free, of a pair the first sample.
         """
-        index = best = self._longest_fitting(free, free_media)
+        index = best_index = self._longest_fitting(free, free_media)
         if index < 0:
             return -1
-        min_free = free - self._length(index)
+        min_left = free - self._length(index)
         for _ in range(_MAX_ATTEMPTS):
-            if min_free == 0 or index < 0:
+            # Stop where no tokens are left, or the samples are too short to be the longer one of a full pair.
+            if min_left == 0 or index < 0 or 2 * self._length(index) < free:
                 break
-            length = self._length(index)
-            if 2 * length < free:
-                break
-            free_after = free - length
+            free_after = free - self._length(index)
             media_after = free_media - self.media[self._sample(index)]
-            second = self._longest_fitting(free_after, media_after, excluded=index)
-            if second >= 0 and free_after - self._length(second) < min_free:
-                best, min_free = index, free_after - self._length(second)
+            second_index = self._longest_fitting(free_after, media_after, excluded=index)
+            if second_index >= 0 and free_after - self._length(second_index) < min_left:
+                best_index = index
+                min_left = free_after - self._length(second_index)
             index = self._last_fitting(index - 1, free_media)
-        return best
+        return best_index
 
     def _longest_fitting(self, free: int, free_media: int, excluded: int = -1) -> int:
         """Find the index of the longest sample that fits, the earliest of equally long ones; or -1."""

@@ -131,8 +131,8 @@ def plan_trees(
 ) -> PrefixTrees:
     """Build prefix trees, and split those that do not fit into a pack: a pure function, the same on every machine.
 
-    Each further part of a tree computes its prefix again. Trees are split in depth-first order; wide ones with no limit
-    but their tokens are split where their branches fit best. Ties go to the first sample. Cost: O(M log M) for M
+    Each further part of a tree computes its prefix again. Trees are split in depth-first order. If tokens are the only
+    limit, wide trees are split where their branches fit best. Ties go to the first sample. Cost: O(M log M) for M
     prefixes, times the depth of the deepest tree.
 
     Args:
@@ -145,31 +145,34 @@ def plan_trees(
     """
     assert len(lengths) == prefixes.num_samples
     forest = _Forest.from_prefixes(prefixes, min_shared)
-    # Samples in depth-first order, and what each shares with the one before it: tokens, and the index of the prefix.
-    order = np.lexsort((np.arange(len(lengths)), forest.preorder()[forest.ends]))
+    # Sort the samples by the preorder number of their longest nodes, then by sample number.
+    order = np.argsort(forest.preorder()[forest.ends], kind="stable")
     order = order[lengths[order] <= (capacity if max_length is None else max_length)]
+    # What each sample in ``order`` shares with the one before it: tokens, and the index of the prefix.
     common_nodes = np.full(len(order), NOTHING, np.int64)
     common_nodes[1:] = forest.common_ancestors(forest.ends[order[:-1]], forest.ends[order[1:]])
     shared, shared_prefixes = forest.lengths[common_nodes], forest.prefixes[common_nodes]
-    # Trees in the order of their first samples.
+    # Sort the trees by their first samples; a sample that shares nothing with the one before it begins a tree.
     starts = np.flatnonzero(shared == 0)
     if len(starts):
         first_samples = np.minimum.reduceat(order, starts)
         tree_sizes = np.diff(np.append(starts, len(order)))
-        by_first = np.argsort(np.repeat(first_samples, tree_sizes), kind="stable")
-        order, shared, shared_prefixes = order[by_first], shared[by_first], shared_prefixes[by_first]
-    tree_ids = forest.roots()[order]  # trees are split, and branches reordered, within a tree
+        by_tree = np.argsort(np.repeat(first_samples, tree_sizes), kind="stable")
+        order, shared, shared_prefixes = order[by_tree], shared[by_tree], shared_prefixes[by_tree]
+    tree_ids = forest.roots()[order]  # stays valid, because samples are only reordered within their tree below
     if max_media_tokens is None and max_samples is None:
         positions, shared, shared_prefixes = _pack_wide_trees(lengths[order], shared, shared_prefixes, capacity)
         order = order[positions]
     limits = [_Limit(lengths[order].astype(np.int64), shared, capacity)]
     if media_tokens is not None and max_media_tokens is not None:
         sample_media, prefix_media = media_tokens
-        shared_media = np.append(prefix_media, 0)[shared_prefixes]  # ``NOTHING`` selects the last one
+        shared_media = np.append(prefix_media, 0)[shared_prefixes]  # ``NOTHING``, -1, selects the appended 0
         limits.append(_Limit(sample_media[order].astype(np.int64), shared_media, max_media_tokens))
-    starts = _split_trees(shared, limits, max_samples or max(len(order), 1))
-    shared[starts], shared_prefixes[starts] = 0, NOTHING
-    return PrefixTrees(order.astype(np.int64), np.append(starts, len(order)), shared, shared_prefixes, tree_ids)
+    group_starts = _split_trees(shared, limits, max_samples or max(len(order), 1))
+    shared[group_starts] = 0
+    shared_prefixes[group_starts] = NOTHING
+    offsets = np.append(group_starts, len(order))
+    return PrefixTrees(order.astype(np.int64), offsets, shared, shared_prefixes, tree_ids)
 
 
 def rebuild_trees(packs: PackPlan, prefixes: Prefixes, *, min_shared: int) -> PrefixTrees | None:
@@ -204,20 +207,21 @@ class _Forest:
         long = np.flatnonzero(prefixes.lengths > min_shared)
         hashes = np.sort(prefixes.hashes[long])
         repeated_hashes = hashes[1:][hashes[1:] == hashes[:-1]]
-        shared = long[np.isin(prefixes.hashes[long], repeated_hashes, kind="sort")]
-        # ``node_of`` is the node of each shared prefix, ``first`` the first prefix of each node.
+        shared = long[np.isin(prefixes.hashes[long], repeated_hashes, kind="sort")]  # (X,), indices of prefixes
+        # Prefixes with equal hashes are one node: ``node_of``, (X,), is the node of each shared prefix, and ``first``,
+        # (H,), the position in ``shared`` of each node's first prefix.
         _, first, node_of = np.unique(prefixes.hashes[shared], return_index=True, return_inverse=True)
-        # Numbered by first occurrence, so that a parent's number is below its children's.
+        # Renumber the nodes by first occurrence, so that a parent's number is below its children's.
         by_first = np.argsort(first)
         first, node_of = first[by_first], invert_order(by_first)[node_of]
-        # The parent is the next shorter shared prefix of the same sample, the one before it.
+        # The parent of a node is the shared prefix before it, if that is of the same sample.
         owners = prefixes.owners()[shared]
         parents = np.full(len(first) + 1, NOTHING, np.int64)
         if len(first):
             has_parent = (first > 0) & (owners[first - 1] == owners[first])
             parents[:-1][has_parent] = node_of[first[has_parent] - 1]
         ends = np.full(prefixes.num_samples, NOTHING, np.int64)
-        ends[owners] = node_of  # of several, the last one stays: the longest
+        ends[owners] = node_of  # the last assignment of a sample stays: its longest prefix
         lengths = np.append(prefixes.lengths[shared[first]] - 1, 0).astype(np.int32)
         return cls(parents, lengths, np.append(shared[first], NOTHING), ends)
 
@@ -239,23 +243,24 @@ class _Forest:
         return roots
 
     def preorder(self) -> Int64Array:
-        """Number the nodes in depth-first order, siblings by number, (H + 1,); the last is H."""
+        """Return each node's position in depth-first order, siblings by number, (H + 1,); ``NOTHING`` comes last."""
         depths = self.depths()[:-1]
         levels = [np.flatnonzero(depths == depth) for depth in range(int(depths.max(initial=-1)) + 1)]
         subtree_sizes = np.ones(len(depths), np.int64)
-        for nodes in levels[:0:-1]:
-            np.add.at(subtree_sizes, self.parents[nodes], subtree_sizes[nodes])
-        numbers = np.full(len(self.parents), len(depths), np.int64)
-        for nodes in levels:
+        for level in levels[:0:-1]:  # from the deepest level up, without the roots
+            np.add.at(subtree_sizes, self.parents[level], subtree_sizes[level])
+        positions = np.full(len(self.parents), len(depths), np.int64)
+        for level in levels:
             # A node follows its parent and the subtrees of its earlier siblings.
-            nodes = nodes[np.argsort(self.parents[nodes], kind="stable")]
+            nodes = level[np.argsort(self.parents[level], kind="stable")]
             parents = self.parents[nodes]
-            before = np.cumsum(subtree_sizes[nodes]) - subtree_sizes[nodes]
+            size_before = np.cumsum(subtree_sizes[nodes]) - subtree_sizes[nodes]  # of earlier nodes of the level
             first_siblings = np.flatnonzero(np.diff(parents, prepend=NOTHING - 1))
             num_siblings = np.diff(np.append(first_siblings, len(nodes)))
-            before_in_parent = before - np.repeat(before[first_siblings], num_siblings)
-            numbers[nodes] = before_in_parent + np.where(parents == NOTHING, 0, numbers[parents] + 1)
-        return numbers
+            size_of_earlier_siblings = size_before - np.repeat(size_before[first_siblings], num_siblings)
+            child_start = np.where(parents == NOTHING, 0, positions[parents] + 1)
+            positions[nodes] = child_start + size_of_earlier_siblings
+        return positions
 
     def common_ancestors(self, one: Int64Array, other: Int64Array) -> Int64Array:
         """Find the deepest common ancestors of pairs of nodes, which may be one of the two; or ``NOTHING``."""
@@ -282,25 +287,29 @@ class _Limit(NamedTuple):
 
 
 def _split_trees(shared: Int32Array, limits: list[_Limit], max_samples: int) -> Int64Array:
-    """Find the first samples of groups: of each tree, and wherever a group would exceed a limit or ``max_samples``."""
-    trees = np.flatnonzero(shared == 0)
-    stops = np.append(trees, len(shared))[1:]
-    cumulative = [np.cumsum(limit.values - limit.shared) for limit in limits]
-    # Trees that fit are one group. Others are cut where the next sample would exceed a limit.
-    fits = stops - trees <= max_samples
-    for limit, total in zip(limits, cumulative, strict=True):
-        fits &= total[stops - 1] - total[trees] + limit.values[trees] <= limit.maximum
-    starts = trees[fits].tolist()
-    for tree, stop in zip(trees[~fits].tolist(), stops[~fits].tolist(), strict=True):
-        start = tree
-        while start < stop:
-            starts.append(start)
-            group_stop = min(start + max_samples, stop)
-            for limit, total in zip(limits, cumulative, strict=True):
+    """Return the first samples of groups, int64 (G,): of each tree, and wherever a group would exceed a limit.
+
+    ``shared``, (N,), is what each sample in depth-first order shares with the one before it; ``max_samples`` is a
+    further limit. A single sample is a group even if it exceeds a limit.
+    """
+    tree_starts = np.flatnonzero(shared == 0)
+    tree_stops = np.append(tree_starts, len(shared))[1:]
+    # A group from i to j has values[i], shared prefix included, and what the others add: total[j] - total[i].
+    totals = [np.cumsum(limit.values - limit.shared) for limit in limits]
+    fits = tree_stops - tree_starts <= max_samples
+    for limit, total in zip(limits, totals, strict=True):
+        fits &= total[tree_stops - 1] - total[tree_starts] + limit.values[tree_starts] <= limit.maximum
+    group_starts = tree_starts[fits].tolist()
+    for tree_start, tree_stop in zip(tree_starts[~fits].tolist(), tree_stops[~fits].tolist(), strict=True):
+        start = tree_start
+        while start < tree_stop:
+            group_starts.append(start)
+            stop = min(start + max_samples, tree_stop)
+            for limit, total in zip(limits, totals, strict=True):
                 max_total = limit.maximum - int(limit.values[start]) + int(total[start])
-                group_stop = min(group_stop, int(np.searchsorted(total, max_total, side="right")))
-            start = max(group_stop, start + 1)
-    return np.sort(np.array(starts, np.int64))
+                stop = min(stop, int(np.searchsorted(total, max_total, side="right")))
+            start = max(stop, start + 1)
+    return np.sort(np.array(group_starts, np.int64))
 
 
 MIN_BRANCHES = 64
@@ -318,9 +327,9 @@ def _pack_wide_trees(
         depth-first   2 5 | 2 4 2 | 2 3 1 | 2 3       four packs
         best fit      2 5 1 | 2 4 2 | 2 3 3           three
 
-    The trunk is the prefix that all samples of a tree share; a branch is samples that share more than that. All arrays,
-    (N,), are of samples in depth-first order. Returns a new order, and ``shared`` and ``shared_prefixes`` in it, in
-    which each pack is a tree of its own.
+    The trunk is the prefix that all samples of a tree share; a branch is consecutive samples that share more than that.
+    All arrays, (N,), are of samples in depth-first order. Returns the position of each sample of the new order in the
+    old one, and ``shared`` and ``shared_prefixes`` of the new order, in which each pack is a tree of its own.
     """
     positions, shared, shared_prefixes = np.arange(len(shared)), shared.copy(), shared_prefixes.copy()
     starts = np.flatnonzero(shared == 0)
@@ -328,26 +337,31 @@ def _pack_wide_trees(
     is_wide = sizes >= MIN_BRANCHES
     for start, size in zip(starts[is_wide].tolist(), sizes[is_wide].tolist(), strict=True):
         tree = slice(start, start + size)
-        trunk_end = start + 1 + int(shared[tree][1:].argmin())
-        trunk_tokens, trunk_prefix = int(shared[trunk_end]), shared_prefixes[trunk_end]
-        branches = np.flatnonzero(shared[tree] <= trunk_tokens)
+        # Of the samples after the first one, the one that shares least shares the trunk only, and begins a branch.
+        least_shared = start + 1 + int(shared[tree][1:].argmin())
+        trunk_tokens, trunk_prefix = int(shared[least_shared]), shared_prefixes[least_shared]
+        branches = np.flatnonzero(shared[tree] <= trunk_tokens)  # first sample of each branch, relative to ``start``
         branch_tokens = np.add.reduceat(lengths[tree] - np.maximum(shared[tree], trunk_tokens), branches)
         space = capacity - trunk_tokens
         fits = np.flatnonzero(branch_tokens <= space)
         if len(fits) < MIN_BRANCHES or branch_tokens.sum() <= space:
             continue
         packs = pack_histogram(branch_tokens[fits].astype(np.int32), space, shuffle=False, seed=0, epoch=0)
-        too_long = np.setdiff1d(np.arange(len(branches)), fits)
+        too_long = np.setdiff1d(np.arange(len(branches)), fits)  # each is alone in its pack, and split later
         branch_order = np.concatenate([fits[packs.samples], too_long])
         members, branch_offsets = gather_groups(np.append(branches, size), branch_order)
-        # Move the branches. Each shares the trunk with the one before it, but for the first of a pack.
+        # Move the branches.
         positions[tree] = start + members
-        shared[tree], shared_prefixes[tree] = shared[start + members], shared_prefixes[start + members]
+        shared[tree] = shared[start + members]
+        shared_prefixes[tree] = shared_prefixes[start + members]
+        # The first sample of a branch shares the trunk with the sample before it, but nothing if it begins a pack.
         branch_starts = start + branch_offsets[:-1]
-        shared[branch_starts], shared_prefixes[branch_starts] = trunk_tokens, trunk_prefix
+        shared[branch_starts] = trunk_tokens
+        shared_prefixes[branch_starts] = trunk_prefix
         first_branches = np.append(packs.offsets[:-1], np.arange(len(fits), len(branches)))
         pack_starts = branch_starts[first_branches]
-        shared[pack_starts], shared_prefixes[pack_starts] = 0, NOTHING
+        shared[pack_starts] = 0
+        shared_prefixes[pack_starts] = NOTHING
     return positions, shared, shared_prefixes
 
 
@@ -393,21 +407,23 @@ class Branch:
 def find_branches(new_tokens: IntArray, shared: IntArray | None = None) -> list[Branch]:
     """List the branches of one pack, each after its parent, in the order of their tokens in the pack.
 
-    ``new_tokens``, (S,), are what each sample adds to the pack, 1 or more, and ``shared``, (S,), what it shares with
-    the one before it, fewer than either has. Cost: each sample is visited once for each prefix that it shares.
+    ``new_tokens``, (S,), are what each sample adds to the pack, 1 or more. ``shared``, (S,), is the prefix that it
+    shares with the sample before it, shorter than either sample; None if nothing is shared. Cost: each sample is
+    visited once for each prefix that it shares.
     """
     num_samples = len(new_tokens)
     shared_tokens = [0] * num_samples if shared is None else shared.tolist()
     lengths = [new + old for new, old in zip(new_tokens.tolist(), shared_tokens, strict=True)]
-    shared_tokens.append(0)  # the end of the pack ends all prefixes
+    shared_tokens.append(0)  # nothing is shared beyond the end of the pack
     branches: list[Branch] = []
-    path: list[int] = []  # branches of the current sample
+    path: list[int] = []  # indices of the branches that make up the current sample, from its beginning
     for sample, length in enumerate(lengths):
         while path and branches[path[-1]].stop > shared_tokens[sample]:
             path.pop()
-        # A prefix of this sample ends at the first of the following samples that shares less of it.
-        end_of_prefix = dict[int, int]()
-        prefix_length, following = length, sample + 1
+        # For each prefix of this sample that is new in the pack: the first following sample that does not share it.
+        end_of_prefix: dict[int, int] = {}
+        prefix_length = length
+        following = sample + 1
         while prefix_length > shared_tokens[sample] and following <= num_samples:
             if prefix_length > shared_tokens[following]:
                 end_of_prefix[prefix_length] = following
@@ -416,5 +432,5 @@ def find_branches(new_tokens: IntArray, shared: IntArray | None = None) -> list[
         for stop in sorted(end_of_prefix):
             start, parent = (branches[path[-1]].stop, path[-1]) if path else (0, NOTHING)
             path.append(len(branches))
-            branches.append(Branch(sample, end_of_prefix[stop], start, stop, parent))
+            branches.append(Branch(first=sample, last=end_of_prefix[stop], start=start, stop=stop, parent=parent))
     return branches
