@@ -64,34 +64,35 @@ def seeded_order(
     stream: int,
     descending_by: npt.NDArray[np.integer[Any]] | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Order the numbers 0 to ``num`` - 1 at random; given ``descending_by``, by that value, and at random among equals.
+    """Order the numbers 0 to ``num`` - 1 at random; with ``descending_by``, by that value, and at random among equals.
 
-    Each number gets a 64-bit key of (rank of its value, random bits, the number itself), and the keys are sorted.
-    Numbers with equal random bits stay ascending: 24 bits are random for 40 million lengths of up to 10240. Only
-    ``SeedSequence`` and ``random_raw`` are used, whose output numpy guarantees, so a resumed run has the same order;
-    numpy's ``permutation`` may change. Cost: 8 bytes a number, and about half the time of ``permutation``.
+    Each number gets a 64-bit key, from the highest bits: largest value minus its value, random bits, the number itself.
+    The keys are sorted. Numbers with equal random bits stay ascending: 24 bits are random for 40 million lengths of up
+    to 10240. Only ``SeedSequence`` and ``random_raw`` are used, whose output numpy guarantees, so a resumed run has the
+    same order; numpy's ``permutation`` may change. Cost: 8 bytes a number, and about half the time of ``permutation``.
 
-    ``descending_by``, (num,), are values of 0 or more; the result is int64 (num,). ``stream`` may have the offset of a
-    window.
+    ``descending_by``, (num,), are values of 0 or more; the result is int64 (num,). ``stream`` is a ``RandomStream``,
+    possibly with the offset of a window.
     """
     largest = int(descending_by.max()) if descending_by is not None and num else 0
     number_bits = np.uint64(max(num - 1, 0).bit_length())
     value_bits = np.uint64(largest.bit_length())
     random_bits = np.uint64(64) - number_bits - value_bits
     assert number_bits + value_bits < 64
-    source = _random_source(seed, epoch, stream)
+    bit_generator = _random_source(seed, epoch, stream)
     keys = np.empty(num, dtype=np.uint64)
     for start in range(0, num, CHUNK):
-        chunk = keys[start : start + CHUNK]  # a view: the chunk is computed in place
-        chunk[:] = source.random_raw(len(chunk))
+        chunk = keys[start : start + CHUNK]  # a view: the keys of the chunk are computed in place
+        chunk[:] = bit_generator.random_raw(len(chunk))
         chunk >>= number_bits + value_bits
         if descending_by is not None and value_bits:
-            ascending = (largest - descending_by[start : start + CHUNK]).astype(np.uint64)
-            chunk |= ascending << random_bits
+            below_largest = (largest - descending_by[start : start + CHUNK]).astype(np.uint64)
+            chunk |= below_largest << random_bits
         chunk <<= number_bits
         chunk |= np.arange(start, start + len(chunk), dtype=np.uint64)
     keys.sort()
-    keys &= (np.uint64(1) << number_bits) - np.uint64(1)
+    number_mask = (np.uint64(1) << number_bits) - np.uint64(1)
+    keys &= number_mask
     return keys.view(np.int64)
 
 

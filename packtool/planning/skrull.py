@@ -49,11 +49,11 @@ class PlacedMicroBatch(NamedTuple):
 
 
 def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAssignment:
-    """Assign the samples of packs to ranks: each step trains those of its ``options.packs_per_step`` packs.
+    """Assign samples to ranks and micro-batches; a step trains the samples of ``options.packs_per_step`` packs.
 
-    The result has the N single samples, and their placement. The ranks of a step have equally many micro-batches: empty
-    ones are added at the end. ``flops``, (N,), are of the samples in the order of ``packs.samples``. Cost: about 10 us
-    a sample.
+    The result assigns the N single samples, and has their placement. The ranks of a step have equally many
+    micro-batches: empty ones are added at the end of each rank. ``flops``, (N,), are of the samples in the order of
+    ``packs.samples``. Cost: about 10 us a sample.
     """
     assert options.skrull is not None
     options.skrull.check(packs.lengths)
@@ -63,19 +63,25 @@ def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAs
     micro_batch_sizes: list[int] = []
     micro_batches_per_step: list[int] = []
     for first_pack in range(0, packs.num_packs, options.packs_per_step):
-        last_pack = min(first_pack + options.packs_per_step, packs.num_packs)
-        start, stop = packs.offsets[[first_pack, last_pack]].tolist()
-        ranks = schedule_step(packs.lengths[start:stop], flops[start:stop], options.skrull, num_ranks=num_ranks)
-        max_per_rank = max(map(len, ranks))
-        for micro_batches in ranks:
+        end_pack = min(first_pack + options.packs_per_step, packs.num_packs)
+        start, stop = packs.offsets[[first_pack, end_pack]].tolist()
+        batches_of_ranks = schedule_step(
+            packs.lengths[start:stop], flops[start:stop], options.skrull, num_ranks=num_ranks
+        )
+        max_per_rank = max(map(len, batches_of_ranks))
+        for micro_batches in batches_of_ranks:
             for batch in micro_batches:
                 order += [start + sample for sample in batch.samples]
                 placement += batch.placement
                 micro_batch_sizes.append(len(batch.samples))
             micro_batch_sizes += [0] * (max_per_rank - len(micro_batches))
         micro_batches_per_step.append(max_per_rank * num_ranks)
-    columns = order, micro_batch_sizes, micro_batches_per_step, placement
-    return StepAssignment(*(np.array(column, np.int64) for column in columns))
+    return StepAssignment(
+        order=np.array(order, np.int64),
+        micro_batch_sizes=np.array(micro_batch_sizes, np.int64),
+        micro_batches_per_step=np.array(micro_batches_per_step, np.int64),
+        placement=np.array(placement, np.int64),
+    )
 
 
 def schedule_step(
@@ -87,16 +93,24 @@ def schedule_step(
     """
     size, alignment, times = options.sequence_parallel_size, options.alignment, options.times
     counts = {"num_ranks": num_ranks, "sequence_parallel_size": size, "alignment": alignment}
-    if problems := [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]:
+    problems = [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]
+    if problems:
         raise ConfigError.from_problems(problems)
     options.check(lengths)
     lengths, costs = np.asarray(lengths), np.asarray(flops, dtype=np.float64)
-    padded = -(-lengths // alignment) * alignment
-    local, sharded = times.loads(lengths, costs), times.loads(padded, costs, size)
-    step = _Step(lengths.tolist(), padded.tolist(), local, sharded, size, options.bucket_size * size, times)
+    padded = -(-lengths // alignment) * alignment  # rounded up
+    step = _Step(
+        sizes=lengths.tolist(),
+        padded=padded.tolist(),
+        local=times.loads(lengths, costs),
+        sharded=times.loads(padded, costs, size),
+        num_ranks=size,
+        capacity=options.bucket_size * size,
+        times=times,
+    )
     work = [load.flops for load in step.local]
-    descending = sorted(range(len(work)), key=lambda i: -work[i])
-    return [step.schedule_rank(sequences) for sequences in assign_to_lightest(descending, work, num_ranks)]
+    heaviest_first = sorted(range(len(work)), key=lambda i: -work[i])
+    return [step.schedule_rank(sequences) for sequences in assign_to_lightest(heaviest_first, work, num_ranks)]
 
 
 @dataclass(frozen=True)
@@ -112,25 +126,30 @@ class _Step:
     times: StepTime
 
     def schedule_rank(self, sequences: list[int]) -> list[PlacedMicroBatch]:
-        """Divide the sequences of a data-parallel rank into micro-batches; return the fastest of several divisions."""
+        """Divide the sequences of a data-parallel rank into micro-batches; return the fastest of several divisions.
+
+        The micro-batches with most work come first.
+        """
         if not sequences:
             return []
         ascending = sorted(sequences, key=lambda i: (self.sizes[i], i))
-        fewest = self._micro_batches(ascending, self._place)
+        fewest = self._fewest_micro_batches(ascending, self._place)
         assert fewest is not None, "each sequence fits alone"
         candidates = [fewest]
         if self.num_ranks > 1:
-            if all_sharded := self._micro_batches(ascending, self._shard_all):
+            all_sharded = self._fewest_micro_batches(ascending, self._shard_all)
+            if all_sharded:
                 candidates.append(all_sharded)
-            # The fewest micro-batches, of at most twice as many, in which all that fits on a rank can be local.
-            for num in range(len(fewest), 2 * len(fewest) + 1):
-                if short_local := self._all_short_local(ascending, num):
+            # Up to twice as many micro-batches, until every sequence that fits into a rank's bucket can be local.
+            for num_batches in range(len(fewest), 2 * len(fewest) + 1):
+                short_local = self._make_short_local(ascending, num_batches)
+                if short_local:
                     candidates.append(short_local)
                     break
-        best = min(candidates, key=lambda placed: sum(batch.seconds for batch in placed))
-        return sorted(best, key=lambda batch: -math.fsum(self.local[i].flops for i in batch.samples))
+        fastest = min(candidates, key=lambda batches: sum(batch.seconds for batch in batches))
+        return sorted(fastest, key=lambda batch: -math.fsum(self.local[i].flops for i in batch.samples))
 
-    def _micro_batches(
+    def _fewest_micro_batches(
         self, ascending: list[int], place: Callable[[list[int]], PlacedMicroBatch | None]
     ) -> list[PlacedMicroBatch] | None:
         """Divide into the fewest micro-batches that ``place`` can place; None if even single sequences do not fit."""
@@ -148,23 +167,25 @@ class _Step:
         yield [ascending[first::num] for first in range(num)]
         yield [batch[::-1] for batch in assign_to_lightest(reversed(ascending), self.padded, num)]
 
-    def _all_short_local(self, ascending: list[int], num_batches: int) -> list[PlacedMicroBatch] | None:
+    def _make_short_local(self, ascending: list[int], num_batches: int) -> list[PlacedMicroBatch] | None:
         """Make sequences that fit into a rank's bucket local, and shard the others; None if they do not fit.
 
-        The buckets of all ranks of all micro-batches get about equal work.
+        The local sequences give about equal work to all ranks of all micro-batches.
         """
         bucket_size = self.capacity // self.num_ranks
         short = [i for i in ascending if self.sizes[i] <= bucket_size]
         long = [i for i in ascending if self.sizes[i] > bucket_size]
-        sizes, work = [self.sizes[i] for i in short], [self.local[i].flops for i in short]
-        buckets = divide_evenly(sizes, work, num_batches * self.num_ranks, bucket_size)
+        short_sizes = [self.sizes[i] for i in short]
+        short_work = [self.local[i].flops for i in short]
+        # One bucket for each rank of each micro-batch, with indices into ``short``.
+        buckets = divide_evenly(short_sizes, short_work, num_batches * self.num_ranks, bucket_size)
         if buckets is None:
             return None
-        batches = [_Ranks(self) for _ in range(num_batches)]
+        batches = [_PartialPlacement(self) for _ in range(num_batches)]
         for number, bucket in enumerate(buckets):
-            batch, rank = divmod(number, self.num_ranks)
+            batch_index, rank = divmod(number, self.num_ranks)
             for index in bucket:
-                batches[batch].place_locally(short[index], rank)
+                batches[batch_index].place_locally(short[index], rank)
         for sequence in reversed(long):
             emptiest = max(batches, key=lambda batch: sum(batch.free))
             emptiest.shard(sequence)
@@ -182,7 +203,7 @@ class _Step:
 
     def _place(self, ascending: list[int]) -> PlacedMicroBatch | None:
         """Make each sequence local or sharded; None if they do not fit into one micro-batch."""
-        batch = _Ranks(self)
+        batch = _PartialPlacement(self)
         placed = batch.best_placement() if all(map(batch.add, ascending)) else None
         if self.num_ranks == 1:
             return placed
@@ -190,34 +211,36 @@ class _Step:
         return self.shard_longest(ascending, max_seconds) or placed
 
     def shard_longest(self, ascending: list[int], max_seconds: float) -> PlacedMicroBatch | None:
-        """Find the fastest placement that shards the longest sequences, if it takes less than ``max_seconds``.
+        """Try to shard the 0, 1, ... longest sequences; return the fastest placement, None if all need ``max_seconds``.
 
-        The others go to the ranks, longest first, each to the rank with the least work so far (LPT: Graham 1969,
+        The other sequences are local: longest first, each to the rank with the least work so far (LPT: Graham 1969,
         "Bounds on multiprocessing timing anomalies"). Ties go to fewer sharded sequences, and the lower rank. Cost:
         O(n log N) for each number of sharded sequences whose lower bound is below the best time so far.
         """
-        best, longest_first, num_ranks = None, ascending[::-1], self.num_ranks
-        # Free space of every rank, work and tokens of the sharded sequences, and work of the others.
-        free, sharded, sharded_tokens = self.capacity, NO_LOAD, 0
+        longest_first = ascending[::-1]
+        num_ranks = self.num_ranks
+        best = None
+        free_per_rank = self.capacity  # in N-ths of a token
+        sharded, sharded_tokens = NO_LOAD, 0
         local = Load.sum(self.local[i] for i in longest_first)
         for num_sharded in range(len(longest_first) + 1):
             if num_sharded:
                 # Shard one more sequence.
                 sequence = longest_first[num_sharded - 1]
-                free -= self.padded[sequence]
+                free_per_rank -= self.padded[sequence]
                 sharded = sharded.plus(self.sharded[sequence])
                 sharded_tokens += self.padded[sequence]
                 local = local.minus(self.local[sequence])
-            if free < 0:
+            if free_per_rank < 0:
                 break
-            # Lower bound: some rank has the longest, and by convexity uneven loads take no less than even ones.
+            # Lower bound of the time: one rank has the longest local sequence, and even loads take the least time.
             longest = self.local[longest_first[num_sharded]] if num_sharded < len(longest_first) else NO_LOAD
             even = Load(local.flops / num_ranks, local.attention / num_ranks)
             if (even.flops + sharded.flops / num_ranks) / self.times.flops_per_second >= max_seconds:
-                break  # and more sharding makes more work
+                break  # sharding more sequences only makes more work
             if self.times.micro_batch([longest, even], sharded, sharded_tokens, num_ranks) >= max_seconds:
                 continue
-            placed = self.to_lightest(longest_first[num_sharded:], free)
+            placed = self.assign_local(longest_first[num_sharded:], free_per_rank)
             if placed is None:
                 continue
             ranks, loads = placed
@@ -227,8 +250,8 @@ class _Step:
                 best = PlacedMicroBatch(ascending, ranks[::-1] + [SHARDED] * num_sharded, seconds)
         return best
 
-    def to_lightest(self, descending: list[int], free: int) -> tuple[list[int], list[Load]] | None:
-        """Assign local sequences to ranks; return them and the work of each rank, or None if they do not fit."""
+    def assign_local(self, descending: list[int], free: int) -> tuple[list[int], list[Load]] | None:
+        """Return the rank of each local sequence, and the work of each rank; None if the sequences do not fit."""
         free_of_rank, loads = [free] * self.num_ranks, [NO_LOAD] * self.num_ranks
         lightest = [(0.0, rank) for rank in range(self.num_ranks)]
         ranks = []
@@ -243,8 +266,8 @@ class _Step:
         return ranks, loads
 
 
-class _Ranks:
-    """The ranks of a micro-batch while its sequences are placed."""
+class _PartialPlacement:
+    """Placement of a micro-batch's sequences on its ranks, while it is built."""
 
     def __init__(self, step: _Step) -> None:
         self.step, self.ranks = step, range(step.num_ranks)
@@ -258,16 +281,17 @@ class _Ranks:
         return self.step.times.micro_batch(self.load, self.sharded, self.sharded_tokens, self.step.num_ranks)
 
     def add(self, sequence: int) -> bool:
-        """Place a sequence, no shorter than those before it; return False if it fits nowhere.
+        """Place a sequence that is no shorter than those placed before; return False if it fits nowhere.
 
-        It is local to the rank with the least work, or else the most space, or sharded. If it does not fit, a local
-        sequence is sharded instead, until it does.
+        It becomes local to the rank with the least work, else to the rank with the most space, else sharded. While it
+        fits nowhere, the longest local sequence of the fullest rank is sharded, and all is tried again.
         """
-        needed = self.step.sizes[sequence] * self.step.num_ranks
+        needed = self.step.sizes[sequence] * self.step.num_ranks  # in N-ths of a token, as ``free``
         while True:
             if min(self.free) >= 0:
-                lightest, emptiest = self.load.index(min(self.load)), self.free.index(max(self.free))
-                for rank in (lightest, emptiest):
+                lightest_rank = self.load.index(min(self.load))
+                emptiest_rank = self.free.index(max(self.free))
+                for rank in (lightest_rank, emptiest_rank):
                     if self.free[rank] >= needed:
                         self.place_locally(sequence, rank)
                         return True

@@ -46,7 +46,7 @@ def test_no_number_of_sharded_sequences_is_faster(sizes: list[int], num_ranks: i
     seconds = []
     for num in range(len(sizes) + 1):
         free = step.capacity - sum(step.padded[i] for i in falling[:num])
-        placed = step.to_lightest(falling[num:], free) if free >= 0 else None
+        placed = step.assign_local(falling[num:], free) if free >= 0 else None
         if placed is not None:
             ranks, loads = placed
             tokens = [0] * num_ranks
