@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -209,27 +210,31 @@ def assign_balanced(
     A step takes the next W * G * B packs (symbols as in ``PlanOptions``), in the packer's random order. Without
     balancing, pack ``i`` of a step is assigned to rank ``i % W``; ``within-step`` gives the ranks equal work;
     ``window`` also exchanges packs between steps near each other. The last step takes the remaining packs: it has as
-    few micro-batches as its ranks need, the packs of a rank spread evenly over them. A rank without packs has empty
-    micro-batches. Cost: O(K), and O(K log K) with balancing.
+    few micro-batches as its ranks need, and the packs of a rank are spread evenly over them. A rank without packs has
+    empty micro-batches. Cost: O(K), and O(K log K) with balancing.
 
-    ``costs``, (K,), is the work of each pack, needed for balancing; ``tree_parts`` are prefix trees in several packs,
-    for which packs are reordered.
+    ``costs``, (K,), is the work of each pack, needed for balancing. ``tree_parts`` are prefix trees in several packs;
+    these packs are reordered to be in one step, or in different ones.
     """
     world_size, packs_per_micro_batch = options.world_size, options.per_device_train_batch_size
     accumulation_steps = options.gradient_accumulation_steps
-    counts = {"world_size": world_size, "gradient_accumulation_steps": accumulation_steps}
-    counts["packs_per_micro_batch"] = packs_per_micro_batch
-    if problems := [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]:
+    counts = {
+        "world_size": world_size,
+        "gradient_accumulation_steps": accumulation_steps,
+        "packs_per_micro_batch": packs_per_micro_batch,
+    }
+    problems = [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]
+    if problems:
         raise ConfigError.from_problems(problems)
     if options.balance == "none":
         costs = None
     else:
         assert costs is not None, "balancing needs the costs of packs"
 
-    # Full steps first, (steps, packs per step), then the remaining packs.
     packs_per_step = options.packs_per_step
-    full_shape = packs.num_packs // packs_per_step, packs_per_step
-    num_in_full_steps = full_shape[0] * packs_per_step
+    num_full_steps = packs.num_packs // packs_per_step
+    num_in_full_steps = num_full_steps * packs_per_step
+    full_shape = num_full_steps, packs_per_step
     order = np.arange(packs.num_packs, dtype=np.int64)
     if costs is not None and options.balance == "window":
         grouped = group_alike(order[:num_in_full_steps].reshape(full_shape), costs, world_size)
@@ -238,37 +243,38 @@ def assign_balanced(
         order = tree_parts.reorder(order, packs_per_step)
     full_steps, remaining = order[:num_in_full_steps].reshape(full_shape), order[num_in_full_steps:]
 
-    # Within each step, the packs of rank 0 first.
+    # Reorder the packs of each full step: those of rank 0 first.
     if costs is None:
-        by_turn = full_steps.reshape(full_shape[0], packs_per_step // world_size, world_size)
-        full_steps = by_turn.transpose(0, 2, 1).reshape(full_shape)
+        turns = full_steps.reshape(num_full_steps, packs_per_step // world_size, world_size)
+        full_steps = turns.transpose(0, 2, 1).reshape(full_shape)
     else:
         rank_packs = assign_evenly(costs[full_steps], world_size)
         full_steps = np.take_along_axis(full_steps, rank_packs.reshape(full_shape), axis=1)
     last_order, last_sizes = _assign_last_step(remaining, world_size, packs_per_micro_batch, costs)
     micro_batches_per_step = world_size * accumulation_steps
-    sizes = np.full(full_shape[0] * micro_batches_per_step, packs_per_micro_batch, dtype=np.int64)
-    per_step = [micro_batches_per_step] * full_shape[0]
+    full_sizes = np.full(num_full_steps * micro_batches_per_step, packs_per_micro_batch, dtype=np.int64)
+    num_micro_batches = [micro_batches_per_step] * num_full_steps
     if len(remaining):
-        per_step.append(len(last_sizes))
+        num_micro_batches.append(len(last_sizes))
     order = np.concatenate((full_steps.reshape(-1), last_order))
-    return StepAssignment(order, np.append(sizes, last_sizes), np.array(per_step, dtype=np.int64))
+    return StepAssignment(order, np.append(full_sizes, last_sizes), np.array(num_micro_batches, dtype=np.int64))
 
 
 def _assign_last_step(
     packs: Int64Array, world_size: int, packs_per_micro_batch: int, costs: Costs | None
 ) -> tuple[Int64Array, Int64Array]:
-    """Assign the packs of the last, smaller step; return them micro-batch by micro-batch, and the micro-batches' sizes.
+    """Assign the packs (n,) of the last, smaller step; return them rank by rank, and the micro-batches' sizes.
 
     ``costs``, (K,), are of all packs of the epoch; None assigns packs to ranks in turn.
     """
     if not len(packs):
         return packs, np.zeros(0, np.int64)
-    max_per_rank = -(-len(packs) // world_size)
-    num_micro_batches = -(-max_per_rank // packs_per_micro_batch)
-    rank_packs = [packs[rank::world_size] for rank in range(world_size)]
-    if costs is not None:
-        # Packs without work fill up the ranks, and are removed again.
+    max_per_rank = math.ceil(len(packs) / world_size)
+    num_micro_batches = math.ceil(max_per_rank / packs_per_micro_batch)
+    if costs is None:
+        rank_packs = [packs[rank::world_size] for rank in range(world_size)]
+    else:
+        # Imaginary packs without work, with indices from n on, give all ranks equally many packs; then remove them.
         padded_costs = np.zeros(max_per_rank * world_size)
         padded_costs[: len(packs)] = costs[packs]
         rank_indices = assign_evenly(padded_costs[None], world_size)[0]
@@ -303,41 +309,43 @@ def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
 def _assign_steps_evenly(costs: Costs, num_ranks: int) -> Int64Array:
     """Assign packs as ``assign_evenly`` does, all steps at once."""
     num_steps, num_packs = costs.shape
-    shape = num_steps, num_ranks, num_packs // num_ranks
+    packs_per_rank = num_packs // num_ranks
     heaviest_first = np.argsort(-costs, axis=1, kind="stable")
-    rank_packs, loads = np.empty(shape, dtype=np.int64), np.zeros((num_steps, num_ranks))
-    # In each round every rank gets one pack: the lightest rank gets the heaviest.
-    for number in range(shape[2]):
+    rank_packs = np.empty((num_steps, num_ranks, packs_per_rank), dtype=np.int64)
+    rank_work = np.zeros((num_steps, num_ranks))
+    # In each round every rank gets one of the heaviest packs left: the rank with the least work gets the heaviest.
+    for number in range(packs_per_rank):
         packs = heaviest_first[:, number * num_ranks : (number + 1) * num_ranks]
-        lightest_first = np.argsort(loads, axis=1, kind="stable")
+        lightest_first = np.argsort(rank_work, axis=1, kind="stable")
         np.put_along_axis(rank_packs[:, :, number], lightest_first, packs, axis=1)
-        new_loads = np.take_along_axis(loads, lightest_first, axis=1) + np.take_along_axis(costs, packs, axis=1)
-        np.put_along_axis(loads, lightest_first, new_loads, axis=1)
-    if shape[2] <= 1 or num_ranks == 1:
+        new_work = np.take_along_axis(rank_work, lightest_first, axis=1) + np.take_along_axis(costs, packs, axis=1)
+        np.put_along_axis(rank_work, lightest_first, new_work, axis=1)
+    if packs_per_rank <= 1 or num_ranks == 1:
         return rank_packs
-    rank_costs = np.take_along_axis(costs, rank_packs.reshape(costs.shape), axis=1).reshape(shape)
-    _swap(rank_costs, rank_packs)
-    # The heaviest pack first: micro-batches that run at the same time are then alike, too.
-    return np.take_along_axis(rank_packs, np.argsort(-rank_costs, axis=2, kind="stable"), axis=2)
+    pack_costs = np.take_along_axis(costs, rank_packs.reshape(costs.shape), axis=1).reshape(rank_packs.shape)
+    _swap_in_place(pack_costs, rank_packs)
+    # The heaviest pack of each rank first: micro-batches that run at the same time then have similar work, too.
+    return np.take_along_axis(rank_packs, np.argsort(-pack_costs, axis=2, kind="stable"), axis=2)
 
 
-def _swap(costs: Costs, rank_packs: Int64Array) -> None:
+def _swap_in_place(costs: Costs, rank_packs: Int64Array) -> None:
     """Swap pairs of packs between the heaviest and the lightest rank of each step, at most ``_MAX_SWAPS`` times.
 
     Changes ``costs`` and ``rank_packs``, (S, W, n / W), in place. A step is done when no swap makes it more even.
     """
-    steps = np.arange(len(rank_packs))  # those not done yet
+    steps = np.arange(len(rank_packs))  # the u steps that are not done yet
     for _ in range(_MAX_SWAPS):
         loads = costs[steps].sum(axis=2)
-        heavy, light = loads.argmax(axis=1), loads.argmin(axis=1)
+        heavy, light = loads.argmax(axis=1), loads.argmin(axis=1)  # ranks, (u,)
         rows = np.arange(len(steps))
         gap = loads[rows, heavy] - loads[rows, light]
-        # Moving d from the heavy to the light rank leaves a gap of |gap - 2 d|: the best d is half of it.
-        moved_cost = costs[steps, heavy][:, :, None] - costs[steps, light][:, None, :]
-        gap_after = np.abs(gap[:, None, None] - 2 * moved_cost).reshape(len(steps), -1)
+        # A swap that moves work d from the heavy to the light rank leaves a gap of |gap - 2 d|. Compute it for all
+        # pairs, (u, n / W, n / W): packs of the heavy rank times packs of the light one.
+        moved_work = costs[steps, heavy][:, :, None] - costs[steps, light][:, None, :]
+        gap_after = np.abs(gap[:, None, None] - 2 * moved_work).reshape(len(steps), -1)
         best_pair = gap_after.argmin(axis=1)
         is_better = gap_after[rows, best_pair] < gap * (1 - 1e-9)
-        steps, best_pair, heavy, light = steps[is_better], best_pair[is_better], heavy[is_better], light[is_better]
+        steps, best_pair, heavy, light = (array[is_better] for array in (steps, best_pair, heavy, light))
         if not len(steps):
             return
         heavy_pack, light_pack = np.divmod(best_pair, rank_packs.shape[2])
@@ -383,29 +391,29 @@ def assign_to_lightest(items: Iterable[int], weights: Sequence[float], num_group
 def divide_evenly(
     sizes: Sequence[int], work: Sequence[float], num_groups: int, capacity: int
 ) -> list[list[int]] | None:
-    """Divide items into groups of at most ``capacity`` and about equal work; None where an item fits in no group.
+    """Divide items into groups of at most ``capacity`` and about equal work; None if an item fits in no group.
 
-    The heaviest item first, each to the group with the least work that has enough space. Ties go to the later item and
-    the lower group. Groups, some possibly empty, are in the order of descending work, their items of ascending work.
-    ``sizes`` and ``work`` are of the items, (n,).
+    The heaviest item comes first; each goes to the group with the least work among those with enough space. Ties go to
+    the later item and the lower group. ``sizes`` and ``work`` are of the items, (n,). Returns the items of each group
+    by ascending work, and the groups, of which some may be empty, by descending work.
     """
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     free = [capacity] * num_groups
-    lightest_first = [(0.0, group) for group in range(num_groups)]  # a heap of work and group
+    heap = [(0.0, group) for group in range(num_groups)]  # work and number of each group, the lightest on top
     for item in sorted(range(len(work)), key=lambda i: (-work[i], -i)):
         # Take groups without enough space off the heap, and put them back afterwards.
-        full = []
-        while lightest_first and free[lightest_first[0][1]] < sizes[item]:
-            full.append(heapq.heappop(lightest_first))
-        if not lightest_first:
+        too_full = []
+        while heap and free[heap[0][1]] < sizes[item]:
+            too_full.append(heapq.heappop(heap))
+        if not heap:
             return None
-        load, group = lightest_first[0]
+        group_work, group = heap[0]
         groups[group].append(item)
         free[group] -= sizes[item]
-        heapq.heapreplace(lightest_first, (load + work[item], group))
-        for entry in full:
-            heapq.heappush(lightest_first, entry)
-    heaviest_first = sorted(lightest_first, key=lambda entry: (-entry[0], entry[1]))
+        heapq.heapreplace(heap, (group_work + work[item], group))
+        for entry in too_full:
+            heapq.heappush(heap, entry)
+    heaviest_first = sorted(heap, key=lambda entry: (-entry[0], entry[1]))
     return [groups[group][::-1] for _, group in heaviest_first]
 
 

@@ -70,7 +70,10 @@ class SkrullFigures:
         flops: Costs,
         towers: TowerWork | None,
     ) -> SkrullFigures:
-        """Compute the figures of assigned samples, from the FLOPs (N,) of each and the towers' part of them."""
+        """Compute the figures of single samples that ``steps`` and ``placement`` assign.
+
+        ``flops``, (N,), are of each sample, and ``towers`` the towers' part of them.
+        """
         balance = imbalance(device_costs(steps, placement, flops, options.sequence_parallel_size, towers))
         local = steps.order[placement != SHARDED]
         return cls(
@@ -182,23 +185,28 @@ def computed_tokens(single_samples: PackPlan, steps: StepPlan, placement: Int64A
 def device_costs(
     steps: StepPlan, placement: Int64Array, flops: Costs, sequence_parallel_size: int, towers: TowerWork | None = None
 ) -> Costs:
-    """Compute the FLOPs of every device in every step, (S, W N), from those of single samples, (N,), placed by Skrull.
+    """Sum the FLOPs of every device in every step, (S, W N); each of W data-parallel ranks has N devices.
 
-    ``towers`` are the towers' part of them, which the rank does that computes an image.
+    ``flops``, (K,), are of single samples, placed by Skrull. ``towers`` are the towers' part of them: of a sharded
+    sample, each image is computed by one device.
     """
-    # All arrays are by position in ``steps.order``; a group is the devices of a data-parallel rank in a step.
+    size = sequence_parallel_size
+    # Arrays of samples are in the order of ``steps.order``; a group is the devices of a data-parallel rank in a step.
     num_groups = steps.num_steps * steps.world_size
     group = steps.rank_of_micro_batch[steps.micro_batch_of]
-    work, is_local = flops[steps.order], placement != SHARDED
-    device = group[is_local] * sequence_parallel_size + placement[is_local]
-    local = np.bincount(device, work[is_local], num_groups * sequence_parallel_size)
+    work = flops[steps.order]
+    is_local = placement != SHARDED
+    device = group[is_local] * size + placement[is_local]
+    local_work = np.bincount(device, work[is_local], num_groups * size)
+    # All devices of a group have equal parts of its sharded samples, except for images.
+    sharded_work = work[~is_local]
     if towers is not None:
-        work = np.where(is_local, work, work - towers.flops[steps.order])
-    sharded = np.bincount(group[~is_local], work[~is_local], num_groups) / sequence_parallel_size
-    costs = local.reshape(num_groups, sequence_parallel_size) + sharded[:, None]
+        sharded_work = sharded_work - towers.flops[steps.order][~is_local]
+    shared_work = np.bincount(group[~is_local], sharded_work, num_groups) / size
+    costs = local_work.reshape(num_groups, size) + shared_work[:, None]
     if towers is not None:
-        costs += shared_tower_costs(steps, placement, towers, sequence_parallel_size)
-    return costs.reshape(steps.num_steps, steps.world_size * sequence_parallel_size)
+        costs += shared_tower_costs(steps, placement, towers, size)
+    return costs.reshape(steps.num_steps, steps.world_size * size)
 
 
 def padded_fill(packs: PackPlan, steps: StepPlan) -> float:
@@ -220,10 +228,12 @@ def summarize(
     skrull: SkrullFigures | None = None,
 ) -> PlanSummary:
     """Compute the figures of packs and steps; arguments as in ``PlanSummary``."""
-    tokens = packs.tokens_per_pack().astype(np.float64)
-    is_taken = np.zeros(num_cached, np.bool_)
-    is_taken[packs.samples] = True
-    num_distinct = int(np.count_nonzero(is_taken))
+    is_planned = np.zeros(num_cached, np.bool_)
+    is_planned[packs.samples] = True
+    num_distinct = int(np.count_nonzero(is_planned))
+    # Attention within samples, and attention that crosses them in whole packs.
+    sample_squares = float(packs.sum_squares_per_pack().sum())
+    pack_squares = float(np.square(packs.tokens_per_pack().astype(np.float64)).sum())
     return PlanSummary(
         num_cached=num_cached,
         num_filtered=num_cached - num_distinct,
@@ -239,7 +249,7 @@ def summarize(
         num_steps=steps.num_steps,
         num_steps_without_packing=-(-packs.num_samples // options.samples_per_plain_step),
         num_empty_micro_batches=steps.num_empty_micro_batches,
-        efficient_attn_ratio=float(packs.sum_squares_per_pack().sum()) / float(np.square(tokens).sum()),
+        efficient_attn_ratio=sample_squares / pack_squares,
         balance=balance,
         skrull=skrull,
     )

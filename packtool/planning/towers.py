@@ -37,22 +37,25 @@ class TowerWork:
 def assign_heaviest_first(
     weights: Sequence[float] | Costs, loads: Sequence[float] | Costs, groups: Int64Array | None = None
 ) -> Int64Array:
-    """Assign items to ranks, (n,): the heaviest first, each to the rank with the least so far (LPT).
+    """Return the rank of each item, (n,): the heaviest item first, each to the rank with the least load so far (LPT).
 
-    Ties go to the earlier item and the lower rank. ``loads``, (N,), are those of each rank before. Given the group of
-    each item, ``groups`` (n,), many groups of ranks are assigned at once, with ``loads`` (G, N). Cost: O(n N), in as
-    many rounds as the largest group has items.
+    Ties go to the earlier item and the lower rank. ``loads``, (N,), are the initial loads of the ranks. With
+    ``groups``, (n,), the group of each item, G groups of N ranks each are assigned at once, and ``loads`` is (G, N).
+    Cost: O(n N), in as many rounds as the largest group has items.
     """
-    weights, rank_loads = np.asarray(weights, np.float64), np.array(loads, np.float64, ndmin=2)
+    weights = np.asarray(weights, np.float64)
+    rank_loads = np.array(loads, np.float64, ndmin=2)  # (G, N), a copy
     owners = np.zeros(len(weights), np.int64)
     if groups is None:
         groups = np.zeros(len(weights), np.int64)
-    # In each round every group assigns one item, its heaviest that is left.
+    # Sort by group, and in a group by weight. In round r every group assigns its item r.
     by_group = np.lexsort((-weights, groups))
-    sizes = np.bincount(groups, minlength=len(rank_loads))
-    round_of = np.arange(len(by_group)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    group_sizes = np.bincount(groups, minlength=len(rank_loads))
+    group_starts = np.cumsum(group_sizes) - group_sizes
+    round_of = np.arange(len(by_group)) - np.repeat(group_starts, group_sizes)
     by_round = by_group[np.argsort(round_of, kind="stable")]
-    for items in np.split(by_round, np.cumsum(np.bincount(round_of))[:-1]):
+    round_stops = np.cumsum(np.bincount(round_of))
+    for items in np.split(by_round, round_stops[:-1]):
         owners[items] = rank_loads[groups[items]].argmin(axis=1)
         rank_loads[groups[items], owners[items]] += weights[items]
     return owners
@@ -75,13 +78,16 @@ def _assign_media(
 def shared_tower_costs(steps: StepPlan, placement: Int64Array, work: TowerWork, sequence_parallel_size: int) -> Costs:
     """Sum the FLOPs of the images of sharded samples on each device in each step, (S W, N).
 
-    The images of a sample are assumed to be equal, as their sizes are unknown here. Steps and placement, (K,), are of
-    single samples, and ``work`` is by their numbers in ``steps.order``; N ranks share a micro-batch.
+    The images of a sample are assumed to be equal, as their sizes are unknown here. ``steps`` and ``placement``, (K,),
+    are of single samples, and ``work`` is by the numbers in ``steps.order``; N ranks share a micro-batch. The work of
+    local samples is not in the result, but images of sharded samples go to ranks with little of it.
     """
-    # Every image of a sharded sample counts; the work of a local sample, on its rank, counts as one image.
-    flops, num_images = work.flops[steps.order], np.maximum(work.num_media[steps.order], 1)
+    # The images of a sharded sample are distributed one by one; those of a local sample count as one image.
+    flops = work.flops[steps.order]
+    num_images = np.maximum(work.num_media[steps.order], 1)
     num_images[(placement != SHARDED) | (flops == 0)] = 1
-    image_flops, image_placement = np.repeat(flops / num_images, num_images), np.repeat(placement, num_images)
+    image_flops = np.repeat(flops / num_images, num_images)
+    image_placement = np.repeat(placement, num_images)
     image_batches = np.repeat(steps.micro_batch_of, num_images)
     shape = steps.num_micro_batches_of_all_ranks, sequence_parallel_size
     owners = _assign_media(image_flops, image_batches, image_placement, shape)
@@ -123,29 +129,32 @@ class Media:
 
             M / n + sqrt((n - 1) / n * (T - M^2 / n))
 
-        (Samuelson 1968, "How deviant can you be?"), and exactly that if the others are equal, as assumed here. Among
-        videos, whose squares are of frames, the largest has all but a token of each other.
+        tokens (Samuelson 1968, "How deviant can you be?"), and exactly as many if the others are equal, as assumed
+        here. In a sample with videos, whose squares are of frames, the largest is assumed to have all tokens but one
+        for each other medium.
 
-        All arrays, (N,), are of the samples of a cache; ``squares`` are of their patches, frame by frame.
+        All arrays, (N,), are of the samples of a cache; ``squares`` are sums over frames of (patches of the frame)^2.
         """
-        counts = (num_images + num_videos).astype(np.int64)
-        samples = np.flatnonzero(counts > 0)
-        counts, squares = counts[samples], squares[samples]
+        num_media = (num_images + num_videos).astype(np.int64)
+        samples = np.flatnonzero(num_media > 0)
+        counts = num_media[samples]
         n, sums = counts.astype(np.float64), tokens[samples].astype(np.float64)
         mean = sums / n
-        deviation = np.maximum(squares / patches_per_token**2 - sums**2 / n, 0)
-        all_but_one_token = sums - (n - 1)
-        bound = mean + np.sqrt((n - 1) / n * deviation)
-        largest = np.where(num_videos[samples] > 0, all_but_one_token, bound)
-        largest = np.minimum(largest, np.maximum(all_but_one_token, mean))
-        each_other = (sums - largest) / np.maximum(n - 1, 1)
-        squares_of_each_other = (each_other * patches_per_token) ** 2
-        # The media of a sample, the largest first.
-        media_tokens, media_squares = np.repeat(each_other, counts), np.repeat(squares_of_each_other, counts)
-        first = np.cumsum(counts) - counts
-        media_tokens[first] = largest
-        media_squares[first] = np.maximum(squares - (n - 1) * squares_of_each_other, 0)
-        return cls(np.repeat(samples, counts), media_tokens, media_squares, np.zeros(len(media_tokens)))
+        deviation = np.maximum(squares[samples] / patches_per_token**2 - sums**2 / n, 0)
+        all_but_one_each = sums - (n - 1)
+        samuelson_bound = mean + np.sqrt((n - 1) / n * deviation)
+        largest = np.where(num_videos[samples] > 0, all_but_one_each, samuelson_bound)
+        largest = np.minimum(largest, np.maximum(all_but_one_each, mean))
+        other = (sums - largest) / np.maximum(n - 1, 1)  # tokens of each medium but the largest
+        other_squares = (other * patches_per_token) ** 2
+        # The media of each sample, the largest first.
+        media_tokens = np.repeat(other, counts)
+        media_squares = np.repeat(other_squares, counts)
+        first_media = np.cumsum(counts) - counts
+        media_tokens[first_media] = largest
+        media_squares[first_media] = np.maximum(squares[samples] - (n - 1) * other_squares, 0)
+        no_sounds = np.zeros(len(media_tokens))
+        return cls(np.repeat(samples, counts), media_tokens, media_squares, no_sounds)
 
     def with_sounds(self, tokens: IntArray, num_audios: IntArray, num_videos: IntArray) -> Media:
         """Add the sounds of the same samples: of several the first has all but a token of each other.
@@ -185,15 +194,17 @@ class MediaShares:
     ) -> MediaShares:
         """Assign media by their work (n,), as ``collate_shard`` does: most work first, to the rank with the least.
 
-        ``packs``, ``steps`` and ``placement`` are of an ``EpochPlan``; ``size`` ranks share a micro-batch.
+        ``packs``, ``steps`` and ``placement`` are of an ``EpochPlan``; ``size`` ranks share a micro-batch. Media of a
+        sample that is local to a rank belong to this rank.
         """
-        # The position in ``steps.order`` of each sample's pack, -1 for samples that are in none.
+        # The position in ``steps.order`` of the pack of each sample, by sample number; -1 without a pack.
         num_samples = int(max(packs.samples.max(initial=-1), media.samples.max(initial=-1))) + 1
         position_of = np.full(num_samples, -1, np.int64)
         position_of[packs.samples] = np.repeat(invert_order(steps.order), np.diff(packs.offsets))
         selected = np.flatnonzero(position_of[media.samples] >= 0)
         positions = position_of[media.samples[selected]]
-        micro_batch_of, shape = steps.micro_batch_of[positions], (steps.num_micro_batches_of_all_ranks, size)
+        micro_batch_of = steps.micro_batch_of[positions]
+        shape = steps.num_micro_batches_of_all_ranks, size
         if placement is None:
             placement = np.full(len(steps.order), SHARDED, np.int64)
         owners = _assign_media(work[selected], micro_batch_of, placement[positions], shape)
