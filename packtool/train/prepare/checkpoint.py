@@ -282,7 +282,7 @@ class RunState:
             ignored |= {"steps", "world_size", "gradient_accumulation_steps", "per_device_train_batch_size"}
         new_values, old_values = dataclasses.asdict(self), dataclasses.asdict(saved)
         different = [name for name in new_values if name not in ignored and new_values[name] != old_values[name]]
-        if "steps" not in different:  # other trained parts matter only if they change the steps
+        if "steps" not in different:  # other trained parts ("learning") matter only if they change the steps
             different = [name for name in different if name != "learning"]
         if not different:
             return

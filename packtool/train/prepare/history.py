@@ -335,6 +335,7 @@ def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
     inputs = timeline.inputs
     num_samples = len(inputs.lengths)
     current_epoch, epoch_step = timeline.locate(step)
+    # Samples of every epoch, (N,); a mixture draws others in each.
     is_planned = np.bincount(timeline.first.full_packs.samples, minlength=num_samples) > 0
 
     def occurrences(epoch: int) -> npt.NDArray[np.int64]:

@@ -204,7 +204,7 @@ def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Input
     files = None if model is None else ModelFiles.load(model)
     if packing_length is None and config.max_length is not None:
         max_length = config.max_length
-    else:
+    else:  # the lengths of --sweep leave out longer samples, even with --max-length
         max_length = min(config.max_length or longest, capacity or longest)
     data_parallel_size = config.world_size // config.sequence_parallel_ranks
     options = plan_options(config, max_length=max_length, world_size=data_parallel_size)

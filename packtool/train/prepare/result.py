@@ -193,7 +193,7 @@ def _skrull_line(summary: PlanSummary, skrull: SkrullFigures) -> str:
 
 
 def _packing_lines(config: TrainConfig, timeline: Timeline, processes: str) -> Iterator[str]:
-    """Describe the packs and steps of a plan without Skrull; ``processes`` is their number in words."""
+    """Describe the packs and steps of a packed plan without Skrull; ``processes`` is text such as ``8 processes``."""
     summary = timeline.first.summary
     num_steps = timeline.num_steps
     yield (

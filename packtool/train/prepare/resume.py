@@ -177,7 +177,7 @@ def _match_contents(
     matches = {}
     for cache, positions in unmatched_new.items():
         new_hashes = hash_contents(reader, positions + reader.offsets[cache])
-        new_keys = content_keys(new_hashes, np.zeros(len(positions), np.int64))
+        new_keys = content_keys(new_hashes, np.zeros(len(positions), np.int64))  # trained 0 times
         # The index in ``unmatched`` of the equal old sample of each new one, -1 for none.
         equal_index = match(old_keys, new_keys).same
         is_matched = equal_index >= 0
@@ -288,6 +288,7 @@ def with_changed_data(
     Returns:
         the ledger of these caches, with the change; and the change of each cache, removed ones last.
     """
+    # The ledger of each present cache, None for a new one; and those of the caches removed since the checkpoint.
     kept, leaving = _pair_caches(ledger.sources, reader)
     new = [cache for cache, source in enumerate(kept) if source is None]
     # Caches that were removed earlier may come back under another export, if they have trained rows.
@@ -325,7 +326,7 @@ def with_changed_data(
         change=change,
         stage=epoch.stage,
     )
-    to_train = np.where(reader.index.length <= epoch.max_length, remaining, 0)
+    to_train = np.where(reader.index.length <= epoch.max_length, remaining, 0)  # without samples that are too long
     num_left = [int(counts.sum()) for counts in np.split(to_train, bounds)]
     return new_ledger, _describe_changes(new_ledger, kept, leaving, matched, removed_earlier, num_left)
 
@@ -431,7 +432,7 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
     if saved is None:
         return ResumedState(Timeline.of(inputs, ((0, *state.batch_shape),)), state, begin_ledger(reader))
     if checkpoint is None:
-        ledger: Ledger | None = begin_ledger(reader)  # packtool.Batches resumes without a checkpoint
+        ledger: Ledger | None = begin_ledger(reader)  # packtool.Batches resumes without a checkpoint or a ledger
     else:
         ledger = read_ledger(checkpoint)
         sources = () if ledger is None else ledger.sources
@@ -445,7 +446,7 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
         if (state.cache, state.plan) != (saved.cache, saved.plan):
             return _resume_with_changed_data(checkpoint, saved, state, inputs, ledger)
     notes = []
-    assignments = saved.assignments or ((0, *saved.batch_shape),)
+    assignments = saved.assignments or ((0, *saved.batch_shape),)  # first step and batch shape of each
     origin = checkpoint or "this state"
     if state.needs_reassignment(saved):
         notes.append(

@@ -142,26 +142,26 @@ def find_shared(
         return None, None
     is_required = config.share_prefix == "true"
     reasons_against = _reasons_against(config, model)
-    prefixes = _prefixes(reader, is_required=is_required)
+    recorded = _prefixes(reader, is_required=is_required)
     lengths = reader.index.length[:limit]
     kept_lengths = lengths if max_length is None else lengths[lengths <= max_length]
-    if prefixes is None or not len(kept_lengths) or kept_lengths.max() > capacity:
+    if recorded is None or not len(kept_lengths) or kept_lengths.max() > capacity:
         return None, None  # the planner reports samples that are longer than a pack
-    num_prefixes = prefixes.offsets[len(lengths)]  # of the first ``limit`` samples
+    num_prefixes = recorded.offsets[len(lengths)]  # of the first ``limit`` samples
     trees = plan_trees(
         lengths,
-        _as_planned(prefixes, len(lengths)),
+        _as_planned(recorded, len(lengths)),
         capacity=capacity,
         min_shared=MIN_SHARED,
         max_length=max_length,
         max_samples=max_samples,
-        media_tokens=(reader.index.media_tokens[: len(lengths)], prefixes.prefixes.media_tokens[:num_prefixes]),
+        media_tokens=(reader.index.media_tokens[: len(lengths)], recorded.prefixes.media_tokens[:num_prefixes]),
         max_media_tokens=max_media_tokens,
     )
     if not trees.num_shared_tokens:
         message = f"shared prefixes: no two samples share more than {MIN_SHARED} tokens, so each is computed in full"
         return None, message if is_required else None
-    shared = SharedPrefixes(reader.index, prefixes, trees)
+    shared = SharedPrefixes(reader.index, recorded, trees)
     saves_enough = shared.saved > MIN_SAVING
     if is_required or (saves_enough and not reasons_against):
         return shared, None
