@@ -112,18 +112,20 @@ class Batches(Dataset[dict[str, Any]]):
             raise ConfigError(f'rank {rank}: the plan has ranks 0 to {plan.world_size - 1}, or "all"')
         self.rank: int | Literal["all"] = rank
         self._config = _train_config(plan, model, options)
-        self._prepare(None)
-        if self._timeline.first.packs.fingerprint != plan.preview.timeline.first.packs.fingerprint:
+        self._prepare(resume_state=None)
+        planned_packs = plan.preview.timeline.first.packs
+        if self._timeline.first.packs.fingerprint != planned_packs.fingerprint:
             raise MismatchError(
                 "the caches have changed since the plan was made", "Call packtool.plan again, and check the new plan."
             )
 
     def _prepare(self, resume_state: RunState | None) -> None:
-        """Prepare the micro-batches of the plan, or of its remaining packs after a run with the state."""
+        """Prepare the micro-batches of the plan, or of the packs that remain after the steps of ``resume_state``."""
         self._resume_state = resume_state
-        world, plan_inputs = World(size=self.plan.world_size), self.plan.preview.inputs
-        self._run = Run.of(self._config, world, ResumePoint(before=resume_state), plan_inputs)
-        self._source, self._timeline = self._run.caches, self._run.caches.timeline
+        world = World(size=self.plan.world_size)
+        self._run = Run.of(self._config, world, ResumePoint(before=resume_state), self.plan.preview.inputs)
+        self._source = self._run.caches
+        self._timeline = self._source.timeline
         self._tensors = MicroBatches(
             self._source.read,
             input_spec(self._run),
@@ -131,14 +133,14 @@ class Batches(Dataset[dict[str, Any]]):
             min_shared=self._source.min_shared,
             pad_to_multiple_of=self._run.length_multiple,
         )
-        self._epoch = lru_cache(maxsize=2)(self._epoch_of)
-        # The first step that was assigned to this number of ranks; micro-batches are numbered from there.
-        assignments = self._run.state.assignments  # (first step, number of ranks, ...) of each
+        self._planned_epoch = lru_cache(maxsize=2)(self._plan_epoch)
+        # Micro-batches are numbered from the step at which packs were last assigned to ranks.
+        assignments = self._run.state.assignments  # (first step, number of ranks, ...) of each time
         self._first_step = assignments[-1][0] if assignments else 0
         self._first_epoch, _ = self._timeline.locate(self._first_step)
-        self._offsets, self._epoch_starts, self.micro_batches_per_step = self._count_micro_batches()
-        # Numbers of the first micro-batch of the next iteration, and of the one after the last that was returned.
-        self._begin = self._next = 0
+        self._epoch_offsets, self._epoch_starts, self.micro_batches_per_step = self._count_micro_batches()
+        self._begin = 0  # number of the first micro-batch of the next iteration
+        self._next = 0  # number of the micro-batch after the last that was returned
 
     @property
     def num_steps(self) -> int:
@@ -149,7 +151,7 @@ class Batches(Dataset[dict[str, Any]]):
         """Return the number of micro-batches of the whole run, of this rank or of all."""
         if self.rank == "all":
             return (self.num_steps - self._first_step) * self.micro_batches_per_step * self.plan.world_size
-        return int(self._offsets[-1])
+        return int(self._epoch_offsets[-1])
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         """Return a micro-batch by its number, on the host.
@@ -161,10 +163,10 @@ class Batches(Dataset[dict[str, Any]]):
         if not -len(self) <= number < len(self):
             raise IndexError(f"micro-batch {number} of {len(self)}")
         number %= len(self)
-        batch = self._tensors[self._planned(number)]
+        batch = self._tensors[self._micro_batch(number)]
         if isinstance(batch, PacktoolError):
             raise batch
-        return self._inputs(number, batch)
+        return self._model_kwargs(number, batch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the micro-batches from the position of ``load_state_dict`` on, else from the first."""
@@ -172,7 +174,7 @@ class Batches(Dataset[dict[str, Any]]):
         numbers = range(self._begin, len(self))
         batches = load_micro_batches(
             self._tensors,
-            map(self._planned, numbers),
+            map(self._micro_batch, numbers),
             num_workers=workers_of(self._run),
             pin_memory=torch.cuda.is_available(),
         )
@@ -181,7 +183,7 @@ class Batches(Dataset[dict[str, Any]]):
             if (problem := batch.media_reads.problem) is not None:
                 warnings.warn(f"media_cache: nothing more is added to the cache: {problem}", stacklevel=2)
             moved = batch if self.device is None else batch.to(self.device, non_blocking=True)
-            yield self._inputs(number, moved)
+            yield self._model_kwargs(number, moved)
         self._begin = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,61 +207,71 @@ class Batches(Dataset[dict[str, Any]]):
                 number of ranks has changed.
         """
         try:
-            values = dict(state["run"])
-            values["assignments"] = tuple(map(tuple, values["assignments"]))
-            saved_state, micro_batch = RunState(**values), int(state["micro_batch"])
-            of_all_ranks, ends_step = bool(state["of_all_ranks"]), bool(state["ends_step"])
+            run_fields = dict(state["run"])
+            run_fields["assignments"] = tuple(map(tuple, run_fields["assignments"]))  # lists, if read from JSON
+            saved_run = RunState(**run_fields)
+            micro_batch = int(state["micro_batch"])
+            counts_all_ranks = bool(state["of_all_ranks"])
+            ends_step = bool(state["ends_step"])
         except (KeyError, TypeError, ValueError) as error:
             raise MismatchError(f"this is not a state of packtool.Batches: {error!r}") from error
-        present_state = replace(self._run.state, assignments=())
+        present_run = replace(self._run.state, assignments=())
         # With another number of ranks, the remaining packs are assigned again, which is possible between two steps.
-        is_reassigned = present_state.needs_reassignment(saved_state)
+        is_reassigned = present_run.needs_reassignment(saved_run)
         try:
-            present_state.check_continues("this state", saved_state)
+            present_run.check_continues("this state", saved_run)
         except MismatchError as error:
             raise MismatchError(error.message, "Create plan and batches with the same options as then.") from None
-        if of_all_ranks != (self.rank == "all") and not is_reassigned:
+        if counts_all_ranks != (self.rank == "all") and not is_reassigned:
             raise MismatchError(
                 'either this state or these batches count those of all ranks (rank="all"), but not both',
                 "Use the same rank= as for the state.",
             )
         if is_reassigned and not ends_step:
             raise MismatchError(
-                f"this state was taken within step {saved_state.step}, whose remaining packs cannot be assigned to "
-                f"another number of ranks: {saved_state.world_size} then, {present_state.world_size} now",
+                f"this state was taken within step {saved_run.step}, whose remaining packs cannot be assigned to "
+                f"another number of ranks: {saved_run.world_size} then, {present_run.world_size} now",
                 'Take states where batch["targets"].ends_step is true.',
             )
-        if is_reassigned or saved_state.assignments != self._run.state.assignments:
-            self._prepare(saved_state)
+        if is_reassigned or saved_run.assignments != self._run.state.assignments:
+            self._prepare(saved_run)
         self._begin = self._next = 0 if is_reassigned else micro_batch
 
     def _count_micro_batches(self) -> tuple[npt.NDArray[np.int64], list[int], int]:
-        """Count a rank's micro-batches before each epoch and in total, (E + 1,), with the first step of each epoch.
+        """Count the micro-batches of one rank in the E epochs of the run, from ``_first_step`` on.
 
-        The third result is the maximum number in a step.
+        Returns:
+            the number of micro-batches before each epoch and in total, int64 (E + 1,); the first step of each epoch,
+            and the step after the last epoch; and the maximum number of micro-batches in a step.
         """
         timeline, config = self._timeline, self.plan.config
         # Only plan epochs that may differ from the first: token budgets, a partial first epoch, or stages.
         epochs_differ = config.has_unpadded_batches or config.samples_per_step is not None or timeline.inputs.stages
-        counts, starts, max_per_step = [0], [self._first_step], 1
+        epoch_offsets = [0]
+        epoch_starts = [self._first_step]
+        max_per_step = 1
         for epoch in count(self._first_epoch):
             is_planned = epochs_differ or epoch == self._first_epoch
             steps = (timeline.plan_of(epoch) if is_planned else timeline.first).steps
-            num_steps = min(self.num_steps, timeline.stretch(starts[-1]).stop) - starts[-1]
-            offsets = steps.step_offsets[: num_steps + 1] // steps.world_size
-            counts.append(counts[-1] + int(offsets[-1]))
-            starts.append(starts[-1] + num_steps)
-            max_per_step = max(max_per_step, int(np.diff(offsets).max(initial=1)))
-            if starts[-1] == self.num_steps:
+            first_step = epoch_starts[-1]
+            stop_step = min(self.num_steps, timeline.stretch(first_step).stop)
+            # ``step_offsets`` counts the micro-batches of all ranks, and all have equally many.
+            step_offsets = steps.step_offsets[: stop_step - first_step + 1] // steps.world_size
+            epoch_offsets.append(epoch_offsets[-1] + int(step_offsets[-1]))
+            epoch_starts.append(stop_step)
+            max_per_step = max(max_per_step, int(np.diff(step_offsets).max(initial=1)))
+            if stop_step == self.num_steps:
                 break
-        return np.array(counts, np.int64), starts, max_per_step
+        return np.array(epoch_offsets, np.int64), epoch_starts, max_per_step
 
     def _num_micro_batches(self, epoch: int, step: int) -> int:
+        """Return the number of a rank's micro-batches in a step of an epoch, with empty ones for rank "all"."""
         if self.rank == "all":
             return self.micro_batches_per_step
-        return self._epoch(epoch)[0].plan.steps.num_micro_batches(step)
+        planned, _ = self._planned_epoch(epoch)
+        return planned.plan.steps.num_micro_batches(step)
 
-    def _epoch_of(self, epoch: int) -> tuple[PlannedEpoch, npt.NDArray[np.int64]]:
+    def _plan_epoch(self, epoch: int) -> tuple[PlannedEpoch, npt.NDArray[np.int64]]:
         """Return the micro-batches of an epoch, and the divisor of the loss in each of its steps, (S,)."""
         plan = self._timeline.plan_of(epoch)
         return self._source.planned_epoch(plan, epoch), units_per_step(plan, self._source.figures)
@@ -267,37 +279,38 @@ class Batches(Dataset[dict[str, Any]]):
     def _locate(self, number: int) -> tuple[int, int, int, int]:
         """Return the epoch of a micro-batch, its step in the epoch, its rank, and its index in the rank's step."""
         if self.rank == "all":
-            rank_number, rank = divmod(number, self.plan.world_size)
-            step, micro_batch = divmod(rank_number, self.micro_batches_per_step)
-            return *self._timeline.locate(self._first_step + step), rank, micro_batch
-        num_complete_epochs = int(np.searchsorted(self._offsets, number, side="right")) - 1
-        epoch = self._first_epoch + num_complete_epochs
-        planned, _ = self._epoch(epoch)
+            number_of_rank, rank = divmod(number, self.plan.world_size)
+            step, micro_batch = divmod(number_of_rank, self.micro_batches_per_step)
+            epoch, step_in_epoch = self._timeline.locate(self._first_step + step)
+            return epoch, step_in_epoch, rank, micro_batch
+        epoch_index = int(np.searchsorted(self._epoch_offsets, number, side="right")) - 1
+        epoch = self._first_epoch + epoch_index
+        number_in_epoch = number - int(self._epoch_offsets[epoch_index])
+        planned, _ = self._planned_epoch(epoch)
         step_offsets = planned.plan.steps.step_offsets // planned.plan.steps.world_size
-        epoch_number = number - int(self._offsets[num_complete_epochs])  # of the micro-batch in its epoch
-        step = int(np.searchsorted(step_offsets, epoch_number, side="right")) - 1
-        return epoch, step, self.rank, epoch_number - int(step_offsets[step])
+        step = int(np.searchsorted(step_offsets, number_in_epoch, side="right")) - 1
+        return epoch, step, self.rank, number_in_epoch - int(step_offsets[step])
 
-    def _planned(self, number: int) -> MicroBatch:
+    def _micro_batch(self, number: int) -> MicroBatch:
         """Return a micro-batch as the samples to read; an empty one after the last of a smaller step."""
         epoch, step, rank, micro_batch = self._locate(number)
-        planned, _ = self._epoch(epoch)
+        planned, _ = self._planned_epoch(epoch)
         exists = micro_batch < planned.plan.steps.num_micro_batches(step)
         return planned.micro_batch(step, rank, micro_batch) if exists else MicroBatch([])
 
-    def _inputs(self, number: int, batch: Batch) -> dict[str, Any]:
-        """Return a collated micro-batch as keyword arguments of the model, with the targets of its loss."""
-        epoch, step, _, micro_batch = self._locate(number)
-        _, loss_divisors = self._epoch(epoch)
+    def _model_kwargs(self, number: int, batch: Batch) -> dict[str, Any]:
+        """Return collated micro-batch ``number`` as keyword arguments of the model, with the targets of its loss."""
+        epoch, step_in_epoch, _, micro_batch = self._locate(number)
+        _, loss_divisors = self._planned_epoch(epoch)
         targets = Targets(
-            batch.labels,
-            batch.loss_weights,
-            label_positions(batch),
-            batch.num_target_tokens,
-            num_items=int(loss_divisors[step]),
+            labels=batch.labels,
+            weights=batch.loss_weights,
+            positions=label_positions(batch),
+            num_targets=batch.num_target_tokens,
+            num_items=int(loss_divisors[step_in_epoch]),
             world_size=self.plan.world_size,
-            step=self._epoch_starts[epoch - self._first_epoch] + step,
-            ends_step=micro_batch + 1 == self._num_micro_batches(epoch, step),
+            step=self._epoch_starts[epoch - self._first_epoch] + step_in_epoch,
+            ends_step=micro_batch + 1 == self._num_micro_batches(epoch, step_in_epoch),
         )
         return {
             **batch.model_inputs(),
@@ -319,7 +332,10 @@ class Batches(Dataset[dict[str, Any]]):
 
 
 def _train_config(plan: Plan, model: str | None, options: Mapping[str, Any]) -> TrainConfig:
-    """Return the settings of the training run that has these batches: those of the plan, replaced by ``options``."""
+    """Return the settings of the training run that has these batches: those of the plan, replaced by ``options``.
+
+    ConfigError for a plan or an option that ``Batches`` does not support.
+    """
     config, reader = plan.config, plan.preview.inputs.reader
     if reader is None:
         raise ConfigError("a plan of --lengths has no samples for batches", "Plan for caches.")
@@ -329,8 +345,9 @@ def _train_config(plan: Plan, model: str | None, options: Mapping[str, Any]) -> 
             "Plan without sequence_parallel_size, or use packtool train.",
         )
     problems = [f"{name} is not supported here: {reason}" for name, reason in _TRAIN_ONLY.items() if name in options]
-    unknown = [] if problems else [name for name in options if name not in OPTIONS]
-    problems += [f"{name} is not an option of Batches{did_you_mean(name, OPTIONS)}" for name in unknown]
+    if not problems:
+        unknown_names = [name for name in options if name not in OPTIONS]
+        problems = [f"{name} is not an option of Batches{did_you_mean(name, OPTIONS)}" for name in unknown_names]
     if problems:
         raise ConfigError.from_problems(problems)
     if plan.preview.inputs.stages and options.get("max_steps", config.max_steps) != config.max_steps:

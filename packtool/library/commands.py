@@ -80,7 +80,8 @@ def verify(*, progress: Progress | None = None, **options: Unpack[VerifyKeywords
         from packtool.report.results import write_page
         from packtool.train.prepare.result import option_words
 
-        write_page(report, config.html, shlex.join(["packtool", "verify", *option_words(config)]))
+        command_line = shlex.join(["packtool", "verify", *option_words(config)])  # shown on the page
+        write_page(report, config.html, command_line)
     return report
 
 

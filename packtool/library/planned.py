@@ -70,13 +70,15 @@ class PlannedSteps(Sequence[PlannedStep]):
     def __getitem__(self, number: int | slice) -> PlannedStep | list[PlannedStep]:
         if isinstance(number, slice):
             return [self[each] for each in range(*number.indices(len(self)))]
-        steps, step = self._plan.steps, number + len(self) if number < 0 else number
-        ranks, micro_batches = range(steps.world_size), range(steps.num_micro_batches(step))
+        step = number + len(self) if number < 0 else number
+        steps = self._plan.steps
+        micro_batches = range(steps.num_micro_batches(step))  # of each rank
         packs = tuple(
             tuple(
-                tuple(tuple(pack.tolist()) for pack in self._plan.samples(step, rank, micro)) for micro in micro_batches
+                tuple(tuple(pack.tolist()) for pack in self._plan.samples(step, rank, micro_batch))
+                for micro_batch in micro_batches
             )
-            for rank in ranks
+            for rank in range(steps.world_size)
         )
         return PlannedStep(step, steps.target_tokens(step), packs)
 
@@ -176,7 +178,9 @@ def plan(
     """Plan an epoch, as the command ``packtool plan``.
 
         plan = packtool.plan("cache", packing_length=4096, world_size=8, gradient_accumulation_steps=2)
-        print(plan), plan.summary["fill"], plan.steps[0].micro_batches, plan.page("plan.html")
+        print(plan)
+        print(plan.summary["fill"], plan.steps[0].micro_batches)
+        plan.page("plan.html")
 
     Args:
         caches: one or several, each a directory or a ``Cache``.
@@ -185,8 +189,12 @@ def plan(
     Raises:
         ConfigError, DataError, MismatchError, StorageError: as the command.
     """
-    values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    problems = [f"{name} is not supported here: {use}" for name, use in COMMAND_ONLY.items() if name in values]
+    set_options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    problems = [
+        f"{name} is not supported here: {alternative}"
+        for name, alternative in COMMAND_ONLY.items()
+        if name in set_options
+    ]
     if problems:
         raise ConfigError.from_problems(problems)
-    return Plan(settings_of(PlanConfig, {**values, "cached_dataset": caches}))
+    return Plan(settings_of(PlanConfig, {**set_options, "cached_dataset": caches}))

@@ -64,8 +64,8 @@ def loss(outputs: Any, batch: dict[str, Any]) -> Tensor:
     number of micro-batches.
 
     Args:
-        outputs: of the model, or its logits: (1, T, vocabulary), or (1, P, vocabulary) if the model computes logits
-            only at ``logits_to_keep``.
+        outputs: the model's outputs, or its logits: (1, T, vocabulary), or (1, P, vocabulary) if the model computes
+            logits only at the P positions ``logits_to_keep``.
         batch: the arguments of the model.
 
     Returns:
@@ -73,7 +73,7 @@ def loss(outputs: Any, batch: dict[str, Any]) -> Tensor:
     """
     targets: Targets = batch["targets"]
     logits = outputs if isinstance(outputs, Tensor) else outputs.logits
-    return _mean(targets, logits, targets.world_size)
+    return _contribution(targets, logits, targets.world_size)
 
 
 def prepare_model(model: P, *, packing: bool = True, attn_impl: AttnImpl = "auto") -> P:
@@ -106,11 +106,12 @@ def prepare_model(model: P, *, packing: bool = True, attn_impl: AttnImpl = "auto
     if packing:
         refuse_unsupported(model.config)
     route_attention(model, packing=packing, attn_impl=attn_impl)
-    untyped = cast(Any, model)
+    untyped_model = cast(Any, model)
     # Some classes set it to False, and the Trainer would not pass num_items_in_batch.
-    untyped.accepts_loss_kwargs = True
-    if getattr(untyped.loss_function, "func", None) is not _model_loss:
-        untyped.loss_function = partial(_model_loss, untyped.loss_function)
+    untyped_model.accepts_loss_kwargs = True
+    is_prepared = getattr(untyped_model.loss_function, "func", None) is _model_loss  # by an earlier call
+    if not is_prepared:
+        untyped_model.loss_function = partial(_model_loss, untyped_model.loss_function)
     return model
 
 
@@ -130,25 +131,28 @@ def _model_loss(
     """
     if targets is None:
         return original(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
-    return None if num_items_in_batch is None else _mean(targets, logits, 1)
+    return None if num_items_in_batch is None else _contribution(targets, logits, world_size=1)
 
 
-def _mean(targets: Targets, logits: Tensor, world_size: int) -> Tensor:
-    """Return the contribution to the step's mean loss, times ``world_size``.
+def _contribution(targets: Targets, logits: Tensor, world_size: int) -> Tensor:
+    """Return a micro-batch's contribution to the mean loss of its step, times ``world_size``; 0-d.
 
     Args:
-        logits: at all positions, (B, T, vocabulary), or at ``targets.positions`` only, (B, P, vocabulary).
+        logits: at all positions, (B, T, vocabulary), or only at the P ``targets.positions``, (B, P, vocabulary).
     """
     labels, weights = targets.labels, targets.weights
     if logits.shape[:2] != labels.shape:
-        labels, weights = labels[:, targets.positions], None if weights is None else weights[:, targets.positions]
+        labels = labels[:, targets.positions]
+        weights = None if weights is None else weights[:, targets.positions]
     if logits.shape[:2] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} do not belong to labels {tuple(targets.labels.shape)}")
-    rows = logits.float().flatten(0, 1)
+    flat_logits = logits.float().flatten(0, 1)
+    flat_labels = labels.flatten()
     if targets.num_targets == 0:
-        total = rows.sum() * 0.0  # 0, but differentiable: all ranks need a backward pass
+        total = flat_logits.sum() * 0.0  # 0, but differentiable: all ranks need a backward pass
+    elif weights is None:
+        total = F.cross_entropy(flat_logits, flat_labels, ignore_index=IGNORE_INDEX, reduction="sum")
     else:
-        reduction = "sum" if weights is None else "none"
-        losses = F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
-        total = losses if weights is None else (losses * weights.flatten()).sum()
+        losses = F.cross_entropy(flat_logits, flat_labels, ignore_index=IGNORE_INDEX, reduction="none")
+        total = (losses * weights.flatten()).sum()
     return StepMean(targets.num_items, world_size).contribution(total)

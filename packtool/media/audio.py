@@ -47,19 +47,25 @@ def load_audio(
 ) -> npt.NDArray[np.float32]:
     """Return the first audio stream as mono, float32 (num_samples,) from -1 to 1.
 
-    The sound is trimmed or padded by at most a quarter of a second to ``num_samples``, its measured length; None
-    returns the entire sound.
+    Args:
+        path, data: file or URL of the sound, or its encoded bytes.
+        num_samples: measured length, to which the sound is trimmed or padded; None returns the entire sound.
+
+    Raises:
+        MediaError: the sound cannot be decoded, or differs from its measured length by more than a quarter of a second.
     """
     ref = MediaRef(path, data, policy=policy)
     tolerance = int(_TOLERANCE_SECONDS * sampling_rate)
     chunks, num_decoded = [], 0
     try:
         with open_container(ref) as container:
-            for chunk in _decode_mono(container, first_stream(container, "audio", ref), sampling_rate):
+            stream = first_stream(container, "audio", ref)
+            for chunk in _decode_mono(container, stream, sampling_rate):
                 chunks.append(chunk)
                 num_decoded += len(chunk)
-                if num_samples is not None and num_decoded > num_samples + tolerance:
-                    break
+                is_too_long = num_samples is not None and num_decoded > num_samples + tolerance
+                if is_too_long:
+                    break  # the error below
     except MediaProblem as problem:
         raise media_error(problem) from problem
     sound = np.concatenate(chunks) if chunks else np.zeros(0, np.float32)
@@ -68,7 +74,8 @@ def load_audio(
     if abs(num_decoded - num_samples) > tolerance:
         now = "more" if num_decoded > num_samples else f"{num_decoded / sampling_rate:.2f} s"
         raise changed_since_export(ref, f"{num_samples / sampling_rate:.2f} s of sound", now)
-    return np.pad(sound[:num_samples], (0, max(num_samples - len(sound), 0)))
+    num_missing = max(num_samples - len(sound), 0)
+    return np.pad(sound[:num_samples], (0, num_missing))
 
 
 def _declared_seconds(container: Any, stream: Any) -> float | None:

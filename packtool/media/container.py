@@ -22,6 +22,7 @@ _LAST_ENTRIES = 1000
 _RIFF_SLACK, _MP3_SLACK = 64, 256
 _MIN_UNKNOWN_RIFF = 0x7FFFF000  # programs that write to a pipe declare the maximum, as the length is unknown
 _MAX_OGG_PAGE = 65_307
+_EBML_HEADER, _SEGMENT = b"\x1aE\xdf\xa3", b"\x18S\x80g"  # first bytes of Matroska's header and segment
 _BOXES = frozenset(
     b"ftyp styp moov mdat moof mfra sidx ssix emsg prft pdin free skip wide junk uuid meta udta pnot PICT".split()
 )
@@ -52,26 +53,31 @@ def first_stream(container: Any, kind: str, ref: MediaRef) -> Any:
 
 
 def declared_bytes(file: BinaryIO, size: int) -> int:
-    """Return the minimum length in bytes that a file declares; 0 if it declares none.
+    """Return the minimum length in bytes that a file of ``size`` bytes declares; 0 if it declares none.
 
     The length is declared by the boxes of mp4 and mov, the chunks of avi and wav, the segment of Matroska and WebM, the
     Xing header of mp3, and the last page of Ogg.
     """
     head = _read_at(file, 0, 16)
-    if head.startswith(b"RIFF"):
+    if head.startswith(b"RIFF"):  # avi and wav
         return _end_of_chunks(file, size) - _RIFF_SLACK
-    if head[4:8] in _BOXES:
+    if head[4:8] in _BOXES:  # mp4 and mov
         return _end_of_boxes(file, size)
     if head.startswith(b"OggS"):
         return _end_of_last_page(file, size)
-    if head.startswith(b"\x1aE\xdf\xa3"):
-        header_start, header_size, _ = _ebml_number(head, 4)
-        segment_start = header_start + header_size
-        segment = _read_at(file, segment_start, 16)
-        content_start, content_size, is_known = _ebml_number(segment, 4)
-        is_known = is_known and segment.startswith(b"\x18S\x80g")
-        return segment_start + content_start + content_size if is_known else 0
-    return _end_by_xing(file, head) - _MP3_SLACK
+    if head.startswith(_EBML_HEADER):
+        return _end_of_segment(file, head)
+    return _end_by_xing(file, head) - _MP3_SLACK  # mp3, or a format that declares nothing
+
+
+def _end_of_segment(file: BinaryIO, head: bytes) -> int:
+    """Return the declared end of the segment in a Matroska or WebM file, after its EBML header; 0 if unknown."""
+    header_start, header_size, _ = _ebml_number(head, 4)  # the size is behind the four bytes of the header's mark
+    segment_start = header_start + header_size
+    segment = _read_at(file, segment_start, 16)
+    content_start, content_size, is_known = _ebml_number(segment, 4)
+    is_known = is_known and segment.startswith(_SEGMENT)
+    return segment_start + content_start + content_size if is_known else 0
 
 
 def _read_at(file: BinaryIO, at: int, count: int) -> bytes:
@@ -119,7 +125,11 @@ def _end_of_last_page(file: BinaryIO, size: int) -> int:
 
 
 def _ebml_number(data: bytes, at: int) -> tuple[int, int, bool]:
-    """Return the end and value of an EBML number (RFC 8794, 4), and whether it is known: all ones mean unknown."""
+    """Read an EBML number (RFC 8794, 4) that begins at ``data[at]``.
+
+    Return the position after it, its value, and whether the value is known: all ones mean unknown.
+    """
+    # The number of leading zero bits tells the width in bytes; the first one bit is not part of the value.
     width = 9 - data[at].bit_length() if len(data) > at and data[at] else 8
     mask = (1 << 7 * width) - 1
     value = int.from_bytes(data[at : at + width], "big") & mask
@@ -141,24 +151,27 @@ def _end_by_xing(file: BinaryIO, head: bytes) -> int:
 def check_end(container: Any, stream: Any, ref: MediaRef) -> None:
     """Raise MediaProblem if a stream is shorter than its header declares, because the file was truncated.
 
-    For mp4 and mov, the table of contents is compared with the size of the file. Of other formats the last second is
-    decoded; the container cannot be decoded from the beginning afterwards.
+    For mp4 and mov, the table of contents is compared with the size of the file. For other formats, whose stream must
+    be audio, the last second is decoded; afterwards the container cannot be decoded from the beginning.
     """
     if is_indexed(container):
-        end = max((entry.pos + entry.size for entry in index_of(stream)[-_LAST_ENTRIES:]), default=0)
+        last_entries = index_of(stream)[-_LAST_ENTRIES:]
+        end = max((entry.pos + entry.size for entry in last_entries), default=0)  # in bytes
         if end > container.size:
             detail = f"the file is truncated: its table of contents ends at byte {end:,}, and it has {container.size:,}"
             raise MediaProblem("media_unreadable", f"{label(ref)}: {detail}")
         return
-    declared = float(stream.duration * stream.time_base)
+    # All times are in seconds.
     start = float((stream.start_time or 0) * stream.time_base)
-    reached = 0.0
-    container.seek(int(max(start + declared - _LAST_SECONDS, start) / stream.time_base), stream=stream)
+    declared_duration = float(stream.duration * stream.time_base)
+    seek_time = max(start + declared_duration - _LAST_SECONDS, start)
+    container.seek(int(seek_time / stream.time_base), stream=stream)
+    duration = 0.0
     for frame in container.decode(stream):
         if frame.pts is not None:
-            reached = float(frame.pts * frame.time_base) - start + frame.samples / frame.sample_rate
-    if reached < declared - _TOLERANCE_SECONDS:
-        detail = f"the file is truncated: its header declares {declared:.2f} s, and it has {reached:.2f} s"
+            duration = float(frame.pts * frame.time_base) - start + frame.samples / frame.sample_rate
+    if duration < declared_duration - _TOLERANCE_SECONDS:
+        detail = f"the file is truncated: its header declares {declared_duration:.2f} s, and it has {duration:.2f} s"
         raise MediaProblem("media_unreadable", f"{label(ref)}: {detail}")
 
 

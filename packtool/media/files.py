@@ -41,13 +41,17 @@ def open_medium(
 ) -> Iterator[BinaryIO]:
     """Open the encoded file of a medium; errors of the code in the ``with`` block also become MediaProblem.
 
+    Args:
+        first_block: bytes of a remote file to read at once.
+        is_image: whether the maximum size of an image applies.
+
     Raises:
         MediaProblem: if the file may not be opened, does not exist, is not a regular file, is empty, too large or
             cannot be decoded.
         StorageError: if its store has failed ``policy.max_failures`` times in a row.
     """
     try:
-        with _opened(ref, first_block, is_image) as file:
+        with _open_file(ref, first_block, is_image) as file:
             try:
                 if not file.read(1):
                     raise MediaProblem("media_unreadable", f"{label(ref)}: the file is empty")
@@ -76,6 +80,7 @@ def open_medium(
 
 
 def _record_success(ref: MediaRef) -> None:
+    """Record that the store of a remote medium works, which resets its count of consecutive failures."""
     if ref.path is not None and ref.data is None and storage.is_remote(ref.path):
         storage.record_success(storage.store_name(ref.path))
 
@@ -86,8 +91,8 @@ def check_allowed(ref: MediaRef) -> None:
         raise MediaProblem(NOT_ALLOWED, f"{label(ref)}: {refusal}")
 
 
-def _opened(ref: MediaRef, first_block: int, is_image: bool) -> BinaryIO:
-    """Return the opened file of a medium, or its bytes as a file; raises as ``open_medium``."""
+def _open_file(ref: MediaRef, first_block: int, is_image: bool) -> BinaryIO:
+    """Open the file of a medium, or its bytes as a file; arguments and errors are those of ``open_medium``."""
     max_bytes = ref.policy.max_file_bytes(is_image)
     if ref.path is None or ref.data is not None:  # embedded media keep their path, for messages
         data = ref.data or b""
@@ -116,7 +121,10 @@ def _check_size(ref: MediaRef, num_bytes: int, max_bytes: int) -> None:
 
 
 def _remote_problem(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaProblem:
-    """Return a remote failure as the problem of one medium, or as the failure of its store for all media."""
+    """Return the exception for a remote failure: a problem of this medium, or an error of its store for all media.
+
+    The outcome is recorded in the store's count of consecutive failures.
+    """
     assert ref.path is not None, "embedded bytes cannot fail remotely"
     try:
         store = storage.store_name(ref.path)
@@ -126,19 +134,22 @@ def _remote_problem(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaP
         return MediaProblem("media_size", f"{error.message}: --max-media-bytes allows more")
     if isinstance(error, storage.RedirectRefused):
         return MediaProblem(NOT_ALLOWED, f"{error.message}: --media-access any allows it")
-    # A bucket refuses missing keys, and all keys if the credentials are wrong; a web server refuses single files.
-    if error.fault == "unreachable" or (error.fault == "refused" and not store.startswith("http")):
+    # A bucket refuses all keys if the credentials are wrong, but also missing keys; a web server refuses single files.
+    is_bucket = not store.startswith("http")
+    may_be_store_failure = error.fault == "unreachable" or (error.fault == "refused" and is_bucket)
+    if not may_be_store_failure:
+        storage.record_success(store)
+    else:
         num_failures = storage.record_failure(store)
-        if 0 < ref.policy.max_failures <= num_failures:
-            if ref.policy.max_failures == 1:
+        max_failures = ref.policy.max_failures  # 0 for no limit
+        if 0 < max_failures <= num_failures:
+            if max_failures == 1:
                 return error
             return StoreDownError(
                 f"{storage.origin(ref.path)}: {num_failures} media in a row could not be read; the last error: "
                 f"{error.message}",
                 f"{error.remedy or 'Check the store.'} --max-media-failures 0 drops any number of such rows.",
             )
-    else:
-        storage.record_success(store)
     return MediaProblem(_REASONS.get(error.fault, "media_unreadable"), error.message)
 
 
@@ -184,9 +195,12 @@ def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, 
     try:
         check_allowed(ref)
         if storage.is_remote(path):
-            with open_medium(ref, 1, is_image=is_image) as file:
-                tag = getattr(getattr(file, "raw", None), "tag", "")
-                return f"{path} {file.seek(0, io.SEEK_END)} {tag}" if tag else None
+            with open_medium(ref, first_block=1, is_image=is_image) as file:
+                tag = getattr(getattr(file, "raw", None), "tag", "")  # ``raw`` is storage's remote file
+                if not tag:
+                    return None
+                size = file.seek(0, io.SEEK_END)
+                return f"{path} {size} {tag}"
         state = _stat(path)
     except (OSError, PacktoolError, ValueError):
         return None  # loading the medium reports the problem

@@ -101,9 +101,13 @@ def measure_image(image: MediaRef) -> tuple[int, int]:
 
 
 def _measure(file: BinaryIO, size: int, can_decode: bool) -> tuple[int, int]:
-    """Return (height, width) of a picture, and check that its file of ``size`` bytes is complete."""
+    """Return (height, width) of a picture, and check that its file of ``size`` bytes is complete.
+
+    Without ``can_decode``, the picture is not decoded to check the end of a format that declares no length.
+    """
     picture = open_picture(file)
-    begin, (width, height) = file.tell(), picture.size
+    width, height = picture.size
+    header_stop = file.tell()  # Pillow has read up to here
     declared = _declared_bytes(picture, file)
     if isinstance(picture, PngImagePlugin.PngImageFile):
         orientation = _png_orientation(picture, file)
@@ -113,8 +117,8 @@ def _measure(file: BinaryIO, size: int, can_decode: bool) -> tuple[int, int]:
         orientation = picture.getexif().get(_ORIENTATION_TAG, 1)
     if declared is not None and declared > size:
         raise ValueError(f"the file is truncated: it declares {declared:,} bytes and has {size:,}")
-    if declared is None and can_decode and not _has_end_mark(picture.format, file, begin, size):
-        picture.load()
+    if declared is None and can_decode and not _has_end_mark(picture.format, file, header_stop, size):
+        picture.load()  # raises an error if the file is truncated
     return (width, height) if orientation in _SIDEWAYS else (height, width)
 
 
@@ -144,7 +148,11 @@ def _has_end_mark(image_format: str | None, file: BinaryIO, begin: int, size: in
 
 
 def _png_orientation(picture: PngImagePlugin.PngImageFile, file: BinaryIO) -> int:
-    """Return the EXIF orientation of a PNG by reading its chunks; Pillow would decode the picture to find ``eXIf``."""
+    """Return the EXIF orientation of a PNG (1 to 8); 1, which is upright, if it has none.
+
+    The chunk ``eXIf`` is found by reading the headers of all chunks, since Pillow would decode the picture to find it.
+    The position of ``file`` changes.
+    """
     data: bytes | None = None
     file.seek(8)  # after the signature
     while len(header := file.read(8)) == 8:
@@ -156,10 +164,12 @@ def _png_orientation(picture: PngImagePlugin.PngImageFile, file: BinaryIO) -> in
             break
         file.seek(size + 4, os.SEEK_CUR)  # the chunk's data and checksum
     if data is None:
+        # ImageMagick stores the data as a text: three lines with its name and length, then hexadecimal digits.
         profile = picture.info.get("Raw profile type exif")
         if not profile:
             return 1
-        data = bytes.fromhex("".join(str(profile).split("\n")[3:]))  # after three lines with its name and length
+        hexadecimal_lines = str(profile).split("\n")[3:]
+        data = bytes.fromhex("".join(hexadecimal_lines))
     exif = Image.Exif()
     exif.load(data)
     return int(exif.get(_ORIENTATION_TAG, 1))

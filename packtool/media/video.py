@@ -66,16 +66,7 @@ def measure_video(ref: MediaRef) -> VideoSize:
     declare none, and avi files often a wrong one.
     """
     if ref.frames:
-        sizes = {measure_image(frame) for frame in ref.frames}
-        if len(sizes) > 1:
-            raise MediaProblem("media_size", f"{label(ref)}: its frames have different sizes: {sorted(sizes)}")
-        height, width = sizes.pop()
-        if not ref.milliseconds:
-            return VideoSize(height, width, len(ref.frames), ref.fps or FRAMES_A_SECOND, has_sound=False)
-        # A video of 1,000 frames per second, from the first frame to one mean interval after the last.
-        length, num_intervals = ref.milliseconds[-1] - ref.milliseconds[0], len(ref.frames) - 1
-        length += round(length / num_intervals if num_intervals else _PER_SECOND / FRAMES_A_SECOND)
-        return VideoSize(height, width, max(length, 1), _PER_SECOND, has_sound=False)
+        return _measure_listed_frames(ref)
     with open_container(ref, check_length=True) as container:
         stream = _video_stream(container, ref)
         fps = float(stream.average_rate or 0)
@@ -86,12 +77,31 @@ def measure_video(ref: MediaRef) -> VideoSize:
         if num_frames is not None:
             check_end(container, stream, ref)
         else:
-            num_frames = _count_by_packets(ref) or 1 + sum(1 for _ in later_frames)
+            num_frames = _count_by_packets(ref)
+            if not num_frames:  # then decode all frames
+                num_frames = 1 + sum(1 for _ in later_frames)
         if not fps:
             seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
             fps = num_frames / seconds if seconds else _DEFAULT_FPS
         height, width = _upright_size(first_frame)
         return VideoSize(height, width, num_frames, fps, has_sound=bool(container.streams.audio))
+
+
+def _measure_listed_frames(ref: MediaRef) -> VideoSize:
+    """Measure a video whose frames are listed as images."""
+    sizes = {measure_image(frame) for frame in ref.frames}
+    if len(sizes) > 1:
+        raise MediaProblem("media_size", f"{label(ref)}: its frames have different sizes: {sorted(sizes)}")
+    height, width = sizes.pop()
+    if not ref.milliseconds:
+        return VideoSize(height, width, len(ref.frames), ref.fps or FRAMES_A_SECOND, has_sound=False)
+    # Frames with times are some frames of a video of 1,000 frames per second, which lasts from the first time to one
+    # mean interval after the last time.
+    duration = ref.milliseconds[-1] - ref.milliseconds[0]
+    num_intervals = len(ref.frames) - 1
+    mean_interval = duration / num_intervals if num_intervals else _PER_SECOND / FRAMES_A_SECOND
+    duration += round(mean_interval)
+    return VideoSize(height, width, max(duration, 1), _PER_SECOND, has_sound=False)
 
 
 def load_video(
@@ -107,8 +117,9 @@ def load_video(
     Seeks to the frames. If that fails or misses a frame, decodes from the beginning.
 
     Args:
-        path, data, frames: the video, as in ``EncodedVideo``.
-        indices: indexes of the T frames, ascending. Of ``frames``, the first T are loaded.
+        path, data: file or URL of the video, or its encoded bytes.
+        frames: (path, data) of each image of a video that is listed as frames; else empty.
+        indices: indexes of the T requested frames, ascending. Of ``frames``, the first T are loaded.
         shape: measured number of frames (of the clip, if there is one), H and W. Frames that differ in size from the
             first one of the file are scaled to that; without a shape, to the first requested one.
 
@@ -116,24 +127,35 @@ def load_video(
         MediaError: if the file is missing, cannot be decoded, or has fewer frames.
     """
     if frames:
-        pictures = [np.asarray(load_image(*frame, policy)) for frame in frames[: len(indices)]]
-        for number, picture in enumerate(pictures):
-            if picture.shape != pictures[0].shape:
-                before, now = (f"{each.shape[1]}x{each.shape[0]} pixels" for each in (pictures[0], picture))
-                raise changed_since_export(MediaRef(*frames[number]), before, now)
-        return np.stack(pictures)
-    ref, numbers = MediaRef(path, data, policy=policy), sorted(set(indices))
+        return _load_listed_frames(frames[: len(indices)], policy)
+    ref = MediaRef(path, data, policy=policy)
+    numbers = sorted(set(indices))
     pixels, missing = None, numbers
     for frame_reader in (needed_frames, all_frames):
         try:
             pixels, missing = _decode_frames(ref, numbers, frame_reader, shape)
         except MediaProblem as problem:
-            if frame_reader is all_frames or problem.reason != "media_unreadable":
+            can_retry = frame_reader is needed_frames and problem.reason == "media_unreadable"
+            if not can_retry:
                 raise media_error(problem) from problem
         if pixels is not None and not missing:
-            has_repeats = len(numbers) < len(indices)  # a frame that is requested twice is decoded once
-            return pixels[np.searchsorted(numbers, indices)] if has_repeats else pixels
+            if len(numbers) == len(indices):
+                return pixels
+            rows = np.searchsorted(numbers, indices)  # a frame that is requested twice is decoded once
+            return pixels[rows]
     raise changed_since_export(ref, f"a frame {numbers[-1]}", f"no frame {missing[-1]}")
+
+
+def _load_listed_frames(
+    frames: Sequence[tuple[str | None, bytes | None]], policy: MediaPolicy
+) -> npt.NDArray[np.uint8]:
+    """Return images, (path, data) each, as the frames of a video, uint8 (T, H, W, 3); MediaError if sizes differ."""
+    pictures = [np.asarray(load_image(path, data, policy)) for path, data in frames]
+    for frame, picture in zip(frames, pictures, strict=True):
+        if picture.shape != pictures[0].shape:
+            before, now = (f"{each.shape[1]}x{each.shape[0]} pixels" for each in (pictures[0], picture))
+            raise changed_since_export(MediaRef(*frame), before, now)
+    return np.stack(pictures)
 
 
 def _decode_frames(
@@ -144,8 +166,8 @@ def _decode_frames(
 ) -> tuple[npt.NDArray[np.uint8] | None, list[int]]:
     """Decode the frames with these ``numbers``, which ascend, by ``needed_frames`` or ``all_frames``.
 
-    Return the frames, uint8 (T, H, W, 3), and the numbers of those that are missing. The frames are None if the file
-    has none of them, or the reader cannot number them.
+    ``shape`` is that of ``load_video``. Return the frames, uint8 (T, H, W, 3), and the numbers of missing frames. The
+    frames are None if the file has none of them, or the reader cannot number them.
     """
     pixels: npt.NDArray[np.uint8] | None = None
     missing = set(numbers)
@@ -158,7 +180,7 @@ def _decode_frames(
         stream = _video_stream(container, ref)
         try:
             for number, frame in frame_reader(container, stream, numbers, num_frames):
-                if pixels is None:
+                if pixels is None:  # the first frame decides the size
                     size = _upright_size(frame)
                     if shape is not None and size != shape[1:]:
                         size = _first_frame_size(ref)
@@ -266,7 +288,7 @@ class _KeyframeDecoder:
     def __init__(self, container: Any, stream: Any, last_needed: int) -> None:
         self._container, self._stream = container, stream
         self.keyframes: list[int] = []
-        self._seek_times: list[int] = []  # of each keyframe: just before the next one
+        self._seek_times: list[int] = []  # for each keyframe, a time just before the next keyframe
         self._number_by_position: dict[int, int] = {}  # values of ``keyframes`` by position in the file
         self.num_packets = self.first_number = self.next_needed = 0
         self.frames: Iterator[tuple[int, Any]] = iter(())
@@ -274,7 +296,7 @@ class _KeyframeDecoder:
             raise FrameNumbersUnknown
         has_index = is_indexed(container)
         index = index_of(stream) if has_index else ()
-        if 0 < len(index) == stream.frames:
+        if 0 < len(index) == stream.frames:  # the table of contents lists all packets
             packets = ((entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard) for entry in index)
             self._find_keyframes(packets, last_needed)
             return
@@ -282,7 +304,7 @@ class _KeyframeDecoder:
             raise FrameNumbersUnknown
         # Read the packets without decoding them, then go back to the first keyframe. The last packet is empty.
         demuxed = (packet for packet in container.demux(stream) if packet.size)
-        # Tables of contents and seeking in them use decoding time.
+        # Tables of contents, and seeking in them, use the decoding time of a packet (dts), not its time of display.
         packets = ((p.pos, p.dts if has_index else p.pts, p.is_keyframe, p.is_discard) for p in demuxed)
         self._find_keyframes(packets, last_needed)
         self._seek(self._seek_times[0])
@@ -290,24 +312,26 @@ class _KeyframeDecoder:
     def _find_keyframes(self, packets: Iterable[tuple[int | None, int | None, bool, bool]], last_needed: int) -> None:
         """Find the keyframes, and count the shown packets up to the keyframe after the last needed frame.
 
-        A packet is (position in the file, time in units of the stream, is keyframe, is hidden).
+        Sets ``keyframes``, ``num_packets`` and what ``_seek`` and ``start`` need. A packet is (position in the file,
+        time in units of the stream, is keyframe, is hidden).
         """
-        num_shown, latest_time = 0, -(2**62)
+        num_shown = 0
+        latest_time = -(2**62)
         for position, time, is_keyframe, is_hidden in packets:
             if time is None:
                 raise FrameNumbersUnknown
             if is_keyframe:
                 if position is None or position < 0 or position in self._number_by_position:
-                    raise FrameNumbersUnknown  # it could not be recognized after seeking
+                    raise FrameNumbersUnknown  # the keyframe could not be recognized after seeking
                 if self.keyframes:
-                    self._seek_times.append(time - 1)
+                    self._seek_times.append(time - 1)  # seeking moves back from here to the keyframe before
                 self.keyframes.append(num_shown)
                 self._number_by_position[position] = num_shown
             elif not self.keyframes:  # decoders show nothing before the first keyframe
                 raise FrameNumbersUnknown
-            num_shown += not is_hidden
+            num_shown += 0 if is_hidden else 1
             latest_time = max(latest_time, time)
-            if num_shown > last_needed + _MAX_REORDERED_PACKETS and is_keyframe:
+            if is_keyframe and num_shown > last_needed + _MAX_REORDERED_PACKETS:
                 break
         self._seek_times.append(latest_time)
         self.num_packets = num_shown
@@ -345,8 +369,10 @@ class _KeyframeDecoder:
         """Decode packets that begin with a keyframe, and yield (number, frame) from the keyframe's frame on.
 
         Frames must match the shown packets one by one, in order of time; otherwise they cannot be numbered.
+        ``first_time`` and ``first_number`` are those of the keyframe's frame.
         """
-        number, unit_prefix_bytes = first_number, self._unit_prefix_bytes()
+        number = first_number  # of the next frame in order of time
+        unit_prefix_bytes = self._unit_prefix_bytes()
         pending: list[tuple[int, bool]] = []  # heap of (time, is skipped) of the packets without a number so far
         for packet_index, packet in enumerate(packets):
             # Reordering moves a frame by a few packets only, so the needed one is not among those skipped.
@@ -354,9 +380,11 @@ class _KeyframeDecoder:
             is_skipped = is_far and _is_leaf(packet, unit_prefix_bytes)
             if _is_shown(packet) and packet.pts >= first_time:
                 heappush(pending, (packet.pts, is_skipped))
-            for frame in () if is_skipped else packet.decode():
+            frames = () if is_skipped else packet.decode()
+            for frame in frames:
                 if frame.pts is not None and frame.pts < first_time:
-                    continue
+                    continue  # a leading picture, which belongs to the group before
+                # The earliest pending packet is the frame's, except for skipped packets, which return no frames.
                 while pending and pending[0][1]:
                     heappop(pending)
                     number += 1
@@ -382,16 +410,18 @@ def needed_frames(
 
     Args:
         container: an opened file at its beginning.
-        numbers: frame numbers, ascending, each once.
+        numbers: numbers of the needed frames, ascending, each once.
         num_frames: number of frames at export, which must equal the number of packets; None if it is unknown.
 
     Raises:
         FrameNumbersUnknown: if frames cannot be numbered this way; the container cannot be used afterwards.
     """
-    if np.diff(numbers, prepend=0).max() <= MIN_SKIPPED:  # seeking would skip nothing
+    max_gap = np.diff(numbers, prepend=0).max()
+    if max_gap <= MIN_SKIPPED:  # seeking would skip nothing
         yield from all_frames(container, stream, numbers)
         return
-    decoder = _KeyframeDecoder(container, stream, numbers[-1] if num_frames is None else _ALL_PACKETS)
+    last_counted = numbers[-1] if num_frames is None else _ALL_PACKETS
+    decoder = _KeyframeDecoder(container, stream, last_counted)
     if num_frames not in (None, decoder.num_packets):
         raise FrameNumbersUnknown
     decoder.start()
@@ -400,14 +430,14 @@ def needed_frames(
         raise FrameNumbersUnknown
     decoder.frames = chain([first_frame], decoder.frames)
     next_number = 0  # of the frame that the decoder would return next
-    for needed in numbers:
-        keyframe_index = bisect_right(decoder.keyframes, needed) - 1
+    for needed_number in numbers:
+        keyframe_index = bisect_right(decoder.keyframes, needed_number) - 1  # the last one that may be before the frame
         if decoder.keyframes[keyframe_index] - next_number >= MIN_SKIPPED:
-            decoder.start_before(keyframe_index, needed)
-        decoder.next_needed = needed
+            decoder.start_before(keyframe_index, needed_number)
+        decoder.next_needed = needed_number  # the decoder skips frames before it where possible
         for number, frame in decoder.frames:
             next_number = number + 1
-            if number == needed:
+            if number == needed_number:
                 yield number, frame
                 break
 
@@ -416,28 +446,29 @@ def decode_from_start(container: Any, stream: Any) -> tuple[Any, Iterator[Any], 
     """Decode a container from its beginning.
 
     Return the first frame (None if there is none), an iterator over the others, and whether each packet of the header
-    is one frame. This is not so if the file begins in the middle of a group: then the first frame does not belong to
-    the first shown packet, or is no keyframe although no hidden packets come before it.
+    is one frame. That is not the case if the file begins in the middle of a group: then the first frame does not belong
+    to the first shown packet, or is no keyframe although no hidden packets come before it.
     """
     packets = container.demux(stream)
     first_packets = list(islice(packets, _MAX_REORDERED_PACKETS))
-    times = [packet.pts for packet in first_packets if packet.size and not packet.is_discard]
+    shown_times = [packet.pts for packet in first_packets if packet.size and not packet.is_discard]
     frames = (frame for packet in chain(first_packets, packets) for frame in packet.decode())
     first_frame = next(frames, None)
-    if first_frame is None or not times or None in times or first_frame.pts != min(times):
+    if first_frame is None or not shown_times or None in shown_times or first_frame.pts != min(shown_times):
         return first_frame, frames, False
-    return first_frame, frames, bool(first_frame.key_frame or first_packets[0].is_discard)
+    can_trust_packets = bool(first_frame.key_frame or first_packets[0].is_discard)
+    return first_frame, frames, can_trust_packets
 
 
 def count_frames(container: Any, stream: Any) -> int:
     """Count the frames of a video by its packets; only the first 32 frames and the last group are decoded.
 
-    There the frames must match the packets one by one. Of a truncated file, the frames that can be decoded are counted.
+    There the frames must match the packets one by one. In a truncated file, only frames that can be decoded count.
     ``container`` is an opened file at its beginning. FrameNumbersUnknown if all frames must be decoded to count them;
     the container cannot be used afterwards.
     """
     if stream.codec_context.codec.canonical_name not in _CODECS_HIDING_DAMAGE:
-        raise FrameNumbersUnknown
+        raise FrameNumbersUnknown  # only decoding all frames finds damage in videos of other codecs
     decoder = _KeyframeDecoder(container, stream, _ALL_PACKETS)
     if len(decoder.keyframes) < _MIN_KEYFRAMES:
         raise FrameNumbersUnknown  # with so few keyframes, counting would not be faster than decoding
@@ -445,10 +476,10 @@ def count_frames(container: Any, stream: Any) -> int:
     num_checked = sum(1 for _ in islice(decoder.frames, _MAX_REORDERED_PACKETS))
     if decoder.first_number != 0 or num_checked < _MAX_REORDERED_PACKETS:
         raise FrameNumbersUnknown
-    last_keyframe = decoder.keyframes[-1]
-    decoder.start_before(len(decoder.keyframes) - 1, last_keyframe)
+    min_last_number = decoder.keyframes[-1]  # minimum number of the last keyframe's frame
+    decoder.start_before(len(decoder.keyframes) - 1, min_last_number)
     num_frames = decoder.first_number + sum(1 for _ in decoder.frames)
-    if num_frames <= last_keyframe:
+    if num_frames <= min_last_number:  # the last group cannot be decoded
         raise FrameNumbersUnknown
     return num_frames
 

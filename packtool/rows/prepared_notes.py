@@ -59,7 +59,7 @@ def _describe_tokens(source: Source, blocks: Iterable[RowBlock]) -> str:
         except RowProblem:
             continue  # the row will be dropped
         except BaseException as error:
-            unexpected_drop("", 0, error)  # raises an error that the row has not caused; other rows will be dropped
+            unexpected_drop("", 0, error)  # raises an error that the row has not caused
     keys = {key for row in rows for key in row}
     named_columns = dict(source.columns)
     used_columns = []

@@ -22,6 +22,7 @@ from packtool.rows.forms import check_first_rows, detect
 from packtool.rows.forms.media import could_hold_media
 from packtool.rows.open_files import HashedFile, close_readers, open_text, opened
 from packtool.rows.source import (
+    KNOWN_FORMATS,
     NumberedRow,
     RowBlock,
     RowBlocks,
@@ -30,8 +31,8 @@ from packtool.rows.source import (
     SourceSpec,
     draw_rows,
     first_rows,
+    format_of,
 )
-from packtool.rows.sources import KNOWN_FORMATS, format_of
 from packtool.rows.text_files import CHUNK_BYTES, PARSERS, find_elements, find_lines, find_records, text_rows
 
 if TYPE_CHECKING:

@@ -28,6 +28,39 @@ Pairs = tuple[tuple[str, str], ...]
 NumberedRow = tuple[int, dict[str, Any] | Dropped]
 """0-based number of a row, and the parsed row."""
 
+_KINDS: dict[str, FileFormat] = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "txt",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".idx": "megatron",
+    ".tar": "tar",
+}
+_COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+
+KNOWN_FORMATS = (
+    f"{', '.join(suffix for suffix in _KINDS if suffix not in ('.idx', '.tar'))}, each also with "
+    f"{' or '.join(_COMPRESSIONS)}, .tar with packs, and Megatron's .idx with its .bin file"
+)
+"""All file formats, for messages."""
+
+
+def format_of(path: str) -> tuple[FileFormat, Compression | None] | None:
+    """Return format and compression of a file by its suffixes; None if the format is unknown."""
+    stem, dot, suffix = storage.name(path).lower().rpartition(".")
+    if suffix == "idx" and stem.endswith(".tar"):  # index of a tar file, not of Megatron
+        return None
+    compression = _COMPRESSIONS.get(dot + suffix)
+    if compression is not None:
+        _, dot, suffix = stem.rpartition(".")
+    kind = _KINDS.get(dot + suffix)
+    return None if kind is None else (kind, compression)
+
+
 _NOT_IN_SETTINGS = ("path", "name", "max_media_failures")
 BLOCK_ROWS = 64
 """Maximum rows of a block, before sampling."""

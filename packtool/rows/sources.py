@@ -27,7 +27,7 @@ from packtool.rows.forms.messages import TAG_NAMES
 from packtool.rows.forms.prepared import TOKENS
 from packtool.rows.forms.segments import PROMPT_FORMATS
 from packtool.rows.modelscope_names import modelscope_remedy
-from packtool.rows.source import Compression, FileFormat, Pairs, SourceSpec
+from packtool.rows.source import KNOWN_FORMATS, Pairs, SourceSpec, format_of
 
 HUB_PREFIX = "hf::"
 _ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w. /-]*){0,2}")
@@ -46,8 +46,8 @@ def hub_files(name: str, subset: str | None = None, split: str | None = None, fo
     """Return the Arrow files of a Hugging Face dataset, downloaded if they are not in the local cache.
 
     Args:
-        name: id, perhaps with ``:subset`` and ``:split`` (default ``train``), or a folder with a copy of the dataset.
-        subset, split: used if ``name`` has none.
+        name: id, perhaps with ``:subset`` and ``:split``, or a folder with a copy of the dataset.
+        subset, split: used if ``name`` has none; None for the default subset and for ``train``.
         folder: sub-directory of the dataset to read.
 
     Raises:
@@ -57,8 +57,9 @@ def hub_files(name: str, subset: str | None = None, split: str | None = None, fo
 
     identifier = name
     if not os.path.isdir(name):
-        identifier, subset_in_name, split_in_name = [*name.split(":"), "", ""][:3]  # both may be missing
-        subset, split = subset_in_name or subset, split_in_name or split
+        identifier, subset_in_name, split_in_name = f"{name}::".split(":")[:3]  # "" for missing ones
+        subset = subset_in_name or subset
+        split = split_in_name or split
     split = split or "train"
     try:
         dataset = datasets.load_dataset(identifier, subset, split=split, data_dir=folder)
@@ -76,39 +77,6 @@ def hub_files(name: str, subset: str | None = None, split: str | None = None, fo
         message = f"--dataset {name}: the datasets package stores this dataset without files"
         raise DataError(message, "Save it with save_to_disk, and pass that folder.")
     return files
-
-
-_KINDS: dict[str, FileFormat] = {
-    ".json": "json",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".txt": "txt",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".idx": "megatron",
-    ".tar": "tar",
-}
-_COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
-
-KNOWN_FORMATS = (
-    f"{', '.join(suffix for suffix in _KINDS if suffix not in ('.idx', '.tar'))}, each also with "
-    f"{' or '.join(_COMPRESSIONS)}, .tar with packs, and Megatron's .idx with its .bin file"
-)
-"""All file formats, for messages."""
-
-
-def format_of(path: str) -> tuple[FileFormat, Compression | None] | None:
-    """Return format and compression of a file by its suffixes; None if the format is unknown."""
-    stem, dot, suffix = storage.name(path).lower().rpartition(".")
-    if suffix == "idx" and stem.endswith(".tar"):  # index of a tar file, not of Megatron
-        return None
-    compression = _COMPRESSIONS.get(dot + suffix)
-    if compression is not None:
-        _, dot, suffix = stem.rpartition(".")
-    kind = _KINDS.get(dot + suffix)
-    return None if kind is None else (kind, compression)
 
 
 C = TypeVar("C", ExportConfig, TrainConfig)
@@ -212,21 +180,19 @@ class DatasetInfo:
         self.entries: dict[str, Any] = entries
 
     def get(self, name: str) -> Mapping[str, Any] | None:
-        """Return the checked entry of a dataset; None if there is none.
+        """Return the entry of a dataset; None if there is none.
 
-        ConfigError with all of its problems if the entry is invalid.
+        If the entry is invalid, ConfigError lists all of its problems.
         """
         if name not in self.entries:
             return None
         entry = self.entries[name]
         if not isinstance(entry, dict):
             raise ConfigError(f"{self._label}: {name!r} is a {type(entry).__name__}, not an object")
-        problems = [
-            *_unknown_keys(f"{name!r}", entry, _ENTRY_KEYS),
-            *_unknown_keys(f"{name!r}, columns", _mapping(entry, "columns"), _COLUMN_KEYS),
-            *_unknown_keys(f"{name!r}, tags", _mapping(entry, "tags"), _TAG_KEYS),
-            *(f"{name!r}{problem}" for problem in _entry_problems(entry)),
-        ]
+        problems = _unknown_keys(f"{name!r}", entry, _ENTRY_KEYS)
+        problems += _unknown_keys(f"{name!r}, columns", _mapping(entry, "columns"), _COLUMN_KEYS)
+        problems += _unknown_keys(f"{name!r}, tags", _mapping(entry, "tags"), _TAG_KEYS)
+        problems += [f"{name!r}{problem}" for problem in _entry_problems(entry)]
         if problems:
             raise ConfigError.from_problems([f"{self._label}: {problem}" for problem in problems])
         return entry
@@ -252,10 +218,12 @@ def _prompt_format(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _location_key(entry: Mapping[str, Any]) -> str:
+    """Return the key for the location of an entry's dataset; "" if it has none."""
     return next((key for key in _LOCATION_KEYS if entry.get(key)), "")
 
 
 def _mapping(entry: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the object under a key of an entry; an empty one for another value, which ``_entry_problems`` reports."""
     value = entry.get(key)
     return value if isinstance(value, dict) else {}
 
@@ -269,32 +237,11 @@ def _unknown_keys(where: str, values: Mapping[str, Any], known: tuple[str, ...])
 
 
 def _entry_problems(entry: Mapping[str, Any]) -> list[str]:
-    """Return the problems of an entry's values, each to be appended to the entry's name."""
-    location, folder = _location_key(entry), entry.get("folder")
-    problems: list[str] = []
-    if not location:
-        problems.append(" needs one of file_name, cloud_file_name, hf_hub_url and ms_hub_url")
-    if location == "om_hub_url":
-        problems.append(
-            " has om_hub_url: the openMind hub is not supported; download the dataset and set file_name to its path"
-        )
-    if location == "script_url":
-        problems.append(
-            " has script_url: loading scripts are not supported; save the script's rows as .jsonl and set file_name "
-            "to that path"
-        )
-    if location in ("cloud_file_name", "file_name"):
-        problems += [
-            f" has {key} {entry[key]!r}, which is only for datasets of a hub; remove {key} and set {location} to the "
-            f"files of that {key}"
-            for key in ("subset", "split")
-            if entry.get(key) not in (None, "", *(("train",) if key == "split" else ()))
-        ]
-    if isinstance(folder, str) and (folder.startswith(("/", "~")) or ".." in folder.split("/")):
-        problems.append(f" has folder {folder!r}: it must be a sub-directory of the dataset")
-    preferences = [key for key in _PREFERENCE_COLUMNS if key in _mapping(entry, "columns")]
-    if entry.get("ranking") or preferences:
-        setting = "ranking" if entry.get("ranking") else f"the columns {', '.join(preferences)}"
+    """Return the problems of an entry's values, each as the rest of a sentence that begins with the entry's name."""
+    problems = _location_problems(entry)
+    preference_columns = [key for key in _PREFERENCE_COLUMNS if key in _mapping(entry, "columns")]
+    if entry.get("ranking") or preference_columns:
+        setting = "ranking" if entry.get("ranking") else f"the columns {', '.join(preference_columns)}"
         problems.append(f" has {setting}: preference data is not supported, only supervised data")
     if entry.get("formatting") not in _FORMATTINGS:
         problems.append(f" has formatting {entry['formatting']!r}; it must be alpaca, sharegpt or openai")
@@ -306,43 +253,77 @@ def _entry_problems(entry: Mapping[str, Any]) -> list[str]:
         if entry.get(key) is not None and not isinstance(entry[key], str):
             problems.append(f": {key} is {entry[key]!r}, not text")
     for key in _PROMPT_FORMAT_KEYS:
-        is_name = key == "prompt_format" and entry.get(key) in PROMPT_FORMATS
-        if isinstance(entry.get(key), str) and "{instruction}" not in entry[key] and not is_name:
-            names = f" or be one of {', '.join(PROMPT_FORMATS)}" if key == "prompt_format" else ""
-            problems.append(f": {key} {entry[key]!r} must contain {{instruction}}{names}")
-    if entry.get(_PROMPT_FORMAT_KEYS[1]) and not entry.get(_PROMPT_FORMAT_KEYS[0]):
-        problems.append(f" has {_PROMPT_FORMAT_KEYS[1]} without {_PROMPT_FORMAT_KEYS[0]}")
-    samples = entry.get("num_samples")
-    if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
-        problems.append(f": num_samples is {samples!r}, not a positive integer")
+        value = entry.get(key)
+        takes_name = key == "prompt_format"
+        is_name = takes_name and value in PROMPT_FORMATS
+        if isinstance(value, str) and "{instruction}" not in value and not is_name:
+            names = f" or be one of {', '.join(PROMPT_FORMATS)}" if takes_name else ""
+            problems.append(f": {key} {value!r} must contain {{instruction}}{names}")
+    with_input, without_input = _PROMPT_FORMAT_KEYS
+    if entry.get(without_input) and not entry.get(with_input):
+        problems.append(f" has {without_input} without {with_input}")
+    num_samples = entry.get("num_samples")
+    is_count = isinstance(num_samples, int) and not isinstance(num_samples, bool) and num_samples >= 1
+    if num_samples is not None and not is_count:
+        problems.append(f": num_samples is {num_samples!r}, not a positive integer")
+    return problems
+
+
+def _location_problems(entry: Mapping[str, Any]) -> list[str]:
+    """Return the problems of an entry's location, split, subset and folder, as ``_entry_problems`` does."""
+    location_key = _location_key(entry)
+    problems: list[str] = []
+    if not location_key:
+        problems.append(" needs one of file_name, cloud_file_name, hf_hub_url and ms_hub_url")
+    if location_key == "om_hub_url":
+        problems.append(
+            " has om_hub_url: the openMind hub is not supported; download the dataset and set file_name to its path"
+        )
+    if location_key == "script_url":
+        problems.append(
+            " has script_url: loading scripts are not supported; save the script's rows as .jsonl and set file_name "
+            "to that path"
+        )
+    if location_key in ("cloud_file_name", "file_name"):
+        for key in ("subset", "split"):
+            # Files have no splits, so all of their rows are the split train.
+            allowed = (None, "", "train") if key == "split" else (None, "")
+            if entry.get(key) not in allowed:
+                problems.append(
+                    f" has {key} {entry[key]!r}, which is only for datasets of a hub; remove {key} and set "
+                    f"{location_key} to the files of that {key}"
+                )
+    folder = entry.get("folder")
+    if isinstance(folder, str) and (folder.startswith(("/", "~")) or ".." in folder.split("/")):
+        problems.append(f" has folder {folder!r}: it must be a sub-directory of the dataset")
     return problems
 
 
 _WILDCARD = re.compile(r"[*?[]")
 _HIDDEN = re.compile(r"(?:^|[/\\])\.")
 # Files without rows. DROPPED_NAME is the only file in the output directory of an export that dropped every row.
-_METADATA_NAMES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", PACKS_MANIFEST_NAME, DROPPED_NAME)
+_INFO_NAME, _DICT_NAME, _STATE_NAME = "dataset_info.json", "dataset_dict.json", "state.json"
+_METADATA_NAMES = (_INFO_NAME, "dataset_infos.json", _DICT_NAME, PACKS_MANIFEST_NAME, DROPPED_NAME)
 # Files that only caches, finished or not, and training runs have.
 _OUTPUT_MARKERS = (MANIFEST_NAME, ".tasks/export.json", "history/run.json")
-_STATE_NAME, _DICT_NAME = "state.json", "dataset_dict.json"
 
 
 def sources_of(config: ExportConfig) -> list[SourceSpec]:
     """Return the files of rows in the order of the arguments, those of the val split last.
 
     An argument is the first of these that exists: a name in ``--dataset-info``, a file or folder, a pattern, an id of
-    the hub. ``#1000``, ``#20%`` or ``#2.5x`` at its end draws that number, fraction or multiple of its rows, and
-    ``#first1000`` or ``#first20%`` takes the first ones, unless
-    there is a file with exactly this name. Folders and patterns skip ``config.output_dir``, caches and training runs.
+    the hub. At its end, ``#1000``, ``#20%`` or ``#2.5x`` draws that number, fraction or multiple of its rows, and
+    ``#first1000`` or ``#first20%`` takes the first ones, unless a file has exactly this name. Folders and patterns skip
+    ``config.output_dir``, caches and training runs.
 
     Raises:
         ConfigError: ``--dataset-info`` or ``--columns`` is invalid.
         DataError: an argument does not exist, or has no files of rows.
         StorageError: a store cannot be read.
     """
-    info = DatasetInfo(config.dataset_info, config.use_hf is False) if config.dataset_info else None
+    info = DatasetInfo(config.dataset_info, prefers_modelscope=config.use_hf is False) if config.dataset_info else None
     common = SourceSpec(
-        "",
+        path="",  # replaced below, like the name, split and group of each argument
         columns=_columns(config.columns),
         formatting=TOKENS if config.TAKES_TOKENS else None,
         media_root=config.media_root,
@@ -376,12 +357,14 @@ def unread_splits(config: ExportConfig) -> list[str]:
         path = name if _exists(name) else _without_amount(name)
         if not _exists(storage.join(path, _DICT_NAME)):
             continue
-        used, splits = _split_of(path, "--dataset")
-        unused = [split for split in dict.fromkeys(splits) if split != used]
-        if others := [s for s in unused if storage.normalize(storage.join(path, s)) not in arguments]:
+        used_split, splits = _split_of(path, "--dataset")
+        unused_splits = [split for split in dict.fromkeys(splits) if split != used_split]
+        # The folder of another split may be an argument of its own.
+        unread = [split for split in unused_splits if storage.normalize(storage.join(path, split)) not in arguments]
+        if unread:
             messages.append(
-                f"{storage.masked(path)}: only the split {used} is read, not {', '.join(others)}; to use it for "
-                f"validation, add --val-dataset {storage.masked(storage.join(path, others[0]))}"
+                f"{storage.masked(path)}: only the split {used_split} is read, not {', '.join(unread)}; to use it for "
+                f"validation, add --val-dataset {storage.masked(storage.join(path, unread[0]))}"
             )
     return messages
 
@@ -390,16 +373,20 @@ def _resolve(
     argument: str, option: str, info: DatasetInfo | None, common: SourceSpec
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the files of one argument of ``option``, and the fields of their specs that differ from ``common``."""
-    name, sampling = _FIRST.sub("#", argument), dict[str, Any]()
-    text = amount_suffix(name)
-    if text and not (info and name in info.entries) and not _exists(name):
+    name = _FIRST.sub("#", argument)
+    amount_text = amount_suffix(name)  # the text after the #
+    sampling: dict[str, Any] = {}
+    if amount_text and not (info and name in info.entries) and not _exists(name):
         try:
-            amount = parse_amount(text)
+            amount = parse_amount(amount_text)
         except ValueError as error:
             raise ConfigError(f"{option} {argument}: {error}", "Write a number of at least 1 after the #.") from error
         name = _without_amount(name)
-        sampling = {"num_sampled": int(amount.number)} if amount.kind == "samples" else {"times_sampled": amount.number}
-        sampling |= {"takes_first": True} if _FIRST.search(argument) else {}
+        if amount.kind == "samples":
+            sampling["num_sampled"] = int(amount.number)
+        else:
+            sampling["times_sampled"] = amount.number
+        sampling["takes_first"] = _FIRST.search(argument) is not None
     entry = None if info is None else info.get(name)
     if info is None or entry is None:
         return _files(name, option, info), sampling
@@ -429,16 +416,18 @@ def _without_amount(name: str) -> str:
 
 
 def _files_of_entry(entry: Mapping[str, Any], info: DatasetInfo, option: str, name: str) -> list[str]:
+    """Return the files of dataset ``name``, an entry of ``info``; ``option`` is for messages."""
     subset, split, folder = (entry.get(key) or None for key in _SELECTION_KEYS)
-    key = _location_key(entry)
-    if key == "hf_hub_url" and info.prefers_modelscope and entry.get("ms_hub_url"):
-        key = "ms_hub_url"
-    location = entry[key]
-    if key in ("hf_hub_url", "ms_hub_url"):
-        if key == "ms_hub_url":
-            location = _download(f"{option} {name}:", _DOWNLOAD_DATASET, location)
+    location_key = _location_key(entry)
+    if location_key == "hf_hub_url" and info.prefers_modelscope and entry.get("ms_hub_url"):
+        location_key = "ms_hub_url"
+    location = entry[location_key]
+    if location_key == "ms_hub_url":
+        downloaded_folder = _download(f"{option} {name}:", _DOWNLOAD_DATASET, location)
+        return hub_files(downloaded_folder, subset, split, folder)
+    if location_key == "hf_hub_url":
         return hub_files(location, subset, split, folder)
-    if key == "file_name":
+    if location_key == "file_name":
         location = storage.join(storage.parent(info.path), location)
     if folder is None:
         return _files(location, option, None)
@@ -456,26 +445,20 @@ def _exists(name: str) -> bool:
 
 
 def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
-    """Return the files of a path, pattern or hub id; ``info`` is only used for the message if there is none."""
+    """Return the files of a path, pattern or hub id; ``info`` is only used for the error if there are no files."""
     if _exists(name):
-        name = storage.normalize(name)
-        return _files_in(name, option) if storage.is_directory(name) else [name]
+        path = storage.normalize(name)
+        return _files_in(path, option) if storage.is_directory(path) else [path]
     label = storage.masked(name)
-    if (wildcard := _WILDCARD.search(name)) and not name.startswith("http"):
-        is_output = _output_finder(storage.parent(name[: wildcard.start()]))
-        files: list[str] = []
-        for path in storage.glob(name):
-            if is_output(path):
-                continue
-            if storage.is_directory(path):
-                files += _files_in(path, option)
-            elif format_of(path) and not storage.name(path).startswith(".") and not _is_metadata(path):
-                files.append(path)
+    wildcard = _WILDCARD.search(name)
+    if wildcard and not name.startswith("http"):
+        files = _files_of_pattern(name, storage.parent(name[: wildcard.start()]), option)
         if not files:
             raise DataError(f"{option} {label}: no file of rows matches", f"Supported are {KNOWN_FORMATS}.")
-        return list(dict.fromkeys(files))  # a pattern with ** matches directories and the files in them
-    identifier = None if storage.is_remote(name) and not name.startswith(HUB_PREFIX) else hub_id(name)
-    if identifier is not None and (name.startswith(HUB_PREFIX) or format_of(name) is None):
+        return files
+    has_hub_prefix = name.startswith(HUB_PREFIX)
+    identifier = hub_id(name) if has_hub_prefix or not storage.is_remote(name) else None
+    if identifier is not None and (has_hub_prefix or format_of(name) is None):
         return hub_files(identifier)
     if info is not None:
         raise DataError(
@@ -487,6 +470,20 @@ def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
     if format_of(name) is None and "/" not in name:
         remedy = "Check the path; for a name in LLaMA-Factory's dataset_info.json, add --dataset-info DIR."
     raise DataError(f"{option} {label}: there is no such file", remedy)
+
+
+def _files_of_pattern(pattern: str, folder: str, option: str) -> list[str]:
+    """Return the files of rows that match a pattern or are in matching folders; ``folder`` is above all matches."""
+    is_output = _output_finder(folder)
+    files: list[str] = []
+    for path in storage.glob(pattern):
+        if is_output(path):
+            continue
+        if storage.is_directory(path):
+            files += _files_in(path, option)
+        elif format_of(path) and not storage.name(path).startswith(".") and not _is_metadata(path):
+            files.append(path)
+    return list(dict.fromkeys(files))  # a pattern with ** matches directories and the files in them
 
 
 def _output_finder(folder: str) -> Callable[[str], bool]:
@@ -502,7 +499,7 @@ def _output_finder(folder: str) -> Callable[[str], bool]:
 
 
 def _files_in(folder: str, option: str) -> list[str]:
-    """Return the files of rows below a folder, or those of a saved dataset or of packs in it."""
+    """Return the files of rows below a folder: those that its metadata list, for a saved dataset or packs, else all."""
     names = storage.list_names(folder)
     label = storage.masked(folder)
     if MANIFEST_NAME in names:
@@ -510,8 +507,9 @@ def _files_in(folder: str, option: str) -> list[str]:
             f"{option} {label} is a cache written by packtool export, not rows", "Pass it to packtool train instead."
         )
     if _DICT_NAME in names:
-        return _files_in(storage.join(folder, _split_of(folder, option)[0]), option)
-    if _STATE_NAME in names and _METADATA_NAMES[0] in names:
+        split, _ = _split_of(folder, option)
+        return _files_in(storage.join(folder, split), option)
+    if _STATE_NAME in names and _INFO_NAME in names:  # written by ``save_to_disk``
         state = _json(storage.join(folder, _STATE_NAME), option)
         files = [storage.join(folder, file["filename"]) for file in state.get("_data_files") or []]
         if not files:
@@ -519,25 +517,26 @@ def _files_in(folder: str, option: str) -> list[str]:
         return files
     if PACKS_MANIFEST_NAME in names:
         manifest = _json(storage.join(folder, PACKS_MANIFEST_NAME), option)
-        entries = [file.get("file") for file in manifest.get("files") or [] if isinstance(file, dict)]
-        files = [storage.join(folder, storage.name(name)) for name in entries if isinstance(name, str)]
+        pack_names = [file.get("file") for file in manifest.get("files") or [] if isinstance(file, dict)]
+        # Only the last part of a name is used, so that the manifest cannot name files elsewhere.
+        files = [storage.join(folder, storage.name(name)) for name in pack_names if isinstance(name, str)]
         if not files:
             problem = f"{option} {label}: its {PACKS_MANIFEST_NAME} lists no files of packs"
             raise DataError(problem, "Write the packs again, or pass their files.")
         return files
     paths = list(storage.walk(folder))
-    outputs = tuple(path[: -len(marker)] for path in paths for marker in _OUTPUT_MARKERS if path.endswith(f"/{marker}"))
-    files = [
-        path
-        for path in paths
-        if format_of(path)
-        and not _HIDDEN.search(path[len(folder) :])
-        and not _is_metadata(path)
-        and not path.startswith(outputs)
-    ]
+    # Folders of caches and training runs, with a slash at the end.
+    output_folders = tuple(
+        path.removesuffix(marker) for path in paths for marker in _OUTPUT_MARKERS if path.endswith(f"/{marker}")
+    )
+    files = []
+    for path in paths:
+        is_hidden = _HIDDEN.search(path[len(folder) :]) is not None
+        if format_of(path) and not is_hidden and not _is_metadata(path) and not path.startswith(output_folders):
+            files.append(path)
     if not files:
-        seen = ", ".join(path[len(folder) :].lstrip("/\\") for path in paths[:8]) or "nothing"
-        message = f"{option} {label}: the folder has no files of rows; it contains {seen}"
+        contents = ", ".join(path[len(folder) :].lstrip("/\\") for path in paths[:8]) or "nothing"
+        message = f"{option} {label}: the folder has no files of rows; it contains {contents}"
         raise DataError(message, f"Supported are {KNOWN_FORMATS}.")
     return files
 
@@ -545,7 +544,7 @@ def _files_in(folder: str, option: str) -> list[str]:
 def _is_metadata(path: str) -> bool:
     name = storage.name(path)
     if name == _STATE_NAME:
-        return storage.exists(storage.join(storage.parent(path), _METADATA_NAMES[0]))
+        return storage.exists(storage.join(storage.parent(path), _INFO_NAME))
     return name in _METADATA_NAMES
 
 
@@ -572,7 +571,7 @@ def _json(path: str, option: str) -> dict[str, Any]:
 
 
 def _columns(items: Sequence[str]) -> Pairs:
-    """Parse ``query=q response=a``, or ``{"query": "q", "response": "a"}``."""
+    """Parse the items of ``--columns``: each is ``query=q``, or JSON such as ``{"query": "q", "response": "a"}``."""
     pairs: list[tuple[str, str]] = []
     for item in items:
         if item.lstrip().startswith("{"):
@@ -585,11 +584,11 @@ def _columns(items: Sequence[str]) -> Pairs:
             if not isinstance(values, dict) or not all(isinstance(text, str) for text in chain(*values.items())):
                 raise ConfigError(f"--columns {item}: the JSON must be an object whose values are column names")
             pairs += values.items()
-            continue
-        name, equals, column = item.partition("=")
-        if not equals or not name:
-            raise ConfigError(
-                f"--columns {item}: it must be name=column", "For example --columns query=title response=body"
-            )
-        pairs.append((name, column))
+        else:
+            name, equals, column = item.partition("=")
+            if not equals or not name:
+                raise ConfigError(
+                    f"--columns {item}: it must be name=column", "For example --columns query=title response=body"
+                )
+            pairs.append((name, column))
     return tuple(pairs)

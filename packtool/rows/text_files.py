@@ -43,11 +43,12 @@ def find_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock
     A line above ``max_bytes`` is not kept in memory and becomes a block of its own.
     """
     block_start = first_row = 0  # byte offset and line number at which the next block begins
-    chunk_start = chunk_row = 0  # those of the chunk
+    chunk_start = chunk_row = 0  # byte offset and line number at which the chunk begins
     for chunk in _chunks_of_lines(path, file, max_bytes):
         if isinstance(chunk, int):  # the size of a line that is too long
-            yield RowBlock(chunk_start, chunk_start + chunk, chunk_row, 1)
-            chunk_start, chunk_row = chunk_start + chunk, chunk_row + 1
+            yield RowBlock(chunk_start, chunk_start + chunk, chunk_row, num_rows=1)
+            chunk_start += chunk
+            chunk_row += 1
             block_start, first_row = chunk_start, chunk_row
             continue
         chars = np.frombuffer(chunk, np.uint8)
@@ -56,6 +57,7 @@ def find_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock
             line_ends = np.append(line_ends, len(chunk))
         line_starts = np.append(0, line_ends[:-1])
         is_blank = np.zeros(len(line_ends), bool)
+        # Most lines begin with a brace, so only the others are looked at one by one.
         for i in np.flatnonzero(_MAY_BE_BLANK[chars[line_starts]]):
             is_blank[i] = not chunk[line_starts[i] : line_ends[i]].removeprefix(codecs.BOM_UTF8).strip()
         for first_line in range(0, len(line_ends), BLOCK_ROWS):
@@ -77,10 +79,11 @@ def _chunks_of_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[Li
             yield chunk
             continue
         line_rest = file.readline(max_bytes)
-        if len(line_rest) < max_bytes or line_rest.endswith(b"\n"):
+        is_complete = len(line_rest) < max_bytes or line_rest.endswith(b"\n")  # shorter at the end of the file
+        if is_complete:
             yield chunk + line_rest
             continue
-        # The last line of the chunk is too long: read to its end without keeping it.
+        # The last line of the chunk is too long: yield the lines before it, then read to its end without keeping it.
         line_start = chunk.rfind(b"\n") + 1
         if line_start:
             yield chunk[:line_start]
@@ -147,19 +150,18 @@ def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tupl
     An invalid record is a block of its own; a quote that is not closed within ``max_bytes`` counts as never closed.
     DataError if the header is invalid or names a column twice.
     """
-    chunks = _chunks_of_lines(path, file, max_bytes)
-    lines = (line for chunk in chunks for line in ([chunk] if isinstance(chunk, int) else io.BytesIO(chunk)))
-    records = _records(lines, kind, max_bytes)
-    # The header is the first record that is not blank.
-    offset, header = 0, None
+    records = _records(_lines_of_chunks(_chunks_of_lines(path, file, max_bytes)), kind, max_bytes)
+    # The header is the first record that is not blank; the blocks begin after it.
+    header: list[str] = []
+    header_stop = 0
     for num_bytes, fields in records:
-        offset += num_bytes
+        header_stop += num_bytes
         if isinstance(fields, str):
             raise DataError(f"{path}: the header is invalid: {fields}", "The first line must name the columns.")
         if fields:
             header = fields
             break
-    if header is None:
+    if not header:
         return (), iter(())
     try:
         names = tuple(field.removeprefix(_BOM).encode("latin-1").decode().strip() for field in header)
@@ -170,7 +172,16 @@ def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tupl
         raise DataError(
             f"{path}: the header names {', '.join(map(repr, duplicates))} twice", "Give each column its own name."
         )
-    return names, _blocks(records, offset)
+    return names, _blocks(records, header_stop)
+
+
+def _lines_of_chunks(chunks: Iterable[Line]) -> Iterator[Line]:
+    """Yield the lines of chunks of whole lines, with their line ends; sizes of lines that are too long as they are."""
+    for chunk in chunks:
+        if isinstance(chunk, int):
+            yield chunk
+        else:
+            yield from io.BytesIO(chunk)
 
 
 def _parse_records(source: Source, block: RowBlock, data: bytes) -> Iterator[NumberedRow]:
@@ -213,6 +224,7 @@ def _records(lines: Iterable[Line], kind: str, max_bytes: int) -> Iterator[_Reco
     feed = _LineFeed(lines, max_bytes)
     while True:
         try:
+            # After an error, a new csv.reader begins with the line after the invalid record.
             for fields in csv.reader(feed, delimiter=_DELIMITERS[kind]):
                 if feed.ended_in_record:
                     raise csv.Error("a quote is never closed")
@@ -285,25 +297,28 @@ def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBl
             f"{path}: a .json file must contain one array of rows, or one object per line",
             "Put the rows into an array with [ and ], or rename a file with one object per line to .jsonl.",
         )
-    start = stop = text.bytes_read  # bytes of the current block
-    first_row = row = num_rows = 0
+    block_start = block_stop = text.bytes_read
+    first_row = row = num_rows = 0  # ``row`` numbers all elements; the others are of the current block
     text.skip_space()
-    separator = text.take() if text.peek() == "]" else ","
+    is_empty = text.peek() == "]"
+    separator = text.take() if is_empty else ","  # the character before the next element
     while separator == ",":
         element_start = text.bytes_read
         text.skip_element(row)
         is_too_long = text.bytes_read - element_start > max_bytes
         if num_rows and is_too_long:
-            yield RowBlock(start, stop, first_row, num_rows)
-            start, first_row, num_rows = element_start, row, 0
-        row, num_rows = row + 1, num_rows + 1
-        stop, separator = text.take_separator()
+            yield RowBlock(block_start, block_stop, first_row, num_rows)
+            block_start, first_row, num_rows = element_start, row, 0
+        row += 1
+        num_rows += 1
+        block_stop, separator = text.take_separator()
         if separator not in (",", "]"):
             detail = f"expected , or ] but found {separator!r}" if separator else "the file ends inside the array"
             raise text.error(row, detail)
-        if num_rows == BLOCK_ROWS or separator == "]" or is_too_long or stop - start >= CHUNK_BYTES:
-            yield RowBlock(start, stop, first_row, num_rows)
-            start, first_row, num_rows = text.bytes_read, row, 0
+        is_full = num_rows == BLOCK_ROWS or block_stop - block_start >= CHUNK_BYTES
+        if is_full or is_too_long or separator == "]":
+            yield RowBlock(block_start, block_stop, first_row, num_rows)
+            block_start, first_row, num_rows = text.bytes_read, row, 0
     text.skip_space()
     if text.peek():
         raise DataError(
@@ -387,49 +402,50 @@ class _JsonText:
 
         DataError with ``row`` if the element is invalid.
         """
-        num_bytes = CHUNK_BYTES
+        num_bytes = CHUNK_BYTES  # to read next
         while True:
             try:
                 _, end = self._json.raw_decode(self._text, self._position)
             except json.JSONDecodeError as error:
-                # Either the element is invalid, or it continues after the section in memory: then read more, twice as
-                # much each time. In the second case the error is near the end of the section, except that an
-                # unterminated string is reported where it begins.
-                if not error.msg.startswith("Unterminated string") and error.pos + _MAX_TOKEN_CHARS <= len(self._text):
+                # The element is invalid, or it continues after the text in memory. If it continues, the error is near
+                # the end of this text, except for an unterminated string, whose error is where the string begins.
+                is_near_end = error.pos + _MAX_TOKEN_CHARS > len(self._text)
+                if not is_near_end and not error.msg.startswith("Unterminated string"):
                     raise self.error(row, str(error)) from error
                 if len(self._text) - self._position > self._max_bytes:
                     self._skip_unparsed(row)
                     return
                 if not self._read(num_bytes):
                     raise self.error(row, str(error)) from error
-                num_bytes *= 2
+                num_bytes *= 2  # the element is parsed again from its beginning: keep the number of attempts low
                 continue
-            except (ValueError, RecursionError):
+            except (ValueError, RecursionError):  # too many digits, or nested too deep
                 self._skip_unparsed(row)
                 return
             if end == len(self._text) and self._read(num_bytes):
-                continue  # a number may continue
+                continue  # a number at the end of the text may continue
             self._position = end
             return
 
     def _skip_unparsed(self, row: int) -> None:
         """Move past an element by its brackets and quotes alone, without keeping it in memory."""
-        if self.peek() not in ("[", "{", '"'):
+        if self.peek() not in ("[", "{", '"'):  # a number or a literal
             self._find(_AFTER_ELEMENT, row)
             return
-        depth, in_string = 0, False
+        depth = 0  # number of open brackets
+        is_in_string = False
         while True:
-            mark = self._find(_IN_STRINGS if in_string else _BRACKETS, row)
+            mark = self._find(_IN_STRINGS if is_in_string else _BRACKETS, row)
             self.take()
-            if mark == "\\":
+            if mark == "\\":  # skip the escaped character, which may be a quote
                 if not self.peek() and not self._read(CHUNK_BYTES):
                     raise self.error(row, "the file ends inside a string")
                 self.take()
             elif mark == '"':
-                in_string = not in_string
+                is_in_string = not is_in_string
             else:
                 depth += 1 if mark in "[{" else -1
-            if depth == 0 and not in_string:
+            if depth == 0 and not is_in_string:
                 return
 
     def _find(self, marks: re.Pattern[str], row: int) -> str:

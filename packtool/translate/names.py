@@ -96,6 +96,11 @@ class Translation:
         """Record a key without effect."""
         self.omitted.append((name, reason))
 
+    def remove(self, option: str, reason: str) -> None:
+        """Remove the value of an option, and record the key that it came from as one without effect."""
+        del self.values[option]
+        self.omit(self.origins.pop(option), reason)
+
     def refuse(self, name: str, reason: str) -> None:
         """Record a key that would change training and has no equivalent."""
         self.problems.append(f"{name} ({self.tool}): {reason}")
@@ -105,65 +110,73 @@ class Translation:
         return self.values.get(option, getattr(TrainConfig, option, None))
 
     def translate_key(self, name: str, value: Any) -> None:
-        """Translate one key by the tables; null means that the key is absent."""
+        """Translate one key by the tables; null means that the key is absent.
+
+        A rule of ``values.tsv`` for this value takes precedence over the key's entry in ``compat_names.tsv``.
+        """
         if value is None:
             return
-        if (rule := _rule(self.tool, name, as_text(value))) is not None:
+        rule = _find_rule(self.tool, name, as_text(value))
+        if rule is not None:
             effect, text = rule
             if effect == "set":
-                for pair in text.split(" "):
-                    option, _, new = pair.partition("=")
-                    self.set(option, value if new == "{}" else _fit(option, new), name)
+                for assignment in text.split(" "):
+                    option, _, new_value = assignment.partition("=")
+                    self.set(option, value if new_value == "{}" else _convert(option, new_value), name)
             elif effect == "omit":
                 self.omit(name, text)
             else:
                 self.refuse(f"{name}: {as_text(value)}", text)
             return
-        entry = _entry(self.tool, name, self.source.command)
-        if entry is None:
-            known = [each.name for each in compat_names() if each.tool in (self.tool, TRANSFORMERS)]
-            if self.source.is_record:
-                self.omit(name, "a derived value")
-            else:
-                self.refuse(name, f"unknown setting{did_you_mean(name, known)}")
-            return
-        self._apply(entry, name, value)
+        entry = _find_entry(self.tool, name, self.source.command)
+        if entry is not None:
+            self._apply(entry, name, value)
+        elif self.source.is_record:
+            self.omit(name, "a derived value")
+        else:
+            known_names = [each.name for each in compat_names() if each.tool in (self.tool, TRANSFORMERS)]
+            self.refuse(name, f"unknown setting{did_you_mean(name, known_names)}")
 
     def _apply(self, entry: CompatName, name: str, value: Any) -> None:
+        """Translate a key by its entry in ``compat_names.tsv``."""
         is_off = as_text(value).strip().lower() in _DISABLED
         if entry.status == "same":
-            self.set(_OPTIONS[name], _fit(_OPTIONS[name], value), name)
+            self.set(_OPTIONS[name], _convert(_OPTIONS[name], value), name)
         elif entry.status == "unneeded":
             self.omit(name, entry.reason)
         elif entry.status == "set":
             if not self.source.is_record:
                 self.set("training", {name: value}, name)
         elif entry.status == "unsupported":
-            ignores = self.source.is_record and name not in _CHANGES_TRAINING
-            if not is_off and not ignores:
+            is_ignored = self.source.is_record and name not in _CHANGES_TRAINING
+            if not is_off and not is_ignored:
                 self.refuse(f"{name}: {as_text(value)}", f"not supported: {entry.reason}")
         else:
-            self._rename(entry, name, value, is_off)
+            self._set_entry_options(entry, name, value, is_off)
 
-    def _rename(self, entry: CompatName, name: str, value: Any, is_off: bool) -> None:
-        """Set the options of an entry such as ``--max-length``, ``--report-to wandb`` or ``--shuffle {not}``."""
+    def _set_entry_options(self, entry: CompatName, name: str, value: Any, is_off: bool) -> None:
+        """Set the options of an entry such as ``--max-length``, ``--report-to wandb`` or ``--shuffle {not}``.
+
+        An option without a word after it takes ``value``; ``is_off`` means that the value disables the feature.
+        """
+        # (option, the word after it or ""), for all options in the text; "and" connects two options.
         options = re.findall(r"--([a-z0-9-]+)(?: (?!and\b)(\S+))?", entry.options)
         if not options:
             self.refuse(name, f"use {entry.options} instead; {entry.reason}")
-        for option, fixed in options:
-            key = option.replace("-", "_")
-            if fixed == "{not}":
-                self.set(key, is_off, name)
-            elif fixed == "{area}":
+        for dashed_option, word in options:
+            option = dashed_option.replace("-", "_")
+            if word == "{not}":  # the opposite of the value
+                self.set(option, is_off, name)
+            elif word == "{area}":  # pixels, from one side of a square or from two sides
                 sides = [int(side) for side in re.findall(r"\d+", as_text(value))]
-                self.set(key, math.prod(sides * 2 if len(sides) == 1 else sides), name)
-            elif fixed and "{" not in fixed and "=" not in fixed:
+                self.set(option, math.prod(sides * 2 if len(sides) == 1 else sides), name)
+            elif word.endswith("=NAME"):  # such as text=NAME, where the value replaces NAME
+                self.set(option, [f"{word.removesuffix('NAME')}{value}"], name)
+            elif word and "{" not in word and "=" not in word:  # a fixed value, set if the feature is on
                 if not is_off:
-                    self.set(key, _fit(key, fixed), name)
-            elif fixed.endswith("=NAME"):
-                self.set(key, [f"{fixed.removesuffix('NAME')}{value}"], name)
+                    self.set(option, _convert(option, word), name)
             else:
-                self.set(key, _fit(key, value), name)
+                self.set(option, _convert(option, value), name)
 
     def add_defaults(self) -> None:
         """Add the tool's defaults from ``defaults.tsv`` whose condition holds, in the order of the table."""
@@ -190,8 +203,8 @@ class Translation:
         known = set(options)
         if command == "export" and self.source.command == "train":
             known.discard("output_dir")
-        others = [option for option in self.values if option not in known]
-        for option in others:
+        unknown = [option for option in self.values if option not in known]
+        for option in unknown:
             name = self.origins.pop(option)
             del self.values[option]
             if option not in self.defaults:
@@ -221,26 +234,26 @@ def split_list(value: Any) -> list[str]:
 _FIELDS = {each.name: (each, cls) for cls in (ExportConfig, TrainConfig) for each in dataclasses.fields(cls)}
 
 
-def _fit(option: str, value: Any) -> Any:
+def _convert(option: str, value: Any) -> Any:
     """Return a value in the type of an option: the number or boolean of a text, a list of a single item."""
-    each, cls = _FIELDS[option]
-    kind = value_type(each, cls)
-    if kind in (bool, int, float) and isinstance(value, str):
-        number = parse_yaml(value) if value else value
-        return number if isinstance(number, (bool, int, float)) else value
+    option_field, cls = _FIELDS[option]
+    option_type = value_type(option_field, cls)
+    if option_type in (bool, int, float) and isinstance(value, str):
+        parsed = parse_yaml(value) if value else value
+        return parsed if isinstance(parsed, (bool, int, float)) else value
     if option in ("fsdp", "target_modules", "target_parameters", "modules_to_save", "adapters", "report_to"):
         return split_list(value)
     return value
 
 
-def _entry(tool: str, name: str, command: str) -> CompatName | None:
+def _find_entry(tool: str, name: str, command: str) -> CompatName | None:
     """Return the entry of a name for a tool, else that of transformers' TrainingArguments, which all tools take."""
     entries = [entry for entry in compat_entries(name) if entry.command in (EVERY_COMMAND, command)]
-    owners = [entry for owner in (tool, TRANSFORMERS) for entry in entries if entry.tool == owner]
-    return next((entry for entry in owners if not entry.is_variable), None)
+    entries_by_owner = [entry for owner in (tool, TRANSFORMERS) for entry in entries if entry.tool == owner]
+    return next((entry for entry in entries_by_owner if not entry.is_variable), None)
 
 
-def _rule(tool: str, name: str, value: str) -> tuple[str, str] | None:
+def _find_rule(tool: str, name: str, value: str) -> tuple[str, str] | None:
     """Return (effect, text) of the first matching line of ``values.tsv``."""
     for owner, names, values, effect, text in _table("values.tsv"):
         is_named = owner in ("*", tool) and any(fnmatchcase(name, each) for each in names.split(" "))

@@ -23,7 +23,7 @@ from packtool.errors import ConfigError
 TOOLS = {"ms-swift": "ms-swift", "llama-factory": "LLaMA-Factory", "axolotl": "axolotl", "trl": "TRL"}
 """Names of the tools by value of ``--from``."""
 MAX_NODES = 100_000
-_OWN = {
+_OWN_KEYS = {
     name.removeprefix("--").replace("-", "_")
     for cls in (TrainConfig, ExportConfig)
     for each in dataclasses.fields(cls)
@@ -83,7 +83,13 @@ def load_config_file(path: str) -> dict[str, Any]:
 
 
 def _num_nodes(node: Any, counts: dict[int, int], parents: frozenset[int]) -> int:
-    """Return the number of nodes below ``node`` with aliases expanded; ValueError for too many and duplicate keys."""
+    """Return the number of nodes in a YAML tree with aliases expanded; ValueError for too many and duplicate keys.
+
+    Args:
+        node: the root of the tree.
+        counts: number of nodes by ``id`` of nodes that are counted already; an alias is the same object each time.
+        parents: ``id`` of all nodes above this one.
+    """
     import yaml
 
     if id(node) in parents:
@@ -118,25 +124,26 @@ def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None =
         if not values:
             raise ConfigError(f"{label}: the file is empty")
         return TOOLS[from_option.lower()]
-    exclusive: dict[str, list[str]] = {}
-    owners = {key: {entry.tool for entry in compat_entries(key) if not entry.is_variable} for key in values}
-    for key, tools in owners.items():
-        known = tools & set(TOOLS.values())
-        if len(known) == 1 and TRANSFORMERS not in tools and key not in _OWN:
-            exclusive.setdefault(known.pop(), []).append(key)
-    if len(exclusive) > 1:
-        keys = "; ".join(f"{tool}: {', '.join(names)}" for tool, names in sorted(exclusive.items()))
+    tools_by_key = {key: {entry.tool for entry in compat_entries(key) if not entry.is_variable} for key in values}
+    keys_by_tool: dict[str, list[str]] = {}  # keys that only one tool has
+    for key, tools in tools_by_key.items():
+        known_tools = tools & set(TOOLS.values())
+        if len(known_tools) == 1 and TRANSFORMERS not in tools and key not in _OWN_KEYS:
+            keys_by_tool.setdefault(known_tools.pop(), []).append(key)
+    if len(keys_by_tool) > 1:
+        keys = "; ".join(f"{tool}: {', '.join(names)}" for tool, names in sorted(keys_by_tool.items()))
         raise ConfigError(f"{label} mixes keys of several tools: {keys}", "Remove those of all tools but one.")
-    if not exclusive:
+    if not keys_by_tool:
         if "model_name_or_path" in values:
             raise ConfigError(
                 f"{label}: model_name_or_path is a key of LLaMA-Factory and TRL, and no other key decides which",
                 "Add --from llama-factory or --from trl.",
             )
         return None
-    (tool,) = exclusive
-    others = [key for key in values if key in _OWN and not owners[key] & {tool, TRANSFORMERS}]
-    is_own = any((tool, key) not in _OTHER_MEANINGS for key in others)
+    (tool,) = keys_by_tool
+    # A key that packtool has and the tool has not makes it a configuration of packtool.
+    own_keys = [key for key in values if key in _OWN_KEYS and not tools_by_key[key] & {tool, TRANSFORMERS}]
+    is_own = any((tool, key) not in _OTHER_MEANINGS for key in own_keys)
     return None if is_own else tool
 
 
@@ -159,59 +166,74 @@ _EXAMPLE = "Give it as in: packtool translate -- swift sft --model DIR --dataset
 
 def read_command(words: Sequence[str]) -> ForeignConfig:
     """Read a command line of another tool, with variables and a launcher in front of it."""
-    rest, environ, num_processes = list(words), dict[str, str](), None
+    rest = list(words)
+    environ: dict[str, str] = {}
     while rest and _ASSIGNMENT.match(rest[0]):
-        name, _, environ[name] = rest.pop(0).partition("=")
+        name, _, value = rest.pop(0).partition("=")
+        environ[name] = value
     label = shlex.join(rest)
-    tool, command, verb = None, "train", ""
+    num_processes = None
+    tool = None
+    command, verb = "train", ""
     while rest and tool is None:
         word = rest.pop(0)
         program = os.path.basename(word)
-        script = next((owner for pattern, owner in _SCRIPTS if pattern.search(word)), None)
-        if program in _COMMANDS and rest:
-            tool, verbs = _COMMANDS[program]
+        script_tool = next((owner for pattern, owner in _SCRIPTS if pattern.search(word)), None)
+        if program in _COMMANDS and rest:  # such as swift sft
+            tool, commands_by_verb = _COMMANDS[program]
             verb = rest.pop(0)
-            if verb not in verbs:
-                raise ConfigError(f"{program} {verb}: only {', '.join(verbs)} can be translated", _EXAMPLE)
-            command = verbs[verb]
-        elif script is not None:
-            tool = script
-        elif word.startswith("-"):
+            if verb not in commands_by_verb:
+                raise ConfigError(f"{program} {verb}: only {', '.join(commands_by_verb)} can be translated", _EXAMPLE)
+            command = commands_by_verb[verb]
+        elif script_tool is not None:  # such as python sft.py
+            tool = script_tool
+        elif word.startswith("-"):  # an option of the launcher
             name, equals, value = word.lstrip("-").partition("=")
-            if not equals and rest and not rest[0].startswith("-") and not rest[0].endswith(".py") and name != "m":
+            # Its value is the next word, except for -m, whose word names the module, and options without a value.
+            has_value = bool(rest) and not rest[0].startswith("-") and not rest[0].endswith(".py") and name != "m"
+            if not equals and has_value:
                 value = rest.pop(0)
             if name in _PROCESS_OPTIONS and value.isdigit():
                 num_processes = int(value)
-            elif name == "config_file" and os.path.exists(value):
+            elif name == "config_file" and os.path.exists(value):  # of accelerate
                 processes = load_config_file(value).get("num_processes")
                 num_processes = processes if isinstance(processes, int) else num_processes
     if tool is None:
         raise ConfigError(f"{label or 'the command line'}: no command of {', '.join(TOOLS.values())}", _EXAMPLE)
-    values = _options(rest, tool)
-    return ForeignConfig(tool, values, command, verb == "pt", environ, num_processes, label)
+    values = _read_options(rest, tool)
+    return ForeignConfig(
+        tool, values, command, is_pretraining=verb == "pt", environ=environ, num_processes=num_processes, label=label
+    )
 
 
-def _options(words: Sequence[str], tool: str) -> dict[str, Any]:
-    """Return the values of ``--name value``, ``name=value`` and of a file among the words; later ones win."""
+def _read_options(words: Sequence[str], tool: str) -> dict[str, Any]:
+    """Return the values of ``--name value``, of ``name=value``, and of the files among the words or after ``--config``.
+
+    Options take precedence over files, and later files over earlier ones. A value is a text, a list of texts if several
+    words follow a name, and True if none follows.
+    """
     values: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    name = None
+    words_by_name: dict[str, list[Any]] = {}
+    name = None  # of the option before the word
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
             name = name.replace("-", "_")
-            options[name] = [value] if equals else []
+            words_by_name[name] = [value] if equals else []
         elif name is not None:
-            options[name].append(word)
+            words_by_name[name].append(word)
         elif word.endswith((".yaml", ".yml", ".json")):
             values |= load_config_file(word)
         elif "=" in word:
             key, _, text = word.partition("=")
-            options[key.lstrip("+")] = [parse_yaml(text)]
+            words_by_name[key.lstrip("+")] = [parse_yaml(text)]
         else:
             raise ConfigError(f"unexpected word {word!r} in the command line of {tool}")
-    for path in options.pop("config", []):
+    for path in words_by_name.pop("config", []):
         values |= load_config_file(path)
-    for key, items in options.items():
-        values[key] = True if not items else items[0] if len(items) == 1 else items
+    for key, items in words_by_name.items():
+        if not items:
+            values[key] = True
+        else:
+            values[key] = items[0] if len(items) == 1 else items
     return values

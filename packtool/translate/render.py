@@ -17,21 +17,21 @@ _NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\ufff
 
 def report(translation: Translation) -> str:
     """Return the block that a run prints at startup."""
-    names: dict[str, list[str]] = {}
-    for option, origin in translation.origins.items():
+    assignments: dict[str, list[str]] = {}  # by foreign name, such as "--max-length 2048"
+    for option, name in translation.origins.items():
         if option not in translation.defaults:
-            names.setdefault(origin, []).append(_assignment(option, translation.values[option]))
-    tool, label = translation.tool, translation.source.label
-    lines = [f"{label}: a configuration of {tool}"]
-    if names:
-        pairs = [f"{name} → {' '.join(options)}" for name, options in names.items()]
+            assignments.setdefault(name, []).append(_assignment(option, translation.values[option]))
+    tool = translation.tool
+    lines = [f"{translation.source.label}: a configuration of {tool}"]
+    if assignments:
+        pairs = [f"{name} → {' '.join(options)}" for name, options in assignments.items()]
         lines.append("  translated: " + ", ".join(pairs))
     if translation.defaults:
-        options = [
-            f"{_assignment(name, translation.values[name])} ({translation.origins[name]})"
-            for name in translation.defaults
+        defaults = [
+            f"{_assignment(option, translation.values[option])} ({translation.origins[option]})"
+            for option in translation.defaults
         ]
-        lines.append(f"  defaults of {tool}: " + ", ".join(options))
+        lines.append(f"  defaults of {tool}: " + ", ".join(defaults))
     if translation.omitted:
         lines.append("  without effect: " + "; ".join(f"{name} ({reason})" for name, reason in translation.omitted))
     return "\n".join(lines)

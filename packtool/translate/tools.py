@@ -28,41 +28,45 @@ def translate(source: ForeignConfig, options: Iterable[str], command: str, envir
     ``environ`` are the variables of this process, which say how many processes train.
     """
     translation = Translation(source)
-    values = dict(source.values)
+    values = dict(source.values)  # each step below removes the keys that it has translated
     _translate_variables(translation)
     warmup = translation.number("warmup_steps", values.get("warmup_steps"), 0)
-    if 0 < warmup < 1:
+    if 0 < warmup < 1:  # a fraction of the steps, as in transformers
         translation.set("warmup_ratio", warmup, "warmup_steps")
         del values["warmup_steps"]
     _deepspeed(translation, values)
     _projected_optimizer(translation, values)
-    _BY_TOOL[source.tool](translation, values, {**environ, **translation.environ})
+    translate_keys_of_tool = _BY_TOOL[source.tool]
+    translate_keys_of_tool(translation, values, {**environ, **translation.environ})
     for name, value in values.items():
         translation.translate_key(name, value)
     translation.add_defaults()
-    scale = as_text(translation.get("loss_scale") or "default")
-    if source.tool in _NEWLINE_TOOLS and "all" not in scale.split("+") and not translation.get("cached_dataset"):
-        origin = " and ".join([*filter(None, [translation.origins.get("loss_scale")]), "newlines after answers"])
-        translation.values.pop("loss_scale", None)
-        translation.default("loss_scale", f"{scale}+{TRAIN_NEWLINE}", origin)
-    num_ranks = translation.number("sequence_parallel_size", translation.get("sequence_parallel_size"), 1)
-    if num_ranks > 1 and translation.values.get("attn_impl") not in (None, "auto", "sdpa", "varlen"):
-        translation.omit(translation.origins.pop("attn_impl"), "sequence parallelism has its own kernels")
-        del translation.values["attn_impl"]
-    if is_true(translation.get("streaming")) and not is_true(translation.get("packing")):
-        translation.omit(
-            translation.origins.pop("streaming"), "streaming needs packs; rows are tokenized before training"
-        )
-        del translation.values["streaming"]
-    if is_true(translation.get("streaming")) and translation.values.get("save_strategy") == "epoch":
-        reason = "streaming does not know where an epoch ends; every --save-steps steps and the last one are saved"
-        translation.omit(f"{translation.origins.pop('save_strategy')}: epoch", reason)
-        del translation.values["save_strategy"]
-    if source.tool == "LLaMA-Factory" and translation.get("train_type") == "lora":
-        rank = int(translation.number("lora_rank", translation.get("lora_rank"), 8))
-        translation.default("lora_alpha", 2 * rank, "LoraArguments.lora_alpha: 2 x rank")
+    _adjust_combinations(translation)
     translation.restrict(options, command)
     return translation
+
+
+def _adjust_combinations(translation: Translation) -> None:
+    """Change or remove options that depend on the final values of other options."""
+    tool, values = translation.tool, translation.values
+    scale = as_text(translation.get("loss_scale") or "default")
+    if tool in _NEWLINE_TOOLS and "all" not in scale.split("+") and not translation.get("cached_dataset"):
+        scale_origin = translation.origins.get("loss_scale")
+        origin = f"{scale_origin} and newlines after answers" if scale_origin else "newlines after answers"
+        values.pop("loss_scale", None)
+        translation.default("loss_scale", f"{scale}+{TRAIN_NEWLINE}", origin)
+    num_ranks = translation.number("sequence_parallel_size", translation.get("sequence_parallel_size"), 1)
+    if num_ranks > 1 and values.get("attn_impl") not in (None, "auto", "sdpa", "varlen"):
+        translation.remove("attn_impl", "sequence parallelism has its own kernels")
+    if is_true(translation.get("streaming")) and not is_true(translation.get("packing")):
+        translation.remove("streaming", "streaming needs packs; rows are tokenized before training")
+    if is_true(translation.get("streaming")) and values.get("save_strategy") == "epoch":
+        reason = "streaming does not know where an epoch ends; every --save-steps steps and the last one are saved"
+        translation.origins["save_strategy"] += ": epoch"
+        translation.remove("save_strategy", reason)
+    if tool == "LLaMA-Factory" and translation.get("train_type") == "lora":
+        rank = int(translation.number("lora_rank", translation.get("lora_rank"), 8))
+        translation.default("lora_alpha", 2 * rank, "LoraArguments.lora_alpha: 2 x rank")
 
 
 def _translate_variables(translation: Translation) -> None:
@@ -84,6 +88,7 @@ def _translate_variables(translation: Translation) -> None:
 
 
 def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Translate ms-swift's keys in ``values`` whose meaning depends on other keys, and remove them."""
     if translation.source.is_record:
         for name in [name for name, value in values.items() if value in (None, [], {}, "")]:
             del values[name]
@@ -100,6 +105,7 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
         translation.set("loss_scale", values.pop("loss_scale", "all"), "swift pt")
         if not is_true(values.pop("use_chat_template", False)):
             translation.omit("swift pt", "rows with a text column use no template")
+    # With streaming, ms-swift's #1000 takes the first rows; without, it draws rows.
     datasets = split_list(values.get("dataset") or [])
     if is_true(values.get("streaming")) and any(re.search(r"#\d+$", name) for name in datasets):
         values["dataset"] = [re.sub(r"#(?=\d+$)", "#first", name) for name in datasets]
@@ -109,6 +115,7 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
         translation.omit("data_seed", f"one seed decides packs and order: seed {values['seed']}")
         del values["data_seed"]
     if values.get("cached_dataset"):
+        # ms-swift's caches have a folder for each split.
         caches = [path.removesuffix("/").removesuffix("/train") for path in split_list(values.pop("cached_dataset"))]
         translation.set("cached_dataset", caches, "cached_dataset, without /train")
         if values.pop("cached_val_dataset", None):
@@ -119,9 +126,9 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
         translation.omit("loss_type", "--loss-scale weights the loss")
         del values["loss_type"]
     if "samples_per_step" not in translation.values and values.get("gradient_accumulation_steps") is None:
-        _, num_processes, steps = _batch(translation, values, environ)
+        _, num_processes, accumulation_steps = _batch(translation, values, environ)
         origin = f"16 samples or packs per step, over {num_processes} processes"
-        translation.default("gradient_accumulation_steps", steps, origin)
+        translation.default("gradient_accumulation_steps", accumulation_steps, origin)
 
 
 _BOFT = ("boft_block_size", "boft_block_num", "boft_n_butterfly_factor", "boft_dropout")
@@ -146,7 +153,7 @@ def _batch(translation: Translation, values: dict[str, Any], environ: Mapping[st
     batch_size = max(1, int(translation.number(name, values.get(name), 1)))
     sizes = [environ.get(variable, "") for variable in ("NPROC_PER_NODE", "NNODES")]
     num_processes = math.prod(int(size) for size in sizes if size.isdigit() and int(size))
-    default = max(1, math.ceil(16 / batch_size / num_processes))
+    default = max(1, math.ceil(16 / batch_size / num_processes))  # for at least 16 samples per step
     name = "gradient_accumulation_steps"
     return batch_size, num_processes, int(translation.number(name, values.get(name), default))
 
@@ -167,7 +174,7 @@ _PROJECTIONS = {
 
 
 def _projected_optimizer(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate GaLore and APOLLO into transformers' optimizers of these names."""
+    """Translate GaLore and APOLLO into transformers' optimizers of these names, and remove their keys."""
     for (tool, method), defaults in _PROJECTIONS.items():
         if tool != translation.tool or not is_true(values.get(f"use_{method}")):
             continue
@@ -175,39 +182,42 @@ def _projected_optimizer(translation: Translation, values: dict[str, Any]) -> No
             translation.refuse(f"{method}_quantization", "quantized projections are not supported; remove it")
         del values[f"use_{method}"]
         arguments = {key: values.pop(f"{method}_{key}", None) or default for key, default in defaults.items()}
+        # LLaMA-Factory calls it update_interval.
         arguments["update_proj_gap"] = arguments.pop("update_interval", arguments.get("update_proj_gap"))
-        targets = [
-            target
-            for name in (f"{method}_target", f"{method}_target_modules")
-            for target in split_list(values.pop(name, None) or [])
-            if target != "all"
-        ]
+        targets: list[str] = []
+        for name in (f"{method}_target", f"{method}_target_modules"):
+            targets += [target for target in split_list(values.pop(name, None) or []) if target != "all"]
         translation.set("optim", f"{method}_adamw", f"use_{method}")
         # Linear layers of attention and MLP in transformers' names: all without the head.
-        fields: dict[str, Any] = {"optim_target_modules": targets or ["attn", "mlp"]}
-        fields["optim_args"] = ",".join(f"{key}={as_text(value)}" for key, value in arguments.items())
-        translation.set("training", fields, f"{method}_*")
+        training_arguments = {
+            "optim_target_modules": targets or ["attn", "mlp"],
+            "optim_args": ",".join(f"{key}={as_text(value)}" for key, value in arguments.items()),
+        }
+        translation.set("training", training_arguments, f"{method}_*")
 
 
 def _split_sequences(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Keep the samples of each step under sequence parallelism, which needs packs."""
+    """Keep ms-swift's number of samples per step under sequence parallelism, which needs packs in packtool."""
     size = int(translation.number("sequence_parallel_size", values.get("sequence_parallel_size"), 1))
     if size < 2:
         return
     if not is_true(values.pop("packing", False)) and not translation.problems:
-        batch_size, num_processes, steps = _batch(translation, values, environ)
+        batch_size, num_processes, accumulation_steps = _batch(translation, values, environ)
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
             values.pop(name, None)
         origin = "per_device_train_batch_size x gradient_accumulation_steps x processes / sequence_parallel_size"
-        translation.set("samples_per_step", max(1, batch_size * steps * num_processes // size), origin)
+        samples_per_step = batch_size * accumulation_steps * num_processes // size
+        translation.set("samples_per_step", max(1, samples_per_step), origin)
         translation.set("packing", True, "sequence_parallel_size")
 
 
 def _llama_factory(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Translate LLaMA-Factory's keys in ``values`` whose meaning depends on other keys, and remove them."""
     if "do_train" in values and not is_true(values["do_train"]) and translation.source.command == "train":
         translation.refuse("do_train", "this configuration does not train; packtool eval evaluates a model")
-    is_packed = is_true(values.get("neat_packing")) or is_true(values.get("packing", values.get("stage") == "pt"))
-    if values.get("packing") is not None or values.get("neat_packing") is not None or values.get("stage") == "pt":
+    is_pretraining = values.get("stage") == "pt"  # which packs by default
+    is_packed = is_true(values.get("neat_packing")) or is_true(values.get("packing", is_pretraining))
+    if values.get("packing") is not None or values.get("neat_packing") is not None or is_pretraining:
         names = [name for name in ("neat_packing", "packing") if values.pop(name, None) is not None]
         translation.set("packing", is_packed, " and ".join(names) or "stage: pt")
     length = int(translation.number("cutoff_len", values.pop("cutoff_len", None), 2048))
@@ -215,23 +225,13 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
         translation.set("max_length", length - 1, "cutoff_len, less 1 with packing as in LLaMA-Factory")
     elif "cutoff_len" in translation.source.values:
         translation.set("max_length", length, "cutoff_len")
-    folder, limit = str(values.pop("dataset_dir", None) or "data"), values.pop("max_samples", None)
-    if folder.startswith("REMOTE:"):
-        translation.refuse(f"dataset_dir: {folder}", "download the data set, and give its folder")
-    elif folder != "ONLINE" and (values.get("dataset") or values.get("eval_dataset")):
-        is_given = translation.source.values.get("dataset_dir") is not None
-        (translation.set if is_given else translation.default)("dataset_info", folder, "dataset_dir")
-    origin = "dataset" if limit is None else "dataset and max_samples"
-    for name, option in (("dataset", "dataset"), ("eval_dataset", "val_dataset")):
-        if values.get(name):
-            rows = split_list(values.pop(name))
-            rows = [row if limit is None else f"{row}#first{limit}" for row in rows]
-            translation.set(option, rows, origin.replace("dataset", name, 1))
+    _llama_factory_datasets(translation, values)
     _ratio(translation, values, "val_size")
     _adapter_settings(translation, values, "finetuning_type")
     if values.get("finetuning_type") == "freeze":
         _freeze(translation, values)
-    if (targets := values.pop("lora_target", None)) is not None:
+    targets = values.pop("lora_target", None)
+    if targets is not None:
         names = split_list(targets)
         translation.set("target_modules", ["all-linear"] if names == ["all"] else names, "lora_target")
     if values.get("tokenized_path") and values.get("dataset", translation.values.get("dataset")):
@@ -241,59 +241,82 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
         values["adapter_name_or_path"] = split_list(values["adapter_name_or_path"])
 
 
+def _llama_factory_datasets(translation: Translation, values: dict[str, Any]) -> None:
+    """Translate LLaMA-Factory's names of datasets, the folder with their ``dataset_info.json``, and ``max_samples``."""
+    folder = str(values.pop("dataset_dir", None) or "data")
+    max_samples = values.pop("max_samples", None)
+    if folder.startswith("REMOTE:"):
+        translation.refuse(f"dataset_dir: {folder}", "download the data set, and give its folder")
+    elif folder != "ONLINE" and (values.get("dataset") or values.get("eval_dataset")):
+        is_default = translation.source.values.get("dataset_dir") is None
+        set_folder = translation.default if is_default else translation.set
+        set_folder("dataset_info", folder, "dataset_dir")
+    amount = "" if max_samples is None else f"#first{max_samples}"
+    for name, option in (("dataset", "dataset"), ("eval_dataset", "val_dataset")):
+        if values.get(name):
+            arguments = [f"{dataset}{amount}" for dataset in split_list(values.pop(name))]
+            translation.set(option, arguments, f"{name} and max_samples" if amount else name)
+
+
+def _model_config(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the config.json of the model whose directory is the value of ``key``; {} if it is not local."""
+    path = Path(str(values.get(key)), "config.json")
+    return load_config_file(str(path)) if path.exists() else {}
+
+
 def _freeze(translation: Translation, values: dict[str, Any]) -> None:
     """Translate LLaMA-Factory's training of a few layers: the last, the first, or those that LLaMA Pro has added."""
     name = "freeze_trainable_layers"
-    count = int(translation.number(name, values.pop(name, None), 2))
-    path = Path(str(values.get("model_name_or_path")), "config.json")
-    num_layers = load_config_file(str(path)).get("num_hidden_layers", 0) if path.exists() else 0
+    count = int(translation.number(name, values.pop(name, None), 2))  # the first -count layers, if it is negative
+    num_layers = _model_config(values, "model_name_or_path").get("num_hidden_layers", 0)
     if not num_layers:  # not local, or with towers, whose layers have the same numbers
         reason = "its layers are unknown: give full, --freeze-parameters-ratio 1 and --trainable-parameters-regex"
         translation.refuse("finetuning_type: freeze", reason)
     layers = range(num_layers)[-count:] if count > 0 else range(num_layers)[:-count]
-    if is_true(values.pop("use_llama_pro", False)):
+    if is_true(values.pop("use_llama_pro", False)):  # the last layer of each of ``count`` groups was added
         if count < 1 or num_layers % count:
             translation.refuse(f"{name}: {count}", f"it does not divide the model's {num_layers} layers; change it")
-        layers = range(num_layers)[(stride := max(num_layers // max(count, 1), 1)) - 1 :: stride]
+        group_size = max(num_layers // max(count, 1), 1)
+        layers = range(num_layers)[group_size - 1 :: group_size]
     modules = split_list(values.pop("freeze_trainable_modules", None) or "all")
-    pattern = rf"\.({'|'.join(map(str, layers))})\.({'' if 'all' in modules else '|'.join(modules)})"
-    extra = split_list(values.pop("freeze_extra_modules", None) or [])
+    layer_pattern = "|".join(map(str, layers))
+    module_pattern = "" if "all" in modules else "|".join(modules)
+    extra_modules = split_list(values.pop("freeze_extra_modules", None) or [])
+    patterns = [rf"\.({layer_pattern})\.({module_pattern})", *extra_modules]
+    # Freeze all parameters except those whose names match a pattern.
     values["finetuning_type"] = "full"
     translation.set("freeze_parameters_ratio", 1, "finetuning_type: freeze")
-    translation.set("trainable_parameters_regex", "|".join([pattern, *extra]), f"{name} and similar")
+    translation.set("trainable_parameters_regex", "|".join(patterns), f"{name} and similar")
 
 
 def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    if kernels := [name for name in values if name.startswith("liger_")]:
-        translation.set("use_liger_kernel", any(list(map(is_true, map(values.pop, kernels)))), ", ".join(kernels))
+    """Translate axolotl's keys in ``values`` whose meaning depends on other keys, and remove them."""
+    liger_names = [name for name in values if name.startswith("liger_")]
+    if liger_names:
+        uses_liger = [is_true(values.pop(name)) for name in liger_names]
+        translation.set("use_liger_kernel", any(uses_liger), ", ".join(liger_names))
     for plugin in split_list(values.pop("plugins", None) or []):
         translation.translate_key("plugins", plugin)
-    epochs = translation.number("num_epochs", values.get("num_epochs"), 1) or 1
-    for name, kind in (("evals_per_epoch", "eval"), ("saves_per_epoch", "save")):
-        count = translation.number(name, values.pop(name, None), 0)
-        if count and kind == "eval" and not (values.get("val_set_size") or values.get("test_datasets")):
-            translation.omit(name, "there is no validation split")
-        elif count:
-            is_fraction = count * epochs > 1
-            option, value = (f"{kind}_steps", 1 / (count * epochs)) if is_fraction else (f"{kind}_strategy", "epoch")
-            translation.set(option, value, name)
+    _axolotl_intervals(translation, values)
     _axolotl_order(translation, values)
     for name in ("datasets", "pretraining_dataset", "test_datasets"):
         _axolotl_datasets(translation, name, values.pop(name, None))
     _ratio(translation, values, "val_set_size")
     _axolotl_targets(translation, values)
-    if (minimum := values.pop("cosine_min_lr_ratio", None)) is not None:
+    min_lr_ratio = values.pop("cosine_min_lr_ratio", None)
+    if min_lr_ratio is not None:
         values.pop("lr_scheduler", None)
         translation.set("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler and cosine_min_lr_ratio")
-        translation.set("lr_scheduler_kwargs", {"min_lr_rate": minimum}, "cosine_min_lr_ratio")
+        translation.set("lr_scheduler_kwargs", {"min_lr_rate": min_lr_ratio}, "cosine_min_lr_ratio")
     if as_text((values.get("model_config") or {}).get("output_router_logits", "")) == "true":
         _axolotl_router(translation, values)
     if is_true(values.get("resize_token_embeddings_to_32x")):
         _axolotl_embeddings(translation, values)
-    if (batch_size := values.pop("batch_size", None)) is not None and not values.get("gradient_accumulation_steps"):
-        size = translation.number("micro_batch_size", values.get("micro_batch_size"), 1) or 1
-        steps = max(1, int(translation.number("batch_size", batch_size, 1) // size))
-        translation.set("gradient_accumulation_steps", steps, "batch_size / micro_batch_size")
+    batch_size = values.pop("batch_size", None)
+    if batch_size is not None and not values.get("gradient_accumulation_steps"):
+        micro_batch_size = translation.number("micro_batch_size", values.get("micro_batch_size"), 1) or 1
+        accumulation_steps = int(translation.number("batch_size", batch_size, 1) // micro_batch_size)
+        translation.set("gradient_accumulation_steps", max(1, accumulation_steps), "batch_size / micro_batch_size")
     patterns = split_list(values.pop("unfrozen_parameters", None) or [])
     if patterns and values.get("adapter"):
         translation.omit("unfrozen_parameters", "the adapter is trained, and the model's own weights stay frozen")
@@ -304,6 +327,26 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
             )
         translation.set("freeze_parameters_ratio", 1, "unfrozen_parameters")
         translation.set("trainable_parameters_regex", "|".join(patterns), "unfrozen_parameters")
+    _axolotl_fsdp(translation, values)
+
+
+def _axolotl_intervals(translation: Translation, values: dict[str, Any]) -> None:
+    """Translate the numbers of evaluations and checkpoints per epoch; one per epoch is a strategy, not an interval."""
+    epochs = translation.number("num_epochs", values.get("num_epochs"), 1) or 1
+    for name, kind in (("evals_per_epoch", "eval"), ("saves_per_epoch", "save")):
+        times_per_epoch = translation.number(name, values.pop(name, None), 0)
+        if not times_per_epoch:
+            continue
+        if kind == "eval" and not (values.get("val_set_size") or values.get("test_datasets")):
+            translation.omit(name, "there is no validation split")
+        elif times_per_epoch * epochs > 1:  # below 1, ``eval_steps`` is a fraction of the run
+            translation.set(f"{kind}_steps", 1 / (times_per_epoch * epochs), name)
+        else:
+            translation.set(f"{kind}_strategy", "epoch", name)
+
+
+def _axolotl_fsdp(translation: Translation, values: dict[str, Any]) -> None:
+    """Translate ``fsdp_config`` into the options of ``--fsdp``, and omit keys that packtool does not need."""
     config = values.pop("fsdp_config", None) or {}
     if not isinstance(config, dict):
         translation.refuse("fsdp_config", "expected an object of names and values")
@@ -312,10 +355,11 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
     elif config:
         shard = "full_shard" if is_true(config.get("reshard_after_forward", True)) else "shard_grad_op"
         is_offloaded = any(is_true(config.get(name)) for name in ("offload_params", "fsdp_offload_params"))
-        values["fsdp"] = values.get("fsdp") or [shard]
-        values["fsdp"] = split_list(values["fsdp"]) + (["offload"] if is_offloaded else [])
-    omitted = ["fsdp_version", "fsdp_final_state_dict_type", "special_tokens"]
-    for name in omitted + ["tokens"] * isinstance(values.get("tokens"), dict):
+        values["fsdp"] = split_list(values.get("fsdp") or [shard]) + (["offload"] if is_offloaded else [])
+    unneeded = ["fsdp_version", "fsdp_final_state_dict_type", "special_tokens"]
+    if isinstance(values.get("tokens"), dict):
+        unneeded.append("tokens")
+    for name in unneeded:
         if values.pop(name, None):
             translation.omit(name, "packtool uses FSDP2 with full checkpoints, and the tokenizer's own tokens")
 
@@ -323,22 +367,26 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
 def _axolotl_order(translation: Translation, values: dict[str, Any]) -> None:
     """Translate the buffer of streamed rows, and ``curriculum_sampling``, which trains rows in their order.
 
-    But axolotl shuffles rows while it merges datasets, unless ``shuffle_merged_datasets`` is false.
+    However, axolotl shuffles rows while it merges datasets, unless ``shuffle_merged_datasets`` is false.
     """
-    shuffles = as_text(values.get("shuffle_merged_datasets")) != "false"
-    is_streamed = is_true(values.get("streaming")) and is_true(values.get("sample_packing"))
-    if is_streamed and (num_rows := values.pop("streaming_multipack_buffer_size", None)):
-        translation.set("packing_interval", num_rows, "streaming_multipack_buffer_size")
-        translation.set("shuffle_buffer_size", num_rows if shuffles else 1, "streaming_multipack_buffer_size")
-    name, datasets = "curriculum_sampling", values.get("datasets")
+    shuffles_merged_rows = as_text(values.get("shuffle_merged_datasets")) != "false"
+    is_packed = is_true(values.get("sample_packing"))
+    if is_packed and is_true(values.get("streaming")):
+        num_rows = values.pop("streaming_multipack_buffer_size", None)
+        if num_rows:
+            translation.set("packing_interval", num_rows, "streaming_multipack_buffer_size")
+            shuffled_rows = num_rows if shuffles_merged_rows else 1
+            translation.set("shuffle_buffer_size", shuffled_rows, "streaming_multipack_buffer_size")
+    name = "curriculum_sampling"
     if not is_true(values.pop(name, None)):
         return
-    if isinstance(datasets, list) and len(datasets) > 1 and shuffles:
+    datasets = values.get("datasets")
+    if isinstance(datasets, list) and len(datasets) > 1 and shuffles_merged_rows:
         translation.omit(name, "axolotl shuffles merged datasets once; packtool shuffles them in every epoch")
         return
     values.pop("shuffle_merged_datasets", None)
     translation.set("shuffle", False, name)
-    if is_true(values.get("sample_packing")):
+    if is_packed:
         translation.set("packing_algorithm", "sequential", name)
 
 
@@ -373,46 +421,55 @@ _COLUMNS = {
 }
 
 
-def _axolotl_datasets(translation: Translation, name: str, entries: Any) -> None:
-    """Translate ``datasets`` and similar keys: a list of objects with ``path``, ``type`` and the names of columns."""
+def _axolotl_datasets(translation: Translation, name: str, value: Any) -> None:
+    """Translate key ``datasets`` or similar: a path, or a list of objects with ``path``, ``type`` and column names."""
     paths: list[str] = []
-    columns: dict[str, set[str]] = {}  # names of each column in the data sets
-    listed: list[dict[str, Any]] = [{"path": entries}] if isinstance(entries, str) else entries or []
-    is_list = isinstance(listed, list) and all(isinstance(entry, dict) for entry in listed)
-    if not is_list or not all(isinstance(entry.get(_MAPPINGS) or {}, dict) for entry in listed):
+    columns: dict[str, set[str]] = {}  # names of each column in the data sets, by packtool's name
+    entries: list[dict[str, Any]] = [{"path": value}] if isinstance(value, str) else value or []
+    is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    if not is_list or not all(isinstance(entry.get(_MAPPINGS) or {}, dict) for entry in entries):
         translation.refuse(name, "expected a list of objects with path and type")
         return
-    for entry in listed:
-        kind = entry.get("type") or "chat_template"
-        if not isinstance(kind, str) or kind.split(":")[0].split(".")[0] not in _TYPES:
-            translation.refuse(f"{name}, type: {kind}", f"known are {', '.join(_TYPES)}; convert the rows to messages")
-        elif _TYPES[kind.split(":")[0].split(".")[0]]:
-            translation.omit(f"{name}, type: {kind}", _TYPES[kind.split(":")[0].split(".")[0]])
-        roles = entry.get(_MAPPINGS) or {
-            "role": entry.get("message_field_role", "role"),
-            "content": entry.get("message_field_content", "content"),
-        }
-        if (roles.get("role", "role"), roles.get("content", "content")) not in _MESSAGE_KEYS:
-            translation.refuse(f"{name}, message_property_mappings", "name these keys in a --dataset-info file (tags)")
-        trained = split_list(entry.get("roles_to_train") or ["assistant"])
-        if {"user", "human"} & set(trained):
-            translation.set("loss_scale", "all", f"{name}, roles_to_train")
-        elif not {"assistant", "gpt", "model"} & set(trained):
-            translation.refuse(f"{name}, roles_to_train: {' '.join(trained)}", "assistant turns are trained; add them")
-        for key, value in entry.items():
+    for entry in entries:
+        _axolotl_rows(translation, name, entry)
+        for key, item in entry.items():
             if key in _COLUMNS:
-                columns.setdefault(_COLUMNS[key], set()).add(value or _COLUMNS[key])
-            elif key == "train_on_eos" and value not in (None, "turn", "all"):
-                translation.refuse(f"{name}, {key}: {value}", "the end of each trained turn is trained; remove it")
-            elif value and key not in _DETECTED and not key.startswith("message_field_"):
+                columns.setdefault(_COLUMNS[key], set()).add(item or _COLUMNS[key])
+            elif key == "train_on_eos" and item not in (None, "turn", "all"):
+                translation.refuse(f"{name}, {key}: {item}", "the end of each trained turn is trained; remove it")
+            elif item and key not in _DETECTED and not key.startswith("message_field_"):
                 translation.refuse(f"{name}, {key}", "not supported; change the rows before training")
         paths += _axolotl_paths(translation, name, entry)
     if paths:
         translation.set("val_dataset" if name == "test_datasets" else "dataset", paths, name)
-    unusual = {column: names for column, names in columns.items() if names - {column, "conversations"}}
-    if unusual:
-        pairs = [f"{column}={each}" for column, names in sorted(unusual.items()) for each in sorted(names)]
+    # Name a column if it has an unusual name in any data set, and then by all of its names.
+    renamed = {column: names for column, names in columns.items() if names - {column, "conversations"}}
+    if renamed:
+        pairs = [f"{column}={each}" for column, names in sorted(renamed.items()) for each in sorted(names)]
         translation.set("columns", pairs, f"{name}, field_*")
+
+
+def _axolotl_rows(translation: Translation, name: str, entry: Mapping[str, Any]) -> None:
+    """Check the form of the rows of an entry in list ``name``, and translate the roles that are trained."""
+    row_type = entry.get("type") or "chat_template"
+    first_word = re.split("[:.]", row_type)[0] if isinstance(row_type, str) else ""
+    if first_word not in _TYPES:
+        translation.refuse(f"{name}, type: {row_type}", f"known are {', '.join(_TYPES)}; convert the rows to messages")
+    elif _TYPES[first_word]:
+        translation.omit(f"{name}, type: {row_type}", _TYPES[first_word])
+    message_keys = entry.get(_MAPPINGS) or {
+        "role": entry.get("message_field_role", "role"),
+        "content": entry.get("message_field_content", "content"),
+    }
+    if (message_keys.get("role", "role"), message_keys.get("content", "content")) not in _MESSAGE_KEYS:
+        translation.refuse(f"{name}, message_property_mappings", "name these keys in a --dataset-info file (tags)")
+    trained_roles = split_list(entry.get("roles_to_train") or ["assistant"])
+    if {"user", "human"} & set(trained_roles):
+        translation.set("loss_scale", "all", f"{name}, roles_to_train")
+    elif not {"assistant", "gpt", "model"} & set(trained_roles):
+        translation.refuse(
+            f"{name}, roles_to_train: {' '.join(trained_roles)}", "assistant turns are trained; add them"
+        )
 
 
 # First words of types, with a remark for the report.
@@ -440,8 +497,7 @@ def _axolotl_paths(translation: Translation, name: str, entry: Mapping[str, Any]
 
 def _axolotl_router(translation: Translation, values: dict[str, Any]) -> None:
     """Translate ``output_router_logits``: the model then adds its routers' loss with the weight in config.json."""
-    path = Path(str(values.get("base_model")), "config.json")
-    weight = load_config_file(str(path)).get("router_aux_loss_coef") if path.exists() else None
+    weight = _model_config(values, "base_model").get("router_aux_loss_coef")
     name = "model_config: output_router_logits"
     if weight is None:
         translation.refuse(
@@ -456,8 +512,7 @@ def _axolotl_router(translation: Translation, values: dict[str, Any]) -> None:
 
 def _axolotl_embeddings(translation: Translation, values: dict[str, Any]) -> None:
     """Refuse embeddings that would grow: those of a local model whose number of rows is no multiple of 32."""
-    path = Path(str(values.get("base_model")), "config.json")
-    config = load_config_file(str(path)) if path.exists() else {}
+    config = _model_config(values, "base_model")
     text_config = config.get("text_config")
     size = (text_config if isinstance(text_config, dict) else config).get("vocab_size")
     if isinstance(size, int) and size % 32:
@@ -475,24 +530,28 @@ def _ratio(translation: Translation, values: dict[str, Any], name: str) -> None:
 
 
 def _trl(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    subset, split = values.pop("dataset_config", None) or "", str(values.pop("dataset_train_split", None) or "train")
+    """Translate TRL's keys in ``values`` whose meaning depends on other keys, and remove them."""
+    subset = values.pop("dataset_config", None) or ""
+    train_split = str(values.pop("dataset_train_split", None) or "train")
     test_split = str(values.pop("dataset_test_split", None) or "test")
     evaluates = as_text(values.get("eval_strategy") or "no") != "no"
-    name, sources = values.pop("dataset_name", None), values.pop("datasets", None) or []
-    if name:
-        rows = _trl_rows(str(name), subset, split)
+    dataset_name = values.pop("dataset_name", None)
+    datasets = values.pop("datasets", None) or []
+    if dataset_name:
+        rows = _trl_rows(str(dataset_name), subset, train_split)
         translation.set("dataset", rows, "dataset_name")
-        if test_rows := _trl_rows(str(name), subset, test_split) if evaluates else []:
+        test_rows = _trl_rows(str(dataset_name), subset, test_split) if evaluates else []
+        if test_rows:
             translation.set("val_dataset", test_rows, "dataset_name and dataset_test_split")
         if "loss_scale" not in translation.values and _has_completions(rows[0]):
             translation.set("loss_scale", "default", "dataset_name: only completions are trained")
-    elif not isinstance(sources, list) or not all(isinstance(each, dict) and each.get("path") for each in sources):
+    elif not isinstance(datasets, list) or not all(isinstance(each, dict) and each.get("path") for each in datasets):
         translation.refuse("datasets", "expected a list of objects with path")
-    elif sources:
+    elif datasets:
         rows = []
-        for each in sources:
-            rows += _trl_rows(str(each["path"]), str(each.get("name") or ""), str(each.get("split") or "train"))
-            for key in sorted(set(each) - {"path", "name", "split", "columns", "data_files", "data_dir"}):
+        for entry in datasets:
+            rows += _trl_rows(str(entry["path"]), str(entry.get("name") or ""), str(entry.get("split") or "train"))
+            for key in sorted(set(entry) - {"path", "name", "split", "columns", "data_files", "data_dir"}):
                 translation.refuse(f"datasets, {key}", "not supported; remove it")
         translation.set("dataset", rows, "datasets")
     if any(is_true(values.get(name)) for name in ("assistant_only_loss", "completion_only_loss")):

@@ -13,7 +13,7 @@ import pytest
 from packtool.config.data import ExportConfig
 from packtool.config.settings import parse_yaml, resolve
 from packtool.config.train import TrainConfig
-from packtool.translate.names import _FIELDS, Translation, _fit, _table, as_text
+from packtool.translate.names import _FIELDS, Translation, _convert, _table, as_text
 from packtool.translate.read import TOOLS, ForeignConfig
 from packtool.translate.tools import translate
 
@@ -289,7 +289,7 @@ def test_tables_name_options_and_tools_that_exist() -> None:
                 option, equals, value = pair.partition("=")
                 assert option in _FIELDS
                 assert equals
-                assert value == "{}" or _fit(option, value) is not None
+                assert value == "{}" or _convert(option, value) is not None
 
 
 AXOLOTL: dict[str, Any] = {

@@ -81,12 +81,8 @@ def _detect(keys: _Keys, filled: _Keys, named: Pairs, formatting: str | None, wh
 def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, str]:
     """Check the columns that the user named, and return the file's names by packtool's names.
 
-    If a name is listed several times, because files differ, the first of its columns that the file has counts.
-
-    Args:
-        named: pairs of packtool's name and the file's name, in either order; "" as the file's name disables a column.
-        keys: names of the file's columns.
-        where: name of the file in errors.
+    ``named`` has (packtool's name, the file's name) or the reverse, as in ms-swift; ``keys`` are the file's columns. If
+    a name is listed several times, because files differ, the first of its columns that the file has counts.
     """
     columns: dict[str, str] = {}
     for name, column in named:

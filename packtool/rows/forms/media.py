@@ -315,7 +315,7 @@ class LoneMark(RowProblem):
 
 
 def with_marks(turns: list[Turn], media: Mapping[MediaKind, Sequence[MediaRef]]) -> tuple[list[Turn], int]:
-    """Add the marks that media lack in the texts; return the turns and the number of added marks.
+    """Add missing marks such as ``<image>``, one for each medium; return the turns and the number of added marks.
 
     Added marks precede the text of the first user turn: videos, then audio, then images, as in ms-swift. RowProblem if
     the texts have more marks of a kind than the row has media; marks of a kind without media are left to ``lone_mark``.
@@ -394,7 +394,7 @@ def lone_mark(
     is_text: bool,
     holds_media: bool = True,
 ) -> str:
-    """Return a kind of media for which a question has a mark, but the row has no medium; "" if there is none.
+    """Return a kind of media of which a question has a mark such as ``<image>``, but the row no medium; "" for none.
 
     The caller drops the row if the model supports this kind; for other models the mark is plain text.
 
@@ -410,19 +410,19 @@ def lone_mark(
     if not any("<" in turn.content for turn in turns):
         return lone_kind
     for kind in MEDIA_KINDS:
-        mark, name = MEDIA_MARKS[kind], f"{kind}s"
+        mark, usual_column = MEDIA_MARKS[kind], f"{kind}s"
         num_marks = sum(turn.content.count(mark) for turn in turns)
-        if media[kind] or not num_marks or fields.is_disabled(name):
+        if media[kind] or not num_marks or fields.is_disabled(usual_column):
             continue
-        column = likely_column(fields.row, kind)
-        if fields.has(name):
-            detail = f"the texts have {num_marks} {mark} placeholders, but the row's {name!r} is empty"
-            raise LoneMark(kind, column, detail + _remedy(column, kind))
+        suspected_column = likely_column(fields.row, kind)  # "" for none
+        if fields.has(usual_column):
+            detail = f"the texts have {num_marks} {mark} placeholders, but the row's {usual_column!r} is empty"
+            raise LoneMark(kind, suspected_column, detail + _remedy(suspected_column, kind))
         is_in_question = not is_text and any(turn.role == "user" and mark in turn.content for turn in turns)
         if not is_in_question:
             continue
-        if column:
-            raise LoneMark(kind, column, lone_mark_detail(kind, column))
+        if suspected_column:
+            raise LoneMark(kind, suspected_column, lone_mark_detail(kind, suspected_column))
         if not lone_kind and (holds_media or could_hold_media(fields.row)):
             lone_kind = kind
     return lone_kind

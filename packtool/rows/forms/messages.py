@@ -67,9 +67,8 @@ class Content:
 def content_of(label: str, value: Any, inline: InlineMedia, is_tool: bool = False) -> Content:
     """Read the content of a message: text, a number, or a list of parts, whose media are added to ``inline``.
 
-    Args:
-        label: name of the message in errors.
-        is_tool: the message is a tool's, whose content may be any JSON value; it is written as JSON text.
+    With ``is_tool``, any other JSON value is the result of a tool and written as JSON text. ``label`` names the message
+    in errors.
     """
     if isinstance(value, str):
         return Content(value)

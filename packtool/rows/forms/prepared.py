@@ -115,7 +115,7 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
         boundaries[name] = np.isin(np.arange(length), edges)
     kept_indices = np.flatnonzero(kept)
     if mask is not None and mask.max() > 1:  # the mask numbers the samples
-        is_new_number = np.diff(mask[kept], prepend=-1) != 0
+        is_new_number = np.diff(mask[kept], prepend=-1) != 0  # -1, so that the first token counts, too
         boundaries["attention_mask"] = _mask_at(kept_indices[is_new_number], length)
     restarts = _position_restarts(fields, kept_indices, length)
     if len(restarts) > 1:

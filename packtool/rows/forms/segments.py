@@ -93,14 +93,11 @@ SEGMENTS = RowForm(
 def formatted_prompt(
     form: RowForm, fields: Fields, inline: InlineMedia, prompt_format: tuple[str, ...]
 ) -> Segments | None:
-    """Return the question of a row, written in ``prompt_format``, and its answer; None for a row in another form.
+    """Return the question of a row, written in ``prompt_format``, and its answer; None if no format applies.
 
-    A row whose question is a list of messages is a conversation: it keeps the chat template, as in TRL.
-
-    Args:
-        inline: media in question and answer are added to it.
-        prompt_format: the format of a question with an input, and the one without; a single format is for both; () for
-            none.
+    A row whose question is a list of messages is a conversation: it keeps the chat template, as in TRL. Media in the
+    texts are added to ``inline``. ``prompt_format`` has the formats of questions with an input and without one, a
+    single format for both, or none.
     """
     if not prompt_format or form not in (ALPACA, QUERY):
         return None
