@@ -190,18 +190,20 @@ def _resized(
 ) -> Tensor:
     """Return a medium's frames at its exported size, uint8 (T, 3, H, W), T = 1 for an image, using the media cache.
 
-    ``processor`` is for this kind of media; ``decode`` returns its patches and grid with the settings ``_UNSCALED``.
+    Args:
+        processor: transformers' processor for this kind of media.
+        decode: reads and decodes the medium; returns its patches and grid, made with the settings ``_UNSCALED``.
     """
     cache = spec.media_cache
-    assert cache is not None, "there is a cache"
-    key = _cache_key(medium, spec, processor)
+    assert cache is not None, "the caller checked that there is a media cache"
+    key = _cache_key(medium, spec, processor)  # None if the medium cannot be cached
     cached_frames = cache.read(key, is_read_again=sample.is_read_again)
     if cached_frames is not None:
         return torch.from_numpy(cached_frames)
     is_image = isinstance(medium, EncodedImage)
     pixels_name, _ = spec.family.image_inputs if is_image else spec.family.video_inputs
     frames = _frames_of_patches(decode()[pixels_name], medium, processor)
-    # The file may have changed while it was decoded.
+    # If the file changed while it was decoded, its key has changed too, and the frames are not stored.
     if key is not None and key == _cache_key(medium, spec, processor):
         cache.store(key, frames.numpy(), is_read_again=sample.is_read_again)
     return frames
@@ -234,23 +236,23 @@ def _frames_of_patches(patches: Tensor, medium: EncodedImage | EncodedVideo, pro
 
 
 def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """Return all inputs of images and videos that the model's own processor makes, by ``Family.processor_inputs``.
+    """Load the inputs of images and videos for a family whose own transformers processor makes them.
 
     Returns:
-        ``pixel_values``, whose shape is the family's own ((tiles, C, H, W), (pictures, tiles, C, H, W), ...), and what
-        belongs to them; nothing if there is no picture.
+        the tensors of ``Family.processor_inputs`` by name: ``pixel_values``, whose shape is the family's own ((tiles,
+        C, H, W), (pictures, tiles, C, H, W), ...), and others that describe them; empty without images and videos.
     """
-    media: list[dict[str, Tensor]] = []
+    parts: list[dict[str, Tensor]] = []  # of each video, and of each run of samples with images
     for run in _runs(samples):
-        media += _processed_videos(run, spec) if run[0].videos else [_processed_images(run, spec)]
-    sides = {tuple(each["pixel_values"].shape[-2:]) for each in media if each}
-    if len(sides) > 1 and any(sample.videos for sample in samples):
+        parts += _processed_videos(run, spec) if run[0].videos else [_processed_images(run, spec)]
+    sizes = {tuple(part["pixel_values"].shape[-2:]) for part in parts if part}  # (H, W)
+    if len(sizes) > 1 and any(sample.videos for sample in samples):
         raise ConfigError(
-            f"{spec.model}: its processor makes pictures and frames of videos of unlike sizes, {sorted(sides)}, which "
+            f"{spec.model}: its processor makes pictures and frames of videos of unlike sizes, {sorted(sizes)}, which "
             "one micro-batch cannot hold",
             "Give both the same size in the processor's settings, or train caches with pictures and with videos apart.",
         )
-    return _concatenated(media)
+    return _concatenated(parts)
 
 
 def _processed_images(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
@@ -302,37 +304,44 @@ def _changed(medium: EncodedImage | EncodedVideo, sample: EncodedSample, before:
 
 
 def load_sounds(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """Mel frames of all sounds of some samples, sound tracks included, in the order of their placeholder tokens.
+    """Load mel frames of all sounds of some samples, sound tracks included, in the order of their placeholder tokens.
 
     Returns:
-        ``input_features`` float32 (sounds, bins, frames) and ``feature_attention_mask`` int64 (sounds, frames), padded
-        to the longest; nothing if there is no sound.
+        ``input_features`` float32 (sounds, bins, frames) and ``feature_attention_mask`` int64 (sounds, frames), 1 on
+        the frames of a sound and 0 on padding; empty if there is no sound.
     """
-    sounds = []
-    for sample in samples:
-        sounds += [_mel_frames(*sound, sample, spec) for sound in sounds_in_order(sample, spec.media_tokens)]
-    if not sounds:
+    features_of_sounds = [
+        _mel_frames(sound, path, data, sample, spec)
+        for sample in samples
+        for sound, path, data in sounds_in_order(sample, spec.media_tokens)
+    ]
+    if not features_of_sounds:
         return {}
-    longest = max(features.shape[1] for features in sounds)
-    input_features = torch.zeros(len(sounds), sounds[0].shape[0], longest)
-    mask = torch.zeros(len(sounds), longest, dtype=torch.int64)
-    for i, features in enumerate(sounds):
-        input_features[i, :, : features.shape[1]] = features
-        mask[i, : features.shape[1]] = 1
+    max_frames = max(features.shape[1] for features in features_of_sounds)
+    num_bins = features_of_sounds[0].shape[0]
+    input_features = torch.zeros(len(features_of_sounds), num_bins, max_frames)
+    mask = torch.zeros(len(features_of_sounds), max_frames, dtype=torch.int64)
+    for i, features in enumerate(features_of_sounds):
+        num_frames = features.shape[1]
+        input_features[i, :, :num_frames] = features
+        mask[i, :num_frames] = 1
     return {"input_features": input_features, "feature_attention_mask": mask}
 
 
 def _mel_frames(
     sound: EncodedAudio, path: str | None, data: bytes | None, sample: EncodedSample, spec: InputSpec
 ) -> Tensor:
-    """Mel frames of one sound, float32 (bins, frames)."""
+    """Load one sound, or the sound track in a video's file; return its mel frames, float32 (bins, frames).
+
+    Raises a MediaError if the number of frames is not the exported one.
+    """
     limits = spec.limits.audio
     assert limits is not None, "a sample with sound for a model without limits"
     waveform = load_audio(path, data, limits.sampling_rate, sound.num_samples, spec.media_policy)
     extractor = _load(AutoFeatureExtractor, spec.model)
     settings: dict[str, Any] = {"padding": True, "truncation": False}
     if limits.max_features is not None:
-        # The processor would pad to five minutes. More than a second of silence changes none of the sound's frames.
+        # The processor would pad to five minutes. Pad by a second instead, which gives the same frames of the sound.
         num_frames = -(-len(waveform) // extractor.hop_length)  # rounded up
         max_length = min(num_frames * extractor.hop_length + limits.sampling_rate, extractor.n_samples)
         settings = {"padding": "max_length", "max_length": max_length, "truncation": True}

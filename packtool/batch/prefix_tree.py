@@ -167,6 +167,7 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
                 start, parent = stop, len(nodes) - 1  # the subgroups continue this node
         elif are_equal:
             subgroups = [[number] for number in group]  # too short to share: each sample gets its own node
+        # Without a node, ``start`` is unchanged, and the subgroups include the tokens of the short prefix.
         # The stack returns the subgroup first that was added last, so they are added in reversed order. Samples without
         # tokens after ``start`` need no further node.
         for subgroup in reversed(subgroups):

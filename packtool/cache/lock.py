@@ -177,6 +177,7 @@ class DirectoryLock:
         return partial(_is_held, self._directory, self._name, self._holder.run)
 
     def __enter__(self) -> Self:
+        """Take the lock and start the thread that renews it; raise a MismatchError if another run holds one."""
         is_part = bool(self._holder.part)
         storage.make_directory(self._directory)
         try:

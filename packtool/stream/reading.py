@@ -83,10 +83,11 @@ def blocks_of_rank(
     shuffle: bool,
     start: StreamPosition | None = None,
 ) -> Iterator[StreamBlock]:
-    """Yield the blocks (up to 64 rows) of one rank: every ``world_size``-th of all files, ``num_epochs`` times.
+    """Yield one rank's blocks of up to 64 rows: every ``world_size``-th block of all files, ``num_epochs`` times.
 
     With shuffling, each epoch reads the files in a different order, up to eight at the same time. Blocks are drawn from
-    these in proportion to the file sizes, so that they end at about the same time. Without, files are read one by one.
+    these in proportion to the file sizes, so that the files end at about the same time. Without shuffling, files are
+    read one by one.
 
     Cost: every rank scans all files for row ends (about 400 MB/s), but reads and parses only its own blocks.
 
