@@ -326,7 +326,7 @@ class LocalCopies:
     def _fetch(self, path: str, copy: str, file: BinaryIO, size: int, sha256: str | None) -> None:
         """Download a file into its unfinished copy ``file``, whose lock is held, and rename this to ``copy``.
 
-        Raises a StorageError if two downloads have another size or SHA-256 than given; ``sha256`` may be None.
+        Raises a StorageError if two downloads differ from ``size`` or ``sha256`` (None: not known).
         """
         try:
             self._reserve(file, size)

@@ -137,11 +137,9 @@ class CacheReader:
                     + "\n".join(lines),
                     "Export one of them again with the settings of the other.",
                 )
-        remote_manifests = [
-            manifest for root, manifest in zip(roots, manifests, strict=True) if storage.is_remote(root)
-        ]
-        if remote_manifests:
-            copies = (copies or LocalCopies()).keeping(remote_manifests)
+        remote = [manifest for root, manifest in zip(roots, manifests, strict=True) if storage.is_remote(root)]
+        if remote:
+            copies = (copies or LocalCopies()).keeping(remote)
         return cls(roots, manifests, split, copies)
 
     @property

@@ -176,6 +176,7 @@ def run_task(task: Task, encoder: Encoder, settings: TaskSettings, report: Repor
     outputs = _Outputs(task, settings, encoder.media_tokens, embed=embeds)
     val_rows = frozenset(task.val_rows)
     row_number = 0  # in the task
+    # Secrets in URLs of media are harmless only if the media are embedded: the cache then has masked URLs.
     rows = chain.from_iterable(samples_of(source, blocks, may_hold_secrets=embeds) for source, blocks in task.stretches)
     try:
         while batch := tuple(islice(rows, BATCH_ROWS)):
