@@ -115,47 +115,52 @@ class TreeParts:
 
     def _separate(self, order: Int64Array, packs_per_step: int) -> Int64Array:
         """Swap packs of nearby steps so that no step has two packs of one tree, as far as possible."""
-        new_order, steps = order.tolist(), invert_order(order) // packs_per_step  # ``steps``: of each pack, (K,)
-        # Trees pack after pack: those of pack k are ``trees[starts[k]:starts[k + 1]]``.
+        new_order = order.tolist()
+        step_of = invert_order(order) // packs_per_step  # (K,), by pack number
+        # The trees in pack k are ``trees[starts[k] : starts[k + 1]]``.
         by_pack = np.argsort(self.packs, kind="stable")
         starts = np.searchsorted(self.packs[by_pack], np.arange(len(order) + 1)).tolist()
         trees = self.trees[by_pack].tolist()
-        step_counts = dict[int, Counter[int]]()
+        count_cache: dict[int, Counter[int]] = {}  # by step; entries of changed steps are deleted
 
         def trees_in(pack: int) -> list[int]:
             return trees[starts[pack] : starts[pack + 1]]
 
         def counts_in(step: int) -> Counter[int]:
-            """Count the packs of a step that have each tree."""
-            if step not in step_counts:
+            """Count the packs of a step in which each tree is."""
+            if step not in count_cache:
                 packs = new_order[step * packs_per_step : (step + 1) * packs_per_step]
-                step_counts[step] = Counter(tree for pack in packs for tree in trees_in(pack))
-            return step_counts[step]
+                count_cache[step] = Counter(tree for pack in packs for tree in trees_in(pack))
+            return count_cache[step]
 
-        def may_replace(leaving: int, step: int, entering: int) -> bool:
-            """Return whether no tree of ``entering`` would be in another pack of the step without ``leaving``."""
-            counts, leaving_trees = counts_in(step), trees_in(leaving)
-            return all(counts[tree] == (tree in leaving_trees) for tree in trees_in(entering))
+        def can_replace(leaving: int, step: int, entering: int) -> bool:
+            """Return whether, without ``leaving``, no pack of the step would share a tree with ``entering``."""
+            counts = counts_in(step)
+            leaving_trees = trees_in(leaving)
+            return all(counts[tree] == (1 if tree in leaving_trees else 0) for tree in trees_in(entering))
 
-        # Packs with a tree that an earlier pack of their step has, too.
-        keys = self.trees * (int(steps.max()) + 1) + steps[self.packs]
-        by_key = np.argsort(keys, kind="stable")
-        repeated = by_key[1:][keys[by_key][1:] == keys[by_key][:-1]]
-        attempts, stride = _MAX_ATTEMPTS, max(packs_per_step // _MAX_ATTEMPTS_PER_STEP, 1)
-        for pack in dict.fromkeys(self.packs[np.sort(repeated)].tolist()):
-            step = int(steps[pack])
+        # Find packs with a tree that an earlier pack of their step has, too: equal pairs of tree and step.
+        tree_step_keys = self.trees * (int(step_of.max()) + 1) + step_of[self.packs]
+        by_key = np.argsort(tree_step_keys, kind="stable")
+        is_repeated = tree_step_keys[by_key][1:] == tree_step_keys[by_key][:-1]
+        repeated = np.sort(by_key[1:][is_repeated])
+        attempts_left = _MAX_ATTEMPTS
+        stride = max(packs_per_step // _MAX_ATTEMPTS_PER_STEP, 1)
+        for pack in dict.fromkeys(self.packs[repeated].tolist()):
+            step = int(step_of[pack])
             if all(counts_in(step)[tree] == 1 for tree in trees_in(pack)):
-                continue  # the other part has moved
+                continue  # an earlier swap moved the other pack
             for other_index in _nearby_indices(step * packs_per_step, len(new_order), packs_per_step, stride):
-                attempts -= 1
-                other_step, other = other_index // packs_per_step, new_order[other_index]
-                if may_replace(other, other_step, pack) and may_replace(pack, step, other):
+                attempts_left -= 1
+                other_step = other_index // packs_per_step
+                other = new_order[other_index]
+                if can_replace(other, other_step, pack) and can_replace(pack, step, other):
                     index = new_order.index(pack, step * packs_per_step, (step + 1) * packs_per_step)
                     new_order[index], new_order[other_index] = other, pack
-                    steps[pack], steps[other] = other_step, step
-                    del step_counts[step], step_counts[other_step]
+                    step_of[pack], step_of[other] = other_step, step
+                    del count_cache[step], count_cache[other_step]
                     break
-            if attempts <= 0:
+            if attempts_left <= 0:
                 break
         return np.array(new_order, np.int64)
 
@@ -165,17 +170,18 @@ def separate_parts(
 ) -> PackPlan:
     """Swap groups of samples between packs so that no pack has two groups of one tree, as far as possible.
 
-    ``packs`` are of groups, by number. ``tree_of_group``, (G,), may be ``NOTHING``; ``media_tokens``, (G,), is None
-    without a limit. Groups of about equal tokens are swapped, and no pack exceeds its limits.
+    ``packs`` are packs of groups. ``tree_of_group``, (G,), may be ``NOTHING``; ``media_tokens``, (G,), are None without
+    a limit. Groups of about equal tokens are swapped, and no pack exceeds its limits.
     """
-    # All arrays below are by position in ``packs.samples``; a swap changes the groups at two positions.
+    # All arrays below are by position in ``packs.samples``. A swap exchanges the groups at two positions.
     pack_of = np.repeat(np.arange(packs.num_packs), np.diff(packs.offsets))
-    tree_of, groups = tree_of_group[packs.samples], packs.samples.copy()
+    groups = packs.samples.copy()
+    tree_of = tree_of_group[groups]
     tokens = packs.lengths.astype(np.int64)
     limits = [(tokens, packs.capacity)]
     if media_tokens is not None and max_media_tokens is not None:
         limits.append((media_tokens[groups].astype(np.int64), max_media_tokens))
-    # Positions with a tree that an earlier position of their pack has, too.
+    # Find positions with a tree that an earlier position of their pack has, too.
     by_tree = np.lexsort((tree_of, pack_of))
     is_same = (np.diff(pack_of[by_tree]) == 0) & (np.diff(tree_of[by_tree]) == 0)
     repeated = by_tree[1:][is_same & (tree_of[by_tree][1:] != NOTHING)].tolist()
@@ -183,12 +189,13 @@ def separate_parts(
         return packs
 
     def pack_slice(position: int) -> slice:
+        """Return the positions of the pack that a position is in."""
         return slice(*packs.offsets[pack_of[position] : pack_of[position] + 2])
 
     def count_in_pack(position: int, tree: int) -> int:
         return int((tree_of[pack_slice(position)] == tree).sum()) if tree != NOTHING else 0
 
-    def may_swap(one: int, other: int) -> bool:
+    def can_swap(one: int, other: int) -> bool:
         if pack_of[one] == pack_of[other] or count_in_pack(other, tree_of[one]) or count_in_pack(one, tree_of[other]):
             return False
         for values, limit in limits:
@@ -198,18 +205,19 @@ def separate_parts(
         return True
 
     by_tokens = np.argsort(packs.lengths, kind="stable")
-    rank_by_tokens, attempts = invert_order(by_tokens), _MAX_ATTEMPTS
+    rank_of_position = invert_order(by_tokens)  # where ``by_tokens`` lists each position
+    attempts_left = _MAX_ATTEMPTS
     for position in repeated:
         if count_in_pack(position, tree_of[position]) < 2:
-            continue  # the other part has moved
-        for rank in _nearby_indices(int(rank_by_tokens[position]), len(by_tokens), 1, 1):
-            attempts -= 1
+            continue  # an earlier swap moved the other group
+        for rank in _nearby_indices(int(rank_of_position[position]), len(by_tokens), width=1, stride=1):
+            attempts_left -= 1
             other = int(by_tokens[rank])
-            if may_swap(position, other):
+            if can_swap(position, other):
                 for array in (tree_of, groups, *(values for values, _ in limits)):
                     array[[position, other]] = array[[other, position]]
                 break
-        if attempts <= 0:
+        if attempts_left <= 0:
             break
     return replace(packs, samples=groups, lengths=tokens.astype(np.int32))
 

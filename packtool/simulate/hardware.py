@@ -49,7 +49,7 @@ class Hardware:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], origin: str) -> Hardware:
-        """Read hardware from a file's fields; those with a default may be missing. Errors name the ``origin``."""
+        """Check and convert fields from a file; fields with a default may be missing. Errors name the ``origin``."""
         declared = {field.name: field for field in dataclasses.fields(cls)}
         unknown = [name for name in fields if name not in declared]
         problems = [f"{origin}: unknown field {name!r}{did_you_mean(name, declared)}" for name in unknown]
@@ -63,7 +63,8 @@ class Hardware:
                 continue
             value = fields[name]
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not is_number or value < 0 or (value == 0 and name != "latency_us"):
+            may_be_zero = name == "latency_us"
+            if not is_number or value < 0 or (value == 0 and not may_be_zero):
                 problems.append(f"{origin}: {name} is {value!r}, not a number above zero")
             elif name.endswith("_share") and value > 1:
                 problems.append(f"{origin}: {name} is {value!r}; a share is at most 1")
@@ -141,7 +142,7 @@ def nearest_preset(device_names: Sequence[str]) -> Hardware:
 
 
 def read_hardware(name: str | None) -> Hardware:
-    """Return a preset, or hardware from a YAML or JSON file; for None the local GPUs', or an H100."""
+    """Return the preset called ``name``, or read a YAML or JSON file; None means the local GPUs, or else an H100."""
     if name is None:
         return nearest_preset(gpu_names())
     if name.lower() in HARDWARE_PRESETS:

@@ -241,12 +241,15 @@ class Machine:
     zero_stage: int = 2
 
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
-        """Compute times and memory of each row of a schedule; ``targets``, (K,), are labels of each sequence."""
+        """Compute times and memory of each of the R rows of a schedule, a device's part of a micro-batch.
+
+        ``targets``, (K,), are the labels of each sequence. The formulas are in the module's docstring.
+        """
         is_local = schedule.placement != SHARDED
-        num_ranks = schedule.micro_batch_num_ranks[schedule.row_micro_batches].astype(np.float64)
+        num_ranks = schedule.micro_batch_num_ranks[schedule.row_micro_batches].astype(np.float64)  # (R,)
         rank = np.where(is_local, schedule.placement, 0)
         row_of_sequence = schedule.row_starts[schedule.micro_batch_of] + rank
-        ranks_of_sequence = schedule.micro_batch_num_ranks[schedule.micro_batch_of]
+        ranks_of_sequence = schedule.micro_batch_num_ranks[schedule.micro_batch_of]  # (K,)
 
         def sum_local(values: npt.NDArray[Any]) -> Seconds:
             """Sum values (K,) of the sequences local to each rank; (R,)."""
@@ -258,23 +261,27 @@ class Machine:
             sums = _sums(micro_batches, values[~is_local], schedule.num_micro_batches)
             return sums[schedule.row_micro_batches]
 
-        local_tokens, sharded_tokens = sum_local(schedule.tokens), sum_sharded(schedule.tokens)
-        tokens = local_tokens + sharded_tokens / num_ranks
-        linear = self.linear_seconds(tokens, sum_local(targets) + sum_sharded(targets) / num_ranks)
-        linear_per_token = np.divide(linear, tokens, out=np.zeros_like(tokens), where=tokens > 0)
+        local_tokens = sum_local(schedule.tokens)
+        sharded_tokens = sum_sharded(schedule.tokens)
+        row_tokens = local_tokens + sharded_tokens / num_ranks
+        row_targets = sum_local(targets) + sum_sharded(targets) / num_ranks
+        linear = self.linear_seconds(row_tokens, row_targets)
+        linear_per_token = np.divide(linear, row_tokens, out=np.zeros_like(row_tokens), where=row_tokens > 0)
         local_attention = sum_local(self.attention_seconds(schedule.tokens, 1))
         sharded_attention = sum_sharded(self.attention_seconds(schedule.tokens, ranks_of_sequence))
         # Attention in windows runs at the speed of matrix products.
         window_speed = self.hardware.peak * self.hardware.matmul_share / self._attention_passes
         cost = self.sizes.cost
-        windows = np.asarray(cost.window_squares(schedule.tokens) * (cost.per_window / window_speed))
-        local = linear_per_token * local_tokens + local_attention + sum_local(windows)
-        sharded = linear_per_token * sharded_tokens / num_ranks + sharded_attention + sum_sharded(windows) / num_ranks
-        exposed = np.zeros(len(tokens))
+        window_seconds = np.asarray(cost.window_squares(schedule.tokens) * (cost.per_window / window_speed))
+        local = linear_per_token * local_tokens + local_attention + sum_local(window_seconds)
+        sharded_windows = sum_sharded(window_seconds) / num_ranks
+        sharded = linear_per_token * sharded_tokens / num_ranks + sharded_attention + sharded_windows
+        exposed = np.zeros(len(row_tokens))
         for size in np.unique(schedule.micro_batch_num_ranks).tolist():
             rows = num_ranks == size
-            loads = sharded_tokens[rows], local_attention[rows], sharded_attention[rows]
-            exposed[rows] = self.step_time(size).exposed_seconds(*loads)
+            exposed[rows] = self.step_time(size).exposed_seconds(
+                sharded_tokens[rows], local_attention[rows], sharded_attention[rows]
+            )
         min_seconds = max(self.launch_seconds, self.gather_seconds)
         gathered_bytes = np.where(num_ranks > 1, sharded_tokens * self.sizes.kv_bytes * _GATHERED, 0.0)
         return Timing(
@@ -282,9 +289,9 @@ class Machine:
             local=local,
             sharded=sharded,
             exposed=exposed,
-            ranks=np.where(tokens > 0, np.maximum(local + sharded + exposed, min_seconds), 0.0),
-            memory=self.state_bytes + tokens * self.sizes.token_bytes(recompute=self.recompute) + gathered_bytes,
-            tokens=tokens,
+            ranks=np.where(row_tokens > 0, np.maximum(local + sharded + exposed, min_seconds), 0.0),
+            memory=self.state_bytes + row_tokens * self.sizes.token_bytes(recompute=self.recompute) + gathered_bytes,
+            tokens=row_tokens,
             synchronisation=self.synchronisation_seconds,
             is_lock_step=self.zero_stage == 3,
         )
