@@ -132,27 +132,27 @@ class Outcome:
     def figures(self, baseline: Outcome) -> dict[str, Any]:
         """Return all figures by their names in JSON; times in seconds, memory in GB of 10^9 bytes."""
         timing, machine = self.timing, self.options.machine
-        steps = timing.step_seconds
-        balance = imbalance(timing.busy)
-        micro_batches = timing.sums(np.ones(len(timing.ranks)))
-        computed = int(timing.schedule.tokens.sum())
+        step_seconds = timing.step_seconds
+        balance = imbalance(timing.busy)  # of each step
+        micro_batches = timing.sums(np.ones(len(timing.ranks)))  # of each device in each step
+        num_padded_tokens = int(timing.schedule.tokens.sum())
         return {
             "strategy": self.name,
             "title": self.title,
             "steps": self.num_steps,
             "sequences_per_step": self.num_sequences / self.num_steps,
             "tokens_per_step": self.num_tokens / self.num_steps,
-            "step_seconds": float(steps.mean()),
-            "slowest_step_seconds": float(steps.max()),
+            "step_seconds": float(step_seconds.mean()),
+            "slowest_step_seconds": float(step_seconds.max()),
             "tokens_per_second_per_device": 1 / self.seconds_per_token / machine.world_size,
             "speedup": self.speedup_over(baseline),
-            "mfu": self.flops / (float(steps.sum()) * machine.world_size * machine.hardware.peak),
+            "mfu": self.flops / (float(step_seconds.sum()) * machine.world_size * machine.hardware.peak),
             "balance": float(balance.mean()),
             "worst_balance": float(balance.max()),
-            "communication_share": float(timing.waited_seconds.sum() / steps.sum()),
+            "communication_share": float(timing.waited_seconds.sum() / step_seconds.sum()),
             "shares": timing.shares,
             "local_share": self.local_share,
-            "padding_share": 1 - self.num_tokens / computed,
+            "padding_share": 1 - self.num_tokens / num_padded_tokens,
             "micro_batches": float(micro_batches.max(axis=1).mean()),
             "peak_memory_gb": float(timing.memory.max()) / 1e9,
             "most_tokens_on_a_device": int(np.ceil(timing.tokens.max())),
@@ -232,27 +232,27 @@ class Simulation:
 
     def figures(self) -> dict[str, Any]:
         """Return all figures by their names in JSON."""
-        options = self.options
+        options, machine = self.options, self.options.machine
         return {
             "source": self.source,
             "num_samples": self.num_sequences,
             "filtered": self.num_left_out,
             "model": self.model,
-            "world_size": options.machine.world_size,
+            "world_size": machine.world_size,
             "sequence_parallel_size": options.sequence_parallel_size,
             "bucket_size": options.bucket_size,
             "packing_length": options.packing_length,
             "sequences_per_step": options.sequences_per_step,
-            "hardware": dataclasses.asdict(options.machine.hardware),
-            "constants": dataclasses.asdict(options.machine.constants),
-            "gradient_checkpointing": options.machine.recompute,
+            "hardware": dataclasses.asdict(machine.hardware),
+            "constants": dataclasses.asdict(machine.constants),
+            "gradient_checkpointing": machine.recompute,
             "sequence_parallel_type": options.exchange_type,
-            "zero_stage": options.machine.zero_stage,
+            "zero_stage": machine.zero_stage,
             "seed": options.seed,
             "baseline": self.baseline.name,
             "strategies": [outcome.figures(self.baseline) for outcome in self.outcomes],
             "seconds": round(self.seconds, 3),
-            "model_sizes": dataclasses.asdict(options.machine.sizes),
+            "model_sizes": dataclasses.asdict(machine.sizes),
         }
 
 
@@ -260,8 +260,9 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     """Read lengths, model and hardware, and plan and time every strategy."""
     reader = CacheReader.open(config.cached_dataset) if config.cached_dataset else None
     model, sizes = _model_of(config.model, reader)
-    hardware, recompute = read_hardware(config.hardware), config.gradient_checkpointing
-    machine = part_of(Machine, config, sizes=sizes, hardware=hardware, recompute=recompute)
+    hardware = read_hardware(config.hardware)
+    # ``part_of`` copies the other fields from the config, here and in ``_options``.
+    machine = part_of(Machine, config, sizes=sizes, hardware=hardware, recompute=config.gradient_checkpointing)
     if config.sequence_parallel_type == "ulysses" and not can_share_heads(sizes, config.sequence_parallel_size):
         raise ConfigError(
             f"--sequence-parallel-type ulysses: {sizes.num_heads} heads of Q and {sizes.num_key_heads} of K and V "
@@ -269,21 +270,28 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
             "Use ring or allgather, or another --sequence-parallel-size.",
         )
     options = _options(config, machine, model)
-    lengths, targets, source = _lengths(config, options, reader)
+    lengths, targets, source = _lengths_and_targets(config, options, reader)
     paths = config.cached_dataset or ((config.lengths,) if config.lengths is not None else ())
     begin = time.perf_counter()
-    is_wanted = lengths <= (config.max_length or np.inf)
-    sequences = arrange(lengths[is_wanted], options, targets[is_wanted])
-    names = cast("tuple[StrategyName, ...]", tuple(dict.fromkeys(config.strategies)))
+    is_allowed = lengths <= (config.max_length or np.inf)
+    sequences = arrange(lengths[is_allowed], options, targets[is_allowed])
+    strategies = cast("tuple[StrategyName, ...]", tuple(dict.fromkeys(config.strategies)))  # without repetitions
     outcomes = []
-    progress.start("simulating", len(names))
-    for each in simulate(sequences, names, options):
+    progress.start("simulating", len(strategies))
+    for each in simulate(sequences, strategies, options):
         outcomes.append(each)
         progress.advance(1)
     progress.finish()
-    name = names_of(paths) if paths else source
-    num_left_out, seconds = len(lengths) - len(sequences), time.perf_counter() - begin
-    return Simulation(outcomes, options, source, name, len(sequences), num_left_out, model, seconds)
+    return Simulation(
+        outcomes=outcomes,
+        options=options,
+        source=source,
+        name=names_of(paths) if paths else source,
+        num_sequences=len(sequences),
+        num_left_out=len(lengths) - len(sequences),
+        model=model,
+        seconds=time.perf_counter() - begin,
+    )
 
 
 def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOptions:
@@ -301,23 +309,27 @@ def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOp
     return part_of(SimulateOptions, config, machine=machine, **resolved)
 
 
-def _lengths(
+def _lengths_and_targets(
     config: SimulateConfig, options: SimulateOptions, reader: CacheReader | None
 ) -> tuple[IntArray, IntArray, str]:
-    """Return the tokens of the samples, those with a label (without a cache all), and their source."""
+    """Return the tokens of each sample, its tokens with a label, and the name of their source.
+
+    Samples are those of the caches, of a file of lengths, or drawn; without caches all tokens have a label.
+    """
     if reader is not None:
         return reader.index.length, reader.index.target_tokens, " ".join(config.cached_dataset)
     if config.lengths is not None:
         lengths = read_lengths(config.lengths)
         return lengths, lengths, config.lengths
     assert config.distribution is not None, "checked with the settings"
+    # Draw so many lengths that those that fit fill all steps, by the share that fits of typical lengths, and some more.
     typical = quantiles(config.distribution, (np.arange(_NUM_TYPICAL) + 0.5) / _NUM_TYPICAL)
-    typical = typical[typical <= min(options.longest, config.max_length or options.longest)]
-    if not len(typical):
+    max_length = min(options.longest, config.max_length or options.longest)
+    num_fitting = int(np.count_nonzero(typical <= max_length))
+    if not num_fitting:
         raise DataError(f"No sample drawn from {config.distribution} fits.", "Raise --bucket-size or --max-length.")
-    # A few more: the share of those that fit is not exactly the typical one.
-    num = round(1.05 * options.num_steps * options.sequences_per_step * _NUM_TYPICAL / len(typical)) + 10
-    lengths = draw_lengths(config.distribution, num, seed=config.seed)
+    num_drawn = round(1.05 * options.num_steps * options.sequences_per_step * _NUM_TYPICAL / num_fitting) + 10
+    lengths = draw_lengths(config.distribution, num_drawn, seed=config.seed)
     return lengths, lengths, f"lengths as in {config.distribution}"
 
 
@@ -326,15 +338,15 @@ def _model_of(requested: str | None, reader: CacheReader | None) -> tuple[str, M
     if not requested and reader is not None:
         model = str(reader.manifests[0].identity.spec["model"])
         try:
-            return model, _sizes_of(model)
+            return model, _read_sizes(model)
         except ConfigError:
             pass
     model = requested or _DEFAULT_MODEL
-    return model, _sizes_of(model)
+    return model, _read_sizes(model)
 
 
-def _sizes_of(model: str) -> ModelSizes:
-    """Read the sizes of a preset, or of the ``config.json`` in a directory."""
+def _read_sizes(model: str) -> ModelSizes:
+    """Read the sizes of a model, which is the name of a preset or a directory with a ``config.json``."""
     config: Any = MODEL_PRESETS.get(model)
     if config is None:
         path = storage.join(model, "config.json")

@@ -8,6 +8,7 @@ simulated: packs of equal work (WLB-LLM), and groups of many sizes (``place_in_g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -45,7 +46,7 @@ class PlacedBatch(NamedTuple):
 def place_in_groups(
     lengths: IntArray, targets: IntArray, machine: Machine, bucket_size: int
 ) -> Iterator[list[PlacedBatch]]:
-    """Place sequences by dynamic context parallelism: each of step 0 on a group of its own size, in several ways.
+    """Place the sequences of a step by dynamic context parallelism, each on a group of devices of a size of its own.
 
     As in Megatron-LM (pull request 2282), FlexSP (Wang et al. 2024, arXiv 2412.01523) and ByteScale (Ge et al. 2025,
     arXiv 2502.21231), long sequences are shared by many of W devices, short ones by few::
@@ -54,37 +55,41 @@ def place_in_groups(
                            [40 by two][18][21]
                            [ 9 ][ 11 ]
 
-    A group has a power of two devices, and begins at a multiple of it. Larger groups come first and contain the smaller
-    ones, so that devices begin each sequence together. A sequence gets the smallest group that holds it (or the largest
-    group) and finishes it in a given time; several such times are tried. Cost: O(n W) for each.
+    A group has 2^level devices, and its first device is a multiple of that. Larger groups come first and contain the
+    smaller ones, so that devices begin each sequence together. A sequence gets the smallest group that holds it (or the
+    largest group) and finishes it within a time limit. Yields the placement for each of several limits. Cost: O(n W)
+    for each.
 
     ``lengths`` and ``targets``, (n,), are tokens and those with a label; a device holds ``bucket_size`` tokens.
     """
     max_size = machine.world_size & -machine.world_size  # the largest power of two that divides the devices
     sizes = [1 << level for level in range(max_size.bit_length())]
+    cost = machine.sizes.cost
+    # Tokens, and seconds alone on a group without the cost of a micro-batch, by size of the group; (levels, n) each.
     tokens = np.stack([_aligned(lengths.astype(np.int64), alignment_of(size)) for size in sizes])
-    # Seconds of each sequence alone on a group of each size, without the cost of a micro-batch; (levels, n).
-    cost, seconds = machine.sizes.cost, np.empty(tokens.shape)
+    seconds = np.empty(tokens.shape)
     for level, size in enumerate(sizes):
         times, padded = machine.step_time(size), tokens[level]
         flops, attention_flops = times.work(padded, cost(padded, cost.attention(padded), targets), size)
         attention_seconds = attention_flops / size / times.flops_per_second
-        exposed = times.exposed_seconds(padded.astype(np.float64), np.zeros(len(padded)), attention_seconds)
+        no_local_attention = np.zeros(len(padded))
+        exposed = times.exposed_seconds(padded.astype(np.float64), no_local_attention, attention_seconds)
         seconds[level] = flops / size / times.flops_per_second + exposed
+    # ``argmax`` of flags gives the first level that is True.
     fits = tokens <= bucket_size * np.array(sizes)[:, None]
     smallest_fitting = np.where(fits.any(axis=0), fits.argmax(axis=0), len(sizes) - 1)
-    even_seconds = seconds[0].sum() / machine.world_size
-    last_levels = None
+    mean_device_seconds = seconds[0].sum() / machine.world_size
+    previous_levels = None
     for limit in _TIME_LIMITS:
-        is_quick = seconds <= limit * even_seconds
+        is_quick = seconds <= limit * mean_device_seconds
         smallest_quick = np.where(is_quick.any(axis=0), is_quick.argmax(axis=0), seconds.argmin(axis=0))
         levels = np.maximum(smallest_fitting, smallest_quick)
-        if last_levels is None or (levels != last_levels).any():
-            yield _place_levels(levels, seconds, tokens, sizes, bucket_size, machine.world_size)
-        last_levels = levels
+        if previous_levels is None or (levels != previous_levels).any():
+            yield _place_on_levels(levels, seconds, tokens, sizes, bucket_size, machine.world_size)
+        previous_levels = levels
 
 
-def _place_levels(
+def _place_on_levels(
     levels: Int64Array,
     seconds: npt.NDArray[np.float64],
     tokens: Int64Array,
@@ -92,27 +97,30 @@ def _place_levels(
     bucket_size: int,
     world_size: int,
 ) -> list[PlacedBatch]:
-    """Place each sequence on a group of ``sizes[level]`` devices, ``levels`` (n,); tokens and seconds are (levels, n).
+    """Place each sequence on a group of ``sizes[level]`` devices, where ``levels``, (n,), has the level of each.
 
-    The largest groups come first; in each size the slowest sequence first, on the group with the least work.
+    The largest groups come first. Of the sequences of a level the slowest comes first, each goes to the group with the
+    least work. ``seconds`` and ``tokens``, (levels, n), are of each sequence on a group of each level.
     """
-    device_seconds, batches = np.zeros(world_size), list[PlacedBatch]()
+    device_seconds = np.zeros(world_size)
+    batches: list[PlacedBatch] = []
     for level in reversed(range(len(sizes))):
         size = sizes[level]
-        members: list[list[int]] = [[] for _ in range(world_size // size)]
+        samples_of_group: list[list[int]] = [[] for _ in range(world_size // size)]
         at_level = np.flatnonzero(levels == level)
-        for sample in at_level[np.argsort(-seconds[level, at_level], kind="stable")].tolist():
-            # All devices of a group have equal work, since no smaller group has any yet.
+        slowest_first = at_level[np.argsort(-seconds[level, at_level], kind="stable")]
+        for sample in slowest_first.tolist():
+            # All devices of a group have equal work so far, so its first device stands for all.
             group = int(device_seconds[::size].argmin())
-            members[group].append(sample)
+            samples_of_group[group].append(sample)
             device_seconds[group * size : (group + 1) * size] += seconds[level, sample]
-        for group, samples in enumerate(members):
-            for batch in _micro_batches(samples, tokens[level], bucket_size * size):
-                batches.append(PlacedBatch(group * size, size, batch))
+        for group, samples in enumerate(samples_of_group):
+            for batch in _divide_to_fit(samples, tokens[level], bucket_size * size):
+                batches.append(PlacedBatch(first_device=group * size, num_devices=size, samples=batch))
     return batches
 
 
-def _micro_batches(samples: list[int], tokens: Int64Array, capacity: int) -> list[Int64Array]:
+def _divide_to_fit(samples: list[int], tokens: Int64Array, capacity: int) -> list[Int64Array]:
     """Divide a group's sequences into the fewest micro-batches that fit, each sequence going to the emptiest one."""
     sizes = tokens.tolist()
     descending = sorted(samples, key=lambda i: (-sizes[i], i))
@@ -205,9 +213,9 @@ def alignment_of(num_ranks: int) -> int:
 
 
 def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    """Schedule sequences, in a random order and none longer than ``options.longest``, by a strategy.
+    """Schedule ``sequences`` by a strategy; their order is random, and none is longer than ``options.longest``.
 
-    It has at most ``options.num_steps`` steps: the first full ones, or a single partial step if there are no full ones.
+    The schedule has at most ``options.num_steps`` steps: the first full ones, or one partial step if none is full.
     """
     per_step = options.sequences_per_step
     num_steps = min(max(len(sequences) // per_step, 1), options.num_steps)
@@ -216,13 +224,16 @@ def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions)
     if name == "sorted":
         rows = pack_singletons(sequences.lengths, options.longest, seed=options.seed, shuffle=False)
         order = group_by_length(rows, per_step).samples
+    # Devices that share sequences form a group; without sharing, each device is a group.
     is_unshared = name in ("padded", "packed", "packed-balanced")
     num_groups = options.machine.world_size if is_unshared else options.num_groups
+    place_step = _STRATEGIES[name]
     batches: list[PlacedBatch] = []
     for step, first in enumerate(range(0, len(order), per_step)):
         samples = order[first : first + per_step]
-        placed = _STRATEGIES[name](sequences[samples], options, num_groups)
-        batches += [batch._replace(step=step, samples=samples[batch.samples]) for batch in placed]
+        # Strategies number the sequences of a step from 0.
+        for batch in place_step(sequences[samples], options, num_groups):
+            batches.append(batch._replace(step=step, samples=samples[batch.samples]))
     return schedule_of(batches, sequences, options, is_padded=name in ("padded", "context-parallel", "sorted"))
 
 
@@ -251,21 +262,23 @@ def _equal_tokens(sequences: Sequences, options: SimulateOptions, num_groups: in
 
 
 def _equal_work(sequences: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
-    """Yield packs of a step's sequences that take equally long, attention included, as many on every rank.
+    """Yield packs of a step's sequences of about equal work, attention included; each group gets equally many packs.
 
     As in WLB-LLM (Wang et al. 2025, arXiv 2503.17924), without its queue for outliers, which changes steps.
     """
-    size = options.machine.world_size // num_groups
+    size = options.machine.world_size // num_groups  # devices of a group
     capacity = options.packing_length * size
     times, cost = options.machine.step_time(size), options.machine.sizes.cost
     tokens = _aligned(sequences.lengths.astype(np.int64), alignment_of(size))
-    loads = times.loads(tokens, cost(tokens, cost.attention(tokens), sequences.targets), size)
-    sizes, work = np.minimum(tokens, capacity).tolist(), [load.flops for load in loads]
+    flops = cost(tokens, cost.attention(tokens), sequences.targets)
+    work = [load.flops for load in times.loads(tokens, flops, size)]
+    sizes = np.minimum(tokens, capacity).tolist()  # a longer sequence gets a pack of its own
+    # The fewest packs per group in which all sequences fit.
     packs: list[list[int]] | None = None
-    num_packs = num_groups * -(-sum(sizes) // (capacity * num_groups))
+    packs_per_group = math.ceil(sum(sizes) / (capacity * num_groups))
     while packs is None:
-        packs = divide_evenly(sizes, work, num_packs, capacity)
-        num_packs += num_groups
+        packs = divide_evenly(sizes, work, packs_per_group * num_groups, capacity)
+        packs_per_group += 1
     for number, pack in enumerate(packs):
         yield PlacedBatch(number % num_groups * size, size, np.array(sorted(pack), np.int64))
 
@@ -290,7 +303,10 @@ def _dynamic_cp(sequences: Sequences, options: SimulateOptions, num_groups: int)
 def schedule_of(
     batches: Iterable[PlacedBatch], sequences: Sequences, options: SimulateOptions, *, is_padded: bool = False
 ) -> SimulatedSchedule:
-    """Join micro-batches, which come by step, to a schedule without empty ones; ``is_padded`` pads to the longest."""
+    """Join micro-batches, which are in the order of their steps, to a schedule; empty ones are left out.
+
+    With ``is_padded``, the sequences of a micro-batch are padded to the longest.
+    """
     nonempty = [batch for batch in batches if len(batch.samples)]
     sizes = np.array([len(batch.samples) for batch in nonempty], dtype=np.int64)
     num_devices = np.array([batch.num_devices for batch in nonempty], dtype=np.int64)
@@ -300,14 +316,17 @@ def schedule_of(
         placements.append(np.full(len(batch.samples), default) if batch.placement is None else batch.placement)
     placement = np.concatenate(placements)
     samples = np.concatenate([batch.samples for batch in nonempty]).astype(np.int64)
+    # Arrays of sequences, (K,), follow; micro-batches are repeated for each of their sequences.
     tokens: Int64Array = sequences.lengths[samples].astype(np.int64)
     if is_padded:
-        tokens = np.repeat(np.maximum.reduceat(tokens, np.cumsum(sizes) - sizes), sizes)
+        longest = np.maximum.reduceat(tokens, np.cumsum(sizes) - sizes)
+        tokens = np.repeat(longest, sizes)
+    sharded_tokens = _aligned(tokens, alignment=2 * np.repeat(num_devices, sizes))
     return SimulatedSchedule(
         num_devices=options.machine.world_size,
         num_steps=1 + max(batch.step for batch in nonempty),
         samples=samples,
-        tokens=np.where(placement == SHARDED, _aligned(tokens, 2 * np.repeat(num_devices, sizes)), tokens),
+        tokens=np.where(placement == SHARDED, sharded_tokens, tokens),
         placement=placement,
         micro_batch_of=np.repeat(np.arange(len(nonempty)), sizes),
         micro_batch_steps=np.array([batch.step for batch in nonempty], dtype=np.int64),
