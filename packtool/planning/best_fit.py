@@ -205,8 +205,7 @@ def place_best_fit(
     ``lengths`` are distinct, from 1 to ``capacity``; with the longest first, this is best-fit decreasing. ``counts``
     are the numbers of samples of each length, 1 or more.
     """
-    shortest = min(lengths, default=1)
-    max_samples = max_samples or capacity
+    shortest, max_samples = min(lengths, default=1), max_samples or capacity
     open_packs: dict[int, list[PackRange]] = {}  # packs by their number of free tokens
     free_tokens = LengthSet(longest=capacity)  # the keys of ``open_packs``
     full_packs: list[PackRange] = []
@@ -295,8 +294,7 @@ def place_exact_fit(
     ranges: list[PackRange] = []
     num_packs = 0
     while unplaced.num:
-        pack_lengths = _take_pack(unplaced, capacity, max_samples or capacity, evenness, noise_values)
-        count_by_length = Counter(pack_lengths)
+        count_by_length = Counter(_take_pack(unplaced, capacity, max_samples or capacity, evenness, noise_values))
         # Further packs get the same lengths while there are enough samples.
         num_further = min(unplaced.counts.get(length, 0) // count for length, count in count_by_length.items())
         num_equal_packs = 1 + num_further
@@ -318,9 +316,7 @@ def _take_pack(
 ) -> list[int]:
     """Remove the samples of one pack from ``unplaced``; return their lengths, the longest first."""
     first_length = unplaced.longest()
-    noise = next(noise_values)
-    if noise:
-        # Begin with a somewhat shorter sample, at most by ``HEAD_SPREAD``.
+    if noise := next(noise_values):  # begin with a somewhat shorter sample
         first_length = unplaced.at_least(first_length - int(first_length * HEAD_SPREAD * noise))
     unplaced.take(first_length, 1)
     pack_lengths = [first_length]
@@ -448,8 +444,8 @@ def pack_histogram(
     Cost: O(N log N) to sort N integers, and some 30,000 group steps for 10,000 distinct lengths. Peak memory: 30 bytes
     a sample at four samples a pack and 55 at one, of which 14 and 20 remain in the plan.
 
-    ``lengths``, (N,), are checked. Without ``shuffle`` nothing is drawn at random, and the order of the cache is kept.
-    ``stream`` is the offset of all random streams, for a window of samples.
+    ``lengths``, (N,), are checked. Without ``shuffle`` nothing is drawn at random, and the order of the cache is kept;
+    ``stream`` is an offset of the random streams.
     """
     distinct, counts = count_lengths(lengths)
     if max_samples is not None and len(distinct) and capacity // int(distinct[-1]) <= max_samples:
@@ -488,11 +484,9 @@ def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_sampl
     """
     if len(distinct) == 0:
         return 0
-    half = capacity // 2
-    ascending = distinct[::-1]
+    ascending, half = distinct[::-1], capacity // 2
     # Number of samples shorter than each length in ``ascending``, and of all samples, (D + 1,); and their tokens.
-    num_shorter = to_offsets(counts[::-1])
-    tokens_shorter = to_offsets(ascending * counts[::-1])
+    num_shorter, tokens_shorter = to_offsets(counts[::-1]), to_offsets(ascending * counts[::-1])
 
     def up_to(length: npt.NDArray[np.int64] | int) -> tuple[Int64Array, Int64Array]:
         """Return the number of samples of at most ``length`` tokens, and their tokens."""

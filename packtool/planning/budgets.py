@@ -92,9 +92,8 @@ def pack_within_budgets(
 ) -> PackPlan:
     """Pack by best fit within ``limits``; lengths (N,) are checked.
 
-    Every epoch has the number of packs of epoch 0 and a few more, so that the random order of a later epoch fits. The
-    number depends on the seed, too, and is remembered in this process, because packing twice would take twice as long.
-    Further arguments are as for ``best_fit.pack_histogram``.
+    Every epoch has the number of packs of epoch 0, which is remembered in this process, and a few more, so that the
+    random order of a later epoch fits. Further arguments are as for ``best_fit.pack_histogram``.
     """
     if not shuffle:
         order = np.arange(len(lengths), dtype=np.int64)
@@ -138,20 +137,17 @@ def place_within_budgets(
     evenness = 0.0
     can_reach_max_samples = len(lengths) > 0 and limits.samples * int(lengths.min()) < limits.tokens
     if can_reach_max_samples:
-        # Every k-th sample in order: the order is random, or that of the cache.
-        step = math.ceil(len(order) / _MAX_SUBSET)
-        subset = order[::step]
-        largest_in_subset = np.argsort(-size[subset], kind="stable")
+        subset = order[:: math.ceil(len(order) / _MAX_SUBSET)]  # evenly spaced samples
+        largest_first = np.argsort(-size[subset], kind="stable")
 
         def count_packs(evenness: float) -> int:
             packer = _Packer(lengths[subset], media_tokens[subset], np.arange(len(subset)), limits, evenness)
-            _, pack_sizes = packer.pack(largest_in_subset)
+            _, pack_sizes = packer.pack(heads=largest_first)
             return len(pack_sizes)
 
         evenness = min(_EVENNESS, key=count_packs)
     packer = _Packer(lengths, media_tokens, order, limits, evenness)
-    largest_first = np.argsort(-size, kind="stable")
-    samples, pack_sizes = packer.pack(largest_first, noise)
+    samples, pack_sizes = packer.pack(heads=np.argsort(-size, kind="stable"), noise=noise)
     return build_plan(samples, pack_sizes, lengths, limits.tokens)
 
 

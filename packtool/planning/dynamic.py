@@ -150,7 +150,7 @@ def _find_bins(
     heaviest_first = np.argsort(-work, axis=1, kind="stable")
     min_bins = np.max([_min_bins(*limit) for limit in limits], axis=0)
     num_bins = -(-min_bins // num_ranks) * num_ranks  # rounded up
-    bin_of_sample = np.zeros(work.shape, np.int64)
+    bin_of = np.zeros(work.shape, np.int64)
     open_steps = np.arange(len(work))  # steps whose samples did not fit yet
     while len(open_steps):
         fits = np.zeros(len(work), np.bool_)
@@ -161,13 +161,12 @@ def _find_bins(
             for start in range(0, len(same_steps), chunk_size):
                 steps = same_steps[start : start + chunk_size]
                 step_limits = [Limit(limit.sizes[steps], limit.maximum) for limit in limits]
-                bin_of_sample[steps], fits[steps] = _place_in_bins(
-                    work[steps], heaviest_first[steps], step_limits, num_groups, num
-                )
+                placed = _place_in_bins(work[steps], heaviest_first[steps], step_limits, num_groups, num)
+                bin_of[steps], fits[steps] = placed
         # Steps with a sample that did not fit get one more bin for every rank.
         open_steps = open_steps[~fits[open_steps]]
         num_bins[open_steps] += num_ranks
-    return bin_of_sample, num_bins
+    return bin_of, num_bins
 
 
 def _min_bins(sizes: IntArray, limit: int) -> Int64Array:

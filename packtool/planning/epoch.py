@@ -251,13 +251,12 @@ def _assign_units(
     if options.samples_per_step is not None:
         samples = assign_samples(units, costs, options, media_tokens)
         # The samples of each nonempty micro-batch become one pack.
-        has_samples = samples.micro_batch_sizes > 0
-        pack_sizes = samples.micro_batch_sizes[has_samples]
+        has_pack = samples.micro_batch_sizes > 0
+        pack_sizes = samples.micro_batch_sizes[has_pack]
         joined = build_plan(samples.order, pack_sizes, units.lengths, units.capacity)
         joined = replace(joined, samples=units.samples[samples.order])
         pack_order = np.arange(joined.num_packs, dtype=np.int64)
-        num_packs_of_micro_batch = has_samples.astype(np.int64)
-        return joined, StepAssignment(pack_order, num_packs_of_micro_batch, samples.micro_batches_per_step)
+        return joined, StepAssignment(pack_order, has_pack.astype(np.int64), samples.micro_batches_per_step)
     if options.skrull is not None:
         assert costs is not None, "Skrull needs the costs of samples"
         return units, assign_skrull(packs, costs, options)

@@ -112,9 +112,8 @@ def digest_arrays(digest: hashlib._Hash, *arrays: IntArray) -> str:
 def check_lengths(lengths: Lengths, capacity: int) -> Int32Array:
     """Convert lengths to int32 (N,), and check that all are from 1 to ``capacity`` tokens."""
     if not 1 <= capacity <= MAX_CAPACITY:
-        raise ConfigError(
-            f"The packing length is {capacity}.", f"--packing-length must be between 1 and {MAX_CAPACITY}."
-        )
+        remedy = f"--packing-length must be between 1 and {MAX_CAPACITY}."
+        raise ConfigError(f"The packing length is {capacity}.", remedy)
     array = np.asarray(lengths)
     if array.ndim != 1:
         raise DataError(f"The lengths have shape {array.shape}; one number a sample is expected.")

@@ -56,8 +56,7 @@ def pack(
     ``lengths`` are tokens, (N,); ``media_tokens``, (N,), are needed with ``max_media_tokens_per_pack``. Samples without
     tokens, or that exceed a budget of a pack, are a DataError; options out of range a ConfigError.
     """
-    problems = [*bound_problems(options), *options.problems(PackOptions)]
-    if problems:
+    if problems := [*bound_problems(options), *options.problems(PackOptions)]:
         raise ConfigError.from_problems(problems)
     lengths = check_lengths(lengths, capacity)
     limiting_media = check_media_tokens(media_tokens, lengths, options.max_media_tokens_per_pack, capacity)

@@ -65,23 +65,17 @@ def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAs
     for first_pack in range(0, packs.num_packs, options.packs_per_step):
         end_pack = min(first_pack + options.packs_per_step, packs.num_packs)
         start, stop = packs.offsets[[first_pack, end_pack]].tolist()
-        batches_of_ranks = schedule_step(
-            packs.lengths[start:stop], flops[start:stop], options.skrull, num_ranks=num_ranks
-        )
-        max_per_rank = max(map(len, batches_of_ranks))
-        for micro_batches in batches_of_ranks:
+        rank_batches = schedule_step(packs.lengths[start:stop], flops[start:stop], options.skrull, num_ranks=num_ranks)
+        max_per_rank = max(map(len, rank_batches))
+        for micro_batches in rank_batches:
             for batch in micro_batches:
                 order += [start + sample for sample in batch.samples]
                 placement += batch.placement
                 micro_batch_sizes.append(len(batch.samples))
             micro_batch_sizes += [0] * (max_per_rank - len(micro_batches))
         micro_batches_per_step.append(max_per_rank * num_ranks)
-    return StepAssignment(
-        order=np.array(order, np.int64),
-        micro_batch_sizes=np.array(micro_batch_sizes, np.int64),
-        micro_batches_per_step=np.array(micro_batches_per_step, np.int64),
-        placement=np.array(placement, np.int64),
-    )
+    lists = order, micro_batch_sizes, micro_batches_per_step, placement
+    return StepAssignment(*(np.array(values, np.int64) for values in lists))
 
 
 def schedule_step(
@@ -93,22 +87,15 @@ def schedule_step(
     """
     size, alignment, times = options.sequence_parallel_size, options.alignment, options.times
     counts = {"num_ranks": num_ranks, "sequence_parallel_size": size, "alignment": alignment}
-    problems = [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]
-    if problems:
+    if problems := [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]:
         raise ConfigError.from_problems(problems)
     options.check(lengths)
     lengths, costs = np.asarray(lengths), np.asarray(flops, dtype=np.float64)
     padded = -(-lengths // alignment) * alignment  # rounded up
-    step = _Step(
-        sizes=lengths.tolist(),
-        padded=padded.tolist(),
-        local=times.loads(lengths, costs),
-        sharded=times.loads(padded, costs, size),
-        num_ranks=size,
-        capacity=options.bucket_size * size,
-        times=times,
-    )
-    work = [load.flops for load in step.local]
+    local, sharded = times.loads(lengths, costs), times.loads(padded, costs, size)
+    capacity = options.bucket_size * size
+    step = _Step(lengths.tolist(), padded.tolist(), local, sharded, size, capacity, times)
+    work = [load.flops for load in local]
     heaviest_first = sorted(range(len(work)), key=lambda i: -work[i])
     return [step.schedule_rank(sequences) for sequences in assign_to_lightest(heaviest_first, work, num_ranks)]
 
@@ -126,10 +113,7 @@ class _Step:
     times: StepTime
 
     def schedule_rank(self, sequences: list[int]) -> list[PlacedMicroBatch]:
-        """Divide the sequences of a data-parallel rank into micro-batches; return the fastest of several divisions.
-
-        The micro-batches with most work come first.
-        """
+        """Divide a data-parallel rank's sequences into micro-batches, the fastest of several ways; most work first."""
         if not sequences:
             return []
         ascending = sorted(sequences, key=lambda i: (self.sizes[i], i))
@@ -137,13 +121,11 @@ class _Step:
         assert fewest is not None, "each sequence fits alone"
         candidates = [fewest]
         if self.num_ranks > 1:
-            all_sharded = self._fewest_micro_batches(ascending, self._shard_all)
-            if all_sharded:
+            if all_sharded := self._fewest_micro_batches(ascending, self._shard_all):
                 candidates.append(all_sharded)
             # Up to twice as many micro-batches, until every sequence that fits into a rank's bucket can be local.
             for num_batches in range(len(fewest), 2 * len(fewest) + 1):
-                short_local = self._make_short_local(ascending, num_batches)
-                if short_local:
+                if short_local := self._make_short_local(ascending, num_batches):
                     candidates.append(short_local)
                     break
         fastest = min(candidates, key=lambda batches: sum(batch.seconds for batch in batches))

@@ -218,13 +218,9 @@ def assign_balanced(
     """
     world_size, packs_per_micro_batch = options.world_size, options.per_device_train_batch_size
     accumulation_steps = options.gradient_accumulation_steps
-    counts = {
-        "world_size": world_size,
-        "gradient_accumulation_steps": accumulation_steps,
-        "packs_per_micro_batch": packs_per_micro_batch,
-    }
-    problems = [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]
-    if problems:
+    counts = {"world_size": world_size, "gradient_accumulation_steps": accumulation_steps}
+    counts["packs_per_micro_batch"] = packs_per_micro_batch
+    if problems := [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]:
         raise ConfigError.from_problems(problems)
     if options.balance == "none":
         costs = None

@@ -279,9 +279,8 @@ class Machine:
         exposed = np.zeros(len(row_tokens))
         for size in np.unique(schedule.micro_batch_num_ranks).tolist():
             rows = num_ranks == size
-            exposed[rows] = self.step_time(size).exposed_seconds(
-                sharded_tokens[rows], local_attention[rows], sharded_attention[rows]
-            )
+            loads = sharded_tokens[rows], local_attention[rows], sharded_attention[rows]
+            exposed[rows] = self.step_time(size).exposed_seconds(*loads)
         min_seconds = max(self.launch_seconds, self.gather_seconds)
         gathered_bytes = np.where(num_ranks > 1, sharded_tokens * self.sizes.kv_bytes * _GATHERED, 0.0)
         return Timing(

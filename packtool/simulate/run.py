@@ -282,16 +282,10 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
         outcomes.append(each)
         progress.advance(1)
     progress.finish()
-    return Simulation(
-        outcomes=outcomes,
-        options=options,
-        source=source,
-        name=names_of(paths) if paths else source,
-        num_sequences=len(sequences),
-        num_left_out=len(lengths) - len(sequences),
-        model=model,
-        seconds=time.perf_counter() - begin,
-    )
+    name = names_of(paths) if paths else source
+    num_sequences, num_left_out = len(sequences), len(lengths) - len(sequences)
+    seconds = time.perf_counter() - begin
+    return Simulation(outcomes, options, source, name, num_sequences, num_left_out, model, seconds)
 
 
 def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOptions:
@@ -312,10 +306,7 @@ def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOp
 def _lengths_and_targets(
     config: SimulateConfig, options: SimulateOptions, reader: CacheReader | None
 ) -> tuple[IntArray, IntArray, str]:
-    """Return the tokens of each sample, its tokens with a label, and the name of their source.
-
-    Samples are those of the caches, of a file of lengths, or drawn; without caches all tokens have a label.
-    """
+    """Return the tokens of each sample, its tokens with a label (all without a cache), and the source's name."""
     if reader is not None:
         return reader.index.length, reader.index.target_tokens, " ".join(config.cached_dataset)
     if config.lengths is not None:
