@@ -395,16 +395,16 @@ class _UnplacedSamples(LengthSet):
         """
         if not self._has_pairs or total > 2 * self._longest:
             return None
-        # Bit x of ``_bits`` means that samples of x tokens are left, and so does bit longest - x of ``_mirror``.
-        # Shifted, bit x of the latter stands for total - x; bit x of ``has_partner`` then for a pair (x, total - x).
+        # Bit x of ``_bits``, and bit longest - x of ``_mirror``, are set if samples of x tokens are left. Bit x of the
+        # shifted mirror is set if samples of total - x tokens are left. So bit x of both is a pair (x, total - x).
         shift = self._longest - total
-        partner_bits = self._mirror >> shift if shift >= 0 else self._mirror << -shift
-        has_partner = self._bits & partner_bits
+        shifted_mirror = self._mirror >> shift if shift >= 0 else self._mirror << -shift
+        pair_bits = self._bits & shifted_mirror
         min_longer = (total + 1) // 2 + min_distance
-        longer_bits = has_partner >> min_longer
+        longer_bits = pair_bits >> min_longer
         if not longer_bits:
             min_longer -= min_distance
-            longer_bits = has_partner >> min_longer
+            longer_bits = pair_bits >> min_longer
         while longer_bits:
             lowest_bit = longer_bits & -longer_bits
             longer = min_longer + lowest_bit.bit_length() - 1

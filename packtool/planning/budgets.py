@@ -266,5 +266,5 @@ class _Packer:
                 if slots_are_scarce:
                     length = self._lengths_in_class[density_class].nearest(free_tokens // free_slots, length)
                 return self._group_by_length[density_class][length]
-            self._min_length[density_class] = max_length + 1
+            self._min_length[density_class] = max_length + 1  # the class has no shorter sample
         return -1

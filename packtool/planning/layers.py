@@ -388,13 +388,13 @@ def _vision_modules(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
     is_gated = str(vision.get("hidden_act")) in _GATED
     if is_gated:
         up, down = "up_proj", "down_proj"
-    full_flops: dict[str, Any] = {"per_square": 4.0 * hidden}
-    window_flops: dict[str, Any] = {"per_unit": patches.per_token * 4.0 * hidden * patches.per_window}
+    frame_attention: dict[str, Any] = {"per_square": 4.0 * hidden}
+    window_attention: dict[str, Any] = {"per_unit": patches.per_token * 4.0 * hidden * patches.per_window}
     for i in range(depth):
         yield module(f"blocks.{i}.norm1", 1, hidden, kind="no_product", layer=i)
         for index, (name, outputs) in enumerate(qkv_outputs.items()):
             yield module(f"blocks.{i}.attn.{name}", hidden, outputs, layer=i, shares_input=index > 0)
-        flops = full_flops if i in patches.full_layers else window_flops
+        flops = frame_attention if i in patches.full_layers else window_attention
         yield module(f"blocks.{i}.attn", kind="attention", layer=i, **flops)
         yield module(f"blocks.{i}.attn.proj", hidden, hidden, layer=i)
         yield module(f"blocks.{i}.norm2", 1, hidden, kind="no_product", layer=i)

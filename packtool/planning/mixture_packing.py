@@ -144,9 +144,9 @@ def order_mixture_packs(
     ``source_of``, (N,), are the sources, 0 to S - 1, of the samples in pack order. ``amounts``, (N,), are what is
     spread: 1 for each sample, its tokens, or its target tokens.
     """
-    num_packs = packs.num_packs
     vectors = _excess_vectors(packs, source_of, amounts)
-    if num_packs < 3 or vectors.shape[1] < 2:
+    num_packs, num_sources = vectors.shape
+    if num_packs < 3 or num_sources < 2:
         return seeded_order(num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS)
     # Sort similar packs next to each other: by main source, and by its excess relative to the largest of all packs.
     main_source, maxima = vectors.argmax(axis=1), vectors.max(axis=0)
@@ -154,16 +154,16 @@ def order_mixture_packs(
     levels = np.clip(relative_excess * (_AMOUNT_LEVELS - 1), 0, _AMOUNT_LEVELS - 1).astype(np.int64)
     keys = main_source * _AMOUNT_LEVELS + levels
     order = seeded_order(num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, descending_by=keys)
-    # Integers of limited size have exact sums, in any order.
+    # Round to integers of limited size, whose sums are exact in any order.
     vectors *= _STEPS_PER_MEAN * np.minimum(1, _MAX_STEPS / np.maximum(maxima, 1))
     np.rint(vectors, out=vectors)
     num_windows = -(-num_packs // _WINDOW_PACKS)
     num_halvings = max(0, int(np.log2(num_packs / num_windows / _PART_PACKS)))
     num_parts = num_windows << num_halvings
-    # Empty packs, numbered ``num_packs``, make all parts equally long.
+    # Empty packs make all parts equally long: each has the number ``num_packs``, and a vector of zeros.
     packs_per_part = -(-num_packs // num_parts)
     order = np.append(order, np.full(num_parts * packs_per_part - num_packs, num_packs))
-    vectors = np.append(vectors, np.zeros((1, vectors.shape[1]), np.float32), axis=0)
+    vectors = np.append(vectors, np.zeros((1, num_sources), np.float32), axis=0)
     parts = _divide_into_windows(order, num_windows, vectors, seed, epoch)
     for level in range(num_halvings):
         parts = _halve_parts(parts, vectors, num_windows, RandomStream.MIX_COINS + 1 + level, seed, epoch)

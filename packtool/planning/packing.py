@@ -297,7 +297,7 @@ def place_sequential(
             num_samples += 1
             if num_samples == limits.samples:
                 break
-            # The place of the first sample stays empty: only the ``look_ahead`` samples after it may join it.
+            # Only the ``look_ahead`` samples after the first one may join it: nothing replaces it in the queue yet.
             if num_samples > 1:
                 queue.refill()
             index = queue.best(free_tokens, free_media)

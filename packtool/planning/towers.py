@@ -82,7 +82,7 @@ def shared_tower_costs(steps: StepPlan, placement: Int64Array, work: TowerWork, 
     are of single samples, and ``work`` is by the numbers in ``steps.order``; N ranks share a micro-batch. The work of
     local samples is not in the result, but images of sharded samples go to ranks with little of it.
     """
-    # The images of a sharded sample are distributed one by one; those of a local sample count as one image.
+    # Arrays of images, (I,): all images of sharded samples, and for each local sample one image with all its work.
     flops = work.flops[steps.order]
     num_images = np.maximum(work.num_media[steps.order], 1)
     num_images[(placement != SHARDED) | (flops == 0)] = 1

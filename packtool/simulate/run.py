@@ -313,7 +313,7 @@ def _lengths_and_targets(
         lengths = read_lengths(config.lengths)
         return lengths, lengths, config.lengths
     assert config.distribution is not None, "checked with the settings"
-    # Draw so many lengths that those that fit fill all steps, by the share that fits of typical lengths, and some more.
+    # Draw enough lengths to fill all steps with those that fit; typical lengths (even quantiles) give their share.
     typical = quantiles(config.distribution, (np.arange(_NUM_TYPICAL) + 0.5) / _NUM_TYPICAL)
     max_length = min(options.longest, config.max_length or options.longest)
     num_fitting = int(np.count_nonzero(typical <= max_length))
