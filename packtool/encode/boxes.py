@@ -94,7 +94,7 @@ class BoxWriter:
         if sample.objects is None and not self._may_have_boxes(sample):
             return sample
         objects = sample.objects or Objects()
-        objects = replace(objects, unit=objects.unit or self._json_unit)
+        objects = replace(objects, unit=objects.unit or self._json_unit)  # the unit of coordinates in JSON
         has_json_boxes = objects.unit is not None and any(_KEYS.search(text) for text in _texts(sample))
         form: BoxForm | None = None  # None if there is nothing to write into the texts
         try:

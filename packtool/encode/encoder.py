@@ -234,8 +234,8 @@ class Encoder:
         turns = finder.find(chunks)
         rules = parse_loss_scale(sample.loss_scale or self.spec.loss_scale).rules
         if KEEP_EMPTY_THINK in rules and (self._has_template_kwargs or sample.chat_template_kwargs):
-            # Arguments that switch thinking off move the empty block from the answer into the generation prompt, and
-            # so into the header. Without it in the header, it is trained as part of the answer.
+            # Arguments that switch thinking off move the empty block from the answer into the header. Taken out of the
+            # header, it is trained as part of the answer.
             turns = [turn._replace(header=_EMPTY_BLOCK.sub("", turn.header)) for turn in turns]
         num_answers = [turn.role for turn in sample.turns].count("assistant")
         # A loss setting of a turn can only be applied if each rendered turn is one of the row's.
@@ -259,13 +259,13 @@ class Encoder:
 
     def _render_chunks(self, sample: Sample) -> list[Chunk]:
         """Render a sample, and split it at control tokens; conversations are rendered by the chat template."""
-        kinds = [kind for kind, refs in sample.media.items() if refs]
+        kinds = [kind for kind, refs in sample.media.items() if refs]  # of the row's media
         strings = strings_of(sample)
         try:
             escaper = ControlEscaper(self._vocabulary, strings, sample.control)
         except ValueError as error:
             raise RowProblem("private_characters", str(error)) from error
-        texts = [escaper.text(escaper.media(turn.content, kinds)) for turn in sample.turns]
+        texts = [escaper.escape_text(escaper.escape_media(turn.content, kinds)) for turn in sample.turns]
         if sample.is_text:
             chunks = [chunk for text in texts for chunk in escaper.split(text)]
             if self._end_of_text and sample.ends_text:
@@ -275,9 +275,9 @@ class Encoder:
         try:
             messages = []
             for turn, text in zip(sample.turns, texts, strict=True):
-                content = escaper.as_list(text) if self._media.content_as_list else text
-                messages.append({"role": turn.role, "content": content, **escaper.value(turn.extra)})
-            tools = escaper.value(sample.tools)
+                content = escaper.split_media(text) if self._media.content_as_list else text
+                messages.append({"role": turn.role, "content": content, **escaper.escape_value(turn.extra)})
+            tools = escaper.escape_value(sample.tools)
             rendered = template.render(messages, tools)
         except TemplateFailure as failure:
             raise RowProblem("template_refused", str(failure)) from failure
@@ -290,10 +290,7 @@ class Encoder:
         return escaper.split(rendered, self._media.placeholders)
 
     def _template_of(self, sample: Sample) -> tuple[ChatTemplate, TurnFinder]:
-        """Return the chat template with the row's own arguments, and the turn finder for it.
-
-        Raise RowProblem if the model has no template, or cannot be rendered with the row's arguments.
-        """
+        """Return the chat template with the row's own arguments, and its turn finder; RowProblem if there is none."""
         if self._template is None or self._turn_finder is None:
             detail = "the row is a conversation, and the model has no chat template: give one with --chat-template FILE"
             raise RowProblem("no_chat_template", detail)

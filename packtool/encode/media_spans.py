@@ -98,7 +98,7 @@ def expand_media(
                 num_tokens = min(segment.times, num_tokens_left)
                 num_tokens_left -= num_tokens
                 num_omitted += segment.times - num_tokens
-                begin = begin or _TextPosition(len(expanded), num_chars=None)
+                begin = begin or _TextPosition(len(expanded), num_chars=None)  # before the control token
                 expanded.append(Chunk(segment.token, media_kind="", text="", times=num_tokens))
         begin = begin or _TextPosition(len(expanded), num_chars=None)
         ranges.append(_MediumRange(kind, number, begin, _end_of_text(expanded)))
@@ -151,7 +151,7 @@ def join_tokens(
     # after the medium has when it is tokenized alone, too; a token with characters of both belongs to the medium.
     def start_index(begin: _TextPosition) -> int:
         chunk, text_start = expanded.chunks[begin.chunk_index], text_starts[begin.chunk_index]
-        if begin.num_chars is None:
+        if begin.num_chars is None:  # the medium begins with the chunk's control tokens
             return text_start - chunk.times
         text_before = chunk.text[: begin.num_chars]
         ids_before = encode_text(chunk._replace(text=text_before)) if text_before else []
@@ -159,7 +159,7 @@ def join_tokens(
 
     def end_index(end: _TextPosition) -> int:
         chunk, text_start = expanded.chunks[end.chunk_index], text_starts[end.chunk_index]
-        if not end.num_chars:
+        if not end.num_chars:  # the medium ends before the chunk's text
             return text_start
         text_after = chunk.text[end.num_chars :]
         ids_after = encode_text(chunk._replace(text=text_after)) if text_after else []
@@ -233,7 +233,7 @@ def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
     pad_spans: dict[MediaKind, list[tuple[int, int]]] = {}
     for kind, pad in tokens.pads.items():
         pad_spans[kind] = _pad_spans(sample.input_ids == pad, [medium.num_tokens for medium in media[kind]])
-    sound_spans = zip(sounds, pad_spans.get("audio", ()), strict=False)
+    sound_spans = zip(sounds, pad_spans.get("audio", ()), strict=False)  # empty without a token for sounds
     track_spans = iter([span for sound, span in sound_spans if _is_track(sound)])  # in the order of their videos
     spans = []
     for kind, spans_of_kind in pad_spans.items():

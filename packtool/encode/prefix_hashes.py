@@ -135,7 +135,7 @@ def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[in
     prompt_end_choices = _prompt_ends(sample), set[int]()
     changed_by_form: list[list[Medium]] = []
     for medium_key, beginning, prompt_ends in product(medium_keys, beginnings, prompt_end_choices):
-        ends = sorted({*hashes, *_prefix_ends(sample, media, prompt_ends)})
+        ends = sorted({*hashes.keys(), *_prefix_ends(sample, media, prompt_ends)})
         changed_media = _changed_media(_digests(sample, media, ends, medium_key, beginning), hashes)
         if changed_media is None:
             return []

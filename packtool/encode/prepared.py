@@ -57,10 +57,8 @@ class PreparedRows:
         is_unknown = (tokens.ids < 0) | (tokens.ids >= self._num_ids)
         if is_unknown.any():
             index = int(np.argmax(is_unknown))  # of the first unknown token
-            max_id = self._num_ids - 1
-            detail = (
-                f"token {index:,} is {tokens.ids[index]}, and the largest id of the model's tokenizer is {max_id:,}"
-            )
+            max_id = f"{self._num_ids - 1:,}"
+            detail = f"token {index:,} is {tokens.ids[index]}, and the largest id of the model's tokenizer is {max_id}"
             raise RowProblem("token_out_of_range", detail)
         ids = tokens.ids.astype(np.int32)
         _check_unchanged(tokens, media)

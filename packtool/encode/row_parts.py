@@ -136,7 +136,8 @@ class RowSplitter:
             Empty if the turns cannot be found in the rendered text.
         """
         groups: dict[int, set[int]] = {}
-        group_end, group_chunks = -1, list[Chunk]()  # last turn of the newest group, and the chunks up to that turn
+        group_end = -1  # index of the last turn of the newest group
+        group_chunks: list[Chunk] = []  # of the conversation up to that turn
         for index in reversed(trained):
             try:
                 chunks = self._render(_conversation_until(sample, index))

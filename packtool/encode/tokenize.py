@@ -77,7 +77,7 @@ class ControlEscaper:
         self._has_escaped = False
         self._kinds: Mapping[str, str] = {}
 
-    def text(self, string: str) -> str:
+    def escape_text(self, string: str) -> str:
         """Escape the control tokens of a text."""
         if not self._vocabulary.pattern.search(string):
             return string
@@ -87,25 +87,25 @@ class ControlEscaper:
             lambda match: match.group() if match.group() in allowed else chr(self._base + slot[match.group()]), string
         )
 
-    def value(self, value: Any) -> Any:
+    def escape_value(self, value: Any) -> Any:
         """Escape every text in nested lists and mappings, including keys."""
         if isinstance(value, str):
-            return self.text(value)
+            return self.escape_text(value)
         if isinstance(value, dict):
-            return {self.text(str(key)): self.value(item) for key, item in value.items()}
+            return {self.escape_text(str(key)): self.escape_value(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return [self.value(item) for item in value]
+            return [self.escape_value(item) for item in value]
         return value
 
-    def media(self, string: str, kinds: Iterable[str]) -> str:
+    def escape_media(self, string: str, kinds: Iterable[str]) -> str:
         """Replace the marks (``<image>``, ...) of some kinds of media by private-use characters."""
         for kind in kinds:
             self._kinds = {chr(self._base + slot): each for each, slot in _MEDIA_SLOTS.items()}
             string = string.replace(MEDIA_MARKS[kind], chr(self._base + _MEDIA_SLOTS[kind]))
         return string
 
-    def as_list(self, string: str) -> list[dict[str, str]]:
-        """Split a text whose marks ``media`` has replaced into a list of texts and media, as some templates need it."""
+    def split_media(self, string: str) -> list[dict[str, str]]:
+        """Return the texts and media of a text whose marks ``escape_media`` has replaced, as some templates need it."""
         parts: list[dict[str, str]] = []
         start = 0
         for i, char in enumerate(string if self._kinds else ""):
@@ -410,14 +410,14 @@ class ChunkTokenizer:
 
     def encode(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         """Return the ids of each chunk's text, without its control token."""
-        if not self.context_free:
+        if not self.context_free:  # the ids of a text depend on the control token before it
             return [self._encode_after_control(chunk) for chunk in chunks]
         if self._vocabulary.strip_left or self._vocabulary.strip_right:
             texts = [self._trimmed(chunks, i) for i in range(len(chunks))]
         else:
             texts = [chunk.text for chunk in chunks]
         new_texts = list(dict.fromkeys(text for text in texts if text and text not in self._cached_ids))
-        new_ids: dict[str, list[int]] = {"": []}
+        new_ids: dict[str, list[int]] = {"": []}  # by text; the empty text has no ids
         library_texts: list[str] = []  # texts that the word tokenizer cannot tokenize
         for text in new_texts:
             ids = None if self._words is None else self._words.encode(text)

@@ -105,7 +105,7 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
     if len(item.ids) > max_length:
         if strategy == "raise":
             drop_too_long(sample, spec, str(num_tokens))  # raises RowError
-        # If a sample with media has removed tokens here, they are tokens of media.
+        # Encoding may have removed tokens before, but from a sample with media only tokens of media.
         num_media_tokens = int(item.in_media().sum()) + (item.num_removed if item.spans else 0)
         if num_media_tokens >= max_length:
             detail = f"its media have {num_media_tokens} tokens, so no text fits into --max-length {max_length}"
@@ -119,9 +119,10 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
             return drop_too_long(sample, spec, str(len(item.ids)))
         is_kept = item.in_media()
         text_indices = np.flatnonzero(~is_kept)
-        num_kept_text = max_length - int(is_kept.sum())
-        assert num_kept_text > 0, "media that fill the sample were removed or rejected above"
-        is_kept[text_indices[:num_kept_text] if strategy == "right" else text_indices[-num_kept_text:]] = True
+        num_kept = max_length - int(is_kept.sum())  # text tokens that fit beside the media
+        assert num_kept > 0, "media that fill the sample were removed or rejected above"
+        kept_text = text_indices[:num_kept] if strategy == "right" else text_indices[-num_kept:]
+        is_kept[kept_text] = True
         item = item.take(np.flatnonzero(is_kept))
     encoded = _make_sample(item)
     if encoded is None:

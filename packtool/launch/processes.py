@@ -218,7 +218,7 @@ def launch_ranks(
     Args:
         arguments, launches_single, max_wait: as for ``launch_command``.
         sequence_parallel_size: number of processes that share each sequence.
-        prepare: called as ``prepare(rank 0)`` before processes are started, to report problems once.
+        prepare: called with rank 0 before processes are started, to report problems once.
         launches_none: start no processes, because the run is only previewed or one process does all the work. Return
             rank 0 of the number of processes that the environment requests.
     """

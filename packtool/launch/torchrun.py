@@ -134,7 +134,6 @@ class Nodes:
     def __init__(self, num_nodes: int, rank: int, per_node: int, address: str, port: int, *, limit: float) -> None:
         self.num_nodes = num_nodes
         self.rank = rank
-        self.per_node = per_node
         self.limit = limit
         self.address, self.port = address, port
         self.store_address = f"{address}:{port}"
@@ -381,8 +380,10 @@ class Nodes:
         if self._had_ranks and not has_ranks:
             return  # they have ended, and torchrun is about to return
         # A machine that only does not answer may come back within the limit; one with an exit code does not.
+        wait_seconds = self.limit
         has_exit_code = any(record["end"] and record["end"]["code"] for _, record in self._other_nodes())
-        wait_seconds = min(_GRACE_SECONDS, self.limit) if has_exit_code or not has_ranks else self.limit
+        if has_exit_code or not has_ranks:
+            wait_seconds = min(_GRACE_SECONDS, self.limit)
         seconds_late = now - self._failed_since - wait_seconds
         if seconds_late < 0:
             return

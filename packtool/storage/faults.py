@@ -17,7 +17,7 @@ _TEMPORARY_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
 _DENIED = {"AccessDenied", "AllAccessDisabled", "Forbidden", "403", "401"}
 _WRONG_KEY = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity", "InvalidToken"}
-_OLD_KEY = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "SecurityTokenExpired"}
+_EXPIRED_KEY = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "SecurityTokenExpired"}
 _WRONG_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"}
 _MISSING = {"NoSuchKey", "NotFound", "404", "410"}
 _AWS_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
@@ -104,7 +104,7 @@ def _explain(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
         return f"no credentials ({text})", f"Set {keys} in the environment.", "unreachable"
     if code == "NoSuchBucket":
         return f"there is no bucket {bucket}", f"Create it, or check its name and {endpoint}.", "unreachable"
-    if code in _OLD_KEY:
+    if code in _EXPIRED_KEY:
         remedy = "Log in again, or renew the session token, and run again."
         return f"the credentials have expired ({code})", remedy, "unreachable"
     if code in _WRONG_KEY:

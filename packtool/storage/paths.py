@@ -51,9 +51,10 @@ def normalize(path: str) -> str:
         return path
     rest = path[match.end() :]  # after the first slash
     if match[1].lower() == "file":
-        host, slash, local_path = "", "/", rest
-        if rest.startswith("/"):  # file://HOST/PATH
+        if rest.startswith("/"):  # file://HOST/PATH, where the host may be empty
             host, slash, local_path = rest[1:].partition("/")
+        else:  # file:/PATH
+            host, slash, local_path = "", "/", rest
         if host not in ("", "localhost"):
             raise StorageError(
                 f"{masked(path)}: a file:// path on another machine, {host}", "Mount it, or copy it here."

@@ -58,7 +58,8 @@ def smart_resize(
 
     Args:
         num_frames: frames whose pixels together must be within the bounds.
-        num_compared: ``num_frames`` as transformers rounds it to decide whether the pixels are within the bounds.
+        num_compared: number of frames by which transformers decides whether the bounds are kept: ``num_frames``,
+            rounded to entire temporal patches.
 
     Raises:
         ValueError: if one side is more than 200 times the other.
@@ -262,7 +263,7 @@ def image_limits(processor: Mapping[str, Any], options: MediaOptions) -> ImageLi
         )
     patch_size = int(processor.get("patch_size", 14))
     merge_size = int(processor.get("merge_size", 2))
-    # The options in pixels override those in tokens, and these override the settings, which have two forms.
+    # Options in pixels override options in tokens, and these override the settings (old names, then new ones).
     size = processor.get("size") or {}
     min_pixels = processor.get("min_pixels") or size.get("shortest_edge") or _DEFAULT_MIN_PIXELS
     max_pixels = processor.get("max_pixels") or size.get("longest_edge") or _DEFAULT_MAX_PIXELS
