@@ -16,13 +16,8 @@ import transformers
 import packtool
 
 
-def main(
-    model_dir: str, cache: str, checkpoint: str = "checkpoint.pt", stop_after: int | None = None, **options: Any
-) -> list[float]:
-    """Train and return the loss of each step. Resume from ``checkpoint`` if it exists; stop after ``stop_after`` steps.
-
-    ``options`` are those of ``packtool.plan``.
-    """
+def main(model_dir: str, cache: str, state: str = "state.pt", steps: int | None = None, **options: Any) -> list[float]:
+    """Train all or ``steps`` steps with options of ``packtool.plan``; resume if the file ``state`` exists."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     plan = packtool.plan(cache, world_size=world_size, **options)
@@ -30,8 +25,8 @@ def main(
     model: Any = packtool.prepare_model(transformers.AutoModelForImageTextToText.from_pretrained(model_dir)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     stateful = {"model": model, "optimizer": optimizer, "batches": batches}
-    if os.path.exists(checkpoint):
-        states = torch.load(checkpoint, map_location=device)
+    if os.path.exists(state):
+        states = torch.load(state, map_location=device)
         for name, component in stateful.items():
             component.load_state_dict(states[name])
     if world_size > 1:
@@ -52,10 +47,10 @@ def main(
                 dist.all_reduce(step_loss.div_(world_size))  # the mean over the ranks
             losses.append(step_loss.item())
             step_loss.zero_()
-            if len(losses) == stop_after:
+            if len(losses) == steps:
                 break
     if batches.rank == 0:
-        torch.save({name: component.state_dict() for name, component in stateful.items()}, checkpoint)
+        torch.save({name: component.state_dict() for name, component in stateful.items()}, state)
     return losses
 
 

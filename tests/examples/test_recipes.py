@@ -39,7 +39,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plain_loop_resumes_exactly(reference: Reference) -> None:
     loop = load("torch_loop")
-    first_losses = loop.main(reference.tiny.model, reference.tiny.cache, stop_after=2, **PLAN)
+    first_losses = loop.main(reference.tiny.model, reference.tiny.cache, steps=2, **PLAN)
     remaining_losses = loop.main(reference.tiny.model, reference.tiny.cache, **PLAN)
     assert len(first_losses) == 2
     reference.check(first_losses + remaining_losses)
