@@ -32,7 +32,6 @@ class Trainer:
         self.batches = packtool.Batches(plan, model=model_dir, device=self.device)
 
     def train_step(self, micro_batches: Any) -> float:
-        """Take the micro-batches of one step from an iterator; return the loss of the step."""
         step_loss = torch.zeros((), device=self.device)
         for batch in micro_batches:
             loss = packtool.loss(self.model(**batch).logits, batch)
@@ -50,9 +49,8 @@ class Trainer:
     def train(self, checkpoint: str) -> list[float]:
         micro_batches = iter(self.batches)
         losses = [self.train_step(micro_batches) for _ in range(self.batches.num_steps)]
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        states = {"model": model_state, "optimizer": optimizer_state, "batches": self.batches}
-        dcp.save(states, checkpoint_id=checkpoint)
+        weights, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": weights, "optimizer": optimizer, "batches": self.batches}, checkpoint_id=checkpoint)
         return losses
 
 
