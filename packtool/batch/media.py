@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor
+from transformers.image_processing_backends import TorchvisionBackend
 
 from packtool.batch.media_cache import key_of
 from packtool.batch.spec import InputSpec
@@ -41,8 +43,16 @@ _RESIZED = {"do_resize": False, "return_tensors": "pt", "input_data_format": "ch
 """Settings for frames that have their final size."""
 _ALL_FRAMES = {"do_sample_frames": False}
 _BLANK_SIDE = 32
+_MIN_UNCOPIED_PIXELS = 256 * 256  # copies of smaller pictures take no time
 _SIDES = (1024, 512, 256, 128, _BLANK_SIDE)
-_processor = lru_cache(maxsize=4)(load_processor)
+
+
+@lru_cache(maxsize=4)
+def _processor(model: str) -> Any:
+    processor = load_processor(model)
+    skip_pixel_copies(processor.image_processor)
+    return processor
+
 
 Images = Sequence[tuple[EncodedImage, EncodedSample]]
 
@@ -359,7 +369,29 @@ def _mel_frames(
 
 @lru_cache(maxsize=12)
 def _load(auto_class: Any, model: str) -> Any:
-    return auto_class.from_pretrained(model)
+    processor = auto_class.from_pretrained(model)
+    skip_pixel_copies(processor)
+    return processor
+
+
+def skip_pixel_copies(image_processor: Any) -> None:
+    """Make a processor resize RGB pictures in Pillow's pixel order (H, W, 3); its outputs stay bit-identical.
+
+    transformers copies each picture to (3, H, W) first. For photos, this copy takes longer than all other steps of the
+    processor together, and torchvision resizes the copy more slowly. Processors that prepare pictures in another way
+    are left alone.
+    """
+    if getattr(type(image_processor), "process_image", None) is not TorchvisionBackend.process_image:
+        return
+    original = image_processor.process_image
+
+    def process_image(image: Any, *args: Any, **settings: Any) -> Tensor:
+        is_rgb = isinstance(image, Image.Image) and image.mode == "RGB"
+        if is_rgb and image.width * image.height >= _MIN_UNCOPIED_PIXELS and settings.get("device") is None:
+            return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        return original(image, *args, **settings)
+
+    image_processor.process_image = process_image
 
 
 def blank_picture(kind: MediaKind, spec: InputSpec) -> dict[str, Tensor]:

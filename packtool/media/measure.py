@@ -34,7 +34,9 @@ def load_image(path: str | None, data: bytes | None = None, policy: MediaPolicy 
             open_medium(ref, storage.ROWS_BLOCK, is_image=True) as file,
             open_picture(io.BytesIO(file.read()) if path is not None and storage.is_remote(path) else file) as picture,
         ):
-            return ImageOps.exif_transpose(picture).convert("RGB")
+            ImageOps.exif_transpose(picture, in_place=True)
+            picture.load()
+            return picture if picture.mode == "RGB" else picture.convert("RGB")  # which copies
     except MediaProblem as problem:
         raise media_error(problem) from problem
 

@@ -18,9 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from packaging.version import Version
 from PIL import Image
-from transformers import Gemma2Config
+from transformers import Gemma2Config, Qwen2VLImageProcessor
+from transformers.image_processing_backends import TorchvisionBackend
 
 from packtool.attention.parallel.axes import Axes
 from packtool.attention.parallel.mesh import SequenceParallel
@@ -29,7 +32,7 @@ from packtool.attention.support import refuse_unsupported
 from packtool.batch.batch import TreeBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard
-from packtool.batch.media import large_processed, load_media, load_processed
+from packtool.batch.media import large_processed, load_media, load_processed, skip_pixel_copies
 from packtool.batch.media_cache import MediaReads
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.config.data import EncodeSpec, MediaCacheOptions
@@ -40,6 +43,7 @@ from packtool.encode.encoder import Encoder
 from packtool.encode.families import FAMILIES
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MediaError, UnsupportedModelError
+from packtool.media.measure import load_image
 from packtool.planning.cost import CostModel
 from packtool.progress import SilentProgress
 from packtool.rows.sample import Dropped, MediaRef, Objects, Region, Sample, Turn
@@ -442,3 +446,44 @@ def test_unsupported_settings_are_refused_by_name(world_of: Callable[[str], Worl
     gemma, _ = model_of("gemma3", drawn_data, world.directory.parent)
     with pytest.raises(ConfigError, match=r"'gemma3'.* attend to each other in both directions"):
         InputSpec.load(str(gemma), world.spec.limits)
+
+
+MODES = ("RGB", "L", "LA", "P", "RGBA", "CMYK", "1", "I;16")
+
+
+@given(
+    name=st.sampled_from([*TRAINED, "qwen"]),
+    height=st.integers(2, 600),
+    width=st.integers(2, 600),
+    mode=st.sampled_from(MODES),
+    orientation=st.integers(1, 8),
+    seed=st.integers(0, 9),
+)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_skipped_pixel_copies_change_no_output(
+    world_of: Callable[[str], World], name: str, height: int, width: int, mode: str, orientation: int, seed: int
+) -> None:
+    original = Qwen2VLImageProcessor() if name == "qwen" else world_of(name).processor.image_processor
+    changed = copy.copy(original)
+    skip_pixel_copies(changed)
+    assert ("process_image" in vars(changed)) == isinstance(original, TorchvisionBackend)
+    levels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    picture = Image.fromarray(levels[..., 0] > 99) if mode == "1" else Image.fromarray(levels)
+    picture = Image.fromarray(levels[..., 0].astype(np.uint16) * 257) if mode == "I;16" else picture.convert(mode)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    picture.save(file := io.BytesIO(), "TIFF" if mode == "CMYK" else "PNG", exif=exif)
+    loaded = load_image(None, file.getvalue())
+    try:
+        expected = original(images=[[loaded]], return_tensors="pt")
+    except (ValueError, ZeroDivisionError) as error:
+        with pytest.raises(type(error)):
+            changed(images=[[loaded]], return_tensors="pt")
+        return
+    outputs = changed(images=[[loaded]], return_tensors="pt")
+    assert outputs.keys() == expected.keys()
+    for key, tensor in expected.items():
+        tensors = tensor if isinstance(tensor, list) else [tensor]
+        others = outputs[key] if isinstance(tensor, list) else [outputs[key]]
+        for one, other in zip(tensors, others, strict=True):
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), key
