@@ -25,6 +25,7 @@ from packtool.planning.mixture import share_figures
 from packtool.progress import Progress
 from packtool.train.loop.checks import check_ranks_agree, estimate_run, liger_problem, training_arguments
 from packtool.train.loop.log import Report
+from packtool.train.loop.media_times import measure_workers
 from packtool.train.loop.trainer import PackTrainer, StepLoader
 from packtool.train.loop.watch import StepWatch, StopSignals
 from packtool.train.model.load import add_unloaded_tensors, build_model, quiet_transformers, resolve_dtype
@@ -43,7 +44,6 @@ from packtool.train.prepare.hub import HubUploads
 from packtool.train.prepare.output_dir import BEST, LAST, best_checkpoint, make_output_dir, point
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.run import Run
-from packtool.train.prepare.workers import workers_of
 from packtool.train.verify.checks import verify_before_training
 
 SKIPPED_NAME = "skipped.jsonl"
@@ -62,7 +62,7 @@ def execute(
 
     ``lock`` of the output directory and ``uploads`` to the hub are those of the first rank.
     """
-    run = run.with_config(dataloader_num_workers=workers_of(run))
+    run = run.with_config(dataloader_num_workers=measure_workers(run, spec))
     with quiet_transformers():
         trainer, callback = _make_trainer(run, spec, progress, lock, uploads)
         run = trainer.loader.run

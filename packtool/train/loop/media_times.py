@@ -1,7 +1,8 @@
-"""``packtool plan --media``: loading times of media on this machine, and the data workers that training needs.
+"""Loading times of media on this machine, and the data workers that training needs.
 
-The plan's seed selects some samples with images, with videos and with audio. Their media are read, decoded, resized and
-cut into patches, as in a data worker. Times are the larger of elapsed and CPU time, because the threads of decoders
+Media are read, decoded, resized and cut into patches, as in a data worker. ``packtool plan --media`` measures
+some samples with images, with videos and with audio, selected by the plan's seed. A run measures the first samples of
+its plan, unless ``--dataloader-num-workers`` is given. Times are the larger of elapsed and CPU time, because the threads of decoders
 find no free cores beside several workers.
 
 Files in the page cache load faster than in training. Bytes are those of whole files, although seeking skips some.
@@ -14,7 +15,8 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +24,23 @@ import numpy as np
 import torch
 
 from packtool import storage
-from packtool.batch.media import load_pixels, load_processed, load_sounds
+from packtool.batch.media import load_media, load_pixels, load_processed, load_sounds
 from packtool.batch.spec import InputSpec
 from packtool.config.plan import PlanConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.media_spans import sounds_in_order
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, MediaError, StorageError
 from packtool.progress import Progress
 from packtool.simulate.hardware import read_hardware
+from packtool.train.prepare.cached import CachedSource
 from packtool.train.prepare.preview import Preview
-from packtool.train.prepare.workers import cores_of_a_rank
+from packtool.train.prepare.run import Run
+from packtool.train.prepare.workers import cores_of_a_rank, workers_of
 
 MAX_SAMPLES = 32
 """Maximum number of measured samples of each kind of media."""
 _MAX_SECONDS = 20.0
+_MAX_SECONDS_OF_A_RUN = 2.0
 _KINDS = {"pictures": "num_images", "videos": "num_videos", "sounds": "audio_tokens"}
 _Files = list[tuple[str | None, bytes | None]]
 
@@ -112,6 +117,46 @@ class LoadingTimes:
         return sorted({0, 1, self.workers // 2, self.workers})
 
 
+def measure_workers(run: Run, spec: InputSpec) -> int:
+    """Choose a run's number of data workers by loading media of up to 32 samples, for at most about two seconds.
+
+    Without media, for streamed rows, and with ``--dataloader-num-workers``, nothing is loaded.
+    """
+    source = run.source
+    if run.config.dataloader_num_workers is not None or not isinstance(source, CachedSource):
+        return workers_of(run)
+    spec = dataclasses.replace(spec, media_cache=None)  # which would count these reads
+    planned = source.timeline.stretch(source.start).plan.packs.samples
+    media_tokens = source.reader.index.media_tokens
+    with_media = dict.fromkeys(planned[media_tokens[planned] > 0].tolist())
+    seconds = num_tokens = 0.0
+    with single_thread():
+        for number, index in enumerate(itertools.islice(with_media, MAX_SAMPLES + 1)):
+            sample = source.reader.sample(index)
+            begin, cpu_begin = time.perf_counter(), time.process_time()
+            try:
+                load_media([sample], spec)
+            except (MediaError, StorageError):  # training reports it
+                continue
+            if number > 0:  # the time of the first includes loading processors
+                seconds += max(time.perf_counter() - begin, time.process_time() - cpu_begin)
+                num_tokens += int(media_tokens[index])
+            if seconds > _MAX_SECONDS_OF_A_RUN:
+                break
+    return workers_of(run, seconds / num_tokens) if num_tokens else workers_of(run)
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """Let torch use one thread, as in a data worker."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> LoadingTimes:
     """Measure how long some of a plan's media take to load; raise a ConfigError if the caches have none."""
     reader, shared_prefixes = preview.inputs.reader, preview.inputs.shared
@@ -129,10 +174,8 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
     if shared_prefixes is not None:  # media in shared prefixes are loaded once; estimated by tokens
         loaded_share = shared_prefixes.media_tokens.sum() / index.media_tokens.sum()
     num_ranks = preview.options.world_size * preview.first_inputs.sequence_parallel_size
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a data worker
-    try:
-        kinds = []
+    kinds = []
+    with single_thread():
         for kind, with_kind in samples_by_kind.items():
             if len(with_kind):
                 selected = np.random.default_rng(config.seed).permutation(with_kind)[: MAX_SAMPLES + 1].tolist()
@@ -144,8 +187,6 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
                 per_step = num_planned * loaded_share * num_media / num_samples / summary.num_steps / num_ranks
                 per_medium = {"seconds": seconds / num_media, "megabytes": num_bytes / num_media / 1e6}
                 kinds.append({"kind": kind, "measured": num_media, **per_medium, "per_step": per_step})
-    finally:
-        torch.set_num_threads(num_threads)
     tflops, hardware_name = config.tflops, "--tflops"
     if tflops is None:
         hardware = read_hardware(config.hardware)

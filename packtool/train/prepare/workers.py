@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 from packtool.launch.world import processes_of_machine
 from packtool.train.prepare.run import Run
 
-# Pictures of 8,192 tokens are read and cut into patches in 0.4 s on one core.
-_TOKENS_OF_A_WORKER = 2048
+SECONDS_PER_MEDIA_TOKEN = 0.4 / 8192
+"""Loading time on one core, where it is not measured."""
+_SECONDS_OF_A_WORKER = 0.1
 _MAX_WORKERS = 8
 _MIN_WAITING_SHARE = 0.05
 _MIN_WAITED_SECONDS = 10.0
 
 
-def choose_workers(media_tokens: float, cores: int) -> int:
-    """Number of loading processes: one for every 2,048 media tokens of a rank's micro-batch, limited by its cores."""
-    return max(min(-(-int(media_tokens) // _TOKENS_OF_A_WORKER), cores - 1, _MAX_WORKERS), 1)
+def choose_workers(media_seconds: float, cores: int) -> int:
+    """Number of loading processes of a rank, limited by its cores.
+
+    There is one for every 0.1 s that one core needs to load the media of a micro-batch.
+    """
+    return max(min(math.ceil(media_seconds / _SECONDS_OF_A_WORKER), cores - 1, _MAX_WORKERS), 1)
 
 
-def workers_of(run: Run) -> int:
+def workers_of(run: Run, seconds_per_media_token: float = SECONDS_PER_MEDIA_TOKEN) -> int:
     """The number of loading processes: ``--dataloader-num-workers``, or by media of the first stage and cores."""
     if run.config.dataloader_num_workers is not None:
         return run.config.dataloader_num_workers
     config, _ = run.step_configs[0]
-    return choose_workers(run.source.media_tokens() / config.sequence_parallel_ranks, cores_of_a_rank())
+    media_tokens_of_rank = run.source.media_tokens() / config.sequence_parallel_ranks
+    return choose_workers(media_tokens_of_rank * seconds_per_media_token, cores_of_a_rank())
 
 
 def cores_of_a_rank() -> int:

@@ -17,16 +17,16 @@ from tests.train.tiny import TinyWorld
 
 
 @pytest.mark.parametrize(
-    ("media_tokens", "cores", "expected"),
-    [(0, 16, 1), (8192, 16, 4), (8192, 3, 2), (8192, 1, 1), (100_000, 64, 8), (2049, 16, 2)],
+    ("media_seconds", "cores", "expected"),
+    [(0, 16, 1), (0.4, 16, 4), (0.4, 3, 2), (0.4, 1, 1), (5, 64, 8), (0.101, 16, 2)],
 )
-def test_workers_depend_on_media_and_cores(media_tokens: int, cores: int, expected: int) -> None:
-    assert choose_workers(media_tokens, cores) == expected
+def test_workers_depend_on_media_and_cores(media_seconds: float, cores: int, expected: int) -> None:
+    assert choose_workers(media_seconds, cores) == expected
 
 
-@given(tokens=st.floats(0, 1e9), cores=st.integers(1, 512))
-def test_there_is_at_least_one_worker_and_at_most_one_per_core(tokens: float, cores: int) -> None:
-    assert 1 <= choose_workers(tokens, cores) <= max(min(cores - 1, 8), 1)
+@given(seconds=st.floats(0, 1e9), cores=st.integers(1, 512))
+def test_there_is_at_least_one_worker_and_at_most_one_per_core(seconds: float, cores: int) -> None:
+    assert 1 <= choose_workers(seconds, cores) <= max(min(cores - 1, 8), 1)
 
 
 def test_workers_of_a_run_depend_on_its_media(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,8 +36,7 @@ def test_workers_of_a_run_depend_on_its_media(tiny: TinyWorld, monkeypatch: pyte
     monkeypatch.setattr("packtool.train.prepare.workers.cores_of_a_rank", lambda: 16)
     assert workers_of(run) == 1
     packed = int(run.source.figures.media_tokens.sum()) / run.timeline.plan_of(0).packs.num_packs
-    monkeypatch.setattr("packtool.train.prepare.workers._TOKENS_OF_A_WORKER", packed / 3.5)
-    assert workers_of(run) == 4
+    assert workers_of(run, 0.1 / packed * 3.5) == 4
 
 
 def test_workers_of_a_stage_without_sequence_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
