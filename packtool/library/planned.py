@@ -190,11 +190,7 @@ def plan(
         ConfigError, DataError, MismatchError, StorageError: as the command.
     """
     set_options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    problems = [
-        f"{name} is not supported here: {alternative}"
-        for name, alternative in COMMAND_ONLY.items()
-        if name in set_options
-    ]
+    problems = [f"{name} is not supported here: {text}" for name, text in COMMAND_ONLY.items() if name in set_options]
     if problems:
         raise ConfigError.from_problems(problems)
     return Plan(settings_of(PlanConfig, {**set_options, "cached_dataset": caches}))

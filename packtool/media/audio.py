@@ -47,12 +47,8 @@ def load_audio(
 ) -> npt.NDArray[np.float32]:
     """Return the first audio stream as mono, float32 (num_samples,) from -1 to 1.
 
-    Args:
-        path, data: file or URL of the sound, or its encoded bytes.
-        num_samples: measured length, to which the sound is trimmed or padded; None returns the entire sound.
-
-    Raises:
-        MediaError: the sound cannot be decoded, or differs from its measured length by more than a quarter of a second.
+    The sound is trimmed or padded to ``num_samples``, its measured length; None returns the entire sound. MediaError if
+    it cannot be decoded, or if its length differs from the measured one by more than a quarter of a second.
     """
     ref = MediaRef(path, data, policy=policy)
     tolerance = int(_TOLERANCE_SECONDS * sampling_rate)

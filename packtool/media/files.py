@@ -41,9 +41,7 @@ def open_medium(
 ) -> Iterator[BinaryIO]:
     """Open the encoded file of a medium; errors of the code in the ``with`` block also become MediaProblem.
 
-    Args:
-        first_block: bytes of a remote file to read at once.
-        is_image: whether the maximum size of an image applies.
+    ``first_block`` is the number of bytes that are read first from a remote file.
 
     Raises:
         MediaProblem: if the file may not be opened, does not exist, is not a regular file, is empty, too large or

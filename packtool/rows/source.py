@@ -348,10 +348,8 @@ def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) 
     used_by_source = np.split(num_used, block_ends[:-1])
     position_ends = np.cumsum([used.sum() for used in used_by_source])
     positions_by_source = np.split(positions, position_ends[:-1])
-    return [
-        blocks.picked(counts, picks)
-        for blocks, counts, picks in zip(sources, used_by_source, positions_by_source, strict=True)
-    ]
+    drawn = zip(sources, used_by_source, positions_by_source, strict=True)
+    return [blocks.picked(counts, picks) for blocks, counts, picks in drawn]
 
 
 def first_rows(sources: Sequence[RowBlocks], num_rows: int) -> list[RowBlocks]:

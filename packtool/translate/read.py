@@ -85,10 +85,8 @@ def load_config_file(path: str) -> dict[str, Any]:
 def _num_nodes(node: Any, counts: dict[int, int], parents: frozenset[int]) -> int:
     """Return the number of nodes in a YAML tree with aliases expanded; ValueError for too many and duplicate keys.
 
-    Args:
-        node: the root of the tree.
-        counts: number of nodes by ``id`` of nodes that are counted already; an alias is the same object each time.
-        parents: ``id`` of all nodes above this one.
+    ``counts`` has the results by ``id`` of nodes (an alias is the same object each time), ``parents`` the ``id`` of all
+    nodes above this one.
     """
     import yaml
 

@@ -396,15 +396,13 @@ def lone_mark(
 ) -> str:
     """Return a kind of media of which a question has a mark such as ``<image>``, but the row no medium; "" for none.
 
-    The caller drops the row if the model supports this kind; for other models the mark is plain text.
+    The caller drops the row if the model supports this kind; for other models the mark is plain text. LoneMark if no
+    model must be trained on the row, because it has lost the medium: its column for this kind is empty, or the medium
+    seems to be in a column with an unknown name.
 
     Args:
         is_text: the turns are a pretraining text or segments, which have no questions.
         holds_media: whether a column of the row's file could contain media.
-
-    Raises:
-        LoneMark: the row has lost its medium, so no model must be trained on it: its column for this kind is empty, or
-            the medium seems to be in a column with an unknown name.
     """
     lone_kind = ""
     if not any("<" in turn.content for turn in turns):

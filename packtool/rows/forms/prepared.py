@@ -75,11 +75,9 @@ def _read_tokens(fields: Fields, inline: InlineMedia) -> PreparedTokens:
 
 
 def _check_padding(kept: _Bools, starts: _Ints) -> None:
-    """Raise RowProblem for padding inside a sample.
+    """Raise RowProblem for padding (tokens that are not ``kept``, bool (L,)) inside a sample.
 
-    Args:
-        kept: true for tokens that are not padding, bool (L,).
-        starts: the first token of each sample, as an index into the kept tokens.
+    ``starts`` are the first tokens of the samples, as indexes into the kept tokens.
     """
     kept_indices = np.flatnonzero(kept)
     after_padding = np.flatnonzero(np.diff(kept_indices) > 1) + 1
@@ -128,11 +126,8 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
 def _position_restarts(fields: Fields, kept_indices: _Ints, length: int) -> _Ints:
     """Return the indexes of the tokens at which ``position_ids`` restart at 0, and that of the first kept token.
 
-    ``position_ids`` have 1, 3 or 4 axes: text; t, h, w; or text, t, h, w. Their shape is (L,) or (axes, L).
-
-    Args:
-        kept_indices: indexes of the tokens that are not padding, ascending; all others are ignored.
-        length: L, the number of tokens with padding.
+    ``position_ids`` have 1, 3 or 4 axes: text; t, h, w; or text, t, h, w. Their shape is (L,) or (axes, L). Only the
+    tokens at ``kept_indices``, ascending, which are not padding, are considered. ``length`` is L.
     """
     value: Any = fields.parsed("position_ids")
     if value is None:
@@ -169,14 +164,9 @@ def _mask_at(indices: _Ints, length: int) -> _Bools:
 def _check_boundaries(boundaries: Mapping[str, _Bools], kept: _Bools) -> tuple[_Bools, _Bools]:
     """Check that the boundaries of all columns agree, and drop samples of a single token.
 
-    If all samples have a single token, all are kept.
-
-    Args:
-        boundaries: masks of the first token of each sample by column, bool (L,) each; empty if the row is one sample.
-        kept: true for tokens that are not padding, bool (L,).
-
-    Returns:
-        the mask of first tokens, which may be padding, and the mask of kept tokens without dropped samples.
+    If all samples have a single token, all are kept. ``boundaries`` are masks of the first token of each sample by
+    column, and empty if the row is one sample; ``kept`` is true for tokens that are not padding; bool (L,) each.
+    Return the mask of first tokens, which may be padding, and the mask of kept tokens without dropped samples.
     """
     if not boundaries:
         return _mask_at(np.flatnonzero(kept)[:1], len(kept)), kept
