@@ -22,25 +22,31 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 def choose(
     name: str, device: torch.device, dtype: torch.dtype, *, needs_dropout: bool = False, head_dim: int = 0
 ) -> Kernel:
-    """Return the kernel of this name, or the fastest available one for ``auto``.
+    """Return the kernel of this name, or the fastest usable one for ``auto``.
 
     ``auto`` takes flash attention 3, then 2, if the package is installed or the hub's kernel has been downloaded, then
     torch's varlen attention on CUDA in 16 bits, and otherwise SDPA for each document.
 
     Args:
-        head_dim: D of its heads; 0 if unknown.
+        device, dtype: those of queries, keys and values.
+        needs_dropout: whether attention weights are dropped, which few kernels can do.
+        head_dim: size D of the attention heads; 0 if unknown, which no kernel refuses.
 
     Raises:
-        ConfigError: if the kernel is not available, with the reason and the remedy.
+        ConfigError: if the kernel of this name is unusable, with the reason and the remedy.
     """
+
+    def unusable_error(kernel: Kernel) -> ConfigError | None:
+        return _unusable_error(kernel, device, dtype, needs_dropout=needs_dropout, head_dim=head_dim)
+
     if name == AUTO:
-        preferred: list[Kernel] = [kernel for kernel in _FLASH if kernel.is_available()]
-        preferred += [KERNELS["varlen"], KERNELS["sdpa"]]
-        return next(kernel for kernel in preferred if not _why_unusable(kernel, device, dtype, needs_dropout, head_dim))
+        available_flash = [kernel for kernel in _FLASH if kernel.is_available()]
+        fastest_first = [*available_flash, KERNELS["varlen"], KERNELS["sdpa"]]  # SDPA is always usable
+        return next(kernel for kernel in fastest_first if unusable_error(kernel) is None)
     kernel = KERNELS.get(name)
     if kernel is None:
         raise ConfigError(f"--attn-impl {name}: there is no such attention", f"There are auto, {', '.join(KERNELS)}.")
-    if error := _why_unusable(kernel, device, dtype, needs_dropout, head_dim):
+    if error := unusable_error(kernel):
         best = choose(AUTO, device, dtype, needs_dropout=needs_dropout, head_dim=head_dim)
         raise ConfigError(
             f"--attn-impl {name}: {error.message}",
@@ -56,9 +62,10 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         raise ConfigError(f"--attn-impl {name}: {error.message}", error.remedy)
 
 
-def _why_unusable(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, needs_dropout: bool, head_dim: int
+def _unusable_error(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, *, needs_dropout: bool, head_dim: int
 ) -> ConfigError | None:
+    """Return why a kernel cannot compute such an attention call, with a remedy; None if it can."""
     if error := kernel.availability_error(device, dtype):
         return error
     if needs_dropout and not kernel.has_dropout:

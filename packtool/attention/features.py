@@ -90,16 +90,42 @@ class _TowerHooks:
     def _embed(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Replace the token ids and media of a forward call by embeddings with the media features written in.
 
-        The call's ``towers`` has the inputs of the "vision" tower, for images and videos, and of the "sound" tower.
+        This is a forward pre-hook: it returns the arguments that the forward gets instead of ``args`` and ``kwargs``.
+        ``kwargs["towers"]`` has the inputs of the "vision" tower, for images and videos, and of the "sound" tower.
         """
         towers: Mapping[Any, TowerInputs] = kwargs.pop("towers", None) or {}
         self._deepstack = None
         if not towers or not self.is_enabled:
             return args, kwargs
-        if args:  # LLaVA-NeXT passes its tokens on by position
+        if args:  # LLaVA-NeXT passes its token ids by position
             (kwargs["input_ids"],) = args
-        embeddings = module.get_input_embeddings()(kwargs["input_ids"])
-        # Run each tower once.
+        embeddings = module.get_input_embeddings()(kwargs["input_ids"])  # (B, T, D)
+        features = self._run_towers(module, towers, kwargs)
+        shard: SequenceShard | None = kwargs.get("sequence_shard")
+        if shard is not None:
+            assert self.parallel is not None, "packed_attention refuses a shard without set_feature_ranks"
+            # Only after all towers have run: a rank whose images are done early may have the longer sounds.
+            ranks = self.parallel.of(shard.split)
+            features = {kind: exchange_features(levels, shard.routes[kind], ranks) for kind, levels in features.items()}
+        # Write the first level of the features to the embeddings of their tokens.
+        positions = {kind: index for inputs in towers.values() for kind, index in inputs.positions.items()}
+        flat = embeddings.flatten(0, 1)
+        for kind, levels in features.items():
+            flat = flat.index_copy(0, positions[kind], levels[0].to(flat.dtype))
+        # Keep the other levels for the text tower, whose first layers add one level each (DeepStack).
+        other_levels = {kind: levels[1:] for kind, levels in features.items() if len(levels) > 1}
+        if other_levels:
+            features_by_layer = [
+                torch.cat(layer_features) for layer_features in zip(*other_levels.values(), strict=True)
+            ]
+            self._deepstack = torch.cat([positions[kind] for kind in other_levels]), features_by_layer
+        media_names = {"input_features", "feature_attention_mask", *self._processor_names}
+        media_names.update(chain(*self._visual_names.values()))
+        kwargs = {name: value for name, value in kwargs.items() if name not in media_names}
+        return (), kwargs | {"input_ids": None, "inputs_embeds": flat.view_as(embeddings)}
+
+    def _run_towers(self, module: Any, towers: Mapping[Any, TowerInputs], kwargs: Mapping[str, Any]) -> Features:
+        """Run each tower once on the media among a forward call's arguments, and return the features."""
         features: Features = {}
         if "vision" in towers and self._processor_names:
             media = {name: kwargs[name] for name in self._processor_names if kwargs.get(name) is not None}
@@ -108,31 +134,13 @@ class _TowerHooks:
             features |= self._visual_features(module, towers["vision"], kwargs)
         if "sound" in towers:
             features["audio"] = [_audio_features(module, towers["sound"], kwargs["input_features"])]
-        shard: SequenceShard | None = kwargs.get("sequence_shard")
-        if shard is not None:
-            assert self.parallel is not None, "packed_attention refuses it"
-            # After all towers: a rank whose pictures are done early may have the longer sounds.
-            ranks = self.parallel.of(shard.split)
-            features = {kind: exchange_features(levels, shard.routes[kind], ranks) for kind, levels in features.items()}
-        # Write the features to the embeddings of their tokens; keep further levels for the text tower (DeepStack).
-        positions = {kind: index for inputs in towers.values() for kind, index in inputs.positions.items()}
-        flat = embeddings.flatten(0, 1)
-        for kind, levels in features.items():
-            flat = flat.index_copy(0, positions[kind], levels[0].to(flat.dtype))
-        deepstack = {kind: levels[1:] for kind, levels in features.items() if len(levels) > 1}
-        if deepstack:
-            levels_of_layers = [torch.cat(levels) for levels in zip(*deepstack.values(), strict=True)]
-            self._deepstack = torch.cat([positions[kind] for kind in deepstack]), levels_of_layers
-        media_names = {"input_features", "feature_attention_mask", *self._processor_names}
-        media_names.update(chain(*self._visual_names.values()))
-        kwargs = {name: value for name, value in kwargs.items() if name not in media_names}
-        return (), kwargs | {"input_ids": None, "inputs_embeds": flat.view_as(embeddings)}
+        return features
 
     def _visual_features(self, module: Any, inputs: TowerInputs, media: Mapping[str, Any]) -> Features:
         """Compute the features of images and videos in one call of the vision tower."""
         present = {kind: names for kind, names in self._visual_names.items() if media.get(names[0]) is not None}
-        patches = {kind: media[name] for kind, (name, _) in present.items()}
-        grids = torch.cat([media[name] for _, name in present.values()])
+        patches = {kind: media[patches_name] for kind, (patches_name, _) in present.items()}
+        grids = torch.cat([media[grids_name] for _, grids_name in present.values()])
         tower = module.visual
         pixels = torch.cat([*patches.values()]).type(tower.dtype)
         output = tower(pixels, grid_thw=grids, return_dict=True, **inputs.arguments)

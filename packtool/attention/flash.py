@@ -124,15 +124,19 @@ class TorchVarlenKernel(Kernel):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float, window: int | None, dropout: float
     ) -> Tensor:
-        """``attend``; raises ConfigError for a window if this torch's function has none."""
+        """Implement ``attend``; raise a ConfigError for a window if the installed torch does not support windows."""
         varlen_attn = _varlen_module().varlen_attn
-        parameters, keys, head_dim = _parameters(varlen_attn), varlen.of_keys, v.shape[-1]
+        parameters = _parameters(varlen_attn)
+        keys = varlen.of_keys
+        value_dim = v.shape[-1]
         q, k, v = pad_heads(q, k, v)
-        # Pass what this torch's function has a parameter for; emulate the rest.
+        # The parameters depend on the version of torch; missing ones are emulated, except windows.
         options: dict[str, Any] = {}
         if "window_size" in parameters:
-            # Number of keys before and after a query that it sees, instead of is_causal; -1 is all of them.
-            options["window_size"] = (-1 if window is None else window - 1, 0 if varlen.causal else -1)
+            # Here this replaces is_causal: how many keys before and after itself a query sees, -1 for all.
+            num_before = -1 if window is None else window - 1
+            num_after = 0 if varlen.causal else -1
+            options["window_size"] = (num_before, num_after)
         elif window is not None and window < keys.max_seqlen:
             problem = f"torch {torch.__version__} has varlen attention without sliding windows"
             raise ConfigError(problem, "Install torch 2.11 or newer, or use --attn-impl sdpa.")
@@ -140,16 +144,17 @@ class TorchVarlenKernel(Kernel):
             options["is_causal"] = varlen.causal
         if "scale" in parameters:
             options["scale"] = scale
-        else:
+        else:  # the function itself multiplies scores by 1 / sqrt(head size)
             q = q * (scale * math.sqrt(q.shape[-1]))
         if "enable_gqa" in parameters:
             options["enable_gqa"] = q.shape[1] != k.shape[1]
         else:
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-        # Where both cu_seqlens are one tensor, torch may take cuDNN, which aligns causal masks at the beginning.
+        # torch uses cuDNN only if both cu_seqlens are the same tensor. cuDNN would align causal masks at the beginning
+        # of queries and keys, not at their end, which differs if keys begin before their queries.
         boundaries = varlen.cu_seqlens, keys.cu_seqlens, varlen.max_seqlen, keys.max_seqlen
         out: Tensor = varlen_attn(q, k, v, *boundaries, **options)
-        return out[..., :head_dim]
+        return out[..., :value_dim]
 
 
 @cache
@@ -201,25 +206,31 @@ def _flex_function(device_type: str) -> Callable[..., Any]:
 def _block_mask(
     lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int | None, causal: bool, device: torch.device
 ) -> Any:
-    """Return FlexAttention's block mask of documents; cached for all layers of a batch with one window.
+    """Return FlexAttention's block mask of packed documents; cached for all layers of a batch with one window.
 
     Args:
-        lengths, key_lengths: number of queries and of keys of each document; the last query is the last key's token.
+        lengths, key_lengths: number of queries and of keys of each document. A document may have more keys than
+            queries; its last query and its last key are the same token.
     """
-    document_of_query = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
-    document_of_key, shift = document_of_query, None
+    documents = torch.arange(len(lengths))
+    document_of_query = torch.repeat_interleave(documents, torch.tensor(lengths)).to(device)
+    document_of_key = document_of_query
+    shift = None  # for each query: index of its own token's key minus index of the query; None if always 0
     if key_lengths != lengths:
-        document_of_key = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(key_lengths)).to(device)
-        # From a query's position to the position of the key of the same token.
+        document_of_key = torch.repeat_interleave(documents, torch.tensor(key_lengths)).to(device)
         shift_of_document = torch.tensor(key_lengths).cumsum(0) - torch.tensor(lengths).cumsum(0)
         shift = shift_of_document.to(device)[document_of_query]
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Return whether the query of one index sees the key of another, a bool tensor, as FlexAttention requires."""
+        own_key = query if shift is None else query + shift[query]
         visible = document_of_query[query] == document_of_key[key]
-        query_at = query if shift is None else query + shift[query]
-        visible = visible & (query_at >= key) if causal else visible
-        return visible if window is None else visible & (key > query_at - window)
+        if causal:
+            visible = visible & (key <= own_key)
+        if window is not None:
+            visible = visible & (key > own_key - window)
+        return visible
 
-    # Uncompiled it would build the complete mask of all queries and keys first.
-    make = torch.compile(flex.create_block_mask) if device.type == "cuda" else flex.create_block_mask
-    return make(is_visible, None, None, sum(lengths), sum(key_lengths), device=device)
+    # On CUDA compiled, because otherwise create_block_mask first builds a mask of every query with every key.
+    create = torch.compile(flex.create_block_mask) if device.type == "cuda" else flex.create_block_mask
+    return create(is_visible, B=None, H=None, Q_LEN=sum(lengths), KV_LEN=sum(key_lengths), device=device)

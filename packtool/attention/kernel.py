@@ -63,15 +63,18 @@ class LeakError(RuntimeError):
 def refuse_leaks(
     layer: object, states: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any], parallel: object
 ) -> None:
-    """Raise if documents could see each other in a layer's call. Not asserts, which ``python -O`` would remove.
+    """Raise a LeakError if documents of a pack could see each other in a layer's call.
+
+    These checks are not asserts, because ``python -O`` would remove asserts.
 
     Args:
         states: queries or hidden states, (1, ...); more than one sequence is refused.
         mask: the attention mask, which must be None.
-        kwargs: of the call; must have ``cu_seq_lens_q`` or ``sequence_shard``.
+        kwargs: the call's keyword arguments, which must include ``cu_seq_lens_q`` or ``sequence_shard``.
         parallel: the ranks that share the layer's sequences; must not be None if there is a ``sequence_shard``.
     """
-    name, is_shard = type(layer).__name__, kwargs.get("sequence_shard") is not None
+    name = type(layer).__name__
+    is_shard = kwargs.get("sequence_shard") is not None
     if is_shard and parallel is None:
         raise LeakError(f"{name} was given a part of a sequence, but the model was not told which ranks have the rest")
     if not is_shard and kwargs.get("cu_seq_lens_q") is None:
@@ -185,12 +188,12 @@ class Kernel(abc.ABC):
         window: int | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Compute the attention output (T, Hq, D) in the type of q; differentiable.
+        """Compute attention within each document; return (T, Hq, D) in the type of q, differentiable.
 
         Args:
             q: (T, Hq, D).
             k, v: (T', Hkv, D); Hq is a multiple of Hkv. T' is T unless ``varlen.keys`` is set.
-            varlen: boundaries of the documents; their lengths add up to T, those of its keys to T'.
+            varlen: boundaries of the documents, whose lengths add up to T; the lengths in ``varlen.keys`` to T'.
             scale: factor on the scores, by default 1 / sqrt(D).
             window: a query sees itself and at most ``window - 1`` tokens before it.
             dropout: probability with which an attention weight is zeroed; for kernels with ``has_dropout``.
@@ -206,7 +209,7 @@ class Kernel(abc.ABC):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float, window: int | None, dropout: float
     ) -> Tensor:
-        """``attend`` with a scale."""
+        """Implement ``attend``, with its default scale filled in and dropout already checked."""
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:

@@ -62,7 +62,7 @@ def isolate_recurrent_layers(model: nn.Module) -> int:
     layers = recurrent_layers(model)
     for layer in layers:
         # A bound method, which a deep copy binds to the copy.
-        layer.forward = types.MethodType(_forward, layer)
+        layer.forward = types.MethodType(_isolated_forward, layer)
     return len(layers)
 
 
@@ -84,17 +84,21 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
 
 
 @torch.compiler.disable(reason="boundaries differ in every micro-batch")  # type: ignore[no-untyped-call]
-def _forward(
+def _isolated_forward(
     layer: nn.Module,
     hidden_states: Tensor,
     cache_params: Any = None,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Run the layer on a packed sequence, (1, T, hidden), and return the same shape.
+    """Run a recurrent layer on a packed sequence, (1, T, hidden), and return the same shape.
 
-    ``kwargs``, as for attention: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths``;
-    or a ``sequence_shard``, for a sequence that ranks share. Calls in which documents could see each other are refused.
+    This replaces the layer's own forward. It refuses calls in which documents could see each other.
+
+    Args:
+        cache_params, attention_mask: must be None.
+        kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q`` and optionally ``document_lengths``; or a
+            ``sequence_shard``, for a sequence that several ranks share.
     """
     name = type(layer).__name__
     parallel: Any = getattr(layer, _PARALLEL_ATTRIBUTE, None)
@@ -111,18 +115,20 @@ def _forward(
     shard: SequenceShard | None = kwargs.get("sequence_shard")
     if shard is None:
         varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
-        return run(_own_forward(layer), hidden_states, varlen)
+        return run(_class_forward(layer), hidden_states, varlen)
     # Documents of this rank alone come first in its sequence, then its tokens of documents that all ranks share.
-    local, sharded = hidden_states[:, : shard.num_local], hidden_states[:, shard.num_local :]
+    local_states = hidden_states[:, : shard.num_local]
+    sharded_states = hidden_states[:, shard.num_local :]
     outs = []
     if shard.local_lengths:
-        outs.append(run(_own_forward(layer), local, Varlen.of_lengths(shard.local_lengths, local.device)))
+        local_varlen = Varlen.of_lengths(shard.local_lengths, local_states.device)
+        outs.append(run(_class_forward(layer), local_states, local_varlen))
     if shard.sharded_lengths:
-        outs.append(run_sharded(layer, sharded, shard, parallel.of(shard.split), run))
+        outs.append(run_sharded(layer, sharded_states, shard, parallel.of(shard.split), run))
     return torch.cat(outs, dim=1)
 
 
-def _own_forward(layer: nn.Module) -> Callable[..., Tensor]:
+def _class_forward(layer: nn.Module) -> Callable[..., Tensor]:
     """Return the forward of the layer's class, which the instance's forward replaces."""
     return partial(type(layer).forward, layer)
 
@@ -135,28 +141,34 @@ def keeps_documents_apart(layer: nn.Module, like: Tensor) -> bool:
         # A trial needs numbers.
         if like.device.type == "meta" or isinstance(like, FakeTensor):
             return False
-        _trial_results[key] = _try_boundaries(_own_forward(layer), like)
+        _trial_results[key] = _respects_boundaries(_class_forward(layer), like)
     return _trial_results[key]
 
 
-def _try_boundaries(forward: Callable[..., Tensor], like: Tensor) -> bool:
-    """Run two documents: changing the first must change its output only, which must equal that of separate calls."""
+def _respects_boundaries(forward: Callable[..., Tensor], like: Tensor) -> bool:
+    """Return whether a layer's forward keeps two random documents apart that are packed into one call.
+
+    Other states of the first document must change the output of the first only, and the output of both must equal that
+    of separate calls, up to rounding. States have the device, type and last dimension of ``like``.
+    """
     # Drawn on the CPU by a generator of its own, so that the run's random numbers do not change.
     generator = torch.Generator().manual_seed(0)
     first_length, _ = _TRIAL_LENGTHS
     shape = 1, sum(_TRIAL_LENGTHS), like.shape[-1]
-    hidden_states, random_states = (torch.randn(shape, generator=generator).to(like) for _ in range(2))
-    changed = torch.cat([random_states[:, :first_length], hidden_states[:, first_length:]], dim=1)
+    states = torch.randn(shape, generator=generator).to(like)
+    other_states = torch.randn(shape, generator=generator).to(like)
+    changed_states = torch.cat([other_states[:, :first_length], states[:, first_length:]], dim=1)
     varlen = Varlen.of_lengths(_TRIAL_LENGTHS, like.device)
     try:
-        out, changed_out = (_run_packed(forward, states, varlen) for states in (hidden_states, changed))
+        out = _run_packed(forward, states, varlen)
+        changed_out = _run_packed(forward, changed_states, varlen)
     except Exception:  # a layer that raises on unknown boundaries does not respect them
         return False
     if torch.equal(out[:, :first_length], changed_out[:, :first_length]):
-        return False
+        return False  # the output does not depend on the states, so it shows nothing
     if not torch.equal(out[:, first_length:], changed_out[:, first_length:]):
         return False
-    expected = _run_each_document(forward, hidden_states, varlen)
+    expected = _run_each_document(forward, states, varlen)
     return bool((out - expected).abs().max() <= _TRIAL_TOLERANCES[out.dtype] * expected.abs().max())
 
 

@@ -83,19 +83,20 @@ def route_towers(model: nn.Module) -> None:
 
 
 def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequenceParallel | None = None) -> None:
-    """Make a loaded model keep packed samples apart: the one call that packed training needs.
+    """Make a loaded model keep packed samples apart, in place: the one call that packed training needs.
 
-    Routes its text tower through a kernel and makes its recurrent layers start anew with every document. The kernel
-    must be available for the model's device and precision (see ``choose``) when the model is called, not before, so the
-    model may still be moved or cast.
+    Routes the model's text tower through a kernel, and makes its recurrent layers reset their state at every document.
+    The kernel must be available for the model's device and precision only when the model is called, so the model may
+    still be moved or cast.
 
     Args:
         model: not yet wrapped in adapters.
+        impl: name of the kernel, a value of ``--attn-impl``.
         parallel: ranks that share each sequence; the model then also takes a ``ShardedBatch``.
 
     Raises:
         ConfigError: if there is no such kernel.
-        UnsupportedModelError: if its sequences cannot be shared by ranks.
+        UnsupportedModelError: if ranks cannot share sequences of this model.
     """
     register_kernels()
     name = attention_name(impl)
@@ -111,22 +112,22 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
 
 @contextmanager
 def original_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model computes as with transformers alone: SDPA, its own recurrent layers and towers.
+    """Let the model compute as transformers alone would, inside the context: SDPA, recurrent layers, towers.
 
-    For comparisons; the attention set before is restored afterwards.
+    For comparisons; packtool's attention, layers and towers are restored afterwards.
     """
     text_config: Any = model.config.get_text_config()
-    name = text_config._attn_implementation
-    # Isolated layers have a forward of their own, beside that of their class.
-    is_isolated = any("forward" in vars(layer) for layer in recurrent_layers(model))
+    previous_name = text_config._attn_implementation
+    # isolate_recurrent_layers sets a forward on each instance, which hides that of its class.
+    was_isolated = any("forward" in vars(layer) for layer in recurrent_layers(model))
     model.set_attn_implementation(text_attention(model.config, "sdpa"))
     restore_recurrent_layers(model)
     try:
         with original_features(model):
             yield
     finally:
-        set_text_attention(model, name)
-        if is_isolated:
+        set_text_attention(model, previous_name)
+        if was_isolated:
             isolate_recurrent_layers(model)
 
 
@@ -141,17 +142,17 @@ def packed_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface over the kernels.
+    """Attention within the documents of a pack, with transformers' attention interface.
 
     Args:
         query: (1, Hq, T, D).
         key, value: (1, Hkv, T, D).
         attention_mask: must be None; ``cu_seq_lens_q`` separates the documents.
         kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths`` (host integers),
-            ``sliding_window``; ``impl``, a value of ``--attn-impl``, or a ``kernel`` and ``blocks``. Where documents
-            share prefixes also ``key_index`` int64 (T',), the tokens of all documents with their prefixes, with
-            ``cu_seq_lens_k``, ``max_length_k`` and optionally ``key_lengths``. For a sequence that the ranks of
-            ``parallel`` share, ``sequence_shard`` instead of boundaries.
+            ``sliding_window``; ``impl``, a value of ``--attn-impl``, or a ``kernel`` and ``blocks``. If documents share
+            prefixes also ``key_index`` int64 (T',), which for each document lists the tokens of its prefix and its own,
+            with boundaries ``cu_seq_lens_k``, ``max_length_k`` and optionally ``key_lengths``. For a sequence that the
+            ranks of ``parallel`` share, ``sequence_shard`` instead of boundaries.
 
     Returns:
         (1, T, Hq, D) and None for the weights, which are never built.
@@ -165,9 +166,10 @@ def packed_attention(
     if query.shape[2] != key.shape[2]:
         counts = f"{key.shape[2]} keys for {query.shape[2]} queries"
         raise LeakError(f"{type(module).__name__} sees {counts}: a key-value cache is on")
-    window = _window(module, kwargs)
+    window = _supported_window(module, kwargs)
     q, k, v = _to_kernel_layout(query, key, value)
-    impl, head_dims = kwargs.get("impl", AUTO), (q.shape[-1], v.shape[-1])
+    impl = kwargs.get("impl", AUTO)
+    head_dims = q.shape[-1], v.shape[-1]
     if (shard := kwargs.get("sequence_shard")) is not None:
         if dropout:
             raise UnsupportedModelError(
@@ -180,7 +182,7 @@ def packed_attention(
         return attend_shard(q, k, v, shard, parallel, blocks, scale=scaling, window=window).unsqueeze(0), None
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
     if (key_index := kwargs.get("key_index")) is not None:
-        # In the backward pass this adds up a prefix's gradients from all documents that begin with it.
+        # The backward pass of index_select adds up a prefix's gradients from all documents that begin with it.
         k, v = k.index_select(0, key_index), v.index_select(0, key_index)
         keys = Varlen(kwargs["cu_seq_lens_k"], kwargs["max_length_k"], kwargs.get("key_lengths"))
         varlen = replace(varlen, keys=keys)
@@ -198,18 +200,19 @@ def tower_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface for a tower: all pictures, frames or sounds of a micro-batch in one call.
+    """Attention of a media tower, with transformers' attention interface; one call for all media of a micro-batch.
 
     Args:
         query, key, value: (1, H, T, D).
-        kwargs: ``cu_seq_lens_q`` int32 (S + 1,) and ``max_length_q``, the boundaries inside which tokens see each other
-            in both directions; ``kernel``, by default the best available.
+        attention_mask: must be None.
+        kwargs: ``cu_seq_lens_q`` int32 (S + 1,) and ``max_length_q``, the boundaries of images, frames or sounds, in
+            which tokens see each other in both directions; ``kernel``, by default the fastest usable one.
 
     Returns:
         (1, T, H, D) and None for the weights, which are never built.
 
     Raises:
-        LeakError: if the call has no boundaries.
+        LeakError: if the call has no boundaries, or a mask.
     """
     if attention_mask is not None or kwargs.get("cu_seq_lens_q") is None:
         raise LeakError(f"{type(module).__name__} does not say where the pictures end that it looks at")
@@ -220,7 +223,7 @@ def tower_attention(
 
 
 def _to_kernel_layout(*tensors: Tensor) -> list[Tensor]:
-    """(1, H, T, D) as (T, H, D), cast to the precision of an active autocast as torch does for its own attention."""
+    """Return (1, H, T, D) as (T, H, D), in the precision of an active autocast, as torch's own attention."""
     device_type = tensors[0].device.type
     has_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     if has_autocast and tensors[0].dtype != torch.float64:
@@ -228,8 +231,8 @@ def _to_kernel_layout(*tensors: Tensor) -> list[Tensor]:
     return [tensor[0].transpose(0, 1) for tensor in tensors]
 
 
-def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """The layer's sliding window; raises UnsupportedModelError for features that the kernels do not have."""
+def _supported_window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """Return the layer's sliding window; raise UnsupportedModelError for features that the kernels do not have."""
     name = type(module).__name__
     for key, feature in (("softcap", "soft-capped scores"), ("s_aux", "attention sinks"), ("position_bias", "biases")):
         if kwargs.get(key) is not None:

@@ -27,16 +27,23 @@ class SdpaKernel(Kernel):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float, window: int | None, dropout: float
     ) -> Tensor:
-        """The result is contiguous."""
+        """Implement ``attend``; the result is contiguous."""
         assert len(k) == len(v), "the documents do not add up to the packed sequence"
         outs = []
         for q_rows, kv_rows in zip(varlen.documents(len(q)), varlen.of_keys.documents(len(k)), strict=True):
             # (1, H, T, D) each.
             query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (q[q_rows], k[kv_rows], v[kv_rows]))
             for queries, keys, mask in _blocks(query.shape[2], key.shape[2], window, q.device):
-                heads = query[:, :, queries], key[:, :, keys], value[:, :, keys]
-                causal, has_groups = mask is None and varlen.causal, q.shape[1] != k.shape[1]
-                out = F.scaled_dot_product_attention(*heads, mask, dropout, causal, scale=scale, enable_gqa=has_groups)
+                out = F.scaled_dot_product_attention(
+                    query[:, :, queries],
+                    key[:, :, keys],
+                    value[:, :, keys],
+                    attn_mask=mask,
+                    dropout_p=dropout,
+                    is_causal=mask is None and varlen.causal,
+                    scale=scale,
+                    enable_gqa=q.shape[1] != k.shape[1],
+                )
                 outs.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(outs) if outs else q.new_zeros((0, q.shape[1], v.shape[-1]))
 
@@ -44,15 +51,17 @@ class SdpaKernel(Kernel):
 def _blocks(
     num_queries: int, num_keys: int, window: int | None, device: torch.device
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield slices of queries and keys of one document that are computed in one call, and their mask.
+    """Split one document into blocks, each computed in one call: yield its slices of queries and keys, and its mask.
 
-    The last query is the last key's token. The mask is None if causality is the only one.
-    A document longer than its window is split into blocks of ``window`` queries against at most ``2 * window - 1``
-    keys, one with a shared prefix into blocks of ``_PREFIX_BLOCK_QUERIES``. The mask of a block is the largest tensor
-    that is built: memory grows with L * window, not with L^2.
+    The last query and the last key are the same token. The mask, bool (queries, keys), is True where a query sees a
+    key. It is None for a document in one block without a window, which needs no mask beside a causal one.
+
+    A document longer than its window is split into blocks of ``window`` queries and at most ``2 * window - 1`` keys; a
+    document with a shared prefix into blocks of ``_PREFIX_BLOCK_QUERIES`` queries. A mask is the largest tensor that is
+    built, so with a window memory grows with document length times window, not with the square of the length.
     """
     if window is not None and num_keys <= window:
-        window = None
+        window = None  # every query sees all keys up to its own
     if window is None and num_queries == num_keys:
         yield slice(0, num_queries), slice(0, num_keys), None
         return
@@ -60,11 +69,12 @@ def _blocks(
     block_size = window or _PREFIX_BLOCK_QUERIES
     for start in range(0, num_queries, block_size):
         stop = min(start + block_size, num_queries)
-        first_key = max(0, prefix_length + start - window + 1) if window is not None else 0
-        # Positions in the document.
-        query_at = torch.arange(prefix_length + start, prefix_length + stop, device=device).unsqueeze(1)
-        key_at = torch.arange(first_key, prefix_length + stop, device=device).unsqueeze(0)
-        mask = key_at <= query_at
+        # Keys, and positions of queries below, are counted from the beginning of the prefix.
+        key_start = 0 if window is None else max(0, prefix_length + start - window + 1)
+        key_stop = prefix_length + stop
+        query_positions = torch.arange(prefix_length + start, key_stop, device=device).unsqueeze(1)
+        key_positions = torch.arange(key_start, key_stop, device=device).unsqueeze(0)
+        mask = key_positions <= query_positions
         if window is not None:
-            mask &= key_at > query_at - window
-        yield slice(start, stop), slice(first_key, prefix_length + stop), mask
+            mask &= key_positions > query_positions - window
+        yield slice(start, stop), slice(key_start, key_stop), mask

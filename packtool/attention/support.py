@@ -57,19 +57,20 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
         UnsupportedModelError: naming the setting of ``config``, or the call, that rules it out.
     """
     name = config.model_type
-    classes = auto_class(config)._model_mapping
-    if type(config) not in classes:
+    model_classes = auto_class(config)._model_mapping  # by class of the configuration
+    if type(config) not in model_classes:
         raise UnsupportedModelError(
             f"transformers has no class for a {name!r} model with a language head",
             "Update transformers, or check model_type in the model's config.json.",
         )
-    model_class = classes[type(config)]
-    model_class = model_class[0] if isinstance(model_class, tuple) else model_class
-    text = config.get_text_config()
-    settings: dict[str, Any] = text.to_dict()
-    _refuse_layers(name, text.model_type, settings)
-    # Hybrids do not set it because of their recurrent layers, which the trial checks.
-    is_hybrid = text.model_type in ISOLATED_MODEL_TYPES
+    model_class = model_classes[type(config)]
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    text_config = config.get_text_config()
+    settings: dict[str, Any] = text_config.to_dict()
+    _refuse_layers(name, text_config.model_type, settings)
+    # Hybrid models lack the attribute because of their recurrent layers; the trial below checks these models.
+    is_hybrid = text_config.model_type in ISOLATED_MODEL_TYPES
     if not is_hybrid and not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModelError(
             f"{model_class.__name__} does not take its attention function from transformers' attention interface, "
@@ -80,10 +81,10 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(f"{name} attends in both directions; packed attention is causal", _REMEDY)
     if settings.get("attn_logit_softcapping"):
         raise UnsupportedModelError(f"{name} uses soft-capped scores, which packed attention does not compute", _REMEDY)
-    key = (model_class, config.to_json_string())
-    if key not in _PASSED_TRIALS:
+    trial_key = model_class, config.to_json_string()
+    if trial_key not in _PASSED_TRIALS:
         _try_two_documents(config, model_class)
-        _PASSED_TRIALS.add(key)
+        _PASSED_TRIALS.add(trial_key)
 
 
 def _refuse_layers(name: str, text_type: str, settings: Mapping[str, Any]) -> None:
@@ -107,43 +108,49 @@ def _refuse_layers(name: str, text_type: str, settings: Mapping[str, Any]) -> No
 def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
     """Call a model on two documents on the meta device; raise UnsupportedModelError if its attention could leak.
 
-    A model that fails there for other reasons passes: not everything runs on the meta device.
+    The model passes if every layer calls ``packed_attention`` or is an isolated recurrent layer. It also passes if the
+    call fails for another reason than boundaries, because not every operation exists on the meta device.
     """
-    num_attended = 0
+    num_attention_calls = 0
 
-    def attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        nonlocal num_attended
-        num_attended += 1
+    def counted_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        nonlocal num_attention_calls
+        num_attention_calls += 1
         return packed_attention(module, *args, **kwargs)
 
-    AttentionInterface.register(_TRIAL_NAME, attention)
-    # A copy, as making a model writes the choice of attention into its configuration.
-    config = copy.deepcopy(config)
+    AttentionInterface.register(_TRIAL_NAME, counted_attention)
+    config = copy.deepcopy(config)  # because creating a model writes the name of the attention into its config
     varlen = Varlen.of_lengths(_TRIAL_LENGTHS)
+    boundaries = {
+        "cu_seq_lens_q": varlen.cu_seqlens,
+        "cu_seq_lens_k": varlen.cu_seqlens,
+        "max_length_q": varlen.max_seqlen,
+        "max_length_k": varlen.max_seqlen,
+        "document_lengths": _TRIAL_LENGTHS,
+    }
     try:
         with weights_in_one_piece(), torch.device("meta"):
             model = model_class._from_config(config, attn_implementation=text_attention(config, _TRIAL_NAME))
         num_recurrent = isolate_recurrent_layers(model)
         input_ids = torch.zeros(1, sum(_TRIAL_LENGTHS), dtype=torch.int64, device="meta")
-        boundaries = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), varlen.cu_seqlens)
-        longest = dict.fromkeys(("max_length_q", "max_length_k"), varlen.max_seqlen)
         with torch.no_grad():
-            model(input_ids=input_ids, use_cache=False, **boundaries, **longest, document_lengths=_TRIAL_LENGTHS)
+            model(input_ids=input_ids, use_cache=False, **boundaries)
     except LeakError as error:
         raise UnsupportedModelError(f"{model_class.__name__} cannot be packed: {error}", _REMEDY) from error
-    except UnsupportedModelError:
+    except UnsupportedModelError:  # packed_attention has refused a feature of a layer
         raise
     except TypeError as error:
         if "cu_seq_lens" not in str(error):
             return
         problem = f"{model_class.__name__} cannot be told where packed samples end: {error}"
         raise UnsupportedModelError(problem, _REMEDY) from error
-    except Exception:  # an operation that the meta device does not have says nothing about leaks
+    except Exception:  # an operation that the meta device lacks shows nothing about leaks
         return
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if num_attended + num_recurrent < num_layers:
+    num_separated = num_attention_calls + num_recurrent
+    if num_separated < num_layers:
         raise UnsupportedModelError(
-            f"only {num_attended + num_recurrent} of the {num_layers} layers of {model_class.__name__} take their "
+            f"only {num_separated} of the {num_layers} layers of {model_class.__name__} take their "
             "attention from transformers' attention interface: the others would leak from one packed sample into the "
             "next",
             _REMEDY,
@@ -153,7 +160,7 @@ def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
 def refuse_leaky_inputs(inputs: Mapping[str, Any]) -> None:
     """Raise on keyword arguments of a forward pass with which packed samples could see each other.
 
-    ``PackedBatch.model_inputs`` always passes; this is for inputs that were made or changed elsewhere.
+    This is for inputs that were made or changed outside of packtool; those of ``PackedBatch.model_inputs`` pass.
 
     Raises:
         MismatchError: listing everything that is wrong.
@@ -165,6 +172,7 @@ def refuse_leaky_inputs(inputs: Mapping[str, Any]) -> None:
         problems.append("past_key_values go from one sample into the next: leave them out")
     if inputs.get("attention_mask") is not None:
         problems.append("an attention_mask, even of ones, hides the samples' boundaries: leave it out")
+    # Positions are compared with the boundaries, so they are only checked if the boundaries are right.
     problems += _boundary_problems(inputs) or _position_problems(inputs)
     if problems:
         lines = "\n".join(f"  - {problem}" for problem in problems)
@@ -172,11 +180,7 @@ def refuse_leaky_inputs(inputs: Mapping[str, Any]) -> None:
 
 
 def _boundary_problems(inputs: Mapping[str, Any]) -> list[str]:
-    """Describe what is wrong with the document boundaries of a forward call's arguments.
-
-    With ``key_index``, documents share prefixes: it has the rows of all documents' keys, one document after the other,
-    with boundaries ``cu_seq_lens_k``. The last keys of a document are its own tokens, those before are its prefix.
-    """
+    """Describe what is wrong with the document boundaries in a forward call's arguments; an empty list if nothing."""
     if inputs.get("cu_seq_lens_q") is None:
         return ["cu_seq_lens_q is missing: nothing else says where a sample ends"]
     num_rows, num_tokens = inputs["input_ids"].shape
@@ -187,27 +191,34 @@ def _boundary_problems(inputs: Mapping[str, Any]) -> list[str]:
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != num_tokens or min(lengths, default=0) < 0:
         return [f"cu_seq_lens_q runs from {cu_seqlens[0]} to {cu_seqlens[-1]} for {num_tokens} tokens"]
     problems = _length_problems(inputs, lengths, "q", "document_lengths")
-    if inputs.get("key_index") is None:
-        return problems
-    key_rows: list[int] = inputs["key_index"].tolist()
+    return problems if inputs.get("key_index") is None else problems + _key_problems(inputs, cu_seqlens)
+
+
+def _key_problems(inputs: Mapping[str, Any], cu_seqlens: Sequence[int]) -> list[str]:
+    """Describe what is wrong with the boundaries of keys, for documents that share prefixes.
+
+    ``key_index`` lists the tokens that are keys of the first document, then those of the next: first the tokens of its
+    prefix, then its own, from ``cu_seqlens``. The boundaries between documents in this list are ``cu_seq_lens_k``.
+    """
+    key_index: list[int] = inputs["key_index"].tolist()
     key_cu_seqlens: list[int] = inputs["cu_seq_lens_k"].tolist()
     first, last = key_cu_seqlens[0], key_cu_seqlens[-1]
-    if len(key_cu_seqlens) != len(cu_seqlens) or first != 0 or last != len(key_rows):
+    if len(key_cu_seqlens) != len(cu_seqlens) or first != 0 or last != len(key_index):
         extent = f"from {first} to {last} in {len(key_cu_seqlens) - 1} documents"
-        expected = f"the {len(key_rows)} tokens of key_index and {len(cu_seqlens) - 1} documents"
-        return [*problems, f"cu_seq_lens_k runs {extent} for {expected}"]
+        expected = f"the {len(key_index)} tokens of key_index and {len(cu_seqlens) - 1} documents"
+        return [f"cu_seq_lens_k runs {extent} for {expected}"]
     key_lengths = [stop - start for start, stop in pairwise(key_cu_seqlens)]
-    problems += _length_problems(inputs, key_lengths, "k", "key_lengths")
+    problems = _length_problems(inputs, key_lengths, "k", "key_lengths")
     bounds = zip(pairwise(cu_seqlens), pairwise(key_cu_seqlens), strict=True)
-    for number, ((start, stop), (key_start, key_stop)) in enumerate(bounds):
-        own_start = max(key_stop - (stop - start), key_start)
-        if key_rows[own_start:key_stop] != list(range(start, stop)):
-            return [*problems, f"the keys of document {number} do not end with its own tokens"]
+    for document, ((start, stop), (key_start, key_stop)) in enumerate(bounds):
+        own_key_start = max(key_stop - (stop - start), key_start)
+        if key_index[own_key_start:key_stop] != list(range(start, stop)):
+            return [*problems, f"the keys of document {document} do not end with its own tokens"]
     return problems
 
 
 def _length_problems(inputs: Mapping[str, Any], lengths: Sequence[int], q_or_k: str, name: str) -> list[str]:
-    """Describe where other inputs contradict the lengths that follow from ``cu_seq_lens_q`` or ``cu_seq_lens_k``."""
+    """Describe where ``max_length_q`` (or ``_k``), or the lengths called ``name``, differ from ``lengths``."""
     problems = []
     max_length, longest = inputs.get(f"max_length_{q_or_k}"), max(lengths, default=0)
     if max_length != longest:
@@ -218,7 +229,10 @@ def _length_problems(inputs: Mapping[str, Any], lengths: Sequence[int], q_or_k: 
 
 
 def _position_problems(inputs: Mapping[str, Any]) -> list[str]:
-    """Describe why ``position_ids``, (1, T) or (4, 1, T) for text, time, height and width, do not separate samples."""
+    """Describe why ``position_ids`` do not separate samples, whose boundaries are right; an empty list if they do.
+
+    They are (1, T), or (4, 1, T) for text, time, height and width. Text positions must count from 0 in every sample.
+    """
     positions = inputs.get("position_ids")
     if positions is None:
         return ["position_ids are missing: positions would run on from one sample into the next"]
@@ -229,9 +243,9 @@ def _position_problems(inputs: Mapping[str, Any]) -> list[str]:
         ]
     text_positions = positions[0, 0] if positions.ndim == 3 else positions[0]
     if (key_index := inputs.get("key_index")) is not None:
-        cu_seqlens = inputs["cu_seq_lens_k"].long()
-        start_of_key = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
-        if not torch.equal(text_positions[key_index], torch.arange(len(key_index)) - start_of_key):
+        key_cu_seqlens = inputs["cu_seq_lens_k"].long()
+        document_starts = torch.repeat_interleave(key_cu_seqlens[:-1], key_cu_seqlens.diff())  # for each key
+        if not torch.equal(text_positions[key_index], torch.arange(len(key_index)) - document_starts):
             return ["position_ids do not count from 0 through every sample and its prefix"]
         return []
     cu_seqlens = inputs["cu_seq_lens_q"].long()

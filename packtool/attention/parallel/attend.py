@@ -102,42 +102,48 @@ class ShardLayout:
 
 @lru_cache(maxsize=4)
 def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
-    """Return the layout of a rank's shard; cached, as every layer needs it."""
+    """Return the layout of a rank's shard; cached, because every layer needs it."""
     ring_size, rank = shard.split.ring_size, shard.split.ring_rank
-    last_chunk = 2 * ring_size - 1
-    lengths = [length // ring_size for length in shard.sharded_lengths]  # of each document, on every rank
+    first_chunk, second_chunk = rank, 2 * ring_size - 1 - rank  # numbers of this rank's chunks of each document
+    lengths = [length // ring_size for length in shard.sharded_lengths]  # each rank's tokens of each document
     chunk_lengths = [length // 2 for length in lengths]
-    starts = np.cumsum([0, *lengths])[:-1].tolist()
+    starts = np.cumsum([0, *lengths])[:-1].tolist()  # of each document in a rank's sharded tokens
 
     def chunk_rows(chunk: int) -> list[npt.NDArray[np.int64]]:
-        """Return the rows of a chunk of each document, in the sharded tokens of all ring ranks laid end to end."""
-        owner = min(chunk, last_chunk - chunk)
+        """Return, for each document, the rows of a chunk in the sharded tokens of all ring ranks laid end to end."""
         is_second_of_owner = chunk >= ring_size
+        owner = 2 * ring_size - 1 - chunk if is_second_of_owner else chunk
         rows = []
         for start, chunk_length in zip(starts, chunk_lengths, strict=True):
-            first_row = owner * sum(lengths) + start + chunk_length * is_second_of_owner
+            first_row = owner * sum(lengths) + start + (chunk_length if is_second_of_owner else 0)
             rows.append(np.arange(first_row, first_row + chunk_length))
         return rows
 
-    def index_of(rows: Sequence[npt.NDArray[np.int64]]) -> Tensor:
+    def joined(rows: Sequence[npt.NDArray[np.int64]]) -> Tensor:
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])).to(device)
 
-    def index_of_own(chunk: int) -> Tensor:
-        return index_of([rows - rank * sum(lengths) for rows in chunk_rows(chunk)])
+    def own_rows(chunk: int) -> Tensor:
+        return joined([rows - rank * sum(lengths) for rows in chunk_rows(chunk)])
 
-    # Queries see the keys of the chunks before their own; this rank's own keys are handled apart.
-    first_chunks, second_chunks = index_of_own(rank), index_of_own(last_chunk - rank)
-    earlier_chunks = [chunk for chunk in range(last_chunk - rank) if chunk != rank]
+    # For the all-gather: queries see the keys of all chunks before their own. Those on this rank are not gathered.
+    first_rows, second_rows = own_rows(first_chunk), own_rows(second_chunk)
+    seen_by_first = range(first_chunk)
+    seen_by_second = [chunk for chunk in range(second_chunk) if chunk != first_chunk]
     gathered = []
-    for queries, chunks in ((first_chunks, range(rank)), (second_chunks, earlier_chunks)):
+    for queries, chunks in ((first_rows, seen_by_first), (second_rows, seen_by_second)):
         if ring_size > 1 and lengths and chunks:
             rows_by_chunk = [chunk_rows(chunk) for chunk in chunks]
             keys = [np.concatenate(rows_of_document) for rows_of_document in zip(*rows_by_chunk, strict=True)]
             key_documents = Varlen.of_lengths([len(rows) for rows in keys], device)
-            gathered.append(GatheredKeys(queries, key_documents, index_of(keys)))
-    documents = shard.local_lengths, lengths, chunk_lengths
-    local, sharded, chunk = (Varlen.of_lengths(each, device) for each in documents)
-    return ShardLayout(local, sharded, chunk, first_chunks, second_chunks, tuple(gathered))
+            gathered.append(GatheredKeys(queries, key_documents, rows=joined(keys)))
+    return ShardLayout(
+        local=Varlen.of_lengths(shard.local_lengths, device),
+        sharded=Varlen.of_lengths(lengths, device),
+        chunk=Varlen.of_lengths(chunk_lengths, device),
+        first_chunks=first_rows,
+        second_chunks=second_rows,
+        gathered=tuple(gathered),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,24 +191,27 @@ def attend_shard(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention within each document of a sequence that several ranks share; all of them call this.
+    """Compute causal attention within each document of a sequence that several ranks share; all of them call this.
 
     Args:
-        q: (T, Hq, D) of this rank's tokens: first its local documents, then its tokens of the sharded ones.
+        q: (T, Hq, D) of this rank's tokens: first its local documents, then its tokens of the sharded documents.
         k, v: (T, Hkv, D).
+        scale: factor on the scores, by default 1 / sqrt(D).
+        window: a query sees itself and at most ``window - 1`` tokens before it.
 
     Returns:
         (T, Hq, D), differentiable.
 
     Raises:
-        UnsupportedModelError: for a window on a ring.
+        UnsupportedModelError: for a window if a ring divides the tokens.
     """
     if window is not None and parallel.split.ring_size > 1:
         problem = "a layer has a sliding window, which chunks on a ring would cut"
         raise UnsupportedModelError(problem, "Use --sequence-parallel-type ulysses.")
     assert len(q) == shard.num_local + sum(shard.sharded_lengths) // parallel.split.size, "a part of another sequence"
     layout = shard_layout(shard, q.device)
-    return _Attend.apply(q, k, v, Call(parallel, shard, kernel, default_scale(q, scale), window, layout))
+    call = Call(parallel, shard, kernel, scale=default_scale(q, scale), window=window, layout=layout)
+    return _Attend.apply(q, k, v, call)
 
 
 class _Attend(torch.autograd.Function):
@@ -210,18 +219,19 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        num_local, has_ulysses = call.shard.num_local, call.parallel.split.ulysses_size > 1
+        num_local = call.shard.num_local
+        has_ulysses = call.parallel.split.ulysses_size > 1
         local_q, local_k, local_v = q[:num_local], k[:num_local], v[:num_local]
         sharded_forward = None
         if call.shard.sharded_lengths:
             if has_ulysses:
-                # Views would also keep the sharded tokens, which are saved as they are exchanged.
+                # Saved views would keep the sharded tokens in memory, which are saved again after their exchange.
                 local_q, local_k, local_v = local_q.clone(), local_k.clone(), local_v.clone()
             sharded_forward = _sharded_forward(call, q[num_local:], k[num_local:], v[num_local:])
             next(sharded_forward)  # start the exchange
         outs: list[Tensor] = []
-        saved_local: list[Tensor | None] = [None] * 4
-        saved_sharded: list[Tensor | None] = [None] * 5
+        saved_local: list[Tensor | None] = [None] * 4  # q, k, v, lse
+        saved_sharded: list[Tensor | None] = [None] * 5  # q, k, v, out, lse
         if num_local:
             out, lse = call.kernel.fwd(local_q, local_k, local_v, call.causal_block(call.layout.local))
             outs.append(out)
@@ -229,7 +239,7 @@ class _Attend(torch.autograd.Function):
         if sharded_forward is not None:
             out, tensors = _resume_for_result(sharded_forward)
             outs.append(out)
-            # With Ulysses the output that was computed here has other heads and tokens than the one that is returned.
+            # Without Ulysses, the output is a part of ``result``; with it, it has other heads and tokens.
             saved_sharded = [tensors.q, tensors.k, tensors.v, tensors.out if has_ulysses else None, tensors.lse]
         result = _concatenate(outs)
         ctx.call, ctx.num_key_heads = call, k.shape[1]
@@ -264,7 +274,8 @@ def _concatenate(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
 def _sharded_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> ShardedForward:
     """Return the output of this rank's sharded tokens, and the tensors for the backward pass.
 
-    With Ulysses, the latter have all tokens of the U ranks, and this rank's share of the heads.
+    With Ulysses, the tensors for the backward pass have all tokens of the U ranks, and this rank's share of the heads.
+    A generator: it yields once, after starting its first exchange, and returns when it is resumed.
     """
     num_ranks = call.parallel.split.ulysses_size
     if num_ranks == 1:
@@ -272,7 +283,7 @@ def _sharded_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> ShardedForw
         return out, AttentionTensors(q, k, v, out, lse)
     num_copies = call.num_copies(k.shape[1])
     k, v = (tensor.repeat_interleave(num_copies, dim=1) for tensor in (k, v))
-    # One exchange for all three: for each rank its heads of Q, then those of K, then those of V.
+    # One exchange for q, k and v: for each rank its heads of q, then those of k, then those of v.
     heads_per_rank = [tensor.shape[1] // num_ranks for tensor in (q, k, v)]
     head_dims = [tensor.shape[-1] for tensor in (q, k, v)]
     padded = (_pad_head_dim(tensor, max(head_dims)) for tensor in (q, k, v))
@@ -282,16 +293,17 @@ def _sharded_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> ShardedForw
     yield
     received = torch.split(wait_for_heads(), heads_per_rank, dim=1)
     q, k, v = (tensor[..., :dim].contiguous() for tensor, dim in zip(received, head_dims, strict=True))
-    # The tensors sent and received have been copied; attention needs the memory.
+    # Free the exchanged tensors, of which q, k and v are copies: attention needs the memory.
     del wait_for_heads, received
     out, lse = _run_without_overlap(_ring_forward(call, q, k, v))
     return gather_heads(out, call.parallel.ulysses), AttentionTensors(q, k, v, out, lse)
 
 
 def _sharded_backward(call: Call, grad: Tensor, saved: AttentionTensors, num_key_heads: int) -> Backward:
-    """Return the gradients of this rank's Q, K and V for that of its output: the backward of ``_sharded_forward``.
+    """Return the gradients of q, k and v of this rank's sharded tokens, from the gradient of their output (T, Hq, D).
 
-    ``num_key_heads``: heads of K and V before they were repeated for Ulysses.
+    ``num_key_heads``: heads of k and v before they were repeated for Ulysses.
+    A generator: it yields once, after starting its first exchange, and returns when it is resumed.
     """
     num_ranks = call.parallel.split.ulysses_size
     if num_ranks == 1:
@@ -299,7 +311,7 @@ def _sharded_backward(call: Call, grad: Tensor, saved: AttentionTensors, num_key
     wait_for_heads = scatter_heads(grad, call.parallel.ulysses)
     yield
     gradients = _run_without_overlap(_ring_backward(call, wait_for_heads(), *saved))
-    # One exchange for all three: the received heads are ordered by rank, and for each rank by dq, dk and dv.
+    # One exchange for dq, dk and dv: received are for each rank its heads of dq, then those of dk, then those of dv.
     heads_per_rank = [tensor.shape[1] for tensor in gradients]
     head_dims = [tensor.shape[-1] for tensor in gradients]
     packed = torch.cat([_pad_head_dim(tensor, max(head_dims)) for tensor in gradients], dim=1)
@@ -332,11 +344,16 @@ def _run_without_overlap(generator: Generator[None, None, T]) -> T:
 
 
 def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
-    """Attend to the keys of all ring ranks, which pass K and V around; shapes: see ``AttentionTensors``."""
+    """Attend to the keys of all ring ranks, which pass K and V around; return out (T, Hq, D) and lse (Hq, T).
+
+    A generator: it yields once, after starting its first exchange, and returns when it is resumed.
+    """
     if call.gathers_keys:
         return (yield from _gather_forward(call, q, k, v))
-    ring, ring_size, layout = call.parallel.ring, call.parallel.split.ring_size, call.layout
-    kv, key_dim = torch.cat([k, v], dim=-1), k.shape[-1]
+    ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
+    layout = call.layout
+    kv = torch.cat([k, v], dim=-1)
+    key_dim = k.shape[-1]
     wait_for_kv = start_ring_transfer(kv, ring) if ring_size > 1 else None
     yield
     own_out, lse = call.kernel.fwd(q, k, v, call.causal_block(layout.sharded))
@@ -349,12 +366,12 @@ def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
             wait_for_kv = start_ring_transfer(kv, ring)
         k, v = kv[..., :key_dim], kv[..., key_dim:]
         if call.keys_come_from_lower_rank(hops):
-            # All queries see the first chunks of these keys.
+            # All queries see the keys in first chunks, and none sees those in second chunks.
             k, v = k[layout.first_chunks], v[layout.first_chunks]
             block = call.full_block(layout.sharded, layout.chunk)
             out, lse = merge_outputs(out, lse, *call.kernel.fwd(q, k, v, block))
         else:
-            # Only the queries of second chunks see these keys, and they see all.
+            # Queries in second chunks see all of these keys, and queries in first chunks see none.
             rows = layout.second_chunks
             block = call.full_block(layout.chunk, layout.sharded)
             out, lse = _merge_into_rows(out, lse, rows, call.kernel.fwd(q[rows], k, v, block))
@@ -373,11 +390,14 @@ def _ring_backward(call: Call, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ou
     """Return the gradients of q, k and v of this rank's tokens, from their final out and lse.
 
     K and V pass around the ring again. Their gradients follow one hop behind and return to the owner at the end.
+    A generator: it yields once, after starting its first exchange, and returns when it is resumed.
     """
     if call.gathers_keys:
         return (yield from _gather_backward(call, grad, q, k, v, out, lse))
-    ring, ring_size, layout = call.parallel.ring, call.parallel.split.ring_size, call.layout
-    kv, key_dim = torch.cat([k, v], dim=-1), k.shape[-1]
+    ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
+    layout = call.layout
+    kv = torch.cat([k, v], dim=-1)
+    key_dim = k.shape[-1]
     wait_for_kv = start_ring_transfer(kv, ring) if ring_size > 1 else None
     yield
     dq, dk, dv = call.kernel.bwd(grad, q, k, v, out, lse, call.causal_block(layout.sharded))
@@ -386,10 +406,13 @@ def _ring_backward(call: Call, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ou
     sum_dtype = lse.dtype
     total_dq, dkv = dq.to(sum_dtype), torch.cat([dk, dv], dim=-1).to(sum_dtype)
     for hops in range(1, ring_size):
-        kv, wait_for_dkv = wait_for_kv(), start_ring_transfer(dkv, ring)
+        kv = wait_for_kv()
+        # The gradients of these keys so far arrive while this rank computes its own part of them.
+        wait_for_dkv = start_ring_transfer(dkv, ring)
         if hops + 1 < ring_size:
             wait_for_kv = start_ring_transfer(kv, ring)
         k, v = kv[..., :key_dim], kv[..., key_dim:]
+        # Which queries see which keys: as in _ring_forward.
         if call.keys_come_from_lower_rank(hops):
             rows = layout.first_chunks
             k, v = k[rows], v[rows]

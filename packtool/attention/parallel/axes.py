@@ -70,17 +70,19 @@ class Heads:
 
 
 def refuse_unshareable_sequences(config: Mapping[str, Any], num_ranks: int = 1, *, trained: bool = False) -> None:
-    """Raise if the sequences of a model, given by its ``config.json``, cannot be shared by several ranks.
+    """Raise if several ranks cannot share the sequences of a model.
 
     Args:
+        config: the model's ``config.json``.
         num_ranks: P, the ranks that would share a sequence.
-        trained: the model will be trained, so dropout is refused, too.
+        trained: whether the model will be trained, so that dropout of attention weights is refused, too.
 
     Raises:
-        ConfigError: if this number of ranks cannot share the heads of its gated delta nets.
-        UnsupportedModelError: for layers or settings that rule it out.
+        ConfigError: if this number of ranks cannot share the heads of the model's gated delta nets evenly.
+        UnsupportedModelError: for other recurrent layers, and for dropout.
     """
-    name, text = thinker_of(config).get("model_type"), text_config_of(config)
+    name = thinker_of(config).get("model_type")
+    text = text_config_of(config)
     has_recurrent_layers = "linear_attention" in (text.get("layer_types") or ())
     are_gated_delta_nets = any(text.get("model_type") in family.recurrent_types for family in FAMILIES)
     if has_recurrent_layers and not are_gated_delta_nets:
@@ -90,11 +92,13 @@ def refuse_unshareable_sequences(config: Mapping[str, Any], num_ranks: int = 1, 
             "Leave the option out; --gradient-checkpointing true and --fsdp full_shard save memory, too.",
         )
     if has_recurrent_layers:
-        heads = Heads(int(text["linear_num_value_heads"]), int(text["linear_num_key_heads"]))
-        if not heads.can_divide_among(num_ranks):
+        value_heads = int(text["linear_num_value_heads"])
+        key_heads = int(text["linear_num_key_heads"])
+        # Ranks divide the values of a gated delta net as they divide the queries of attention.
+        if not Heads(queries=value_heads, keys=key_heads).can_divide_among(num_ranks):
             raise ConfigError(
-                f"--sequence-parallel-size {num_ranks}: the gated delta nets of a {name} model have {heads.queries} "
-                f"heads of values and {heads.keys} of keys, which {num_ranks} processes cannot share evenly",
+                f"--sequence-parallel-size {num_ranks}: the gated delta nets of a {name} model have {value_heads} "
+                f"heads of values and {key_heads} of keys, which {num_ranks} processes cannot share evenly",
                 "Choose a size that divides the heads of keys.",
             )
     if trained and text.get("attention_dropout"):
@@ -135,11 +139,11 @@ class Axes:
 
 
 def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, ranks_per_node: int) -> Axes:
-    """Choose the axes that a run's options request or, with ``auto``, those that send the least.
+    """Choose how ranks share a sequence: as a run's options request, or with ``auto`` so that ranks send the least.
 
-    ``auto`` considers the splits whose heads divide, whose Ulysses ranks are in one machine, and whose chunks are not
-    tiny; of equals it takes the one with the most Ulysses ranks. Unless the options decide, K and V pass around the
-    ring where chunks are long enough to hide the transfer, and are gathered at once where chunks are short.
+    ``auto`` considers the splits that divide the heads evenly, keep Ulysses ranks in one machine and have no tiny
+    chunks. Of splits that send equally much, it takes the one with the most Ulysses ranks. Unless the options decide,
+    K and V pass around the ring if chunks are long enough to hide the transfer, and are gathered at once otherwise.
 
     Args:
         typical_length: mean length of the samples, weighted by their tokens.
@@ -148,30 +152,32 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
     Raises:
         ConfigError: if the ranks cannot share the heads evenly, or sliding windows do not allow a ring.
     """
-    size, requested_type = options.sequence_parallel_ranks, options.sequence_parallel_type
-    if size == 1:
+    num_ranks = options.sequence_parallel_ranks
+    requested_type = options.sequence_parallel_type
+    if num_ranks == 1:
         return Axes(reason="every rank has sequences of its own")
     requested_ulysses = _requested_ulysses_size(options)
-    all_divisors = [divisor for divisor in range(size, 0, -1) if size % divisor == 0]
+    all_divisors = [divisor for divisor in range(num_ranks, 0, -1) if num_ranks % divisor == 0]
     ulysses_sizes = all_divisors if requested_ulysses is None else [requested_ulysses]
     candidates = []
     for ulysses_size in ulysses_sizes:
-        axes = Axes(size // ulysses_size, ulysses_size)
-        if heads.can_divide_among(ulysses_size) and not (heads.has_windows and axes.ring_size > 1):
-            is_long = _chunk_tokens(axes, typical_length) >= _MIN_RING_CHUNK_TOKENS
-            is_ring = requested_type == "ring" or (requested_type != "allgather" and is_long)
+        axes = Axes(ring_size=num_ranks // ulysses_size, ulysses_size=ulysses_size)
+        cuts_windows = heads.has_windows and axes.ring_size > 1
+        if heads.can_divide_among(ulysses_size) and not cuts_windows:
+            hides_transfer = _chunk_tokens(axes, typical_length) >= _MIN_RING_CHUNK_TOKENS
+            is_ring = requested_type == "ring" or (requested_type != "allgather" and hides_transfer)
             candidates.append(dataclasses.replace(axes, kv_exchange="ring" if is_ring else "allgather"))
     if not candidates:
-        problem = _refusal(ulysses_sizes, heads, size)
+        problem = _refusal(ulysses_sizes, heads, num_ranks)
         raise ConfigError(problem, "Choose a --sequence-parallel-size that divides the heads.")
     if requested_ulysses is None:
         axes, reason = _cheapest(candidates, heads, typical_length, ranks_per_node)
     else:
         axes, reason = candidates[0], "as asked"
     if requested_type in ("auto", "ulysses") and axes.ring_size > 1:
-        hides = "long enough" if axes.kv_exchange == "ring" else "too short"
+        verdict = "long enough" if axes.kv_exchange == "ring" else "too short"
         chunk_tokens = _chunk_tokens(axes, typical_length)
-        reason += f"; chunks of about {chunk_tokens:,} tokens are {hides} to hide the next one's way"
+        reason += f"; chunks of about {chunk_tokens:,} tokens are {verdict} to hide the next one's way"
     return dataclasses.replace(axes, reason=reason)
 
 

@@ -35,6 +35,7 @@ from packtool.config.packing import SEQUENCE_PARALLEL_KERNELS
 from packtool.errors import ConfigError
 
 _MATH_QUERIES = 256
+_MAX_CUDA_FLASH_HEAD_DIM = 256
 _CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -246,15 +247,16 @@ def merge_outputs(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor
 
     Args:
         out, block_out: (T, Hq, D), ``out`` in float32 or float64.
-        lse, block_lse: (Hq, T), of the same precision.
+        lse, block_lse: (Hq, T), in the precision of ``out``; -inf for a query that sees no key of the block.
 
     Returns:
-        out and lse over the keys of both; queries that see none of either keep 0 and -inf.
+        out and lse over the keys of both blocks; 0 and -inf for a query that sees no key of either.
     """
     merged_lse = torch.logaddexp(lse, block_lse)
 
     def weight_of(lse: Tensor) -> Tensor:
-        # -inf minus -inf is a query that has seen nothing so far: its output is 0, whatever its weight.
+        """Return a block's share of the merged output, (T, Hq, 1)."""
+        # Without keys the weight is exp(-inf) = 0. The difference could be -inf minus -inf, which is NaN.
         weight = torch.where(torch.isneginf(lse), lse, lse - merged_lse).exp()
         return weight.transpose(0, 1).unsqueeze(-1)
 
@@ -262,13 +264,14 @@ def merge_outputs(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor
 
 
 def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_dims: tuple[int, int]) -> BlockKernel:
-    """Choose the block kernel for a run's ``--attn-impl``.
+    """Return the kernel that computes a run's attention blocks.
 
     Args:
-        head_dims: D of q and k, and of v.
+        impl: value of ``--attn-impl``.
+        head_dims: head size D of q and k, and that of v.
 
     Raises:
-        ConfigError: for a kernel that cannot compute blocks, or is not available.
+        ConfigError: if ``impl`` cannot compute blocks, or is unusable on this device or in this precision.
     """
     if impl not in SEQUENCE_PARALLEL_KERNELS:
         raise ConfigError(
@@ -278,10 +281,11 @@ def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_d
         )
     if impl == "varlen" and (error := needs_fast_gpu("torch's varlen", device, dtype)):
         raise ConfigError(f"--attn-impl varlen: {error.message}", error.remedy)
-    if impl in ("auto", "varlen") and needs_fast_gpu("flash", device, dtype) is None and max(head_dims) <= 256:
+    is_fast_gpu = needs_fast_gpu("flash", device, dtype) is None
+    if impl in ("auto", "varlen") and is_fast_gpu and max(head_dims) <= _MAX_CUDA_FLASH_HEAD_DIM:
         return CudaFlashBlockKernel()
-    has_flash = device.type == "cpu" and head_dims[0] == head_dims[1] and hasattr(torch.ops.aten, _CPU_FLASH)
-    return CpuFlashBlockKernel() if has_flash and impl != "reference" else MathBlockKernel()
+    has_cpu_flash = device.type == "cpu" and head_dims[0] == head_dims[1] and hasattr(torch.ops.aten, _CPU_FLASH)
+    return CpuFlashBlockKernel() if has_cpu_flash and impl != "reference" else MathBlockKernel()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -34,6 +34,8 @@ from packtool.planning.skrull import SHARDED
 Recurrence = Callable[[Callable[..., Tensor], Tensor, Varlen], Tensor]
 """Runs a layer's forward on (1, T, C) so that documents are kept apart."""
 
+_SCATTER, _GATHER = False, True  # directions of _ExchangeHeads
+
 
 def run_sharded(
     layer: nn.Module, hidden_states: Tensor, shard: SequenceShard, parallel: SequenceParallel, run: Recurrence
@@ -43,24 +45,28 @@ def run_sharded(
     Args:
         layer: the complete layer, with its weights.
         hidden_states: (1, T / P, hidden).
+        run: runs a forward on (1, T, C) so that documents are kept apart.
 
     Returns:
         (1, T / P, hidden).
     """
     net: Any = layer
     num_ranks = parallel.split.size
+    # Queries, keys and values; z gates the output, b and a the recurrence.
     q, k, v, z, b, a = _projected(net, hidden_states)
-    # All heads of this rank's tokens become this rank's heads of all tokens.
+    # Exchange all heads of this rank's tokens for this rank's heads of all tokens: (T / P, P, C) becomes (T, 1, C).
     num_copies = _num_copies(net, num_ranks)
     q, k = (tensor.repeat_interleave(num_copies, dim=1) for tensor in (q, k))
     channels_by_rank = [torch.unflatten(tensor.flatten(1), 1, (num_ranks, -1)) for tensor in (q, k, v, b, a)]
-    received: Tensor = _ExchangeHeads.apply(torch.cat(channels_by_rank, dim=2), parallel.group, False)
-    # Convolution and recurrence over complete documents, then back to all heads of this rank's tokens.
+    received: Tensor = _ExchangeHeads.apply(torch.cat(channels_by_rank, dim=2), parallel.group, _SCATTER)
+    # Rows arrive rank by rank; convolution and recurrence need them in the order of the documents.
     row_of_token, token_of_row = _token_order(shard, received.device)
     documents = Varlen.of_lengths(shard.sharded_lengths, received.device)
+    # The forward of the layer's class, with a stand-in for the layer that has only this rank's heads.
     forward = partial(type(layer).forward, _RankHeads(net, num_ranks, parallel.split.rank))
     states = run(forward, received[row_of_token].transpose(0, 1), documents)
-    out: Tensor = _ExchangeHeads.apply(states[0, token_of_row].unsqueeze(1), parallel.group, True)
+    # Exchange back, for all heads of this rank's tokens.
+    out: Tensor = _ExchangeHeads.apply(states[0, token_of_row].unsqueeze(1), parallel.group, _GATHER)
     gated = net.norm(out.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim))
     return net.out_proj(gated.reshape(*hidden_states.shape[:2], -1))
 
@@ -101,23 +107,29 @@ class _RankHeads:
     """
 
     def __init__(self, net: Any, num_ranks: int, rank: int) -> None:
+        # The public attributes are those that the forward of the layer's class reads, here of this rank's heads.
         self._net = net
         num_copies = _num_copies(net, num_ranks)
-        self.num_k_heads, self.num_v_heads = net.num_k_heads * num_copies // num_ranks, net.num_v_heads // num_ranks
-        self.key_dim, self.value_dim = self.num_k_heads * net.head_k_dim, self.num_v_heads * net.head_v_dim
+        self.num_k_heads = net.num_k_heads * num_copies // num_ranks
+        self.num_v_heads = net.num_v_heads // num_ranks
+        self.key_dim = self.num_k_heads * net.head_k_dim
+        self.value_dim = self.num_v_heads * net.head_v_dim
         self.conv_dim = 2 * self.key_dim + self.value_dim
 
-        def key_heads_of_rank(weight: Tensor) -> Tensor:
+        def key_channels(weight: Tensor) -> Tensor:
+            """Return this rank's rows of weights (Hk Dk, ...) of queries or keys, whose heads are repeated."""
             heads = torch.unflatten(weight, 0, (net.num_k_heads, -1))
-            return heads.repeat_interleave(num_copies, 0).flatten(0, 1).chunk(num_ranks)[rank]
+            return heads.repeat_interleave(num_copies, dim=0).flatten(0, 1).chunk(num_ranks)[rank]
 
-        def channels_of_rank(weight: Tensor) -> Tensor:
+        def conv_channels(weight: Tensor) -> Tensor:
+            """Return this rank's rows of weights (channels of q, k and v, ...) of the convolution."""
             q, k, v = torch.split(weight, [net.key_dim, net.key_dim, net.value_dim])
-            return torch.cat([key_heads_of_rank(q), key_heads_of_rank(k), v.chunk(num_ranks)[rank]])
+            return torch.cat([key_channels(q), key_channels(k), v.chunk(num_ranks)[rank]])
 
-        bias = None if net.conv1d.bias is None else channels_of_rank(net.conv1d.bias)
-        self.conv1d = SimpleNamespace(weight=channels_of_rank(net.conv1d.weight), bias=bias)
-        self.A_log, self.dt_bias = net.A_log.chunk(num_ranks)[rank], net.dt_bias.chunk(num_ranks)[rank]
+        bias = None if net.conv1d.bias is None else conv_channels(net.conv1d.bias)
+        self.conv1d = SimpleNamespace(weight=conv_channels(net.conv1d.weight), bias=bias)
+        self.A_log = net.A_log.chunk(num_ranks)[rank]
+        self.dt_bias = net.dt_bias.chunk(num_ranks)[rank]
         self._widths = [self.key_dim, self.key_dim, self.value_dim, self.num_v_heads, self.num_v_heads]
 
     def __getattr__(self, name: str) -> Any:

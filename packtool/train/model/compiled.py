@@ -35,10 +35,10 @@ _COMPILE_REMEDY = "Leave --torch-compile out; the losses are the same."
 
 
 def compile_layers(model: nn.Module, backend: str) -> int:
-    """Compile the layers of a model's language model for training; call it once per model.
+    """Compile the layers of a model's language model for training, in place; return their number.
 
-    The model is routed through packed attention and made trainable, not yet wrapped for several processes. An
-    UnsupportedModelError is raised if it does not name its layers. Returns their number.
+    Call this once per model, after it is routed through packed attention and made trainable, and before it is wrapped
+    for several processes. A model that does not name its layers is an UnsupportedModelError.
     """
     inner = base_model(model)
     layers = getattr(inner.get_decoder(), "layers", None)
@@ -47,14 +47,16 @@ def compile_layers(model: nn.Module, backend: str) -> int:
             f"--torch-compile true: cannot find the layers of a {type(inner).__name__}", _COMPILE_REMEDY
         )
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, _MAX_COMPILATIONS)
-    # This option splits graphs at DDP's buckets, but graphs end with every layer anyway.
+    # optimize_ddp would split graphs at DDP's buckets, but each graph ends with its layer anyway.
     dynamo_config.optimize_ddp = False
-    compiled_classes = {cls: _compiled_class(cls, backend) for cls in {type(layer) for layer in layers}}
+    layer_classes = {type(layer) for layer in layers}
+    compiled_classes = {layer_class: _compiled_class(layer_class, backend) for layer_class in layer_classes}
     disable: Any = torch.compiler.disable
     for layer in layers:
         for module in layer.modules():
+            # Experts are not compiled, because their shapes differ in every micro-batch.
             if type(module).__name__.endswith("Experts"):
-                # A bound method, which a deep copy binds to the copy.
+                # A bound method instead of a function, because a deep copy of the model binds it to the copy.
                 module.forward = types.MethodType(disable(type(module).forward), module)
         layer.__class__ = compiled_classes[type(layer)]
     return len(layers)
@@ -75,9 +77,9 @@ def _compiled_class(cls: type[nn.Module], backend: str) -> type[nn.Module]:
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Raise a ConfigError unless a backend compiles a function of two operations, forward and backward."""
+    """Raise a ConfigError unless a backend compiles a small trial function, forward and backward, on this device."""
     if backend not in list_backends(exclude_tags=()):
-        # list_backends() leaves out those for compiler developers.
+        # By default list_backends leaves out backends for compiler developers.
         known = [*list_backends(), *_DEBUG_BACKENDS]
         raise ConfigError(
             f"--torch-compile-backend {backend}: torch has no such backend{did_you_mean(backend, known)}",
@@ -113,9 +115,9 @@ def refuse_without_liger(*, on_gpu: bool) -> None:
 
 
 def liger_warning(model: nn.Module, model_type: str) -> str | None:
-    """Return a warning if Liger does not know or cannot patch a model, which is then trained without its kernels.
+    """Return a warning if Liger does not know or cannot patch a model, which is then trained without Liger's kernels.
 
-    The model is on the meta device, and is patched as the trained model will be.
+    ``model`` is on the meta device. It is patched in place, as the Trainer will patch the trained model.
     """
     import liger_kernel.transformers as liger
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as MODEL_TYPES

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from packtool.attention.parallel.axes import Axes
@@ -153,16 +154,17 @@ class Fit:
     def __init__(self, config: PlanConfig) -> None:
         assert config.fit is not None
         model = config.model or exported_model(config.cached_dataset[0])
-        self.config, self.hardware = config, read_hardware(config.hardware)
-        self.base = part_of(TrainConfig, config, model=model, share_prefix="false")
+        self.config = config
+        self.hardware = read_hardware(config.hardware)
+        self.base = part_of(TrainConfig, config, model=model, share_prefix="false")  # each setting changes some fields
         self.inputs = open_to_train(self.base)
-        _, self.files, self.reader = self.inputs.for_training
+        _, self.files, self.reader = self.inputs.for_training  # the model's files, and the reader of the caches
         self.max_length = self.inputs.options.max_length
         self.budget = config.fit * Constants().usable_memory
         self.proposals: list[Proposal] = []
         self.num_settings = self.num_tried = 0
         self._packs: dict[int, PackPlan] = {}  # by packing length
-        # Many settings have the same plan, sequence parallelism or model: each is made once.
+        # Each plan, sequence parallelism and model is made once, because many settings have the same.
         self._plan = cache(self._make_plan)
         self._axes = cache(self._make_axes)
         self._model = cache(self._make_model)
@@ -190,25 +192,29 @@ class Fit:
         }
 
     def accepted_runs(self) -> list[TrainConfig]:
-        """Return runs with all combinations of settings that training accepts; a ConfigError if there is none."""
-        # The simplest sharding first, then those that need less memory.
+        """Return a run for each combination of settings that training accepts; raise a ConfigError if there is none.
+
+        Options that the user has set keep their values.
+        """
+        # Without sharding first, then the shardings that need less memory.
         shardings: list[dict[str, Any]] = [{}]
         if self.config.world_size > 1 and not self.config.fsdp and self.config.deepspeed is None:
             shardings += [{"fsdp": ("full_shard",)}, {"fsdp": ("shard_grad_op",)}]
             if importlib.util.find_spec("deepspeed") is not None:
                 shardings += [{"deepspeed": f"zero{stage}"} for stage in (1, 2, 3)]
-        recomputing = [False, True]
+        checkpointing_choices = [False, True]
         if self.config.gradient_checkpointing is not None:
-            recomputing = [self.config.gradient_checkpointing]
+            checkpointing_choices = [self.config.gradient_checkpointing]
         sizes = self._sequence_parallel_sizes()
         runs = []
-        for size, sharding, recomputes in itertools.product(sizes, shardings, recomputing):
-            settings = {"sequence_parallel_size": size, "gradient_checkpointing": recomputes, **sharding}
+        for size, sharding, checkpointing in itertools.product(sizes, shardings, checkpointing_choices):
+            settings = {"sequence_parallel_size": size, "gradient_checkpointing": checkpointing, **sharding}
             for packing_length in self._packing_lengths(size or 1):
                 runs.append(dataclasses.replace(self.base, packing_length=packing_length, **settings))
         accepted = [run for run in runs if not run.problems()]
         if not accepted:
-            raise ConfigError.from_problems(list(dict.fromkeys(problem for run in runs for problem in run.problems())))
+            problems = [problem for run in runs for problem in run.problems()]
+            raise ConfigError.from_problems(list(dict.fromkeys(problems)))  # without repetitions
         return accepted
 
     def estimate_time(self, run: TrainConfig) -> Proposal:
@@ -217,23 +223,26 @@ class Fit:
         assert run.packing_length is not None
         plan, media_shares = self._plan(run.packing_length, num_sharing_ranks)
         model = self._model(run.deepspeed is not None)
-        sizes = parameter_sizes(model)
-        trained = [size for size in sizes if size.is_trained]
+        parameters = parameter_sizes(model)
+        trained = [parameter for parameter in parameters if parameter.is_trained]
+        num_weights = sum(parameter.num_elements for parameter in parameters)
+        num_trained = sum(parameter.num_elements for parameter in trained)
         dtype = resolve_dtype(self._model_config, run, on_gpu=True)
-        if run.fsdp:  # reduces gradients in float32
-            gradient_bytes = sum(4 * size.num_elements for size in trained)
+        quantized = quantized_layers(model, self._model_config.model_type, run)
+        # FSDP exchanges gradients in float32, DeepSpeed in the precision of the computation, DDP in that of the weights.
+        if run.fsdp:
+            gradient_bytes = num_trained * torch.float32.itemsize
         elif run.deepspeed:
-            gradient_bytes = sum(dtype.itemsize * size.num_elements for size in trained)
+            gradient_bytes = num_trained * dtype.itemsize
         else:
-            gradient_bytes = sum(size.num_elements * size.element_bytes for size in trained)
+            gradient_bytes = sum(parameter.num_elements * parameter.element_bytes for parameter in trained)
         time = ExpectedTime(
             model=self.files.config,
             hardware=self.hardware,
             world_size=self.config.world_size,
-            weight_bytes=sum(size.num_elements for size in sizes) * dtype.itemsize
-            - saved_bytes(quantized_layers(model, self._model_config.model_type, run), run, dtype.itemsize),
+            weight_bytes=num_weights * dtype.itemsize - saved_bytes(quantized, run, dtype.itemsize),
             gradient_bytes=gradient_bytes,
-            trained_bytes=sum(size.num_elements for size in trained) * dtype.itemsize,
+            trained_bytes=num_trained * dtype.itemsize,
         )
         return Proposal(
             run=run,
@@ -359,16 +368,17 @@ def fastest_first(proposals: list[Proposal]) -> list[Proposal]:
 
 
 def _no_fit_error(fit: Fit, candidates: list[Proposal]) -> ConfigError:
-    """Return the error that names the settings with the least memory, and remedies."""
+    """Return the error that names the settings that need the least memory, and remedies."""
     by_min_bytes = sorted(candidates, key=fit.min_bytes)
-    nearest = by_min_bytes[0]
+    nearest = by_min_bytes[0]  # the settings with the smallest estimate so far
     for candidate in by_min_bytes:
-        # Settings whose lower bound is above the best estimate need no trace.
+        # Tracing takes seconds, and is useless if even the lower bound is above the smallest estimate.
         if fit.min_bytes(candidate) < fit.num_bytes(nearest):
             nearest = min(nearest, candidate, key=fit.num_bytes)
-    run, num_bytes = nearest.run, fit.num_bytes(nearest)
-    recomputes = str(run.gradient_checkpointing).lower()
-    settings = f"--packing-length {run.packing_length}, --gradient-checkpointing {recomputes}"
+    run = nearest.run
+    num_bytes = fit.num_bytes(nearest)
+    checkpointing = str(run.gradient_checkpointing).lower()
+    settings = f"--packing-length {run.packing_length}, --gradient-checkpointing {checkpointing}"
     settings += f", sharding {nearest.sharding}, --sequence-parallel-size {run.sequence_parallel_ranks}"
     remedies = ["more GPUs (--world-size)"]
     if fit.config.train_type == "full":

@@ -121,6 +121,7 @@ def load_model(
     Args:
         model: directory or hub name of the checkpoint.
         config: of the model; not changed.
+        dtype: precision of the weights in memory.
         packing: replace the attention of the language model by packed attention.
         attn_impl: kernel of the packed attention; ``auto`` chooses one.
         parallel: ranks that share each sequence; None without sequence parallelism.
@@ -148,23 +149,26 @@ def load_model(
     with experts_transposed_correctly() if experts is not None else contextlib.nullcontext():
         loaded: Any = _read_weights(model, config, settings)
     if experts is not None:
-        # Checkpoints must not store the division among the processes of this run.
+        # Remove it, so that saved configs do not contain the division among the processes of this run.
         loaded.config.__dict__.pop("distributed_config", None)
     if quantized is not None:
         disable_avx512_layout(loaded)
-    # Under ZeRO-3 transformers would also revert renamings that this checkpoint never needed.
-    if renamings := getattr(loaded, "_weight_conversions", None):
-        loaded._weight_conversions = [renaming for renaming in renamings if renaming.was_used()]
+    # Saving reverts the conversions of weight names. Under ZeRO-3 these include some that this checkpoint never needed.
+    if conversions := getattr(loaded, "_weight_conversions", None):
+        loaded._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
     route_attention(loaded, packing=packing, attn_impl=attn_impl, parallel=parallel)
     return loaded
 
 
 def _read_weights(model: str, config: PreTrainedConfig, settings: dict[str, Any]) -> PreTrainedModel:
-    """Call transformers' ``from_pretrained``, and check that the checkpoint has all weights."""
+    """Call transformers' ``from_pretrained`` with further ``settings``, and check that the checkpoint has all weights.
+
+    ``model`` is the directory or hub name of the checkpoint.
+    """
     try:
-        loaded, info = auto_class(config).from_pretrained(
+        loaded, loading_info = auto_class(config).from_pretrained(
             model,
-            # A copy, because loading writes the attention into the config, which collation uses for another model.
+            # A copy, because loading writes the kind of attention into the config, which other models are built from.
             config=copy.deepcopy(config),
             attn_implementation="sdpa",
             output_loading_info=True,
@@ -175,7 +179,7 @@ def _read_weights(model: str, config: PreTrainedConfig, settings: dict[str, Any]
             f"the weights of {model} cannot be read: {error}",
             "Download the complete files again: a clone without git lfs contains only pointers to them.",
         ) from error
-    if missing := sorted(info["missing_keys"]):
+    if missing := sorted(loading_info["missing_keys"]):
         names = ", ".join(missing[:_MAX_SHOWN_NAMES]) + (", ..." if len(missing) > _MAX_SHOWN_NAMES else "")
         raise MismatchError(
             f"{model} lacks {len(missing)} weights of a {type(loaded).__name__}: {names}",
@@ -221,21 +225,22 @@ def build_model(
     """Load the model that a run trains, make it trainable, and compile its layers if requested.
 
     Returns:
-        the model, bare or inside a LoRA adapter; the precision of its weights in checkpoints; and tensors of the base
-        model that transformers does not load, with their files.
+        the model, bare or inside a LoRA adapter; the precision of its weights in checkpoints; and the file of each
+        tensor of the base model that transformers does not load, by the tensor's name.
     """
     # Every rank, and every run with this seed, initializes adapters with the same random weights.
     set_seed(run.config.seed)
-    weights = run.resume_point.weights
+    resumed_weights = run.resume_point.weights  # checkpoint to take only the weights from, or None
     is_adapter = run.config.train_type != "full"
     weight_dtype = loaded_dtype(dtype, spec.config, run.config)
     experts = None
     if run.config.shares_experts:
-        empty = model_without_weights(run.config, spec.config, weight_dtype)
-        experts = expert_sharding(empty, run.config, run.world, dtype)
+        meta_model = model_without_weights(run.config, spec.config, weight_dtype)
+        experts = expert_sharding(meta_model, run.config, run.world, dtype)
+    # With adapters always load the base model, because an adapter stores the name of the loaded model.
+    source = absolute_model(run.config.model) if resumed_weights is None or is_adapter else resumed_weights
     model = load_model(
-        # With adapters always the base model, because an adapter stores the name of the loaded model.
-        weights if weights is not None and not is_adapter else absolute_model(run.config.model),
+        source,
         spec.config,
         dtype=weight_dtype,
         packing=run.config.removes_padding,
@@ -248,12 +253,14 @@ def build_model(
     saved = SavedPrecision.of(spec.config, model)
     unloaded = {} if is_adapter else unloaded_tensors(model, run.source.files.directory)
     trained = make_trainable(model, run.config)
-    if weights is not None:
+    if resumed_weights is not None:
         if isinstance(trained, PeftModel):
-            load_adapter_weights(trained, weights)
+            load_adapter_weights(trained, resumed_weights)
         else:
-            load_master_weights(trained, weights)
-        progress.note(f"weights are loaded from {weights}; optimizer, schedule and data start from the beginning")
+            load_master_weights(trained, resumed_weights)
+        progress.note(
+            f"weights are loaded from {resumed_weights}; optimizer, schedule and data start from the beginning"
+        )
     lines = [*precision_lines(trained, dtype, run.config, saved.dtype), *unloaded_line(unloaded, run.config.model)]
     lines += [*adapter_lines(trained, run.config), *quantization_line(trained, spec.config.model_type, run.config)]
     for line in lines:
@@ -316,20 +323,25 @@ def add_unloaded_tensors(output: str, unloaded: Mapping[str, str]) -> None:
 
     Tensors that the model already has stay unchanged, and so does ``output`` if it has no safetensors. Reads at most
     one shard of the base model at a time.
+
+    Args:
+        output: directory of the saved model.
+        unloaded: the tensors' names, each with the file of the base model to copy the tensor from.
     """
-    saved = tensor_files(output)
-    names_by_file = defaultdict[str, list[str]](list)
-    for name, path in unloaded.items():
-        if name not in saved:
-            names_by_file[path].append(name)
-    if not saved or not names_by_file:
+    saved_files = tensor_files(output)
+    names_by_source = defaultdict[str, list[str]](list)
+    for name, source in unloaded.items():
+        if name not in saved_files:
+            names_by_source[source].append(name)
+    if not saved_files or not names_by_source:
         return
-    shards = sorted(set(saved.values()))
-    num_shards = len(shards) + len(names_by_file)
+    saved_shards = sorted(set(saved_files.values()))
+    num_shards = len(saved_shards) + len(names_by_source)
     paths = [os.path.join(output, f"model-{n:05d}-of-{num_shards:05d}.safetensors") for n in range(1, num_shards + 1)]
-    for shard, path in zip(shards, paths, strict=False):
+    # Rename the saved shards, because the name of a shard contains the number of shards.
+    for shard, path in zip(saved_shards, paths, strict=False):
         os.replace(shard, path)
-    for (source, names), path in zip(names_by_file.items(), paths[len(shards) :], strict=True):
+    for (source, names), path in zip(names_by_source.items(), paths[len(saved_shards) :], strict=True):
         if source.endswith(".safetensors"):
             with safe_open(source, "pt") as file:
                 copied = {name: file.get_tensor(name) for name in names}

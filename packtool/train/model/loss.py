@@ -132,7 +132,7 @@ class HeadLoss:
         self._chunk_logits = chunk_logits or CHUNK_LOGITS
         self._targets: tuple[Tensor, Tensor] | None = None
         self._correct: Tensor | None = None
-        head.forward = self._forward
+        head.forward = self._losses_or_logits
 
     def remove(self) -> None:
         """Restore the head's own forward."""
@@ -167,14 +167,15 @@ class HeadLoss:
             return TargetLosses(losses, correct, positions, weights, losses.new_zeros(()))
         return TargetLosses(losses[:0], correct, positions, weights, losses.sum())
 
-    def _forward(self, hidden: Tensor) -> Tensor:
+    def _losses_or_logits(self, hidden: Tensor) -> Tensor:
         """Replace the head's forward: inside ``losses``, return losses (1, N, 1) of hidden states (B, T, D).
 
-        Losses are computed in chunks of targets, whose logits the backward pass recomputes.
+        Outside of ``losses``, return logits as the head does. Losses are computed in chunks of targets, whose logits
+        the backward pass recomputes. In ``_correct``, the call leaves whether the most likely token is the label.
         """
         if self._targets is None:
             return self._head_forward(hidden)
-        positions, labels = self._targets
+        positions, labels = self._targets  # (N,) each
         hidden = hidden.flatten(0, 1)
         if not len(positions):
             # Zero times a logit: every parameter must take part in the backward pass, or other ranks would wait.
@@ -187,7 +188,7 @@ class HeadLoss:
 
         def chunk_losses(chunk_hidden: Tensor, chunk_labels: Tensor, chunk: int) -> Tensor:
             logits = self._head_forward(chunk_hidden).float()
-            if chunk not in correct_by_chunk:  # only once, not when the backward pass recomputes the logits
+            if chunk not in correct_by_chunk:  # in the forward pass, not when the backward pass recomputes the logits
                 correct_by_chunk[chunk] = logits.detach().argmax(-1) == chunk_labels
             return F.cross_entropy(logits, chunk_labels, reduction="none")
 
@@ -255,25 +256,32 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
     With ``label_logits_only``, compute logits only at positions with a label; the model must accept ``logits_to_keep``.
     Without targets, the sum of the losses is exactly 0 but still depends on the whole model.
     """
-    inputs, labels, positions = batch.model_inputs(), batch.labels, batch.target_positions
+    inputs = batch.model_inputs()
+    labels = batch.labels
+    positions = batch.target_positions
     if label_logits_only:
         kept = label_positions(batch)
-        inputs["logits_to_keep"], labels = kept, labels[:, kept]
-    logits, labels = model(**inputs).logits.flatten(0, 1), labels.flatten()
+        inputs["logits_to_keep"] = kept
+        labels = labels[:, kept]
+    logits = model(**inputs).logits.flatten(0, 1)  # (computed positions, vocabulary)
+    labels = labels.flatten()
     weights = None if batch.loss_weights is None else batch.loss_weights.flatten()[positions]
     if not len(positions):
         zero = logits.float().sum() * 0.0
         return TargetLosses(zero.new_zeros(0), labels.new_zeros(0, dtype=torch.bool), positions, weights, zero)
+    # Without gradients, chunks save memory: float32 logits of a chunk are freed before those of the next one.
     chunk_size = len(logits) if torch.is_grad_enabled() else _ROWS_AT_ONCE
-    losses, correct = [], []
-    for chunk, targets in zip(torch.split(logits, chunk_size), torch.split(labels, chunk_size), strict=True):
-        losses.append(F.cross_entropy(chunk.float(), targets, ignore_index=IGNORE_INDEX, reduction="none"))
-        correct.append(chunk.detach().argmax(-1) == targets)
-    all_losses, all_correct = torch.cat(losses), torch.cat(correct)
-    if len(all_losses) != len(positions):  # some positions have no label
+    chunks = zip(torch.split(logits, chunk_size), torch.split(labels, chunk_size), strict=True)
+    loss_chunks, correct_chunks = [], []
+    for chunk_logits, chunk_labels in chunks:
+        chunk_losses = F.cross_entropy(chunk_logits.float(), chunk_labels, ignore_index=IGNORE_INDEX, reduction="none")
+        loss_chunks.append(chunk_losses)
+        correct_chunks.append(chunk_logits.detach().argmax(-1) == chunk_labels)
+    losses, correct = torch.cat(loss_chunks), torch.cat(correct_chunks)
+    if len(losses) != len(positions):  # some computed positions have no label
         is_target = labels != IGNORE_INDEX
-        all_losses, all_correct = all_losses[is_target], all_correct[is_target]
-    return TargetLosses(all_losses, all_correct, positions, weights, all_losses.new_zeros(()))
+        losses, correct = losses[is_target], correct[is_target]
+    return TargetLosses(losses, correct, positions, weights, losses.new_zeros(()))
 
 
 def label_positions(batch: Batch) -> Tensor:
@@ -315,20 +323,21 @@ class RouterBalance:
         self._world_size = 1
         self._share = torch.zeros(())
         self._balances: list[Tensor] = []
-        # transformers' models declare which modules are routers, and the index of the logits in a router's output.
-        logits_index_of: dict[type[nn.Module], int] = {}
+        # transformers' models declare the classes of their routers, with the index of the logits in a router's output.
+        logits_index_by_class: dict[type[nn.Module], int] = {}
         for module in model.modules():
             recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get(_RECORDED)
-            for recorder in recorded if isinstance(recorded, list) else [recorded]:
+            recorders = recorded if isinstance(recorded, list) else [recorded]
+            for recorder in recorders:
                 if hasattr(recorder, "target_class"):
-                    logits_index_of[recorder.target_class] = recorder.index
+                    logits_index_by_class[recorder.target_class] = recorder.index
         self._num_layers = 0
         for module in model.modules():
-            # Base classes too, because FSDP changes the class of a module to a subclass.
-            for router_class in logits_index_of.keys() & set(type(module).__mro__):
+            # A router's class may be a base class here, because FSDP changes the class of a module to a subclass.
+            for router_class in logits_index_by_class.keys() & set(type(module).__mro__):
                 self._num_layers += 1
-                # Not a closure, which copies of the model would share.
-                module.register_forward_hook(partial(self._after_router, logits_index_of[router_class]))
+                # A partial of a method instead of a closure, because copies of the model would share a closure.
+                module.register_forward_hook(partial(self._after_router, logits_index_by_class[router_class]))
         if not self._num_layers:
             raise ConfigError(
                 f"--router-aux-loss-coef {coefficient:g}: {type(base_model(model)).__name__} has no routers of experts",

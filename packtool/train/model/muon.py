@@ -27,21 +27,22 @@ class MuonAdamW(Optimizer):
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        # Both optimizers only supply settings and ``step``: groups and states are those of this one.
+        # Both optimizers, made for a placeholder weight, only supply settings and ``step``; groups and states of the
+        # real weights belong to this optimizer.
         muon = Muon([torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         adamw = AdamW([torch.zeros(1)], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
-        self._optimizers = {True: muon, False: adamw}
-        weights_by_kind: dict[bool, list[Tensor]] = {True: [], False: []}
+        self._optimizers = {True: muon, False: adamw}  # by ``is_muon`` of a group
+        muon_weights: list[Tensor] = []
+        adamw_weights: list[Tensor] = []
         for name, weight in named_parameters:
             if weight.requires_grad:
-                is_hidden = "embed" not in name and "lm_head" not in name
-                weights_by_kind[weight.ndim == 2 and is_hidden].append(weight)
-        groups: list[dict[str, Any]] = [
-            {**self._optimizers[is_muon].defaults, "params": weights, "is_muon": is_muon}
-            for is_muon, weights in weights_by_kind.items()
-            if weights
-        ]
-        super().__init__(groups, {})
+                is_hidden_matrix = weight.ndim == 2 and "embed" not in name and "lm_head" not in name
+                (muon_weights if is_hidden_matrix else adamw_weights).append(weight)
+        groups: list[dict[str, Any]] = []
+        for is_muon, weights in ((True, muon_weights), (False, adamw_weights)):
+            if weights:
+                groups.append({**self._optimizers[is_muon].defaults, "params": weights, "is_muon": is_muon})
+        super().__init__(groups, defaults={})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
