@@ -127,11 +127,11 @@ class LearningOptions(Settings):
         selects_linear = is_linear and "all-linear" in self.target_modules
         return selects_linear or any(has_name(name, wanted) for wanted in self.target_modules)
 
-    def is_frozen(self, parameter: str) -> bool:
+    def freezes_name(self, parameter: str) -> bool:
         """Return whether ``--freeze-parameters`` or its regular expression matches a parameter."""
         return _matches(parameter, self.freeze_parameters, self.freeze_parameters_regex)
 
-    def is_unfrozen(self, parameter: str) -> bool:
+    def trains_name(self, parameter: str) -> bool:
         """Return whether ``--trainable-parameters``, which overrides freezing, or its regular expression matches."""
         return _matches(parameter, self.trainable_parameters, self.trainable_parameters_regex)
 

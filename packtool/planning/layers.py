@@ -172,7 +172,7 @@ def _full_training(modules: Sequence[ModuleCost], options: LearningOptions) -> d
     """Find the training of modules, in the order of the model's parameters, without LoRA."""
 
     def is_trained(parameter: str, *, by_default: bool) -> bool:
-        return options.is_unfrozen(parameter) or (by_default and not options.is_frozen(parameter))
+        return options.trains_name(parameter) or (by_default and not options.freezes_name(parameter))
 
     training: dict[str, Trainable] = {}
     # ``freeze_parameters_ratio`` freezes the first modules, up to that fraction of the weights.

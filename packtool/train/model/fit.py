@@ -229,7 +229,7 @@ class Fit:
         num_trained = sum(parameter.num_elements for parameter in trained)
         dtype = resolve_dtype(self._model_config, run, on_gpu=True)
         quantized = quantized_layers(model, self._model_config.model_type, run)
-        # FSDP exchanges gradients in float32, DeepSpeed in the precision of the computation, DDP in that of the weights.
+        # Precision of exchanged gradients: FSDP float32, DeepSpeed that of the computation, DDP that of the weights.
         if run.fsdp:
             gradient_bytes = num_trained * torch.float32.itemsize
         elif run.deepspeed:

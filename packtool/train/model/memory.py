@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -115,45 +115,49 @@ def estimate_memory(
     """Estimate the peak memory of a rank.
 
     Args:
-        model: made trainable, on any device; for its weights.
-        model_config: for tracing a copy of the model.
+        model: made trainable, on any device; only the sizes of its weights matter.
+        model_config: of the model; a copy of the model is traced.
+        dtype: precision of the computation.
         micro_batches: those that may need most memory; by default the longest one, text only.
         trace: returns the bytes of a pass; by default ``traced_pass_bytes``.
     """
-    sizes = parameter_sizes(model)
-    trained = [size for size in sizes if size.is_trained]
-    trained_bytes = sum(size.num_elements * size.element_bytes for size in trained)
+    parameters = parameter_sizes(model)
+    trained = [parameter for parameter in parameters if parameter.is_trained]
+    trained_bytes = sum(parameter.num_elements * parameter.element_bytes for parameter in trained)
     quantized = quantized_layers(model, model_config.model_type, config)
-    weight_bytes, unsharded_bytes = _weight_bytes(sizes, quantized, config, dtype)
+    weight_bytes, unsharded_scale_bytes = _weight_bytes(parameters, quantized, config, dtype)
     # A quantized layer is dequantized while it computes.
     dequantized_bytes = max((unsharded_numel(layer.weight) for layer in quantized), default=0) * dtype.itemsize
     micro_batches = micro_batches or longest_micro_batches(config, model_config.to_dict(), RankTokens(computed=1))
-    traced = [traced_bytes(config, model_config, dtype, batch, axes, trace) for batch in micro_batches]
-    pass_bytes = [num_bytes for num_bytes in traced if num_bytes is not None]
+    pass_bytes = [traced_bytes(config, model_config, dtype, batch, axes, trace) for batch in micro_batches]
+    known_pass_bytes = [num_bytes for num_bytes in pass_bytes if num_bytes is not None]
     num_tokens = micro_batches[0].computed
-    logit_bytes = 0  # in the check before the first step: three float32 tensors
+    logit_bytes = 0  # of the check before the first step: three float32 tensors
     if config.removes_padding and config.verify_packing:
         num_positions = min(MAX_CHECKED_SAMPLES * CHECKED_POSITIONS, num_tokens)
-        logit_bytes = 3 * 4 * num_positions * int(model_config.get_text_config().vocab_size)
-    is_traced = len(pass_bytes) == len(traced)
+        logit_bytes = 3 * torch.float32.itemsize * num_positions * int(model_config.get_text_config().vocab_size)
+    activations = None
+    if len(known_pass_bytes) == len(pass_bytes):
+        activations = (max(*known_pass_bytes, logit_bytes) + dequantized_bytes) / _GIB
     # Stage 1 shards optimizer states, 2 also gradients, 3 also weights, as FSDP and expert parallelism do.
     stage = 3 if shards_weights(config) else zero_stage(config)
-    # torch's buckets are copies of the gradients, not views.
+    # DDP's buckets are copies of the gradients, not views.
     bucket_bytes = trained_bytes if world_size > 1 and stage == 0 and config.deepspeed is None else 0
 
-    def sharded_gib(num_bytes: int, first_stage: int) -> float:
-        return num_bytes / _GIB / (world_size if stage >= first_stage else 1)
+    def sharded_gib(num_bytes: int, *, from_stage: int) -> float:
+        """Return a rank's GiB of something that is sharded from this stage on."""
+        return num_bytes / _GIB / (world_size if stage >= from_stage else 1)
 
     return MemoryEstimate(
-        weights=sharded_gib(weight_bytes, 3) + unsharded_bytes / _GIB,
-        gradients=sharded_gib(trained_bytes, 2),
-        optimizer=sharded_gib(_optimizer_bytes_per_weight_byte(config, dtype) * trained_bytes, 1),
-        activations=(max(*pass_bytes, logit_bytes) + dequantized_bytes) / _GIB if is_traced else None,
+        weights=sharded_gib(weight_bytes, from_stage=3) + unsharded_scale_bytes / _GIB,
+        gradients=sharded_gib(trained_bytes, from_stage=2),
+        optimizer=sharded_gib(_optimizer_bytes_per_weight_byte(config, dtype) * trained_bytes, from_stage=1),
+        activations=activations,
         gathered=_gathered_bytes(model, dtype, config, quantized) / _GIB if stage >= 3 else 0.0,
         buckets=bucket_bytes / _GIB,
         num_tokens=num_tokens,
-        num_parameters=sum(size.num_elements for size in sizes),
-        num_trainable=sum(size.num_elements for size in trained),
+        num_parameters=sum(parameter.num_elements for parameter in parameters),
+        num_trainable=sum(parameter.num_elements for parameter in trained),
     )
 
 
@@ -203,25 +207,28 @@ def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig, q
     gathered in 4 bits.
     """
     expert_ids = {id(weight) for weight in expert_weights(model).values()} if config.shares_experts else set()
-
     quantized_ids = {id(layer.weight) for layer in quantized}
 
-    def num_bytes(parameter: nn.Parameter) -> float:
-        num_ranks = config.expert_parallel_size if id(parameter) in expert_ids else 1
-        return unsharded_numel(parameter) // num_ranks * (0.5 if id(parameter) in quantized_ids else dtype.itemsize)
+    def gathered_bytes(parameters: Iterable[nn.Parameter]) -> float:
+        total = 0.0
+        for parameter in parameters:
+            num_ranks = config.expert_parallel_size if id(parameter) in expert_ids else 1
+            bytes_per_element = 0.5 if id(parameter) in quantized_ids else dtype.itemsize
+            total += unsharded_numel(parameter) // num_ranks * bytes_per_element
+        return total
 
     layer_classes = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     ids_in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    bytes_outside = sum(num_bytes(parameter) for parameter in model.parameters() if id(parameter) not in ids_in_layers)
-    weights_per_layer, gradients_per_layer = [0.0], [0.0]  # bytes; a layer of none, if the model has no layers
+    bytes_outside = gathered_bytes(parameter for parameter in model.parameters() if id(parameter) not in ids_in_layers)
+    layer_bytes = [(0.0, 0.0)]  # weights and gradients of each layer, after an empty one for models without layers
     for layer in layers:
-        weights_per_layer.append(sum(map(num_bytes, layer.parameters())))
         trained = (parameter for parameter in layer.parameters() if parameter.requires_grad)
-        gradients_per_layer.append(sum(map(num_bytes, trained)))
-    max_weights, gradient_bytes = max(zip(weights_per_layer, gradients_per_layer, strict=True))
-    bytes_in_layers = sum(weights_per_layer) if "shard_grad_op" in config.fsdp else 2 * max_weights
-    return bytes_outside + bytes_in_layers + gradient_bytes
+        layer_bytes.append((gathered_bytes(layer.parameters()), gathered_bytes(trained)))
+    max_weight_bytes, gradient_bytes = max(layer_bytes)  # of the layer with the largest weights
+    keeps_all_layers = "shard_grad_op" in config.fsdp
+    weight_bytes = sum(weights for weights, _ in layer_bytes) if keeps_all_layers else 2 * max_weight_bytes
+    return bytes_outside + weight_bytes + gradient_bytes
 
 
 def traced_bytes(
@@ -234,13 +241,14 @@ def traced_bytes(
 ) -> int | None:
     """Return the peak bytes of a forward and backward pass, without weights and gradients; None if not traceable.
 
-    Passes of more than ``2 * _LONG`` tokens are extrapolated from two shorter ones, because memory is linear in tokens,
-    and positions of a billion tokens would need this machine's memory. ``trace`` returns the bytes of a pass.
+    Memory is linear in tokens. Passes of many tokens are therefore extrapolated from two shorter ones; traced as they
+    are, their positions alone could fill this machine's memory. ``trace`` returns the bytes of a pass.
     """
-    trace, axes = trace or traced_pass_bytes, axes or Axes()
+    trace = trace or traced_pass_bytes
+    axes = axes or Axes()
     try:
-        # Images from a model's own processor are real data while they are traced.
-        num_short = _LONG >> 4 if family_of(model_config.to_dict()).processor_inputs else _LONG
+        # Fewer tokens if images come from a model's own processor, because these are real data while they are traced.
+        num_short = _LONG // 16 if family_of(model_config.to_dict()).processor_inputs else _LONG
         if tokens.computed <= 2 * num_short:
             return trace(config, model_config, dtype, tokens, axes)
         short_bytes = trace(config, model_config, dtype, tokens.scaled(num_short), axes)
@@ -306,14 +314,15 @@ class CachedTracer:
 
 
 def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
-    """Estimate the memory of a rank that trains a plan on GPUs, as ``packtool train --dry-run``; takes seconds.
+    """Estimate the memory of a rank that trains a plan on GPUs, as ``packtool train --dry-run`` does; takes seconds.
 
     With stages, return the largest estimate over their packing lengths and sequence parallel sizes.
     """
     plan_by_shape = {}
     for stage in preview.timeline.stages:
         shape = stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size
-        plan_by_shape[shape] = next(stage.stretches()).plan
+        first_epoch = next(stage.stretches())
+        plan_by_shape[shape] = first_epoch.plan
     assert config.model is not None, "checked by the caller"
     files = preview.inputs.files
     assert files is not None, "--model names them"
@@ -340,8 +349,8 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
 def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainConfig:
     """Replace ``--bucket-size auto`` by the largest multiple of 128 tokens that fits into a rank's memory.
 
-    The size is extrapolated from the bytes that each token adds, then reduced until a traced pass of it fits. A trained
-    vision tower is a ConfigError, because its memory depends on images; so is no memory for 128 tokens.
+    The size is extrapolated from the bytes that each token adds, then reduced until a traced pass of it fits. Raise a
+    ConfigError if 128 tokens do not fit, or if a vision tower is trained, whose memory depends on images.
     """
     if config.bucket_size != "auto":
         return config
@@ -367,13 +376,14 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
     pass_budget = usable_bytes - fixed_bytes  # bytes for the activations of a pass
     token_bytes = bytes_per_token(config, model, dtype, axes)
     multiple = _BUCKET_MULTIPLE
+    # Extrapolate, and round down to a multiple.
     num_tokens = int(_FEW_TOKENS + (pass_budget - few_tokens_bytes) / token_bytes)
     num_tokens = max(num_tokens, multiple) // multiple * multiple
     while num_tokens > multiple:
         excess_bytes = _text_pass_bytes(config, model, dtype, num_tokens, axes) - pass_budget
         if excess_bytes <= 0:
             break
-        num_excess = int(excess_bytes / token_bytes) // multiple * multiple + multiple
+        num_excess = (int(excess_bytes / token_bytes) // multiple + 1) * multiple
         num_tokens = max(num_tokens - num_excess, multiple)
     if _text_pass_bytes(config, model, dtype, multiple, axes) > pass_budget:
         raise ConfigError(

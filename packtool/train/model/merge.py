@@ -42,7 +42,7 @@ class MergeResult:
 
 
 def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
-    """Merge an adapter into its base model, and write it with tokenizer, processor, template and generation settings.
+    """Merge an adapter into its base model, and write the model with tokenizer, processor and settings.
 
     Each weight is summed in float32 and rounded once. Needs memory for the base model on the host, but no GPU.
 
@@ -62,14 +62,15 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     dtype = base_dtype if config.torch_dtype == "auto" else getattr(torch, config.torch_dtype)
     with quiet_transformers():
         progress.note(f"base model: {trained.base}")
-        # In the checkpoint's precision; only the sum is rounded to the output's.
+        # In the checkpoint's precision, because only the sums are rounded to the precision of the output.
         model: Any = load_model(base_directory, base_config, dtype=base_dtype, packing=False)
         restore_float32_weights(model, base_directory)
-        saved, unloaded = SavedPrecision.of(base_config, model), unloaded_tensors(model, base_directory)
+        saved = SavedPrecision.of(base_config, model)
+        unloaded = unloaded_tensors(model, base_directory)
         adapted: Any = attach_adapter(model, trained.adapter)
         _untie(adapted.get_base_model())
         layers = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
-        for layer in layers:  # one after the other, so that only one is in float32
+        for layer in layers:  # one at a time, because a layer is in float32 meanwhile
             _merge_layer(layer)
         merged = adapted.unload()
         for name, parameter in merged.named_parameters():
@@ -82,7 +83,7 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
             merged.save_pretrained(incomplete)
             add_unloaded_tensors(incomplete, unloaded)
             copy_processor(base_directory, incomplete)
-            copy_processor(trained.adapter, incomplete)  # with the template of the training
+            copy_processor(trained.adapter, incomplete)  # replaces the chat template by that of the training
             os.replace(incomplete, output)
         for line in unloaded_line(unloaded, trained.base):
             progress.note(line)

@@ -87,16 +87,19 @@ def raise_to_float32(model: nn.Module) -> None:
 
 
 def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved: torch.dtype) -> Iterator[str]:
-    """Describe the precision of a run's weights in memory, in the computation and in checkpoints, in one line."""
+    """Yield one line about the precision of a run's weights in memory, in the computation and in checkpoints.
+
+    ``dtype`` is the precision of the computation, and ``saved`` that of checkpoints.
+    """
     trained_dtypes = {_name(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad}
     frozen_dtypes = {_name(parameter.dtype) for parameter in model.parameters() if not parameter.requires_grad}
-    frozen_dtypes -= {"int8", "uint8"}  # quantized weights have a line of their own
+    frozen_dtypes -= {"int8", "uint8"}  # of quantized weights, which quantization_line describes
     trained = ", ".join(sorted(trained_dtypes))
     if run.train_type == "full" and run.master_weights == "kahan":
         trained += " plus the digits that rounding discards (kahan)"
     elif run.deepspeed is not None and dtype in _HALF_PRECISION:
         trained += " with DeepSpeed's float32 copies"
-    elif run.train_type == "full" and trained_dtypes & {"bfloat16"}:
+    elif run.train_type == "full" and "bfloat16" in trained_dtypes:
         trained += " (small updates are lost; --master-weights float32 keeps them)"
     statements = [f"trained weights: {trained}"]
     if frozen_dtypes:
@@ -154,12 +157,15 @@ class SavedPrecision:
 def save_master_weights(
     model: nn.Module, saved: SavedPrecision, checkpoint: str, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the trained weights that the saved model has in lower precision, or under other names, as they are.
+    """Write the master weights: trained weights that the model files of a checkpoint do not have as they are in memory.
 
-    Other names: transformers saves the experts of a mixture one by one. A resumed Trainer, which looks for their names
-    in memory, would not find them and keep the initial weights.
+    These files have some weights in lower precision. And they have some under other names, such as the experts of a
+    mixture, which transformers saves one by one: a resumed Trainer would not find them and keep the initial weights.
 
-    ``weights`` are full weights of a sharded model, of any shape; its trained ones are all written.
+    Args:
+        saved: precision of the model files.
+        checkpoint: directory whose model files are already written.
+        weights: full weights by name, if the model is sharded; all that are trained are written then.
     """
     saved_names = set(_saved_weights(checkpoint)) if weights is None else set()
     masters = {}
@@ -180,20 +186,20 @@ def _saved_weights(checkpoint: str) -> Iterator[str]:
 
 @torch.no_grad()
 def load_master_weights(model: nn.Module, checkpoint: str) -> None:
-    """Copy the weights that ``save_master_weights`` wrote; raise if a trained weight is in no file."""
+    """Copy the weights that ``save_master_weights`` wrote, if any; raise if a trained weight is in no file."""
     path = os.path.join(checkpoint, MASTER_NAME)
     missing = []
-    names_by_parameter = defaultdict[int, set[str]](set)  # by ``id``; a tied weight has several names
+    names_by_id = defaultdict[int, set[str]](set)  # of each parameter: a tied weight has several names
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_by_parameter[id(parameter)].add(name)
+        names_by_id[id(parameter)].add(name)
     opened: Any = safe_open(path, "pt") if os.path.exists(path) else contextlib.nullcontext()
     with opened as file:
-        masters = set() if file is None else set(file.keys())
-        available = masters | set(_saved_weights(checkpoint))
+        master_names = set() if file is None else set(file.keys())
+        saved_names = master_names | set(_saved_weights(checkpoint))
         for name, parameter in model.named_parameters():
-            if name in masters:
+            if name in master_names:
                 copy_weight(parameter, file.get_tensor(name))
-            elif parameter.requires_grad and not available & names_by_parameter[id(parameter)]:
+            elif parameter.requires_grad and saved_names.isdisjoint(names_by_id[id(parameter)]):
                 missing.append(name)
     if missing:
         raise MismatchError(
@@ -283,8 +289,10 @@ def quantization_config(
 ) -> BitsAndBytesConfig | None:
     """Return the quantization for ``from_pretrained``; None without ``--quant-bits``; raise if it is impossible.
 
-    ``dtype`` is that of the other weights. Sharded 4-bit weights are stored as numbers of the computation's type (by
-    default ``dtype``), because FSDP and DeepSpeed shard only floating-point numbers and convert those of other types.
+    Args:
+        dtype: precision of the weights that are not quantized.
+        computation_dtype: precision of the computation, by default ``dtype``. Sharded 4-bit weights are stored as
+            numbers of this type, because FSDP and DeepSpeed shard only floating-point numbers and convert other types.
     """
     if options.quant_bits is None:
         return None

@@ -62,20 +62,21 @@ def expert_sharding(model: nn.Module, config: TrainConfig, world: World, dtype: 
 def experts_transposed_correctly() -> Iterator[None]:
     """Fix transformers inside ``with``: transpose experts while reading only if the checkpoint stores them transposed.
 
-    transformers 5.23 compares the shape of one rank's experts with that of all experts. These always differ, so it
-    would always transpose.
+    To decide, transformers 5.23 compares the shape of one rank's experts (first dimension: experts) with that of all
+    experts. These always differ, so it would always transpose. The fix compares the other dimensions.
     """
     operation: Any = Transpose
     original: Any = operation.convert
 
-    def convert(self: Any, input_dict: dict[str, Any], *args: Any, **others: Any) -> Any:
+    def convert(self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Replace ``Transpose.convert``; the source and target patterns are in ``args`` or ``kwargs``."""
         (tensors,) = input_dict.values()
         tensor = tensors[0] if isinstance(tensors, list) else tensors
-        parameter = others["model"].get_parameter(others["full_layer_name"]) if self.check_dims else None
+        parameter = kwargs["model"].get_parameter(kwargs["full_layer_name"]) if self.check_dims else None
         if parameter is None or tensor.shape[1:] != parameter.shape[1:]:
-            return original(self, input_dict, *args, **others)
-        target = self.get_target_pattern(input_dict, *args, *(others[n] for n in _PATTERNS if n in others))
-        return {target: tensor}
+            return original(self, input_dict, *args, **kwargs)
+        patterns = (kwargs[name] for name in _PATTERNS if name in kwargs)
+        return {self.get_target_pattern(input_dict, *args, *patterns): tensor}
 
     operation.convert = convert
     try:
@@ -151,10 +152,10 @@ def sharding_arguments(config: TrainConfig) -> dict[str, Any]:
 
 
 def deepspeed_settings(name: str) -> dict[str, Any]:
-    """Return DeepSpeed's settings from the path of a JSON file or a name.
+    """Return DeepSpeed's settings by name, or from a JSON file with this path.
 
-    ``zeroN`` shards optimizer states (1), also gradients (2), also weights (3). ``zeroN_offload`` keeps optimizer
-    states, and for 3 weights, in the machine's memory.
+    The name ``zeroN``, for N from 0 to 3, shards optimizer states (from 1 on), gradients (from 2) and weights (3).
+    ``zeroN_offload`` also keeps optimizer states, and with 3 weights, in the machine's memory.
     """
     match = re.fullmatch(r"zero([0-3])(_offload)?", name)
     if match is None:

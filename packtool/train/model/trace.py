@@ -62,22 +62,28 @@ def trace_pass(
 
     Args:
         model: made trainable, on the meta device; unusable afterwards.
-        spec: the model's properties; its directory is read if the inputs of images come from its own processor.
-        tokens: of the micro-batch; half of them are targets.
-        autocast: precision of the computation, if weights have another.
+        spec: the model's properties; the model's directory is read if it has its own processor for images.
+        tokens: numbers of tokens of the micro-batch; half of the tokens are targets.
+        axes: how ranks share a sequence; by default each rank has its own.
+        autocast: precision of the computation if weights have another precision.
     """
     axes = axes or Axes()
     batch = traced_batch(spec, tokens, axes)
     parallel = None
     if isinstance(batch, ShardedBatch):
         split = batch.shard.split
-        ring, ulysses, group = map(AbsentRanks, (axes.ring_size, axes.ulysses_size, split.size))
-        parallel = SequenceParallel(split, axes.kv_exchange, ring, ulysses, group)
+        parallel = SequenceParallel(
+            split,
+            axes.kv_exchange,
+            ring=AbsentRanks(axes.ring_size),
+            ulysses=AbsentRanks(axes.ulysses_size),
+            group=AbsentRanks(split.size),
+        )
     set_traced_attention(model, parallel)
-    # Autograd creates its threads at its first backward pass, for the devices that it finds. Under the mode it would
-    # not find real GPUs, so this pass comes first.
+    # Autograd creates its threads at its first backward pass, for the devices that it finds. Under FakeTensorMode it
+    # would not find real GPUs, so a real backward pass comes first.
     torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
-    # Models also create real tensors, for example positions from numpy.
+    # Non-fake inputs are allowed because models also create real tensors, for example positions from numpy.
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         _create_weights(model)
         model.train()
@@ -116,11 +122,12 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     Pixels and mel frames are on the meta device. If ranks share a sequence, the batch is that of the rank that needs
     most memory.
     """
-    # A ring divides documents into pairs of chunks.
-    num_tokens = tokens.computed + (tokens.computed % 2 if axes.ring_size > 1 else 0)
+    num_tokens = tokens.computed
+    if axes.ring_size > 1:  # a ring gives each rank two chunks of equal length
+        num_tokens += num_tokens % 2
     num_targets = num_tokens // 2
     input_ids = torch.zeros(1, num_tokens, dtype=torch.int64)
-    media = _media(spec, tokens, input_ids[0])
+    media = _add_media(spec, tokens, input_ids[0])
     positions = torch.arange(num_tokens).unsqueeze(0)
     fields: dict[str, Any] = {
         "input_ids": input_ids,
@@ -137,8 +144,12 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     if num_ranks > 1:
         # With gathered keys, the first rank copies most, because its last chunk attends to nearly all others.
         rank = 0 if axes.kv_exchange == "allgather" else num_ranks - 1
-        split = SequenceSplit(axes.ring_size, axes.ulysses_size, rank)
-        shard = SequenceShard(split, (), (num_tokens * num_ranks,), _routes_to_one_rank(tokens, num_ranks))
+        shard = SequenceShard(
+            SequenceSplit(axes.ring_size, axes.ulysses_size, rank),
+            local_lengths=(),
+            sharded_lengths=(num_tokens * num_ranks,),
+            routes=_routes_to_one_rank(tokens, num_ranks),
+        )
         return ShardedBatch(**fields, shard=shard, index=torch.arange(num_tokens), lengths=shard.sharded_lengths)
     fields |= {"cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32), "lengths": (num_tokens,)}
     if not tokens.keys:
@@ -168,7 +179,7 @@ def _routes_to_one_rank(tokens: RankTokens, num_ranks: int) -> dict[str, Feature
     return routes
 
 
-def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, Tensor]:
+def _add_media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, Tensor]:
     """Return the towers' inputs for ``tokens``, and write their placeholder tokens into ``input_ids`` (T,)."""
     media: dict[str, Tensor] = {}
     if spec.family.processor_inputs:
@@ -177,16 +188,16 @@ def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, 
             input_ids[:num_tokens] = spec.pad_ids["image"]
         return media
     if spec.has_vision and max(tokens.vision, tokens.local_vision):
-        side = int(spec.config.vision_config.spatial_merge_size)
-        pixels, grids = spec.family.image_inputs
+        pixels_name, grids_name = spec.family.image_inputs
+        side = int(spec.config.vision_config.spatial_merge_size)  # a token is made of side x side patches
         num_tokens = max(tokens.local_vision, 1)  # a rank without an image processes a blank one
-        media[pixels] = torch.empty(num_tokens * side**2, spec.patch_dim, device="meta")
-        media[grids] = torch.tensor([[1, side, side * num_tokens]])
+        media[pixels_name] = torch.empty(num_tokens * side**2, spec.patch_dim, device="meta")
+        media[grids_name] = torch.tensor([[1, side, side * num_tokens]])  # frames, patches in height and in width
         input_ids[: tokens.vision] = spec.pad_ids["image"]
     if spec.has_audio and max(tokens.audio, tokens.local_audio):
-        frames = spec.family.mel_frames_of(max(tokens.local_audio, 1))
-        media["input_features"] = torch.empty(1, spec.num_mel_bins, frames, device="meta")
-        media["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.int64)
+        num_frames = spec.family.mel_frames_of(max(tokens.local_audio, 1))
+        media["input_features"] = torch.empty(1, spec.num_mel_bins, num_frames, device="meta")
+        media["feature_attention_mask"] = torch.ones(1, num_frames, dtype=torch.int64)
         input_ids[tokens.vision : tokens.vision + tokens.audio] = spec.pad_ids["audio"]
     return media
 

@@ -82,48 +82,55 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def tower_prefixes(model: nn.Module, model_type: str) -> Towers:
-    """Return the prefixes of parameter names by part of a model, and the modules that its configuration skips."""
+    """Return the prefixes of parameter names by part of a model, with the modules that no forward pass uses.
+
+    Unused are the modules that the model's family names, and those that the model's configuration skips.
+    """
     towers = family_of({"model_type": model_type}).towers
-    names = {_bare_name(name) for named in (model.named_modules(), model.named_parameters()) for name, _ in named}
+    module_names = {_bare_name(name) for name, _ in model.named_modules()}
+    parameter_names = {_bare_name(name) for name, _ in model.named_parameters()}
     for prefix in (*towers.vision, *towers.aligner):
-        if prefix not in names:
+        if prefix not in module_names | parameter_names:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no module {prefix}, which --freeze-vit or --freeze-aligner should freeze",
                 "Install a supported version of transformers (see pyproject.toml), or report the model's name.",
             )
     unused = list(towers.unused)
-    # MiniCPM's merger, where the settings keep four times as many tokens.
+    # MiniCPM's merger, if it is set to downsample by 4 instead of 16.
     if getattr(model.config, "downsample_mode", None) == "4x":
         unused += [name for name, _ in model.named_modules() if name.endswith(".vit_merger")]
-    # Vision layers after the one whose output becomes the features, as in LLaVA.
-    layers = getattr(model.config, "vision_feature_layer", None)
-    if layers is not None and towers.vision:
-        feature_layers = [layers] if isinstance(layers, int) else layers
+    # Vision layers after the last one whose output becomes features, as in LLaVA.
+    feature_layers = getattr(model.config, "vision_feature_layer", None)
+    if feature_layers is not None and towers.vision:
+        if isinstance(feature_layers, int):
+            feature_layers = [feature_layers]
         for name, module in model.get_submodule(towers.vision[0]).named_modules(prefix=towers.vision[0]):
             if name.endswith(".post_layernorm"):
                 unused.append(name)
             elif isinstance(module, nn.ModuleList):
-                # Outputs are counted from the embeddings, which are number 0.
+                # Output 0 is that of the embeddings, so output n needs the first n layers; -1 is the last output.
                 num_used = max(layer if layer >= 0 else len(module) + 1 + layer for layer in feature_layers)
                 unused += [f"{name}.{number}" for number in range(num_used, len(module))]
     return dataclasses.replace(towers, unused=tuple(unused))
 
 
 def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel | PeftModel:
-    """Prepare a model for training, in place, and return it, inside a PeftModel with adapters.
+    """Prepare a model for training, in place, and return it: as it is, or with adapters inside a PeftModel.
 
-    Sets gradient checkpointing of language model and towers, freezes parameters or adds LoRA adapters, and converts
-    trained weights to float32.
+    Sets gradient checkpointing of language model and towers, freezes parameters or adds adapters, and converts trained
+    weights to float32.
     """
     towers = tower_prefixes(model, model.config.model_type)
-    in_language_model = bool(run.gradient_checkpointing)
-    in_vision = in_language_model if run.vit_gradient_checkpointing is None else run.vit_gradient_checkpointing
-    if in_language_model or in_vision:
-        enable_checkpointing(model)
-    if in_language_model != in_vision:  # switch one of them off again
+    checkpoints_text = bool(run.gradient_checkpointing)
+    checkpoints_towers = checkpoints_text
+    if run.vit_gradient_checkpointing is not None:
+        checkpoints_towers = run.vit_gradient_checkpointing
+    if checkpoints_text or checkpoints_towers:
+        enable_checkpointing(model)  # for all modules
+    if checkpoints_text != checkpoints_towers:  # switch it off again for one of them
         for name, module in model.named_modules():
-            is_vision = towers.part_of(name) != "language model"
-            if is_vision != in_vision and hasattr(module, "gradient_checkpointing"):
+            is_tower = towers.part_of(name) != "language model"
+            if is_tower != checkpoints_towers and hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
     if run.train_type != "full":
         adapted = add_adapters(model, towers, run)
@@ -148,11 +155,11 @@ def enable_checkpointing(model: Any) -> None:
 def _set_requires_grad(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
     """Set ``requires_grad`` of every parameter, by the ``--freeze-...`` and ``--trainable-parameters`` options.
 
-    ``--freeze-parameters-ratio`` freezes parameters from the first one on, as long as they are at most this share of
-    all elements. Parameters in unused modules are always frozen.
+    ``--freeze-parameters-ratio`` freezes the longest run of first parameters whose elements are at most this share of
+    the model's elements. ``--trainable-parameters`` overrides freezing, except in unused modules.
     """
-    named, frozen = list(model.named_parameters()), run.frozen_parts
-    names, problems = [name for name, _ in named], []
+    parameters = dict(model.named_parameters())
+    problems = []
     for option, prefixes, regex in (
         ("freeze-parameters", run.freeze_parameters, run.freeze_parameters_regex),
         ("trainable-parameters", run.trainable_parameters, run.trainable_parameters_regex),
@@ -160,23 +167,26 @@ def _set_requires_grad(model: nn.Module, towers: Towers, run: TrainConfig) -> No
         problems += [
             f"--{option} {prefix}: no parameter's name starts with this"
             for prefix in prefixes
-            if not any(name.startswith(prefix) for name in names)
+            if not any(name.startswith(prefix) for name in parameters)
         ]
-        if regex is not None and not any(re.search(regex, name) for name in names):
+        if regex is not None and not any(re.search(regex, name) for name in parameters):
             problems.append(f"--{option}-regex {regex}: no parameter's name matches")
     if problems:
+        names = list(parameters)
         raise ConfigError("\n".join(problems), f"Parameters have names such as {names[0]} and {names[-1]}.")
-    max_frozen_elements = int(sum(unsharded_numel(parameter) for _, parameter in named) * run.freeze_parameters_ratio)
-    num_elements = 0  # of the parameters so far
-    for name, parameter in named:
+    max_frozen_elements = int(sum(map(unsharded_numel, parameters.values())) * run.freeze_parameters_ratio)
+    num_elements = 0  # elements of this parameter and all before it
+    for name, parameter in parameters.items():
         num_elements += unsharded_numel(parameter)
-        in_ratio = run.freeze_parameters_ratio > 0 and num_elements <= max_frozen_elements
-        is_frozen = towers.part_of(name) in frozen or in_ratio or run.is_frozen(name)
-        is_trained = run.is_unfrozen(name) or not is_frozen
+        in_frozen_part = towers.part_of(name) in run.frozen_parts
+        in_frozen_share = run.freeze_parameters_ratio > 0 and num_elements <= max_frozen_elements
+        is_frozen = in_frozen_part or in_frozen_share or run.freezes_name(name)
+        is_trained = run.trains_name(name) or not is_frozen
         parameter.requires_grad_(is_trained and not towers.is_unused(name))
-    if not any(parameter.requires_grad for _, parameter in named):
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        frozen = ", ".join(sorted(run.frozen_parts)) or "by name"
         raise ConfigError(
-            f"all parameters are frozen ({', '.join(sorted(frozen)) or 'by name'}), so there is nothing to train",
+            f"all parameters are frozen ({frozen}), so there is nothing to train",
             "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false, or name --trainable-parameters.",
         )
 
@@ -188,17 +198,15 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
     """
     if run.adapters:
         return _load_adapter_to_continue(model, run, has_weights=not next(model.parameters()).is_meta)
-    modules = [name for name, _ in model.named_modules()]
-    parameters = [name for name, parameter in model.named_parameters() if parameter.ndim in (2, 3)]
-    problems = [
-        f"--{option} {name}: the model has no {kind} of this name"
-        for option, kind, requested, names in (
-            ("modules-to-save", "module", _saved_modules(towers, run), modules),
-            ("target-parameters", "matrix", run.target_parameters, parameters),
-        )
-        for name in requested
-        if not any(has_name(each, name) for each in names)
-    ]
+    module_names = [name for name, _ in model.named_modules()]
+    matrix_names = [name for name, parameter in model.named_parameters() if parameter.ndim in (2, 3)]
+    problems = []
+    for requested in _saved_modules(towers, run):
+        if not any(has_name(name, requested) for name in module_names):
+            problems.append(f"--modules-to-save {requested}: the model has no module of this name")
+    for requested in run.target_parameters:
+        if not any(has_name(name, requested) for name in matrix_names):
+            problems.append(f"--target-parameters {requested}: the model has no matrix of this name")
     if problems:
         raise ConfigError("\n".join(problems), "Names are such as embed_tokens, lm_head and experts.down_proj.")
     settings = {**ADAPTER_SETTINGS.get(run.train_type, {}), **(run.adapter_settings or {})}
@@ -216,10 +224,11 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
 
 
 def _lora_settings(model: Any, run: TrainConfig) -> dict[str, Any]:
-    """Return peft's settings of LoRA adapters."""
+    """Return the arguments of peft's ``LoraConfig`` for a run, except the modules."""
+    # peft takes booleans, or the name of an initialization.
     initialization: Any = {"true": True, "false": False}.get(run.init_weights, run.init_weights)
     if next(model.parameters()).is_meta and run.init_weights in _NEEDS_WEIGHTS:
-        initialization = True
+        initialization = True  # the default, which needs no weights
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is model.get_input_embeddings().weight
     return {
@@ -262,8 +271,9 @@ def _add_new_adapter(model: PreTrainedModel, settings: PeftConfig) -> PeftModel:
 def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> list[str]:
     """Return the full names of the modules that get adapters.
 
-    These match ``--target-regex``, or ``--target-modules`` in unfrozen parts. Of these, all-linear selects the linear
-    modules without the head, and names select the head and the embeddings too.
+    These are the modules that match ``--target-regex``. Without it, they are the modules of unfrozen parts that
+    ``--target-modules`` selects: all-linear selects linear modules except the head; names may also select the head and
+    the embeddings.
     """
     if run.target_regex is not None:
         names = [name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)]
@@ -276,27 +286,25 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
         return _check_targets_with_peft(model, matching, run)
     frozen = run.frozen_parts
     untyped: Any = model
-    head = untyped.get_output_embeddings()
-    ends = [end for end in (head, untyped.get_input_embeddings()) if isinstance(end, _ADAPTABLE)]
-    is_linear = {
-        name: isinstance(module, _LINEAR) and module is not head
-        for name, module in model.named_modules()
-        if towers.part_of(name) not in frozen
-        if isinstance(module, _LINEAR) or any(module is end for end in ends)
-    }
+    head, embeddings = untyped.get_output_embeddings(), untyped.get_input_embeddings()
+    in_all_linear: dict[str, bool] = {}  # for each module that may get an adapter: whether all-linear selects it
+    for name, module in model.named_modules():
+        is_end = (module is head or module is embeddings) and isinstance(module, _ADAPTABLE)
+        if towers.part_of(name) not in frozen and (isinstance(module, _LINEAR) or is_end):
+            in_all_linear[name] = isinstance(module, _LINEAR) and module is not head
     problems = [
         f"--target-modules {target}: no linear module of an unfrozen part has this name"
         for target in run.target_modules
-        if target != "all-linear" and not any(has_name(name, target) for name in is_linear)
+        if target != "all-linear" and not any(has_name(name, target) for name in in_all_linear)
     ]
     # As in peft, names without a module have no effect if another name has one (adapter_lines names them).
     if problems and len(problems) == len(run.target_modules):
-        known = sorted({name.rpartition(".")[2] for name in is_linear})
+        known = sorted({name.rpartition(".")[2] for name in in_all_linear})
         remedy = f"Choose from {', '.join(known)}; all-linear selects all but head and embeddings."
         raise ConfigError(
             "\n".join(problems), remedy if known else "Its layers are not linear modules; use --target-regex."
         )
-    targets = [name for name in is_linear if run.is_target(name, is_linear=is_linear[name])]
+    targets = [name for name, is_linear in in_all_linear.items() if run.is_target(name, is_linear=is_linear)]
     if not targets and not run.target_parameters:
         raise ConfigError(
             f"all parts of the model are frozen ({', '.join(sorted(frozen))}), so there is no module to adapt",
@@ -306,16 +314,16 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
 
 
 def _check_targets_with_peft(model: PreTrainedModel, names: list[str], run: TrainConfig) -> list[str]:
-    """Return the names unchanged; raise a ConfigError if peft would fail to adapt routed experts instead of them.
+    """Return the names unchanged; raise a ConfigError if peft would adapt routed experts instead, and fail.
 
-    In some mixtures of experts, peft confuses modules named like an expert's, such as ``gate_proj`` of a shared expert,
-    with the routed experts of older checkpoints, and adapts these instead; also when it loads an adapter. It cannot
-    adapt them with dropout or DoRA.
+    In some mixtures of experts, peft mistakes modules with names of an expert's modules, such as ``gate_proj`` of a
+    shared expert, for the routed experts of older checkpoints, and adapts the routed experts instead; also when it
+    loads an adapter. With dropout or DoRA this fails, because peft cannot adapt routed experts with them.
     """
     if run.train_type != "lora" or not (run.lora_dropout or run.use_dora):
         return names
     settings = LoraConfig(target_modules=list(names))
-    convert_peft_config_for_transformers(settings, model, None)
+    convert_peft_config_for_transformers(settings, model, None)  # removes the mistaken names from ``settings``
     adapted = set(settings.target_modules or ())
     if replaced := {name.rpartition(".")[2] for name in names if name not in adapted}:
         others = sorted({name.rpartition(".")[2] for name in names if name in adapted} - replaced)
@@ -328,9 +336,12 @@ def _check_targets_with_peft(model: PreTrainedModel, names: list[str], run: Trai
 
 
 def _load_adapter_to_continue(model: PreTrainedModel, run: TrainConfig, has_weights: bool) -> PeftModel:
-    """Return the model with the adapter of ``--adapters``, to train it further; without weights it is not read."""
+    """Return the model with the adapter of ``--adapters``, to train it further.
+
+    If the model has no weights (on the meta device), those of the adapter are not read either.
+    """
     (directory,) = run.adapters
-    if os.path.isdir(directory) and not is_adapter(directory):  # peft would ask the hub for it
+    if os.path.isdir(directory) and not is_adapter(directory):  # peft would look for it on the hub
         raise ConfigError(
             f"--adapters {directory}: this is not an adapter: {describe_non_adapter(directory)}",
             f"Give the directory of {ADAPTER_FILE}.",
@@ -341,17 +352,18 @@ def _load_adapter_to_continue(model: PreTrainedModel, run: TrainConfig, has_weig
         raise ConfigError(
             f"--adapters {directory}: this is not an adapter: {error}", "Give the directory of adapter_config.json."
         ) from error
-    kind = type(settings)
-    if kind is not _CONFIGS[run.train_type]:
-        types = [name for name, config in _CONFIGS.items() if config is kind]
+    settings_class = type(settings)
+    if settings_class is not _CONFIGS[run.train_type]:
+        types = [name for name, config_class in _CONFIGS.items() if config_class is settings_class]
         remedy = f"Use --train-type {types[0]}." if types else f"Supported are {', '.join(_CONFIGS)}."
         raise ConfigError(
             f"--adapters {directory}: a {settings.peft_type.value} adapter, with --train-type {run.train_type}", remedy
         )
-    defaults = type(run).__dataclass_fields__
+    # Settings that the user has requested, by option: name in the adapter's configuration, and value.
     requested = {f"--adapter-settings {name}:": (name, value) for name, value in (run.adapter_settings or {}).items()}
     if run.train_type == "lora":
-        options = [option for option in _ADAPTER_SETTINGS if getattr(run, option) != defaults[option].default]
+        fields = type(run).__dataclass_fields__
+        options = [option for option in _ADAPTER_SETTINGS if getattr(run, option) != fields[option].default]
         requested = {flag(option): (_ADAPTER_SETTINGS[option], getattr(run, option)) for option in options}
     differing = [
         f"{option} {value}: the adapter of --adapters has {getattr(settings, name)}"
@@ -390,19 +402,19 @@ def adapter_lines(model: nn.Module, run: TrainConfig) -> Iterator[str]:
 
 
 def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftModel:
-    """Return a model with a saved adapter, all of whose weights must fit.
+    """Return a model with a saved adapter; raise a MismatchError unless all weights of the adapter fit the model.
 
-    Without this check, peft would silently drop weights that the model does not have, and initialize missing ones.
-
-    ``settings`` are those of ``PeftModel.from_pretrained``. An adapter that does not fit is a MismatchError.
+    Without this check, peft would silently drop weights that the model does not have, and initialize missing weights.
+    ``settings`` are arguments of ``PeftModel.from_pretrained``.
     """
     remedy = "Give the model that it was trained on; if its files are damaged, use another checkpoint."
     try:
         adapted = PeftModel.from_pretrained(model, directory, **settings)
-        # Without embeddings, which peft may have saved in addition.
-        weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        # Compare only adapter weights, whose names have an infix such as ".lora_": peft may also save embeddings.
         infix = f".{PEFT_TYPE_TO_PREFIX_MAPPING[adapted.active_peft_config.peft_type]}"
-        difference = _describe_misfit({name: weights[name] for name in weights if infix in name}, directory, infix)
+        weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        adapter_weights = {name: weight for name, weight in weights.items() if infix in name}
+        difference = _describe_misfit(adapter_weights, directory, infix)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         message = f"the adapter in {directory} cannot be attached to this model: {str(error)[:_MAX_ERROR_LENGTH]}"
         raise MismatchError(message, remedy) from error
@@ -442,13 +454,16 @@ def _describe_misfit(weights: Mapping[str, Tensor], directory: str, infix: str =
 def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: nn.Module, config: TrainConfig) -> None:
     """Split an optimizer's parameter groups, in place, so that parts of the model have their own learning rates.
 
-    These are the vision tower (``--vit-lr``), the aligner (``--aligner-lr``) and the B matrices of LoRA, whose rate is
-    multiplied by ``--lorap-lr-ratio`` (LoRA+, Hayou et al. 2024, arXiv 2402.12354). ``trained`` is the module whose
-    parameters the optimizer has, perhaps wrapped for several processes; ``model`` is bare or inside an adapter.
+    These parts are the vision tower (``--vit-lr``), the aligner (``--aligner-lr``) and the B matrices of LoRA, whose
+    rate is multiplied by ``--lorap-lr-ratio`` (LoRA+, Hayou et al. 2024, arXiv 2402.12354).
+
+    Args:
+        trained: module whose parameters the optimizer has, perhaps wrapped for several processes.
+        model: the same model, bare or inside an adapter.
     """
-    rate_of_part = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
-    if (config.vit_lr, config.aligner_lr, config.lorap_lr_ratio) == (None, None, None):
+    if config.vit_lr is None and config.aligner_lr is None and config.lorap_lr_ratio is None:
         return
+    rate_of_part = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
     base = base_model(model)
     towers = tower_prefixes(base, base.config.model_type)
     names = {id(parameter): _bare_name(name) for name, parameter in trained.named_parameters()}
@@ -458,7 +473,8 @@ def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: n
         for parameter in group["params"]:
             name = names[id(parameter)]
             rate = rate_of_part.get(towers.part_of(name))
-            rate = group["lr"] if rate is None else rate
+            if rate is None:
+                rate = group["lr"]
             if config.lorap_lr_ratio is not None and _LORA_B.search(name):
                 rate *= config.lorap_lr_ratio
             parameters_by_rate[rate].append(parameter)
