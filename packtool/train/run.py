@@ -74,15 +74,16 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
     """Train in the locked output directory; with ``--dry-run``, only plan and estimate memory."""
     hardware = None if config.hardware is None else read_hardware(config.hardware)
     uploads = HubUploads(config) if config.push_to_hub and world.is_first and not config.dry_run else None
-    resolved = with_recomputing(config)
-    notes = recomputing_lines(config, resolved)
-    config = with_cache(resolved, progress, check_without_rows)
+    # Replace options that stand for a choice or need work: recomputation, rows to export, --bucket-size auto.
+    config_with_recomputing = with_recomputing(config)
+    recomputing_notes = recomputing_lines(config, config_with_recomputing)
+    config = with_cache(config_with_recomputing, progress, check_without_rows)
     run = Run.of(_with_bucket(config, progress, world), world)
     result = run.expected()
     lines = (
         *settings_lines(run.config),
         *run.source.lines(run.config),
-        *notes,
+        *recomputing_notes,
         *sequence_parallel_lines(run.world, run.axes),
         *run.length_lines(),
         *run.notes,
@@ -97,16 +98,14 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
 
     spec = load_spec(run)
     if config.dry_run:
-        estimate, precision = estimate_training(run, spec)
-        trained, parameters = estimate.num_trainable, estimate.num_parameters
-        for line in (*precision, f"parameters: {parameters:,}, trained: {trained:,} ({config.train_type})"):
+        estimate, model_notes = estimate_training(run, spec)
+        num_parameters, num_trainable = estimate.num_parameters, estimate.num_trainable
+        for line in (*model_notes, f"parameters: {num_parameters:,}, trained: {num_trainable:,} ({config.train_type})"):
             progress.note(line)
         progress.note(estimate.sentence())
         if hardware is not None:
             progress.note(estimate.sentence_on(hardware))
-        return dataclasses.replace(
-            result, num_parameters=estimate.num_parameters, num_trainable_parameters=estimate.num_trainable
-        )
+        return dataclasses.replace(result, num_parameters=num_parameters, num_trainable_parameters=num_trainable)
     if run.start >= run.timeline.num_steps:
         progress.note(f"{result.resumed_from} is already the last step of this run: nothing is left to train")
         return dataclasses.replace(result, checkpoint=result.resumed_from)

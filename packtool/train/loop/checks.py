@@ -57,11 +57,12 @@ _NEEDS_MODEL = frozenset(
 
 
 def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``--set training.NAME=VALUE`` with values of their declared types.
+    """Return the fields of ``--set training.NAME=VALUE``, their values converted to the types that they declare.
 
-    A ConfigError lists all unknown fields, fields that packtool sets itself, and values of wrong types.
+    Raise a ConfigError that lists all unknown fields, fields that packtool sets itself, and values of wrong types.
     """
-    problems, checked = [], {}
+    problems = []
+    checked = {}
     hints = typing.get_type_hints(TrainingArguments) if fields else {}
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     for name, value in fields.items():
@@ -72,11 +73,11 @@ def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         elif name not in known:
             problems.append(f"{origin}: transformers' TrainingArguments has no such field{did_you_mean(name, known)}")
         else:
+            is_union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
+            members = typing.get_args(hints[name]) if is_union else (hints[name],)
+            allowed = tuple(typing.get_origin(member) or member for member in members)  # list for list[str]
             try:
-                hint = hints[name]
-                is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-                members = typing.get_args(hint) if is_union else (hint,)
-                checked[name] = _convert_value(value, tuple(typing.get_origin(member) or member for member in members))
+                checked[name] = _convert_value(value, allowed)
             except ValueError as error:
                 problems.append(f"{origin}: {error}")
     if problems:
@@ -85,15 +86,15 @@ def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convert_value(value: Any, allowed: tuple[Any, ...]) -> Any:
-    """Convert a value to an allowed type, or raise a ValueError: YAML may have parsed ``1`` for a float.
+    """Convert a value of ``--set``, as parsed by YAML, to one of the allowed types; raise a ValueError if impossible.
 
-    Args:
-        allowed: types, without their parameters (``list`` for ``list[str]``); ``NoneType`` is ignored.
+    For example, 1 becomes 1.0 for a float. ``allowed`` are types without parameters: ``list`` for ``list[str]``.
     """
     classes = tuple({each for each in allowed if isinstance(each, type)})
-    # A bool is an int for Python, but is not a number here.
+    # For Python a bool is an int, but here true and false are not numbers.
     is_bool = isinstance(value, bool)
-    if (bool in classes) if is_bool else isinstance(value, classes):
+    has_allowed_type = bool in classes if is_bool else isinstance(value, classes)
+    if has_allowed_type:
         return value
     if isinstance(value, int) and not is_bool and float in classes:
         return float(value)
@@ -189,12 +190,13 @@ def _check_optimizer(args: TrainingArguments, num_steps: int) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     with refused_by_transformers():
         if args.optim in _NEEDS_MODEL:
-            with contextlib.suppress(ValueError):  # for lack of a model; ``check_optimizer_of`` checks with one
+            with contextlib.suppress(ValueError):  # raised without a model; check_optimizer_of checks with a model
                 Trainer.get_optimizer_cls_and_kwargs(args)
+            # Any optimizer, to check the schedule.
             optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=args.learning_rate)
         else:
-            kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
-            optimizer = kind(parameters, **settings)
+            optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(args)
+            optimizer = optimizer_class(parameters, **settings)
         get_scheduler(
             args.lr_scheduler_type,
             optimizer=optimizer,
@@ -239,7 +241,7 @@ def checks_without_rows(config: TrainConfig) -> list[Callable[[], object]]:
 
 
 def _model_checks(config: TrainConfig, model_config: PreTrainedConfig) -> list[Callable[[], object]]:
-    """Return checks of the model with the run's options, as functions that raise."""
+    """Return checks of the model with the run's options, as functions that raise a PacktoolError."""
     on_gpu = has_gpu(config)
     dtype = resolve_dtype(model_config, config, on_gpu=on_gpu)
 
@@ -251,14 +253,14 @@ def _model_checks(config: TrainConfig, model_config: PreTrainedConfig) -> list[C
                 "Shard weights with --fsdp full_shard instead, or leave out --torch-compile.",
             )
 
-    def check_layers() -> None:
+    def check_experts_and_liger() -> None:
         if config.shares_experts:
             check_experts(model_without_weights(config, model_config, torch.float32), config)
         if config.use_liger_kernel:
             refuse_without_liger(on_gpu=on_gpu)
 
     def check_kernel() -> None:
-        if on_gpu and not torch.cuda.is_available():
+        if on_gpu and not torch.cuda.is_available():  # a dry run for a GPU that this machine does not have
             check_dtype(config.attn_impl, dtype)
             return
         device = torch.device("cuda" if on_gpu else "cpu")
@@ -270,7 +272,7 @@ def _model_checks(config: TrainConfig, model_config: PreTrainedConfig) -> list[C
 
     checks: list[Callable[[], object]] = [partial(quantization_config, config, model_config, dtype), check_compilation]
     if config.use_liger_kernel or config.shares_experts:
-        checks.append(check_layers)
+        checks.append(check_experts_and_liger)
     if config.removes_padding:
         checks += [partial(refuse_unsupported, model_config), check_kernel]
     return checks

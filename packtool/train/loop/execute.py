@@ -120,10 +120,12 @@ def _make_trainer(
 ) -> tuple[PackTrainer, RunCallback]:
     """Start the process group, check that all ranks planned the same, create the output directory, and load the model.
 
-    ``trainer.loader.run`` is the run with the output directory that all ranks use.
+    ``trainer.loader.run`` is the run with the output directory that all ranks use. The order of the calls matters, see
+    ``connect_deepspeed_on_cpus``, ``shard_on_cpus`` and ``configure_fsdp``.
     """
     on_gpu = torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
+    # Creating the Trainer's arguments also starts the process group.
     args = training_arguments(run.config, num_steps=run.timeline.num_steps, dtype=dtype, on_gpu=on_gpu)
     check_ranks_agree(run.state, run.world, run.axes.name)
     config = make_output_dir(run.config, run.world)
@@ -134,7 +136,8 @@ def _make_trainer(
         args.use_liger_kernel = False
         progress.note(warning)
     run = run.with_config(output_dir=config.output_dir)
-    config, loader = run.config, StepLoader(run, spec)
+    config = run.config
+    loader = StepLoader(run, spec)
     signals = StopSignals(launched=run.world.size > 1)
     watch = StepWatch(signals, loader.names, on_nan=config.on_nan, world=run.world, progress=progress)
     parallel = _sequence_parallel(run, "cuda" if on_gpu else "cpu")
@@ -192,8 +195,8 @@ def _report_skipped_samples(trainer: PackTrainer, progress: Progress) -> int:
         progress.note(f"  and {len(skipped) - _MAX_SHOWN:,} more")
     if run.world.is_first and skipped:
         with open(path, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(dataclasses.asdict(each), ensure_ascii=False) + "\n" for each in skipped)
-    elif run.world.is_first and os.path.exists(path):
+            file.writelines(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n" for sample in skipped)
+    elif run.world.is_first and os.path.exists(path):  # written by an earlier run
         os.remove(path)
     return len(skipped)
 
@@ -248,40 +251,51 @@ class RunCallback(TrainerCallback):
         self.watch.before_update(state.global_step, kwargs["model"], args.device)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Decide whether to log, save or stop, evaluate if due and after the last step, and check the lock."""
-        config, timeline, step = self.run.config, self.run.timeline, state.global_step
+        """Decide whether to log, save or stop (in ``control``), evaluate if due, and check the lock.
+
+        ``state.global_step`` is the number of finished steps. The Trainer logs and saves after this call.
+        """
+        config = self.run.config
+        timeline = self.run.timeline
+        step = state.global_step
         state.epoch = timeline.epochs(step)  # the Trainer regards the whole run as one epoch
         is_end = step >= timeline.num_steps
-        ends_epoch = timeline.locate(step)[1] == 0  # epochs may differ in length
+        next_step_in_epoch = timeline.locate(step)[1]
+        ends_epoch = next_step_in_epoch == 0
         control.should_log |= is_end
         if config.save_strategy == "epoch" and (is_end or ends_epoch):
             control.should_save = True
-        if self.steps.ended:
+        if self.steps.ended:  # a stream has no more rows
             control.should_log = control.should_training_stop = True
             control.should_save = args.save_strategy == SaveStrategy.STEPS
-        interval = config.eval_steps if config.eval_strategy == "steps" else None
-        if interval is not None and interval < 1:
-            interval = math.ceil(interval * timeline.num_steps)  # as transformers does for --save-steps
-        is_due = ends_epoch if interval is None else step % interval == 0
+        is_due = ends_epoch
+        if config.eval_strategy == "steps" and config.eval_steps is not None:
+            interval = config.eval_steps
+            if interval < 1:  # a share of the run, as for --save-steps in transformers
+                interval = math.ceil(interval * timeline.num_steps)
+            is_due = step % interval == 0
         is_evaluated = self.run.validation is not None and (is_due or step >= state.max_steps)
         self.watch.end_step(state, control, is_evaluated=is_evaluated)
         if self.report is not None:
             self.report.end_step(should_log=control.should_log)
         if is_evaluated:
-            self._evaluate(args, state, control)  # may request a checkpoint
+            self._evaluate(args, state, control)  # may request a checkpoint or the end of training
         if self.lock is not None:
-            check_lock = self.lock.check if control.should_save else self.lock.check_last_renewal
-            check_lock()
+            if control.should_save:
+                self.lock.check()
+            else:
+                self.lock.check_last_renewal()
         if control.should_save and state.is_world_process_zero:
             discard_run_state(_checkpoint(args, state))  # so that an overwritten checkpoint counts as unfinished
 
     def _evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Evaluate, save a checkpoint of the best result if requested, and stop when results no longer improve."""
+        """Evaluate; in ``control``, request a checkpoint of a best result, and the end if results no longer improve."""
         config = self.run.config
         should_log = control.should_log
         figures = self.trainer.evaluate_validation()
         control.should_log = should_log  # logging the evaluation has reset it
-        metric, best = config.best_metric, state.best_metric
+        metric = config.best_metric  # name of a figure
+        best = state.best_metric  # best value so far
         patience = config.early_stop_interval  # evaluations without a better result until training stops
         if not config.seeks_best and patience is None:
             return
@@ -292,16 +306,16 @@ class RunCallback(TrainerCallback):
             )
         figure = figures[metric]
         is_better = best is None or (figure > best if config.prefers_greater else figure < best)
-        if is_better and not math.isnan(figure):
+        if is_better and not math.isnan(figure):  # a first figure may be NaN
             state.best_metric, state.best_global_step = figure, state.global_step
             if config.seeks_best:
                 state.best_model_checkpoint = _checkpoint(args, state)
                 control.should_save = True
         if patience and state.global_step < state.max_steps:
-            # Evaluations are counted in the log history, so that a resumed run continues the count.
-            last_best = state.best_global_step or 0
-            num_since = sum(metric in line and line["step"] > last_best for line in state.log_history)
-            if num_since >= patience:
+            # Count evaluations in the log history, because that also has those before a resume.
+            best_step = state.best_global_step or 0
+            num_since_best = sum(metric in line and line["step"] > best_step for line in state.log_history)
+            if num_since_best >= patience:
                 self.ended_early = control.should_training_stop = control.should_log = True
                 control.should_save |= config.save_strategy not in ("no", "best")
 
@@ -315,10 +329,11 @@ class RunCallback(TrainerCallback):
         checkpoint = _checkpoint(args, state)
         self.steps.save(checkpoint, state.global_step)
         if self._record is not None:
-            all_skipped: list[tuple[int, int]] = []  # (step, sample), of all ranks since the last checkpoint
+            all_skipped: list[tuple[int, int]] = []  # (step, sample number), of all ranks since the last checkpoint
             if self.run.config.on_bad_media == "skip":
                 new_skipped = self.trainer.skipped[self._num_recorded :]
                 self._num_recorded = len(self.trainer.skipped)
+                # Samples of a stream have no number.
                 local_skipped = [(step, sample.sample) for step, sample in new_skipped if sample.sample is not None]
                 for rank_skipped in all_gather_objects(local_skipped, self.run.world.size):
                     all_skipped += rank_skipped
@@ -343,13 +358,13 @@ class RunCallback(TrainerCallback):
             write_run_state(checkpoint, run_state, recorded_options(run.config))
         if self.uploads is not None:
             self.uploads.save(checkpoint, step, self._progress)
-        # Not by the Trainer, which would delete older checkpoints before this one is finished.
         keeps_best = run.config.load_best_model_at_end
         best = state.best_model_checkpoint if keeps_best else best_checkpoint(output_dir, state.log_history)
         with saving(os.path.join(output_dir, f".{LAST}.part")):
             point(output_dir, LAST, checkpoint)
             if best is not None:
                 point(output_dir, BEST, best)
+        # The Trainer does not do this, because it would remove older checkpoints before this one is finished.
         remove_oldest(output_dir, run.config.save_total_limit, last_good=self.watch.last_good, keep=best)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

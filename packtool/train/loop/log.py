@@ -116,13 +116,13 @@ class Meter:
     def add_losses(self, losses: TargetLosses, batch: Batch) -> None:
         """Add up the fields of ``_TargetSums`` over the targets of a micro-batch, on the device.
 
-        With ``by_channel``, sums are kept per document, or per channel for a batch with shared prefixes; otherwise over
-        all targets.
+        With ``by_channel``, there is a sum for each document, or for each channel of a batch with shared prefixes;
+        otherwise there is one sum over all targets.
         """
         self._num_computed += batch.input_ids.numel()
         self._num_padding += batch.num_padding
         target_losses = losses.losses.detach()
-        # A target in a shared prefix counts once for each sample with this prefix, and weighs as much.
+        # A target in a shared prefix belongs to several samples, and its weight is the sum of their weights.
         num_samples = batch.target_counts.sum(dim=0) if isinstance(batch, TreeBatch) else 1
         deviations = torch.zeros_like(target_losses) if losses.weights is None else losses.weights - num_samples
         is_correct = losses.correct.to(target_losses.dtype)
@@ -151,9 +151,12 @@ class Meter:
             ``loss`` (mean over target tokens), ``objective`` if loss weights make the minimized loss differ from it,
             and the other figures by their names in ``metrics.jsonl``.
         """
-        figures, now = self._figures, time.perf_counter()
-        seconds, self._since = now - self._since, now
+        figures = self._figures
+        now = time.perf_counter()
+        seconds = now - self._since
+        self._since = now
         elapsed = max(seconds, 1e-9)
+        # Each value is a sum over the units (targets, or samples) of a step: turn their mean into one over units.
         objective = loss * self._num_steps / figures.units if figures.units else math.nan
         means = self._target_means(accelerator.num_processes)
         line = {"loss": means.pop("loss"), "objective": objective} if "loss" in means else {"loss": objective}
@@ -183,6 +186,7 @@ class Meter:
 
     def _target_means(self, num_processes: int) -> dict[str, float]:
         """Return means over the targets of all ranks by name: accuracies, channel losses, the loss if weights vary."""
+        # By name of the channel: the fields of _TargetSums, (4,), first of this rank, then of all ranks.
         local_sums: defaultdict[str, Any] = defaultdict(_zero_sums)
         for channels, sums in self._sums:
             for channel, channel_sums in zip(channels, sums.T.tolist(), strict=True):
@@ -191,18 +195,19 @@ class Meter:
         for rank_sums in all_gather_objects(dict(local_sums), num_processes):
             for name, channel_sums in rank_sums.items():
                 global_sums[name] += channel_sums
-        total = _TargetSums(*sum((global_sums[name] for name in sorted(global_sums)), _zero_sums()).tolist())
+        names = sorted(global_sums)  # in one order on all ranks, so that rounding is the same
+        total = _TargetSums(*sum((global_sums[name] for name in names), _zero_sums()).tolist())
         means = {}
         if total.targets:
             means["token_accuracy"] = total.correct / total.targets
             if total.weight_deviation:
                 means["loss"] = total.loss / total.targets
         if self._by_channel:
-            for name in sorted(global_sums):
-                of_name = _TargetSums(*global_sums[name].tolist())
-                if of_name.targets:
-                    means[f"loss_{name}"] = of_name.loss / of_name.targets
-                    means[f"token_accuracy_{name}"] = of_name.correct / of_name.targets
+            for name in names:
+                of_channel = _TargetSums(*global_sums[name].tolist())
+                if of_channel.targets:
+                    means[f"loss_{name}"] = of_channel.loss / of_channel.targets
+                    means[f"token_accuracy_{name}"] = of_channel.correct / of_channel.targets
         return means
 
 
@@ -323,22 +328,24 @@ class Outliers:
         self._norms: deque[float] = deque(maxlen=WINDOW)
 
     def add_line(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """Compare a line with the previous ones, and keep its values for later comparisons.
+        """Compare a line with the previous lines, and keep its values for later comparisons.
 
-        Gradient norms vary by factors, so their logarithms are compared. An outlier is at least 12 % above the median
-        loss, or nearly twice the median norm.
+        Gradient norms vary by factors, so their logarithms are compared. With the minimal standard deviations used
+        here, an outlier is at least 12 % above the median loss, or nearly twice the median norm.
 
         Returns:
-            the median of previous values for each outlier: ``loss``, ``grad_norm``.
+            the medians of previous values: ``loss`` if the loss is an outlier, ``grad_norm`` if the norm is one.
         """
         medians = {}
-        loss, norm = logs.get("loss"), logs.get("grad_norm")
+        loss = logs.get("loss")
+        norm = logs.get("grad_norm")
         if loss is not None and math.isfinite(loss):
-            if is_far_above(loss, self._losses, 0.02 * abs(median(self._losses or [0.0]))):
-                medians["loss"] = median(self._losses)
+            median_loss = median(self._losses or [0.0])
+            if is_far_above(loss, self._losses, min_sigma=0.02 * abs(median_loss)):
+                medians["loss"] = median_loss
             self._losses.append(loss)
         if norm is not None and math.isfinite(norm) and norm > 0:
-            if is_far_above(math.log(norm), self._norms, 0.1):
+            if is_far_above(math.log(norm), self._norms, min_sigma=0.1):
                 medians["grad_norm"] = math.exp(median(self._norms))
             self._norms.append(math.log(norm))
         return medians
@@ -387,7 +394,7 @@ class Report:
         if self.run.start:
             self.progress.advance(self.run.start)
         if os.path.exists(self.path):
-            with open(self.path, encoding="utf-8") as file:
+            with open(self.path, encoding="utf-8") as file:  # its last line may be incomplete
                 kept = [line for line in file if line.endswith("\n") and load_json(line)["step"] <= self.run.start]
             with open(self.path, "w", encoding="utf-8") as file:
                 file.writelines(kept)
@@ -409,11 +416,12 @@ class Report:
             reads: this rank's reads of the media cache so far.
         """
         line = {"step": step, **logs}
-        if "loss" in logs:
+        is_training = "loss" in logs
+        if is_training:
             previous, self._reads = self._reads, reads
             if reads.problem is not None and previous.problem is None:
                 self.progress.note(f"--media-cache: training continues without adding to the cache: {reads.problem}")
-            new_reads = MediaReads(reads.hits - previous.hits, reads.misses - previous.misses)
+            new_reads = MediaReads(hits=reads.hits - previous.hits, misses=reads.misses - previous.misses)
             if new_reads.hits + new_reads.misses:
                 line["media_cache_hits"] = new_reads.share
         if medians := self._outliers.add_line(logs):
@@ -426,7 +434,7 @@ class Report:
         streams = self.run.config.streaming
         self.progress.line(self._num_unreported, **shown_figures(line, has_epochs=not streams))
         self._num_unreported = 0
-        if "loss" not in logs:
+        if not is_training:
             return
         if logs["target_tokens"]:
             self.last_loss = float(logs["loss"])

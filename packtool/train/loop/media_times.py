@@ -158,32 +158,37 @@ def single_thread() -> Iterator[None]:
 
 
 def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> LoadingTimes:
-    """Measure how long some of a plan's media take to load; raise a ConfigError if the caches have none."""
-    reader, shared_prefixes = preview.inputs.reader, preview.inputs.shared
+    """Measure how long some of a plan's media take to load; raise a ConfigError if the caches have no media."""
+    reader = preview.inputs.reader
+    shared_prefixes = preview.inputs.shared
     assert reader is not None, "called for caches only"
     identity = reader.manifests[0].identity
     model = config.model or str(identity.spec["model"])
-    index, summary = reader.index, preview.plan.summary
+    index = reader.index
+    summary = preview.plan.summary
+    # Numbers of all samples with media of a kind.
     samples_by_kind = {kind: np.flatnonzero(getattr(index, column) > 0) for kind, column in _KINDS.items()}
     if not any(map(len, samples_by_kind.values())):
         raise ConfigError("--media: the caches contain no media, so there is nothing to measure", "Leave out --media.")
     if not summary.num_steps or not preview.num_epochs:
         raise ConfigError("--media: the plan has no steps, so there is nothing to measure", "Leave out --media.")
     spec = InputSpec.load(model, identity.media_limits)
-    planned, loaded_share = preview.plan.packs.samples, 1.0
-    if shared_prefixes is not None:  # media in shared prefixes are loaded once; estimated by tokens
+    planned_samples = preview.plan.packs.samples
+    loaded_share = 1.0  # of the media in an epoch's samples: those in a shared prefix are loaded once
+    if shared_prefixes is not None:
         loaded_share = shared_prefixes.media_tokens.sum() / index.media_tokens.sum()
     num_ranks = preview.options.world_size * preview.first_inputs.sequence_parallel_size
     kinds = []
     with single_thread():
-        for kind, with_kind in samples_by_kind.items():
-            if len(with_kind):
-                selected = np.random.default_rng(config.seed).permutation(with_kind)[: MAX_SAMPLES + 1].tolist()
-                # The first is loaded but not measured, because its time includes loading processors.
-                selected = selected if len(selected) > MAX_SAMPLES else [selected[0], *selected]
+        for kind, samples_of_kind in samples_by_kind.items():
+            if len(samples_of_kind):
+                selected = np.random.default_rng(config.seed).permutation(samples_of_kind)[: MAX_SAMPLES + 1].tolist()
+                if len(selected) <= MAX_SAMPLES:  # _measure_loading does not count the first, so it gets it twice
+                    selected = [selected[0], *selected]
                 samples = map(reader.sample, selected)
                 num_media, seconds, num_bytes, num_samples = _measure_loading(kind, samples, spec, progress)
-                num_planned = np.isin(planned, with_kind).sum()  # a mixture may take samples several times or never
+                # Samples of an epoch: a mixture may take a sample several times or never.
+                num_planned = np.isin(planned_samples, samples_of_kind).sum()
                 per_step = num_planned * loaded_share * num_media / num_samples / summary.num_steps / num_ranks
                 per_medium = {"seconds": seconds / num_media, "megabytes": num_bytes / num_media / 1e6}
                 kinds.append({"kind": kind, "measured": num_media, **per_medium, "per_step": per_step})
@@ -199,10 +204,10 @@ def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> L
 def _measure_loading(
     kind: str, samples: Iterable[EncodedSample], spec: InputSpec, progress: Progress
 ) -> tuple[int, float, int, int]:
-    """Load the media of one kind of each sample; the first sample is a warm-up and does not count.
+    """Load the media of one kind of each sample, and measure all samples but the first, whose time includes imports.
 
     Returns:
-        number of media, seconds, bytes, number of samples.
+        number of media, seconds, bytes of the media's files, number of samples; of the measured samples.
     """
     num_media = num_bytes = num_samples = 0
     seconds = 0.0

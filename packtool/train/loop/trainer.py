@@ -101,14 +101,15 @@ class StepLoader:
         return self.run.timeline.num_steps
 
     def __iter__(self) -> Iterator[TrainingStep]:
-        run, config, world = self.run, self.run.config, self.run.world
+        run = self.run
+        config = run.config
         dataset = MicroBatches(
             run.source.read,
             self.spec,
             packing=config.removes_padding,
             skip_bad_media=config.on_bad_media == "skip",
             splits={
-                size: SequenceSplit(axes.ring_size, axes.ulysses_size, world.rank % size)
+                size: SequenceSplit(axes.ring_size, axes.ulysses_size, rank=run.world.rank % size)
                 for size, axes in run.axes_by_size.items()
                 if size > 1
             },
@@ -116,14 +117,15 @@ class StepLoader:
             min_shared=run.source.min_shared,
             pad_to_multiple_of=run.length_multiple,
         )
-        # Workers load ahead of the current step, so both have their own iterator over the planned steps.
-        prefetched, steps = tee(self.steps.rank_steps())
+        # Data workers load ahead of the current step, so they have their own iterator over the planned steps.
+        steps_to_load, steps = tee(self.steps.rank_steps())
         batches = load_micro_batches(
             dataset,
-            (micro_batch for step in prefetched for micro_batch in step.micro_batches),
+            (micro_batch for step in steps_to_load for micro_batch in step.micro_batches),
             num_workers=config.dataloader_num_workers or 0,
             pin_memory=torch.cuda.is_available(),
         )
+        # A stream may end earlier; the range comes first in zip, so that no further step is taken from ``steps``.
         for number, step in zip(range(run.start, run.timeline.num_steps), steps, strict=False):
             figures = step.begin()
             self._current = step.micro_batches
@@ -132,9 +134,9 @@ class StepLoader:
                 return
 
     def _step_batches(self, batches: Iterator[Batch], step: RankStep, number: int) -> Iterator[Batch]:
-        """Yield the batches of a step (0-based), add up their media reads, and log each for ``--debug``.
+        """Yield the batches of step ``number`` (0-based), add up their media reads, and log each for ``--debug``.
 
-        ``batches`` has those of all later steps too, which are left in it.
+        ``batches`` also has the batches of all later steps, and keeps them.
         """
         for index, (planned, batch) in enumerate(zip(step.micro_batches, batches, strict=False), start=1):
             self.media_reads += batch.media_reads
@@ -149,8 +151,8 @@ class StepLoader:
                 details.append(f"{batch.num_target_tokens} targets")
                 if batch.skipped:
                     details.append(f"{len(batch.skipped)} samples skipped")
-                numbers = self.run.world.data.rank, number + 1, index, len(step.micro_batches)
-                _LOG.debug("rank %d, step %d, micro-batch %d of %d: %s", *numbers, "; ".join(filter(None, details)))
+                position = self.run.world.data.rank, number + 1, index, len(step.micro_batches)
+                _LOG.debug("rank %d, step %d, micro-batch %d of %d: %s", *position, "; ".join(filter(None, details)))
             yield batch
 
     def all_media_reads(self) -> MediaReads:
@@ -250,17 +252,17 @@ class DeviceCopies:
             return batch.to(self._device)
         with torch.cuda.stream(self._stream):
             on_device = batch.to(self._device, non_blocking=True)
-        current = torch.cuda.current_stream(self._device)
+        computing = torch.cuda.current_stream(self._device)
         event: Any = torch.cuda.Event
-        begin, end = event(enable_timing=True), event(enable_timing=True)
-        begin.record(current)
-        current.wait_stream(self._stream)
-        end.record(current)
-        self._waits.append((begin, end))
+        wait_begin, wait_end = event(enable_timing=True), event(enable_timing=True)
+        wait_begin.record(computing)
+        computing.wait_stream(self._stream)
+        wait_end.record(computing)
+        self._waits.append((wait_begin, wait_end))
 
         def keep_until_computed(tensor: Tensor) -> Tensor:
-            # Otherwise the memory could be given to the next copy while the computation still reads it.
-            tensor.record_stream(current)
+            # Otherwise the memory could be reused for the next copy while the computation still reads it.
+            tensor.record_stream(computing)
             return tensor
 
         on_device.map(keep_until_computed)
@@ -303,12 +305,13 @@ class PackTrainer(Trainer):
         self.config = config = loader.run.config
         model_settings = vars(model.config)
         use_cache = model_settings.get("use_cache")
-        only_model = args.save_only_model
-        # The Trainer refuses to save the optimizer of a model that was sharded while it was loaded; this class can.
-        args.save_only_model = only_model or config.shares_experts
+        save_only_model = args.save_only_model
+        # The Trainer refuses to save the optimizer of a model that was sharded while it was loaded. This class can save
+        # it, so the option is on while the Trainer checks it.
+        args.save_only_model = save_only_model or config.shares_experts
         super().__init__(model=model, args=args)
-        args.save_only_model = only_model
-        # The Trainer disables the KV cache in the config, and checkpoints would inherit it; batches disable it anyway.
+        args.save_only_model = save_only_model
+        # The Trainer disables the KV cache in the model's config, which checkpoints would inherit: restore the setting.
         if use_cache is None:
             model_settings.pop("use_cache", None)
         else:
@@ -317,9 +320,9 @@ class PackTrainer(Trainer):
             self.remove_callback(callback)
         self.loader, self.saved, self.watch, self.parallel = loader, saved, watch, parallel
         self.loss_function = LossFunction(model)
-        # EmbeddingNoise replaces the Trainer's noise, which is scaled by the length of the pack.
-        alpha, self.neftune_noise_alpha = args.neftune_noise_alpha, None
-        self.noise = EmbeddingNoise(model, alpha) if alpha else None
+        # EmbeddingNoise replaces the Trainer's noise, which is scaled by the length of the pack: switch that off.
+        self.neftune_noise_alpha = None
+        self.noise = EmbeddingNoise(model, args.neftune_noise_alpha) if args.neftune_noise_alpha else None
         self.balance = RouterBalance(model, config.router_aux_loss_coef) if config.router_aux_loss_coef else None
         self.skipped: list[tuple[int, SkippedSample]] = []
         self.meter = Meter(by_channel=loader.run.source.logs_channels)
@@ -344,14 +347,15 @@ class PackTrainer(Trainer):
             this rank's sum of losses times the number of ranks, 0-d; ``Meter.take_log_line`` divides it by the targets.
         """
         step_mean = StepMean(inputs.figures.units, self.args.world_size)
-        total, skipped = torch.zeros((), device=self.args.device), list[SkippedSample]()
+        total = torch.zeros((), device=self.args.device)
+        skipped: list[SkippedSample] = []
         for number, host_batch in enumerate(self.meter.timed(inputs.micro_batches), start=1):
             is_last = number == inputs.num_micro_batches
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             batch = self._copies.to_device(host_batch)
             with contextlib.ExitStack() as stack:
-                # Gradients are exchanged in the last micro-batch. With FSDP they are exchanged in each: otherwise every
-                # rank would hold whole float32 sums.
+                # Ranks exchange gradients once, in the last micro-batch. With FSDP they do it in each micro-batch,
+                # because otherwise every rank would hold float32 sums of all gradients.
                 if not (is_last or self.accelerator.is_fsdp2 or self.config.shares_experts):
                     stack.enter_context(self.accelerator.no_sync(model=model))
                 if self.balance is not None:
@@ -363,15 +367,16 @@ class PackTrainer(Trainer):
         self.skipped += [(self.state.global_step, sample) for sample in skipped]
         figures = inputs.figures
         if self.config.on_bad_media == "skip":
-            # The plan counted the skipped samples of all ranks: exclude them from the mean and from the figures.
+            # The plan has counted the samples that any rank skipped: exclude them from the gradients and the figures.
             local_counts = [len(skipped), sum(sample.num_target_tokens for sample in skipped)]
             counts = torch.tensor(local_counts, device=self.args.device)
             if self.args.world_size > 1:
                 dist.all_reduce(counts)
-            num_samples, num_targets = counts.tolist()
-            num_skipped_units = num_samples if self.config.loss_reduction == "sample" else num_targets
-            units = step_mean.remove_units(num_skipped_units, self.model.parameters())  # type: ignore[union-attr]
-            figures = dataclasses.replace(figures, units=units, target_tokens=figures.target_tokens - num_targets)
+            num_skipped_samples, num_skipped_targets = counts.tolist()
+            num_skipped = num_skipped_samples if self.config.loss_reduction == "sample" else num_skipped_targets
+            units = step_mean.remove_units(num_skipped, self.model.parameters())  # type: ignore[union-attr]
+            target_tokens = figures.target_tokens - num_skipped_targets
+            figures = dataclasses.replace(figures, units=units, target_tokens=target_tokens)
         self.meter.add_step(figures, None if self.balance is None else self.balance.take_step_loss())
         return step_mean.sum_over_ranks(total)
 
@@ -379,7 +384,7 @@ class PackTrainer(Trainer):
         """Run forward and backward of a micro-batch; return its contribution to the step's mean loss, 0-d, detached."""
         model.train()
         optimizer: Any = self.optimizer
-        if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers
+        if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers have training and evaluation modes
             optimizer.train()
         if self.noise is not None:
             self.noise.batch = batch
@@ -395,7 +400,7 @@ class PackTrainer(Trainer):
         settings: dict[str, Any] = {}
         if self.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):  # they update weights in the backward pass
             settings["learning_rate"] = self._get_learning_rate()
-        if self.is_deepspeed_enabled:  # it would divide the loss by the number of micro-batches
+        if self.is_deepspeed_enabled:  # otherwise DeepSpeed would divide the loss by the number of micro-batches
             settings["scale_wrt_gas"] = False
         self.accelerator.backward(loss, **settings)
         loss = loss.detach()
@@ -417,7 +422,7 @@ class PackTrainer(Trainer):
         run = self.loader.run
         assert run.validation is not None, "called only for runs with a val split"
         begin = time.perf_counter()
-        # Without progress: the terminal shows the progress of training.
+        # Without a progress of its own, because the terminal shows the progress of training.
         logs = evaluate(
             self.model_wrapped,
             run.validation.reader,
@@ -476,13 +481,13 @@ class PackTrainer(Trainer):
         """Save the model: an adapter unchanged, full weights in the precision of the base model."""
         model: Any = self.model
         if self.config.shares_experts:
-            state_dict = gather_full_state_dict(model)  # all ranks call it; empty on all but the first
+            state_dict = gather_full_state_dict(model)  # all ranks must call this; empty on all but the first
             if not self.args.should_save:
                 return
         if isinstance(model, PeftModel) or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        # With every name of a tied weight, as in the state dict.
+        # Duplicates are kept because the state dict has all names of a tied weight, too.
         named = model.named_parameters(remove_duplicate=False)
         trained = frozenset(name for name, parameter in named if parameter.requires_grad)
         state = self.saved.cast(model.state_dict() if state_dict is None else state_dict, trained)

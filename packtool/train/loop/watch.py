@@ -126,11 +126,11 @@ class StepWatch:
         self.signals, self.sample_names = signals, sample_names
         self.on_nan, self.world, self.progress = on_nan, world, progress
         self.stopped_by = 0
-        self.num_bad = 0
+        self.num_bad = 0  # bad steps so far
         self.skipped_steps: list[int] = []
         self.last_good: int | None = None
-        self._losses: list[Tensor] = []
-        self._norm: Tensor | float = 0.0
+        self._losses: list[Tensor] = []  # of this rank's micro-batches in the current step
+        self._norm: Tensor | float = 0.0  # of the current step's gradients, over all ranks
         self._pending: _PendingExchange | None = None
 
     def begin_step(self) -> None:
@@ -163,13 +163,15 @@ class StepWatch:
     def check_last_step(self) -> bool:
         """Read the result of the last exchange, unless that is done already, and handle a bad step.
 
-        All ranks call this together. Returns whether the step was bad; with ``stop``, a bad one raises a DivergedError
-        on every rank.
+        All ranks must call this together. Return whether the step was bad. With ``--on-nan stop``, raise a
+        DivergedError on every rank for a bad step.
         """
         if self._pending is None:
             return False
-        exchange, self._pending = self._pending, None
-        step, (stopped_by, is_bad) = exchange.step, exchange.wait_for_result()
+        exchange = self._pending
+        self._pending = None
+        step = exchange.step  # 0-based
+        stopped_by, is_bad = exchange.wait_for_result()
         self.stopped_by = self.stopped_by or stopped_by
         if not is_bad:
             return False
@@ -185,7 +187,7 @@ class StepWatch:
             )
         if self.on_nan == "skip":
             self.skipped_steps.append(step)
-        elif self.last_good is None:
+        elif self.last_good is None:  # the update of this step has spoiled the weights
             self.last_good = step
         if lines:
             action = "skipped" if self.on_nan == "skip" else "trained nevertheless"
