@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -35,10 +35,7 @@ def choose(
     Raises:
         ConfigError: if the kernel of this name is unusable, with the reason and the remedy.
     """
-
-    def unusable_error(kernel: Kernel) -> ConfigError | None:
-        return _unusable_error(kernel, device, dtype, needs_dropout=needs_dropout, head_dim=head_dim)
-
+    unusable_error = partial(_unusable_error, device, dtype, needs_dropout, head_dim)  # a function of a kernel
     if name == AUTO:
         available_flash = [kernel for kernel in _FLASH if kernel.is_available()]
         fastest_first = [*available_flash, KERNELS["varlen"], KERNELS["sdpa"]]  # SDPA is always usable
@@ -63,7 +60,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def _unusable_error(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, *, needs_dropout: bool, head_dim: int
+    device: torch.device, dtype: torch.dtype, needs_dropout: bool, head_dim: int, kernel: Kernel
 ) -> ConfigError | None:
     """Return why a kernel cannot compute such an attention call, with a remedy; None if it can."""
     if error := kernel.availability_error(device, dtype):

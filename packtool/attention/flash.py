@@ -133,10 +133,8 @@ class TorchVarlenKernel(Kernel):
         # The parameters depend on the version of torch; missing ones are emulated, except windows.
         options: dict[str, Any] = {}
         if "window_size" in parameters:
-            # Here this replaces is_causal: how many keys before and after itself a query sees, -1 for all.
-            num_before = -1 if window is None else window - 1
-            num_after = 0 if varlen.causal else -1
-            options["window_size"] = (num_before, num_after)
+            # How many keys before and after itself a query sees (-1: all of them), instead of is_causal.
+            options["window_size"] = (-1 if window is None else window - 1, 0 if varlen.causal else -1)
         elif window is not None and window < keys.max_seqlen:
             problem = f"torch {torch.__version__} has varlen attention without sliding windows"
             raise ConfigError(problem, "Install torch 2.11 or newer, or use --attn-impl sdpa.")

@@ -91,14 +91,10 @@ def _isolated_forward(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Run a recurrent layer on a packed sequence, (1, T, hidden), and return the same shape.
+    """Replace a recurrent layer's forward: run it on a packed sequence, (1, T, hidden), and return the same shape.
 
-    This replaces the layer's own forward. It refuses calls in which documents could see each other.
-
-    Args:
-        cache_params, attention_mask: must be None.
-        kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q`` and optionally ``document_lengths``; or a
-            ``sequence_shard``, for a sequence that several ranks share.
+    ``kwargs`` has ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q`` and optionally ``document_lengths``; or, for a
+    sequence that ranks share, a ``sequence_shard``. Calls in which documents could see each other are refused.
     """
     name = type(layer).__name__
     parallel: Any = getattr(layer, _PARALLEL_ATTRIBUTE, None)
@@ -117,14 +113,12 @@ def _isolated_forward(
         varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
         return run(_class_forward(layer), hidden_states, varlen)
     # Documents of this rank alone come first in its sequence, then its tokens of documents that all ranks share.
-    local_states = hidden_states[:, : shard.num_local]
-    sharded_states = hidden_states[:, shard.num_local :]
     outs = []
     if shard.local_lengths:
-        local_varlen = Varlen.of_lengths(shard.local_lengths, local_states.device)
-        outs.append(run(_class_forward(layer), local_states, local_varlen))
+        local_varlen = Varlen.of_lengths(shard.local_lengths, hidden_states.device)
+        outs.append(run(_class_forward(layer), hidden_states[:, : shard.num_local], local_varlen))
     if shard.sharded_lengths:
-        outs.append(run_sharded(layer, sharded_states, shard, parallel.of(shard.split), run))
+        outs.append(run_sharded(layer, hidden_states[:, shard.num_local :], shard, parallel.of(shard.split), run))
     return torch.cat(outs, dim=1)
 
 

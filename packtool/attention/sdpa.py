@@ -34,16 +34,9 @@ class SdpaKernel(Kernel):
             # (1, H, T, D) each.
             query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (q[q_rows], k[kv_rows], v[kv_rows]))
             for queries, keys, mask in _blocks(query.shape[2], key.shape[2], window, q.device):
-                out = F.scaled_dot_product_attention(
-                    query[:, :, queries],
-                    key[:, :, keys],
-                    value[:, :, keys],
-                    attn_mask=mask,
-                    dropout_p=dropout,
-                    is_causal=mask is None and varlen.causal,
-                    scale=scale,
-                    enable_gqa=q.shape[1] != k.shape[1],
-                )
+                heads = query[:, :, queries], key[:, :, keys], value[:, :, keys]
+                causal, has_groups = mask is None and varlen.causal, q.shape[1] != k.shape[1]
+                out = F.scaled_dot_product_attention(*heads, mask, dropout, causal, scale=scale, enable_gqa=has_groups)
                 outs.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(outs) if outs else q.new_zeros((0, q.shape[1], v.shape[-1]))
 

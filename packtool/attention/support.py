@@ -121,20 +121,15 @@ def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
     AttentionInterface.register(_TRIAL_NAME, counted_attention)
     config = copy.deepcopy(config)  # because creating a model writes the name of the attention into its config
     varlen = Varlen.of_lengths(_TRIAL_LENGTHS)
-    boundaries = {
-        "cu_seq_lens_q": varlen.cu_seqlens,
-        "cu_seq_lens_k": varlen.cu_seqlens,
-        "max_length_q": varlen.max_seqlen,
-        "max_length_k": varlen.max_seqlen,
-        "document_lengths": _TRIAL_LENGTHS,
-    }
+    boundaries: dict[str, Any] = {"cu_seq_lens_q": varlen.cu_seqlens, "max_length_q": varlen.max_seqlen}
+    boundaries |= {"cu_seq_lens_k": varlen.cu_seqlens, "max_length_k": varlen.max_seqlen}
     try:
         with weights_in_one_piece(), torch.device("meta"):
             model = model_class._from_config(config, attn_implementation=text_attention(config, _TRIAL_NAME))
         num_recurrent = isolate_recurrent_layers(model)
         input_ids = torch.zeros(1, sum(_TRIAL_LENGTHS), dtype=torch.int64, device="meta")
         with torch.no_grad():
-            model(input_ids=input_ids, use_cache=False, **boundaries)
+            model(input_ids=input_ids, use_cache=False, document_lengths=_TRIAL_LENGTHS, **boundaries)
     except LeakError as error:
         raise UnsupportedModelError(f"{model_class.__name__} cannot be packed: {error}", _REMEDY) from error
     except UnsupportedModelError:  # packed_attention has refused a feature of a layer

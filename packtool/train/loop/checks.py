@@ -113,14 +113,7 @@ def _convert_value(value: Any, allowed: tuple[Any, ...]) -> Any:
 def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtype, on_gpu: bool) -> TrainingArguments:
     """Return the Trainer's arguments, for which a step is a batch and the run an epoch; check optimizer and reports."""
     # Options with the same name in TrainingArguments.
-    same_names = (
-        "weight_decay",
-        "lr_scheduler_type",
-        "max_grad_norm",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-    )
+    same_names = ("weight_decay", "lr_scheduler_type", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
     fields: dict[str, Any] = {
         "output_dir": config.output_dir,
         "max_steps": num_steps,

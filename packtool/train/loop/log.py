@@ -337,8 +337,7 @@ class Outliers:
             the medians of previous values: ``loss`` if the loss is an outlier, ``grad_norm`` if the norm is one.
         """
         medians = {}
-        loss = logs.get("loss")
-        norm = logs.get("grad_norm")
+        loss, norm = logs.get("loss"), logs.get("grad_norm")
         if loss is not None and math.isfinite(loss):
             median_loss = median(self._losses or [0.0])
             if is_far_above(loss, self._losses, min_sigma=0.02 * abs(median_loss)):

@@ -154,8 +154,7 @@ class Fit:
     def __init__(self, config: PlanConfig) -> None:
         assert config.fit is not None
         model = config.model or exported_model(config.cached_dataset[0])
-        self.config = config
-        self.hardware = read_hardware(config.hardware)
+        self.config, self.hardware = config, read_hardware(config.hardware)
         self.base = part_of(TrainConfig, config, model=model, share_prefix="false")  # each setting changes some fields
         self.inputs = open_to_train(self.base)
         _, self.files, self.reader = self.inputs.for_training  # the model's files, and the reader of the caches

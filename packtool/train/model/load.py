@@ -319,14 +319,10 @@ def unloaded_line(unloaded: Mapping[str, str], base: str) -> Iterator[str]:
 
 
 def add_unloaded_tensors(output: str, unloaded: Mapping[str, str]) -> None:
-    """Add tensors to a saved model in additional shards, and rewrite its index.
+    """Add tensors to the model saved in ``output`` in additional shards, and rewrite its index.
 
-    Tensors that the model already has stay unchanged, and so does ``output`` if it has no safetensors. Reads at most
-    one shard of the base model at a time.
-
-    Args:
-        output: directory of the saved model.
-        unloaded: the tensors' names, each with the file of the base model to copy the tensor from.
+    Tensors that the model already has stay unchanged, and so does ``output`` if it has no safetensors. ``unloaded`` has
+    the file of the base model for each tensor's name; at most one of these files is in memory at a time.
     """
     saved_files = tensor_files(output)
     names_by_source = defaultdict[str, list[str]](list)

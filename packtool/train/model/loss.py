@@ -256,9 +256,7 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
     With ``label_logits_only``, compute logits only at positions with a label; the model must accept ``logits_to_keep``.
     Without targets, the sum of the losses is exactly 0 but still depends on the whole model.
     """
-    inputs = batch.model_inputs()
-    labels = batch.labels
-    positions = batch.target_positions
+    inputs, labels, positions = batch.model_inputs(), batch.labels, batch.target_positions
     if label_logits_only:
         kept = label_positions(batch)
         inputs["logits_to_keep"] = kept

@@ -72,13 +72,8 @@ def trace_pass(
     parallel = None
     if isinstance(batch, ShardedBatch):
         split = batch.shard.split
-        parallel = SequenceParallel(
-            split,
-            axes.kv_exchange,
-            ring=AbsentRanks(axes.ring_size),
-            ulysses=AbsentRanks(axes.ulysses_size),
-            group=AbsentRanks(split.size),
-        )
+        ring, ulysses = AbsentRanks(axes.ring_size), AbsentRanks(axes.ulysses_size)
+        parallel = SequenceParallel(split, axes.kv_exchange, ring, ulysses, group=AbsentRanks(split.size))
     set_traced_attention(model, parallel)
     # Autograd creates its threads at its first backward pass, for the devices that it finds. Under FakeTensorMode it
     # would not find real GPUs, so a real backward pass comes first.
@@ -144,12 +139,9 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     if num_ranks > 1:
         # With gathered keys, the first rank copies most, because its last chunk attends to nearly all others.
         rank = 0 if axes.kv_exchange == "allgather" else num_ranks - 1
-        shard = SequenceShard(
-            SequenceSplit(axes.ring_size, axes.ulysses_size, rank),
-            local_lengths=(),
-            sharded_lengths=(num_tokens * num_ranks,),
-            routes=_routes_to_one_rank(tokens, num_ranks),
-        )
+        split = SequenceSplit(axes.ring_size, axes.ulysses_size, rank)
+        routes = _routes_to_one_rank(tokens, num_ranks)
+        shard = SequenceShard(split, local_lengths=(), sharded_lengths=(num_tokens * num_ranks,), routes=routes)
         return ShardedBatch(**fields, shard=shard, index=torch.arange(num_tokens), lengths=shard.sharded_lengths)
     fields |= {"cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32), "lengths": (num_tokens,)}
     if not tokens.keys:
