@@ -107,7 +107,7 @@ class _TowerHooks:
             # Only after all towers have run: a rank whose images are done early may have the longer sounds.
             ranks = self.parallel.of(shard.split)
             features = {kind: exchange_features(levels, shard.routes[kind], ranks) for kind, levels in features.items()}
-        # Write the first level of the features to the embeddings of their tokens.
+        # Write the first level of the features to the embeddings at their flat positions, (N,) for each kind.
         positions = {kind: index for inputs in towers.values() for kind, index in inputs.positions.items()}
         flat = embeddings.flatten(0, 1)
         for kind, levels in features.items():
@@ -115,9 +115,7 @@ class _TowerHooks:
         # Keep the other levels for the text tower, whose first layers add one level each (DeepStack).
         other_levels = {kind: levels[1:] for kind, levels in features.items() if len(levels) > 1}
         if other_levels:
-            features_by_layer = [
-                torch.cat(layer_features) for layer_features in zip(*other_levels.values(), strict=True)
-            ]
+            features_by_layer = list(map(torch.cat, zip(*other_levels.values(), strict=True)))
             self._deepstack = torch.cat([positions[kind] for kind in other_levels]), features_by_layer
         media_names = {"input_features", "feature_attention_mask", *self._processor_names}
         media_names.update(chain(*self._visual_names.values()))

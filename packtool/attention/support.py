@@ -129,12 +129,12 @@ def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
         num_recurrent = isolate_recurrent_layers(model)
         input_ids = torch.zeros(1, sum(_TRIAL_LENGTHS), dtype=torch.int64, device="meta")
         with torch.no_grad():
-            model(input_ids=input_ids, use_cache=False, document_lengths=_TRIAL_LENGTHS, **boundaries)
+            model(input_ids=input_ids, use_cache=False, **boundaries, document_lengths=_TRIAL_LENGTHS)
     except LeakError as error:
         raise UnsupportedModelError(f"{model_class.__name__} cannot be packed: {error}", _REMEDY) from error
     except UnsupportedModelError:  # packed_attention has refused a feature of a layer
         raise
-    except TypeError as error:
+    except TypeError as error:  # it names the first unexpected argument, so ``boundaries`` come first in the call
         if "cu_seq_lens" not in str(error):
             return
         problem = f"{model_class.__name__} cannot be told where packed samples end: {error}"
@@ -206,7 +206,7 @@ def _key_problems(inputs: Mapping[str, Any], cu_seqlens: Sequence[int]) -> list[
     problems = _length_problems(inputs, key_lengths, "k", "key_lengths")
     bounds = zip(pairwise(cu_seqlens), pairwise(key_cu_seqlens), strict=True)
     for document, ((start, stop), (key_start, key_stop)) in enumerate(bounds):
-        own_key_start = max(key_stop - (stop - start), key_start)
+        own_key_start = max(key_stop - (stop - start), key_start)  # not before the document's first key
         if key_index[own_key_start:key_stop] != list(range(start, stop)):
             return [*problems, f"the keys of document {document} do not end with its own tokens"]
     return problems

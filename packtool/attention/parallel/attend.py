@@ -263,7 +263,7 @@ class _Attend(torch.autograd.Function):
             gradients.append(call.kernel.bwd(local_grad, local_q, local_k, local_v, local_out, local_lse, block))
         if sharded_backward is not None:
             gradients.append(_resume_for_result(sharded_backward))
-        dq, dk, dv = map(_concatenate, zip(*gradients, strict=True))
+        dq, dk, dv = map(_concatenate, zip(*gradients, strict=True))  # of local documents, then of sharded ones
         return dq, dk, dv, None
 
 

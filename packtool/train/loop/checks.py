@@ -111,7 +111,10 @@ def _convert_value(value: Any, allowed: tuple[Any, ...]) -> Any:
 
 
 def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtype, on_gpu: bool) -> TrainingArguments:
-    """Return the Trainer's arguments, for which a step is a batch and the run an epoch; check optimizer and reports."""
+    """Return the Trainer's arguments, and check that it can create the optimizer, the schedule and the reports.
+
+    For the Trainer, an optimizer step is one batch, whatever its micro-batches are, and the run is one epoch.
+    """
     # Options with the same name in TrainingArguments.
     same_names = ("weight_decay", "lr_scheduler_type", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
     fields: dict[str, Any] = {
@@ -119,7 +122,8 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "max_steps": num_steps,
         "per_device_train_batch_size": config.per_device_train_batch_size,
         "gradient_accumulation_steps": 1,
-        **{name: getattr(config, name) for name in (*same_names, "neftune_noise_alpha")},
+        **{name: getattr(config, name) for name in same_names},
+        "neftune_noise_alpha": config.neftune_noise_alpha,
         "optim": "adamw_torch" if config.optim == "muon" else config.optim,  # PackTrainer creates Muon itself
         "learning_rate": config.peak_learning_rate,
         "warmup_steps": config.num_warmup_steps(num_steps),
@@ -158,7 +162,8 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
     except (TypeError, ValueError, ImportError) as error:
         raise ConfigError(f"transformers refuses these settings: {error}", _CHECK_REMEDY) from error
     raise_together([partial(_check_reports, args), partial(_check_optimizer, args, num_steps)])
-    # One process uses one device; with several visible devices, the Trainer would wrap the model in DataParallel.
+    # One process uses one device; with several visible devices, the Trainer would wrap the model in DataParallel. Their
+    # number is known once ``args.device`` was read.
     assert args.device is not None
     args._n_gpu = min(args.n_gpu, 1)
     return args
@@ -261,7 +266,7 @@ def _model_checks(config: TrainConfig, model_config: PreTrainedConfig) -> list[C
         if config.torch_compile:
             check_backend(config.torch_compile_backend, device)
         if config.sequence_parallel_ranks > 1:
-            choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))
+            choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))  # for heads of any size
 
     checks: list[Callable[[], object]] = [partial(quantization_config, config, model_config, dtype), check_compilation]
     if config.use_liger_kernel or config.shares_experts:

@@ -132,7 +132,7 @@ class Meter:
             sums = (figures[:, None] * batch.target_counts).sum(dim=2)  # ``target_counts``: (channels, targets)
         elif self._by_channel:
             sums = figures.new_zeros(len(figures), len(batch.channels))
-            sums.index_add_(1, batch.documents_of(losses.positions), figures)
+            sums.index_add_(1, batch.documents_of(losses.positions), figures)  # to the column of a target's document
         else:
             sums = figures
         if self._by_channel:
@@ -156,7 +156,7 @@ class Meter:
         seconds = now - self._since
         self._since = now
         elapsed = max(seconds, 1e-9)
-        # Each value is a sum over the units (targets, or samples) of a step: turn their mean into one over units.
+        # ``loss`` is a mean of sums over the units (targets or samples) of a step: turn it into a mean over units.
         objective = loss * self._num_steps / figures.units if figures.units else math.nan
         means = self._target_means(accelerator.num_processes)
         line = {"loss": means.pop("loss"), "objective": objective} if "loss" in means else {"loss": objective}

@@ -136,7 +136,7 @@ class StepLoader:
     def _step_batches(self, batches: Iterator[Batch], step: RankStep, number: int) -> Iterator[Batch]:
         """Yield the batches of step ``number`` (0-based), add up their media reads, and log each for ``--debug``.
 
-        ``batches`` also has the batches of all later steps, and keeps them.
+        ``batches`` also has the batches of all later steps, which stay in the iterator.
         """
         for index, (planned, batch) in enumerate(zip(step.micro_batches, batches, strict=False), start=1):
             self.media_reads += batch.media_reads

@@ -111,10 +111,10 @@ class Proposal:
 
 
 def find_fit(config: PlanConfig, progress: Progress) -> Fit:
-    """Search for training settings whose peak memory fits into ``--fit``, the fastest first; keep the user's settings.
+    """Search for training settings whose peak memory fits into a GPU of ``--fit`` bytes; keep the user's settings.
 
     The time of all settings is estimated first. Memory takes seconds to trace, so it is traced for the fastest settings
-    first, until ``MAX_PROPOSALS`` settings fit.
+    first, until ``MAX_PROPOSALS`` settings fit. These become the result's ``proposals``, the fastest first.
 
     Raises:
         ConfigError: if no settings fit, naming the nearest; or if training accepts none.
@@ -315,8 +315,8 @@ class Fit:
     def _make_axes(self, size: int) -> Axes:
         """Decide how ``size`` ranks share a sequence; raise if the model does not support it."""
         run = dataclasses.replace(self.base, sequence_parallel_size=size)
-        world, lengths = World(0, self.config.world_size, size), self.reader.index.length
-        return axes_of(run, world, self.files, lengths, trained=True)
+        world = World(size=self.config.world_size, sequence_parallel_size=size)
+        return axes_of(run, world, self.files, self.reader.index.length, trained=True)
 
     def _sequence_parallel_sizes(self) -> list[int | None]:
         """Return the user's size, or None (no sharing) and all powers of two that the model and a machine allow."""

@@ -180,7 +180,8 @@ class HeadLoss:
         if not len(positions):
             # Zero times a logit: every parameter must take part in the backward pass, or other ranks would wait.
             self._correct = labels.new_zeros(0, dtype=torch.bool)
-            return (self._head_forward(hidden[:1]).float().sum(-1) * 0.0)[None, :, None].clone()
+            zero = self._head_forward(hidden[:1]).float().sum(-1) * 0.0
+            return zero[None, :, None].clone()
         head: Any = getattr(self._head_forward, "__self__", None)
         vocabulary_size = int(getattr(head, "out_features", 0)) or int(head.weight.shape[0])
         targets_per_chunk = max(self._chunk_logits // vocabulary_size, 1)
@@ -194,13 +195,14 @@ class HeadLoss:
 
         hidden_chunks = torch.split(hidden.index_select(0, positions), targets_per_chunk)
         label_chunks = torch.split(labels, targets_per_chunk)
+        # Recomputing a single chunk would save no memory.
         recomputes = len(hidden_chunks) > 1 and torch.is_grad_enabled()
         compute: Any = partial(checkpoint, chunk_losses, use_reentrant=False) if recomputes else chunk_losses
         losses = []
         for chunk, (chunk_hidden, chunk_labels) in enumerate(zip(hidden_chunks, label_chunks, strict=True)):
             losses.append(compute(chunk_hidden, chunk_labels, chunk))
         self._correct = torch.cat([correct_by_chunk[chunk] for chunk in range(len(losses))])
-        return torch.cat(losses)[None, :, None].clone()
+        return torch.cat(losses)[None, :, None].clone()  # for FSDP a new tensor, not a view
 
 
 def head_of(model: nn.Module) -> nn.Module | None:

@@ -335,7 +335,7 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
         run = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
         run = with_shares(with_recomputing(run), sequence_parallel_size)
         dtype = resolve_dtype(model, run, on_gpu=True)
-        world = World(0, config.world_size, sequence_parallel_size)
+        world = World(size=config.world_size, sequence_parallel_size=sequence_parallel_size)
         axes = axes_of(run, world, files, preview.inputs.lengths, trained=True)
         empty_model = model_without_weights(run, model, dtype)
         batches = peak_memory_batches(run, plan, preview.inputs)

@@ -82,7 +82,7 @@ def trace_pass(
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         _create_weights(model)
         model.train()
-        if not spec.family.processor_inputs:
+        if not spec.family.processor_inputs:  # models read values among a processor's inputs, which stay real
             batch = batch.map(lambda tensor: torch.empty_like(mode.from_tensor(tensor), device="cpu"))
         return run_pass(model, batch, autocast)
 

@@ -105,7 +105,7 @@ def tower_prefixes(model: nn.Module, model_type: str) -> Towers:
         if isinstance(feature_layers, int):
             feature_layers = [feature_layers]
         for name, module in model.get_submodule(towers.vision[0]).named_modules(prefix=towers.vision[0]):
-            if name.endswith(".post_layernorm"):
+            if name.endswith(".post_layernorm"):  # the norm after the last layer
                 unused.append(name)
             elif isinstance(module, nn.ModuleList):
                 # Output 0 is that of the embeddings, so output n needs the first n layers; -1 is the last output.
