@@ -165,7 +165,7 @@ def save_master_weights(
     Args:
         saved: precision of the model files.
         checkpoint: directory whose model files are already written.
-        weights: full weights by name, if the model is sharded; all that are trained are written then.
+        weights: full weights of any shape by name, if the model is sharded; all trained ones are written then.
     """
     saved_names = set(_saved_weights(checkpoint)) if weights is None else set()
     masters = {}
