@@ -2,8 +2,8 @@
 
 Media are read, decoded, resized and cut into patches, as in a data worker. ``packtool plan --media`` measures
 some samples with images, with videos and with audio, selected by the plan's seed. A run measures the first samples of
-its plan, unless ``--dataloader-num-workers`` is given. Times are the larger of elapsed and CPU time, because the threads of decoders
-find no free cores beside several workers.
+its plan, unless ``--dataloader-num-workers`` is given. Times are the larger of elapsed and CPU time, because the
+threads of decoders find no free cores beside several workers.
 
 Files in the page cache load faster than in training. Bytes are those of whole files, although seeking skips some.
 """
