@@ -132,8 +132,8 @@ class World:
             raise NotTrainedError(f"{model_type}: {family.refused or 'not trained yet'}")
         return family.encoding is not None
 
-    def model(self, name: str) -> Path:
-        """Return a small model of the type of the checkpoint ``name``."""
+    def model(self, name: str, layer_inputs: int = 0) -> Path:
+        """Return a small model of the type of the checkpoint ``name``; its layers have ``layer_inputs`` if not 0."""
         model_type = self.model_type(name)
         if self.is_multimodal(name):
             folder = self.root / f"picture{'-mistral' * (model_type == 'mistral3')}"
@@ -142,9 +142,15 @@ class World:
                 self._add_tekken(folder)
             return folder
         method = "bnb" if "bnb" in name.lower() else "gptq" if _QUANTIZED.search(name) else ""
-        folder = self.root / f"{model_type}{method and '-'}{method}"
+        folder = self.root / "-".join(filter(None, (model_type, method, str(layer_inputs or ""))))
         if not folder.exists():
             small = {key: value for key, value in SMALL.items() if (model_type, key) != ("falcon", "head_dim")}
+            for key, parts in (
+                ("hidden_size", 1),
+                ("intermediate_size", 1),
+                ("head_dim", SMALL["num_attention_heads"]),
+            ):
+                small |= {key: max(small[key], layer_inputs // parts)} if key in small else {}
             if model_type in _RECURRENT:
                 small["num_hidden_layers"] = 8
             try:
@@ -221,7 +227,8 @@ def replaced(example: Example, world: World) -> tuple[tuple[str, ...], dict[str,
     """Return the command line and the YAML of an example with the paths of models and data replaced."""
     values = {**(example.settings or {}), **{key: " ".join(item) for key, item in example.option_values.items()}}
     name = next((str(values[key]).strip() for key in _MODEL_KEYS if values.get(key)), "")
-    new: dict[str, Any] = {key: str(world.model(name)) for key in _MODEL_KEYS if key in values}
+    group_size = int((values.get("qat") or {}).get("group_size") or 0)
+    new: dict[str, Any] = {key: str(world.model(name, group_size)) for key in _MODEL_KEYS if key in values}
     has_pictures = world.is_multimodal(name)
     chat = world.rows("pictures" if has_pictures else "messages")
     is_text = values.get("use_chat_template") == "false" or values.get("stage") == "pt" or "pt" in example.words[:2]

@@ -35,6 +35,9 @@ class PackageOptions:
             needs.append((f"--quant-bits {value_of('quant_bits')}", *bitsandbytes))
         if (value_of("optim") or "").startswith(_BITSANDBYTES_OPTIMIZERS):
             needs.append((f"--optim {value_of('optim')}", *bitsandbytes))
+        for option in ("qat", "fp8"):
+            if value_of(option):
+                needs.append((f"--{option} {str(value_of(option)).lower()}", ("torchao",), "torchao is", "torchao"))
         if value_of("chat_template") == "mistral-common":
             needs.append(("--chat-template mistral-common", ("mistral_common",), "mistral-common is", "mistral-common"))
         for tracker in value_of("report_to") or ():

@@ -145,6 +145,7 @@ class CheckpointOptions(Settings):
 
 
 OnNan = Literal["stop", "skip", "go-on"]
+QatRecipe = Literal["int8-int4", "int4", "fp8-int4", "fp8", "mxfp4", "nvfp4"]
 LossReduction = Literal["token", "sample"]
 EvalStrategy = Annotated[Literal["no", "steps", "epoch"], NOT_AT_ALL]
 
@@ -206,11 +207,29 @@ class TrainConfig(
     enable_dft_loss: bool = training_option(
         False, "Weight each target's loss by its predicted probability (dynamic fine-tuning)."
     )
+    train_from_scratch: bool = training_option(
+        False, "Start from random weights, with the model's configuration and tokenizer."
+    )
+    lisa_activated_layers: int | None = training_option(
+        None, "Train only N random layers of the language model at a time (LISA).", minimum=1
+    )
+    lisa_step_interval: int = training_option(20, "Draw the layers of LISA anew every N steps.", minimum=1)
+    eaft_alpha: float | None = training_option(
+        None, "Weight each loss by its prediction's entropy to this power (EAFT).", minimum=0.0
+    )
+    eaft_top_k: int = training_option(20, "Compute EAFT's entropy from the K most likely tokens.", minimum=2)
+    eaft_divisor: float = training_option(3.0, "Divide EAFT's entropy by this; axolotl divides by 1.", minimum=1e-6)
     padding_free: bool | None = packing_option(
         None,
         "Accepted only for ms-swift scripts; packing always removes padding.",
         aliases=("use_remove_padding",),
     )
+    qat: QatRecipe | None = memory_option(
+        None, "Train for quantization: round inputs and weights of linear layers to these formats."
+    )
+    qat_group_size: int | None = memory_option(None, "Scale groups of N weights together (--qat with int4).", minimum=1)
+    qat_start_step: int = memory_option(0, "Start the rounding of --qat after N steps.", minimum=0)
+    fp8: bool = memory_option(False, "Multiply the language model's matrices in float8.")
     use_liger_kernel: bool = memory_option(False, "Use Liger kernels for norms, RoPE and SwiGLU.")
     torch_compile: bool = memory_option(False, "Compile the language model's layers with torch.compile.")
     torch_compile_backend: str = memory_option(

@@ -43,7 +43,7 @@ _OPTIONS = {
 }
 # Unsupported arguments that change training; all others in a record of ms-swift's arguments are of other purposes.
 _CHANGES_TRAINING = {
-    *("loss_type", "optimizer", "lisa_activated_layers"),
+    *("loss_type", "optimizer"),
     *("new_special_tokens", "rope_scaling", "max_model_len", "label_smoothing_factor"),
 }
 

@@ -235,3 +235,9 @@ def _read_options(words: Sequence[str], tool: str) -> dict[str, Any]:
         else:
             values[key] = items[0] if len(items) == 1 else items
     return values
+
+
+def local_model_config(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the config.json of the model whose directory is the value of ``key``; {} if it is not local."""
+    path = Path(str(values.get(key)), "config.json")
+    return load_config_file(str(path)) if path.exists() else {}

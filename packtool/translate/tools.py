@@ -14,8 +14,9 @@ from packtool.config.data import ExportConfig
 from packtool.config.train import TrainConfig
 from packtool.constants import TRAIN_NEWLINE
 from packtool.errors import ConfigError
+from packtool.translate.axolotl_methods import translate_methods
 from packtool.translate.names import _FIELDS, Translation, as_text, is_true, split_list
-from packtool.translate.read import ForeignConfig, load_config_file
+from packtool.translate.read import ForeignConfig, local_model_config
 
 _NEWLINE_TOOLS = ("ms-swift", "LLaMA-Factory")
 """Tools whose templates make the newline after ``<|im_end|>`` a target."""
@@ -58,6 +59,8 @@ def _adjust_combinations(translation: Translation) -> None:
     num_ranks = translation.number("sequence_parallel_size", translation.get("sequence_parallel_size"), 1)
     if num_ranks > 1 and values.get("attn_impl") not in (None, "auto", "sdpa", "varlen"):
         translation.remove("attn_impl", "sequence parallelism has its own kernels")
+    if is_true(translation.get("torch_compile")) and is_true(translation.get("use_liger_kernel")):
+        translation.remove("use_liger_kernel", "torch_compile fuses the same operations")
     if is_true(translation.get("streaming")) and not is_true(translation.get("packing")):
         translation.remove("streaming", "streaming needs packs; rows are tokenized before training")
     if is_true(translation.get("streaming")) and values.get("save_strategy") == "epoch":
@@ -227,6 +230,8 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
         translation.set("max_length", length, "cutoff_len")
     _llama_factory_datasets(translation, values)
     _ratio(translation, values, "val_size")
+    if is_true(values.pop("use_eaft_loss", None)):
+        translation.set("eaft_alpha", values.pop("eaft_alpha", None) or 1.0, "use_eaft_loss and eaft_alpha")
     _adapter_settings(translation, values, "finetuning_type")
     if values.get("finetuning_type") == "freeze":
         _freeze(translation, values)
@@ -258,17 +263,11 @@ def _llama_factory_datasets(translation: Translation, values: dict[str, Any]) ->
             translation.set(option, arguments, f"{name} and max_samples" if amount else name)
 
 
-def _model_config(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the config.json of the model whose directory is the value of ``key``; {} if it is not local."""
-    path = Path(str(values.get(key)), "config.json")
-    return load_config_file(str(path)) if path.exists() else {}
-
-
 def _freeze(translation: Translation, values: dict[str, Any]) -> None:
     """Translate LLaMA-Factory's training of a few layers: the last, the first, or those that LLaMA Pro has added."""
     name = "freeze_trainable_layers"
     count = int(translation.number(name, values.pop(name, None), 2))  # the first -count layers, if it is negative
-    num_layers = _model_config(values, "model_name_or_path").get("num_hidden_layers", 0)
+    num_layers = local_model_config(values, "model_name_or_path").get("num_hidden_layers", 0)
     if not num_layers:  # not local, or with towers, whose layers have the same numbers
         reason = "its layers are unknown: give full, --freeze-parameters-ratio 1 and --trainable-parameters-regex"
         translation.refuse("finetuning_type: freeze", reason)
@@ -303,15 +302,12 @@ def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[
         _axolotl_datasets(translation, name, values.pop(name, None))
     _ratio(translation, values, "val_set_size")
     _axolotl_targets(translation, values)
+    translate_methods(translation, values)
     min_lr_ratio = values.pop("cosine_min_lr_ratio", None)
     if min_lr_ratio is not None:
         values.pop("lr_scheduler", None)
         translation.set("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler and cosine_min_lr_ratio")
         translation.set("lr_scheduler_kwargs", {"min_lr_rate": min_lr_ratio}, "cosine_min_lr_ratio")
-    if as_text((values.get("model_config") or {}).get("output_router_logits", "")) == "true":
-        _axolotl_router(translation, values)
-    if is_true(values.get("resize_token_embeddings_to_32x")):
-        _axolotl_embeddings(translation, values)
     batch_size = values.pop("batch_size", None)
     if batch_size is not None and not values.get("gradient_accumulation_steps"):
         micro_batch_size = translation.number("micro_batch_size", values.get("micro_batch_size"), 1) or 1
@@ -493,32 +489,6 @@ def _axolotl_paths(translation: Translation, name: str, entry: Mapping[str, Any]
     is_local = os.path.exists(path) or path.endswith((".json", ".jsonl", ".parquet", ".csv", ".txt"))
     selection = "" if is_local else f":{subset}:{match[1]}".rstrip(":")
     return [f"{path}{selection}{amount}"]
-
-
-def _axolotl_router(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate ``output_router_logits``: the model then adds its routers' loss with the weight in config.json."""
-    weight = _model_config(values, "base_model").get("router_aux_loss_coef")
-    name = "model_config: output_router_logits"
-    if weight is None:
-        translation.refuse(
-            name, "its weight is not known without the model's config.json; give a local directory of the model"
-        )
-    else:
-        translation.set("router_aux_loss_coef", weight, name)
-    others = {key: value for key, value in values.pop("model_config").items() if key != "output_router_logits"}
-    if others:
-        values["model_config"] = others
-
-
-def _axolotl_embeddings(translation: Translation, values: dict[str, Any]) -> None:
-    """Refuse embeddings that would grow: those of a local model whose number of rows is no multiple of 32."""
-    config = _model_config(values, "base_model")
-    text_config = config.get("text_config")
-    size = (text_config if isinstance(text_config, dict) else config).get("vocab_size")
-    if isinstance(size, int) and size % 32:
-        del values["resize_token_embeddings_to_32x"]
-        reason = f"it adds {-size % 32} rows to the embeddings, packtool adds none; remove it"
-        translation.refuse("resize_token_embeddings_to_32x", reason)
 
 
 def _ratio(translation: Translation, values: dict[str, Any], name: str) -> None:

@@ -436,11 +436,35 @@ def test_axolotl_without_validation_and_adapters() -> None:
         ({"adapter": "llama-adapter"}, "give lora or qlora"),
         ({"plugins": ["axolotl.integrations.spectrum.SpectrumPlugin"]}, "SpectrumPlugin"),
         ({"rl": "dpo"}, "supervised training only"),
+        ({"qat": {"weight_dtype": "int8"}}, "--qat rounds linear layers, to int8-int4"),
+        ({"qat": {"weight_dtype": "int4", "quantize_embedding": True}}, "--qat rounds linear layers"),
+        ({"qat": "int4"}, "expected an object"),
     ],
 )
 def test_axolotl_keys_without_a_counterpart(values: dict[str, Any], problem: str) -> None:
     (message,) = translated("axolotl", {"base_model": "m", **values}).problems
     assert problem in message
+
+
+def test_axolotl_and_llama_factory_few_bits_and_entropies() -> None:
+    qat = {"activation_dtype": "int8", "weight_dtype": "int4", "group_size": 256, "fake_quant_after_n_steps": 9}
+    values = translated("axolotl", {"qat": qat, "use_eaft": True, "eaft_k": 10, "fp8": True}).values
+    assert (values["qat"], values["qat_group_size"], values["qat_start_step"]) == ("int8-int4", 256, 9)
+    assert (values["eaft_divisor"], values["eaft_alpha"], values["eaft_top_k"], values["fp8"]) == (1.0, 1.0, 10, True)
+    for formats in (
+        {"activation_dtype": "float8", "weight_dtype": "fp8"},
+        {"activation_dtype": "nvfp4", "weight_dtype": "nvfp4"},
+    ):
+        assert translated("axolotl", {"qat": formats}).values["qat"] in ("fp8", "nvfp4")
+    factory = translated(
+        "LLaMA-Factory", {"use_eaft_loss": True, "eaft_alpha": 0.5, "fp8": True, "fp8_backend": "auto"}
+    )
+    assert (factory.values["eaft_alpha"], factory.values["fp8"]) == (0.5, True)
+    assert "eaft_alpha" not in translated("LLaMA-Factory", {"eaft_alpha": 0.5}).values
+    (problem,) = translated("LLaMA-Factory", {"fp8": True, "fp8_backend": "te"}).problems
+    assert "use fp8_backend torchao" in problem
+    both = translated("axolotl", {"torch_compile": True, "liger_rope": True})
+    assert "use_liger_kernel" not in both.values
 
 
 def test_axolotl_targets_sharding_and_columns() -> None:

@@ -32,6 +32,7 @@ from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import absolute_model
 from packtool.errors import ConfigError, MismatchError, did_you_mean, raise_together
 from packtool.launch.world import World, all_gather_objects
+from packtool.train.model.active_layers import ActiveLayers
 from packtool.train.model.compiled import LIGER_SETTINGS, check_backend, liger_warning, refuse_without_liger
 from packtool.train.model.load import has_gpu, input_spec, model_without_weights, resolve_dtype
 from packtool.train.model.loss import RouterBalance
@@ -222,6 +223,11 @@ def refused_by_transformers() -> Iterator[None]:
 
 def load_spec(run: Run) -> InputSpec:
     """Return the model's properties that collation needs, and check that the model can be trained."""
+    if run.config.lisa_activated_layers is not None and run.world.size > 1:
+        raise ConfigError(
+            "--lisa-activated-layers requires a single process: DDP needs gradients of all layers",
+            "Start one process, without NPROC_PER_NODE.",
+        )
     spec = input_spec(run)
     raise_together(_model_checks(run.config, spec.config))
     return spec
@@ -285,7 +291,15 @@ def _empty_model(
     model = model_without_weights(config, model_config, dtype)
     if config.router_aux_loss_coef:
         RouterBalance(model, config.router_aux_loss_coef)
+    active_layers(model, config)
     return model, args
+
+
+def active_layers(model: nn.Module, config: TrainConfig) -> ActiveLayers | None:
+    """Return the layers of ``--lisa-activated-layers``; None without this option."""
+    if config.lisa_activated_layers is None:
+        return None
+    return ActiveLayers(model, config.lisa_activated_layers, config.lisa_step_interval, config.seed)
 
 
 def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[str]]:

@@ -42,10 +42,11 @@ from packtool.cache.evaluation_file import plain_json
 from packtool.config.train import TrainConfig
 from packtool.launch.world import World, all_gather_objects
 from packtool.train.evaluate.per_sample import evaluate
-from packtool.train.loop.checks import refused_by_transformers
+from packtool.train.loop.checks import active_layers, refused_by_transformers
 from packtool.train.loop.log import Meter
 from packtool.train.loop.watch import StepWatch
 from packtool.train.model.loss import LossFunction, RouterBalance, StepMean, base_model
+from packtool.train.model.low_precision import enable_rounding
 from packtool.train.model.muon import MuonAdamW
 from packtool.train.model.precision import KahanAdamW, SavedPrecision, load_master_weights, save_master_weights
 from packtool.train.model.sharding import OPTIMIZER_FOLDER, load_optimizer
@@ -324,6 +325,7 @@ class PackTrainer(Trainer):
         self.neftune_noise_alpha = None
         self.noise = EmbeddingNoise(model, args.neftune_noise_alpha) if args.neftune_noise_alpha else None
         self.balance = RouterBalance(model, config.router_aux_loss_coef) if config.router_aux_loss_coef else None
+        self.active_layers = active_layers(model, config)
         self.skipped: list[tuple[int, SkippedSample]] = []
         self.meter = Meter(by_channel=loader.run.source.logs_channels)
         self._copies = DeviceCopies(args.device)
@@ -346,6 +348,8 @@ class PackTrainer(Trainer):
         Returns:
             this rank's sum of losses times the number of ranks, 0-d; ``Meter.take_log_line`` divides it by the targets.
         """
+        if self.config.qat_start_step:
+            enable_rounding(self.model, self.state.global_step >= self.config.qat_start_step)  # type: ignore[arg-type]
         step_mean = StepMean(inputs.figures.units, self.args.world_size)
         total = torch.zeros((), device=self.args.device)
         skipped: list[SkippedSample] = []
@@ -358,6 +362,8 @@ class PackTrainer(Trainer):
                 # because otherwise every rank would hold float32 sums of all gradients.
                 if not (is_last or self.accelerator.is_fsdp2 or self.config.shares_experts):
                     stack.enter_context(self.accelerator.no_sync(model=model))
+                if self.active_layers is not None:
+                    stack.enter_context(self.active_layers.active(self.state.global_step))
                 if self.balance is not None:
                     stack.enter_context(
                         self.balance.added_to_gradients(batch, inputs.figures.tokens, self.args.world_size)
@@ -389,9 +395,12 @@ class PackTrainer(Trainer):
         if self.noise is not None:
             self.noise.batch = batch
         with self.compute_loss_context_manager():
-            losses = self.loss_function(model, batch)
-            if self.config.enable_dft_loss:
+            config = self.config
+            losses = self.loss_function(model, batch, 0 if config.eaft_alpha is None else config.eaft_top_k)
+            if config.enable_dft_loss:
                 losses = losses.weighted_by_probability()
+            elif config.eaft_alpha is not None:
+                losses = losses.weighted_by_entropy(config.eaft_divisor, config.eaft_alpha)
             self.meter.add_losses(losses, batch)
             loss = step_mean.contribution(losses.weighted_sum())
         interval = self.args.torch_empty_cache_steps

@@ -105,7 +105,7 @@ def has_gpu(run: TrainConfig) -> bool:
 
 
 def load_model(
-    model: str,
+    model: str | None,
     config: PreTrainedConfig,
     *,
     dtype: torch.dtype,
@@ -116,10 +116,10 @@ def load_model(
     computation_dtype: torch.dtype | None = None,
     experts: DistributedConfig | None = None,
 ) -> PreTrainedModel:
-    """Load a model with its weights.
+    """Load a model with its weights, or initialize it at random.
 
     Args:
-        model: directory or hub name of the checkpoint.
+        model: directory or hub name of the checkpoint; None for random weights.
         config: of the model; not changed.
         dtype: precision of the weights in memory.
         packing: replace the attention of the language model by packed attention.
@@ -147,7 +147,7 @@ def load_model(
     if experts is not None:
         settings["distributed_config"] = experts
     with experts_transposed_correctly() if experts is not None else contextlib.nullcontext():
-        loaded: Any = _read_weights(model, config, settings)
+        loaded: Any = _random_weights(config, dtype) if model is None else _read_weights(model, config, settings)
     if experts is not None:
         # Remove it, so that saved configs do not contain the division among the processes of this run.
         loaded.config.__dict__.pop("distributed_config", None)
@@ -158,6 +158,14 @@ def load_model(
         loaded._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
     route_attention(loaded, packing=packing, attn_impl=attn_impl, parallel=parallel)
     return loaded
+
+
+def _random_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model of this configuration with the random weights that its class initializes."""
+    model: PreTrainedModel = auto_class(config).from_config(
+        copy.deepcopy(config), attn_implementation="sdpa", dtype=dtype
+    )
+    return model
 
 
 def _read_weights(model: str, config: PreTrainedConfig, settings: dict[str, Any]) -> PreTrainedModel:
@@ -232,6 +240,7 @@ def build_model(
     set_seed(run.config.seed)
     resumed_weights = run.resume_point.weights  # checkpoint to take only the weights from, or None
     is_adapter = run.config.train_type != "full"
+    is_random = run.config.train_from_scratch and resumed_weights is None
     weight_dtype = loaded_dtype(dtype, spec.config, run.config)
     experts = None
     if run.config.shares_experts:
@@ -240,7 +249,7 @@ def build_model(
     # With adapters always load the base model, because an adapter stores the name of the loaded model.
     source = absolute_model(run.config.model) if resumed_weights is None or is_adapter else resumed_weights
     model = load_model(
-        source,
+        None if is_random else source,
         spec.config,
         dtype=weight_dtype,
         packing=run.config.removes_padding,
@@ -251,7 +260,7 @@ def build_model(
         experts=experts,
     )
     saved = SavedPrecision.of(spec.config, model)
-    unloaded = {} if is_adapter else unloaded_tensors(model, run.source.files.directory)
+    unloaded = {} if is_adapter or is_random else unloaded_tensors(model, run.source.files.directory)
     trained = make_trainable(model, run.config)
     if resumed_weights is not None:
         if isinstance(trained, PeftModel):

@@ -57,6 +57,7 @@ class TargetLosses:
         correct: bool (N,), whether the most likely token is the label.
         positions: int64 (N,), of the targets in the flattened (B, T) micro-batch.
         weights: float32 (N,), or None if all are 1.
+        entropies: float32 (N,), of the most likely tokens in nats; None unless requested.
         zero: float32 scalar 0; without targets it depends on the whole model, so that all ranks run a backward pass.
     """
 
@@ -65,15 +66,22 @@ class TargetLosses:
     positions: Tensor
     weights: Tensor | None
     zero: Tensor
+    entropies: Tensor | None = None
 
     def weighted_by_probability(self) -> TargetLosses:
         """Return these losses with each weight times the target's probability (DFT, Wu et al. 2025, arXiv 2508.05629).
 
         Probabilities are constants: no gradient flows through them.
         """
-        probabilities = torch.exp(-self.losses.detach())
-        weights = probabilities if self.weights is None else self.weights * probabilities
-        return replace(self, weights=weights)
+        return self._weighted_by(torch.exp(-self.losses.detach()))
+
+    def weighted_by_entropy(self, divisor: float, alpha: float) -> TargetLosses:
+        """Return these losses with each weight times (entropy / divisor) ** alpha (entropy-adaptive fine-tuning)."""
+        assert self.entropies is not None, "not requested"
+        return self._weighted_by((self.entropies / divisor) ** alpha)
+
+    def _weighted_by(self, factors: Tensor) -> TargetLosses:
+        return replace(self, weights=factors if self.weights is None else self.weights * factors)
 
     def weighted_sum(self) -> Tensor:
         """Return the weighted sum of the losses, a differentiable scalar."""
@@ -95,11 +103,14 @@ class LossFunction:
             self.head_loss = HeadLoss(model)
         self._label_logits_only = takes_logits_to_keep(model)
 
-    def __call__(self, model: nn.Module, batch: Batch) -> TargetLosses:
-        """Run the model, which may be wrapped by now, on a micro-batch, and return its target losses."""
+    def __call__(self, model: nn.Module, batch: Batch, entropy_top_k: int = 0) -> TargetLosses:
+        """Run the model, which may be wrapped by now, on a micro-batch, and return its target losses.
+
+        With ``entropy_top_k``, also return the entropies of that many most likely tokens.
+        """
         if self.head_loss is not None:
-            return self.head_loss.losses(model, batch)
-        return target_losses(model, batch, label_logits_only=self._label_logits_only)
+            return self.head_loss.losses(model, batch, entropy_top_k)
+        return target_losses(model, batch, label_logits_only=self._label_logits_only, entropy_top_k=entropy_top_k)
 
     @classmethod
     @contextmanager
@@ -132,6 +143,8 @@ class HeadLoss:
         self._chunk_logits = chunk_logits or CHUNK_LOGITS
         self._targets: tuple[Tensor, Tensor] | None = None
         self._correct: Tensor | None = None
+        self._entropy_top_k = 0
+        self._entropies: Tensor | None = None
         head.forward = self._losses_or_logits
 
     def remove(self) -> None:
@@ -149,9 +162,10 @@ class HeadLoss:
         changes = any(getattr(text, name, None) not in (None, 1, 1.0) for text in texts for name in _LOGIT_CHANGES)
         return head_of(model) is not None and not changes
 
-    def losses(self, model: nn.Module, batch: Batch) -> TargetLosses:
+    def losses(self, model: nn.Module, batch: Batch, entropy_top_k: int = 0) -> TargetLosses:
         """Run the model, which may be wrapped by now and must return its head's output; return the target losses."""
         positions, weights = batch.target_positions, batch.loss_weights
+        self._entropy_top_k, self._entropies = entropy_top_k, None
         self._targets, self._correct = (positions, batch.labels.flatten()[positions]), None
         try:
             returned = model(**batch.model_inputs()).logits
@@ -164,8 +178,8 @@ class HeadLoss:
         losses = returned.flatten()
         weights = None if weights is None else weights.flatten()[positions]
         if len(positions):
-            return TargetLosses(losses, correct, positions, weights, losses.new_zeros(()))
-        return TargetLosses(losses[:0], correct, positions, weights, losses.sum())
+            return TargetLosses(losses, correct, positions, weights, losses.new_zeros(()), self._entropies)
+        return TargetLosses(losses[:0], correct, positions, weights, losses.sum(), losses.detach()[:0])
 
     def _losses_or_logits(self, hidden: Tensor) -> Tensor:
         """Replace the head's forward: inside ``losses``, return losses (1, N, 1) of hidden states (B, T, D).
@@ -186,11 +200,15 @@ class HeadLoss:
         vocabulary_size = int(getattr(head, "out_features", 0)) or int(head.weight.shape[0])
         targets_per_chunk = max(self._chunk_logits // vocabulary_size, 1)
         correct_by_chunk: dict[int, Tensor] = {}
+        entropies_by_chunk: dict[int, Tensor] = {}
+        entropy_top_k = self._entropy_top_k
 
         def chunk_losses(chunk_hidden: Tensor, chunk_labels: Tensor, chunk: int) -> Tensor:
             logits = self._head_forward(chunk_hidden).float()
             if chunk not in correct_by_chunk:  # in the forward pass, not when the backward pass recomputes the logits
                 correct_by_chunk[chunk] = logits.detach().argmax(-1) == chunk_labels
+                if entropy_top_k:
+                    entropies_by_chunk[chunk] = top_k_entropy(logits.detach(), entropy_top_k)
             return F.cross_entropy(logits, chunk_labels, reduction="none")
 
         hidden_chunks = torch.split(hidden.index_select(0, positions), targets_per_chunk)
@@ -202,7 +220,15 @@ class HeadLoss:
         for chunk, (chunk_hidden, chunk_labels) in enumerate(zip(hidden_chunks, label_chunks, strict=True)):
             losses.append(compute(chunk_hidden, chunk_labels, chunk))
         self._correct = torch.cat([correct_by_chunk[chunk] for chunk in range(len(losses))])
+        if entropy_top_k:
+            self._entropies = torch.cat([entropies_by_chunk[chunk] for chunk in range(len(losses))])
         return torch.cat(losses)[None, :, None].clone()  # for FSDP a new tensor, not a view
+
+
+def top_k_entropy(logits: Tensor, k: int) -> Tensor:
+    """Return the entropies of the k most likely tokens alone, in nats, float32 (N,), of logits (N, V)."""
+    log_probabilities = logits.topk(min(k, logits.shape[-1])).values.float().log_softmax(-1)
+    return -(log_probabilities.exp() * log_probabilities).sum(-1)
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
@@ -252,7 +278,7 @@ def sum_of_losses(model: nn.Module, batch: Batch) -> Tensor:
         return loss_function(model, batch).weighted_sum()
 
 
-def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) -> TargetLosses:
+def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool, entropy_top_k: int = 0) -> TargetLosses:
     """Compute the losses of a micro-batch's targets from the logits of the model, which may be wrapped.
 
     With ``label_logits_only``, compute logits only at positions with a label; the model must accept ``logits_to_keep``.
@@ -268,7 +294,8 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
     weights = None if batch.loss_weights is None else batch.loss_weights.flatten()[positions]
     if not len(positions):
         zero = logits.float().sum() * 0.0
-        return TargetLosses(zero.new_zeros(0), labels.new_zeros(0, dtype=torch.bool), positions, weights, zero)
+        none, none_correct = zero.detach().new_zeros(0), labels.new_zeros(0, dtype=torch.bool)
+        return TargetLosses(none, none_correct, positions, weights, zero, entropies=none)
     # Without gradients, chunks save memory: float32 logits of a chunk are freed before those of the next one.
     chunk_size = len(logits) if torch.is_grad_enabled() else _ROWS_AT_ONCE
     chunks = zip(torch.split(logits, chunk_size), torch.split(labels, chunk_size), strict=True)
@@ -278,10 +305,11 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
         loss_chunks.append(chunk_losses)
         correct_chunks.append(chunk_logits.detach().argmax(-1) == chunk_labels)
     losses, correct = torch.cat(loss_chunks), torch.cat(correct_chunks)
+    is_target = labels != IGNORE_INDEX
     if len(losses) != len(positions):  # some computed positions have no label
-        is_target = labels != IGNORE_INDEX
         losses, correct = losses[is_target], correct[is_target]
-    return TargetLosses(losses, correct, positions, weights, losses.new_zeros(()))
+    entropies = top_k_entropy(logits.detach()[is_target], entropy_top_k) if entropy_top_k else None
+    return TargetLosses(losses, correct, positions, weights, losses.new_zeros(()), entropies)
 
 
 def label_positions(batch: Batch) -> Tensor:

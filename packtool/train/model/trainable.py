@@ -41,6 +41,7 @@ from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers, family_of
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
 from packtool.train.model.loss import base_model
+from packtool.train.model.low_precision import simulate_quantization, use_float8
 from packtool.train.model.precision import keeps_masters, raise_to_float32, unsharded_numel
 from packtool.train.prepare.trained import ADAPTER_FILE, describe_non_adapter, is_adapter
 
@@ -144,6 +145,10 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
     _set_requires_grad(model, towers, run)
     if keeps_masters(run):
         raise_to_float32(model)
+    if run.qat is not None:
+        simulate_quantization(model, towers, run)
+    if run.fp8:
+        use_float8(model, towers)
     return model
 
 

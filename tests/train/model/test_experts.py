@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -122,6 +123,23 @@ def test_run_without_expert_parallelism_cannot_resume_with_it(
     # Weights alone anyone takes, and with all their digits.
     only = DESCENT | ROUTED | {"resume_from_checkpoint": checkpoint, "resume_only_model": True}
     train(mixture.config(tmp_path, **only, gradient_accumulation_steps=2), SilentProgress())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_balance_under_deepspeed_equals_that_of_ddp(mixture: TinyWorld, tmp_path: Path) -> None:
+    settings = {"router_aux_loss_coef": 1.0, "max_steps": 3, "samples_per_step": 8, "gradient_checkpointing": False}
+    kinds: dict[str, dict[str, Any]] = {"ddp": {}, "zero2": {"deepspeed": "zero2"}}
+    jobs: list[Job] = [("train", tmp_path / name, settings | extra) for name, extra in kinds.items()]
+    jobs.append(("train", tmp_path / "unbalanced", settings | {"router_aux_loss_coef": 0.0}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        run_ranks(2, run_jobs, mixture, jobs, scratch=tmp_path)
+    lines = {name: read_metrics(tmp_path / name) for name in (*kinds, "unbalanced")}
+    for name in kinds:
+        for line, expected in zip(lines[name], lines["ddp"], strict=True):
+            for figure in ("loss", "grad_norm", "router_balance"):
+                assert line[figure] == pytest.approx(expected[figure], rel=1e-4), (name, figure)
+    assert lines["ddp"][-1]["loss"] != pytest.approx(lines["unbalanced"][-1]["loss"], rel=1e-4)
 
 
 def test_conflicting_options_are_refused() -> None:

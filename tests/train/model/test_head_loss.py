@@ -49,6 +49,22 @@ def test_head_losses_and_gradients_equal_those_from_logits(setting: Any, chunk_l
     )
 
 
+@pytest.mark.parametrize("chunk_logits", [1, 2**26])
+def test_entropies_in_the_head_equal_those_of_logits(setting: Any, chunk_logits: int) -> None:
+    model, spec, samples = setting
+    batch = collate_packs(samples, spec)
+    expected = target_losses(model, batch, label_logits_only=False, entropy_top_k=20)
+    losses = HeadLoss(model, chunk_logits).losses(model, batch, entropy_top_k=20)
+    assert losses.entropies is not None
+    assert expected.entropies is not None
+    torch.testing.assert_close(losses.entropies, expected.entropies)
+    assert not losses.entropies.requires_grad
+    gradient = gradients(model, [losses.weighted_by_entropy(3.0, 1.0).weighted_sum()])
+    expected_gradient = gradients(model, [expected.weighted_by_entropy(3.0, 1.0).weighted_sum()])
+    for name in expected_gradient:
+        torch.testing.assert_close(gradient[name], expected_gradient[name], rtol=1e-4, atol=5e-6)
+
+
 def test_recomputed_logits_count_as_hardware_flops() -> None:
     """As HFU counts them, if not those of a single chunk."""
     spec, counted = reduced_spec("qwen3"), []

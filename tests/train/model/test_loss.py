@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from packtool.train.model.loss import StepMean, TargetLosses
+from packtool.train.model.loss import StepMean, TargetLosses, top_k_entropy
 
 
 def gradient(mean: StepMean, weight: torch.nn.Parameter, losses: list[float]) -> torch.Tensor:
@@ -53,3 +53,16 @@ def test_dynamic_fine_tuning_weights_losses_by_constant_probabilities(weights: t
     expected = (p - torch.nn.functional.one_hot(labels, 7)) * p[torch.arange(3), labels, None]
     expected *= 1.0 if weights is None else weights[:, None]
     torch.testing.assert_close(gradient_of_sum, expected)
+
+
+def test_entropies_of_likely_tokens_weight_the_losses() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 40)
+    top = logits.topk(20).values.softmax(-1)
+    entropies = torch.distributions.Categorical(top).entropy()
+    torch.testing.assert_close(top_k_entropy(logits, 20), entropies)
+    assert torch.equal(top_k_entropy(logits[:, :7], 20), top_k_entropy(logits[:, :7], 7))
+    losses = torch.rand(5, requires_grad=True)
+    targets = TargetLosses(losses, losses > 0, torch.arange(5), torch.full((5,), 2.0), torch.zeros(()), entropies)
+    weighted = targets.weighted_by_entropy(3.0, 0.5)
+    torch.testing.assert_close(weighted.weighted_sum(), (2 * losses * (entropies / 3.0) ** 0.5).sum())
