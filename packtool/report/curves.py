@@ -21,7 +21,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from packtool.config.settings import load_json
-from packtool.report.drawing import AXIS_LENGTH, CURVE_COLOURS, Axis, Chart, Note, Path, Point
+from packtool.report.drawing import AXIS_LENGTH, CURVE_COLOURS, Axis, Chart, Note, Path, Point, plural
 from packtool.terminal import escape_line
 
 CURVES_NAME = "curves.png"
@@ -81,37 +81,43 @@ def _named_paths(chart: Chart) -> list[Path]:
 def _draw_chart(draw: ImageDraw.ImageDraw, chart: Chart, box: tuple[int, int, int, int]) -> None:
     """Draw a chart, its axes and names; ``box``: left, upper, right and lower end of the inner area, in pixels."""
     left, top, right, bottom = box
+    small_font = _font(_SMALL)
 
     def to_pixels(point: Point) -> Point:
-        x, y = (coordinate / AXIS_LENGTH for coordinate in point)
-        return left + x * (right - left), top + y * (bottom - top)
+        """Convert a point in units of the axes (0 to ``AXIS_LENGTH``, y pointing down) to pixels of the image."""
+        x, y = point
+        return left + x / AXIS_LENGTH * (right - left), top + y / AXIS_LENGTH * (bottom - top)
 
     # The name of the vertical axis and the notes are above the chart.
-    above, small = top - _TOP + 60, _font(_SMALL)
-    draw.text((left, above), chart.y.name, fill=_INK, font=_font(_NORMAL), anchor="lm")
+    title_y = top - _TOP + 60
+    draw.text((left, title_y), chart.y.name, fill=_INK, font=_font(_NORMAL), anchor="lm")
     for note in chart.notes:
         x, _ = to_pixels((note.x, 0))
-        draw.text((x, above), " ".join(text for _, text in note.texts), fill=_WARNING, font=small, anchor="rm")
-    for path in chart.drawing.shapes:
-        for stroke in path.strokes if isinstance(path, Path) else ():
-            _draw_stroke(draw, [to_pixels(point) for point in stroke], *_PENS[path.style])
+        note_text = " ".join(text for _, text in note.texts)
+        draw.text((x, title_y), note_text, fill=_WARNING, font=small_font, anchor="rm")
+    for shape in chart.drawing.shapes:  # the shapes of training curves are all paths
+        if isinstance(shape, Path):
+            color, width, dashes = _PENS[shape.style]
+            for stroke in shape.strokes:
+                _draw_stroke(draw, [to_pixels(point) for point in stroke], color, width, dashes)
     # Labels of the ticks of both axes, and the name of the horizontal one.
-    for at, label in chart.y.tick_positions:
-        x, y = to_pixels((0, AXIS_LENGTH - at))
-        draw.text((x - 24, y), label, fill=_GREY, font=small, anchor="rm")
-    for at, label in chart.x.tick_positions:
-        x, y = to_pixels((at, AXIS_LENGTH))
+    for tick, label in chart.y.tick_positions:
+        x, y = to_pixels((0, AXIS_LENGTH - tick))
+        draw.text((x - 24, y), label, fill=_GREY, font=small_font, anchor="rm")
+    for tick, label in chart.x.tick_positions:
+        x, y = to_pixels((tick, AXIS_LENGTH))
         _draw_stroke(draw, [(x, y), (x, y + 16)], *_PENS["axis"])
-        draw.text((x, y + 28), label, fill=_GREY, font=small, anchor="ma")
-    draw.text(((left + right) / 2, bottom + 88), chart.x.name, fill=_GREY, font=small, anchor="ma")
+        draw.text((x, y + 28), label, fill=_GREY, font=small_font, anchor="ma")
+    draw.text(((left + right) / 2, bottom + 88), chart.x.name, fill=_GREY, font=small_font, anchor="ma")
 
-    # Names follow the last points of the curves.
-    ends = sorted(((to_pixels(path.strokes[-1][-1])[1], path) for path in _named_paths(chart)), key=lambda end: end[0])
-    name_ys = _spread_names([end_y for end_y, _ in ends], bottom)
-    for name_y, (end_y, path) in zip(name_ys, ends, strict=True):
-        color = _PENS[path.style][0]
-        _draw_stroke(draw, [(right + 6, end_y), (right + 24, name_y)], color, _THIN, None)
-        draw.text((right + 32, name_y), path.name, fill=color, font=small, anchor="lm")
+    # The name of each curve is right of its last point, moved up or down where names would overlap.
+    curve_ends = [(to_pixels(path.strokes[-1][-1])[1], path) for path in _named_paths(chart)]
+    curve_ends.sort(key=lambda curve_end: curve_end[0])
+    name_ys = _spread_names([end_y for end_y, _ in curve_ends], bottom)
+    for name_y, (end_y, path) in zip(name_ys, curve_ends, strict=True):
+        color, _, _ = _PENS[path.style]
+        _draw_stroke(draw, [(right + 6, end_y), (right + 24, name_y)], color, width=_THIN, dashes=None)
+        draw.text((right + 32, name_y), path.name, fill=color, font=small_font, anchor="lm")
 
 
 def _spread_names(ascending_ys: Sequence[float], max_y: float) -> list[float]:
@@ -142,23 +148,26 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _split_into_dashes(points: Sequence[Point], dashes: tuple[int, int]) -> Iterator[list[Point]]:
-    """Yield the dashes of a line through points; ``dashes``: lengths of dash and gap."""
-    is_drawn, num_left = True, float(dashes[0])  # pixels left of the present dash or gap
-    dash = [points[0]]
+    """Yield the points of each dash of a line through ``points``; ``dashes``: lengths of dash and gap, in pixels."""
+    dash_length, gap_length = dashes
+    is_dash = True  # False in a gap
+    remaining = float(dash_length)  # length left of the present dash or gap
+    part = [points[0]]  # points of the present dash or gap
     for (x, y), (next_x, next_y) in pairwise(points):
         length = math.hypot(next_x - x, next_y - y)
-        done = 0.0
-        while length - done > num_left:
-            done += num_left
-            end = (x + (next_x - x) * done / length, y + (next_y - y) * done / length)
-            if is_drawn:
-                yield [*dash, end]
-            is_drawn, dash = not is_drawn, [end]
-            num_left = float(dashes[0] if is_drawn else dashes[1])
-        num_left -= length - done
-        dash.append((next_x, next_y))
-    if is_drawn and len(dash) > 1:
-        yield dash
+        distance = 0.0  # from (x, y), up to which this segment is divided
+        while length - distance > remaining:
+            distance += remaining
+            end = (x + (next_x - x) * distance / length, y + (next_y - y) * distance / length)
+            if is_dash:
+                yield [*part, end]
+            is_dash = not is_dash
+            part = [end]
+            remaining = float(dash_length if is_dash else gap_length)
+        remaining -= length - distance
+        part.append((next_x, next_y))
+    if is_dash and len(part) > 1:
+        yield part
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,10 +204,11 @@ def write_curves(metrics_path: str, output_dir: str) -> str | None:
         return None
     last_step = max(int(record["step"]) for record in records)
     name = os.path.basename(os.path.abspath(output_dir))
-    smooth = "; pale: as logged, dark: smoothed" if len(records) >= _MIN_TO_SMOOTH else ""
-    subtitle = f"{len(records):,} log line{'s' if len(records) > 1 else ''} up to step {last_step:,}{smooth}"
+    legend = "; pale: as logged, dark: smoothed" if len(records) >= _MIN_TO_SMOOTH else ""
+    subtitle = f"{plural(len(records), 'log line')} up to step {last_step:,}{legend}"
     image = draw_charts(charts, f"Training of {name}", subtitle)
     path = os.path.join(output_dir, CURVES_NAME)
+    # Rename the complete image, so that no reader sees a part of it.
     image.save(path + ".tmp", format="PNG", dpi=(_DOTS_PER_INCH, _DOTS_PER_INCH))
     os.replace(path + ".tmp", path)
     return path
@@ -218,24 +228,27 @@ def smoothed(values: Numbers) -> Numbers:
 
 def charts_of(records: Records) -> list[Chart]:
     """Return the charts of a log, all with optimizer steps as horizontal axis."""
-    evaluated = _curves(records, {"eval_loss": "evaluation"}, style="c1 solid", is_marked=True)
-    loss = _smooth_curves(records, "loss", name="training" if evaluated else "")
-    num_lines = Counter(name for record in records for name in record if name.startswith("loss_"))  # by channel
-    by_frequency = sorted(sorted(num_lines), key=lambda name: -num_lines[name])
+    evaluation_loss = _curves(records, {"eval_loss": "evaluation"}, style="c1 solid", is_marked=True)
+    training_loss = _smooth_curves(records, "loss", name="training" if evaluation_loss else "")
+    # The loss of a channel is logged as ``loss_CHANNEL``; of many channels, the ones logged most often are shown.
+    num_logged = Counter(name for record in records for name in record if name.startswith("loss_"))
+    by_frequency = sorted(num_logged, key=lambda name: (-num_logged[name], name))
     shown = sorted(by_frequency[:_MAX_CURVES])
-    num_shown = f" ({len(shown)} of {len(num_lines)} channels)" if len(shown) < len(num_lines) else ""
-    channel_names = {}
+    channel_note = f" ({len(shown)} of {len(num_logged)} channels)" if len(shown) < len(num_logged) else ""
+    channel_labels = {}
     for name in shown:
         label = escape_line(name.removeprefix("loss_"))
-        channel_names[name] = label if len(label) <= _MAX_NAME_LENGTH else label[: _MAX_NAME_LENGTH - 1] + "…"
+        channel_labels[name] = label if len(label) <= _MAX_NAME_LENGTH else label[: _MAX_NAME_LENGTH - 1] + "…"
+    channel_losses = _curves(records, channel_labels, smooth=True)
     throughputs = {"tokens_per_second": "all", "target_tokens_per_second": "targets"}
+    # The axis of the fill begins with the multiple of 10 % below all values, at most with 90 %.
     fills = [value for curve in _curves(records, {"fill": ""}) for value in curve.y if math.isfinite(value)]
-    min_fill = min(math.floor(10 * min(fills, default=0)) * 10, 90)  # in percent, a multiple of ten
+    min_fill = min(math.floor(10 * min(fills, default=0)) * 10, 90)
     fill = _smooth_curves(records, "fill", scale=100)
     charts = [
-        _chart(records, "loss, mean over target tokens, in nats", [*loss, *evaluated]),
+        _chart(records, "loss, mean over target tokens, in nats", [*training_loss, *evaluation_loss]),
         _chart(records, "objective: the loss that training minimizes, in nats", _smooth_curves(records, "objective")),
-        _chart(records, f"loss by channel, in nats, smoothed{num_shown}", _curves(records, channel_names, smooth=True)),
+        _chart(records, f"loss by channel, in nats, smoothed{channel_note}", channel_losses),
         _chart(records, "learning rate", _curves(records, {"learning_rate": ""}), low=0.0),
         _chart(records, "gradient norm before clipping", _smooth_curves(records, "grad_norm"), low=0.0),
         _chart(records, "throughput in tokens per second", _curves(records, throughputs, smooth=True), low=0.0),
@@ -258,46 +271,52 @@ def _chart(
 
     ``low`` and ``high`` are the ends of the vertical axis, by default slightly beyond the values.
     """
-    shown = [curve for curve in curves if np.isfinite(curve.y).any()]
-    if not shown:
+    finite_curves = [curve for curve in curves if np.isfinite(curve.y).any()]
+    if not finite_curves:
         return None
-    limits = [limit for limit in (low, high) if limit is not None]
-    values = np.concatenate([np.array(limits), *(curve.y[np.isfinite(curve.y)] for curve in shown)])
-    lowest, highest = _padded(float(values.min()), float(values.max()), 0.05)
+    # The padded range covers the finite values of all curves and the fixed ends of the axis.
+    fixed_ends = [end for end in (low, high) if end is not None]
+    values = np.concatenate([np.array(fixed_ends), *(curve.y[np.isfinite(curve.y)] for curve in finite_curves)])
+    padded_low, padded_high = _padded(float(values.min()), float(values.max()), fraction=0.05)
     if suffix == "%":
-        lowest, highest = max(lowest, 0.0), min(highest, 100.0)
-    y = Axis.linear(title, lowest if low is None else low, highest if high is None else high, 5, suffix=suffix)
+        padded_low, padded_high = max(padded_low, 0.0), min(padded_high, 100.0)
+    y_start = padded_low if low is None else low
+    y_stop = padded_high if high is None else high
+    y = Axis.linear(title, y_start, y_stop, num_ticks=5, suffix=suffix)
     steps = [float(record["step"]) for record in records]
     begins_near_zero = 0 <= min(steps) < _NEAR_ZERO * max(steps)
-    first, last = _padded(0.0 if begins_near_zero else min(steps), max(steps), 0.0)
-    x = Axis.linear("optimizer step", first, last, 5, integers=True)
+    first_step, last_step = _padded(0.0 if begins_near_zero else min(steps), max(steps), fraction=0.0)
+    x = Axis.linear("optimizer step", first_step, last_step, num_ticks=5, integers=True)
     shapes = []
-    for curve in shown:
+    for curve in finite_curves:
         strokes = list(_strokes(curve, x, y))
         shapes.append(Path(strokes, curve.style, curve.name))
         if curve.is_marked or len(curve.x) <= _MAX_MARKED_POINTS:
             dots = [[point] for stroke in strokes for point in stroke]  # a stroke of one point is drawn as a dot
             shapes.append(Path(dots, curve.style))
     num_not_finite = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
-    warning = Note(AXIS_LENGTH, [("", f"{num_not_finite:,} value{'s' if num_not_finite > 1 else ''} not finite")])
+    warning = Note(AXIS_LENGTH, [("", f"{plural(num_not_finite, 'value')} not finite")])
     return Chart(x, y, shapes, [warning] if num_not_finite else [])
 
 
 def _strokes(curve: Curve, x: Axis, y: Axis) -> Iterator[list[Point]]:
-    """Yield lines through consecutive finite values, in units of the axes.
+    """Yield lines through consecutive finite values, as points in units of the axes with y pointing down.
 
     Of many points, only the minimum and maximum of each group are drawn, so that spikes stay visible. A group without a
     finite value interrupts the line.
     """
-    kept, group_size = list(range(len(curve.y))), math.ceil(len(curve.y) / _MAX_POINTS)
+    indices = list(range(len(curve.y)))  # of the points that are drawn
+    group_size = math.ceil(len(curve.y) / _MAX_POINTS)
     if group_size > 2:
-        kept = []
+        indices = []
         for start in range(0, len(curve.y), group_size):
             group = curve.y[start : start + group_size]
-            extremes = {int(np.nanargmin(group)), int(np.nanargmax(group))} if np.isfinite(group).any() else {0}
-            kept += sorted(start + i for i in extremes)
+            chosen = {0}  # a value that is not finite interrupts the line
+            if np.isfinite(group).any():
+                chosen = {int(np.nanargmin(group)), int(np.nanargmax(group))}
+            indices += sorted(start + i for i in chosen)
     stroke: list[Point] = []
-    for index in kept:
+    for index in indices:
         if np.isfinite(curve.y[index]):
             stroke.append((x.position(float(curve.x[index])), AXIS_LENGTH - y.position(float(curve.y[index]))))
         elif stroke:
@@ -333,16 +352,18 @@ def _curves(
     smooth: bool = False,
     is_marked: bool = False,
 ) -> list[Curve]:
-    """Return a curve for each key of ``end_texts``, a figure of the log; its value is the text at the curve's end.
+    """Return a curve for each figure of the log that is a key of ``end_texts``; the values are texts at curves' ends.
 
-    Figures that no record has as a number are left out. ``style``: by default another one for each curve.
+    Figures that no record has as a number are left out. If ``style`` is "", each curve has its own style.
     """
     curves = []
     for number, (figure, end_text) in enumerate(end_texts.items()):
-        logged = [record for record in records if isinstance(record.get(figure), (int, float))]
-        if logged:
-            x, y = np.array([(record["step"], record[figure]) for record in logged], np.float64).T
-            if smooth and len(y) >= _MIN_TO_SMOOTH:
-                y = smoothed(y)
-            curves.append(Curve(x, y * scale, style or f"c{number}", end_text, is_marked))
+        points = [
+            (record["step"], record[figure]) for record in records if isinstance(record.get(figure), (int, float))
+        ]
+        if points:
+            steps, values = np.array(points, np.float64).T
+            if smooth and len(values) >= _MIN_TO_SMOOTH:
+                values = smoothed(values)
+            curves.append(Curve(steps, values * scale, style or f"c{number}", end_text, is_marked))
     return curves

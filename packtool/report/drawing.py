@@ -97,9 +97,10 @@ class Axis:
             extend: ticks begin at ``low``, and the axis ends with the first tick at or above ``high``.
             suffix: unit after the number of each tick.
         """
+        # The step between ticks is the smallest round number that makes at most about ``num_ticks`` ticks.
+        # Tolerances of 1e-9 absorb rounding errors of quotients that should be integers.
         min_step = (high - low) / num_ticks
         power = 10.0 ** math.floor(math.log10(min_step))
-        # Tolerances of 1e-9 absorb rounding errors of quotients that should be integers.
         steps = [factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= min_step * (1 - 1e-9)]
         if integers:
             steps = [*(step for step in steps if step == int(step)), 1.0]
@@ -108,11 +109,14 @@ class Axis:
             num_steps = max(math.ceil((high - low) / step - 1e-9), 1)
             values = [low + i * step for i in range(num_steps + 1)]
         else:
-            first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-            values = [i * step for i in range(first, last + 1)]
+            first_multiple = math.ceil(low / step - 1e-9)
+            last_multiple = math.floor(high / step + 1e-9)
+            values = [i * step for i in range(first_multiple, last_multiple + 1)]
         spacing = values[1] - values[0] if len(values) > 1 else 1.0
-        # As many decimals as the spacing needs, at most 4.
-        num_decimals = next((num for num in range(4) if abs(round(spacing, num) - spacing) < 1e-9), 4)
+        # Labels have the fewest decimals that represent the spacing exactly, at most 4.
+        num_decimals = 0
+        while num_decimals < 4 and abs(round(spacing, num_decimals) - spacing) >= 1e-9:
+            num_decimals += 1
         ticks = [(value, _label(value, spacing, num_decimals) + suffix) for value in values]
         return cls(name, low, values[-1] if extend else high, ticks)
 

@@ -104,29 +104,31 @@ class ShownRegion:
 def regions_of(
     text: str, images: Sequence[EncodedImage], form: BoxForm | None, limits: ImageLimits | None, is_complete: bool
 ) -> list[ShownRegion]:
-    """Return the regions that a sample's text describes.
+    """Return the points, boxes and polygons that a sample's text describes, with the image of each.
 
-    If several images could be meant, the region is listed for each image before it in the text.
+    A region may refer to any image before it in the text, or to any image at all if none is before it. It is returned
+    once for each of these images.
 
     Args:
-        text: of the sample, with ``PICTURE`` for each image.
-        form: the notation of boxes in the model's family; None if it has none.
+        text: text of the sample, with ``PICTURE`` in place of each image.
+        form: the notation of boxes in the model's family; None if the family has none.
         limits: size limits of images, which determine the size that coordinates refer to.
         is_complete: False if the sample was truncated, so that images may be missing.
     """
     if form is None or not images:
         return []
     regions: list[ShownRegion] = []
+    is_only_image = is_complete and len(images) == 1
     for start, name, coordinates, is_marked in _read_regions(text):
         xs, ys = coordinates[::2], coordinates[1::2]
-        is_ordered = len(xs) != 2 or (xs[0] <= xs[1] and ys[0] <= ys[1])  # a box begins with its upper left corner
-        # A region before the first image may mean any image.
+        # The first corner of a box (two corners) is the upper left one; other shapes have no order.
+        is_ordered = len(xs) != 2 or (xs[0] <= xs[1] and ys[0] <= ys[1])
         num_candidates = text.count(PICTURE, 0, start) or len(images)
         for number, image in enumerate(images[:num_candidates]):
             width, height = written_size(form, image, limits)
             corners = tuple((x / width, y / height) for x, y in zip(xs, ys, strict=True))
-            region = ShownRegion(name, corners, number, is_complete and len(images) == 1)
-            # A list of numbers that nothing marks as a region is one only if it can be a region of this image.
+            region = ShownRegion(name, corners, image=number, is_certain=is_only_image)
+            # A list of numbers without special tokens or JSON around it may be no region: it must fit this image.
             if is_marked or (region.is_inside and is_ordered):
                 regions.append(region)
     return regions
@@ -135,17 +137,19 @@ def regions_of(
 def _read_regions(text: str) -> Iterator[tuple[int, str, tuple[float, ...], bool]]:
     """Yield start, name, coordinates (x, y, x, y, ...) and ``is_marked`` of each region that a text describes.
 
-    ``is_marked``: special tokens or JSON mark it as a region; False for a list of numbers, which may be none.
+    ``is_marked``: True if special tokens or JSON mark the numbers as a region; False for a plain list of numbers, which
+    may be something else.
     """
+    # One group of the pattern matches: ``pairs`` (Qwen's tokens), ``lists`` (InternVL's), ``json`` or a plain ``list``.
     for match in _REGION.finditer(text):
         is_marked = match["list"] is None
-        name = match["pairs_name"] or match["lists_name"] or (_json_label(text, match) if is_marked else "")
-        name = _NAME_TOKENS.sub("", name).strip()
-        # Coordinates often follow a quote, a word or "="; other pairs of numbers rarely do.
+        label = match["pairs_name"] or match["lists_name"] or (_json_label(text, match) if is_marked else "")
+        name = _NAME_TOKENS.sub("", label).strip()
+        # Coordinates of a point often follow a quote, a letter or "="; other pairs of numbers rarely do.
         previous = text[max(match.start() - 1, 0) : match.start()]
         is_attached = previous.isalnum() or previous in ("'", '"', "=")
-        if box_lists := match["json"] or match["lists"]:  # one or several boxes, each in brackets
-            boxes = re.findall(r"\[[^\[\]]*\]", box_lists)
+        if bracketed := match["json"] or match["lists"]:  # one or several boxes, each in brackets
+            boxes = re.findall(r"\[[^\[\]]*\]", bracketed)
         else:
             boxes = [match["pairs"] or match["list"] or ""]
         for box in boxes:
@@ -180,15 +184,16 @@ def cache_figures(directory: str) -> dict[str, Any]:
         raise MismatchError(problem, "Run the same packtool export command again to resume it.")
     manifest = Manifest.read(directory)
     identity = manifest.identity
+    # Of the settings, list those that differ from their defaults; the model has its own entry.
     defaults = {field.name: field.default for field in dataclasses.fields(EncodeSpec)}
     settings = {name: value for name, value in identity.spec.items() if value not in (None, defaults.get(name))}
     settings.pop("model", None)
-    output_names = {"rows": "num_samples", "shards": "num_shards"}  # of fields whose output has another name
+    output_names = {"rows": "num_samples", "shards": "num_shards"}  # by the field's name in the manifest
     splits = {}
     for split, info in manifest.splits.items():
-        counts = dataclasses.asdict(info) | {"shards": len(info.shards)}
+        counts = dataclasses.asdict(info) | {"shards": len(info.shards)}  # the number of shards, not their names
         splits[split] = {output_names.get(name, name): value for name, value in counts.items()}
-    examples: dict[str, list[dict[str, Any]]] = {}  # of dropped rows, by reason
+    examples: dict[str, list[dict[str, Any]]] = {}  # dropped rows by reason
     for row in dropped_rows(storage.join(directory, DROPPED_NAME)):
         reason_examples = examples.setdefault(row["reason"], [])
         if len(reason_examples) < _MAX_EXAMPLES:
@@ -230,7 +235,7 @@ def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append((source["path"], f"{source['rows']:,} rows {source['settings']}".strip()))
     lines.append(("input rows", f"{figures['num_rows']:,}"))
     for name, split in figures["splits"].items():
-        num_rows = split["num_samples"] - split["pieces_added"]
+        num_rows = split["num_samples"] - split["pieces_added"]  # a row that was split has added further samples
         rows = f" from {num_rows:,} rows" if split["pieces_added"] else ""
         target_fraction = split["target_tokens"] / max(split["tokens"], 1)
         lines += [
@@ -283,7 +288,8 @@ def sample_view(
 ) -> tuple[list[tuple[str, str]], list[Part]]:
     """Return facts about a sample of a cache as (name, value), and its decoded parts.
 
-    ``row`` is its position in the split, ``model`` the directory of the tokenizer; by default that of the export.
+    ``row`` is the sample's position in the split. ``model`` is the directory with the tokenizer, by default the
+    directory that the cache was exported with.
     """
     reader = CacheReader.open([directory], split)
     if not 0 <= row < len(reader):
@@ -299,7 +305,7 @@ def sample_view(
     if sample.num_truncated:
         facts.append(("truncated", f"{sample.num_truncated:,} tokens"))
     parts = decoder.parts(sample)
-    for number, region in enumerate(decoder.regions(sample, parts), 1):
+    for number, region in enumerate(decoder.regions(sample, parts), start=1):
         image = sample.images[region.image]
         facts.append((f"place {number}", region.description(image.width, image.height)))
     return facts, parts
@@ -334,39 +340,40 @@ class Decoder:
         return parts
 
     def _kept_parts(self, sample: EncodedSample) -> Iterator[Part]:
-        """Yield the parts of a sample that were not truncated: media, and text of one style and weight each."""
-        media: dict[str, list[Medium]] = {  # those that were not yielded yet
+        """Yield the parts of a sample that were not truncated: a medium each, or text of one style and weight."""
+        pending_media: dict[str, list[Medium]] = {  # media of each kind that were not yielded yet
             "image": [*sample.images],
             "video": [*sample.videos],
             "audio": [*sample.audios],
         }
-        # The kind of media that each token is a placeholder of; None for text.
+        # For each token, the kind of media that it is a placeholder of; None for text.
         kinds = [self._media_kinds.get(token) for token in sample.input_ids.tolist()]
         is_trained = sample.labels != IGNORE_INDEX
         weights = np.where(is_trained, 1.0 if sample.loss_scale is None else sample.loss_scale, 1.0)
-        end = 0  # of the last part
-        while end < sample.length:
-            start, kind = end, kinds[end]
-            if kind == "audio" and media["video"] and getattr(media["video"][0], "audio", None) is not None:
-                # The placeholder tokens of a sound track may come before those of its video.
-                next_kind = next((later for later in kinds[start:] if later != "audio"), None)
+        index = 0  # of the first token that was not yielded yet
+        while index < sample.length:
+            kind, videos = kinds[index], pending_media["video"]
+            if kind == "audio" and videos and getattr(videos[0], "audio", None) is not None:
+                # The placeholder tokens of a video's sound track may come before those of its frames.
+                next_kind = next((later for later in kinds[index:] if later != "audio"), None)
                 kind = "video" if next_kind == "video" else kind
-            if kind is not None and media[kind]:
-                medium = media[kind].pop(0)
+            if kind is not None and pending_media[kind]:
+                medium = pending_media[kind].pop(0)
                 num_placeholders = medium.num_tokens
                 if isinstance(medium, EncodedVideo) and medium.audio is not None:
                     num_placeholders += medium.audio.num_tokens
-                # Text between a medium's placeholder tokens belongs to the medium.
-                while num_placeholders and end < sample.length:
-                    num_placeholders -= kinds[end] is not None
-                    end += 1
+                # Text between a medium's placeholder tokens, such as timestamps, belongs to the medium.
+                while num_placeholders and index < sample.length:
+                    num_placeholders -= kinds[index] is not None
+                    index += 1
                 yield Part("media", medium_text(medium), medium=medium)
                 continue
+            start = index
             style = (is_trained[start], weights[start])
-            end += 1
-            while end < sample.length and kinds[end] is None and (is_trained[end], weights[end]) == style:
-                end += 1
-            text = self._tokenizer.decode(sample.input_ids[start:end].tolist(), skip_special_tokens=False)
+            index += 1
+            while index < sample.length and kinds[index] is None and (is_trained[index], weights[index]) == style:
+                index += 1
+            text = self._tokenizer.decode(sample.input_ids[start:index].tolist(), skip_special_tokens=False)
             yield Part("trained" if is_trained[start] else "plain", text, float(weights[start]))
 
     def regions(self, sample: EncodedSample, parts: Sequence[Part]) -> list[ShownRegion]:
@@ -405,22 +412,25 @@ def medium_text(medium: Medium) -> str:
 def damage_figures(directory: str, progress: Progress) -> dict[str, Any]:
     """Compare all files of a cache with its manifest, for ``packtool inspect --verify``.
 
-    ``damaged`` are files and their problems, ``mend`` is the command that repairs the cache.
+    In the result, ``damaged`` lists files with their problems, and ``mend`` is the command that repairs the cache.
     """
     directory = storage.normalize(directory)
     manifest = Manifest.read(directory)
     begin = time.perf_counter()
-    progress.start("verify", sum(len(split.shards) + 1 for split in manifest.splits.values()))
-    files = []
-    for file in check_all(directory, manifest):
-        files.append(file)
+    progress.start("verify", sum(len(split.shards) + 1 for split in manifest.splits.values()))  # shards and an index
+    damaged = []
+    num_files = total_bytes = 0
+    for name, problem, num_bytes in check_all(directory, manifest):
+        num_files += 1
+        total_bytes += num_bytes
+        if problem:
+            damaged.append({"file": name, "problem": problem})
         progress.advance(1)
     progress.finish()
-    damaged = [{"file": name, "problem": problem} for name, problem, _ in files if problem]
     return {
         "directory": directory,
-        "num_files": len(files),
-        "bytes": sum(num_bytes for _, _, num_bytes in files),
+        "num_files": num_files,
+        "bytes": total_bytes,
         "seconds": round(time.perf_counter() - begin, 3),
         "without_checksum": [f"{name}/index.arrow" for name, info in manifest.splits.items() if not info.index_sha256],
         "damaged": damaged,
@@ -449,7 +459,8 @@ def damage_lines(figures: Mapping[str, Any]) -> Iterator[str]:
 def pack_figures(directory: str, plan: str, pack: int, model: str | None = None) -> dict[str, Any]:
     """Describe a pack of a saved plan: its shared prefixes, the tokens that each sample adds, and trained tokens.
 
-    ``model``: directory of the model, read only to locate media in shared prefixes; by default that of the export.
+    ``plan`` is the path of the plan. ``model`` is the directory of the model, by default the one that the cache was
+    exported with; it is read only to locate media in shared prefixes.
 
     Returns:
         ``prefixes`` and ``samples``, each with its tokens in the pack (from ``start`` to before ``end``), the first and
@@ -457,13 +468,14 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
         ranges of tokens in the pack.
     """
     reader = CacheReader.open([directory])
-    saved = read_plan_of(reader, plan)
-    num_packs = len(saved.offsets) - 1
+    saved_plan = read_plan_of(reader, plan)
+    num_packs = len(saved_plan.offsets) - 1
     if not 0 <= pack < num_packs:
         raise ConfigError(f"--pack {pack}: the plan has packs 0 to {num_packs - 1}")
-    in_pack = slice(int(saved.offsets[pack]), int(saved.offsets[pack + 1]))
-    branches = find_branches(saved.lengths[in_pack], None if saved.shared is None else saved.shared[in_pack])
-    sample_numbers = saved.samples[in_pack].tolist()
+    in_pack = slice(int(saved_plan.offsets[pack]), int(saved_plan.offsets[pack + 1]))
+    shared = None if saved_plan.shared is None else saved_plan.shared[in_pack]
+    branches = find_branches(saved_plan.lengths[in_pack], shared)
+    sample_numbers = saved_plan.samples[in_pack].tolist()
     samples = [reader.sample(number) for number in sample_numbers]
     media_tokens = None
     if any(branch.num_samples > 1 for branch in branches) and any(sample.media for sample in samples):
@@ -473,7 +485,7 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
         "pack": pack,
         "tokens": sum(branch.num_tokens for branch in branches),
         "tokens_without": sum(sample.length for sample in samples),
-        "packing_length": saved.capacity,
+        "packing_length": saved_plan.capacity,
         "prefixes": prefixes,
         "samples": sample_figures,
     }
@@ -485,19 +497,21 @@ def _branch_figures(
     samples: Sequence[EncodedSample],
     media_tokens: MediaTokens | None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return figures of the shared prefixes, and of the tokens that each sample adds, in the order of the pack.
+    """Return figures of the shared prefixes, and of the tokens that each sample adds to them, in the order of the pack.
 
-    Each of the two is a branch; parents come first. ``media_tokens``: None if each branch has all media of its samples.
+    Args:
+        branches: the branches of the pack, parents first: shared prefixes, and the tokens that a single sample adds.
+        media_tokens: locates media in samples; None if every sample of a branch has all of its media in that branch.
     """
     prefixes: list[dict[str, Any]] = []
     sample_figures: list[dict[str, Any]] = []
-    prefix_numbers: dict[int, int | None] = {NOTHING: None}  # number of the prefix by the index of its branch
-    pack_start = 0  # of the branch in the pack; ``branch.start`` is that in its samples
+    prefix_numbers: dict[int, int | None] = {NOTHING: None}  # number of a prefix by the index of its branch
+    pack_start = 0  # start of the branch in the pack; ``branch.start`` is its start in each of its samples
     for index, branch in enumerate(branches):
         branch_samples = samples[branch.first : branch.last]
         labels = np.stack([sample.labels[branch.start : branch.stop] for sample in branch_samples])
         is_trained = (labels != IGNORE_INDEX).any(axis=0)  # a prefix token may be a target of only some samples
-        # Positions in the pack where trained tokens begin and end, alternately.
+        # Positions in the pack where ranges of trained tokens begin and end: begin, end, begin, end, ...
         trained_edges = pack_start + np.flatnonzero(np.diff(np.concatenate(([0], is_trained, [0]))))
         first_sample = branch_samples[0]
         media = first_sample.media
@@ -516,23 +530,27 @@ def _branch_figures(
             prefix_numbers[index] = len(prefixes)
             prefixes.append({"samples": list(sample_numbers[branch.first : branch.last]), **figures})
         else:
-            number, part = sample_numbers[branch.first], "" if first_sample.part is None else str(first_sample.part)
+            part = "" if first_sample.part is None else str(first_sample.part)
             origin = {"source": first_sample.source, "row": first_sample.row, "part": part}
-            sample_figures.append({"sample": number, **origin, **figures})
+            sample_figures.append({"sample": sample_numbers[branch.first], **origin, **figures})
         pack_start += branch.num_tokens
     return prefixes, sample_figures
 
 
 def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the output of ``packtool inspect --pack``: the samples of the pack; shared prefixes as trees."""
-    tokens, capacity, num_unshared = pack["tokens"], pack["packing_length"], pack["tokens_without"]
-    without = f", {num_unshared:,} without shared prefixes" if num_unshared > tokens else ""
+    """Yield the output of ``packtool inspect --pack``: the samples of the pack, and shared prefixes as trees.
+
+    ``pack`` is the result of ``pack_figures``.
+    """
+    tokens, capacity, unshared_tokens = pack["tokens"], pack["packing_length"], pack["tokens_without"]
+    without = f", {unshared_tokens:,} without shared prefixes" if unshared_tokens > tokens else ""
     fill = f"{tokens:,} of {capacity:,} tokens ({tokens / capacity:.2%})"
     yield f"pack {pack['pack']}: {len(pack['samples'])} samples, {fill}{without}"
+    # The nodes of the trees, parents first; a node's parent is the prefix with the number ``node["prefix"]``, or None.
     nodes = sorted([*pack["prefixes"], *pack["samples"]], key=lambda node: node["start"])
-    last_child = {node["prefix"]: node for node in nodes}  # by the number of its prefix
-    # Lines of the tree in front of the children of each prefix, by its number; None has the roots.
-    lines_of_children: dict[int | None, str] = {None: ""}
+    last_child = {node["prefix"]: node for node in nodes}  # by the number of the parent
+    # Characters that draw the tree in front of a node's line, by the number of its parent.
+    indents: dict[int | None, str] = {None: ""}
     for node in nodes:
         first, last = node["positions"]
         num_tokens = last - first + 1
@@ -545,16 +563,16 @@ def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
             name += f", {node['part']}" if node["part"] else ""
             if node["prefix"] is not None:
                 name += f", adds {num_tokens:,} of its {last + 1:,} tokens"
-        here = below = lines_of_children[node["prefix"]]
+        indent = indent_below = indents[node["prefix"]]
         if node["prefix"] is not None:
             is_last_child = last_child[node["prefix"]] is node
-            here += "└─ " if is_last_child else "├─ "
-            below += "   " if is_last_child else "│  "
+            indent += "└─ " if is_last_child else "├─ "
+            indent_below += "   " if is_last_child else "│  "
         if is_prefix:
-            lines_of_children[len(lines_of_children) - 1] = below
-        yield f"  {here}[{node['start']:>6}, {node['end']:>6})  positions {first}-{last}  {name}"
+            indents[len(indents) - 1] = indent_below  # prefixes are numbered in the order of the nodes, from 0
+        yield f"  {indent}[{node['start']:>6}, {node['end']:>6})  positions {first}-{last}  {name}"
         details = list(node["media"])
         if node["trained"]:
             details.insert(0, "trained " + " ".join(f"{start}-{end}" for start, end in node["trained"]))
         if details:
-            yield f"  {below}{'│  ' if is_prefix else '    '}{'   '.join(details)}"
+            yield f"  {indent_below}{'│  ' if is_prefix else '    '}{'   '.join(details)}"

@@ -11,7 +11,7 @@ from packtool.train.prepare.timeline import stage_title
 
 
 def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
-    """Return the output of ``packtool plan`` as (name, value); ``figures`` are those of its JSON."""
+    """Return the output of ``packtool plan`` as (name, value); ``figures`` is that of ``packtool plan --json``."""
     balance = figures["balance"]
     lines = [
         *_sample_lines(figures),
@@ -21,7 +21,7 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
         ("optimizer steps per epoch", f"{figures['steps_per_epoch']:,}"),
         ("  samples per step, mean", f"{figures['samples_per_step']:,.1f}"),
     ]
-    if figures["cache_fingerprint"] is not None:  # a file of lengths does not contain labels
+    if figures["cache_fingerprint"] is not None:  # plans of --lengths have no cache: their target tokens are unknown
         lines.append(("  target tokens per step, mean", f"{figures['target_tokens_per_step']:,.0f}"))
     lines += [
         ("without packing, in padded batches of", plural(figures["rows_of_plain_batches"], "row")),
@@ -57,6 +57,7 @@ def _sample_lines(figures: Mapping[str, Any]) -> list[Line]:
 
 
 def _shared_lines(figures: Mapping[str, Any]) -> list[Line]:
+    """Return the lines on tokens and steps that shared prefixes save; [] if the plan shares none."""
     shared = figures["shared_prefixes"]
     if shared is None:
         return []
@@ -66,13 +67,14 @@ def _shared_lines(figures: Mapping[str, Any]) -> list[Line]:
     ]
     if shared["tower_work_share_saved"]:
         lines.append(("    fraction of the towers' FLOPs", percent(shared["tower_work_share_saved"])))
-    steps = f"{shared['steps_without'] - figures['steps_per_epoch']:,} of {shared['steps_without']:,}"
-    sizes = f"{shared['samples_per_tree']:.1f} samples each on average, {shared['largest_tree']:,} at most"
+    steps_without = shared["steps_without"]  # optimizer steps per epoch without shared prefixes
+    steps = f"{steps_without - figures['steps_per_epoch']:,} of {steps_without:,}"
     lines.append(("    optimizer steps saved per epoch", steps))
+    sizes = f"{shared['samples_per_tree']:.1f} samples each on average, {shared['largest_tree']:,} at most"
     lines.append(("    prefix trees", f"{shared['num_trees']:,}, {sizes}"))
-    if num_split := shared.get("trees_in_several_packs"):
-        one_step, meeting = shared["of_them_in_one_step"], shared["of_them_meeting_in_a_step"]
-        split = f"{num_split:,}; {one_step:,} within one step, {meeting:,} with several packs in the same step"
+    if shared.get("trees_in_several_packs"):
+        split = f"{shared['trees_in_several_packs']:,}; {shared['of_them_in_one_step']:,} within one step, "
+        split += f"{shared['of_them_meeting_in_a_step']:,} with several packs in the same step"
         lines.append(("    trees split over packs", split))
     return lines
 
@@ -80,7 +82,7 @@ def _shared_lines(figures: Mapping[str, Any]) -> list[Line]:
 def _pack_lines(figures: Mapping[str, Any]) -> list[Line]:
     """Return the lines on packs, on padded rows without packing, or on packs and micro-batches of Skrull."""
     skrull = figures["skrull"]
-    if skrull is None and figures["waste_tokens"] is None:
+    if skrull is None and figures["waste_tokens"] is None:  # padded rows
         return [
             ("padded rows, one sample each", f"{figures['num_packs']:,}"),
             ("  fill (tokens that are not padding)", percent(figures["fill"])),
@@ -92,18 +94,19 @@ def _pack_lines(figures: Mapping[str, Any]) -> list[Line]:
     if skrull is None:
         excess = f"{figures['over_lower_bound']:.4%} (of {figures['lower_bound']:,} packs)"
         return [*lines, ("  fill", percent(figures["fill"])), ("  packs above the lower bound", excess)]
-    size, device = skrull["sequence_parallel_size"], skrull["device_balance"]
-    bucket = f"{size} x {skrull['bucket_size']:,}" if size > 1 else f"{skrull['bucket_size']:,}"
+    num_processes = skrull["sequence_parallel_size"]  # processes that share a micro-batch
+    bucket = f"{num_processes} x {skrull['bucket_size']:,}" if num_processes > 1 else f"{skrull['bucket_size']:,}"
+    imbalance = skrull["device_balance"]
     return [
         *lines,
         ("micro-batches by Skrull", f"{skrull['micro_batches']:,} of at most {bucket} tokens"),
         ("  further empty micro-batches", f"{figures['num_empty_micro_batches']:,}"),
         ("  fill of the micro-batches", percent(skrull["bucket_fill"])),
         ("  tokens computed on one process", f"{skrull['local_tokens'] / figures['tokens']:.1%}"),
-        (f"  tokens split over {size} processes", f"{skrull['sharded_tokens'] / figures['tokens']:.1%}"),
+        (f"  tokens split over {num_processes} processes", f"{skrull['sharded_tokens'] / figures['tokens']:.1%}"),
         ("  hardware", str(skrull["hardware"])),
-        ("  load imbalance, slowest process ÷ mean process", f"{device['mean']:.3f}"),
-        ("    worst step", f"{device['worst']:.3f}"),
+        ("  load imbalance, slowest process ÷ mean process", f"{imbalance['mean']:.3f}"),
+        ("    worst step", f"{imbalance['worst']:.3f}"),
     ]
 
 
@@ -138,7 +141,10 @@ def sweep_cells(plans: Figures) -> list[tuple[str, ...]]:
 
 
 def sweep_page(plans: Figures, title: str, command: str) -> str:
-    """Return the page of a sweep as HTML; it shows ``command`` as the command that made it."""
+    """Return the page of a sweep as HTML; it shows ``command`` as the command that made it.
+
+    ``plans`` has the figures of the plan for each packing length, named as in ``packtool plan --json``.
+    """
     best = max(plans, key=lambda figures: figures["fill"])
     header, *rows = sweep_cells(plans)
     steps = [figures["steps_per_epoch"] for figures in plans]
@@ -152,12 +158,13 @@ def sweep_page(plans: Figures, title: str, command: str) -> str:
         (f"{plans[0]['num_samples_in_caches']:,}", "samples", "including those that are too long"),
     ]
 
-    def bars(name: str, text: Callable[[Any], str], scale: float) -> list[Any]:
-        """Return a bar for each packing length; a value of ``scale`` has the full width."""
-        return [
-            (f"{length:,}", [("accent", 100 * figures[name] / (scale or 1), "")], "", text(figures[name]), False)
-            for length, figures in zip(lengths, plans, strict=True)
-        ]
+    def bars(name: str, text: Callable[[Any], str], max_value: float) -> list[Any]:
+        """Return a bar for each packing length, in the format of ``simulation._bars``; ``max_value``: of full width."""
+        drawn = []
+        for length, figures in zip(lengths, plans, strict=True):
+            segment = ("accent", 100 * figures[name] / (max_value or 1), "")
+            drawn.append((f"{length:,}", [segment], "", text(figures[name]), False))
+        return drawn
 
     charts = {"fills": bars("fill", percent, 1.0), "steps": bars("steps_per_epoch", _number, max_steps)}
     return render("sweep.html", title=title, command=command, cards=cards, header=header, rows=rows, **charts)
@@ -165,31 +172,28 @@ def sweep_page(plans: Figures, title: str, command: str) -> str:
 
 def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
     """Return the output of ``packtool plan --fit``: a row for each proposal, and the command of the first one."""
-    heading = (
-        *("", "packing length", "recompute", "sharding", "ranks per pack", "GiB per rank"),
-        *("tokens/step", "s/step", "tokens/s", "hours"),
-    )
-    rows = []
+    setting_names = ("packing length", "recompute", "sharding", "ranks per pack")
+    rows = [("", *setting_names, "GiB per rank", "tokens/step", "s/step", "tokens/s", "hours")]
     for number, proposal in enumerate(figures["proposals"], start=1):
         recompute = "yes" if proposal["gradient_checkpointing"] else "no"
-        settings = f"{proposal['packing_length']:,}", recompute, proposal["sharding"]
-        memory = f"{proposal['sequence_parallel_size']}", f"{proposal['memory_gib']:.1f}"
-        step = f"{proposal['tokens_per_step']:,.0f}", f"{proposal['step_seconds']:.3g}"
-        run = f"{proposal['tokens_per_second']:,.0f}", f"{proposal['hours']:,.2f}"
-        rows.append((f"{number}", *settings, *memory, *step, *run))
+        num_ranks = f"{proposal['sequence_parallel_size']}"  # that share each pack
+        settings = (f"{proposal['packing_length']:,}", recompute, proposal["sharding"], num_ranks)
+        step = (f"{proposal['tokens_per_step']:,.0f}", f"{proposal['step_seconds']:.3g}")
+        run = (f"{proposal['tokens_per_second']:,.0f}", f"{proposal['hours']:,.2f}")
+        rows.append((f"{number}", *settings, f"{proposal['memory_gib']:.1f}", *step, *run))
     lines = [
         f"{figures['num_settings']:,} settings for {figures['hardware']}; the {figures['num_tried']:,} with the "
         "highest throughput were tried.",
         f"{figures['num_too_large']:,} of them do not fit into {figures['budget_gib']:.1f} of "
         f"{figures['fit'] / 2**30:.1f} GiB (the rest is for libraries and the allocator).",
-        *aligned([heading, *rows], "r"),
+        *aligned(rows, "r"),
         "",
         "Command of the first row:",
         f"  {figures['proposals'][0]['command']}",
         f"Add --dry-run --hardware {hardware or 'h100'} to check it on any machine. --json has all commands.",
         "Options given with --fit (--packing-length, --gradient-checkpointing, --fsdp, ...) are not changed.",
     ]
-    if figures["shareable"]:
+    if figures["shareable"]:  # fraction of the tokens
         saving = f"Shared prefixes could save another {figures['shareable']:.0%} of the tokens."
         advice = "--fit does not consider them; packtool plan --share-prefix true shows their effect on a plan."
         lines.append(f"{saving} {advice}")
@@ -198,15 +202,14 @@ def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
 
 def resumed_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield the output of ``packtool plan --resume``."""
-    steps, steps_before, step = figures["steps"], figures["steps_before"], figures["step"]
+    step, num_steps = figures["step"], figures["steps"]
+    num_steps_before = figures["steps_before"]  # as planned when the checkpoint was written
     yield f"resumes from {figures['checkpoint']}, after step {step:,}, in epoch {figures['epoch'] + 1:,}"
     if figures["data_changed"]:
-        columns = ("samples", "trained", "left", "new", "gone")
-        rows: list[tuple[str, ...]] = [
-            ("cache", "status", "samples", "trained in this epoch", "left", "new", "removed")
-        ]
+        rows = [("cache", "status", "samples", "trained in this epoch", "left", "new", "removed")]
         for source in figures["sources"]:
-            rows.append((source["directory"], source["fate"], *(f"{source[name]:,}" for name in columns)))
+            counts = [f"{source[name]:,}" for name in ("samples", "trained", "left", "new", "gone")]
+            rows.append((source["directory"], source["fate"], *counts))
         yield from aligned(rows, "llr")
     else:
         yield "the data are the same as at the checkpoint"
@@ -214,10 +217,12 @@ def resumed_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     lines.append(("", f"{figures['steps_left_in_epoch']:,} steps"))
     if figures["stages"] is None:
         lines.append(("steps of a full epoch", f"{figures['steps_per_epoch']:,}"))
-    differs = steps != steps_before
-    done = f"{step / steps:.1%} done" + (f", previously {step / steps_before:.1%}" if differs else "")
+    total, done = f"{num_steps:,}", f"{step / num_steps:.1%} done"
+    if num_steps != num_steps_before:
+        total += f", previously {num_steps_before:,}"
+        done += f", previously {step / num_steps_before:.1%}"
     lines += [
-        ("steps of the run", f"{steps:,}" + (f", previously {steps_before:,}" if differs else "")),
+        ("steps of the run", total),
         ("learning rate schedule", done),
         ("data-parallel ranks", f"{figures['world_size']:,}"),
     ]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packtool.config.mixture import UNITS
 from packtool.planning.mixture import added, by_name, share_figures
 from packtool.planning.pack_plan import PackPlan
 from packtool.planning.prefix_trees import Branch, find_branches
@@ -68,7 +69,7 @@ def length_histogram(lengths: npt.NDArray[np.integer[Any]]) -> Histogram:
         # Integer widths: if bins differed by one token, some lengths would look rare.
         width = math.ceil(longest / _NUM_BINS)
         edges = np.arange(math.ceil(longest / width) + 1) * width
-    # NumPy's bins exclude their upper edge; half a token more includes it.
+    # NumPy's bins exclude their upper edge. With half a token more, they include it.
     counts, _ = np.histogram(lengths, edges + 0.5)
     return Histogram(edges.tolist(), counts.tolist(), is_log)
 
@@ -80,24 +81,27 @@ def fill_histogram(packs: PackPlan, num_bins: int) -> Histogram:
 
 
 def page_content(preview: Preview, figures: Mapping[str, Any], command: str, title: str) -> dict[str, Any]:
-    """Collect the content of the page for ``page``; ``figures`` are those of the preview's JSON."""
+    """Collect the content of the page for ``page``; ``figures`` is the output of ``packtool plan --json``."""
     packs = preview.plan.full_packs
     balance = preview.plan.summary.balance
     assert balance is not None, "previews are planned with costs"
     padding = figures["padding_of_plain_batches"]
     filter_name = "longer than --max-length" if figures["sources"] is None else "too long or too short"
-    # These counts add up to all samples of the caches.
-    counts = [figures[name] for name in ("num_distinct_samples", "not_drawn", "filtered")]
-    sample_counts = zip(("in the plan", "not drawn in this epoch", filter_name), counts, strict=True)
+    sample_counts = [  # these add up to all samples of the caches
+        ("in the plan", figures["num_distinct_samples"]),
+        ("not drawn in this epoch", figures["not_drawn"]),
+        (filter_name, figures["filtered"]),
+    ]
     dropped = Counter[str]()
-    for manifest in () if preview.inputs.reader is None else preview.inputs.reader.manifests:
+    manifests = [] if preview.inputs.reader is None else preview.inputs.reader.manifests
+    for manifest in manifests:
         dropped.update({f"dropped at export: {reason}": count for reason, count in manifest.dropped.items()})
         left_out = manifest.parts_left_out.items()
         dropped.update({f"turns left out at export: {reason}": count for reason, count in left_out})
     fingerprints = [("costs from", str(figures["cost_model"])), ("plan", str(figures["plan_fingerprint"]))]
     if figures["cache_fingerprint"]:
         fingerprints.append(("caches", str(figures["cache_fingerprint"])))
-    first_packs = pairwise(packs.offsets[: _MAX_PACKS + 1])  # (first sample, sample after the last) of each
+    first_packs = pairwise(packs.offsets[: _MAX_PACKS + 1])  # (first sample, sample after the last) of each pack
     return {
         "title": title,
         "headline": _headline(figures),
@@ -124,7 +128,8 @@ def page_content(preview: Preview, figures: Mapping[str, Any], command: str, tit
 
 def _mixture_content(preview: Preview) -> dict[str, Any] | None:
     """Return the counts of each source in the epoch (with stages, in the run), and its share along the steps."""
-    sources, counts, mixture = preview.source_figures, preview.counts_of_steps, preview.first_inputs.mixture
+    sources, mixture = preview.source_figures, preview.first_inputs.mixture
+    counts = preview.counts_of_steps  # (steps, sources, units), for each unit of ``MixUnit``
     if sources is None or counts is None or mixture is None:
         return None
     stages: list[tuple[float, str, list[tuple[str, ...]]]] = []
@@ -139,10 +144,9 @@ def _mixture_content(preview: Preview) -> dict[str, Any] | None:
     # An interval of the chart has 100 steps, fewer in a short run, more in a very long one.
     num_steps = len(counts)
     steps_per_interval = max(min(100, math.ceil(num_steps / 4)), math.ceil(num_steps / _MAX_INTERVALS))
-    # ``counts`` are (steps, sources, units).
-    unit_counts = counts[:, :, ("samples", "tokens", "target_tokens").index(mixture.unit)]
+    unit_counts = counts[:, :, UNITS.index(mixture.unit)]
     interval_counts = np.add.reduceat(unit_counts, np.arange(0, num_steps, steps_per_interval), axis=0)
-    # Sources of the same name are shown as one.
+    # Sources of the same name are shown as one: (intervals, names).
     source_names = np.array(mixture.names)
     name_counts = np.stack([interval_counts[:, source_names == name].sum(axis=1) for name in sources], axis=1)
     heading, *rows = source_rows(sources)
@@ -204,11 +208,13 @@ def _shared_content(packs: PackPlan, figures: Mapping[str, Any]) -> dict[str, An
     by_savings = np.argsort(-tokens_saved, kind="stable")
     num_trees = int(np.count_nonzero(tokens_saved))
     trees = []
-    for name, rank in (("The tree that saves most", 0), ("The median tree", num_trees // 2))[:num_trees]:
-        tree = by_savings[rank]
+    # The two trees, or the only one if a single tree saves tokens.
+    for name, position in (("The tree that saves most", 0), ("The median tree", num_trees // 2))[:num_trees]:
+        tree = by_savings[position]
         start, stop = int(starts[tree]), int(stops[tree])
         # ``lengths`` are tokens that samples add, ``full_lengths`` include their shared prefixes.
-        num_tokens, num_unshared = int(packs.lengths[start:stop].sum()), int(packs.full_lengths[start:stop].sum())
+        num_tokens = packs.lengths[start:stop].sum()
+        num_unshared = packs.full_lengths[start:stop].sum()
         note = f"{stop - start:,} samples, {num_tokens:,} tokens instead of {num_unshared:,}"
         if stop - start > _MAX_TREE_SAMPLES:
             note += f"; only the first {_MAX_TREE_SAMPLES} samples are drawn"
@@ -236,15 +242,16 @@ def page(content: Mapping[str, Any]) -> str:
     """
     packs, capacity, mixture = content["packs"], content["capacity"], content["mixture"]
     sample_counts, figures = content["sample_counts"], content["figures"]
-    prints = [(f"Fingerprint of the {name}", value) for name, value in figures if _FINGERPRINT.fullmatch(value)]
-    num_samples, num_packs = sum(content["lengths"].counts), sum(content["fills"].counts)
-    is_packed = num_samples > num_packs
+    fingerprints = [(f"Fingerprint of the {name}", value) for name, value in figures if _FINGERPRINT.fullmatch(value)]
+    is_packed = sum(content["lengths"].counts) > sum(content["fills"].counts)  # more samples than packs
     pack_limit = [(float(capacity), f"pack: {capacity:,}")] if is_packed else []
-    padded_blocks = plain_batches(packs, content["without_packing"]["rows"])
-    num_cached = sum(count for _, count in sample_counts) or 1
-    numbered = enumerate(sample_counts)
-    sample_rows = [(_colour(i), name, count, percent(count / num_cached)) for i, (name, count) in numbered]
-    balance, trees = content["balance"], content["shared"]["trees"] if content["shared"] else []
+    padded_blocks = plain_batches(packs, batch_size=content["without_packing"]["rows"])
+    num_cached = sum(count for _, count in sample_counts) or 1  # at least 1, to divide by it
+    sample_rows = []
+    for number, (name, count) in enumerate(sample_counts):
+        sample_rows.append((_colour(number), name, count, percent(count / num_cached)))
+    balance = content["balance"]
+    trees = content["shared"]["trees"] if content["shared"] else []
     return render(
         "plan.html",
         plan=content,
@@ -265,7 +272,7 @@ def page(content: Mapping[str, Any]) -> str:
         balance=balance_chart(*balance) if balance else None,
         is_round_robin=balance is None or list(balance[0]) == list(balance[1]),
         figures=[(name, value) for name, value in figures if not _FINGERPRINT.fullmatch(value)],
-        commands=[*content["commands"], *prints],
+        commands=[*content["commands"], *fingerprints],
     )
 
 
@@ -275,15 +282,16 @@ def histogram(
     """Return a bar chart of counts.
 
     Args:
-        noun: plural of the counted things.
+        noun: plural of the counted things, the name of the vertical axis.
+        unit: name of the horizontal axis.
         suffix: unit after the numbers of the horizontal axis.
-        vertical_lines: (value, name) of each; those far beyond the bars are left out.
+        vertical_lines: (value, name) of each line; lines far beyond the bars are left out.
     """
     low, high = counted.edges[0], counted.edges[-1]
-    vertical_lines = [(value, name) for value, name in vertical_lines if low <= value <= low + 1.5 * (high - low)]
-    end = max([high, *(value for value, _ in vertical_lines)])
-    x = Axis.logarithmic(unit, low, end) if counted.is_log else Axis.linear(unit, low, end, 6, suffix=suffix)
-    y = Axis.linear(noun, 0, max(counted.counts, default=0) or 1, 4, integers=True, extend=True)
+    drawn_lines = [(value, name) for value, name in vertical_lines if low <= value <= low + 1.5 * (high - low)]
+    x_stop = max([high, *(value for value, _ in drawn_lines)])
+    x = Axis.logarithmic(unit, low, x_stop) if counted.is_log else Axis.linear(unit, low, x_stop, 6, suffix=suffix)
+    y = Axis.linear(noun, 0, max(counted.counts, default=0) or 1, num_ticks=4, integers=True, extend=True)
     shapes: list[Box | Path] = []
     for count, (lower, upper) in zip(counted.counts, pairwise(counted.edges), strict=True):
         if count:
@@ -291,8 +299,8 @@ def histogram(
             height = max(y.position(count), 8)  # keeps a count of one among thousands visible
             hint = f"{lower:,.0f} to {upper:,.0f} {unit}: {count:,} {noun}"
             shapes.append(Box(left, AXIS_LENGTH - height, right - left, height, "bar", hint))
-    shapes += [_vertical_line(x, value) for value, _ in vertical_lines]
-    return Chart(x, y, shapes, [Note(x.position(value), [("", name)]) for value, name in vertical_lines])
+    shapes += [_vertical_line(x, value) for value, _ in drawn_lines]
+    return Chart(x, y, shapes, [Note(x.position(value), [("", name)]) for value, name in drawn_lines])
 
 
 def _vertical_line(x: Axis, value: float) -> Path:
@@ -306,17 +314,18 @@ def balance_chart(before: Sequence[float], after: Sequence[float]) -> Chart:
     the upper edge with its value as text. ``before``: with round-robin assignment; not drawn if equal to ``after``.
     """
     num_steps = len(after)
-    peaks = [max(pair) for pair in zip(before, after, strict=True)]
-    descending = sorted([1.0, 1.0, *peaks], reverse=True)
-    highest, second_highest = descending[:2]
+    peaks = [max(pair) for pair in zip(before, after, strict=True)]  # the larger value of each step
+    # The two values of 1 (balanced) are for epochs of fewer than two steps.
+    highest, second_highest = sorted([1.0, 1.0, *peaks], reverse=True)[:2]
     has_outlier = num_steps > 2 and highest - 1 > 3 * max(second_highest - 1, 0.01)
     top = max(second_highest if has_outlier else highest, 1.02)
     x = Axis("optimizer steps of the epoch, in order", 0, 1, _EPOCH_TICKS)
-    y = Axis.linear("FLOPs of the slowest rank ÷ mean rank", 1, top, 4, extend=True)
+    y = Axis.linear("FLOPs of the slowest rank ÷ mean rank", 1, top, num_ticks=4, extend=True)
 
     step_positions = [x.position((step + 0.5) / num_steps) for step in range(num_steps)]
 
     def dots(values: Sequence[float], style: str) -> Path:
+        """Return a dot for each step; a value above the axis is drawn at the upper edge."""
         heights = [min(y.position(value), AXIS_LENGTH) for value in values]
         points = zip(step_positions, heights, strict=True)
         return Path([[(left, AXIS_LENGTH - height)] for left, height in points], style)
@@ -327,9 +336,10 @@ def balance_chart(before: Sequence[float], after: Sequence[float]) -> Chart:
     if not has_outlier:
         return Chart(x, y, shapes, [])
     outlier = peaks.index(highest)
-    # Each text has the color of its series, because both series may have a value above the chart in this step.
-    before_text, after_text = f"{before[outlier]:.2f} ↑", f"{after[outlier]:.2f} ↑"
-    texts = []
+    # Each text has a dot in the style of its series, because both series may be above the chart in this step.
+    before_text = f"{before[outlier]:.2f} ↑"
+    after_text = f"{after[outlier]:.2f} ↑"
+    texts = []  # (style of the dot, text)
     if before[outlier] > y.high and before_text != after_text:
         texts.append(("hollow", before_text))
     if after[outlier] > y.high:
@@ -341,13 +351,13 @@ def shares_chart(mixture: Mapping[str, Any]) -> Chart:
     """Return a chart of the sources' shares along the steps, stacked; a steady mixture has horizontal borders.
 
     Args:
-        mixture: ``shares`` (0 to 1) of each source in intervals of ``steps_per_interval`` steps (the last may be
-            shorter) of ``num_steps``; ``rows`` that begin with the names of the sources; ``stages`` that begin with
-            their relative start.
+        mixture: the result of ``_mixture_content``. ``shares`` has a list for each interval of
+            ``steps_per_interval`` steps (the last interval may be shorter), with the share of each source, 0 to 1.
     """
-    steps_per_interval, num_steps, unit = mixture["steps_per_interval"], mixture["num_steps"], mixture["unit"]
+    num_steps, steps_per_interval = mixture["num_steps"], mixture["steps_per_interval"]
+    unit = mixture["unit"]
     x = Axis(f"optimizer steps of the {mixture['of']}, {steps_per_interval:,} at a time", 0, 1, _EPOCH_TICKS)
-    y = Axis.linear(f"share of the {unit}", 0, 100, 4, extend=True, suffix="%")
+    y = Axis.linear(f"share of the {unit}", 0, 100, num_ticks=4, extend=True, suffix="%")
 
     source_names = [row[0] for row in mixture["rows"]]
     shapes: list[Box | Path] = []
@@ -363,10 +373,10 @@ def shares_chart(mixture: Mapping[str, Any]) -> Chart:
                 shapes.append(Box(left, top, right - left, height, f"s {_colour(source)}", hint))
             share_below += share
     notes = []
-    for number, (relative_start, _, _) in enumerate(mixture["stages"], 1):
-        if number > 1:
-            shapes.append(_vertical_line(x, relative_start))
-            notes.append(Note(x.position(relative_start), [("", f"stage {number}")]))
+    # Lines mark where the second and later stages start, as fractions of the run.
+    for number, (relative_start, _, _) in enumerate(mixture["stages"][1:], start=2):
+        shapes.append(_vertical_line(x, relative_start))
+        notes.append(Note(x.position(relative_start), [("", f"stage {number}")]))
     return Chart(x, y, shapes, notes)
 
 
@@ -418,12 +428,12 @@ def blocks_drawing(
     """Return a drawing of blocks to scale, one after the other and wrapped like text into lines of ``capacity`` tokens.
 
     Args:
-        max_lines: later blocks are not drawn.
-        padded: blocks without a style are padding, not free space. Padding is hatched by the background of the drawing,
-            because a pattern in stretched shapes would be distorted.
+        max_lines: number of lines after which blocks are not drawn.
+        padded: True if blocks without a style are padding, False if they are free space. The background of the drawing
+            hatches padding, because a pattern in stretched shapes would be distorted.
     """
     shapes: list[Box | Boxes] = []
-    narrow: dict[str, list[Rectangle]] = {}  # of narrow blocks, by style
+    narrow: dict[str, list[Rectangle]] = {}  # narrow blocks by style
     position = 0  # in tokens, over all lines
     for num_tokens, block_style in blocks:
         if block_style is not None:
@@ -432,8 +442,9 @@ def blocks_drawing(
             style, hint = ("waste", "of padding") if padded else ("room", "free")
         block_end = min(position + num_tokens, max_lines * capacity)
         while position < block_end:
+            # Draw the tokens of the block that are on the present line.
             line, start = divmod(position, capacity)
-            line_tokens = min(block_end - position, capacity - start)  # of the block on this line
+            line_tokens = min(block_end - position, capacity - start)
             x, y = start / capacity * AXIS_LENGTH, line * _LINE_PITCH
             width = line_tokens / capacity * AXIS_LENGTH
             if width >= _MIN_WIDTH:

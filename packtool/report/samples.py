@@ -126,13 +126,14 @@ class ShownPacks:
         """Return figures of the S steps shown, arrays of shape (S,), over all packs of these steps."""
         if self._plan.locations is None or self._placement is None or not len(self.numbers):
             return {}
-        step, rank, micro_batch = self._plan.locations.T.astype(np.int64)  # of each sample
+        step, rank, micro_batch = self._plan.locations.T.astype(np.int64)  # each (N,), for every sample of the plan
         num_steps, num_ranks = int(step.max()) + 1, int(rank.max()) + 1
+        # Sum the tokens of the samples of each pair of step and rank: (steps, ranks).
         step_and_rank = step * num_ranks + rank
         tokens = np.bincount(step_and_rank, self._plan.lengths, num_steps * num_ranks).astype(np.int64)
         rank_tokens = tokens.reshape(num_steps, num_ranks)
         num_micro_batches = np.zeros(num_steps, np.int64)
-        np.maximum.at(num_micro_batches, step, micro_batch + 1)
+        np.maximum.at(num_micro_batches, step, micro_batch + 1)  # the largest number of each step, plus 1
         figures = {
             "number": np.arange(num_steps),
             "packs": np.bincount(self._placement[:, _STEP], minlength=num_steps),
@@ -280,12 +281,12 @@ class Pages:
         }
 
     def _sample(self, number: int) -> dict[str, Any]:
-        """Return a sample as the page's script shows it."""
+        """Return a sample for the page's script, ``samples.js``, which determines the keys."""
         sample = self._reader.sample(number)
         # Files and regions of each medium, by object identity, because equal media may occur several times.
-        media_figures: dict[int, dict[str, Any]] = {
-            id(medium): {**_media_files(number, i, medium)} for i, medium in enumerate(sample.media)
-        }
+        media_figures: dict[int, dict[str, Any]] = {}
+        for i, medium in enumerate(sample.media):
+            media_figures[id(medium)] = {**_media_files(number, i, medium)}
         parts = self._decoder.parts(sample)
         for region in self._decoder.regions(sample, parts):
             image = sample.images[region.image]
@@ -315,17 +316,17 @@ class Pages:
 def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
     """Write all pages and media files to a directory; return how many media files cannot be read or are too large.
 
-    The directory may be new or empty, or have earlier pages, which are replaced; ConfigError if it has other files.
+    The directory may be new, be empty or contain earlier pages, which are replaced; ConfigError if it has other files.
     """
     directory = storage.normalize(directory)
     existing = sorted(storage.walk(directory)) if storage.is_directory(directory) else []
     for path in existing:
-        # Files of a command that was killed have temporary names.
+        # Files that a killed command did not finish have temporary names; compare their final ones.
         final_name = storage.final_name(path).removeprefix(directory).lstrip("/")
         if not _PAGE_FILE.fullmatch(final_name):
             problem = f"--html {directory} contains other files than pages, such as {path}"
             raise ConfigError(problem, "Choose a directory that does not exist yet.")
-    # The index goes first, so that a folder whose pages are only partly removed has none.
+    # The index is removed first, so that a folder whose pages are only partly removed has no index.
     for path in sorted(existing, key=lambda path: storage.name(path) != INDEX):
         storage.remove(path)
     for name in ("data", "media"):
@@ -420,7 +421,8 @@ def serving(content: Callable[[str], bytes | None], port: int = 0) -> Iterator[s
             time.
         port: to listen on; 0 chooses a free one. ConfigError if it cannot be used.
     """
-    token, lock = secrets.token_urlsafe(16), threading.Lock()
+    token = secrets.token_urlsafe(16)
+    lock = threading.Lock()  # held during calls of ``content``
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -433,7 +435,7 @@ def serving(content: Callable[[str], bytes | None], port: int = 0) -> Iterator[s
 
         def _response(self) -> tuple[HTTPStatus, bytes, str]:
             plain = "text/plain; charset=utf-8"
-            # DNS rebinding: scripts of other sites reach this server under their own host name, but not under these.
+            # Against DNS rebinding: a script of another site reaches this server only under that site's host name.
             host = (self.headers.get("Host") or "").rpartition(":")[0]
             client_token, _, name = unquote(urlsplit(self.path).path).lstrip("/").partition("/")
             if host not in (_HOST, "localhost") or not hmac.compare_digest(client_token.encode(), token.encode()):

@@ -85,13 +85,15 @@ def _warnings(simulation: Simulation) -> list[str]:
 
 def _assumption_lines(simulation: Simulation) -> list[Line]:
     """Return the hardware, model and batch sizes that the times are computed from, as (name, value)."""
-    machine, options = simulation.options.machine, simulation.options
+    options = simulation.options
+    machine = options.machine
     hardware, constants, sizes = machine.hardware, machine.constants, machine.sizes
+    # Numbers of tokens (queries) per GPU at which matrix products (attention) reach half of their maximal throughput.
     matmul, attention = constants.matmul_half_tokens, constants.attention_half_tokens
     launches = f"{constants.kernels_per_layer} kernels per layer of {constants.launch_us:g} us"
     node = f"{hardware.intra_node_gb_per_s:g} GB/s among {hardware.gpus_per_node} GPUs"
-    groups = f"{options.num_groups:,} of {options.sequence_parallel_size} GPUs"
-    groups += f", by {options.exchange_type}" if options.exchange_type else ""
+    exchange = f", by {options.exchange_type}" if options.exchange_type else ""
+    groups = f"{options.num_groups:,} of {options.sequence_parallel_size} GPUs{exchange}"
     activations = f"{sizes.token_bytes(recompute=machine.recompute) / 1e6:.2f} MB per token"
     activations += ", recomputed in backward" if machine.recompute else ""
     batch = f"{options.padded_batch_size} with padding, {options.shared_batch_size} with context parallelism"
@@ -119,6 +121,7 @@ def _assumption_lines(simulation: Simulation) -> list[Line]:
 
 def simulation_page(simulation: Simulation, command: str) -> str:
     """Return the page as HTML; it shows ``command`` as the command that made it."""
+    # (activity, fraction of the time) of every strategy
     time_fractions = [item for outcome in simulation.outcomes for item in outcome.timing.shares.items()]
     return render(
         "simulation.html",
@@ -156,12 +159,13 @@ def _headline(simulation: Simulation) -> list[tuple[str, str, str]]:
 def _bars(simulation: Simulation) -> list[Any]:
     """Return bars of the time for the same tokens, one for each strategy.
 
-    A bar is its name, segments (style, percent of the width, hint), remark, speed-up, and whether it is drawn pale.
+    A bar is its name, segments (style, percent of the full width, hint), remark, text at its end (here the speed-up),
+    and whether it is drawn pale.
     """
-    longest = max(outcome.seconds_per_token for outcome in simulation.outcomes)
+    max_seconds = max(outcome.seconds_per_token for outcome in simulation.outcomes)
     bars = []
     for outcome in simulation.outcomes:
-        width_percent = 100 * outcome.seconds_per_token / longest
+        width_percent = 100 * outcome.seconds_per_token / max_seconds
         segments = []
         for activity, (style, name) in _ACTIVITIES.items():
             fraction = outcome.timing.shares.get(activity, 0)
@@ -175,16 +179,21 @@ def _bars(simulation: Simulation) -> list[Any]:
 
 
 def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
-    """Return the timeline of a step of median time; strategies with the same sequences per step show the same step."""
+    """Return the timeline of one step of a strategy: the step of median time in the baseline.
+
+    All strategies show the same step, which has the same sequences, except ``sorted``, which orders sequences by length
+    and shows its own step of median time.
+    """
     timing = outcome.timing
-    # With sorted batches, steps have other sequences than those of the baseline.
     reference = outcome if outcome.name == "sorted" else simulation.baseline
     steps_by_time = reference.timing.step_seconds.argsort(kind="stable")
     step = int(steps_by_time[len(steps_by_time) // 2])
-    step_seconds, num_gpus = float(timing.step_seconds[step]), timing.schedule.num_devices
+    step_seconds = float(timing.step_seconds[step])
+    num_gpus = timing.schedule.num_devices
+    # Names of the GPUs that are drawn: all, or the first ones, the slowest and the fastest.
     gpu_names = {gpu: f"GPU {gpu}" for gpu in range(num_gpus if num_gpus <= _MAX_GPUS else _NUM_FIRST_GPUS)}
     if num_gpus > _MAX_GPUS:
-        # Among GPUs that finish at the same time, take the one that computes longest (slowest) or shortest (fastest).
+        # GPUs by finish time; if these are equal, by computing time (the last key of lexsort has precedence).
         gpus_by_time = np.lexsort((timing.busy[step], timing.device_seconds[step]))
         slowest, fastest = int(gpus_by_time[-1]), int(gpus_by_time[0])
         gpu_names[slowest] = f"GPU {slowest:,}, slowest"
@@ -197,7 +206,7 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
             rectangles.setdefault(activity, []).append((x, y, width, _LINE_HEIGHT))
     shapes = [Boxes(boxes, _ACTIVITIES[activity][0]) for activity, boxes in rectangles.items()]
     height = len(gpu_names) * (_LINE_HEIGHT + _LINE_GAP) - _LINE_GAP
-    step_of_sequence = timing.schedule.micro_batch_steps[timing.schedule.micro_batch_of]
+    step_of_sequence = timing.schedule.micro_batch_steps[timing.schedule.micro_batch_of]  # for each sequence
     num_sequences = int((step_of_sequence == step).sum())
     note = f"Step {step + 1}: {num_sequences:,} sequences in {duration(step_seconds)}. Each line is a GPU."
     if len(gpu_names) < num_gpus:
@@ -220,11 +229,11 @@ def _legend(activities: Container[str]) -> list[tuple[str, str]]:
 
 
 def _activities(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, float, float]]:
-    """Yield activity, start and duration in seconds of what a GPU does in a step, in order and without gaps."""
+    """Yield (activity, start, duration) of what a GPU does in a step, in order and without gaps; times in seconds."""
     schedule = timing.schedule
-    step_end = float(timing.device_seconds[step].max())
+    step_end = float(timing.device_seconds[step].max())  # when the last GPU finishes, before synchronization
     now = 0.0
-    # A row of the schedule is one GPU's part of a micro-batch.
+    # A row of the schedule is one GPU's part of a micro-batch. Its key numbers the pairs of step and GPU.
     rows = np.flatnonzero(schedule.row_keys == step * schedule.num_devices + gpu)
     for row in rows.tolist():
         # A micro-batch starts when all GPUs that compute it are ready.
@@ -237,7 +246,7 @@ def _activities(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, floa
             ("launching", timing.launching[row]),
         )
         for activity, seconds in durations:
-            if seconds > 1e-9:
+            if seconds > 1e-9:  # more than a rounding error
                 yield activity, now, float(seconds)
             now += float(seconds)
     if step_end - now > 1e-9:

@@ -59,19 +59,20 @@ def print_table(title: str, rows: Sequence[Sequence[str]], sides: str = "lr") ->
 def histogram_lines(
     counts: Sequence[int], upper_edges: Sequence[float], terminal_width: int, max_bars: int = 16
 ) -> list[str]:
-    """Return a histogram as horizontal bars, each with its upper edge and count; empty bins at the end are left out.
+    """Return a histogram as horizontal bars, each with its upper edge and count; empty bars at the end are left out.
 
-    Neighboring bins are merged into at most ``max_bars`` bars.
+    Neighboring bins are merged, so that there are at most ``max_bars`` bars.
     """
     bins_per_bar = math.ceil(len(counts) / max_bars)
-    bar_counts = np.add.reduceat(counts, np.arange(0, len(counts), bins_per_bar))
-    num_bars = int(np.flatnonzero(bar_counts).max(initial=0)) + 1
-    largest = int(bar_counts.max())
-    max_width = max(terminal_width - len(f"{upper_edges[-1]:,.0f}{largest:,}") - 4, 10)
+    bar_counts = np.add.reduceat(counts, np.arange(0, len(counts), bins_per_bar))  # sums over groups of bins
+    num_bars = int(np.flatnonzero(bar_counts).max(initial=0)) + 1  # up to the last bar that is not empty
+    max_count = int(bar_counts.max())
+    # Four columns are for the spaces between edge, bar and count.
+    max_width = max(terminal_width - len(f"{upper_edges[-1]:,.0f}{max_count:,}") - 4, 10)
     lines = []
     for i, count in enumerate(bar_counts[:num_bars].tolist()):
         last_bin = min((i + 1) * bins_per_bar, len(upper_edges)) - 1
-        bar = "█" * max(round(max_width * count / largest), 1) + " " if count else ""
+        bar = "█" * max(round(max_width * count / max_count), 1) + " " if count else ""
         lines.append((f"{upper_edges[last_bin]:,.0f}", f"{bar}{count:,}"))
     return aligned(lines, "rl")
 
@@ -187,13 +188,13 @@ def export_figures(summary: ExportSummary) -> dict[str, Any]:
 
 def export_lines(summary: ExportSummary) -> list[Line]:
     """Return the output of ``packtool export`` as (name, value)."""
-    kept = f"{summary.num_samples:,}"
+    samples = f"{summary.num_samples:,}"
     if len(summary.num_samples_by_split) > 1:
-        kept += f" ({', '.join(f'{name} {count:,}' for name, count in summary.num_samples_by_split.items())})"
-    if summary.pieces_added:
-        kept += f" from {summary.num_samples - summary.pieces_added:,} rows"
-    lines = [("input rows", f"{summary.num_rows:,}"), ("samples", kept)]
-    if summary.marks_added:
+        samples += f" ({', '.join(f'{name} {count:,}' for name, count in summary.num_samples_by_split.items())})"
+    if summary.pieces_added:  # samples of a split row, without its first one
+        samples += f" from {summary.num_samples - summary.pieces_added:,} rows"
+    lines = [("input rows", f"{summary.num_rows:,}"), ("samples", samples)]
+    if summary.marks_added:  # rows whose text lacked the placeholders of their media
         lines.append(("  media marks added", f"{summary.marks_added:,} rows"))
     if summary.pieces_added:
         lines.append(("  further samples of split rows", f"{summary.pieces_added:,}"))
@@ -201,7 +202,7 @@ def export_lines(summary: ExportSummary) -> list[Line]:
     if summary.parts_left_out:
         lines += _count_lines("  turns and responses left out", summary.parts_left_out)
     lines += _count_lines("dropped rows", summary.dropped)
-    tokens = summary.tokens or 1
+    tokens = summary.tokens or 1  # at least 1, to divide by it
     lengths = " / ".join(f"{summary.length[name]:,}" for name in ("p50", "p90", "p99", "max"))
     lines += [
         ("tokens", f"{summary.tokens:,}"),
@@ -218,9 +219,9 @@ def export_lines(summary: ExportSummary) -> list[Line]:
 def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
     """Return the output of ``packtool train`` after training or a dry run, as (name, value).
 
-    ``has_plan``: packs were read from ``--plan``, so samples may be missing for other reasons than their length.
+    ``has_plan``: True if packs were read from ``--plan``, which may lack samples for other reasons than their length.
     """
-    if result.streaming and not result.num_samples:
+    if result.streaming and not result.num_samples:  # a dry run, which reads no rows
         return [("optimizer steps, at most", f"{result.steps:,}"), ("packing length", f"{result.packing_length:,}")]
     lines = [("samples of the first stage" if result.stages else "samples", f"{result.num_samples:,}")]
     if result.streaming:

@@ -44,27 +44,21 @@ def trained_figures(directory: str) -> dict[str, Any]:
     checkpoint = checkpoints[-1]
     ledger, state = read_ledger(checkpoint), read_run_state(checkpoint)
     if ledger is None:
-        raise MismatchError(
-            f"{checkpoint} has no ledger of trained samples: "
-            + ("the run was streamed" if state.streaming else "it was written by an older packtool"),
-            "Only checkpoints of runs on caches, by a newer packtool, have a ledger.",
-        )
+        cause = "the run was streamed" if state.streaming else "it was written by an older packtool"
+        advice = "Only checkpoints of runs on caches, by a newer packtool, have a ledger."
+        raise MismatchError(f"{checkpoint} has no ledger of trained samples: {cause}", advice)
     sources = [_source_figures(source, is_in_run=True) for source in ledger.sources]
     sources += [_source_figures(source, is_in_run=False) for source in ledger.retired]
     output_dir = run_directory(checkpoint)
-    starts = []  # of the run, and each time that it was resumed before the checkpoint
-    for segment, _ in segments_of(output_dir) if has_history(output_dir) else ():
+    segments = segments_of(output_dir) if has_history(output_dir) else []
+    starts = []  # the start of the run, and every resume before the checkpoint: each begins a segment
+    for segment, _ in segments:
         if segment.first < state.step:
-            _, world_size, *_ = segment.assignments[-1]
-            start = {
-                "after_step": segment.first,
-                "began": _time(segment.began),
-                "world_size": world_size,
-                "num_steps": segment.num_steps,
-                "data_changed": segment.changed_at == segment.first,
-                "caches": [directory for directory, _, _ in segment.caches],
-            }
-            starts.append(start)
+            _, world_size, *_ = segment.assignments[-1]  # (first step, world size, ...)
+            start = {"after_step": segment.first, "began": _time(segment.began), "world_size": world_size}
+            caches = [cache_directory for cache_directory, _, _ in segment.caches]
+            data_changed = segment.changed_at == segment.first
+            starts.append({**start, "num_steps": segment.num_steps, "data_changed": data_changed, "caches": caches})
     return {
         "checkpoint": checkpoint,
         "step": state.step,
@@ -122,16 +116,17 @@ def trained_lines(figures: Mapping[str, Any]) -> Iterator[str]:
 def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[str, Any]:
     """Plan a step of a run again; return its samples by rank, micro-batch and pack.
 
-    ``output_dir`` may be a checkpoint; ``step`` is 1-based, as in the log; ``model``: its directory if it has moved.
+    ``output_dir`` may be a checkpoint. ``step`` is 1-based, as in the log. ``model`` is the present directory of the
+    model, None if it is where it was during training.
     """
     output_dir = run_directory(output_dir)
-    segments = segments_of(output_dir)
-    # A segment ends where the next one begins; the end of the last one is the number of trained steps.
+    segments = segments_of(output_dir)  # (segment, first step after it); steps are 0-based
     _, num_trained_steps = segments[-1]
-    segment, end = [pair for pair in segments if pair[0].first < step or pair is segments[0]][-1]
+    # A step belongs to the last segment that begins before it.
+    segment, stop = [pair for pair in segments if pair[0].first < step or pair is segments[0]][-1]
     if step > segment.num_steps:
         raise ConfigError(f"--step {step}: the run has steps 1 to {segment.num_steps}")
-    replay = replay_segment(output_dir, segment, end, model)
+    replay = replay_segment(output_dir, segment, stop, model)
     stretch = replay.timeline.stretch(step - 1)  # the part of the step's epoch that has the same plan
     plan, plan_step = stretch.plan, step - 1 - stretch.first
     ranks = []
@@ -155,11 +150,12 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
 
 
 def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, Any]]:
+    """Return origin, length and number of media of samples, which are numbered across all caches of the run."""
     figures = []
     for position in positions:
         cache, row = replay.reader.cache_of(position)
         sample = replay.reader.sample(position)
-        sample_figures = {
+        figure = {
             "cache": replay.reader.directories[cache],
             "sample": row,
             "source": sample.source,
@@ -170,7 +166,7 @@ def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, 
             "target_tokens": int(replay.timeline.inputs.targets[position]),
             "media": len(sample.media),
         }
-        figures.append(sample_figures)
+        figures.append(figure)
     return figures
 
 
@@ -201,13 +197,15 @@ def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
 def row_figures(output_dir: str, cache: str | None, row: int, model: str | None = None) -> dict[str, Any]:
     """Find the steps of a run that trained a sample, number ``row`` of the train split, by planning them again.
 
-    ``output_dir`` may be a checkpoint; ``cache`` is None if the run has only one; ``model``: its directory if it moved.
+    ``output_dir`` may be a checkpoint. ``cache`` is None if the run has only one. ``model`` is the present directory of
+    the model, None if it is where it was during training.
     """
     output_dir = run_directory(output_dir)
-    segments = segments_of(output_dir)
-    caches = [cache_info for segment, _ in segments for cache_info in segment.caches]
-    # Directory and number of samples, by fingerprint.
-    trained_caches = {fingerprint: (directory, num_samples) for directory, fingerprint, num_samples in caches}
+    segments = segments_of(output_dir)  # (segment, first step after it); steps are 0-based
+    trained_caches = {}  # (directory, number of samples) by fingerprint
+    for segment, _ in segments:
+        for directory, fingerprint, num_samples in segment.caches:
+            trained_caches[fingerprint] = (directory, num_samples)
     if cache is None:
         if len(trained_caches) > 1:
             directories = ", ".join(directory for directory, _ in trained_caches.values())
@@ -225,13 +223,13 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
         raise ConfigError(f"--row {row}: {directory} has samples 0 to {num_samples - 1}")
     times: list[dict[str, Any]] = []
     sample: dict[str, Any] | None = None
-    for segment, end in segments:
-        # A run may list the same cache more than once.
-        numbers = [number for number, cache_info in enumerate(segment.caches) if cache_info[1] == fingerprint]
-        if not numbers or end <= segment.first:
+    for segment, stop in segments:
+        # A run may list the same cache more than once; the sample then has several positions among all samples.
+        cache_numbers = [number for number, cache_info in enumerate(segment.caches) if cache_info[1] == fingerprint]
+        if not cache_numbers or stop <= segment.first:  # the segment has no samples of the cache, or no steps
             continue
-        replay = replay_segment(output_dir, segment, end, model)
-        positions = [row + int(replay.reader.offsets[number]) for number in numbers]
+        replay = replay_segment(output_dir, segment, stop, model)
+        positions = [row + int(replay.reader.offsets[number]) for number in cache_numbers]
         sample = sample or _sample_figures(replay, positions[:1])[0]
         segment_times = []
         for position in positions:
@@ -249,11 +247,13 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
 def _time_trained(
     replay: Replay, position: int, step: int, epoch: int, rank: int, micro_batch: int, pack: int
 ) -> dict[str, Any]:
-    """Return figures of a 0-based step in which a sample was trained, with the samples that shared its pack."""
-    stretch = replay.timeline.stretch(step)
+    """Return figures of a 0-based step in which a sample was trained, with the samples that shared its pack.
+
+    Without packing, and with Skrull, which splits packs, these are the samples that shared its micro-batch.
+    """
+    stretch = replay.timeline.stretch(step)  # the steps around it that have the same plan
     plan, plan_step = stretch.plan, step - stretch.first
-    # Without packing, and with Skrull, which splits packs, take all samples of the micro-batch instead.
-    has_packs = plan.placement is None and plan.summary.options.packing
+    has_packs = plan.placement is None and plan.summary.options.packing  # only Skrull has a placement
     packs = [plan.packs.pack(pack)] if has_packs else list(plan.samples(plan_step, rank, micro_batch))
     companions = [sample for samples in packs for sample in samples.tolist() if sample != position]
     return {
