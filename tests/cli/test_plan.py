@@ -276,3 +276,20 @@ def test_media_cannot_be_combined_with_other_options(tmp_path: Path, capsys: pyt
     assert "--media requires caches" in capsys.readouterr().err
     assert run(["plan", str(tmp_path), "--sweep", "4K", "--media"]) == 2
     assert "remove --sweep and --fit" in capsys.readouterr().err
+
+
+def test_padding_of_unpacked_batches_is_estimated_from_some_samples(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lengths = np.random.default_rng(0).integers(1, 500, 20_000)
+    np.save(tmp_path / "lengths.npy", lengths)
+    command = ["plan", "--lengths", str(tmp_path / "lengths.npy"), "--packing-length", "512", "--json"]
+    figures = []
+    for max_samples in (20_000, 3_000):
+        monkeypatch.setattr("packtool.train.prepare.preview._MAX_PADDED_SAMPLES", max_samples)
+        run(command)
+        figures.append(json.loads(capsys.readouterr().out))
+    every, some = figures
+    names = [name for name in every if every[name] != some[name]]
+    assert set(names) <= {"padding_of_plain_batches", "tokens_of_plain_batches", "plan_seconds"}
+    assert some["padding_of_plain_batches"] == pytest.approx(every["padding_of_plain_batches"], abs=0.01)

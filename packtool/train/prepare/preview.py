@@ -37,6 +37,9 @@ from packtool.train.prepare.run import Run
 from packtool.train.prepare.timeline import Timeline
 
 
+_MAX_PADDED_SAMPLES = 250_000
+
+
 @dataclass(frozen=True, eq=False)
 class Preview:
     """A planned schedule and its figures; planning took ``seconds``.
@@ -139,7 +142,11 @@ class Preview:
         return self.inputs.unshared_summary(self.timeline.stages[0].sections[0].batch_shape)
 
     def _plain_batches(self) -> dict[str, Any]:
-        """Figures of the same samples in padded batches, with as many rows as a pack has samples on average."""
+        """Figures of the same samples in padded batches, with as many rows as a pack has samples on average.
+
+        Of more than 250,000 samples, every n-th is batched, and the padding of these is reported: ordering all of
+        them at random would take longer than packing them.
+        """
         inputs = self.first_inputs
         # A padded batch of this many rows needs about as much memory as a pack.
         num_rows = max(round(self.unshared_summary.samples_per_pack), 1) * inputs.options.per_device_train_batch_size
@@ -158,17 +165,18 @@ class Preview:
             samples_per_step=None,
             skrull=None,
         )
-        seed = self.inputs.config.seed
+        seed, num_samples = self.inputs.config.seed, self.plan.summary.num_samples
         if inputs.mixture is None:
-            padded = plan_epoch(inputs.lengths, inputs.targets, options, seed=seed)
+            stride = -(-num_samples // _MAX_PADDED_SAMPLES)  # 1 for up to 250,000 samples
+            padded = plan_epoch(inputs.lengths[::stride], inputs.targets[::stride], options, seed=seed)
         else:
             padded = plan_mixture(inputs.mixture, options, seed=seed)
         fill = padded_fill(padded.packs, padded.steps)  # fraction of tokens that are no padding
         return {
             "padding_of_plain_batches": 1 - fill,
             "rows_of_plain_batches": num_rows,
-            "steps_of_plain_batches": padded.summary.num_steps,
-            "tokens_of_plain_batches": round(padded.packs.num_tokens / fill),
+            "steps_of_plain_batches": -(-num_samples // options.samples_per_plain_step),
+            "tokens_of_plain_batches": round(self.unshared_summary.num_tokens / fill),
         }
 
     @cached_property
