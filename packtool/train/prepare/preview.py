@@ -36,7 +36,6 @@ from packtool.train.prepare.resume import steps_planned
 from packtool.train.prepare.run import Run
 from packtool.train.prepare.timeline import Timeline
 
-
 _MAX_PADDED_SAMPLES = 250_000
 
 
