@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from packtool.attention.choose import KERNELS
 from packtool.attention.flash import FlashKernel
 from packtool.attention.kernel import Varlen
-from packtool.attention.register import set_attention
+from packtool.attention.register import GatherTokens, set_attention
 from packtool.batch.batch import Batch
 from packtool.constants import IGNORE_INDEX
 from packtool.train.model.loss import HeadLoss
@@ -89,8 +89,18 @@ def run_checks(kernels: list[str], device: torch.device) -> Iterator[Check]:
         for heads in HEADS:
             label = f"{name}: out and gradients, {heads[0]}/{heads[1]} heads of {heads[2]}"
             yield from _attempt(name, label, partial(_kernel_error, name, heads, device))
+    yield from _attempt("", "shared prefixes: gradients of 16 branches, two runs", partial(_repeated_error, device))
     for sees in (False, True):
         yield from _check_model(kernels, device, sees=sees)
+
+
+def _repeated_error(device: torch.device) -> tuple[float, float]:
+    """Largest difference between five backward passes of a prefix that 16 branches use, which must be bit-identical."""
+    index = torch.arange(512, device=device).repeat(16)
+    tokens = torch.randn(512, 8, 128, device=device, dtype=work_type(device), requires_grad=True)
+    weights = torch.randn(len(index), 8, 128, device=device, dtype=work_type(device))
+    runs = [torch.autograd.grad(GatherTokens.apply(index, tokens), tokens, (weights,))[0] for _ in range(5)]
+    return max(_worst(run, runs[0]) for run in runs), 0.0
 
 
 def _attempt(kernel: str, label: str, compare: Callable[[], tuple[float, float]]) -> Iterator[Check]:

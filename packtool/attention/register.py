@@ -182,12 +182,44 @@ def packed_attention(
         return attend_shard(q, k, v, shard, parallel, blocks, scale=scaling, window=window).unsqueeze(0), None
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
     if (key_index := kwargs.get("key_index")) is not None:
-        # The backward pass of index_select adds up a prefix's gradients from all documents that begin with it.
-        k, v = k.index_select(0, key_index), v.index_select(0, key_index)
+        k, v = GatherTokens.apply(key_index, k, v)
         keys = Varlen(kwargs["cu_seq_lens_k"], kwargs["max_length_k"], kwargs.get("key_lengths"))
         varlen = replace(varlen, keys=keys)
     kernel = kwargs.get("kernel") or choose(impl, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=max(head_dims))
     return kernel.attend(q, k, v, varlen, scale=scaling, window=window, dropout=dropout).unsqueeze(0), None
+
+
+class GatherTokens(torch.autograd.Function):
+    """Gather tokens that several documents use, such as the keys and values of a shared prefix.
+
+    The backward pass adds up each token's gradients in float32 (float64 for float64), in the order in which the token
+    occurs in the index. So gradients in bfloat16 are rounded once, however many documents use a token, and two runs on
+    a GPU are bit-identical, which they are not with the atomic additions of ``index_select``'s own backward pass.
+
+    Cost of a backward pass: sorting the index, and a float32 copy of one gathered tensor at a time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return ``tensor[index]``, (T', ...), of each of ``tensors``, (T, ...); ``index`` is int64 (T',)."""
+        ctx.save_for_backward(index)
+        ctx.num_tokens = len(tensors[0])
+        return tuple(tensor.index_select(0, index) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients (T, ...) of the tokens from those of the gathered tokens (T', ...)."""
+        (index,) = ctx.saved_tensors
+        by_token = torch.argsort(index, stable=True)  # occurrences of a token keep their order
+        uses = torch.zeros(ctx.num_tokens, dtype=torch.int64, device=index.device)
+        uses.index_add_(0, index, torch.ones_like(index))
+        sums = []
+        for gradient in gradients:
+            addends = gradient.index_select(0, by_token).to(torch.promote_types(gradient.dtype, torch.float32))
+            # Without ``unsafe`` it would wait for the GPU to check the lengths.
+            total = torch.segment_reduce(addends, "sum", lengths=uses, axis=0, unsafe=True)
+            sums.append(total.to(gradient.dtype))
+        return None, *sums
 
 
 def tower_attention(

@@ -10,6 +10,7 @@ import torch
 from packtool.attention.choose import KERNELS, choose
 from packtool.attention.kernel import Varlen
 from packtool.attention.parallel.blocks import CudaFlashBlockKernel, choose_blocks
+from packtool.attention.register import GatherTokens
 from tests.attention.against_reference import HEADS, LENGTHS, TREES, check_kernel, random_heads, tree_varlen
 from tests.attention.parallel.against_formulas import SHAPES, largest_error
 
@@ -63,3 +64,13 @@ def test_blocks_of_shared_rows_equal_the_formulas(
 
 def test_auto_selects_flash_blocks() -> None:
     assert choose_blocks("auto", GPU, torch.bfloat16, head_dims=(128, 128)).name == "cuda_flash"
+
+
+def test_gradients_of_shared_prefixes_are_the_same_in_every_run() -> None:
+    index = torch.arange(512, device=GPU).repeat(16)
+    tokens = torch.randn(512, 8, 128, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.randn(len(index), 8, 128, device=GPU, dtype=torch.bfloat16)
+    runs = [torch.autograd.grad(GatherTokens.apply(index, tokens), tokens, (weights,))[0] for _ in range(5)]
+    assert all(torch.equal(run, runs[0]) for run in runs)
+    exact = weights.double().view(16, 512, 8, 128).sum(0)
+    torch.testing.assert_close(runs[0].double(), exact, rtol=2**-8, atol=1e-5)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3VLConfig
 
@@ -13,6 +15,7 @@ from packtool.attention.choose import KERNELS
 from packtool.attention.kernel import Varlen
 from packtool.attention.register import (
     ATTENTION_NAME,
+    GatherTokens,
     attention_name,
     packed_attention,
     register_kernels,
@@ -189,3 +192,34 @@ def test_autocast_reaches_the_kernel() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert call().dtype == torch.bfloat16
     assert call().dtype == torch.float32
+
+
+def token_gradients(
+    index: torch.Tensor, weights: torch.Tensor, num_tokens: int, *, plain: bool = False
+) -> torch.Tensor:
+    """Gradients (T, D) of tokens of which ``index`` takes copies, with these gradients (T', D) of the copies."""
+    tokens = torch.zeros(num_tokens, weights.shape[1], dtype=weights.dtype, requires_grad=True)
+    copies = tokens.index_select(0, index) if plain else GatherTokens.apply(index, tokens)[0]
+    return torch.autograd.grad(copies, tokens, weights)[0]
+
+
+@given(
+    index=st.lists(st.integers(0, 11), min_size=1, max_size=60),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+    seed=st.integers(0, 99),
+)
+def test_gradients_of_gathered_tokens_are_rounded_once(index: list[int], dtype: torch.dtype, seed: int) -> None:
+    weights = torch.randn(len(index), 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    gradients = token_gradients(torch.tensor(index), weights, 12)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = token_gradients(torch.tensor(index), weights.to(wide), 12, plain=True)
+    assert gradients.dtype == dtype
+    assert torch.equal(gradients, expected.to(dtype)), "the sum in order, of float32 numbers, rounded at the end"
+
+
+def test_sixteen_branches_in_bfloat16_are_rounded_once() -> None:
+    index = torch.arange(64).repeat(16)
+    weights = torch.randn(len(index), 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = token_gradients(index, weights.double(), 64)
+    errors = (token_gradients(index, weights, 64).double() - exact) / exact.abs().clamp(min=1)
+    assert errors.abs().max() <= 2**-8, "half a unit in the last place of bfloat16, which has 8 bits"

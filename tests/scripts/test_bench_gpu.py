@@ -51,7 +51,7 @@ def test_checks_and_table_with_torch_and_transformers_alone(repository: Path) ->
     )
     assert done.returncode == 0, done.stderr[-3000:]
     checks, table = done.stdout.split("\nwhat  ")
-    assert len(re.findall(r" ok$", checks, re.MULTILINE)) == 10
+    assert len(re.findall(r" ok$", checks, re.MULTILINE)) == 11
     assert "FAILED" not in checks
     rows = [line.split("  ") for line in table.splitlines()[1:]]
     labeled_rows = [[part.strip() for part in row if part][:2] for row in rows]
