@@ -38,9 +38,10 @@ from packtool.train.model.load import has_gpu, input_spec, model_without_weights
 from packtool.train.model.loss import RouterBalance
 from packtool.train.model.memory import MemoryEstimate, estimate_memory
 from packtool.train.model.precision import checkpoint_dtype, precision_lines, quantization_config, quantization_line
-from packtool.train.model.sharding import check_experts, sharding_arguments, zero_stage
+from packtool.train.model.sharding import check_experts, sharding_arguments
 from packtool.train.model.trainable import adapter_lines
 from packtool.train.prepare.checkpoint import RunState
+from packtool.train.prepare.deepspeed import zero_stage
 from packtool.train.prepare.run import Run
 
 _ASSUMED_STEPS = 1_000_000

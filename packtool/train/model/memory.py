@@ -34,9 +34,10 @@ from packtool.simulate.hardware import Hardware, read_hardware
 from packtool.simulate.machine import Constants
 from packtool.train.model.load import has_gpu, model_without_weights, quiet_transformers, resolve_dtype
 from packtool.train.model.precision import quantized_layers, saved_bytes, scale_bytes, unsharded_numel
-from packtool.train.model.sharding import expert_weights, shards_weights, zero_stage
+from packtool.train.model.sharding import expert_weights, shards_weights
 from packtool.train.model.trace import trace_pass
 from packtool.train.prepare.costs import with_recomputing
+from packtool.train.prepare.deepspeed import zero_stage
 from packtool.train.prepare.figures import RankTokens, longest_micro_batches, peak_memory_batches
 from packtool.train.prepare.preview import Preview
 from packtool.train.prepare.sequence_parallel import axes_of, with_shares

@@ -40,6 +40,7 @@ from packtool.planning.pack_plan import Costs
 from packtool.planning.towers import MediaShares, TowerWork
 from packtool.simulate.hardware import Hardware
 from packtool.simulate.machine import Machine
+from packtool.train.prepare.deepspeed import zero_stage
 from packtool.train.prepare.trained import ADAPTER_FILE
 
 MAX_PARAMETERS = 100_000_000
@@ -251,14 +252,14 @@ class ExpectedTime:
             return ExchangeSeconds()
         gather = self._seconds(self.weight_bytes)
         reduce_scatter = self._seconds(self.gradient_bytes)
-        zero_stage = (config.deepspeed or "")[len("zero") :][:1]  # the digit of ``zero0`` to ``zero3``
-        if config.fsdp or zero_stage == "3":
+        stage = zero_stage(config)
+        if config.fsdp or stage == 3:
             # Weights are gathered in the forward pass and, unless ``shard_grad_op`` keeps them, in the backward pass.
             num_gathers = 1 if config.fsdp and "shard_grad_op" in config.fsdp else 2
             return ExchangeSeconds(per_micro_batch=num_gathers * gather + reduce_scatter)
-        if zero_stage == "2":
+        if stage == 2:
             return ExchangeSeconds(per_micro_batch=reduce_scatter, exposed=self._seconds(self.trained_bytes))
-        if zero_stage == "1":
+        if stage == 1:
             return ExchangeSeconds(per_last_backward=reduce_scatter, exposed=self._seconds(self.trained_bytes))
         return ExchangeSeconds(per_last_backward=2 * reduce_scatter)  # an all-reduce: reduce-scatter and all-gather
 

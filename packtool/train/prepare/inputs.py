@@ -461,15 +461,15 @@ def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
                     "(until: 30%)"
                 )
             continue
-        end = stage.until or round((stage.until_share or 0) * max_steps)
+        end = max(stage.until or round((stage.until_share or 0) * max_steps), 1)
         if is_last:
             if previous_end >= max_steps:
                 problems.append(f"{key}: the run ends after step {max_steps:,} (--max-steps), before this stage begins")
         elif not stage.end:
             problems.append(f"{key}.until is missing: with --max-steps, every stage but the last needs its end")
-        elif max(end, 1) <= previous_end:
+        elif end <= previous_end:
             problems.append(
-                f"{key}.until: {stage.end} is step {max(end, 1):,}, not after step {previous_end:,}, where the "
+                f"{key}.until: {stage.end} is step {end:,}, not after step {previous_end:,}, where the "
                 "previous stage ends"
             )
         previous_end = end

@@ -36,8 +36,8 @@ from packtool.progress import Progress
 from packtool.train.model.load import resolve_dtype
 from packtool.train.model.loss import base_model, sum_of_losses, takes_logits_to_keep
 from packtool.train.model.memory import CHECKED_POSITIONS, MAX_CHECKED_SAMPLES
-from packtool.train.model.sharding import zero_stage
 from packtool.train.model.trainable import without_dropout
+from packtool.train.prepare.deepspeed import zero_stage
 from packtool.train.prepare.run import Run
 
 _UNCHANGED = -1

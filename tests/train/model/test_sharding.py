@@ -1,8 +1,7 @@
-"""DeepSpeed's settings behind their names; FSDP2 itself is tried by ``test_gradients``, in two processes."""
+"""Arguments of sharding; FSDP2 itself is tried by ``test_gradients``, in two processes."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,43 +14,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from packtool.batch.collate import collate_packs
 from packtool.config.train import TrainConfig
-from packtool.errors import ConfigError
 from packtool.train.model.loss import HeadLoss
-from packtool.train.model.sharding import (
-    configure_fsdp,
-    deepspeed_settings,
-    sharding_arguments,
-)
+from packtool.train.model.sharding import configure_fsdp, sharding_arguments
 from tests.batch.reduced import mixed_samples, reduced_model, reduced_spec
 from tests.forked import run_ranks
 
 
 def config(**settings: Any) -> TrainConfig:
     return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **settings)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_stages(stage: int) -> None:
-    settings = deepspeed_settings(f"zero{stage}")
-    assert settings["zero_optimization"]["stage"] == stage
-    assert settings["gradient_accumulation_steps"] == "auto"
-    assert "offload_optimizer" not in settings["zero_optimization"]
-
-
-def test_offloading() -> None:
-    assert "offload_param" not in deepspeed_settings("zero2_offload")["zero_optimization"]
-    assert deepspeed_settings("zero3_offload")["zero_optimization"]["offload_param"]["device"] == "cpu"
-    with pytest.raises(ConfigError, match="only zero2 and zero3"):
-        deepspeed_settings("zero1_offload")
-
-
-def test_a_file_of_settings(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
-    assert deepspeed_settings(str(tmp_path / "ds.json")) == {"zero_optimization": {"stage": 1}}
-    (tmp_path / "broken.json").write_text("{")
-    for name in ("broken.json", "gone.json"):
-        with pytest.raises(ConfigError, match="Give zero0, zero1, zero2, zero3, or a JSON file"):
-            deepspeed_settings(str(tmp_path / name))
 
 
 def test_arguments_of_the_trainer() -> None:

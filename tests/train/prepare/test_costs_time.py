@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,7 +83,7 @@ def test_recomputation_adds_time_and_sequence_parallelism_saves_it(tiny: TinyWor
     assert one_rank / 4 < shared
 
 
-def test_gathering_weights_bounds_the_time_of_a_micro_batch(tiny: TinyWorld) -> None:
+def test_gathering_weights_bounds_the_time_of_a_micro_batch(tiny: TinyWorld, tmp_path: Path) -> None:
     links = dataclasses.replace(TIME.hardware, intra_node_gb_per_s=10)
     slow = dataclasses.replace(TIME, hardware=links)
     each = {
@@ -92,7 +94,11 @@ def test_gathering_weights_bounds_the_time_of_a_micro_batch(tiny: TinyWorld) -> 
     assert list(each.values()) == pytest.approx([2 * gathered + reduced, gathered + reduced])
     plan, _, _ = planned_schedule(tiny, run_config())
     assert seconds(tiny, slow, fsdp=("full_shard",)) >= plan.steps.num_steps * each["full_shard"]
+    files = [tmp_path / f"ds_z3_{stage}.json" for stage in range(4)]  # names do not matter
+    for stage, file in enumerate(files):
+        file.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
     stages = [slow.collectives(run_config(deepspeed=f"zero{stage}")) for stage in range(4)]
+    assert stages == [slow.collectives(run_config(deepspeed=str(file))) for file in files]
     assert [each > 0 for each, _, _ in stages] == [False, False, True, True]
     assert [last > 0 for _, last, _ in stages] == [True, True, False, False]
     assert [exposed > 0 for _, _, exposed in stages] == [False, True, True, False]

@@ -110,6 +110,12 @@ def test_stages_that_conflict_with_the_run_are_refused(
         inputs(reader(9, 9, 9), recipe({**TWO[0], **change}, TWO[1]), **options)
 
 
+def test_two_stages_that_end_at_the_same_step_are_refused() -> None:
+    stages = {**TWO[0], "until": "1%"}, {**TWO[0], "until": "2%"}, TWO[1]
+    with pytest.raises(ConfigError, match=r"stages\[1\]\.until: 2% is step 1, not after step 1"):
+        inputs(reader(9, 9, 9), recipe(*stages), max_steps=9)
+
+
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[Any, Recipe, dict[str, Any]]:
     """Caches, a recipe of two or three stages, and how long the run is."""

@@ -1,0 +1,35 @@
+"""DeepSpeed's settings behind their names, and in files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from packtool.errors import ConfigError
+from packtool.train.prepare.deepspeed import deepspeed_settings
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stages(stage: int) -> None:
+    settings = deepspeed_settings(f"zero{stage}")
+    assert settings["zero_optimization"]["stage"] == stage
+    assert settings["gradient_accumulation_steps"] == "auto"
+    assert "offload_optimizer" not in settings["zero_optimization"]
+
+
+def test_offloading() -> None:
+    assert "offload_param" not in deepspeed_settings("zero2_offload")["zero_optimization"]
+    assert deepspeed_settings("zero3_offload")["zero_optimization"]["offload_param"]["device"] == "cpu"
+    with pytest.raises(ConfigError, match="only zero2 and zero3"):
+        deepspeed_settings("zero1_offload")
+
+
+def test_a_file_of_settings(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    assert deepspeed_settings(str(tmp_path / "ds.json")) == {"zero_optimization": {"stage": 1}}
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("broken.json", "gone.json"):
+        with pytest.raises(ConfigError, match="Give zero0, zero1, zero2, zero3, or a JSON file"):
+            deepspeed_settings(str(tmp_path / name))
