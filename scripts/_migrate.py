@@ -238,6 +238,10 @@ def replaced(example: Example, world: World) -> tuple[tuple[str, ...], dict[str,
             names = values[key] if isinstance(values[key], list) else str(values[key]).split()
             amounts = [int(item.partition("#")[2] or 0) for item in names]
             new[key] = [f"{rows}#{min(NUM_ROWS, amount)}" if amount else str(rows) for amount in amounts]
+    if example.project == "LLaMA-Factory" and "dataset" in values:
+        info = json.loads(Path("data", "dataset_info.json").read_text(encoding="utf-8"))
+        names = [name.strip() for name in values["dataset"].split(",")]
+        new["dataset"] = ",".join(name if name in info else "identity" for name in names)
     if str(values.get("dataset_dir", "")).startswith("REMOTE:"):
         new["dataset_dir"] = "data"
     if "dataset_name" in values:

@@ -217,6 +217,9 @@ class TrainConfig(
     eaft_alpha: float | None = training_option(
         None, "Weight each loss by its prediction's entropy to this power (EAFT).", minimum=0.0
     )
+    asft_alpha: float | None = training_option(
+        None, "Like --enable-dft-loss, plus this times the divergence from the initial model (ASFT).", minimum=0.0
+    )
     eaft_top_k: int = training_option(20, "Compute EAFT's entropy from the K most likely tokens.", minimum=2)
     eaft_divisor: float = training_option(3.0, "Divide EAFT's entropy by this; axolotl divides by 1.", minimum=1e-6)
     padding_free: bool | None = packing_option(

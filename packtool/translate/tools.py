@@ -230,6 +230,8 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
         translation.set("max_length", length, "cutoff_len")
     _llama_factory_datasets(translation, values)
     _ratio(translation, values, "val_size")
+    if is_true(values.pop("use_asft_loss", None)):
+        translation.set("asft_alpha", values.pop("asft_alpha", None) or 0.1, "use_asft_loss and asft_alpha")
     if is_true(values.pop("use_eaft_loss", None)):
         translation.set("eaft_alpha", values.pop("eaft_alpha", None) or 1.0, "use_eaft_loss and eaft_alpha")
     _adapter_settings(translation, values, "finetuning_type")

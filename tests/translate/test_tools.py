@@ -69,7 +69,7 @@ def test_llama_factory_packing_and_pretraining() -> None:
 
 
 def test_all_problems_come_at_once() -> None:
-    values = {"stage": "dpo", "val_size": 100, "use_asft_loss": True, "use_unsloth": False, "cutof_len": 3}
+    values = {"stage": "dpo", "val_size": 100, "shift_attn": True, "use_unsloth": False, "cutof_len": 3}
     problems = translated("LLaMA-Factory", {**values, "cutoff_len": "long"}).problems
     assert len(problems) == 5
     for part in (

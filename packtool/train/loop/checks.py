@@ -293,6 +293,8 @@ def _empty_model(
     if config.router_aux_loss_coef:
         RouterBalance(model, config.router_aux_loss_coef)
     active_layers(model, config)
+    if config.asft_alpha is not None and zero_stage(config) == 3:
+        raise ConfigError("--asft-alpha cannot be combined with ZeRO-3", "Use --deepspeed zero2.")
     return model, args
 
 

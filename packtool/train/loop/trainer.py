@@ -45,7 +45,7 @@ from packtool.train.evaluate.per_sample import evaluate
 from packtool.train.loop.checks import active_layers, refused_by_transformers
 from packtool.train.loop.log import Meter
 from packtool.train.loop.watch import StepWatch
-from packtool.train.model.loss import LossFunction, RouterBalance, StepMean, base_model
+from packtool.train.model.loss import LossFunction, ReferenceModel, RouterBalance, StepMean, base_model
 from packtool.train.model.low_precision import enable_rounding
 from packtool.train.model.muon import MuonAdamW
 from packtool.train.model.precision import KahanAdamW, SavedPrecision, load_master_weights, save_master_weights
@@ -320,6 +320,8 @@ class PackTrainer(Trainer):
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.loader, self.saved, self.watch, self.parallel = loader, saved, watch, parallel
+        # Before LossFunction changes the head: on every rank, the model as it is before training and before resuming.
+        self.reference = ReferenceModel(model, args.device) if config.asft_alpha is not None else None
         self.loss_function = LossFunction(model)
         # EmbeddingNoise replaces the Trainer's noise, which is scaled by the length of the pack: switch that off.
         self.neftune_noise_alpha = None
@@ -396,8 +398,11 @@ class PackTrainer(Trainer):
             self.noise.batch = batch
         with self.compute_loss_context_manager():
             config = self.config
-            losses = self.loss_function(model, batch, 0 if config.eaft_alpha is None else config.eaft_top_k)
-            if config.enable_dft_loss:
+            top_k = 0 if config.eaft_alpha is None else config.eaft_top_k
+            losses = self.loss_function(model, batch, top_k, self.reference)
+            if config.asft_alpha is not None:
+                losses = losses.with_divergences(config.asft_alpha)
+            elif config.enable_dft_loss:
                 losses = losses.weighted_by_probability()
             elif config.eaft_alpha is not None:
                 losses = losses.weighted_by_entropy(config.eaft_divisor, config.eaft_alpha)

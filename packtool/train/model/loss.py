@@ -19,8 +19,9 @@ forward, wrappers (DDP, FSDP, peft) see an ordinary head.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,6 +59,8 @@ class TargetLosses:
         positions: int64 (N,), of the targets in the flattened (B, T) micro-batch.
         weights: float32 (N,), or None if all are 1.
         entropies: float32 (N,), of the most likely tokens in nats; None unless requested.
+        divergences: float32 (N,), from a reference model's predictions in nats, differentiable; None unless requested.
+        penalty: float32 scalar, part of the weighted sum beside the losses; None without one.
         zero: float32 scalar 0; without targets it depends on the whole model, so that all ranks run a backward pass.
     """
 
@@ -67,6 +70,14 @@ class TargetLosses:
     weights: Tensor | None
     zero: Tensor
     entropies: Tensor | None = None
+    divergences: Tensor | None = None
+    penalty: Tensor | None = None
+
+    def with_divergences(self, factor: float) -> TargetLosses:
+        """Return these losses weighted by probability, and a weighted sum that includes factor * divergences (ASFT)."""
+        assert self.divergences is not None, "not requested"
+        weighted = self.divergences if self.weights is None else self.divergences * self.weights
+        return replace(self.weighted_by_probability(), penalty=factor * weighted.sum())
 
     def weighted_by_probability(self) -> TargetLosses:
         """Return these losses with each weight times the target's probability (DFT, Wu et al. 2025, arXiv 2508.05629).
@@ -86,7 +97,7 @@ class TargetLosses:
     def weighted_sum(self) -> Tensor:
         """Return the weighted sum of the losses, a differentiable scalar."""
         losses = self.losses if self.weights is None else self.losses * self.weights
-        return losses.sum() + self.zero
+        return losses.sum() + (self.zero if self.penalty is None else self.zero + self.penalty)
 
 
 class LossFunction:
@@ -103,13 +114,16 @@ class LossFunction:
             self.head_loss = HeadLoss(model)
         self._label_logits_only = takes_logits_to_keep(model)
 
-    def __call__(self, model: nn.Module, batch: Batch, entropy_top_k: int = 0) -> TargetLosses:
+    def __call__(
+        self, model: nn.Module, batch: Batch, entropy_top_k: int = 0, reference: ReferenceModel | None = None
+    ) -> TargetLosses:
         """Run the model, which may be wrapped by now, on a micro-batch, and return its target losses.
 
-        With ``entropy_top_k``, also return the entropies of that many most likely tokens.
+        With ``entropy_top_k``, also return the entropies of that many most likely tokens; with a reference model, which
+        ``HeadLoss`` alone supports, the divergences from its predictions.
         """
         if self.head_loss is not None:
-            return self.head_loss.losses(model, batch, entropy_top_k)
+            return self.head_loss.losses(model, batch, entropy_top_k, reference)
         return target_losses(model, batch, label_logits_only=self._label_logits_only, entropy_top_k=entropy_top_k)
 
     @classmethod
@@ -145,6 +159,8 @@ class HeadLoss:
         self._correct: Tensor | None = None
         self._entropy_top_k = 0
         self._entropies: Tensor | None = None
+        self._reference_logits: Callable[[Tensor], Tensor] | None = None
+        self._reference_hidden: Tensor | None = None
         head.forward = self._losses_or_logits
 
     def remove(self) -> None:
@@ -162,8 +178,13 @@ class HeadLoss:
         changes = any(getattr(text, name, None) not in (None, 1, 1.0) for text in texts for name in _LOGIT_CHANGES)
         return head_of(model) is not None and not changes
 
-    def losses(self, model: nn.Module, batch: Batch, entropy_top_k: int = 0) -> TargetLosses:
+    def losses(
+        self, model: nn.Module, batch: Batch, entropy_top_k: int = 0, reference: ReferenceModel | None = None
+    ) -> TargetLosses:
         """Run the model, which may be wrapped by now and must return its head's output; return the target losses."""
+        self._reference_logits = None
+        if reference is not None:
+            self._reference_logits, self._reference_hidden = reference.logits, reference.target_hidden(batch)
         positions, weights = batch.target_positions, batch.loss_weights
         self._entropy_top_k, self._entropies = entropy_top_k, None
         self._targets, self._correct = (positions, batch.labels.flatten()[positions]), None
@@ -172,20 +193,24 @@ class HeadLoss:
         finally:
             self._targets = None
         correct, self._correct = self._correct, None
-        if correct is None or returned.shape[::2] != (1, 1):
+        if correct is None or returned.shape[0] != 1 or returned.shape[2] != (2 if reference is not None else 1):
             raise RuntimeError(f"{type(model).__name__} does not return the output of its head as logits")
         # Keep the returned tensor in the graph: FSDP waits for gradients at what a module returns.
-        losses = returned.flatten()
+        losses = returned[0, :, 0]
+        divergences = None if reference is None else returned[0, :, 1]
         weights = None if weights is None else weights.flatten()[positions]
         if len(positions):
-            return TargetLosses(losses, correct, positions, weights, losses.new_zeros(()), self._entropies)
-        return TargetLosses(losses[:0], correct, positions, weights, losses.sum(), losses.detach()[:0])
+            zero = losses.new_zeros(())
+            return TargetLosses(losses, correct, positions, weights, zero, self._entropies, divergences)
+        none = losses.detach()[:0]
+        return TargetLosses(losses[:0], correct, positions, weights, returned.sum(), none, none)
 
     def _losses_or_logits(self, hidden: Tensor) -> Tensor:
         """Replace the head's forward: inside ``losses``, return losses (1, N, 1) of hidden states (B, T, D).
 
-        Outside of ``losses``, return logits as the head does. Losses are computed in chunks of targets, whose logits
-        the backward pass recomputes. In ``_correct``, the call leaves whether the most likely token is the label.
+        With a reference model, return losses and divergences (1, N, 2). Outside of ``losses``, return logits as the
+        head does. Losses are computed in chunks of targets, whose logits the backward pass recomputes. In ``_correct``,
+        the call leaves whether the most likely token is the label.
         """
         if self._targets is None:
             return self._head_forward(hidden)
@@ -195,34 +220,79 @@ class HeadLoss:
             # Zero times a logit: every parameter must take part in the backward pass, or other ranks would wait.
             self._correct = labels.new_zeros(0, dtype=torch.bool)
             zero = self._head_forward(hidden[:1]).float().sum(-1) * 0.0
-            return zero[None, :, None].clone()
+            return zero[None, :, None].repeat(1, 1, 1 if self._reference_logits is None else 2)
         head: Any = getattr(self._head_forward, "__self__", None)
         vocabulary_size = int(getattr(head, "out_features", 0)) or int(head.weight.shape[0])
         targets_per_chunk = max(self._chunk_logits // vocabulary_size, 1)
         correct_by_chunk: dict[int, Tensor] = {}
         entropies_by_chunk: dict[int, Tensor] = {}
-        entropy_top_k = self._entropy_top_k
+        entropy_top_k, reference_logits = self._entropy_top_k, self._reference_logits
 
-        def chunk_losses(chunk_hidden: Tensor, chunk_labels: Tensor, chunk: int) -> Tensor:
+        def chunk_losses(
+            chunk_hidden: Tensor, chunk_labels: Tensor, chunk: int, reference_hidden: Tensor | None
+        ) -> Tensor:
             logits = self._head_forward(chunk_hidden).float()
             if chunk not in correct_by_chunk:  # in the forward pass, not when the backward pass recomputes the logits
                 correct_by_chunk[chunk] = logits.detach().argmax(-1) == chunk_labels
                 if entropy_top_k:
                     entropies_by_chunk[chunk] = top_k_entropy(logits.detach(), entropy_top_k)
-            return F.cross_entropy(logits, chunk_labels, reduction="none")
+            losses = [F.cross_entropy(logits, chunk_labels, reduction="none")]
+            if reference_logits is not None and reference_hidden is not None:
+                losses.append(divergence(reference_logits(reference_hidden), logits))
+            return torch.stack(losses, dim=-1)
 
         hidden_chunks = torch.split(hidden.index_select(0, positions), targets_per_chunk)
         label_chunks = torch.split(labels, targets_per_chunk)
+        reference_chunks: Any = [None] * len(hidden_chunks)
+        if self._reference_hidden is not None and reference_logits is not None:
+            reference_chunks = torch.split(self._reference_hidden, targets_per_chunk)
         # Recomputing a single chunk would save no memory.
         recomputes = len(hidden_chunks) > 1 and torch.is_grad_enabled()
         compute: Any = partial(checkpoint, chunk_losses, use_reentrant=False) if recomputes else chunk_losses
         losses = []
-        for chunk, (chunk_hidden, chunk_labels) in enumerate(zip(hidden_chunks, label_chunks, strict=True)):
-            losses.append(compute(chunk_hidden, chunk_labels, chunk))
+        chunks = zip(hidden_chunks, label_chunks, reference_chunks, strict=True)
+        for chunk, (chunk_hidden, chunk_labels, reference_hidden) in enumerate(chunks):
+            losses.append(compute(chunk_hidden, chunk_labels, chunk, reference_hidden))
         self._correct = torch.cat([correct_by_chunk[chunk] for chunk in range(len(losses))])
         if entropy_top_k:
             self._entropies = torch.cat([entropies_by_chunk[chunk] for chunk in range(len(losses))])
-        return torch.cat(losses)[None, :, None].clone()  # for FSDP a new tensor, not a view
+        return torch.cat(losses)[None].clone()  # for FSDP a new tensor, not a view
+
+
+def divergence(expected_logits: Tensor, logits: Tensor) -> Tensor:
+    """Return the Kullback-Leibler divergences KL(expected || predicted) in nats, float32 (N,), of logits (N, V)."""
+    expected = expected_logits.float().softmax(-1)
+    return F.kl_div(logits.float().log_softmax(-1), expected, reduction="none").sum(-1)
+
+
+class ReferenceModel:
+    """Frozen copy of a model as it is now, whose predictions the trained model should stay close to.
+
+    The model is bare, and has no ``HeadLoss`` yet.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = copy.deepcopy(model).to(device).eval().requires_grad_(False)
+        head: Any = head_of(self._model)
+        if not HeadLoss.applies_to(model):
+            raise ConfigError(
+                f"--asft-alpha: {type(model).__name__} changes its logits after the head, which is not supported",
+                "Leave it out.",
+            )
+        self._head_forward = head.forward
+        head.forward = lambda hidden: hidden
+
+    @torch.no_grad()
+    def target_hidden(self, batch: Batch) -> Tensor:
+        """Return the hidden states (N, D) before the head at the targets of a micro-batch."""
+        hidden: Tensor = self._model(**batch.model_inputs()).logits
+        return hidden.flatten(0, 1).index_select(0, batch.target_positions)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits (N, V) of hidden states (N, D)."""
+        logits: Tensor = self._head_forward(hidden)
+        return logits
 
 
 def top_k_entropy(logits: Tensor, k: int) -> Tensor:

@@ -127,6 +127,8 @@ def estimate_memory(
     trained_bytes = sum(parameter.num_elements * parameter.element_bytes for parameter in trained)
     quantized = quantized_layers(model, model_config.model_type, config)
     weight_bytes, unsharded_scale_bytes = _weight_bytes(parameters, quantized, config, dtype)
+    if config.asft_alpha is not None:
+        weight_bytes *= 2  # the copy of the initial model
     # A quantized layer is dequantized while it computes.
     dequantized_bytes = max((unsharded_numel(layer.weight) for layer in quantized), default=0) * dtype.itemsize
     micro_batches = micro_batches or longest_micro_batches(config, model_config.to_dict(), RankTokens(computed=1))

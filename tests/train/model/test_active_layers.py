@@ -1,4 +1,4 @@
-"""LISA: which layers a step trains; and training from random weights."""
+"""LISA: which layers a step trains; training from random weights; ASFT's reference model."""
 
 from __future__ import annotations
 
@@ -65,3 +65,15 @@ def test_random_weights_are_those_of_the_seed(tiny: TinyWorld, tmp_path: Path) -
     saved: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "one" / "last")
     spread = float(saved.model.language_model.layers[0].mlp.up_proj.weight.detach().std())
     assert spread == pytest.approx(saved.config.text_config.initializer_range, rel=0.1)
+
+
+def test_reference_is_the_initial_model_also_after_a_resume(tiny: TinyWorld, tmp_path: Path) -> None:
+    settings = {"asft_alpha": 5.0, "max_steps": 4, "save_steps": 2}
+    train(tiny.config(tmp_path / "all", **settings), SilentProgress())
+    checkpoint = str(tmp_path / "all" / "checkpoint-2")
+    train(tiny.config(tmp_path / "resumed", resume_from_checkpoint=checkpoint, **settings), SilentProgress())
+    check_same_rest(tmp_path / "all", tmp_path / "resumed", 2)
+    train(tiny.config(tmp_path / "free", enable_dft_loss=True, max_steps=4), SilentProgress())
+    anchored, free = ([line["objective"] for line in read_metrics(tmp_path / name)] for name in ("all", "free"))
+    assert anchored[0] == pytest.approx(free[0], abs=1e-5), "nothing diverges before the first step"
+    assert anchored[1:] != pytest.approx(free[1:], abs=1e-5)

@@ -11,8 +11,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs, collate_padded
+from packtool.errors import ConfigError
 from packtool.planning.cost import CostModel
-from packtool.train.model.loss import HeadLoss, target_losses
+from packtool.train.model.loss import HeadLoss, ReferenceModel, target_losses
 from scripts._flop_counter import flop_counter
 from tests.batch.reduced import mixed_samples, reduced_model, reduced_spec, save_image_processor
 from tests.train.test_isolation import gradients
@@ -63,6 +64,36 @@ def test_entropies_in_the_head_equal_those_of_logits(setting: Any, chunk_logits:
     expected_gradient = gradients(model, [expected.weighted_by_entropy(3.0, 1.0).weighted_sum()])
     for name in expected_gradient:
         torch.testing.assert_close(gradient[name], expected_gradient[name], rtol=1e-4, atol=5e-6)
+
+
+@pytest.mark.parametrize("chunk_logits", [1, 2**26])
+def test_divergences_from_a_reference_equal_those_of_logits(setting: Any, chunk_logits: int) -> None:
+    model, spec, samples = setting
+    batch = collate_packs(samples, spec)
+    reference = ReferenceModel(model, torch.device("cpu"))
+    for parameter in model.parameters():
+        parameter.data += 0.01 * torch.randn_like(parameter)
+    with torch.no_grad():
+        expected_logits = reference.logits(reference.target_hidden(batch))
+    logits = model(**batch.model_inputs()).logits.flatten(0, 1)[batch.target_positions]
+    probabilities, log_ratios = expected_logits.softmax(-1), expected_logits.log_softmax(-1) - logits.log_softmax(-1)
+    divergences = (probabilities * log_ratios).sum(-1)
+    labels = batch.labels.flatten()[batch.target_positions]
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    expected_sum = (losses * torch.exp(-losses.detach()) + 0.5 * divergences).sum()
+    expected = gradients(model, [expected_sum])
+    targets = HeadLoss(model, chunk_logits).losses(model, batch, reference=reference)
+    head_sum = targets.with_divergences(0.5).weighted_sum()
+    assert float(divergences.detach().max()) > 1e-4
+    torch.testing.assert_close(head_sum, expected_sum)
+    for name, gradient in gradients(model, [head_sum]).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=5e-6)
+
+
+def test_reference_is_refused_where_logits_change_after_the_head() -> None:
+    model = Gemma2ForCausalLM(Gemma2Config(vocab_size=32, hidden_size=16, num_hidden_layers=1, intermediate_size=16))
+    with pytest.raises(ConfigError, match="changes its logits after the head"):
+        ReferenceModel(model, torch.device("cpu"))
 
 
 def test_recomputed_logits_count_as_hardware_flops() -> None:
