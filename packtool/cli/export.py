@@ -20,24 +20,24 @@ def run_export(config: ExportConfig, invocation: Invocation) -> None:
     from packtool.rows.sources import with_local_copies
 
     config = with_local_copies(config)
-    received = int(signal.SIGINT)
+    received_signal = int(signal.SIGINT)  # the cause of a KeyboardInterrupt, unless ``terminate`` is called
 
     def terminate(number: int, _: object) -> None:
         """Raise KeyboardInterrupt, so that workers end and the directory's lock is released as after Ctrl-C."""
-        nonlocal received
-        received = number
+        nonlocal received_signal
+        received_signal = number
         raise KeyboardInterrupt
 
     with terminal_progress() as progress:
-        before = signal.signal(signal.SIGTERM, terminate)
+        previous_handler = signal.signal(signal.SIGTERM, terminate)
         try:
             summary = export(config, progress)
         except KeyboardInterrupt:
-            cause = "ended by SIGTERM" if received == signal.SIGTERM else "interrupted"
+            cause = "ended by SIGTERM" if received_signal == signal.SIGTERM else "interrupted"
             progress.note(f"{cause}; repeat the command to resume after the finished shards")
-            raise typer.Exit(128 + received) from None
+            raise typer.Exit(128 + received_signal) from None
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, previous_handler)
     if summary.num_missing_shards:
         missing = f"{summary.num_missing_shards} shards of other parts are missing"
         advice = "the last part to finish publishes the cache (or the same command with --finalize)"

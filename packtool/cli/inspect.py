@@ -61,7 +61,7 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
 
 
 def _inspect_run(config: InspectConfig, invocation: Invocation) -> None:
-    """Print what a run has trained; raise a ConfigError for options that apply only to caches."""
+    """Print what the run in ``config.directory`` has trained; ConfigError for options that apply only to caches."""
     from packtool.report import trained
 
     if config.run is not None:
@@ -75,13 +75,11 @@ def _inspect_run(config: InspectConfig, invocation: Invocation) -> None:
         figures = trained.step_figures(config.directory, config.step, config.model)
         invocation.show(figures, trained.step_lines(figures))
     elif config.row is not None:
-        figures = trained.row_figures(config.directory, None, config.row, config.model)
+        figures = trained.row_figures(config.directory, cache=None, row=config.row, model=config.model)
         invocation.show(figures, trained.row_lines(figures))
     else:
-        raise ConfigError(
-            f"{config.directory} is the --output-dir of a run, not a cache",
-            "Use --trained to show what it has trained, --step N for a step, or --row N for a sample.",
-        )
+        advice = "Use --trained to show what it has trained, --step N for a step, or --row N for a sample."
+        raise ConfigError(f"{config.directory} is the --output-dir of a run, not a cache", advice)
 
 
 def _inspect_sample(config: InspectConfig, row: int, invocation: Invocation) -> None:

@@ -185,24 +185,25 @@ def run(arguments: list[str]) -> int:
         if arguments and arguments[0] in _COMMANDS:
             configure_logging(debug)
             command, *words = arguments
-            positional, _ = _POSITIONAL.get(command, (None, None))
+            positional_option, _ = _POSITIONAL.get(command, (None, None))
             unknown = UnknownOptions(command, _SETTINGS, _warn)
             kinds = option_kinds(_SETTINGS[command])
-            if command == "translate" and "--" in words:
-                at = words.index("--")
-                words[at:] = [f"--command-line={word}" for word in words[at + 1 :]]
-            arguments = [command, *rewrite_arguments(words, kinds, positional, unknown.on_command_line)]
-        # Typer answers --help and wrong usage by itself, with SystemExit.
+            if command == "translate" and "--" in words:  # the words after -- are another tool's command line
+                separator = words.index("--")
+                words[separator:] = [f"--command-line={word}" for word in words[separator + 1 :]]
+            arguments = [command, *rewrite_arguments(words, kinds, positional_option, unknown.on_command_line)]
+        # Typer prints --help and errors of usage itself, and raises SystemExit. Commands get ``obj`` as ``ctx.obj``.
         app(args=arguments, standalone_mode=True, prog_name="packtool", obj=original)
     except SystemExit as end:
-        return errors.EXIT_OK if end.code is None else end.code if isinstance(end.code, int) else errors.EXIT_USAGE
+        code = errors.EXIT_OK if end.code is None else end.code
+        return code if isinstance(code, int) else errors.EXIT_USAGE
     except KeyboardInterrupt:
         _print("interrupted")
         return errors.EXIT_INTERRUPTED
     except Exception as error:
         if debug:
             show(traceback.format_exc(), error=True)
-        if isinstance(error, errors.StoppedError):
+        if isinstance(error, errors.StoppedError):  # only the first process has a message
             if error.message:
                 _print(str(error))
             return error.exit_code

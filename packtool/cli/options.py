@@ -279,28 +279,29 @@ def command_of(cls: type[T], run: Callable[[T, Invocation], None], unknown: Unkn
     """Return a typer command with all options of ``cls``; it calls ``run`` with the merged settings."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
-        common = {name: values.pop(f"{name}_") for name in _common_options(cls)}
-        file, problems = _read_config(cls, common["config"], common.get("from"), unknown)
+        """Merge the options, ``values`` by parameter name, with the other sources of settings, and call ``run``."""
+        common_values = {name: values.pop(f"{name}_") for name in _common_options(cls)}  # the rest are fields of cls
+        file_values, problems = _read_config(cls, common_values["config"], common_values.get("from"), unknown)
         config = resolve(
             cls,
             values,
-            sets=common["set"] or (),
+            sets=common_values["set"] or (),
             environ=os.environ,
-            file=file,
+            file=file_values,
             describe_unknown=unknown.in_settings,
             warn=unknown.warn,
             earlier=problems,
         )
         unknown.warn_of_variables(os.environ)
         try:
-            run(config, Invocation(ctx.obj, common["json"]))
+            run(config, Invocation(arguments=ctx.obj, as_json=common_values["json"]))
         except KeyboardInterrupt:
-            # Typer would exit without a message. Commands that can be resumed have printed their own.
+            # Typer would exit without a message. Commands that can be resumed handle the interrupt themselves.
             show("packtool: interrupted", error=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
-    # Typer makes options of the parameters of a function's signature. Those of common options end with an underscore,
-    # because settings may have the same names.
+    # Typer makes an option of each parameter in a function's signature. Parameters of common options end with an
+    # underscore, because settings may have the same names.
     parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     parameters += [_option(field, cls) for field in _flags(cls)]
     for name, (_, value_class, typer_options) in _common_options(cls).items():

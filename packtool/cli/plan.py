@@ -59,6 +59,7 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
 
 
 def _print_plan(plan: Plan, config: PlanConfig) -> None:
+    """Print the tables and histograms of a plan, and the estimates of memory and loading that ``config`` requests."""
     from packtool.report.plan_page import fill_histogram, length_histogram
     from packtool.report.tables import histogram_lines, print_table, source_rows
     from packtool.simulate.hardware import read_hardware
@@ -76,13 +77,14 @@ def _print_plan(plan: Plan, config: PlanConfig) -> None:
         if line is not None:
             show(f"\n{line}")
     width = min(shutil.get_terminal_size().columns, 100)
-    lengths, fills = length_histogram(preview.plan.packs.full_lengths), fill_histogram(preview.plan.full_packs, 10)
+    lengths = length_histogram(preview.plan.packs.full_lengths)
     show("\nsamples by tokens, up to")
     show("\n".join(histogram_lines(lengths.counts, lengths.edges[1:], width)))
+    fills = fill_histogram(preview.plan.full_packs, num_bins=10)
     show("\npacks by fill in percent, up to")
     show("\n".join(histogram_lines(fills.counts, fills.edges[1:], width, max_bars=10)))
     if config.model is not None:
-        # After everything that is known at once, because it takes seconds.
+        # The estimate takes seconds, so all immediate results are printed before it.
         memory = _memory(config, preview)
         show("\n" + (memory if isinstance(memory, str) else memory.sentence()))
         if not isinstance(memory, str) and config.hardware is not None:
@@ -104,16 +106,16 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
     from packtool.simulate.run import names_of
     from packtool.train.prepare.preview import preview
 
-    plans = [preview(config, length) for length in config.sweep_lengths()]
-    rows = [plan.figures(config.tflops, config.mfu) for plan in plans]
-    lines = aligned(sweep_cells(rows), "r")
-    for warning in dict.fromkeys(plan.inputs.no_sharing_reason for plan in plans):
-        lines += [] if warning is None else ["", warning]
+    previews = [preview(config, length) for length in config.sweep_lengths()]
+    figures = [plan.figures(config.tflops, config.mfu) for plan in previews]
+    lines = aligned(sweep_cells(figures), "r")
+    for reason in dict.fromkeys(plan.inputs.no_sharing_reason for plan in previews):  # each reason once
+        lines += [] if reason is None else ["", reason]
     if config.html is not None:
         title = names_of(config.cached_dataset or (str(config.mix or config.lengths),))
-        storage.publish(config.html, sweep_page(rows, title, invocation.command).encode())
+        storage.publish(config.html, sweep_page(figures, title, invocation.command).encode())
         lines.append(f"written: {config.html}")
-    invocation.show(rows, lines)
+    invocation.show(figures, lines)
 
 
 def _memory(config: PlanConfig, preview: Preview) -> MemoryEstimate | str:
@@ -126,8 +128,6 @@ def _memory(config: PlanConfig, preview: Preview) -> MemoryEstimate | str:
             return planned_memory(config, preview)
         except (ConfigError, UnsupportedModelError) as error:
             return f"memory per rank is unknown: {error.message}"
-        finally:
-            progress.finish()
 
 
 def _loading_times(config: PlanConfig, preview: Preview) -> LoadingTimes:

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @contextmanager
 def repeated_interrupts(progress: Progress) -> Iterator[Progress]:
-    """Yield ``progress`` wrapped so that a Ctrl-C that a library swallowed is raised again at its next call.
+    """Yield a wrapper of ``progress`` whose methods raise KeyboardInterrupt again after a Ctrl-C that was swallowed.
 
     Libraries have bare ``except:`` clauses, and Python discards exceptions in callbacks from C and in finalizers. A
     Ctrl-C at that moment would be lost; here the next call of the progress raises it again.
     """
     was_interrupted = False
 
-    def interrupt(*_: object) -> None:
+    def handle_interrupt(*_: object) -> None:
         nonlocal was_interrupted
         was_interrupted = True
         raise KeyboardInterrupt
@@ -51,11 +51,11 @@ def repeated_interrupts(progress: Progress) -> Iterator[Progress]:
 
     methods = ("start", "advance", "line", "note", "finish")
     wrapped = SimpleNamespace(**{name: repeating(getattr(progress, name)) for name in methods})
-    before = signal.signal(signal.SIGINT, interrupt)
+    previous_handler = signal.signal(signal.SIGINT, handle_interrupt)
     try:
         yield cast("Progress", wrapped)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def run_train(config: TrainConfig, invocation: Invocation) -> None:
@@ -74,7 +74,7 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
         invocation.arguments,
         config.sequence_parallel_ranks,
         partial(_prepare_train, config),
-        # DeepSpeed reads torchrun's environment; without it, MPI's.
+        # DeepSpeed needs torchrun's environment even for a single process; else it looks for MPI's.
         launches_single=config.deepspeed is not None,
         launches_none=config.dry_run,
         max_wait=config.ddp_timeout,
@@ -183,6 +183,7 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
     """
 
     def prepare(world: World) -> None:
+        """Check the model and the sequence parallel sizes, without samples, before other processes start."""
         import numpy as np
 
         from packtool.encode.model_files import ModelFiles
@@ -200,7 +201,7 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
     with terminal_progress(enabled=world.is_first) as progress:
         report = verify(config, progress, world)
     if not world.is_first:
-        raise typer.Exit(EXIT_OK if report.passed else EXIT_MISMATCH)  # the first process reports the failures
+        raise typer.Exit(EXIT_OK if report.passed else EXIT_MISMATCH)  # only the first process prints the report
     lines = verify_lines(report)
     if config.html is not None:
         write_page(report, config.html, invocation.command)

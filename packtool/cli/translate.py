@@ -27,13 +27,14 @@ def run_translate(config: TranslateConfig, invocation: Invocation) -> None:
         tool = detect_tool(values, config.file, config.tool)
         if not values:
             raise ConfigError(f"{config.file}: the file is empty")
-        source = ForeignConfig(tool or "", values, "export" if values.get("to_cached_dataset") else "train")
-        source.label = config.file
+        is_export = bool(values.get("to_cached_dataset"))
+        # The tool is "" for packtool's own YAML.
+        source = ForeignConfig(tool or "", values, "export" if is_export else "train", label=config.file)
     command, cls = source.command, OPTIONS_OF[source.command]
-    if not source.tool:
-        translation = Translation(source, dict(source.values), dict.fromkeys(source.values, ""))
-    else:
+    if source.tool:
         translation = translate(source, [field.name for field in dataclasses.fields(cls)], command, os.environ)
+    else:
+        translation = Translation(source, dict(source.values), dict.fromkeys(source.values, ""))
     _check(cls, translation)
     if config.form == "yaml" and not source.tool:
         with open(config.file, encoding="utf-8") as file:

@@ -71,10 +71,8 @@ class CompatName:
             return f"{shown} ({self.tool}) is {_in_our_unit(self.options, value)} here{reason}"
         if self.status == "set":
             field = self.options.removeprefix("--set training.") if self.options != "-" else self.name
-            return (
-                f"{shown} is not an option but a field of transformers' TrainingArguments: give it as "
-                f"--set training.{field}={'VALUE' if value is None else value}"
-            )
+            setting = f"--set training.{field}={'VALUE' if value is None else value}"
+            return f"{shown} is not an option but a field of transformers' TrainingArguments: give it as {setting}"
         if self.status == "unneeded":
             return f"{shown} ({self.tool}) has no effect here{reason}"
         return f"{shown} ({self.tool}) is not supported{reason}"
@@ -95,16 +93,16 @@ def find_compat_name(name: str, command: str) -> CompatName | None:
     ``name`` may have dashes or underscores. If it has several meanings, the entry has the others in ``other_meanings``,
     in the order of ``_STRENGTH``.
     """
-    first_of_tool: dict[str, CompatName] = {}
+    first_of_tool: dict[str, CompatName] = {}  # each tool's first entry, of this command if it has one
     for entry in _by_name().get(name.replace("-", "_"), ()):
         if not entry.is_variable and entry.command in (EVERY_COMMAND, command) and entry.status != "same":
             first_of_tool.setdefault(entry.tool, entry)
-    # Tools with the same explanation share an entry.
+    # Tools with the same explanation become one entry, which names all of them.
     meanings: dict[tuple[str, str, str], CompatName] = {}
     for entry in first_of_tool.values():
         explanation = (entry.status, entry.options, entry.reason)
-        same = meanings.get(explanation)
-        meanings[explanation] = entry if same is None else replace(same, tool=f"{same.tool}, {entry.tool}")
+        earlier = meanings.get(explanation)
+        meanings[explanation] = entry if earlier is None else replace(earlier, tool=f"{earlier.tool}, {entry.tool}")
     if not meanings:
         return None
     first, *others = sorted(meanings.values(), key=lambda entry: _STRENGTH.index(entry.status))

@@ -154,16 +154,11 @@ def expand_problems(expand_turns: ExpandTurns | None, loss_scale: str | None) ->
     bases = (loss_scale or "").split("+")
     if expand_turns in (None, "false"):
         return []
+    options = f"--expand-turns {expand_turns} and --loss-scale {loss_scale}"
     if "all" in bases:
-        return [
-            f"--expand-turns {expand_turns} and --loss-scale {loss_scale}: each sample would train its earlier turns "
-            "again; leave out one of them"
-        ]
+        return [f"{options}: each sample would train its earlier turns again; leave out one of them"]
     if expand_turns == "true" and bases[0].startswith("last_round"):
-        return [
-            f"--expand-turns true and --loss-scale {loss_scale}: only the last turn is trained, which needs no "
-            "expansion; leave out one of them"
-        ]
+        return [f"{options}: only the last turn is trained, which needs no expansion; leave out one of them"]
     return []
 
 

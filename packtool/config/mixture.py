@@ -222,11 +222,11 @@ class Recipe:
 
 
 def unify_sources(recipe: Recipe) -> Recipe:
-    """Give every stage the sources of all stages in the same order; other stages' sources have ``is_taken=False``.
+    """Give every stage the sources of all stages in the same order; those it does not train have ``is_taken=False``.
 
     A path that a stage has twice is two sources. A ConfigError names sources whose settings differ between stages.
     """
-    # The sources of each stage, by path and the number of earlier sources of the stage with that path.
+    # For each stage, its sources by path and number of earlier sources with the same path in that stage.
     stage_sources: list[dict[tuple[str, int], SourceRecipe]] = []
     for stage in recipe.stages:
         num_earlier = Counter[str]()
@@ -235,19 +235,17 @@ def unify_sources(recipe: Recipe) -> Recipe:
             sources[source.path, num_earlier[source.path]] = source
             num_earlier[source.path] += 1
         stage_sources.append(sources)
-    untaken: dict[tuple[str, int], SourceRecipe] = {}  # all sources, as a stage has them that does not train them
+    untaken: dict[tuple[str, int], SourceRecipe] = {}  # every source, for the stages that do not train it
     problems = []
     for sources in stage_sources:
         for key, source in sources.items():
             settings = {name: getattr(source, name) for name in _RUN_SETTINGS}
-            first = untaken.setdefault(key, SourceRecipe(path=source.path, is_taken=False, **settings))
+            untaken_source = untaken.setdefault(key, SourceRecipe(path=source.path, is_taken=False, **settings))
             for name, value in settings.items():
-                first_value = getattr(first, name)
+                first_value = getattr(untaken_source, name)  # that of the first stage with this source
                 if first_value != value:
-                    problems.append(
-                        f"{recipe.place}, stages: {source.path} has the {name} {first_value} in one stage and {value} "
-                        "in another: give it the same in all"
-                    )
+                    values = f"{first_value} in one stage and {value} in another: give it the same in all"
+                    problems.append(f"{recipe.place}, stages: {source.path} has the {name} {values}")
     if problems:
         raise ConfigError.from_problems(problems)
     stages = []
@@ -293,7 +291,7 @@ class _RecipeParser:
         self.check_keys(value, (*_RECIPE_KEYS, "stages"), "")
         if "stages" not in value:
             return self.parse_recipe(value)
-        defaults = {key: item for key, item in value.items() if key in _RECIPE_KEYS}  # for all stages
+        defaults = {key: item for key, item in value.items() if key in _RECIPE_KEYS}  # keys that all stages share
         stages = value["stages"]
         if not isinstance(stages, list) or not stages or not all(isinstance(stage, Mapping) for stage in stages):
             self.report("stages", "give a list of stages, each with sources, until, packing_length, ...")
@@ -310,18 +308,20 @@ class _RecipeParser:
                     self.report(f"stages[0].{key}", f"the only stage is the whole run: {remedy}")
             return recipes[0]
         valid = tuple(recipe for recipe in recipes if recipe is not None)
+        # ``unify_sources`` adds the sources.
         return Recipe(sources=(), stages=valid, place=self.place) if len(valid) == len(stages) else None
 
     def parse_stage(self, value: Mapping[str, Any], defaults: Mapping[str, Any], key: str) -> Recipe | None:
-        """Parse one stage; its keys replace those of ``defaults``, which the file has for all stages."""
+        """Parse one stage; its keys replace those of ``defaults``, the keys of the file that all stages share."""
         self.check_keys(value, (*_RECIPE_KEYS, *_STAGE_KEYS), f"{key}.")
         recipe_keys = {name: item for name, item in value.items() if name in _RECIPE_KEYS}
-        # Sources that all stages share are reported without the stage.
+        # Mistakes in sources that all stages share are reported without the name of the stage.
         prefix = f"{key}." if "sources" in value else ""
         recipe = self.parse_recipe({**defaults, **recipe_keys}, prefix)
         until, until_share = self.parse_until(value.get("until"), f"{key}.until")
         num_ranks = value.get("sequence_parallel_size")
-        if num_ranks is not None and (isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1):
+        is_number = isinstance(num_ranks, int) and not isinstance(num_ranks, bool)
+        if num_ranks is not None and (not is_number or num_ranks < 1):
             self.report(f"{key}.sequence_parallel_size", f"{num_ranks!r} is not a number of ranks")
         packing_length = self.parse_length(value, "packing_length", key)
         if recipe is None:
@@ -350,19 +350,17 @@ class _RecipeParser:
     def check_ends(self, stages: Sequence[Recipe | None]) -> None:
         """Report ends of stages that are missing or not increasing, and an end of the last stage."""
         *earlier, last = stages
-        if earlier and last is not None and (last.until or last.until_share) is not None:
+        if earlier and last is not None and last.end:
             self.report(f"stages[{len(earlier)}].until", "the last stage ends with the run: leave it out")
         valid = [stage for stage in earlier if stage is not None]
         if len(valid) < len(earlier) or all(not stage.end for stage in valid):
-            return  # a stage is invalid, or every stage trains its epochs
+            return  # a stage is invalid, or none has an end: then each stage trains its epochs
         for number, stage in enumerate(valid):
             if not stage.end:
-                self.report(
-                    f"stages[{number}].until",
-                    "it is missing: give it to every stage but the last, or to none, which trains the epochs of each",
-                )
+                remedy = "give it to every stage but the last, or to none, which trains the epochs of each"
+                self.report(f"stages[{number}].until", f"it is missing: {remedy}")
         for number, (previous, stage) in enumerate(pairwise(valid), start=1):
-            # Ends in steps and in shares of the run cannot be compared before the number of steps is known.
+            # An end in steps and one in shares of the run cannot be compared before the number of steps is known.
             for end, next_end in ((previous.until, stage.until), (previous.until_share, stage.until_share)):
                 if end is not None and next_end is not None and end >= next_end:
                     problem = f"{stage.end} is not after the {previous.end} of the previous stage"
@@ -381,6 +379,7 @@ class _RecipeParser:
         if not isinstance(raw_sources, list) or not raw_sources:
             self.report(f"{prefix}sources", "give a list of caches, each with its path")
             return None
+        # (source, unit of its weight) of each; None after a problem, and for a source without a weight
         parsed = [self.parse_source(raw, f"{prefix}sources[{number}]") for number, raw in enumerate(raw_sources)]
         temperature = self.parse_number(value, "temperature", prefix)
         temperature_unit = value.get("unit", "samples")
@@ -436,8 +435,8 @@ class _RecipeParser:
             min_length=self.parse_length(value, "min_length", key),
             max_length=self.parse_length(value, "max_length", key),
             media_limits=self.parse_media_limits(value, key),
-            channel=self.parse_text(value, "channel", f"{key}.channel", "name"),
-            loss_scale=self.parse_text(value, "loss_scale", f"{key}.loss_scale", "loss scale"),
+            channel=self.parse_text(value, "channel", key, "name"),
+            loss_scale=self.parse_text(value, "loss_scale", key, "loss scale"),
         )
         return source, unit
 
@@ -451,10 +450,10 @@ class _RecipeParser:
                 self.report(f"{key}.{name}", error.message.removeprefix(f"{flag(name)}: "))
         return limits
 
-    def parse_text(self, value: Mapping[str, Any], name: str, key: str, what: str) -> str | None:
+    def parse_text(self, value: Mapping[str, Any], name: str, key: str, noun: str) -> str | None:
         raw = value.get(name)
         if raw is not None and not isinstance(raw, str):
-            self.report(key, f"{raw!r} is not a {what}")
+            self.report(f"{key}.{name}", f"{raw!r} is not a {noun}")
         return raw if isinstance(raw, str) else None
 
     def parse_number(self, value: Mapping[str, Any], name: str, prefix: str) -> float | None:

@@ -23,10 +23,10 @@ class PackageOptions:
 
     def missing_packages(self) -> list[str]:
         """Return a message for each missing package of the given options, with the command that installs it."""
-
         value_of = vars(self).get  # None for an option that the command does not have
+        # (option, modules of which one suffices, subject of the message, package to install)
+        needs: list[tuple[str, tuple[str, ...], str, str]] = []
         bitsandbytes = (("bitsandbytes",), "bitsandbytes is", "bitsandbytes")
-        needs: list[tuple[str, tuple[str, ...], str, str]] = []  # option, modules, subject of the message, package
         if value_of("deepspeed") is not None:
             needs.append((f"--deepspeed {value_of('deepspeed')}", ("deepspeed",), "DeepSpeed is", "deepspeed"))
         if value_of("use_liger_kernel"):

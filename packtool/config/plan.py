@@ -66,13 +66,10 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     def value_problems(self) -> list[str]:
         problems = []
         if self.world_size % self.sequence_parallel_ranks:
-            problems.append(
-                f"--world-size {self.world_size} is not a multiple of the {self.sequence_parallel_ranks} ranks that "
-                "share a pack"
-            )
+            problem = f"--world-size {self.world_size} is not a multiple of the {self.sequence_parallel_ranks} ranks"
+            problems.append(f"{problem} that share a pack")
         if self.fit is not None and self.fit < 10**6:
-            fit = format_bytes(self.fit)
-            problems.append(f"--fit {fit}: too little memory for a model; give it as in 80GB")
+            problems.append(f"--fit {format_bytes(self.fit)}: too little memory for a model; give it as in 80GB")
         try:
             self.sweep_lengths()
         except ValueError:

@@ -194,7 +194,7 @@ def option(
         aliases: other names of the option, such as ``tuner_type`` for ``train_type``.
         minimum, maximum: inclusive bounds of a number, which is at least 1 by default; None for no bound.
         flag: whether it is an option of the command line; if not, only YAML and ``--set`` can set it.
-        needs: (another setting, value that it must have, or values with ``|``), without which it has no effect.
+        needs: (another setting, the values of it, separated by ``|``, with which this setting has an effect).
     """
     metadata: dict[str, Any] = {"help": help, "panel": panel, "env": env, "aliases": aliases}
     metadata |= {"minimum": minimum, "maximum": maximum, "flag": flag, "needs": needs}
@@ -294,7 +294,7 @@ def resolve(
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems: list[str] = []
     values, invalid = dict[str, Any](), set[str]()  # by name
-    for origin, key, raw in _given_values(fields, flags, sets, environ or {}, file or {}, problems):
+    for origin, key, raw in _collect_values(fields, flags, sets, environ or {}, file or {}, problems):
         name = key.replace("-", "_")
         name = next((field.name for field in fields.values() if name in field.metadata["aliases"]), name)
         if name not in fields:
@@ -329,7 +329,7 @@ def resolve(
     return config
 
 
-def _given_values(
+def _collect_values(
     fields: Mapping[str, dataclasses.Field[Any]],
     flags: Mapping[str, Any],
     sets: Sequence[str],
@@ -337,9 +337,9 @@ def _given_values(
     file: Mapping[str, Any],
     problems: list[str],
 ) -> list[tuple[str, str, Any]]:
-    """Return (source, key, value) of all given values, later ones overriding earlier ones.
+    """Return (origin, key, value) of the values from all sources, in ascending order of precedence.
 
-    Messages about values that cannot be parsed are added to ``problems``.
+    An origin names a value in error messages. Messages about values that cannot be parsed are added to ``problems``.
     """
     values = [(f"--config, {key}", key, value) for key, value in file.items() if value is not None]
     for name, field in fields.items():
@@ -396,20 +396,21 @@ def _convert(raw: Any, declared: Any) -> Any:
     generic = typing.get_origin(plain_type)  # ``Literal``, ``tuple`` or ``dict``; None for ``int``, ``str``, ...
     if generic is Literal or plain_type is str:
         raw = _as_text(raw)
-    for synonyms in annotations:
-        if isinstance(synonyms, Synonyms):
-            raw = synonyms.words.get(raw.lower(), raw)
-            if (reason := synonyms.refused.get(raw.lower())) is not None:
-                raise ValueError(f"{raw}: {reason}")
+    for annotation in annotations:
+        if isinstance(annotation, Synonyms):  # only types with values of text have synonyms
+            raw = annotation.words.get(raw.lower(), raw)
+            if raw.lower() in annotation.refused:
+                raise ValueError(f"{raw}: {annotation.refused[raw.lower()]}")
     if generic is Literal:
         choices = typing.get_args(plain_type)
         if raw not in choices:
             raise ValueError(f"{raw!r} is none of {', '.join(choices)}{did_you_mean(raw.lower(), choices)}")
         return raw
     if generic is tuple:
-        return tuple(map(_as_text, raw if isinstance(raw, (list, tuple)) else [raw]))
+        items = raw if isinstance(raw, (list, tuple)) else [raw]
+        return tuple(_as_text(item) for item in items)
     if plain_type is bool:
-        word = str(raw).lower()
+        word = str(raw).lower()  # 1 is true and 0 is false, but 1.0 is not
         if isinstance(raw, float) or word not in TRUE_WORDS + FALSE_WORDS:
             raise ValueError(f"{raw!r} is neither true nor false")
         return word in TRUE_WORDS

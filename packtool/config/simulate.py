@@ -75,17 +75,17 @@ class SimulateConfig(StrategyOptions):
 
     def value_problems(self) -> list[str]:
         problems = []
-        if (bool(self.cached_dataset), self.lengths is not None, self.distribution is not None).count(True) != 1:
+        origins = (bool(self.cached_dataset), self.lengths is not None, self.distribution is not None)
+        if origins.count(True) != 1:
             problems.append("give either caches, or --lengths FILE, or --distribution NAME")
         if self.world_size % self.sequence_parallel_size:
-            problems.append(
-                f"--world-size {self.world_size} is not a multiple of --sequence-parallel-size "
-                f"{self.sequence_parallel_size}: some GPUs would not be used"
-            )
+            sizes = f"--sequence-parallel-size {self.sequence_parallel_size}: some GPUs would not be used"
+            problems.append(f"--world-size {self.world_size} is not a multiple of {sizes}")
         try:
-            if (self.packing_length or 0) > (self.bucket_tokens or float("inf")):
-                over = f"--packing-length {self.packing_length} exceeds --bucket-size {self.bucket_size}"
-                problems.append(f"{over}: no pack would fit")
+            limit = self.bucket_tokens
+            if self.packing_length is not None and limit is not None and self.packing_length > limit:
+                excess = f"--packing-length {self.packing_length} exceeds --bucket-size {self.bucket_size}"
+                problems.append(f"{excess}: no pack would fit")
         except ValueError:
             problems.append(f"--bucket-size {self.bucket_size}: give a number of tokens, as in 8192 or 26K, or auto")
         known = f"known are {', '.join(STRATEGIES)}"

@@ -538,10 +538,7 @@ def _branch_figures(
 
 
 def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the output of ``packtool inspect --pack``: the samples of the pack, and shared prefixes as trees.
-
-    ``pack`` is the result of ``pack_figures``.
-    """
+    """Yield the output of ``packtool inspect --pack`` for a result of ``pack_figures``; shared prefixes are trees."""
     tokens, capacity, unshared_tokens = pack["tokens"], pack["packing_length"], pack["tokens_without"]
     without = f", {unshared_tokens:,} without shared prefixes" if unshared_tokens > tokens else ""
     fill = f"{tokens:,} of {capacity:,} tokens ({tokens / capacity:.2%})"

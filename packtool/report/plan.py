@@ -141,9 +141,9 @@ def sweep_cells(plans: Figures) -> list[tuple[str, ...]]:
 
 
 def sweep_page(plans: Figures, title: str, command: str) -> str:
-    """Return the page of a sweep as HTML; it shows ``command`` as the command that made it.
+    """Return the page of a sweep as HTML, which shows ``command`` as the command that made it.
 
-    ``plans`` has the figures of the plan for each packing length, named as in ``packtool plan --json``.
+    ``plans`` has the figures of the plan for each packing length, as ``packtool plan --json`` outputs them.
     """
     best = max(plans, key=lambda figures: figures["fill"])
     header, *rows = sweep_cells(plans)

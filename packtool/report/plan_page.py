@@ -59,10 +59,11 @@ def length_histogram(lengths: npt.NDArray[np.integer[Any]]) -> Histogram:
 
     Bins have equal widths, or are logarithmic if lengths span two orders of magnitude.
     """
-    longest = max(int(lengths.max(initial=1)), 1)
+    longest = max(int(lengths.max(initial=1)), 1)  # 1 if there are no samples
     shortest = max(int(lengths.min(initial=longest)), 1)
     is_log = longest >= _LOG_RATIO * shortest
     if is_log:
+        # Ratios of neighboring edges are equal, but edges are integers: short lengths have fewer bins than requested.
         upper_edges = np.minimum(np.ceil(np.geomspace(shortest, longest, _NUM_BINS + 1)[1:]), longest)
         edges = np.concatenate(([shortest - 0.5], np.unique(upper_edges)))
     else:
@@ -109,13 +110,13 @@ def page_content(preview: Preview, figures: Mapping[str, Any], command: str, tit
         "dropped": list(dropped.items()),
         "lengths": length_histogram(packs.full_lengths),
         "capacity": packs.capacity,
-        "fills": fill_histogram(packs, 50),
+        "fills": fill_histogram(packs, num_bins=50),
         "packs": [_branches(packs, start, stop) for start, stop in first_packs],
         "without_packing": {
             "rows": figures["rows_of_plain_batches"],
             "padding": percent(padding),
             "times": times_without_packing(figures),
-            "shows_times": padding > 0.05,
+            "shows_times": padding > 0.05,  # whether the page mentions "times"
         },
         "balance": (_maxima(balance.steps_before), _maxima(balance.steps)) if preview.options.world_size > 1 else None,
         "processes_per_rank": preview.first_inputs.sequence_parallel_size,
@@ -353,6 +354,7 @@ def shares_chart(mixture: Mapping[str, Any]) -> Chart:
     Args:
         mixture: the result of ``_mixture_content``. ``shares`` has a list for each interval of
             ``steps_per_interval`` steps (the last interval may be shorter), with the share of each source, 0 to 1.
+            ``rows`` begin with the source's name, ``stages`` with the start of the stage as a fraction of the run.
     """
     num_steps, steps_per_interval = mixture["num_steps"], mixture["steps_per_interval"]
     unit = mixture["unit"]
@@ -373,7 +375,7 @@ def shares_chart(mixture: Mapping[str, Any]) -> Chart:
                 shapes.append(Box(left, top, right - left, height, f"s {_colour(source)}", hint))
             share_below += share
     notes = []
-    # Lines mark where the second and later stages start, as fractions of the run.
+    # Lines mark where the second and later stages start.
     for number, (relative_start, _, _) in enumerate(mixture["stages"][1:], start=2):
         shapes.append(_vertical_line(x, relative_start))
         notes.append(Note(x.position(relative_start), [("", f"stage {number}")]))

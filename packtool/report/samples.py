@@ -130,11 +130,11 @@ class ShownPacks:
         num_steps, num_ranks = int(step.max()) + 1, int(rank.max()) + 1
         # Sum the tokens of the samples of each pair of step and rank: (steps, ranks).
         step_and_rank = step * num_ranks + rank
-        tokens = np.bincount(step_and_rank, self._plan.lengths, num_steps * num_ranks).astype(np.int64)
-        rank_tokens = tokens.reshape(num_steps, num_ranks)
+        tokens = np.bincount(step_and_rank, weights=self._plan.lengths, minlength=num_steps * num_ranks)
+        rank_tokens = tokens.astype(np.int64).reshape(num_steps, num_ranks)
         num_micro_batches = np.zeros(num_steps, np.int64)
         np.maximum.at(num_micro_batches, step, micro_batch + 1)  # the largest number of each step, plus 1
-        figures = {
+        figures = {  # by the names in ``samples.js``
             "number": np.arange(num_steps),
             "packs": np.bincount(self._placement[:, _STEP], minlength=num_steps),
             "microBatches": num_micro_batches,

@@ -179,12 +179,9 @@ def _bars(simulation: Simulation) -> list[Any]:
 
 
 def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
-    """Return the timeline of one step of a strategy: the step of median time in the baseline.
-
-    All strategies show the same step, which has the same sequences, except ``sorted``, which orders sequences by length
-    and shows its own step of median time.
-    """
+    """Return the timeline of a strategy for the baseline's step of median time, which has the same sequences."""
     timing = outcome.timing
+    # The strategy ``sorted`` puts other sequences into each step, so its own step of median time is shown.
     reference = outcome if outcome.name == "sorted" else simulation.baseline
     steps_by_time = reference.timing.step_seconds.argsort(kind="stable")
     step = int(steps_by_time[len(steps_by_time) // 2])

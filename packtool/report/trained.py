@@ -37,10 +37,10 @@ def trained_figures(directory: str) -> dict[str, Any]:
         raise ConfigError(f"{directory}: no such directory")
     checkpoints = [directory] if is_checkpoint(directory) else finished_checkpoints(directory)
     if not checkpoints:
-        raise MismatchError(
-            f"{directory} has no finished checkpoint, which records the trained samples",
-            "Give the --output-dir of a run (with --add-version, a numbered folder in it), or one of its checkpoints.",
+        advice = (
+            "Give the --output-dir of a run (with --add-version, a numbered folder in it), or one of its checkpoints."
         )
+        raise MismatchError(f"{directory} has no finished checkpoint, which records the trained samples", advice)
     checkpoint = checkpoints[-1]
     ledger, state = read_ledger(checkpoint), read_run_state(checkpoint)
     if ledger is None:
@@ -117,7 +117,7 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
     """Plan a step of a run again; return its samples by rank, micro-batch and pack.
 
     ``output_dir`` may be a checkpoint. ``step`` is 1-based, as in the log. ``model`` is the present directory of the
-    model, None if it is where it was during training.
+    model, None if it has not moved since the run.
     """
     output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)  # (segment, first step after it); steps are 0-based
@@ -197,8 +197,8 @@ def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
 def row_figures(output_dir: str, cache: str | None, row: int, model: str | None = None) -> dict[str, Any]:
     """Find the steps of a run that trained a sample, number ``row`` of the train split, by planning them again.
 
-    ``output_dir`` may be a checkpoint. ``cache`` is None if the run has only one. ``model`` is the present directory of
-    the model, None if it is where it was during training.
+    ``output_dir`` may be a checkpoint. ``cache`` may be None if the run has only one. ``model`` is the present
+    directory of the model, None if it has not moved since the run.
     """
     output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)  # (segment, first step after it); steps are 0-based
@@ -215,9 +215,8 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
     else:
         fingerprint = Manifest.read(storage.normalize(cache)).fingerprint
     if fingerprint not in trained_caches:
-        raise ConfigError(
-            f"--run {output_dir} has not trained the present version of the cache {cache} ({fingerprint})"
-        )
+        version = f"the present version of the cache {cache} ({fingerprint})"
+        raise ConfigError(f"--run {output_dir} has not trained {version}")
     directory, num_samples = trained_caches[fingerprint]
     if row >= num_samples:
         raise ConfigError(f"--row {row}: {directory} has samples 0 to {num_samples - 1}")
@@ -247,13 +246,11 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
 def _time_trained(
     replay: Replay, position: int, step: int, epoch: int, rank: int, micro_batch: int, pack: int
 ) -> dict[str, Any]:
-    """Return figures of a 0-based step in which a sample was trained, with the samples that shared its pack.
-
-    Without packing, and with Skrull, which splits packs, these are the samples that shared its micro-batch.
-    """
+    """Return figures of a 0-based step in which a sample was trained, with the samples that shared its pack."""
     stretch = replay.timeline.stretch(step)  # the steps around it that have the same plan
     plan, plan_step = stretch.plan, step - stretch.first
-    has_packs = plan.placement is None and plan.summary.options.packing  # only Skrull has a placement
+    # Without packing, and with Skrull (a plan with placement), these are all samples of the micro-batch instead.
+    has_packs = plan.placement is None and plan.summary.options.packing
     packs = [plan.packs.pack(pack)] if has_packs else list(plan.samples(plan_step, rank, micro_batch))
     companions = [sample for samples in packs for sample in samples.tolist() if sample != position]
     return {
