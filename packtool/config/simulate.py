@@ -75,12 +75,13 @@ class SimulateConfig(StrategyOptions):
 
     def value_problems(self) -> list[str]:
         problems = []
-        origins = (bool(self.cached_dataset), self.lengths is not None, self.distribution is not None)
-        if origins.count(True) != 1:
+        length_sources = (bool(self.cached_dataset), self.lengths is not None, self.distribution is not None)
+        if length_sources.count(True) != 1:
             problems.append("give either caches, or --lengths FILE, or --distribution NAME")
         if self.world_size % self.sequence_parallel_size:
-            sizes = f"--sequence-parallel-size {self.sequence_parallel_size}: some GPUs would not be used"
-            problems.append(f"--world-size {self.world_size} is not a multiple of {sizes}")
+            group_size = f"--sequence-parallel-size {self.sequence_parallel_size}"
+            problem = f"--world-size {self.world_size} is not a multiple of {group_size}"
+            problems.append(f"{problem}: some GPUs would not be used")
         try:
             limit = self.bucket_tokens
             if self.packing_length is not None and limit is not None and self.packing_length > limit:

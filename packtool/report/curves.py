@@ -241,7 +241,7 @@ def charts_of(records: Records) -> list[Chart]:
         channel_labels[name] = label if len(label) <= _MAX_NAME_LENGTH else label[: _MAX_NAME_LENGTH - 1] + "…"
     channel_losses = _curves(records, channel_labels, smooth=True)
     throughputs = {"tokens_per_second": "all", "target_tokens_per_second": "targets"}
-    # The axis of the fill begins with the multiple of 10 % below all values, at most with 90 %.
+    # The axis of the fill, in percent, begins at a multiple of ten that is at or below all values, and at most at 90.
     fills = [value for curve in _curves(records, {"fill": ""}) for value in curve.y if math.isfinite(value)]
     min_fill = min(math.floor(10 * min(fills, default=0)) * 10, 90)
     fill = _smooth_curves(records, "fill", scale=100)
@@ -354,7 +354,8 @@ def _curves(
 ) -> list[Curve]:
     """Return a curve for each figure of the log that is a key of ``end_texts``; the values are texts at curves' ends.
 
-    Figures that no record has as a number are left out. If ``style`` is "", each curve has its own style.
+    Figures that no record has as a number are left out. ``scale`` is a factor of the values. If ``style`` is "", each
+    curve has its own style. ``is_marked``: draw a square at each point.
     """
     curves = []
     for number, (figure, end_text) in enumerate(end_texts.items()):

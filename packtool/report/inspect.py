@@ -178,7 +178,7 @@ def cache_figures(directory: str) -> dict[str, Any]:
         MismatchError: if the export of the cache is not finished.
     """
     directory = storage.normalize(directory)
-    has_tasks = bool(storage.list_names(storage.join(directory, TASKS_DIR)))
+    has_tasks = bool(storage.list_names(storage.join(directory, TASKS_DIR)))  # files of an unfinished export
     if has_tasks and not storage.exists(storage.join(directory, MANIFEST_NAME)):
         problem = f"{directory}: the export of this cache is not finished; {num_finished(directory)} shards are"
         raise MismatchError(problem, "Run the same packtool export command again to resume it.")

@@ -166,12 +166,13 @@ def _mixture_content(preview: Preview) -> dict[str, Any] | None:
 def _headline(figures: Mapping[str, Any]) -> list[Card]:
     """Return the cards at the top of the page: fill, packs, steps and samples."""
     padding = f"{percent(figures['padding_of_plain_batches'])} padding without packing"
-    pack_name, pack_note = "packs", f"of {figures['packing_length']:,} tokens each"
+    pack_name = "packs"
+    pack_note = f"of {figures['packing_length']:,} tokens each"
     if figures["skrull"] is not None:
         fill = (percent(figures["skrull"]["bucket_fill"]), "fill of the micro-batches", padding)
     elif figures["waste_tokens"] is not None:
         fill = (percent(figures["fill"]), "fill of the packs", padding)
-    else:  # without packing
+    else:  # ``waste_tokens`` is None without packing
         fill = (percent(figures["fill"]), "fill of the batches (tokens that are not padding)", "")
         pack_name, pack_note = "padded rows", "one sample each"
     left_out = f"{figures['filtered']:,} were too long"
