@@ -21,7 +21,8 @@ class EncodedImage:
         path: of its file; None if ``data`` has the file's content.
         data: the content of its file; None if ``path`` names the file.
         height, width: pixels, after the EXIF orientation is applied.
-        grid: (t, h, w) in vision patches, as the model's ``image_grid_thw``; empty for families without one.
+        grid: (t, h, w) in vision patches, as the model's ``image_grid_thw``. Other families: (n, h, w) of n equal
+            tiles, or (1, h, w) of each tile in turn. Empty in older caches of these.
         num_tokens: number of its placeholder tokens in ``input_ids``.
     """
 
@@ -179,9 +180,7 @@ def files_of(medium: EncodedImage | EncodedVideo | EncodedAudio) -> list[tuple[s
 def patch_squares(grid: tuple[int, ...]) -> int:
     """Return the attention work of one medium in a vision tower: the sum over its frames of (patches of the frame)^2.
 
-    Patches attend to those of their own frame; the result is 0 without a grid.
+    Patches attend to those of their own frame, or tile of a picture; the result is 0 without a grid.
     """
-    if not grid:
-        return 0
-    frames, height, width = grid
-    return frames * (height * width) ** 2
+    sizes = zip(grid[::3], grid[1::3], grid[2::3], strict=True)
+    return sum(frames * (height * width) ** 2 for frames, height, width in sizes)

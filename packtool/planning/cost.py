@@ -25,7 +25,15 @@ import numpy.typing as npt
 
 from packtool.config.model import LearningOptions
 from packtool.encode.families import text_config_of, thinker_of
-from packtool.planning.layers import ModelLayers, ModuleCost, Trainable, attention_widths, expert_widths, trainable
+from packtool.planning.layers import (
+    ModelLayers,
+    Trainable,
+    attention_weights,
+    attention_widths,
+    expert_widths,
+    trainable,
+)
+from packtool.planning.module_cost import ModuleCost
 from packtool.planning.pack_plan import Costs, Int64Array, IntArray
 
 _ATTENTION_BACKWARD = 2.5
@@ -54,11 +62,12 @@ class CostModel:
         per_token: of a token, in the layers of the language model.
         per_square: of a unit of sum(len^2); half of the full square, as attention is causal.
         per_target_token: of a label, in the head, since logits are computed for labels only.
-        per_vision_token: of a token of an image or video, in the tower and the aligner.
-        per_patch_square: of a unit of the sum over frames of (patches of the frame)^2.
+        per_vision_token: of a token of an image or video, in the tower and the aligner; 0 for towers of tiles.
+        per_patch_square: of a unit of the sum over frames, or tiles, of (patches of the frame)^2.
         per_audio_token: of a token of a sound, in the tower and the aligner.
         per_window: of a unit of ``window_squares``.
         window: size of attention windows in tokens.
+        squares_per_token: estimate of the squares per vision token, for caches without them.
         in_chunks: windows are consecutive chunks of ``window`` tokens, and do not slide.
     """
 
@@ -71,6 +80,7 @@ class CostModel:
     per_window: float = 0.0
     window: int = 0
     in_chunks: bool = False
+    squares_per_token: float = 0.0
 
     def __call__(
         self,
@@ -118,6 +128,7 @@ class CostModel:
 
         ``patch_squares`` is the sum over frames of (patches of the frame)^2; ``audio_tokens`` include those of videos.
         """
+        patch_squares = np.where(patch_squares == 0, vision_tokens * self.squares_per_token, patch_squares)
         cost: Costs = vision_tokens * self.per_vision_token + patch_squares * self.per_patch_square
         return cost + np.asarray(audio_tokens) * self.per_audio_token
 
@@ -151,16 +162,20 @@ class CostModel:
         language = flops(layers.language, has_gradient=media_has_gradient, recomputes=recomputes_language)
         head_module = dataclasses.replace(layers.head, layer=0)  # only modules of a layer are recomputed
         head = flops([head_module], has_gradient=language.has_gradient, recomputes=recomputes_head)
+        per_vision_unit = vision.per_unit + sum(merger.per_unit for merger in mergers)
+        # The number of tiles is only known by their squares.
+        per_tile_square = per_vision_unit / layers.tile_squares if layers.tile_squares else 0.0
         return cls(
             per_token=language.per_unit,
             per_square=language.per_square,
             per_target_token=head.per_unit,
-            per_vision_token=vision.per_unit + sum(merger.per_unit for merger in mergers),
-            per_patch_square=vision.per_square,
+            per_vision_token=0.0 if layers.tile_squares else per_vision_unit,
+            per_patch_square=vision.per_square + per_tile_square,
             per_audio_token=audio.per_unit + audio_aligner.per_unit,
             per_window=language.per_window,
             window=layers.window,
             in_chunks=layers.in_chunks,
+            squares_per_token=layers.squares_per_token,
         )
 
 
@@ -263,7 +278,6 @@ class ModelSizes:
         attention = attention_widths(text)
         mlp = expert_widths(text)
         q, kv = attention.queries, attention.keys
-        attention_weights = hidden * (2 * q + 2 * kv)
         mlp_weights = 3 * hidden * (mlp.expert * max(mlp.num_experts, 1) + mlp.shared_expert)
         token_mlp_width = mlp.expert * mlp.experts_per_token + mlp.shared_expert
         has_tied_embeddings = bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings"))
@@ -271,7 +285,7 @@ class ModelSizes:
         embedding_weights = num_embeddings * hidden * int(text.get("vocab_size") or 0)
         return cls(
             cost=CostModel.of_config(config),
-            num_parameters=num_layers * (attention_weights + mlp_weights) + embedding_weights,
+            num_parameters=num_layers * (attention_weights(text) + mlp_weights) + embedding_weights,
             num_layers=num_layers,
             kept_bytes=_BYTES * (5 * hidden + 3 * q + 3 * kv + 4 * token_mlp_width),
             input_bytes=_BYTES * hidden,

@@ -1,8 +1,9 @@
 """Modules of a model's forward pass, from its ``config.json``, and the training of each, for ``cost``.
 
-Every part of a model has a unit: a token of the language model, an output token of a vision tower (it stands for
-merge^2 patches), a token of a sound. Products with weights, including convolutions, and attention are counted. Norms,
-activations and rotations are below a percent; norms are listed only because their weights may be trained.
+Every part of a model has a unit: a token of the language model; an output token of a vision tower (it stands for
+merge^2 patches), or a tile if pictures become tiles of one size; a token of a sound. Products with weights, including
+convolutions, and attention are counted. Norms, activations and rotations are below a percent; norms are listed only
+because their weights may be trained.
 
 Names are those of transformers' modules, so that options with module or parameter names select the same modules.
 """
@@ -15,62 +16,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from packtool.config.model import LearningOptions, ModelPart, has_name
+from packtool.config.model import LearningOptions, has_name
 from packtool.encode.families import family_of, text_config_of, thinker_of
-
-ModuleKind = Literal["linear", "convolution", "tensor", "no_product", "attention"]
-"""Linear modules, convolutions, weights without a torch module of their own (experts, routers), modules without
-products (norms, embeddings), and attention, which has no weights."""
+from packtool.planning.module_cost import ModuleCost, first_setting, new_module
+from packtool.planning.tower_layers import audio_modules, merger_modules, vision_modules, vision_patches
 
 _LINEAR_TYPES = ("linear_attention", "conv", "mamba", "recurrent")
 _SLIDING_TYPES = ("sliding_attention", "chunked_attention")
 _STATE_CHUNK = 64  # positions per chunk of the gated delta rule
-_GATED = ("silu", "swish")
-# Qwen3-Omni: three convolutions of stride 2 over 100 mel frames leave 13 positions, each of an eighth of the bins.
-_STRIDES = (50, 25, 13)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModuleCost:
-    """A module and its forward work for one unit of its part.
-
-    Args:
-        times: number of uses for a unit.
-        shares_input: its input is that of the module before.
-        layer: number of its layer; None outside of layers.
-        per_unit: FLOPs of attention for each unit, whatever the length: states, and windows of towers.
-        per_square: FLOPs of attention per unit of the sum of squares, halved for causal attention.
-        per_window: FLOPs of attention in windows per unit of ``CostModel.window_squares``.
-    """
-
-    name: str
-    part: ModelPart
-    kind: ModuleKind = "linear"
-    inputs: int = 0
-    outputs: int = 0
-    times: float = 1.0
-    num_experts: int = 1
-    has_bias: bool = False
-    shares_input: bool = False
-    layer: int | None = None
-    per_unit: float = 0.0
-    per_square: float = 0.0
-    per_window: float = 0.0
-
-    @property
-    def num_products(self) -> float:
-        """Multiply-adds with weights for one unit."""
-        return 0.0 if self.kind == "no_product" else self.times * self.inputs * self.outputs
-
-    @property
-    def num_weights(self) -> int:
-        """Number of weights without biases."""
-        return self.inputs * self.outputs * self.num_experts
-
-    @property
-    def weight(self) -> str:
-        """Name of the parameter."""
-        return self.name if self.kind == "tensor" and ".experts." in self.name else f"{self.name}.weight"
+# Types of language models whose MLP has no gate, and of those with a gate for the output of attention.
+_UNGATED_MLPS = {"apertus", "arcee", "gpt_neox", "jais2", "nanochat", "opt", "persimmon", "phi", "starcoder2"}
+_GATED_ATTENTION = ("afmoe", "beam", "hrm_text")
 
 
 @dataclass(frozen=True)
@@ -82,7 +38,10 @@ class ModelLayers:
         head: for each token with logits.
         is_tied: the head's weights are those of the embeddings, the first module of ``language``.
         window, in_chunks: as in ``CostModel``; 0 without layers that have windows.
-        vision: the tower, for each token of images and videos; ``per_square`` for the square of a frame's patches.
+        vision: the tower, for each token of images and videos, or for each tile; ``per_square`` for the square of a
+            frame's patches.
+        tile_squares: (patches of a tile)^2 if tiles are the unit of ``vision`` and ``mergers``; otherwise 0.
+        squares_per_token: estimate of (patches)^2 per token for older caches that lack them; 0 if all caches have them.
         mergers: for the same tokens, from outputs of the tower to the text's width; one reads the last layer, others
             earlier layers.
         audio, audio_aligner: for each token of sounds; ``--freeze-aligner`` freezes the second.
@@ -95,6 +54,8 @@ class ModelLayers:
     in_chunks: bool = False
     vision: tuple[ModuleCost, ...] = ()
     mergers: tuple[tuple[ModuleCost, ...], ...] = ()
+    tile_squares: int = 0
+    squares_per_token: float = 0.0
     audio: tuple[ModuleCost, ...] = ()
     audio_aligner: tuple[ModuleCost, ...] = ()
 
@@ -104,17 +65,20 @@ class ModelLayers:
         config, text = thinker_of(config), text_config_of(config)
         hidden, vocabulary = int(text["hidden_size"]), int(text.get("vocab_size") or 0)
         has_media = bool(config.get("vision_config") or config.get("audio_config"))
-        audio_modules = tuple(_audio_modules(config.get("audio_config") or {}))
+        audio = tuple(audio_modules(config.get("audio_config") or {}))
+        patches = vision_patches(config)
         return cls(
             language=tuple(_language_modules(text, "model.language_model" if has_media else "model")),
             head=ModuleCost(name="lm_head", part="language model", inputs=hidden, outputs=vocabulary),
             is_tied=bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings")),
             window=_window(text),
             in_chunks="chunked_attention" in _layer_types(text),
-            vision=tuple(_vision_modules(config)),
-            mergers=_merger_modules(config, hidden),
-            audio=tuple(module for module in audio_modules if module.part != "aligner"),
-            audio_aligner=tuple(module for module in audio_modules if module.part == "aligner"),
+            vision=tuple(vision_modules(config)),
+            mergers=merger_modules(config, hidden),
+            tile_squares=patches.tile_squares,
+            squares_per_token=patches.squares_per_token,
+            audio=tuple(module for module in audio if module.part != "aligner"),
+            audio_aligner=tuple(module for module in audio if module.part == "aligner"),
         )
 
     @property
@@ -187,10 +151,6 @@ def _full_training(modules: Sequence[ModuleCost], options: LearningOptions) -> d
     return training
 
 
-def _module(prefix: str, name: str, inputs: int = 0, outputs: int = 0, **rest: Any) -> ModuleCost:
-    return ModuleCost(name=prefix + name, inputs=inputs, outputs=outputs, **rest)
-
-
 def _parameter_order(module: ModuleCost) -> tuple[int, int]:
     """Return a sort key for modules of the language model: the layer, and the order within it."""
     if module.layer is None:
@@ -204,7 +164,7 @@ def _parameter_order(module: ModuleCost) -> tuple[int, int]:
 def _language_modules(text: Mapping[str, Any], prefix: str) -> Iterator[ModuleCost]:
     hidden = int(text["hidden_size"])
 
-    module = partial(_module, f"{prefix}.", part="language model")
+    module = partial(new_module, f"{prefix}.", part="language model")
     yield module("embed_tokens", int(text.get("vocab_size") or 0), hidden, kind="no_product")
     for i, layer_type in enumerate(_layer_types(text)):
         yield module(f"layers.{i}.input_layernorm", 1, hidden, kind="no_product", layer=i)
@@ -224,20 +184,24 @@ model's width."""
 
 
 class AttentionWidths(NamedTuple):
-    """Heads of queries, and of keys and values, and the widths of a token's queries, and of its keys."""
+    """Heads of queries, and of keys and values, and the widths of a token's queries, keys, and attention's output."""
 
     num_heads: int
     num_key_heads: int
     queries: int
     keys: int
+    outputs: int
 
 
 def attention_widths(text: Mapping[str, Any]) -> AttentionWidths:
-    """Read the heads and widths of attention; a token's values are as wide as its keys."""
+    """Read the heads and widths of attention; a token's values are as wide as its keys, except in latent attention."""
     heads = int(text["num_attention_heads"])
+    if text.get("kv_lora_rank"):
+        key_size = int(text["qk_nope_head_dim"]) + int(text["qk_rope_head_dim"])
+        return AttentionWidths(heads, heads, heads * key_size, heads * key_size, heads * int(text["v_head_dim"]))
     key_heads = int(text.get("num_key_value_heads") or heads)
     head_size = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
-    return AttentionWidths(heads, key_heads, heads * head_size, key_heads * head_size)
+    return AttentionWidths(heads, key_heads, heads * head_size, key_heads * head_size, heads * head_size)
 
 
 class ExpertWidths(NamedTuple):
@@ -251,18 +215,56 @@ class ExpertWidths(NamedTuple):
 
 def expert_widths(text: Mapping[str, Any]) -> ExpertWidths:
     """Read the experts of a layer; a dense layer counts as one expert of its width."""
-    num_experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
-    width, per_token = int(text.get("intermediate_size") or 4 * int(text["hidden_size"])), 1
+    num_experts = first_setting(text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    width = first_setting(text, "intermediate_size", "ffn_dim") or 4 * int(text["hidden_size"])
+    per_token = 1
     if num_experts:
         width = int(text.get("moe_intermediate_size") or width)
-        per_token = int(text.get("num_experts_per_tok") or 1)
-    shared = int(text.get("shared_expert_intermediate_size") or 0) + width * int(text.get("n_shared_experts") or 0)
+        per_token = first_setting(text, "num_experts_per_tok", "moe_k", "moe_topk") or 1
+    num_shared = first_setting(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    shared = int(text.get("shared_expert_intermediate_size") or 0) + width * num_shared
     return ExpertWidths(num_experts, width, per_token, shared)
 
 
 def _attention_modules(text: Mapping[str, Any], layer_type: str) -> Iterator[ModuleSettings]:
-    """Yield the modules of grouped-query attention to complete samples or, in a sliding layer, to a window."""
+    """Yield the modules of attention to complete samples or, in a sliding layer, to a window."""
     widths = attention_widths(text)
+    projections = _latent_modules if text.get("kv_lora_rank") else _query_modules
+    yield from projections(text, widths)
+    flops = {}  # linear layers without sizes of their own have no FLOPs of attention
+    if layer_type in _SLIDING_TYPES:
+        flops = {"per_window": float(widths.queries + widths.outputs)}
+    elif layer_type not in _LINEAR_TYPES:
+        flops = {"per_square": float(widths.queries + widths.outputs)}
+    yield "self_attn", {"kind": "attention", "outputs": 0, **flops}
+    yield "self_attn.o_proj", {"inputs": widths.outputs}
+
+
+def attention_weights(text: Mapping[str, Any]) -> int:
+    """Return the number of attention's weights in a layer, without biases and gates."""
+    hidden = int(text["hidden_size"])
+    widths = attention_widths(text)
+    if not text.get("kv_lora_rank"):
+        return hidden * (2 * widths.queries + 2 * widths.keys)
+    modules = [settings for _, settings in _latent_modules(text, widths)]
+    return hidden * widths.outputs + sum(module.get("inputs", hidden) * module["outputs"] for module in modules)
+
+
+def _latent_modules(text: Mapping[str, Any], widths: AttentionWidths) -> Iterator[ModuleSettings]:
+    """Yield the projections of multi-head latent attention (DeepSeek-V2): of low rank, with a common rotated key."""
+    q_rank = int(text.get("q_lora_rank") or 0)
+    kv_rank = int(text["kv_lora_rank"])
+    rotated = int(text["qk_rope_head_dim"])
+    yield "self_attn.q_a_proj" if q_rank else "self_attn.q_proj", {"outputs": q_rank or widths.queries}
+    yield "self_attn.kv_a_proj_with_mqa", {"outputs": kv_rank + rotated, "shares_input": True}
+    if q_rank:
+        yield "self_attn.q_b_proj", {"inputs": q_rank, "outputs": widths.queries}
+    unrotated = widths.keys - widths.num_heads * rotated
+    yield "self_attn.kv_b_proj", {"inputs": kv_rank, "outputs": unrotated + widths.outputs}
+
+
+def _query_modules(text: Mapping[str, Any], widths: AttentionWidths) -> Iterator[ModuleSettings]:
+    """Yield the projections of grouped-query attention, and its norms."""
     head_size = widths.queries // widths.num_heads
     has_bias = bool(text.get("attention_bias", True))  # the default of models without the setting, such as Qwen2
     # In Qwen3-Next and Qwen3.5, ``q_proj`` also computes a gate for the output, as wide as the queries.
@@ -274,13 +276,8 @@ def _attention_modules(text: Mapping[str, Any], layer_type: str) -> Iterator[Mod
     yield "self_attn.v_proj", {"outputs": widths.keys, "shares_input": True, "has_bias": has_bias}
     yield "self_attn.q_norm", norm
     yield "self_attn.k_norm", norm
-    flops = {}  # linear layers without sizes of their own have no FLOPs of attention
-    if layer_type in _SLIDING_TYPES:
-        flops = {"per_window": 2.0 * widths.queries}
-    elif layer_type not in _LINEAR_TYPES:
-        flops = {"per_square": 2.0 * widths.queries}
-    yield "self_attn", {"kind": "attention", "outputs": 0, **flops}
-    yield "self_attn.o_proj", {"inputs": widths.queries}
+    if text.get("model_type") in _GATED_ATTENTION:
+        yield "self_attn.gate_proj", {"outputs": widths.queries}
 
 
 def _gated_delta_modules(text: Mapping[str, Any]) -> Iterator[ModuleSettings]:
@@ -312,12 +309,13 @@ def _gated_delta_modules(text: Mapping[str, Any]) -> Iterator[ModuleSettings]:
 def _mlp_modules(text: Mapping[str, Any], layer: int) -> Iterator[ModuleSettings]:
     """Yield the modules of a dense SwiGLU, or of the router, the experts of a token and the shared expert."""
     num_experts, expert_width, experts_per_token, shared_width = expert_widths(text)
-    is_listed_dense = layer in (text.get("mlp_only_layers") or ())
-    is_first_dense = layer < int(text.get("first_k_dense_replace") or 0)
-    sparse_interval = int(text.get("decoder_sparse_step") or 1)
-    is_between_sparse = (layer + 1) % sparse_interval != 0
-    if not num_experts or is_listed_dense or is_first_dense or is_between_sparse:
-        yield from _swiglu("mlp", int(text.get("intermediate_size") or 4 * int(text["hidden_size"])))
+    if not num_experts or _is_dense(text, layer):
+        width = first_setting(text, "intermediate_size", "ffn_dim") or 4 * int(text["hidden_size"])
+        if text.get("model_type") in _UNGATED_MLPS:
+            yield "mlp.up_proj", {"outputs": width}
+            yield "mlp.down_proj", {"inputs": width}
+        else:
+            yield from _swiglu("mlp", width)
         return
     experts = {"kind": "tensor", "times": experts_per_token, "num_experts": num_experts}
     # Router (``gate``), shared expert and experts have the same input.
@@ -328,6 +326,17 @@ def _mlp_modules(text: Mapping[str, Any], layer: int) -> Iterator[ModuleSettings
             yield "mlp.shared_expert_gate", {"outputs": 1, "shares_input": True}
         yield from _swiglu("mlp.shared_expert", shared_width, shares_input=True)
     yield "mlp.experts.down_proj", experts | {"inputs": expert_width}
+
+
+def _is_dense(text: Mapping[str, Any], layer: int) -> bool:
+    """Return whether a layer of a model with experts has none; each family has its own rule."""
+    if text.get("mlp_layer_types"):
+        return "dense" in text["mlp_layer_types"][layer : layer + 1]
+    first_sparse = first_setting(text, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+    last_sparse = int(text.get("moe_layer_end_index") or -1)
+    is_outside = layer < first_sparse or 0 <= last_sparse < layer
+    interval = first_setting(text, "decoder_sparse_step", "moe_layer_interval") or 1
+    return is_outside or layer in (text.get("mlp_only_layers") or ()) or (layer + 1) % interval != 0
 
 
 def _swiglu(name: str, width: int, *, shares_input: bool = False) -> Iterator[ModuleSettings]:
@@ -355,162 +364,3 @@ def _layer_types(text: Mapping[str, Any]) -> list[str]:
 
 def _window(text: Mapping[str, Any]) -> int:
     return int(text.get("sliding_window") or text.get("attention_chunk_size") or 0)
-
-
-def _tower_width(vision: Mapping[str, Any]) -> int:
-    """Return the width of a patch: Qwen2-VL's config calls it embed_dim, and the text's width hidden_size."""
-    depth = vision.get("depth") or vision.get("num_hidden_layers")
-    return int(vision.get("embed_dim") or vision.get("hidden_size") or 0) if depth else 0
-
-
-def _vision_modules(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
-    """Yield the modules of the vision tower; ``times`` are its patches per output token."""
-    vision: Mapping[str, Any] = config.get("vision_config") or {}
-    hidden = _tower_width(vision)
-    if not hidden:
-        return
-    depth = int(vision.get("depth") or vision["num_hidden_layers"])
-    mlp_width = int(vision.get("intermediate_size") or hidden * float(vision.get("mlp_ratio") or 4))
-    pixels_per_patch = _side(vision, "patch_size", 14) ** 2 * int(vision.get("temporal_patch_size") or 1)
-    values_per_patch = pixels_per_patch * int(vision.get("in_channels") or vision.get("in_chans") or 3)
-    patches = _vision_patches(config, vision, depth)
-
-    module = partial(_module, "model.visual.", part="vision tower", times=patches.per_token, has_bias=True)
-    yield module("patch_embed.proj", values_per_patch, hidden, kind="convolution")
-    if positions := int(vision.get("num_position_embeddings") or 0):
-        yield module("pos_embed", positions, hidden, kind="no_product")
-    # Towers before Qwen3-VL have other names, and the tower of Qwen2.5-Omni has separate modules for Q, K and V.
-    is_before_qwen3 = "num_position_embeddings" not in vision
-    qkv_outputs = {"qkv": 3 * hidden}
-    if is_before_qwen3 and "audio_config" in config:
-        qkv_outputs = {"q": hidden, "k": hidden, "v": hidden}
-    up, down = ("fc1", "fc2") if is_before_qwen3 else ("linear_fc1", "linear_fc2")
-    is_gated = str(vision.get("hidden_act")) in _GATED
-    if is_gated:
-        up, down = "up_proj", "down_proj"
-    frame_attention: dict[str, Any] = {"per_square": 4.0 * hidden}
-    window_attention: dict[str, Any] = {"per_unit": patches.per_token * 4.0 * hidden * patches.per_window}
-    for i in range(depth):
-        yield module(f"blocks.{i}.norm1", 1, hidden, kind="no_product", layer=i)
-        for index, (name, outputs) in enumerate(qkv_outputs.items()):
-            yield module(f"blocks.{i}.attn.{name}", hidden, outputs, layer=i, shares_input=index > 0)
-        flops = frame_attention if i in patches.full_layers else window_attention
-        yield module(f"blocks.{i}.attn", kind="attention", layer=i, **flops)
-        yield module(f"blocks.{i}.attn.proj", hidden, hidden, layer=i)
-        yield module(f"blocks.{i}.norm2", 1, hidden, kind="no_product", layer=i)
-        if is_gated:
-            yield module(f"blocks.{i}.mlp.gate_proj", hidden, mlp_width, layer=i)
-        yield module(f"blocks.{i}.mlp.{up}", hidden, mlp_width, layer=i, shares_input=is_gated)
-        yield module(f"blocks.{i}.mlp.{down}", mlp_width, hidden, layer=i)
-
-
-def _side(vision: Mapping[str, Any], name: str, default: int) -> int:
-    """Read the side of a square in pixels; configs have one number, or height and width."""
-    size = vision.get(name) or default
-    return int(size[0] if isinstance(size, list) else size)
-
-
-def _merger_modules(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[ModuleCost, ...], ...]:
-    """Return the modules of each merger, which projects outputs of a layer of the vision tower to the text's width.
-
-    A merger joins merge^2 patches to one token. The first one reads the last layer, others read earlier layers.
-    """
-    vision: Mapping[str, Any] = config.get("vision_config") or {}
-    hidden = _tower_width(vision)
-    if not hidden:
-        return ()
-    depth = int(vision.get("depth") or vision["num_hidden_layers"])
-    output_width = int(vision.get("out_hidden_size") or text_hidden)
-    merged_width = hidden * int(vision.get("spatial_merge_size") or 1) ** 2
-    is_omni = "audio_config" in config
-    names = ["merger"]
-    # Qwen3's "deepstack" has further mergers.
-    list_name = "merger_list" if is_omni else "deepstack_merger_list"
-    for number, layer in enumerate(vision.get("deepstack_visual_indexes") or ()):
-        if int(layer) < depth:
-            names.append(f"{list_name}.{number}")
-    up, down, norm = "linear_fc1", "linear_fc2", "norm"
-    if is_omni or "num_position_embeddings" not in vision:
-        up, down, norm = "mlp.0", "mlp.2", "ln_q"
-
-    module = partial(_module, "model.visual.", part="aligner", has_bias=True)
-    mergers = []
-    for name in names:
-        norm_module = module(f"{name}.{norm}", 1, hidden, kind="no_product")
-        up_module = module(f"{name}.{up}", merged_width, merged_width)
-        down_module = module(f"{name}.{down}", merged_width, output_width)
-        mergers.append((norm_module, up_module, down_module))
-    return tuple(mergers)
-
-
-class _VisionPatches(NamedTuple):
-    per_token: float
-    per_window: int
-    full_layers: range | set[int]  # layers with attention to full frames; the others attend to windows
-
-
-def _vision_patches(config: Mapping[str, Any], vision: Mapping[str, Any], depth: int) -> _VisionPatches:
-    patch_side = _side(vision, "patch_size", 14)
-    if vision.get("spatial_merge_size"):
-        merge = int(vision["spatial_merge_size"])
-        full_layers = vision.get("fullatt_block_indexes")
-        if full_layers is None or not vision.get("window_size"):
-            return _VisionPatches(float(merge**2), 0, range(depth))
-        window_side = int(vision["window_size"]) // merge // patch_side * merge
-        return _VisionPatches(float(merge**2), window_side**2, set(map(int, full_layers)))
-    # A tower that resizes all images to one size: each is a window, and the cache has no grid.
-    per_image = (_side(vision, "image_size", patch_side) // patch_side) ** 2
-    merge = int(config.get("spatial_merge_size") or config.get("scale_factor") or 1)
-    tokens = int(config.get("mm_tokens_per_image") or config.get("image_seq_length") or per_image // merge**2)
-    return _VisionPatches(per_image / tokens, per_image, range(0))
-
-
-def _audio_modules(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
-    """Yield the modules of an audio tower and its projections; windows of attention count at their full width.
-
-    The unit is an output token of the tower. ``part`` is "vision tower", since ``--freeze-vit`` freezes audio towers,
-    too. Only the tower of Qwen3-Omni has ``downsample_hidden_size``; others are like that of Qwen2.5-Omni.
-    """
-    hidden, depth = int(audio.get("d_model") or 0), int(audio.get("encoder_layers") or 0)
-    if not hidden or not depth:
-        return
-    mel_bins = int(audio.get("num_mel_bins") or 128)
-    window = int(audio.get("n_window") or 100)  # positions, or for Qwen3-Omni half the frames of a chunk
-    channels = int(audio.get("downsample_hidden_size") or 0)
-    # In Qwen2.5-Omni, four frames make two positions of the tower, which are averaged to one token.
-    positions_per_token = 1.0 if channels else 2.0
-
-    module = partial(_module, "model.audio_tower.", part="vision tower", times=positions_per_token, has_bias=True)
-    if channels:
-        # Each convolution halves the bins (height) and the frames (width).
-        height, in_channels = mel_bins, 1
-        for number, width in enumerate(_STRIDES, start=1):
-            height = (height - 1) // 2 + 1
-            outputs_per_token = height * width / _STRIDES[-1]
-            yield module(f"conv2d{number}", 9 * in_channels, channels, times=outputs_per_token, kind="convolution")
-            in_channels = channels
-        yield module("conv_out", channels * height, hidden)
-        # An attention window has several chunks of 2 * n_window frames, each of 13 positions.
-        chunks_per_window = int(audio.get("n_window_infer") or 8 * window) // (2 * window)
-        window = chunks_per_window * _STRIDES[-1]
-    else:
-        yield module("conv1", 3 * mel_bins, hidden, times=4.0, kind="convolution")
-        yield module("conv2", 3 * hidden, hidden, kind="convolution")
-    mlp_width = int(audio.get("encoder_ffn_dim") or 4 * hidden)
-    attention_flops = positions_per_token * 4 * hidden * window
-    for i in range(depth):
-        yield module(f"layers.{i}.self_attn_layer_norm", 1, hidden, kind="no_product", layer=i)
-        for name in ("k_proj", "v_proj", "q_proj"):
-            yield module(f"layers.{i}.self_attn.{name}", hidden, hidden, layer=i, shares_input=name != "k_proj")
-        yield module(f"layers.{i}.self_attn", kind="attention", layer=i, per_unit=attention_flops)
-        yield module(f"layers.{i}.self_attn.out_proj", hidden, hidden, layer=i)
-        yield module(f"layers.{i}.final_layer_norm", 1, hidden, kind="no_product", layer=i)
-        yield module(f"layers.{i}.fc1", hidden, mlp_width, layer=i)
-        yield module(f"layers.{i}.fc2", mlp_width, hidden, layer=i)
-    yield module("ln_post", 1, hidden, kind="no_product")
-    output_width = int(audio.get("output_dim") or hidden)
-    if channels:
-        yield module("proj1", hidden, hidden, times=1.0, part="aligner")
-        yield module("proj2", hidden, output_width, times=1.0, part="aligner")
-    else:
-        yield module("proj", hidden, output_width, times=1.0)

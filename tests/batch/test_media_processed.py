@@ -392,7 +392,7 @@ def test_each_model_part_has_a_freeze_option(world_of: Callable[[str], World], n
             names = [key.removeprefix("base_model.model.") for key, p in trained.named_parameters() if p.requires_grad]
             assert {towers.part_of(key) for key in names} == {part}
     cost = CostModel.of_config(world.spec.config.to_dict())
-    assert cost.per_vision_token > 0
+    assert cost.towers(np.array(4), np.array(0)) > 0
 
 
 def test_image_with_several_placeholder_runs_is_one_medium(world_of: Callable[[str], World]) -> None:

@@ -70,6 +70,7 @@ FAMILY = Family(
     encoding=Glm4v,
     kinds=("image", "video"),
     towers=Towers(vision=("model.visual",), aligner=("model.visual.merger",)),
+    projector=("merged out", "out out", "out wide", "out wide", "wide out"),
     image_marks=("image_start_token_id", "image_end_token_id"),
     keeps_bounds=True,
     videos_as_pictures=True,

@@ -12,6 +12,7 @@ placeholder token for pictures, and the forward takes the processor's outputs
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from packtool.encode.families.record import (
     TokenRun,
     Towers,
     pad_ids_of,
+    square_side,
 )
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.template import ChatTemplate, TemplateFailure
@@ -249,13 +251,15 @@ class ProcessorFamily(MediaEncoding):
         self._special = special_tokens(processor)
         pad_id = pad_ids_of(files.config).get("image")
         self._pad = None if pad_id is None else str(processor.tokenizer.convert_ids_to_tokens(pad_id))
-        self._segments_by_size: dict[tuple[int, int], list[MediaSegment]] = {}
+        self._family = family
+        self._patch_side = square_side(files.config.get("vision_config") or {}, "patch_size", 14)
+        self._by_size: dict[tuple[int, int], tuple[list[MediaSegment], tuple[int, ...]]] = {}
 
         # Find out how the processor writes several pictures of a row: each like a single one, numbered, or otherwise.
-        single = self._segments_of(*_PROBE_SIZE)
-        repeats_single = self._process([_PROBE_SIZE] * 2) == [single] * 2
+        single, _ = self._segments_and_grid(*_PROBE_SIZE)
+        repeats_single = self._process([_PROBE_SIZE] * 2)[0] == [single] * 2
         numbered = [_numbered(single, number) for number in range(_NUM_PROBES)]
-        self._is_numbered = not repeats_single and self._process([_PROBE_SIZE] * _NUM_PROBES) == numbered
+        self._is_numbered = not repeats_single and self._process([_PROBE_SIZE] * _NUM_PROBES)[0] == numbered
         self.one_picture_only = not repeats_single and not self._is_numbered
 
         image_token = str(processor.image_token)
@@ -289,35 +293,49 @@ class ProcessorFamily(MediaEncoding):
 
         height, width = measure_image(ref)
         try:
-            counts = _token_counts(self._segments_of(height, width))
+            segments, grid = self._segments_and_grid(height, width)
         except (ValueError, IndexError, ZeroDivisionError, MemoryError) as error:  # Pillow's, for wide pictures
             detail = f"{label(ref)}: the processor refuses {width}x{height}: {str(error) or type(error).__name__}"
             raise MediaProblem("media_size", detail) from error
+        counts = _token_counts(segments)
         # If config.json names no placeholder token, it is the most frequent control token.
         num_tokens = counts[self._pad] if self._pad is not None else max(counts.values(), default=0)
-        return EncodedImage(ref.path, ref.data, height, width, grid=(), num_tokens=num_tokens)
+        return EncodedImage(ref.path, ref.data, height, width, grid=grid, num_tokens=num_tokens)
 
     def segments(self, medium: Medium, number: int = 0) -> list[MediaSegment]:
         if isinstance(medium, EncodedVideo):
             assert self._videos is not None, "it was measured"
             return self._videos.segments(medium)
         assert isinstance(medium, EncodedImage), "nothing else is measured"
-        segments = self._segments_of(medium.height, medium.width)
+        segments, _ = self._segments_and_grid(medium.height, medium.width)
         return _numbered(segments, number) if self._is_numbered else segments
 
-    def _segments_of(self, height: int, width: int) -> list[MediaSegment]:
+    def _segments_and_grid(self, height: int, width: int) -> tuple[list[MediaSegment], tuple[int, ...]]:
+        """Return the tokens of a picture of this size, and its grid (``EncodedImage.grid``)."""
         size = height, width
-        if size not in self._segments_by_size:
-            (self._segments_by_size[size],) = self._process([size])
-        return self._segments_by_size[size]
+        if size not in self._by_size:
+            (segments,), outputs = self._process([size])
+            grid = _tower_grid(outputs, self._patch_side) if self._family.processor_inputs else ()
+            self._by_size[size] = segments, grid
+        return self._by_size[size]
 
-    def _process(self, sizes: list[tuple[int, int]]) -> list[list[MediaSegment]]:
-        """Return the tokens of each picture of a row, given their sizes (height, width)."""
+    def _process(self, sizes: list[tuple[int, int]]) -> tuple[list[list[MediaSegment]], Mapping[str, Any]]:
+        """Return the tokens of each picture of a row of these sizes (height, width), and the processor's outputs."""
         from packtool.media.measure import blank_image  # here, because other families need no PIL
 
         pictures = [blank_image(height, width) for height, width in sizes]
-        (texts,), _ = process_images(self._processor, [pictures])
-        return [split_processor_text(text, self._special) for text in texts]
+        (texts,), outputs = process_images(self._processor, [pictures])
+        return [split_processor_text(text, self._special) for text in texts], outputs
+
+
+def _tower_grid(outputs: Mapping[str, Any], patch_side: int) -> tuple[int, ...]:
+    """Return the grid of the only picture in a processor's outputs, as in ``EncodedImage.grid``."""
+    if "image_grid_thw" in outputs:
+        return tuple(int(number) for number in outputs["image_grid_thw"][0])
+    if "target_sizes" in outputs:  # (height, width) in patches of each tile
+        return tuple(int(number) for size in outputs["target_sizes"] for number in (1, *size))
+    *num_tiles, _, height, width = outputs["pixel_values"].shape  # the axis of channels is left out
+    return math.prod(num_tiles), height // patch_side, width // patch_side
 
 
 def refuse_options(files: ModelFiles, options: MediaOptions) -> None:
@@ -389,6 +407,7 @@ def _family(
     vision: str = "model.vision_tower",
     aligner: tuple[str, ...] = ("model.multi_modal_projector",),
     no_videos: str = "this model does not support videos",
+    projector: tuple[str, ...] = ("tower text", "text text"),
     **other_fields: Any,
 ) -> Family:
     """Return the record of a family whose media are encoded by ``ProcessorFamily``.
@@ -406,10 +425,14 @@ def _family(
         positions="counted",
         processor_inputs=("pixel_values", *inputs),
         videos_as_pictures=not no_videos,
+        projector=projector,
         **other_fields,
     )
 
 
+_MERGED = ("merged text", "text text")
+_PIXTRAL = ("merged tower", "tower text", "text text")
+_SWIGLU = ("merged aligned", "gated text")
 # ``image_newline`` is a trained vector at the end of each row of a picture's features.
 _NEWLINE = ("model.multi_modal_projector", "model.image_newline")
 _APART = "the model processes videos in a separate call, which packtool does not make"
@@ -418,7 +441,13 @@ _STACKED = "the model processes videos in a separate call, which needs videos wi
 _OVIS_HEAD = ("model.vision_tower.head_linear", "model.vision_tower.head_norm")
 
 FAMILIES: tuple[Family, ...] = (
-    _family("InternVL 3, 3.5", "internvl", boxes=BoxForm("tokens", "thousandths", INTERNVL_TOKENS), no_videos=""),
+    _family(
+        "InternVL 3, 3.5",
+        "internvl",
+        projector=_MERGED,
+        boxes=BoxForm("tokens", "thousandths", INTERNVL_TOKENS),
+        no_videos="",
+    ),
     _family(
         "LLaVA-OneVision (one picture in a row)",
         "llava_onevision",
@@ -428,7 +457,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _family("LLaVA-NeXT (1.6)", "llava_next", inputs=("image_sizes",), aligner=_NEWLINE),
     _family("LLaVA 1.5, Pixtral", "llava", inputs=("image_sizes",)),
-    _family("Mistral 3", "mistral3", inputs=("image_sizes",)),
+    _family("Mistral 3", "mistral3", inputs=("image_sizes",), projector=_PIXTRAL),
     _family(
         "Idefics 3, SmolVLM",
         "idefics3",
@@ -436,27 +465,37 @@ FAMILIES: tuple[Family, ...] = (
         inputs=("pixel_attention_mask",),
         vision="model.vision_model",
         aligner=("model.connector",),
+        projector=("merged text",),
         no_videos="Idefics 3 does not support videos, nor does the chat template of SmolVLM",
     ),
-    _family("Kimi K2.5", "kimi_k25", inputs=("image_grid_thw",), aligner=("model.mm_projector",), no_videos=_APART),
+    _family(
+        "Kimi K2.5",
+        "kimi_k25",
+        inputs=("image_grid_thw",),
+        aligner=("model.mm_projector",),
+        projector=("merged merged", "merged text"),
+        no_videos=_APART,
+    ),
     _family(
         "MiniCPM-V 4.6",
         "minicpmv4_6",
         "minicpm_ocr",
         inputs=("target_sizes",),
         aligner=("model.merger",),
+        projector=("merged merged", "merged text"),
         no_videos=_APART,
         recurrent_types=QWEN3_5.recurrent_types,
         recurrent_layers=QWEN3_5.recurrent_layers,
     ),
-    _family("Aya Vision", "aya_vision"),
-    _family("Command A Vision", "cohere2_vision"),
+    _family("Aya Vision", "aya_vision", projector=_SWIGLU),
+    _family("Command A Vision", "cohere2_vision", projector=_SWIGLU),
     _family(
         "EXAONE 4.5",
         "exaone4_5",
         inputs=("image_grid_thw",),
         vision="model.visual",
         aligner=("model.visual.merger",),
+        projector=Family.projector,
         no_videos=_APART,
     ),
     _family(
@@ -465,6 +504,7 @@ FAMILIES: tuple[Family, ...] = (
         inputs=("image_grid_thw",),
         vision="model.vision_model",
         aligner=("model.projector",),
+        projector=(*Family.projector, "out text"),
         no_videos=_APART,
     ),
     _family(
@@ -473,9 +513,15 @@ FAMILIES: tuple[Family, ...] = (
         inputs=("image_sizes",),
         vision="model.vision_encoder",
         aligner=("model.vision_projection",),
+        projector=_PIXTRAL,
     ),
     _family("LLaVA-NeXT-Video", "llava_next_video", inputs=("image_sizes",), aligner=_NEWLINE, no_videos=_STACKED),
-    _family("Ovis 2", "ovis2", aligner=(*_OVIS_HEAD, "model.visual_embeddings_table")),
+    _family(
+        "Ovis 2",
+        "ovis2",
+        aligner=(*_OVIS_HEAD, "model.visual_embeddings_table"),
+        projector=("merged words", "vocabulary text"),
+    ),
     _family(
         "VideoLLaMA 3",
         "video_llama_3",

@@ -328,6 +328,8 @@ class Family:
         recurrent_types: values of ``model_type`` of text towers that have recurrent layers of these classes only.
         recurrent_layers: classes of layers with a state that runs along the sequence; ``attention.recurrent`` resets
             it for each document. Their forward takes (hidden_states, cache_params, attention_mask, **boundaries).
+        projector: linear modules from the vision tower to the text's width, in order: the names of the input and the
+            output width of each, as in ``tower_layers``. It begins with ``merged`` if patches are merged.
         has_joint_inputs: whether these layers have one module ``in_proj_qkvz`` for queries, keys, values and gates;
             otherwise two modules.
         boxes: notation of boxes, points and polygons in a picture; None if unknown.
@@ -353,6 +355,7 @@ class Family:
     sound_chunk: tuple[int, int] = (1, 1)
     recurrent_types: tuple[str, ...] = ()
     recurrent_layers: tuple[str, ...] = ()
+    projector: tuple[str, ...] = ("merged merged", "merged out")
     has_joint_inputs: bool = False
     boxes: BoxForm | None = None
 
@@ -391,6 +394,12 @@ def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     thinker = thinker_of(config)
     text: Mapping[str, Any] = thinker.get("text_config") or thinker
     return text
+
+
+def square_side(config: Mapping[str, Any], name: str, default: int) -> int:
+    """Read the side of a square from part of a ``config.json``, which gives one number, or height and width."""
+    size = config.get(name) or default
+    return int(size[0] if isinstance(size, list | tuple) else size)
 
 
 def default_max_length(config: Mapping[str, Any]) -> int:

@@ -22,6 +22,7 @@ from packtool.planning.epoch import EpochPlan
 from packtool.planning.mixture import Counts, Mixture, added, by_name, counts_of_steps, share_figures
 from packtool.planning.pack_plan import Costs, Int64Array, PackPlan
 from packtool.planning.summary import computed_tokens
+from packtool.planning.tower_layers import vision_patches
 from packtool.planning.towers import Media, MediaShares
 from packtool.rows.sample import MediaKind
 from packtool.train.prepare.costs import cost_of
@@ -263,14 +264,16 @@ def num_fillers(kinds: Sequence[MediaKind]) -> int:
 
 def media_of_caches(index: SplitIndex, model: Mapping[str, Any]) -> Media:
     """The images, videos and audio of all samples of the caches, for a model with this ``config.json``."""
-    vision = thinker_of(model).get("vision_config") or {}
+    patches = vision_patches(thinker_of(model))
     media = Media.of_samples(
         index.vision_tokens,
         index.patch_squares,
         index.num_images,
         index.num_videos,
-        patches_per_token=int(vision.get("spatial_merge_size", 2)) ** 2,
+        patches_per_token=max(patches.per_unit // patches.tokens, 1),
     )
+    if patches.tile_squares:  # squares of tiles are no squares of pictures; the cost model estimates tiles by tokens
+        media = dataclasses.replace(media, squares=np.zeros(len(media.squares)))
     return media.with_sounds(index.audio_tokens, index.num_audios, index.num_videos)
 
 
