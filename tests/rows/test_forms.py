@@ -375,6 +375,12 @@ def test_column_mappings_work_in_both_directions(named: tuple[tuple[str, str], .
     assert detect(rows, named, None, "f") == ("query", (("query", "title"), ("response", "body")))
 
 
+def test_a_reversed_mapping_of_a_missing_column_is_refused() -> None:
+    row = {"query": "q", "response": "r"}
+    with pytest.raises(DataError, match="--columns query=foo: the rows has no column 'foo'"):
+        detect([row], (("foo", "query"),), None, "the rows")
+
+
 def test_first_available_column_of_several_for_a_name_is_read() -> None:
     named = (("text", "chapter"), ("text", "text"))
     for rows, expected in (([{"chapter": "a", "text": "b"}], "chapter"), ([{"text": "b"}], "text")):

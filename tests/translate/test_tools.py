@@ -75,7 +75,7 @@ def test_all_problems_come_at_once() -> None:
     for part in (
         "give a ratio",
         "use stage sft",
-        "use_asft_loss",
+        "shift_attn",
         "did you mean 'cutoff_len'",
         "'long' is not a number",
     ):

@@ -87,10 +87,10 @@ def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, s
     columns: dict[str, str] = {}
     for name, column in named:
         is_in_order = name in NAMES and column in keys
-        is_reversed = column in NAMES and name in keys
+        is_reversed = column in NAMES and (name in keys or name not in NAMES)
         if is_reversed and not is_in_order:
             name, column = column, name
-        if name not in NAMES and column not in NAMES:
+        if name not in NAMES:
             raise DataError(
                 f"--columns {name}={column}: unknown column name {name!r}{did_you_mean(name, NAMES)}",
                 f"Known names are {', '.join(NAMES)}.",
