@@ -147,7 +147,7 @@ def _models_without_videos() -> str:
 
 
 def _model_cells(family: Family) -> list[str]:
-    boxes = "" if family.boxes is None else f"{family.boxes.notation}, {family.boxes.scale}"
+    boxes = "" if family.boxes is None else f"{family.boxes.notation}, in {family.boxes.scale}"
     export = "by header" if family.kinds else ""
     return [
         family.title,

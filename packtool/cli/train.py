@@ -236,7 +236,7 @@ def run_demo_command(config: DemoConfig, invocation: Invocation) -> None:
         ("packs", f"{result.num_packs:,}"),
         ("  fill", f"{result.fill:.2%}"),
         ("optimizer steps with packing", f"{result.steps:,}"),
-        ("  without packing, one sample a row", f"{result.steps_without_packing:,}"),
+        ("  without packing", f"{result.steps_without_packing:,}"),
         ("target tokens per second", f"{result.target_tokens_per_second:,.0f}"),
         ("loss, first and last", f"{result.first_loss:.3f} → {result.last_loss:.3f}"),
         (f"accuracy on {result.num_questions:,} held-out questions", f"{result.accuracy:.1%}"),

@@ -26,7 +26,7 @@ from packtool.encode.model_files import ModelFiles
 FAMILIES: tuple[Family, ...] = (*qwen_vl.FAMILIES, *qwen_omni.FAMILIES, glm4v.FAMILY, *processor.FAMILIES)
 """All families that can be trained and have a record of their own."""
 
-TEXT = Family(title="text alone")
+TEXT = Family(title="text models")
 """All other models of text alone."""
 
 _BY_MODEL_TYPE = {model_type: family for family in (*FAMILIES, *REFUSED) for model_type in family.model_types}

@@ -435,8 +435,8 @@ _PIXTRAL = ("merged tower", "tower text", "text text")
 _SWIGLU = ("merged aligned", "gated text")
 # ``image_newline`` is a trained vector at the end of each row of a picture's features.
 _NEWLINE = ("model.multi_modal_projector", "model.image_newline")
-_APART = "the model processes videos in a separate call, which packtool does not make"
-_STACKED = "the model processes videos in a separate call, which needs videos with equal numbers of frames"
+_APART = "the model encodes videos by a function of its own, which packtool does not call"
+_STACKED = "the model can encode several videos of a pack only with equal numbers of frames"
 # These turn the tower's features into visual words.
 _OVIS_HEAD = ("model.vision_tower.head_linear", "model.vision_tower.head_norm")
 
@@ -449,7 +449,7 @@ FAMILIES: tuple[Family, ...] = (
         no_videos="",
     ),
     _family(
-        "LLaVA-OneVision (one picture in a row)",
+        "LLaVA-OneVision (one picture per row)",
         "llava_onevision",
         inputs=("image_sizes", "batch_num_images"),
         aligner=_NEWLINE,
@@ -550,10 +550,10 @@ _REFUSED_TYPES = {
         "nemotron_h_omni qwen4_exp unlimited_ocr"
     ),
     "it does not use transformers' attention interface": ("blip deepseek_vl deepseek_vl_hybrid git janus"),
-    "its processor does not return the text that it writes for a picture": (
+    "its processor does not report which text replaces the placeholder of a picture": (
         "blip-2 idefics2 instructblip instructblipvideo pp_chart2table"
     ),
-    "its spatial positions depend on its processor's output, which packtool does not support": (
+    "the positions of picture tokens depend on outputs of its processor that packtool does not support": (
         "cohere_compass cosmos3_edge cosmos3_omni ernie4_5_vl_moe glmga hunyuan_vl minicpmv4_7 paddleocr_vl"
     ),
     UNPROVEN: (
