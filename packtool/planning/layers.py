@@ -219,9 +219,11 @@ def expert_widths(text: Mapping[str, Any]) -> ExpertWidths:
     width = first_setting(text, "intermediate_size", "ffn_dim") or 4 * int(text["hidden_size"])
     per_token = 1
     if num_experts:
-        width = int(text.get("moe_intermediate_size") or width)
+        width = first_setting(text, "moe_intermediate_size") or width
         per_token = first_setting(text, "num_experts_per_tok", "moe_k", "moe_topk") or 1
     num_shared = first_setting(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    if text.get("model_type") == "hunyuan_v1_moe":  # whatever its settings are
+        num_shared = 1
     shared = int(text.get("shared_expert_intermediate_size") or 0) + width * num_shared
     return ExpertWidths(num_experts, width, per_token, shared)
 

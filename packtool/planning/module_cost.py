@@ -62,5 +62,6 @@ def new_module(prefix: str, name: str, inputs: int = 0, outputs: int = 0, **rest
 
 
 def first_setting(config: Mapping[str, Any], *names: str) -> int:
-    """Return the first of these settings that is not zero; 0 if none is."""
-    return next((int(config[name]) for name in names if config.get(name)), 0)
+    """Return the first of these settings that is not zero, or its value for the first layer; 0 if none is."""
+    value = next((config[name] for name in names if config.get(name)), 0)
+    return int(value[0] if isinstance(value, list | tuple) else value)

@@ -85,7 +85,9 @@ def vision_modules(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
 def _early_merge_layer(config: Mapping[str, Any]) -> int | None:
     """Return the layer after which MiniCPM-V merges each square of 2 x 2 patches inside its tower; None without."""
     layer = config.get("insert_layer_id")
-    return None if layer is None or config.get("downsample_mode") == "4x" else int(layer)
+    is_ocr = (config.get("vision_config") or {}).get("model_type") == "minicpm_ocr_vision"
+    mode = config.get("downsample_mode") or ("4x" if is_ocr else "16x")
+    return None if layer is None or mode == "4x" else int(layer)
 
 
 def _early_merger_modules(module: Any, hidden: int, mlp_width: int, positions: int) -> Iterator[ModuleCost]:
