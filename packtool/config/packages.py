@@ -38,6 +38,8 @@ class PackageOptions:
         for option in ("qat", "fp8"):
             if value_of(option):
                 needs.append((f"--{option} {str(value_of(option)).lower()}", ("torchao",), "torchao is", "torchao"))
+        if value_of("optim") == "adam_mini":
+            needs.append(("--optim adam_mini", ("adam_mini",), "adam-mini is", "adam-mini"))
         if value_of("chat_template") == "mistral-common":
             needs.append(("--chat-template mistral-common", ("mistral_common",), "mistral-common is", "mistral-common"))
         for tracker in value_of("report_to") or ():

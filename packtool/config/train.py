@@ -62,7 +62,8 @@ class OptimizerOptions(Settings):
         None, "Multiply the learning rate of LoRA's B matrices by this ratio (LoRA+).", minimum=0.0
     )
     optim: str = optimizer_option(
-        "adamw_torch_fused", "Use muon, or an optimizer of transformers, such as adamw_torch, adafactor or sgd."
+        "adamw_torch_fused",
+        "Use muon, adam_mini, or an optimizer of transformers, such as adamw_torch, adafactor or sgd.",
     )
     adam_beta1: float = optimizer_option(0.9, "Set Adam's beta1 (mean gradient).", minimum=0.0, maximum=1.0)
     adam_beta2: float = optimizer_option(0.999, "Set Adam's beta2 (mean squared gradient).", minimum=0.0, maximum=1.0)
@@ -144,6 +145,9 @@ class CheckpointOptions(Settings):
         return "accuracy" in self.best_metric if self.greater_is_better is None else self.greater_is_better
 
 
+LayerOrder = Literal["ascending", "descending", "random"]
+OWN_OPTIMIZERS = ("muon", "adam_mini")
+"""Values of ``--optim`` that are no optimizers of transformers."""
 OnNan = Literal["stop", "skip", "go-on"]
 QatRecipe = Literal["int8-int4", "int4", "fp8-int4", "fp8", "mxfp4", "nvfp4"]
 LossReduction = Literal["token", "sample"]
@@ -213,6 +217,10 @@ class TrainConfig(
     lisa_activated_layers: int | None = training_option(
         None, "Train only N random layers of the language model at a time (LISA).", minimum=1
     )
+    badam_switch_interval: int | None = training_option(
+        None, "Train one layer of the language model at a time, for N steps each (BAdam).", minimum=1
+    )
+    badam_switch_mode: LayerOrder = training_option("ascending", "Train BAdam's layers in this order.")
     lisa_step_interval: int = training_option(20, "Draw the layers of LISA anew every N steps.", minimum=1)
     eaft_alpha: float | None = training_option(
         None, "Weight each loss by its prediction's entropy to this power (EAFT).", minimum=0.0

@@ -15,6 +15,13 @@ def translate_methods(translation: Translation, values: dict[str, Any]) -> None:
         translation.set("eaft_alpha", 1.0 if alpha is None else alpha, "use_eaft and eaft_alpha")
         translation.set("eaft_top_k", values.pop("eaft_k", None) or 20, "use_eaft and eaft_k")
         translation.set("eaft_divisor", 1.0, "use_eaft: axolotl does not divide the entropy")
+    name = "tensor_parallel_size"
+    if (tensor_size := int(translation.number(name, values.get(name), 1))) > 1:
+        del values[name]
+        # Processes that divide each matrix train the same batches as processes that divide each sequence.
+        context_size = int(translation.number("context_parallel_size", values.pop("context_parallel_size", None), 1))
+        origin = "tensor_parallel_size x context_parallel_size: processes divide sequences, not matrices"
+        translation.set("sequence_parallel_size", tensor_size * context_size, origin)
     if settings := values.pop("qat", None):
         _axolotl_qat(translation, settings)
     if as_text((values.get("model_config") or {}).get("output_router_logits", "")) == "true":

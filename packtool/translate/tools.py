@@ -230,6 +230,11 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
         translation.set("max_length", length, "cutoff_len")
     _llama_factory_datasets(translation, values)
     _ratio(translation, values, "val_size")
+    if is_true(values.pop("use_badam", None)):
+        if values.pop("badam_mode", "layer") != "layer" or values.pop("badam_start_block", None) is not None:
+            translation.refuse("badam_mode, badam_start_block", "BAdam trains the layers in their order; remove them")
+        translation.set("badam_switch_interval", values.pop("badam_switch_interval", None) or 50, "use_badam")
+        translation.set("badam_switch_mode", values.pop("badam_switch_mode", None) or "ascending", "use_badam")
     if is_true(values.pop("use_asft_loss", None)):
         translation.set("asft_alpha", values.pop("asft_alpha", None) or 0.1, "use_asft_loss and asft_alpha")
     if is_true(values.pop("use_eaft_loss", None)):

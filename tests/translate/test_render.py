@@ -161,7 +161,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("stage: sft\nbase_model: m\n", [], "mixes keys of several tools"),
         ("a: 1\n", ["--from", "unsloth"], "known are ms-swift"),
         ("stage: sft\nfinetuning_type: freeze\ndataset: a\n", [], "its layers are unknown: give full"),
-        ("stage: sft\nuse_asft_loss: true\nlearning_rate: high\n", [], "'high' is not a number"),
+        ("stage: sft\nshift_attn: true\nlearning_rate: high\n", [], "'high' is not a number"),
     ],
 )
 @pytest.mark.parametrize("command", ["translate", "train --config"])
@@ -183,11 +183,11 @@ def test_missing_packages_are_in_the_same_report(
 ) -> None:
     monkeypatch.setattr("packtool.config.packages._is_installed", lambda _: False)
     file = tmp_path / "a.yaml"
-    file.write_text("model_name_or_path: m\nstage: sft\ndataset: a\nenable_liger_kernel: true\nuse_asft_loss: true\n")
+    file.write_text("model_name_or_path: m\nstage: sft\ndataset: a\nenable_liger_kernel: true\nshift_attn: true\n")
     assert run(["train", "--config", str(file)]) == EXIT_USAGE
     stderr = capsys.readouterr().err
     assert "pip install liger-kernel" in stderr
-    assert "use_asft_loss" in stderr
+    assert "shift_attn" in stderr
     assert run(["translate", str(file)]) == EXIT_USAGE
     assert "pip install" not in capsys.readouterr().err
 

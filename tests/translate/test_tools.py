@@ -100,7 +100,7 @@ def test_ms_swift() -> None:
         ("ms-swift", {"tuner_type": "full", "use_galore": True, "galore_quantization": True}, ["galore_quantization"]),
         ("ms-swift", {"init_weights": "lora-ga", "lora_ga_iters": 2, "lora_ga_direction": "ArB2r"}, ["pissa"]),
         ("ms-swift", {"tuner_backend": "unsloth", "use_ray": True, "device_groups": {"a": 1}}, []),
-        ("LLaMA-Factory", {"stage": "sft", "use_badam": True, "badam_mode": "layer"}, ["use_badam"]),
+        ("LLaMA-Factory", {"stage": "sft", "use_badam": True, "badam_mode": "ratio"}, ["badam_mode"]),
         ("LLaMA-Factory", {"stage": "sft", "ray_num_workers": 4}, []),
     ],
 )
@@ -463,6 +463,12 @@ def test_axolotl_and_llama_factory_few_bits_and_entropies() -> None:
     assert "eaft_alpha" not in translated("LLaMA-Factory", {"eaft_alpha": 0.5}).values
     (problem,) = translated("LLaMA-Factory", {"fp8": True, "fp8_backend": "te"}).problems
     assert "use fp8_backend torchao" in problem
+    badam = translated("LLaMA-Factory", {"use_badam": True, "badam_switch_interval": 9, "badam_verbose": 2}).values
+    assert (badam["badam_switch_interval"], badam["badam_switch_mode"]) == (9, "ascending")
+    assert translated("LLaMA-Factory", {"use_badam": True, "badam_mode": "ratio"}).problems
+    assert translated("LLaMA-Factory", {"use_adam_mini": True}).values["optim"] == "adam_mini"
+    sizes = {"tensor_parallel_size": 2, "context_parallel_size": 4}
+    assert translated("axolotl", sizes).values["sequence_parallel_size"] == 8
     both = translated("axolotl", {"torch_compile": True, "liger_rope": True})
     assert "use_liger_kernel" not in both.values
 

@@ -27,7 +27,7 @@ from packtool.attention.support import refuse_unsupported
 from packtool.batch.spec import InputSpec
 from packtool.config.compat_names import training_argument_problem
 from packtool.config.packages import TRACKERS
-from packtool.config.train import TrainConfig
+from packtool.config.train import OWN_OPTIMIZERS, TrainConfig
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import absolute_model
 from packtool.errors import ConfigError, MismatchError, did_you_mean, raise_together
@@ -126,7 +126,7 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "gradient_accumulation_steps": 1,
         **{name: getattr(config, name) for name in same_names},
         "neftune_noise_alpha": config.neftune_noise_alpha,
-        "optim": "adamw_torch" if config.optim == "muon" else config.optim,  # PackTrainer creates Muon itself
+        "optim": "adamw_torch" if config.optim in OWN_OPTIMIZERS else config.optim,
         "learning_rate": config.peak_learning_rate,
         "warmup_steps": config.num_warmup_steps(num_steps),
         "lr_scheduler_kwargs": dict(config.lr_scheduler_kwargs) or None,
@@ -224,9 +224,10 @@ def refused_by_transformers() -> Iterator[None]:
 
 def load_spec(run: Run) -> InputSpec:
     """Return the model's properties that collation needs, and check that the model can be trained."""
-    if run.config.lisa_activated_layers is not None and run.world.size > 1:
+    trains_few_layers = (run.config.lisa_activated_layers or run.config.badam_switch_interval) is not None
+    if trains_few_layers and run.world.size > 1:
         raise ConfigError(
-            "--lisa-activated-layers requires a single process: DDP needs gradients of all layers",
+            "--lisa-activated-layers and --badam-switch-interval require a single process: DDP needs all gradients",
             "Start one process, without NPROC_PER_NODE.",
         )
     spec = input_spec(run)
@@ -292,17 +293,22 @@ def _empty_model(
     model = model_without_weights(config, model_config, dtype)
     if config.router_aux_loss_coef:
         RouterBalance(model, config.router_aux_loss_coef)
-    active_layers(model, config)
+    ActiveLayers.of(model, config)
+    if config.optim == "adam_mini":
+        refuse_adam_mini(model)
     if config.asft_alpha is not None and zero_stage(config) == 3:
         raise ConfigError("--asft-alpha cannot be combined with ZeRO-3", "Use --deepspeed zero2.")
     return model, args
 
 
-def active_layers(model: nn.Module, config: TrainConfig) -> ActiveLayers | None:
-    """Return the layers of ``--lisa-activated-layers``; None without this option."""
-    if config.lisa_activated_layers is None:
-        return None
-    return ActiveLayers(model, config.lisa_activated_layers, config.lisa_step_interval, config.seed)
+def refuse_adam_mini(model: nn.Module) -> None:
+    """Raise if Adam-mini cannot train a model: it groups vectors and matrices alone."""
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.ndim > 2]
+    if names:
+        raise ConfigError(
+            f"--optim adam_mini: {names[0]} is trained, and is neither a vector nor a matrix",
+            "Use another optimizer, or freeze such weights (--freeze-vit true).",
+        )
 
 
 def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[str]]:

@@ -42,9 +42,10 @@ from packtool.cache.evaluation_file import plain_json
 from packtool.config.train import TrainConfig
 from packtool.launch.world import World, all_gather_objects
 from packtool.train.evaluate.per_sample import evaluate
-from packtool.train.loop.checks import active_layers, refused_by_transformers
+from packtool.train.loop.checks import refuse_adam_mini, refused_by_transformers
 from packtool.train.loop.log import Meter
 from packtool.train.loop.watch import StepWatch
+from packtool.train.model.active_layers import ActiveLayers
 from packtool.train.model.loss import LossFunction, ReferenceModel, RouterBalance, StepMean, base_model
 from packtool.train.model.low_precision import enable_rounding
 from packtool.train.model.muon import MuonAdamW
@@ -327,7 +328,7 @@ class PackTrainer(Trainer):
         self.neftune_noise_alpha = None
         self.noise = EmbeddingNoise(model, args.neftune_noise_alpha) if args.neftune_noise_alpha else None
         self.balance = RouterBalance(model, config.router_aux_loss_coef) if config.router_aux_loss_coef else None
-        self.active_layers = active_layers(model, config)
+        self.active_layers = ActiveLayers.of(model, config)
         self.skipped: list[tuple[int, SkippedSample]] = []
         self.meter = Meter(by_channel=loader.run.source.logs_channels)
         self._copies = DeviceCopies(args.device)
@@ -350,6 +351,9 @@ class PackTrainer(Trainer):
         Returns:
             this rank's sum of losses times the number of ranks, 0-d; ``Meter.take_log_line`` divides it by the targets.
         """
+        layers = self.active_layers
+        if layers is not None and layers.resets_optimizer and layers.changes_at(self.state.global_step):
+            self._bare_optimizer.state.clear()
         if self.config.qat_start_step:
             enable_rounding(self.model, self.state.global_step >= self.config.qat_start_step)  # type: ignore[arg-type]
         step_mean = StepMean(inputs.figures.units, self.args.world_size)
@@ -481,6 +485,8 @@ class PackTrainer(Trainer):
         settings: dict[str, Any] = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
         if self.config.master_weights == "kahan":
             self.optimizer_cls_and_kwargs = (KahanAdamW, settings)
+        if self.config.optim == "adam_mini" and is_new:
+            self.optimizer = self._adam_mini(model or self.model, settings)
         if self.config.optim == "muon" and is_new:
             trained: Any = model or self.model
             self.optimizer = MuonAdamW(trained.named_parameters(), weight_decay=self.args.weight_decay, **settings)
@@ -489,6 +495,18 @@ class PackTrainer(Trainer):
         if is_new:
             assert self.model is not None
             split_by_rate(optimizer, model or self.model, self.model, self.config)
+        return optimizer
+
+    def _adam_mini(self, trained: Any, settings: dict[str, Any]) -> torch.optim.Optimizer:
+        """Return Adam-mini (Zhang et al. 2024, arXiv 2406.16793) for the weights that are trained."""
+        from adam_mini import Adam_mini  # an extra
+
+        refuse_adam_mini(trained)
+        text = base_model(self.model).config.get_text_config()
+        heads = {"n_heads": text.num_attention_heads, "n_kv_heads": text.num_key_value_heads}
+        settings = settings | {"weight_decay": self.args.weight_decay, "dim": text.hidden_size, "verbose": False}
+        optimizer: Any = Adam_mini(trained.named_parameters(), **settings, **heads)
+        optimizer.world_size = self.args.world_size  # it takes the number of GPUs of the machine
         return optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
