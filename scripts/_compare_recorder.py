@@ -52,12 +52,15 @@ class Example:
     name: str
     folder: Path
     accumulation: int = ACCUMULATION
+    batch: int = BATCH * ACCUMULATION
+    max_steps: int = -1
 
     @property
     def training(self) -> dict[str, Any]:
         """Options by transformers' names; every accumulation makes steps of the same samples."""
-        batch = BATCH * ACCUMULATION // self.accumulation
-        return TRAINING | {"per_device_train_batch_size": batch, "gradient_accumulation_steps": self.accumulation}
+        batch = self.batch // self.accumulation
+        options = TRAINING | {"per_device_train_batch_size": batch, "gradient_accumulation_steps": self.accumulation}
+        return options | ({"max_steps": self.max_steps} if self.max_steps > 0 else {})
 
     @property
     def has_pictures(self) -> bool:
@@ -167,6 +170,26 @@ def packtool_arguments(example: Example, cache: Path, output: Path) -> list[str]
     return ["train", *words({name.replace("_", "-"): value for name, value in example.training.items()} | options)]
 
 
+# Options of each tool's ways of packing, by the name of the setting.
+PACKING: dict[str, dict[str, dict[str, Any]]] = {
+    "trl": {"packing": {"packing": True}},
+    "ms-swift": {"packing": {"packing": True, "attn_impl": "sdpa"}},
+    "llama-factory": {"packing": {"packing": True}, "neat_packing": {"packing": True, "neat_packing": True}},
+    "axolotl": {"sample_packing": {"sample_packing": True}},
+}
+
+
+def with_options(arguments: Any, options: Mapping[str, Any]) -> Any:
+    """Add options to a tool's arguments: a dictionary, words, or the path of a configuration file."""
+    if isinstance(arguments, dict):
+        return arguments | options
+    if isinstance(arguments, str):
+        path = Path(arguments)
+        path.write_text(json.dumps(json.loads(path.read_text()) | options))
+        return arguments
+    return [word for word in arguments if word.split("=")[0][2:] not in options] + words(options)
+
+
 ARGUMENTS: dict[str, Callable[[Example, Path], Any]] = {
     "trl": trl_arguments,
     "ms-swift": swift_arguments,
@@ -216,7 +239,7 @@ class Recorder:
         """Return the record of the Trainer's current optimizer step."""
         if len(self.steps) <= trainer.state.global_step:
             rate = float(trainer.optimizer.param_groups[0]["lr"])
-            step = {"samples": [], "learning_rate": rate, "loss": 0.0, "micro_batches": 0, "begin": time.perf_counter()}
+            step = {"samples": [], "learning_rate": rate, "loss": 0.0, "micro_batches": 0, "begin": time.process_time()}
             self.steps.append(step)
         return self.steps[trainer.state.global_step]
 
@@ -246,7 +269,7 @@ class Recorder:
         def write_log(trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
             if "grad_norm" in logs:
                 self.steps[-1]["grad_norm"] = float(logs["grad_norm"])
-                self.end = time.perf_counter()
+                self.end = time.process_time()
             log(trainer, logs, *args, **kwargs)
 
         Trainer.training_step, Trainer.log = training_step, write_log  # type: ignore[method-assign]
@@ -275,7 +298,10 @@ class Recorder:
             setattr(PackTrainer, name, method)
 
     def result(self) -> list[dict[str, Any]]:
-        """Return the steps with their seconds, each from its first forward to that of the next step."""
+        """Return the steps with their seconds, each from its first forward to that of the next step.
+
+        They are CPU seconds of the process, so other programs on the machine do not count.
+        """
         ends = [step["begin"] for step in self.steps[1:]] + [self.end]
         for step, end in zip(self.steps, ends, strict=True):
             step["seconds"] = end - step.pop("begin")

@@ -7,7 +7,10 @@ and chat template. All tools read the rows in the same order. Each run is record
 tool's own interpreter.
 
 If losses differ for a known reason, they are compared a second time: packtool also trains the line breaks after
-``<|im_end|>`` (``train_newline``) if the tool does; the tool has one micro-batch per step if losses still differ.
+``<|im_end|>`` (``train_newline``) and gets the tool's system prompt if the tool does; the tool has one micro-batch per
+step if losses still differ. With ``--repeats``, both train the first steps alternately, and the times are those of
+these runs. ``--packed`` prints a second table: how much the losses of the tool's packs differ from those of their
+samples alone.
 
     python scripts/compare_tools.py --trl-python PYTHON --swift-python PYTHON [--llama-factory-python PYTHON]
         [--axolotl-python PYTHON] [--examples text picture] [--realdata DIR] [--work DIR]
@@ -27,14 +30,22 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
-from scripts._compare_recorder import ARGUMENTS, MAX_LENGTH, Example, packtool_arguments, words
+from scripts._compare_recorder import (
+    ARGUMENTS,
+    MAX_LENGTH,
+    PACKING,
+    Example,
+    packtool_arguments,
+    with_options,
+    words,
+)
 from scripts._reduced_model import cut_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +56,10 @@ NUM_ROWS = 48
 LINE_BREAK = 198
 VOCABULARY = 8192
 MAX_LOSS_DIFFERENCE = 1e-4
+# Steps of a run with ``--repeats``; the first is not measured.
+NUM_TIMED_STEPS = 4
+# The system prompt that the template of a tool adds, by tool and example.
+SYSTEM_PROMPTS = {("axolotl", "picture"): "You are a helpful assistant."}
 TOOLS = {"trl": "TRL", "ms-swift": "ms-swift", "llama-factory": "LLaMA-Factory", "axolotl": "axolotl"}
 
 
@@ -127,7 +142,19 @@ def compare(tool: Sequence[Mapping[str, Any]], packtool: Sequence[Mapping[str, A
     )
 
 
-def make_model(folder: Path, realdata: Path, has_pictures: bool) -> None:
+def cut_vocabulary(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce the tokenizer to ``VOCABULARY`` tokens, and return the configuration with the new ids."""
+    new_ids = cut_tokenizer(folder, VOCABULARY)
+
+    def renumber(part: Mapping[str, Any]) -> dict[str, Any]:
+        ids = {name: new_ids[old] for name, old in part.items() if name.endswith("_token_id") and old in new_ids}
+        return {**part, **ids} | ({"vocab_size": VOCABULARY} if "vocab_size" in part else {})
+
+    text = {"text_config": renumber(config["text_config"])} if "text_config" in config else {}
+    return renumber(config) | text
+
+
+def make_model(folder: Path, realdata: Path, has_pictures: bool, small_vocabulary: bool) -> None:
     """Save a small random Qwen3 or Qwen3-VL in float32 with the real tokenizer, processor and chat template."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -144,6 +171,8 @@ def make_model(folder: Path, realdata: Path, has_pictures: bool) -> None:
         vision = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64}
         vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 256}
         config |= {"text_config": text, "vision_config": config["vision_config"] | vision, "dtype": "float32"}
+        if small_vocabulary:
+            config = cut_vocabulary(folder, config)
     else:
         text.pop("rope_scaling")
         config = text | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "pad_token_id": 151643}
@@ -151,9 +180,7 @@ def make_model(folder: Path, realdata: Path, has_pictures: bool) -> None:
         (folder / "chat_template.jinja").write_text(template)
         for path in folder.glob("*preprocessor_config.json"):
             path.unlink()
-        new_ids = cut_tokenizer(folder, VOCABULARY)
-        config |= {name: new_ids[config[name]] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        config["vocab_size"] = VOCABULARY
+        config = cut_vocabulary(folder, config)
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     auto = AutoModelForImageTextToText if has_pictures else AutoModelForCausalLM
@@ -199,11 +226,11 @@ def picture_rows(realdata: Path, folder: Path) -> list[dict[str, Any]]:
     return chosen
 
 
-def make_example(name: str, folder: Path, realdata: Path) -> Example:
+def make_example(name: str, folder: Path, realdata: Path, small_vocabulary: bool) -> Example:
     """Write the model and the rows of an example, in the format of each tool."""
     folder.mkdir(parents=True)
     example = Example(name, folder)
-    make_model(example.model, realdata, example.has_pictures)
+    make_model(example.model, realdata, example.has_pictures, small_vocabulary)
     if not example.has_pictures:
         write_lines(example.rows, text_rows(realdata))
         example.marked_template.write_text(with_marks((example.model / "chat_template.jinja").read_text()))
@@ -247,12 +274,12 @@ def record(python: str, tool: str, arguments: Any, folder: Path) -> dict[str, An
     return loaded
 
 
-def run_packtool(example: Example, folder: Path, loss_scale: str = "default") -> Sequence[Any]:
+def run_packtool(example: Example, folder: Path, loss_scale: str = "default", system: str = "") -> Sequence[Any]:
     """Export the rows, train on the cache, and return the recorded steps."""
     cache = folder / "cache"
     folder.mkdir()
     export = {"model": example.model, "dataset": example.rows, "output-dir": cache, "max-length": MAX_LENGTH}
-    export["loss-scale"] = loss_scale
+    export |= {"loss-scale": loss_scale} | ({"system": system} if system else {})
     command = [sys.executable, "-m", "packtool", "export", "--strict", *words(export)]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     arguments = packtool_arguments(example, cache, folder / "run")
@@ -288,7 +315,52 @@ def step_lines(tool: Sequence[Mapping[str, Any]], packtool: Sequence[Mapping[str
     return [*lines, ""]
 
 
-def compare_tool(tool: str, python: str, example: Example, packtool: Sequence[Any], every_step: bool) -> None:
+def time_ratio(tool: str, python: str, example: Example, repeats: int) -> float:
+    """Train the first steps alternately with the tool and with packtool, and return the ratio of the median times."""
+    short, folder = replace(example, max_steps=NUM_TIMED_STEPS), example.folder / tool / "timed"
+    seconds: dict[str, list[float]] = {tool: [], "packtool": []}
+    cache = example.folder / "packtool" / "cache"
+    for number in range(repeats):
+        output = folder / str(number)
+        run_arguments = {
+            tool: (python, ARGUMENTS[tool](short, output / tool)),
+            "packtool": (sys.executable, packtool_arguments(short, cache, output / "packtool")),
+        }
+        for name, (interpreter, arguments) in run_arguments.items():
+            steps = record(interpreter, name, arguments, output / f"{name}-record")["steps"]
+            seconds[name] += [step["seconds"] for step in steps[1:]]
+    return statistics.median(seconds[tool]) / statistics.median(seconds["packtool"])
+
+
+def leakage_lines(example: Example, pythons: Mapping[str, str]) -> Iterator[str]:
+    """Train packed with packtool and each tool, and yield a table of the leakage between packed samples."""
+    from scripts._compare_packed import largest_leakage
+
+    samples = [sample for step in run_packtool(example, example.folder / "packtool") for sample in step["samples"]]
+    yield "| run | packs | loss | loss without isolation |\n|" + "---|" * 4
+    packed = replace(example, accumulation=1, batch=1, max_steps=NUM_TIMED_STEPS)
+    cache, folder = example.folder / "packtool" / "cache", example.folder / "packed"
+    runs = {("packtool", "packtool"): packtool_arguments(packed, cache, folder / "packtool")}
+    for tool in pythons:
+        for setting, options in PACKING[tool].items():
+            output = folder / f"{tool}-{setting}"
+            runs[tool, setting] = with_options(ARGUMENTS[tool](packed, output), options)
+    runs["packtool", "packtool"] = with_options(runs["packtool", "packtool"], {"packing": True, "packing-length": 1024})
+    for (tool, setting), arguments in runs.items():
+        python = pythons.get(tool, sys.executable)
+        run = f"| {TOOLS.get(tool, tool)}, `{setting}` |"
+        try:
+            steps = record(python, tool, arguments, folder / f"{tool}-{setting}-record")["steps"]
+        except SystemExit as error:
+            yield f"{run} {str(error).splitlines()[-1]} | | |"
+            continue
+        num_packs, leakage, unisolated = largest_leakage(example.model, samples, steps)
+        yield f"{run} {num_packs} | {leakage:.1e} | {unisolated:.1e} |"
+
+
+def compare_tool(
+    tool: str, python: str, example: Example, packtool: Sequence[Any], every_step: bool, repeats: int
+) -> None:
     """Run a tool on an example, again if its targets or weights differ, and print its line."""
     from tokenizers import Tokenizer
 
@@ -297,12 +369,16 @@ def compare_tool(tool: str, python: str, example: Example, packtool: Sequence[An
     own = record(python, tool, ARGUMENTS[tool](example, folder / "run"), folder / "own")
     steps = own["steps"]
     result = repeated_result = compare(steps, packtool)
-    if set(result.extra) == {LINE_BREAK}:
-        packtool = run_packtool(example, folder / "packtool", "default+train_newline")
+    system = SYSTEM_PROMPTS.get((tool, example.name), "")
+    if set(result.extra) == {LINE_BREAK} or system:
+        loss_scale = "default+train_newline" if result.extra else "default"
+        packtool = run_packtool(example, folder / "packtool", loss_scale, system)
         repeated_result = compare(steps, packtool)
     if repeated_result.loss > MAX_LOSS_DIFFERENCE and not repeated_result.extra:
         arguments = ARGUMENTS[tool](replace(example, accumulation=1), folder / "run-again")
         repeated_result = compare(record(python, tool, arguments, folder / "again")["steps"], packtool)
+    if repeats:
+        result = replace(result, time=time_ratio(tool, python, example, repeats))
     title = f"{TOOLS[tool]} {next(iter(own['versions'].values()))}"
 
     def name_of(token: int) -> str:
@@ -321,19 +397,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--examples", nargs="+", choices=("text", "picture"), default=["text", "picture"])
     parser.add_argument("--realdata", type=Path, default=REALDATA)
     parser.add_argument("--work", type=Path, help="new folder for models, rows and outputs; default is temporary")
+    parser.add_argument(
+        "--small-vocabulary", action="store_true", help="cut the picture model's, too (not for ms-swift)"
+    )
     parser.add_argument("--every-step", action="store_true", help="print the steps of every comparison")
+    parser.add_argument("--repeats", type=int, default=0, help="number of alternating runs that measure the time")
+    parser.add_argument("--packed", action="store_true", help="measure leakage between packed samples instead")
     options = parser.parse_args(arguments)
     pythons = {tool: python for tool in TOOLS if (python := getattr(options, tool))}
     if not pythons:
         parser.error("name the interpreter of at least one tool, such as --trl-python PYTHON")
     with tempfile.TemporaryDirectory() as temporary:
         work = (options.work or Path(temporary)).resolve()
+        if options.packed:
+            example = make_example("text", work / "text", options.realdata, True)
+            for line in leakage_lines(example, pythons):
+                print(line, flush=True)
+            return
         print("| " + " | ".join(HEADER) + " |\n|" + "---|" * len(HEADER), flush=True)
         for name in options.examples:
-            example = make_example(name, work / name, options.realdata)
+            example = make_example(name, work / name, options.realdata, options.small_vocabulary)
             packtool = run_packtool(example, work / name / "packtool")
             for tool, python in pythons.items():
-                compare_tool(tool, python, example, packtool, options.every_step)
+                compare_tool(tool, python, example, packtool, options.every_step, options.repeats)
 
 
 if __name__ == "__main__":
