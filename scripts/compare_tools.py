@@ -262,7 +262,7 @@ def record(python: str, tool: str, arguments: Any, folder: Path) -> dict[str, An
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    hidden |= {"HF_HOME": str(folder / "hf"), "WANDB_DISABLED": "true"}
+    hidden |= {"HF_HOME": str(folder / "hf"), "WANDB_DISABLED": "true", "AXOLOTL_DO_NOT_TRACK": "1"}
     hidden["IMAGE_MIN_TOKEN_NUM"] = "64"  # the processor's own minimum, which ms-swift ignores
     with (folder / "output.txt").open("w") as output:
         command = [python, str(RECORDER), str(settings), str(result)]
