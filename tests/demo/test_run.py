@@ -48,7 +48,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return dict(TRAINED) if arguments[0] == "train" else exported
 
     monkeypatch.setattr(run, "NUM_ROWS", 100)
-    monkeypatch.setattr(run, "_run", pretend)
+    monkeypatch.setattr(run, "_run_command", pretend)
     monkeypatch.setattr(run, "exact_match", evaluation_with(0.95, 0.15))
     return ran
 
