@@ -90,8 +90,9 @@ def interruptible_progress() -> Iterator[TerminalProgress]:
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-# flag: --x and --no-x; switch: --x only, off by default; single: one value; list: several values.
-ArgumentKind = Literal["flag", "switch", "single", "list"]
+# flag: --x and --no-x; switch: --x only, off by default; valued flag: a flag that also accepts other values than
+# booleans; single: one value; list: several values.
+ArgumentKind = Literal["flag", "switch", "valued flag", "single", "list"]
 T = TypeVar("T")
 
 
@@ -128,16 +129,16 @@ def rewrite_arguments(
         name = name.replace("_", "-")
         kind = kinds.get(name)
         is_known = kind is not None or name == "--help" or kinds.get("--" + name.removeprefix("--no-")) == "flag"
-        if kind in ("flag", "switch"):
-            if not equals and next_index < len(arguments) and arguments[next_index].lower() in TRUE_WORDS + FALSE_WORDS:
+        if kind in ("flag", "switch", "valued flag"):
+            if not equals and next_index < len(arguments) and _is_flag_value(arguments[next_index], kind):
                 value, equals = arguments[next_index], "="
                 next_index += 1
-            if not equals or value.lower() in TRUE_WORDS:
-                result.append(name)
-            elif value.lower() not in FALSE_WORDS:
+            words = _flag_words(name, kind, value if equals else "true")
+            if words is None:
                 problems.append(f"{name}: {value!r} is neither true nor false")
-            elif kind == "flag":
-                result.append("--no-" + name.removeprefix("--"))
+            result += words or []
+        elif kinds.get(positive := "--" + name.removeprefix("--no-")) == "valued flag":
+            result.append(f"{positive}=false")
         elif kind == "list" or (explain_unknown is not None and not is_known):
             values = list(itertools.takewhile(lambda word: not word.startswith("--"), arguments[next_index:]))
             next_index += len(values)
@@ -157,10 +158,29 @@ def rewrite_arguments(
     return result
 
 
+def _flag_words(name: str, kind: ArgumentKind, value: str) -> list[str] | None:
+    """Return the words for typer that set a flag to a value; None if the value is no boolean."""
+    if kind == "valued flag":
+        return [f"{name}={value}"]
+    if value.lower() in TRUE_WORDS:
+        return [name]
+    if value.lower() not in FALSE_WORDS:
+        return None
+    return ["--no-" + name.removeprefix("--")] if kind == "flag" else []
+
+
+def _is_flag_value(argument: str, kind: ArgumentKind) -> bool:
+    """Return whether the argument after a flag is its value, and not a value without an option's name."""
+    word = argument.lower()
+    return word in TRUE_WORDS + FALSE_WORDS or (kind == "valued flag" and (word == "auto" or word.isdecimal()))
+
+
 def _stray_value(value: str, previous: str, kinds: Mapping[str, ArgumentKind]) -> str:
     """Return the error message for a value that no option takes; ``previous`` is the argument in front of it."""
     if kinds.get(previous) in ("flag", "switch"):
         return f"{previous}: {value!r} is neither true nor false"
+    if kinds.get(previous) == "valued flag":
+        return f"{previous}: {value!r} is none of true, false, auto, and a number of layers"
     return f"unexpected value {value!r}: put the name of its option in front, and quote values with spaces"
 
 
@@ -327,7 +347,7 @@ def _flags(cls: type) -> list[dataclasses.Field[Any]]:
 def _kind(field: dataclasses.Field[Any], cls: type) -> ArgumentKind:
     hint = value_type(field, cls)
     if hint is bool:
-        return "flag"
+        return "flag" if unit_of(field, cls) is None else "valued flag"
     return "list" if typing.get_origin(hint) is tuple else "single"
 
 

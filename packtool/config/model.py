@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from packtool.config.conflicts import Settings
-from packtool.config.settings import YES_OR_NO, Synonyms, flag, memory_option, parameter_option, training_option
+from packtool.config.settings import (
+    YES_OR_NO,
+    Bytes,
+    RecomputedLayers,
+    Synonyms,
+    flag,
+    memory_option,
+    parameter_option,
+    training_option,
+)
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttnImpl = Annotated[
@@ -192,8 +201,11 @@ class MemoryOptions(Settings):
     master_weights: Literal["float32", "kahan", "none"] = memory_option(
         "float32", "Keep trained weights in float32, in bfloat16 with Kahan summation, or in bfloat16 only."
     )
-    gradient_checkpointing: bool | None = memory_option(
-        None, "Recompute activations to save memory; default is true above 100 million parameters."
+    gradient_checkpointing: RecomputedLayers | None = memory_option(
+        None, "Recompute activations of all (true), N or as many layers as necessary (auto)."
+    )
+    memory_budget: Bytes | None = memory_option(
+        None, "Keep as many activations as fit into this memory of a device, such as 80GB."
     )
     vit_gradient_checkpointing: bool | None = memory_option(
         None, "Recompute activations of vision and audio towers; default is --gradient-checkpointing."
@@ -202,6 +214,12 @@ class MemoryOptions(Settings):
         None, "Use DeepSpeed: zero0 to zero3, zero2_offload, zero3_offload, or a JSON config file."
     )
     fsdp: tuple[str, ...] = memory_option((), "Shard with FSDP2: full_shard or shard_grad_op, optionally with offload.")
+
+    @property
+    def plans_recomputation(self) -> bool:
+        """True if the number of recomputing layers depends on the micro-batch."""
+        value: Any = self.gradient_checkpointing
+        return bool(value == "auto")
 
     def value_problems(self) -> list[str]:
         known = ", ".join(FSDP_WORDS)

@@ -63,8 +63,21 @@ def steps_or_fraction(raw: object) -> float:
     raise ValueError(f"{raw!r} is neither a number of steps, at least 1, nor a fraction of all steps, such as 0.1")
 
 
+def recomputed_layers(raw: object) -> bool | int | str:
+    """Parse ``true``, ``false``, ``auto`` or a number of layers, at least 2; ValueError for other values."""
+    word = str(raw).lower()
+    if word in TRUE_WORDS + FALSE_WORDS:
+        return word in TRUE_WORDS
+    if word != "auto" and not word.isdecimal():
+        raise ValueError(f"{raw!r} is none of true, false, auto, and a number of layers")
+    return word if word == "auto" else int(word)
+
+
 Steps = Annotated[float, steps_or_fraction]
 """Type of settings that count steps: ``500``, or ``0.1`` for a tenth of all steps."""
+
+RecomputedLayers = Annotated[bool, recomputed_layers]
+"""Type of a flag that also accepts ``auto`` or a number of layers, which are then a str or an int."""
 
 Tokens = Annotated[int, num_tokens]
 """Type of settings that count tokens: ``8192`` or ``8K``."""
@@ -72,7 +85,7 @@ Tokens = Annotated[int, num_tokens]
 Bytes = Annotated[int, num_bytes]
 """Type of settings that count bytes: ``1000000`` or ``200GB``."""
 
-_UNITS: dict[Any, str] = {num_tokens: "TOKENS", num_bytes: "BYTES"}
+_UNITS: dict[Any, str] = {num_tokens: "TOKENS", num_bytes: "BYTES", recomputed_layers: "true|false|auto|N"}
 
 _BOOL, _INT, _FLOAT, _TIME = (f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp"))
 _IS_BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)$")
@@ -409,6 +422,8 @@ def _convert(raw: Any, declared: Any) -> Any:
     if generic is tuple:
         items = raw if isinstance(raw, (list, tuple)) else [raw]
         return tuple(_as_text(item) for item in items)
+    if recomputed_layers in annotations:
+        return recomputed_layers(raw)
     if plain_type is bool:
         word = str(raw).lower()  # 1 is true and 0 is false, but 1.0 is not
         if isinstance(raw, float) or word not in TRUE_WORDS + FALSE_WORDS:

@@ -99,7 +99,8 @@ class PlanKeywords(TypedDict, total=False):
     adapter_settings: Values | None
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None
     master_weights: Literal["float32", "kahan", "none"] | None
-    gradient_checkpointing: bool | None
+    gradient_checkpointing: bool | str | None
+    memory_budget: int | str | None
     vit_gradient_checkpointing: bool | None
     deepspeed: Text | None
     fsdp: Texts | None

@@ -38,6 +38,7 @@ from packtool.train.model.load import has_gpu, input_spec, model_without_weights
 from packtool.train.model.loss import RouterBalance
 from packtool.train.model.memory import MemoryEstimate, estimate_memory
 from packtool.train.model.precision import checkpoint_dtype, precision_lines, quantization_config, quantization_line
+from packtool.train.model.recompute import budget_of, plan_run
 from packtool.train.model.sharding import check_experts, sharding_arguments
 from packtool.train.model.trainable import adapter_lines
 from packtool.train.prepare.checkpoint import RunState
@@ -321,6 +322,9 @@ def estimate_training(run: Run, spec: InputSpec) -> tuple[MemoryEstimate, list[s
     estimate = estimate_run(run, model, spec, dtype)
     lines = list(precision_lines(model, dtype, run.config, checkpoint_dtype(spec.config)))
     lines += [*adapter_lines(model, run.config), *quantization_line(model, spec.config.model_type, run.config)]
+    if run.config.plans_recomputation:
+        _, line = plan_run(run, spec, dtype, budget_of(run.config))
+        lines.append(line)
     if (warning := liger_problem(run.config, spec.config)) is not None:
         lines.append(warning)
     check_optimizer_of(model, args)

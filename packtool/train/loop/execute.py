@@ -30,6 +30,7 @@ from packtool.train.loop.trainer import PackTrainer, StepLoader
 from packtool.train.loop.watch import StepWatch, StopSignals
 from packtool.train.model.load import add_unloaded_tensors, build_model, quiet_transformers, resolve_dtype
 from packtool.train.model.precision import count_parameters
+from packtool.train.model.recompute import switch_of
 from packtool.train.model.sharding import configure_fsdp, connect_deepspeed_on_cpus, shard_on_cpus
 from packtool.train.prepare.checkpoint import (
     PREFIX,
@@ -144,7 +145,8 @@ def _make_trainer(
     connect_deepspeed_on_cpus(config)
     model, saved, unloaded = build_model(run, spec, dtype, parallel, progress)
     shard_on_cpus(config)
-    trainer = PackTrainer(model, args, loader, saved=saved, watch=watch, parallel=parallel)
+    switch = switch_of(run, spec, dtype, model, progress)
+    trainer = PackTrainer(model, args, loader, saved=saved, watch=watch, parallel=parallel, switch=switch)
     configure_fsdp(trainer.accelerator, model, config)
     callback = RunCallback(trainer, progress, lock, unloaded, uploads)
     trainer.add_callback(callback)

@@ -289,6 +289,7 @@ class PackTrainer(Trainer):
         model: made trainable, on the host or the device.
         loader: of this rank; starts at the step after the checkpoint.
         parallel: ranks that share sequences with this one; None without sequence parallelism.
+        switch: ``LayerSwitch`` of the layers that recompute in each micro-batch; None if they are always the same.
 
     Attributes:
         skipped: (step, sample) of this rank's samples whose media could not be loaded; steps are 0-based.
@@ -303,6 +304,7 @@ class PackTrainer(Trainer):
         saved: SavedPrecision,
         watch: StepWatch,
         parallel: SequenceParallel | None = None,
+        switch: Any = None,
     ) -> None:
         self.config = config = loader.run.config
         model_settings = vars(model.config)
@@ -320,7 +322,7 @@ class PackTrainer(Trainer):
             model_settings["use_cache"] = use_cache
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
-        self.loader, self.saved, self.watch, self.parallel = loader, saved, watch, parallel
+        self.loader, self.saved, self.watch, self.parallel, self.switch = loader, saved, watch, parallel, switch
         # Before LossFunction changes the head: on every rank, the model as it is before training and before resuming.
         self.reference = ReferenceModel(model, args.device) if config.asft_alpha is not None else None
         self.loss_function = LossFunction(model)
@@ -362,6 +364,8 @@ class PackTrainer(Trainer):
         for number, host_batch in enumerate(self.meter.timed(inputs.micro_batches), start=1):
             is_last = number == inputs.num_micro_batches
             self.accelerator.gradient_state._set_sync_gradients(is_last)
+            if self.switch is not None:
+                self.switch.set_for(host_batch)
             batch = self._copies.to_device(host_batch)
             with contextlib.ExitStack() as stack:
                 # Ranks exchange gradients once, in the last micro-batch. With FSDP they do it in each micro-batch,
@@ -389,6 +393,8 @@ class PackTrainer(Trainer):
             units = step_mean.remove_units(num_skipped, self.model.parameters())  # type: ignore[union-attr]
             target_tokens = figures.target_tokens - num_skipped_targets
             figures = dataclasses.replace(figures, units=units, target_tokens=target_tokens)
+        if self.switch is not None:
+            figures = figures.with_recomputed(self.switch.take_share())
         self.meter.add_step(figures, None if self.balance is None else self.balance.take_step_loss())
         return step_mean.sum_over_ranks(total)
 

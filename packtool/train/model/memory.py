@@ -35,7 +35,7 @@ from packtool.simulate.machine import Constants
 from packtool.train.model.load import has_gpu, model_without_weights, quiet_transformers, resolve_dtype
 from packtool.train.model.precision import quantized_layers, saved_bytes, scale_bytes, unsharded_numel
 from packtool.train.model.sharding import expert_weights, shards_weights
-from packtool.train.model.trace import trace_pass
+from packtool.train.model.trace import PassBytes, trace_pass
 from packtool.train.prepare.costs import with_recomputing
 from packtool.train.prepare.deepspeed import zero_stage
 from packtool.train.prepare.figures import RankTokens, longest_micro_batches, peak_memory_batches
@@ -263,18 +263,25 @@ def traced_bytes(
         return None
 
 
-@quiet_transformers()
 def traced_pass_bytes(
     config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
 ) -> int:
     """Trace a forward and backward pass of one rank; return its peak bytes. Takes seconds."""
+    return traced_pass(config, model_config, dtype, tokens, axes).peak
+
+
+@quiet_transformers()
+def traced_pass(
+    config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
+) -> PassBytes:
+    """Trace a forward and backward pass of one rank; return all its bytes. Takes seconds."""
     model = model_without_weights(config, copy.deepcopy(model_config), dtype)
     is_sharded = bool(config.fsdp or config.deepspeed or config.shares_experts)
     if is_sharded:
         model.to(dtype)  # gathered weights have the precision of the computation
     autocast = dtype if dtype.itemsize == 2 and not is_sharded else None
     spec = InputSpec(config.model, model_config, MediaLimits())
-    return trace_pass(model, spec, tokens, axes, autocast=autocast).peak
+    return trace_pass(model, spec, tokens, axes, autocast=autocast)
 
 
 class CachedTracer:

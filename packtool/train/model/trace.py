@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from packtool.batch.shard import FeatureRoute, SequenceShard, SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.train.model.loss import LossFunction, base_model
+from packtool.train.model.trainable import switchable_layers
 from packtool.train.prepare.figures import RankTokens
 
 _TEXT, _TOWERS = "packtool_traced", "packtool_flash_traced"  # names of the registered attention
@@ -44,10 +46,17 @@ _TEXT, _TOWERS = "packtool_traced", "packtool_flash_traced"  # names of the regi
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Bytes of a pass without weights and gradients: ``kept`` by autograd after the forward pass, and the ``peak``."""
+    """Bytes of a pass without weights and gradients.
+
+    Args:
+        kept: by autograd after the forward pass.
+        peak: maximum during the pass.
+        layers: of ``kept``, the bytes of each layer of the language model, if layers can be switched to recomputation.
+    """
 
     kept: int
     peak: int
+    layers: tuple[int, ...] = ()
 
 
 def trace_pass(
@@ -103,12 +112,22 @@ def set_traced_attention(model: nn.Module, parallel: SequenceParallel | None = N
 
 def run_pass(model: nn.Module, batch: Batch, autocast: torch.dtype | None = None) -> PassBytes:
     """Compute losses and gradients of a micro-batch on the CPU, with real or fake tensors, and return the memory."""
+    layers = switchable_layers(model)
+    kept_by_layers = list[int]()  # bytes before the first layer, and after each
     with _LiveBytes() as live:
+
+        def record(*_: Any) -> None:
+            kept_by_layers.append(live.now)
+
+        hooks = [layer.register_forward_pre_hook(record) for layer in layers[:1]]
+        hooks += [layer.register_forward_hook(record) for layer in layers]
         with contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast):
             loss = LossFunction(model)(model, batch).weighted_sum()
         kept = live.now
+        for hook in hooks:
+            hook.remove()
         loss.backward()  # type: ignore[no-untyped-call]
-    return PassBytes(kept, live.peak)
+    return PassBytes(kept, live.peak, tuple(after - before for before, after in pairwise(kept_by_layers)))
 
 
 def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:

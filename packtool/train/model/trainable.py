@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from packtool.config.model import ADAPTER_SETTINGS, has_name
@@ -133,6 +134,9 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
             is_tower = towers.part_of(name) != "language model"
             if is_tower != checkpoints_towers and hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
+    num_layers: Any = run.gradient_checkpointing
+    if num_layers not in (None, True, False, "auto"):
+        _recompute_first(model, num_layers)
     if run.train_type != "full":
         adapted = add_adapters(model, towers, run)
         for name, parameter in adapted.named_parameters():
@@ -155,6 +159,29 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
 def enable_checkpointing(model: Any) -> None:
     """Enable recomputation of activations; the reentrant form fails with frozen embeddings."""
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+
+
+def switchable_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of the language model in order if each can be switched between keeping and recomputing.
+
+    The model is bare or inside an adapter. The list is empty if its layers have no switch of their own.
+    """
+    inner = base_model(model)
+    layers = getattr(inner.get_decoder(), "layers", ())
+    return list(layers) if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers) else []
+
+
+def _recompute_first(model: nn.Module, num_layers: int) -> None:
+    """Let only the first ``num_layers`` layers of the language model recompute (``--gradient-checkpointing N``)."""
+    layers = switchable_layers(model)
+    if num_layers > len(layers):
+        reason = f"has {len(layers)} layers" if layers else "has no layers that can be switched one by one"
+        raise ConfigError(
+            f"--gradient-checkpointing {num_layers}: this {type(model).__name__} {reason}",
+            "Give a smaller number, or true for all layers.",
+        )
+    for layer in layers[num_layers:]:
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
 
 
 def _set_requires_grad(model: nn.Module, towers: Towers, run: TrainConfig) -> None:

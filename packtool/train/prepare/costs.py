@@ -51,10 +51,13 @@ def with_recomputing(config: TrainConfig) -> TrainConfig:
     """Decide ``--gradient-checkpointing`` by the size of the model.
 
     Recomputation takes about a third more time and saves nearly all activations, for which models of billions of
-    parameters have no memory.
+    parameters have no memory. With ``--memory-budget``, only as many layers as necessary recompute.
     """
     if config.gradient_checkpointing is not None:
         return config
+    if config.memory_budget is not None:
+        auto: Any = "auto"
+        return dataclasses.replace(config, gradient_checkpointing=auto)
     try:
         num_parameters = ModelSizes.of_config(ModelFiles.load(config.model).config).num_parameters
     except (KeyError, TypeError, ValueError):  # a configuration of unknown form, which need not be small
@@ -64,7 +67,7 @@ def with_recomputing(config: TrainConfig) -> TrainConfig:
 
 def recomputing_lines(config: TrainConfig, decided: TrainConfig) -> list[str]:
     """The message that recomputation was chosen by default; empty if it was not."""
-    if config.gradient_checkpointing is not None or not decided.gradient_checkpointing:
+    if config.gradient_checkpointing is not None or decided.gradient_checkpointing is not True:
         return []
     return [
         "activations are recomputed in the backward pass, which saves memory and takes about a third more time; "

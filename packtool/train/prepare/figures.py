@@ -57,6 +57,10 @@ class StepFigures:
         sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
         return StepFigures(**sums, sources=added([self.sources, other.sources]))
 
+    def with_recomputed(self, share: float) -> StepFigures:
+        """Return the figures if only a share of the layers' activations is recomputed."""
+        return dataclasses.replace(self, hardware_flops=self.flops + share * (self.hardware_flops - self.flops))
+
     def logged(self) -> dict[str, float]:
         """The figures, by their names in a log line."""
         logged: dict[str, float] = {"target_tokens": self.target_tokens, "tokens": self.tokens}
@@ -297,24 +301,12 @@ def peak_memory_batches(
         a full micro-batch that has the maximum of each kind of tokens over all micro-batches of the plan; and with
         ``--torch-compile``, one with fillers in place of media, if it is longer.
     """
-    packs, steps, reader = plan.packs, plan.steps, inputs.reader
+    reader = inputs.reader
     if reader is None:
         return longest_micro_batches(config, inputs.model, RankTokens(computed=1))
 
-    def max_over_batches(per_pack: npt.NDArray[Any]) -> int:
-        """The maximum, over all micro-batches, of the sum over their packs."""
-        return int(steps.micro_batch_sums(per_pack).max(initial=0))
-
-    # With shared prefixes, a sample has only the media that it adds to its prefix.
-    media = reader.index if inputs.shared is None else inputs.shared
-    audio_per_pack = packs.sums_per_pack(media.audio_tokens[packs.samples])
-    media_per_pack = packs.sums_per_pack(media.media_tokens[packs.samples])
-    tokens = RankTokens(
-        computed=1,  # replaced by the length of a full micro-batch
-        vision=max_over_batches(media_per_pack - audio_per_pack),
-        audio=max_over_batches(audio_per_pack),
-        keys=0 if packs.shared is None else max_over_batches(max_keys_per_pack(packs)),
-    )
+    maxima = {name: int(tokens.max(initial=0)) for name, tokens in tokens_per_micro_batch(plan, inputs).items()}
+    tokens = RankTokens(**maxima | {"computed": 1})  # replaced by the length of a full micro-batch
     num_ranks = config.sequence_parallel_ranks
     if num_ranks > 1:
         shares = shares or assign_media(media_of_caches(reader.index, inputs.model), inputs.model, plan, num_ranks)
@@ -327,6 +319,23 @@ def peak_memory_batches(
             num_local_audio_tokens=math.ceil(max_audio - 1e-6),
         )
     return longest_micro_batches(config, inputs.model, tokens)
+
+
+def tokens_per_micro_batch(plan: EpochPlan, inputs: Inputs) -> dict[str, Costs]:
+    """Tokens of each kind by the names of ``RankTokens``, arrays (C,) of all micro-batches, without padding."""
+    assert inputs.reader is not None, "a plan of caches"
+    packs, steps = plan.packs, plan.steps
+    # With shared prefixes, a sample has only the media that it adds to its prefix.
+    media = inputs.reader.index if inputs.shared is None else inputs.shared
+    audio_per_pack = packs.sums_per_pack(media.audio_tokens[packs.samples])
+    media_per_pack = packs.sums_per_pack(media.media_tokens[packs.samples])
+    per_pack = {
+        "computed": packs.tokens_per_pack(),
+        "vision": media_per_pack - audio_per_pack,
+        "audio": audio_per_pack,
+        "keys": np.zeros(packs.num_packs, np.int64) if packs.shared is None else max_keys_per_pack(packs),
+    }
+    return {name: steps.micro_batch_sums(tokens) for name, tokens in per_pack.items()}
 
 
 def longest_micro_batches(config: TrainConfig, model: Mapping[str, Any], tokens: RankTokens) -> tuple[RankTokens, ...]:

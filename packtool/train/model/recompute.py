@@ -1,0 +1,290 @@
+"""Planned recomputation: how many layers recompute their activations in each micro-batch, within a memory budget.
+
+The first layers recompute and the others keep their activations, because kept activations of later layers are free
+again when earlier ones are recomputed. The peak of a pass is a maximum of functions that are linear in the bytes that
+the recomputing layers save. Such a function is convex, so it is never above the straight line between the traced peaks
+without recomputation and with recomputation in all layers. This line tells how many layers suffice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from packtool.attention.parallel.axes import Axes
+from packtool.batch.batch import Batch, TreeBatch
+from packtool.batch.spec import InputSpec
+from packtool.config.settings import format_bytes
+from packtool.config.train import TrainConfig
+from packtool.constants import CHUNK_LOGITS
+from packtool.encode.families import family_of
+from packtool.errors import ConfigError, UnsupportedModelError
+from packtool.launch.world import all_gather_objects
+from packtool.progress import Progress
+from packtool.simulate.hardware import read_hardware
+from packtool.simulate.machine import Constants
+from packtool.train.model.load import model_without_weights
+from packtool.train.model.loss import base_model
+from packtool.train.model.memory import device_bytes, estimate_memory, traced_bytes, traced_pass
+from packtool.train.model.trace import PassBytes
+from packtool.train.model.trainable import switchable_layers, tower_prefixes
+from packtool.train.prepare.cached import CachedSource
+from packtool.train.prepare.deepspeed import zero_stage
+from packtool.train.prepare.figures import RankTokens, num_fillers, tokens_per_micro_batch
+from packtool.train.prepare.run import Run
+
+_GIB = 2**30
+_KINDS = ("computed", "vision", "audio", "keys")  # fields of ``RankTokens``
+
+
+@dataclass(frozen=True)
+class PassBound:
+    """Upper bound of the peak bytes of passes, without weights and gradients.
+
+    Args:
+        floor: bytes of the shortest traced pass, which shorter passes do not exceed.
+        base, per_token: longer passes of n text tokens need at most ``base + per_token * n`` bytes.
+        extra: additional bytes per token of other kinds, by the names of ``RankTokens``.
+    """
+
+    floor: float
+    base: float = 0.0
+    per_token: float = 0.0
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def traced(cls, trace: Callable[[RankTokens], int], longest: RankTokens, num_short: int) -> PassBound:
+        """Trace passes of ``num_short`` and of ``longest`` tokens, and one for each other kind of token."""
+        num_long = longest.computed
+        floor, long_bytes = trace(RankTokens(computed=num_short)), trace(RankTokens(computed=num_long))
+        per_token = (long_bytes - floor) / max(num_long - num_short, 1)
+        text = cls(floor, floor - per_token * num_short, per_token)
+        extra = {}
+        for kind, num in (("vision", longest.vision), ("audio", longest.audio)):
+            if num:
+                # Media only: in a longer pass, the language model's peak might be above that of the towers.
+                num_bytes = trace(RankTokens(computed=num + 1, **{kind: num}))
+                extra[kind] = max(num_bytes - text(computed=num + 1), 0.0) / num
+        if longest.keys:
+            num_bytes = trace(RankTokens(computed=num_long, keys=longest.keys))
+            extra["keys"] = max(num_bytes - long_bytes, 0.0) / longest.keys
+        return dataclasses.replace(text, extra=extra)
+
+    def __call__(self, computed: Any, **others: Any) -> Any:
+        """Bytes of a pass, or of several if the numbers of tokens are arrays (C,)."""
+        num_bytes = np.maximum(self.floor, self.base + self.per_token * computed)
+        return num_bytes + sum(per_token * others.get(kind, 0) for kind, per_token in self.extra.items())
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlan:
+    """Numbers of recomputing layers by the tokens of a micro-batch, which are numbers or arrays (C,) for several.
+
+    Args:
+        budget: bytes that a pass may use, besides weights, gradients and optimizer.
+        keeping, recomputing: bounds of passes in which no layer of the language model recomputes, and in which all do.
+        saved_shares: share of the saved bytes that the first k of L layers save, float (L + 1,), from 0 to 1.
+    """
+
+    budget: float
+    keeping: PassBound
+    recomputing: PassBound
+    saved_shares: npt.NDArray[np.float64]
+
+    def num_layers(self, **tokens: Any) -> Any:
+        """Number of layers of the language model that must recompute."""
+        kept_bytes = self.keeping(**tokens)
+        saved_bytes = np.maximum(kept_bytes - self.recomputing(**tokens), 1.0)
+        return np.searchsorted(self.saved_shares, np.clip((kept_bytes - self.budget) / saved_bytes, 0.0, 1.0))
+
+    def exceeds(self, **tokens: Any) -> Any:
+        """Return whether a pass may exceed the budget although all layers of the language model recompute."""
+        return self.recomputing(**tokens) > self.budget
+
+    def line(self, tokens: Mapping[str, Any]) -> str:
+        """Describe the plan for micro-batches with these ``tokens``."""
+        layers = self.num_layers(**tokens)
+        line = f"gradient checkpointing auto: {layers.min()} to {layers.max()} of {len(self.saved_shares) - 1} layers "
+        line += f"recompute in a micro-batch; its activations may use {self.budget / _GIB:,.2f} GiB"
+        if num_exceeding := int(np.sum(self.exceeds(**tokens))):
+            line += f"; {num_exceeding:,} micro-batches may need more and recompute the towers, too"
+        return line
+
+
+def budget_of(config: TrainConfig) -> float | None:
+    """Return the memory of a device in bytes: ``--memory-budget``, the planned hardware's, this GPU's, or None."""
+    if config.memory_budget is not None:
+        return config.memory_budget
+    if config.dry_run and config.hardware is not None:
+        return read_hardware(config.hardware).memory_gb * 1e9
+    return device_bytes(on_gpu=True) if torch.cuda.is_available() else None
+
+
+def plan_run(run: Run, spec: InputSpec, dtype: torch.dtype, budget: float | None) -> tuple[LayerPlan | None, str]:
+    """Plan the layers of a run with ``--gradient-checkpointing auto``; takes seconds.
+
+    Args:
+        budget: memory of the smallest device of the run, in bytes; None if unknown.
+
+    Returns:
+        the plan, or None if all layers recompute; and a line for the user.
+    """
+    configs = run.step_configs
+    peaks = [tokens for number in range(len(configs)) for tokens in run.peak_memory_batches(number)]
+    try:
+        plan = plan_layers(configs, peaks, spec.config, dtype=dtype, world_size=run.world.size, budget=budget)
+    except UnsupportedModelError as error:
+        return None, f"gradient checkpointing auto: all layers recompute, because {error.message}"
+    tokens: dict[str, Any] = {kind: np.array([getattr(batch, kind) for batch in peaks]) for kind in _KINDS}
+    # Rows of a stream are not read yet, and padding is not in the plan.
+    if run.config.removes_padding and isinstance(run.source, CachedSource):
+        tokens = dict(tokens_per_micro_batch(run.source.timeline.stretch(run.start).plan, run.source.inputs))
+    return plan, plan.line(tokens)
+
+
+def plan_layers(
+    configs: Sequence[tuple[TrainConfig, Axes]],
+    peaks: Sequence[RankTokens],
+    model_config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    world_size: int,
+    budget: float | None,
+) -> LayerPlan:
+    """Plan the layers by the settings of all steps and the ``peaks``, the micro-batches that may need most memory.
+
+    An UnsupportedModelError tells why all layers must recompute.
+    """
+    config, axes = max(configs, key=lambda pair: pair[0].packing_length or 0)
+    if budget is None:
+        raise UnsupportedModelError("the memory of the device is unknown", "Give --memory-budget.")
+    if len({dataclasses.replace(each, reason="") for _, each in configs}) > 1:
+        raise UnsupportedModelError("the stages differ in --sequence-parallel-size", "")
+    model = model_without_weights(config, model_config, dtype)
+    if not switchable_layers(model):
+        raise UnsupportedModelError(f"layers of a {model_config.model_type} model cannot be switched one by one", "")
+    settings: dict[str, Any] = {"dtype": dtype, "world_size": world_size, "micro_batches": peaks, "axes": axes}
+    fixed = estimate_memory(config, model, model_config, **settings, trace=lambda *_: 0).total * _GIB
+    pass_budget = _pass_budget(config, budget, fixed)
+
+    def traced(*, recomputes: bool) -> tuple[PassBound, npt.NDArray[np.float64]]:
+        """Return the bound of passes, and the bytes that each layer keeps in the longest one, (L,)."""
+        # By default, towers recompute only if the layers of the language model do not suffice.
+        in_towers = bool(config.vit_gradient_checkpointing)
+        options: dict[str, Any] = {"gradient_checkpointing": recomputes, "vit_gradient_checkpointing": in_towers}
+        run = dataclasses.replace(config, memory_budget=None, **options)
+        passes: list[PassBytes] = []
+
+        def trace_peak(*args: Any) -> int:
+            passes.append(traced_pass(*args))
+            return passes[-1].peak
+
+        def trace(tokens: RankTokens) -> int:
+            num_bytes = traced_bytes(run, model_config, dtype, tokens, axes, trace_peak)
+            if num_bytes is None:
+                raise UnsupportedModelError(f"the memory of a {model_config.model_type} model cannot be traced", "")
+            return num_bytes
+
+        # Where layers communicate, all ranks must recompute the same layers: those that a full micro-batch needs.
+        # FSDP is no such case, because it gathers weights before the forward that is recomputed, and not in it.
+        if config.sequence_parallel_ranks > 1 or config.shares_experts or zero_stage(config) == 3:
+            bound = PassBound(max(map(trace, peaks)))
+        else:
+            bound = PassBound.traced(trace, *_traced_tokens(peaks, model_config))
+        return bound, np.array(max(passes, key=lambda each: each.kept).layers, np.float64)
+
+    (keeping, kept_bytes), (recomputing, recomputed_bytes) = traced(recomputes=False), traced(recomputes=True)
+    saved_bytes = np.maximum(kept_bytes - recomputed_bytes, 0.0)
+    saved_shares = np.concatenate(([0.0], np.cumsum(saved_bytes))) / max(saved_bytes.sum(), 1.0)
+    saved_shares[-1] = 1.0
+    return LayerPlan(pass_budget, keeping, recomputing, saved_shares)
+
+
+def _pass_budget(config: TrainConfig, budget: float, fixed: float) -> float:
+    """Return the usable bytes of ``budget`` besides the ``fixed`` ones; raise if there are none."""
+    usable = budget * Constants().usable_memory
+    if fixed < usable:
+        return usable - fixed
+    problem = f"weights, gradients and optimizer need {fixed / _GIB:.2f} of {usable / _GIB:.2f} usable GiB"
+    if config.memory_budget is None:
+        raise UnsupportedModelError(problem, "")
+    raise ConfigError(
+        f"--memory-budget {format_bytes(config.memory_budget)}: {problem}",
+        "Raise it, shard weights with --fsdp full_shard, or train adapters with --train-type lora.",
+    )
+
+
+def _traced_tokens(peaks: Sequence[RankTokens], model_config: PreTrainedConfig) -> tuple[RankTokens, int]:
+    """Return the maxima of all kinds of tokens, with fillers, and the length of the shortest pass to trace.
+
+    The head's memory grows with the length only until logits are computed in chunks. If the longest pass has chunks,
+    the shortest one has them too; otherwise the bytes of the passes in between would be above the line.
+    """
+    longest = RankTokens(**{kind: max(getattr(tokens, kind) for tokens in peaks) for kind in _KINDS})
+    num_long = longest.computed + num_fillers(family_of(model_config.to_dict()).kinds)
+    num_chunked = 2 * CHUNK_LOGITS // int(model_config.get_text_config().vocab_size) + 1  # half are targets
+    return dataclasses.replace(longest, computed=num_long), num_chunked if num_chunked < num_long else 2
+
+
+class LayerSwitch:
+    """Switch of the layers of a model, bare or inside an adapter, between keeping and recomputing activations.
+
+    Recomputation is enabled in all layers before. ``switches_towers``: towers keep their activations, unless the layers
+    of the language model do not suffice.
+    """
+
+    def __init__(self, model: nn.Module, plan: LayerPlan, spec: InputSpec, *, switches_towers: bool) -> None:
+        self.plan, self._pad_ids = plan, spec.pad_ids
+        self._layers: list[Any] = switchable_layers(model)
+        inner = base_model(model)
+        towers = tower_prefixes(inner, spec.config.model_type)
+        modules = inner.named_modules() if switches_towers else ()
+        parts = [module for name, module in modules if towers.part_of(name) != "language model"]
+        self._in_towers: list[Any] = [module for module in parts if hasattr(module, "gradient_checkpointing")]
+        self._num_computed = self._num_recomputed = 0  # tokens times layers, since the last ``take_share``
+
+    def set_for(self, batch: Batch) -> int:
+        """Switch all layers for a micro-batch on the host; return how many of the language model recompute."""
+        counts = {kind: int((batch.input_ids == pad_id).sum()) for kind, pad_id in self._pad_ids.items()}
+        tokens = {"computed": batch.input_ids.numel(), "audio": counts.pop("audio", 0), "vision": sum(counts.values())}
+        tokens["keys"] = len(batch.key_index) if isinstance(batch, TreeBatch) else 0
+        num_layers = int(self.plan.num_layers(**tokens))
+        for index, layer in enumerate(self._layers):
+            layer.gradient_checkpointing = index < num_layers
+        for module in self._in_towers:
+            module.gradient_checkpointing = bool(self.plan.exceeds(**tokens))
+        self._num_computed += tokens["computed"] * len(self._layers)
+        self._num_recomputed += tokens["computed"] * num_layers
+        return num_layers
+
+    def take_share(self) -> float:
+        """Return the share of this rank's layers, weighted by tokens, that recomputed since the last call."""
+        share = self._num_recomputed / max(self._num_computed, 1)
+        self._num_computed = self._num_recomputed = 0
+        return share
+
+
+def switch_of(
+    run: Run, spec: InputSpec, dtype: torch.dtype, model: nn.Module, progress: Progress
+) -> LayerSwitch | None:
+    """Return the switch of a run with ``--gradient-checkpointing auto``; None if its layers are not switched.
+
+    All ranks call this, and plan for the smallest device.
+    """
+    if not run.config.plans_recomputation:
+        return None
+    budgets = all_gather_objects(budget_of(run.config), run.world.size)
+    budget = min((num_bytes for num_bytes in budgets if num_bytes is not None), default=None)
+    with torch.random.fork_rng():  # so that dropout has the same masks as without tracing
+        plan, line = plan_run(run, spec, dtype, budget)
+    progress.note(line)
+    switches_towers = run.config.vit_gradient_checkpointing is None
+    return None if plan is None else LayerSwitch(model, plan, spec, switches_towers=switches_towers)
