@@ -457,7 +457,7 @@ def _make_run_task(report: Report, spec: EncodeSpec) -> Callable[[tuple[Task, Ta
     ``report`` sends numbers of rows, drops and tokens to the main process.
     """
     tokenize_in_one_thread()
-    _block_pandas()
+    block_pandas()
     encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template, spec.chat_template_kwargs))
     gc.freeze()  # garbage collections skip the loaded files, which stay alive
 
@@ -482,10 +482,11 @@ def _make_run_task(report: Report, spec: EncodeSpec) -> Callable[[tuple[Task, Ta
     return run
 
 
-def _block_pandas() -> None:
+def block_pandas() -> None:
     """Keep pyarrow from importing pandas when it makes its first array, as if pandas were not installed.
 
-    It would only check the type of the values. The import takes a quarter of the start-up time of a worker.
+    It would only check the type of the values. The import takes a quarter of the start-up time. For processes of the
+    command line only: afterwards pyarrow treats a pandas series as any other sequence.
     """
 
     def find_spec(name: str, *_: object) -> None:

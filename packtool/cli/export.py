@@ -15,10 +15,12 @@ from packtool.errors import ConfigError
 def run_export(config: ExportConfig, invocation: Invocation) -> None:
     """Export rows and print the summary; Ctrl-C and SIGTERM leave an export that can be resumed."""
     from packtool.cache.export import export
+    from packtool.cache.task import block_pandas
     from packtool.report.tables import export_figures, export_lines, table
     from packtool.rows.sample import drop_notes
     from packtool.rows.sources import with_local_copies
 
+    block_pandas()
     config = with_local_copies(config)
     received_signal = int(signal.SIGINT)  # the cause of a KeyboardInterrupt, unless ``terminate`` is called
 

@@ -454,6 +454,8 @@ class Encoder:
         header_ids = self._header_ids.get((control, header))
         if header_ids is None:  # a template has one or two
             header_ids = self._header_ids[control, header] = self._encode_one(Chunk(control, "", header))
+        if ids[: len(header_ids)] == header_ids:  # fast path for nearly all turns
+            return len(header_ids)
         return common_prefix_length(header_ids, ids)
 
 

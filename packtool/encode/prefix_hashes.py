@@ -90,7 +90,11 @@ def prefix_hashes(
         media = media_spans(sample, tokens)
         can_locate_media = len(media) == len(sample.media)
         ends = _prefix_ends(sample, media, _prompt_ends(sample)) if can_locate_media else []
-        num_targets = np.cumsum(sample.labels != IGNORE_INDEX)  # among the tokens up to each token
+        if not ends or ends[-1] <= longer_than:
+            num_prefixes.append(0)
+            continue
+        is_target = sample.labels != IGNORE_INDEX
+        num_targets = num_counted_tokens = 0  # targets among the tokens that are counted so far
         num_media_tokens = num_audio_tokens = num_squares = 0  # of the media in the current prefix
         for end, new_media, digest in _digests(sample, media, ends, medium_key, _BEGINNING):
             for medium in new_media:
@@ -106,7 +110,9 @@ def prefix_hashes(
                 media_tokens.append(num_media_tokens)
                 audio_tokens.append(num_audio_tokens)
                 squares.append(num_squares)
-                target_tokens.append(int(num_targets[end - 1]))
+                num_targets += int(np.count_nonzero(is_target[num_counted_tokens:end]))
+                num_counted_tokens = end
+                target_tokens.append(num_targets)
         num_prefixes.append(len(lengths) - num_before)
     hashes = PrefixHashes(
         lengths=np.array(lengths, np.int32),
@@ -177,6 +183,8 @@ def _prompt_ends(sample: EncodedSample) -> set[int]:
     if not len(sample.turns):
         return set()
     start, stop = sample.turns[:2].tolist()
+    if start <= MIN_PROMPT:
+        return set()  # only a longer prompt has a turn of ``MIN_PROMPT`` tokens before the question
     is_end = sample.input_ids[:stop] == sample.input_ids[stop - 1]
     if is_end[start : stop - 1].any():
         return set()  # the turn was truncated, so its last token is not the one that ends turns

@@ -45,6 +45,7 @@ _DICT_NAMES = frozenset(dir(dict))
 _LOOP_ARGUMENTS = frozenset(("_loop_vars", "_block_vars"))
 """Arguments that a compiled template adds to the calls in its loops and blocks."""
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_REASONING_NAMES = frozenset(REASONING_NAMES)
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _MAX_REMEMBERED = 10_000
 
@@ -249,6 +250,8 @@ class ChatTemplate:
         content = message.get("content")
         if self._content_as_list and isinstance(content, str):
             message = {**message, "content": [{"type": "text", "text": content}]}
+        if _REASONING_NAMES.isdisjoint(message):
+            return message
         reasoning = next((message[name] for name in REASONING_NAMES if message.get(name) is not None), None)
         if reasoning is None:
             return message

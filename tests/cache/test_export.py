@@ -610,13 +610,19 @@ def test_workers_for_text_import_no_media_libraries(model: Path, rows: Path, tmp
     code = (
         "import sys; from packtool.cache import task; from packtool.config.data import EncodeSpec;"
         "from packtool.encode.encoder import Encoder; from packtool.encode.model_files import ModelFiles;"
-        "import pyarrow; task._block_pandas(); pyarrow.array(['a']);"
+        "import pyarrow; task.block_pandas(); pyarrow.array(['a']);"
         "spec = EncodeSpec(model=sys.argv[1], max_length=100); Encoder(spec, ModelFiles.load(sys.argv[1]));"
         "heavy = 'torch', 'transformers', 'datasets', 'fsspec', 'av', 'pandas';"
         "print([name for name in heavy if name in sys.modules]);"
         "assert not pyarrow.array([1]).to_pandas().empty"
     )
     assert _python(code, str(model)).strip() == "[]"
+
+
+def test_export_command_does_not_import_pandas(model: Path, rows: Path, tmp_path: Path) -> None:
+    code = "import sys; from packtool.cli.main import run; run(sys.argv[1:]); print('pandas' in sys.modules)"
+    output = _python(code, *_words(model, rows, tmp_path / "cache"), "--dataset-num-proc", "1")
+    assert output.endswith("False\n") and (tmp_path / "cache" / "packtool.json").exists()
 
 
 def test_memory_does_not_grow_with_the_rows(model: Path, tmp_path: Path) -> None:
