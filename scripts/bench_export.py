@@ -6,9 +6,10 @@
    rows in one process with one thread. Loading the tokenizer is not included.
 2. Text: the whole command ``packtool export``, including start-up, reading, rendering, labels and Arrow files with
    checksums. The baseline is ``tokenizers`` on the same cores, which encodes the rendered conversations and writes
-   nothing. Loading the tokenizer is included in both.
-3. Tiny files: the whole command on rows with a file each. The baseline is the same rows in one file. Wall time and CPU
-   seconds of all processes are measured; CPU seconds depend less on other work on the machine.
+   nothing. Loading the tokenizer is included in both. On the real rows, repeated, and on copies in which each message
+   ends with a new word, so that no row is tokenized from memory.
+3. Tiny files: the whole command on rows with a file each. The baseline is the same rows in one file. CPU seconds of
+   all processes depend less on other work on the machine than wall time; 2 and 3 measure both.
 
     python scripts/bench_export.py [--realdata DIR] [--repeat 3] [--copies 12] [--num-proc 2] [--files 20000]
                                    [--only pictures|text|files]
@@ -162,7 +163,16 @@ def _in_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def text(options: argparse.Namespace) -> None:
-    """Compare the whole command with tokenization alone."""
+    """Compare the whole command with tokenization alone: on rows that are repeated, and on distinct rows."""
+    lines = [line for name in TEXT_ROWS for line in (options.realdata / name).read_text().splitlines()]
+    _compare_text(options, "repeated rows", lines, _numbered)
+    _compare_text(options, "distinct rows", lines, _with_new_words)
+
+
+def _compare_text(
+    options: argparse.Namespace, title: str, lines: list[str], copied: Callable[[str, int, int], str]
+) -> None:
+    """Compare on ``--copies`` copies of each line; ``copied``: the row of a line's index and a copy's number."""
     from packtool.encode.model_files import ModelFiles
     from packtool.encode.template import ChatTemplate
 
@@ -172,24 +182,23 @@ def text(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         rows, rendered = work / "rows.jsonl", work / "rendered.jsonl"
-        lines = [line for name in TEXT_ROWS for line in (options.realdata / name).read_text().splitlines()]
-        texts = [json.dumps(template.render(json.loads(line)["messages"])) for line in lines]
         with rows.open("w") as file, rendered.open("w") as peer_file:
             for copy in range(options.copies):
-                # Repeated rows would be found in nobody's cache of whole texts, but better not to ask.
-                file.writelines(_numbered(line, copy) + "\n" for line in lines)
-                peer_file.writelines(text + "\n" for text in texts)
-        mine, peer, ratios = [], [], []
+                for index, line in enumerate(lines):
+                    row = copied(line, index, copy)
+                    file.write(row + "\n")
+                    peer_file.write(json.dumps(template.render(json.loads(row)["messages"])) + "\n")
+        mine, peer = [], []
         for number in range(options.repeat):
-            ours = _export(model, rows, work / f"cache{number}", options.num_proc)
-            theirs = _peer(model, rendered, options.num_proc)
-            mine.append(ours["tokens"] / ours["wall"])
-            peer.append(theirs["tokens"] / theirs["wall"])
-            ratios.append(mine[-1] / peer[-1])
-        print(f"text: {len(lines) * options.copies:,} rows, {ours['tokens']:,} tokens, {options.num_proc} processes")
-        print(f"  packtool export   {statistics.median(mine):12,.0f} tokens/s, everything included")
-        print(f"  bare tokenizers   {statistics.median(peer):12,.0f} tokens/s")
-        print(f"  export has {statistics.median(ratios):.2f} of the bare tokenizers' throughput")
+            mine.append(_export(model, rows, work / f"cache{number}", options.num_proc))
+            peer.append(_peer(model, rendered, options.num_proc))
+        print(f"text, {title}: {len(lines) * options.copies:,} rows, {mine[0]['tokens']:,} tokens")
+        for unit in ("wall", "cpu"):
+            ratio = statistics.median(theirs[unit] / ours[unit] for ours, theirs in zip(mine, peer, strict=True))
+            ours, theirs = (statistics.median(run["tokens"] / run[unit] for run in runs) for runs in (mine, peer))
+            print(f"  packtool export   {ours:12,.0f} tokens per {unit} second, everything included")
+            print(f"  bare tokenizers   {theirs:12,.0f} tokens per {unit} second")
+            print(f"  export has {ratio:.2f} of the bare tokenizers' throughput with {options.num_proc} processes")
 
 
 def tiny_files(options: argparse.Namespace) -> None:
@@ -199,7 +208,7 @@ def tiny_files(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         (work / "many").mkdir()
-        rows = [_numbered(lines[number % len(lines)], number) + "\n" for number in range(options.files)]
+        rows = [_numbered(lines[number % len(lines)], 0, number) + "\n" for number in range(options.files)]
         (work / "one.jsonl").write_text("".join(rows))
         for number, row in enumerate(rows):
             (work / "many" / f"{number:06d}.jsonl").write_text(row)
@@ -218,28 +227,40 @@ def tiny_files(options: argparse.Namespace) -> None:
             print(f"  {name:4} {statistics.median(ratios):.2f} of the same rows in one file")
 
 
-def _numbered(line: str, copy: int) -> str:
+def _numbered(line: str, _: int, copy: int) -> str:
+    """Return a row with the copy's number at its end."""
     row = json.loads(line)
     row["messages"][-1]["content"] += f" {copy}"
+    return json.dumps(row)
+
+
+def _with_new_words(line: str, index: int, copy: int) -> str:
+    """Return a row with a word at the end of each message that no other row has."""
+    row = json.loads(line)
+    for number, message in enumerate(row["messages"]):
+        digits = f"{number}{copy:04}{index:06}"
+        message["content"] += " " + "".join(chr(ord("a") + int(digit)) for digit in digits)
     return json.dumps(row)
 
 
 def _export(model: Path, rows: Path, cache: Path, num_proc: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "packtool", "export", "--model", str(model), "--dataset", str(rows)]
     command += ["--max-length", "32768", "--output-dir", str(cache), "--dataset-num-proc", str(num_proc), "--json"]
-    begin, before = time.perf_counter(), os.times()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-    wall, after = time.perf_counter() - begin, os.times()
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return {**json.loads(done.stdout), "wall": wall, "cpu": cpu}
+    return _timed(command)
 
 
 def _peer(model: Path, rendered: Path, num_threads: int) -> dict[str, Any]:
     environ = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(num_threads)}
-    command = [sys.executable, "-c", _PEER, str(model / "tokenizer.json"), str(rendered)]
-    begin = time.perf_counter()
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True)
-    return {**json.loads(done.stdout), "wall": time.perf_counter() - begin}
+    return _timed([sys.executable, "-c", _PEER, str(model / "tokenizer.json"), str(rendered)], environ)
+
+
+def _timed(command: list[str], environ: dict[str, str] | None = None) -> dict[str, Any]:
+    """Run a command that prints JSON; return that, with its wall time and the CPU seconds of all its processes."""
+    begin, before = time.perf_counter(), os.times()
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    wall, after = time.perf_counter() - begin, os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return {**json.loads(done.stdout), "wall": wall, "cpu": cpu}
 
 
 _COMPARISONS: dict[str, Callable[[argparse.Namespace], None]] = {

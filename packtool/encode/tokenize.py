@@ -287,7 +287,8 @@ class _Words(dict[str, tuple[int, ...]]):
         self._tokenizer = tokenizer
 
     def __missing__(self, word: str) -> tuple[int, ...]:
-        ids = tuple(self._tokenizer.encode_batch_fast([word], add_special_tokens=False)[0].ids)
+        # ``encode_batch_fast`` would hand the word to another thread, which costs several times as much as the word.
+        ids = tuple(self._tokenizer.encode(word, add_special_tokens=False).ids)
         if len(self) < _MAX_WORDS and len(word) <= _MAX_WORD_CHARS:
             self[word] = ids
         return ids

@@ -622,7 +622,8 @@ def test_workers_for_text_import_no_media_libraries(model: Path, rows: Path, tmp
 def test_export_command_does_not_import_pandas(model: Path, rows: Path, tmp_path: Path) -> None:
     code = "import sys; from packtool.cli.main import run; run(sys.argv[1:]); print('pandas' in sys.modules)"
     output = _python(code, *_words(model, rows, tmp_path / "cache"), "--dataset-num-proc", "1")
-    assert output.endswith("False\n") and (tmp_path / "cache" / "packtool.json").exists()
+    assert output.endswith("False\n")
+    assert (tmp_path / "cache" / "packtool.json").exists()
 
 
 def test_memory_does_not_grow_with_the_rows(model: Path, tmp_path: Path) -> None:
