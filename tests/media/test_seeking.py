@@ -150,7 +150,7 @@ def test_frame_count_equals_that_of_a_decoder(name: str, share: float, damage: b
     try:
         result = measure_video(MediaRef(None, data)).num_frames
     except (av.FFmpegError, MediaProblem):
-        assert expected is None
+        assert expected is None or damage, "a corrupted file may be refused although the decoder skips the fault"
         return
     if result != expected:
         assert damage

@@ -125,6 +125,7 @@ def test_run_without_expert_parallelism_cannot_resume_with_it(
     train(mixture.config(tmp_path, **only, gradient_accumulation_steps=2), SilentProgress())
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
 def test_balance_under_deepspeed_equals_that_of_ddp(mixture: TinyWorld, tmp_path: Path) -> None:
     settings = {"router_aux_loss_coef": 1.0, "max_steps": 3, "samples_per_step": 8, "gradient_checkpointing": False}
