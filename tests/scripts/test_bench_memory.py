@@ -17,7 +17,9 @@ def bench() -> ModuleType:
 
 def test_a_row_for_each_family(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     bench.main(["--families", "qwen3", "qwen3_vl", "qwen3-omni"])
-    _, _, *rows = capsys.readouterr().out.splitlines()
+    memory, planned = capsys.readouterr().out.split("\n\n")
+    assert len(planned.splitlines()) == 2 + 5, "a heading, titles, and five settings"
+    _, _, *rows = memory.splitlines()
     assert [row.split()[0] for row in rows] == ["qwen3", "qwen3_vl"], "sounds need real settings"
     for row in rows:
         differences = [float(percent) for percent in re.findall(r"\(([+-][\d.]+)%\)", row)]
