@@ -338,8 +338,8 @@ def _pack_wide_trees(
     for start, size in zip(starts[is_wide].tolist(), sizes[is_wide].tolist(), strict=True):
         tree = slice(start, start + size)
         # Of the samples after the first one, the one that shares least shares the trunk only, and begins a branch.
-        least_shared = start + 1 + int(shared[tree][1:].argmin())
-        trunk_tokens, trunk_prefix = int(shared[least_shared]), shared_prefixes[least_shared]
+        fork_index = start + 1 + int(shared[tree][1:].argmin())
+        trunk_tokens, trunk_prefix = int(shared[fork_index]), shared_prefixes[fork_index]
         branches = np.flatnonzero(shared[tree] <= trunk_tokens)  # first sample of each branch, relative to ``start``
         branch_tokens = np.add.reduceat(lengths[tree] - np.maximum(shared[tree], trunk_tokens), branches)
         space = capacity - trunk_tokens
