@@ -20,6 +20,11 @@ All strategies have the same sequences in each step, as many as the paper's glob
 with larger groups, with five times the batch, and with weights sharded over all GPUs (ZeRO-3), where micro-batches run
 in lock-step.
 
+Group sizes: with a long tail (3 % of Wikipedia's lengths replaced by 16K to 256K, log-uniform), one sequence can have
+more work than a group of 8 should do in a step. The table compares groups of 8, 16 and 32 GPUs with dynamic context
+parallelism, and counts the steps in which the slowest group exceeds the mean by a fifth, and those of them in which it
+has just one sequence: there, exchanging sequences between groups can't help.
+
 Ablation (0.5B, ChatQA2, one group of 8): sequences assigned to ranks in turn, not to the least loaded rank; and no
 roll-back, so that sequences that fit nowhere are sharded without room for them.
 """
@@ -34,7 +39,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -42,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from packtool.config.simulate import StrategyName
 from packtool.planning.cost import MODEL_PRESETS, ModelSizes
-from packtool.planning.skrull import SHARDED, PlacedMicroBatch
+from packtool.planning.skrull import SHARDED, PlacedMicroBatch, schedule_step
 from packtool.simulate.hardware import HARDWARE_PRESETS
 from packtool.simulate.machine import Machine
 from packtool.simulate.run import DistributionName, Outcome, arrange, draw_lengths, outcome, simulate
@@ -119,6 +124,8 @@ SETTINGS = (
     Setting("qwen2.5-7b", "chatqa2", sequence_parallel_size=16, sequences_per_rank=40),
 )
 ABLATION = Setting("qwen2.5-0.5b", "chatqa2", world_size=8)
+GROUP_SIZES = (8, 16, 32)
+TAIL_SHARE, TAIL_RANGE = 0.03, (16 * 1024, 256 * 1024)  # sequences of the long tail, and their tokens
 
 
 class Ranks:
@@ -259,6 +266,52 @@ def run_rivals(settings: Sequence[Setting], steps: int, seed: int) -> Iterator[d
         yield row
 
 
+def draw_long_tail(num: int, seed: int) -> np.ndarray:
+    """Draw lengths as in Wikipedia, int64 (num,), with a share of ``TAIL_SHARE`` log-uniform in ``TAIL_RANGE``."""
+    rng = np.random.default_rng(seed)
+    lengths = draw_lengths("wikipedia", num, seed=seed)
+    tail = np.exp(rng.uniform(*np.log(TAIL_RANGE), num)).astype(np.int64)
+    return np.where(rng.random(num) < TAIL_SHARE, tail, lengths)
+
+
+def run_group_sizes(steps: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the seconds per step of each data set by size of the groups; 256 sequences per step, 32 GPUs."""
+    for model in ("qwen2.5-0.5b", "qwen2.5-7b"):
+        for data in ("long tail", "wikipedia", "lmsys", "chatqa2"):
+            row: dict[str, Any] = {"model": model, "data": data, "uneven": 0, "single": 0}
+            for size in GROUP_SIZES:
+                name = cast(DistributionName, data)
+                setting = Setting(model, name, sequence_parallel_size=size, sequences_per_rank=8 * size)
+                bucket = TAIL_RANGE[1] // min(GROUP_SIZES) + 1024  # the longest sequence fits into the smallest group
+                options = dataclasses.replace(setting.options(steps, seed), bucket_size=bucket, packing_length=bucket)
+                num = round(1.1 * steps * options.sequences_per_step) + 10
+                lengths = draw_long_tail(num, seed) if data == "long tail" else draw_lengths(name, num, seed=seed)
+                sequences = arrange(lengths, options)
+                dynamic, skrull = simulate(sequences, ("dynamic-cp", "skrull"), options)
+                row[size] = float(skrull.timing.step_seconds.mean())
+                if size == min(GROUP_SIZES):
+                    row["dynamic"] = float(dynamic.timing.step_seconds.mean())
+                    row["uneven"], row["single"] = count_uneven_steps(sequences, options)
+            yield row
+
+
+def count_uneven_steps(sequences: Sequences, options: SimulateOptions) -> tuple[int, int]:
+    """Count steps whose slowest group exceeds the mean by a fifth, and those where it has a single sequence."""
+    per_step, cost = options.sequences_per_step, options.machine.sizes.cost
+    num_uneven = num_single = 0
+    for step in range(options.num_steps):
+        batch = sequences[slice(step * per_step, (step + 1) * per_step)]
+        lengths = batch.lengths.astype(np.int64)
+        flops = cost(lengths, cost.attention(lengths), target_tokens=batch.targets)
+        groups = schedule_step(lengths, flops, options.skrull, num_ranks=options.num_groups)
+        seconds = [sum(micro_batch.seconds for micro_batch in group) for group in groups]
+        slowest = groups[int(np.argmax(seconds))]
+        if max(seconds) > 1.2 * np.mean(seconds):
+            num_uneven += 1
+            num_single += sum(len(micro_batch.samples) for micro_batch in slowest) == 1
+    return num_uneven, num_single
+
+
 def run_ablation(setting: Setting, steps: int, seed: int) -> Iterator[tuple[str, float, int]]:
     """Yield (variant, speed-up relative to context parallelism, steps out of memory)."""
     options = setting.options(steps, seed)
@@ -303,6 +356,17 @@ def main(arguments: list[str] | None = None) -> None:
         rivals.append(row)
         cells = [f"{dyn:.2f} | {over:.2f} | {local:.0%}" for dyn, over, local in (row[name] for name in RIVALRIES)]
         print(f"{row['model']:<14}{row['data']:<12}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+    sizes = "".join(f"{f'groups of {size}':>14}" for size in GROUP_SIZES)
+    print(f"\n{'seconds per step':<26}{sizes}{'dynamic':>14}{'gain':>8}{'uneven':>8}{'single':>8}")
+    group_sizes = []
+    for row in run_group_sizes(args.steps, args.seed):
+        group_sizes.append(row)
+        seconds = [row[size] for size in GROUP_SIZES]
+        cells = "".join(f"{value:>14.3f}" for value in [*seconds, row["dynamic"]])
+        gain = min(seconds) / row["dynamic"]
+        print(
+            f"{row['model']:<14}{row['data']:<12}{cells}{gain:>7.2f}x{row['uneven']:>8}{row['single']:>8}", flush=True
+        )
     print(f"\n{'ablation':<26}{'paper':>13}{'here':>13}{'out of memory':>16}")
     ablation = list(run_ablation(ABLATION, args.steps, args.seed))
     for name, speedup, full in ablation:
@@ -310,7 +374,9 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{name:<26}{told:>13}{speedup:>12.2f}x{f'{full} of {args.steps}' if full else '-':>16}")
     print(f"\n{DEPARTURES}")
     if args.json is not None:
-        args.json.write_text(json.dumps({"settings": rows, "rivals": rivals, "ablation": ablation}))
+        args.json.write_text(
+            json.dumps({"settings": rows, "rivals": rivals, "group_sizes": group_sizes, "ablation": ablation})
+        )
         print(f"wrote {args.json}")
 
 

@@ -80,6 +80,14 @@ def _warnings(simulation: Simulation) -> list[str]:
         counts = f"{num_left_out:,} of {num_left_out + simulation.num_sequences:,} sequences"
         limit = f"{simulation.options.longest:,} tokens or --max-length"
         warnings.append(f"{counts} were left out: they are longer than {limit}.")
+    num_dominated, size = simulation.num_dominated_steps, simulation.options.sequence_parallel_size
+    larger_size = 2 * size
+    if num_dominated and simulation.options.machine.world_size % larger_size == 0:
+        steps = f"{num_dominated} of {simulation.baseline.num_steps} steps"
+        warnings.append(
+            f"In {steps}, one sequence has more work than a group should do, so other groups wait. "
+            f"Compare with --sequence-parallel-size {larger_size}."
+        )
     return warnings
 
 

@@ -35,6 +35,8 @@ from packtool.simulate.strategies import TITLES, Sequences, SimulateOptions, sch
 
 DistributionName = Literal["wikipedia", "lmsys", "chatqa2"]
 SHORTEST = 64
+DOMINATED_BALANCE = 1.2
+"""A step is dominated by one sequence if its work divided by the mean work of a group is at least this."""
 _K = 1024
 
 
@@ -95,7 +97,7 @@ class Outcome:
 
     Args:
         num_tokens: true tokens, without padding.
-        flops: of these tokens, forward and backward.
+        flops_of_sequences: FLOPs of each sequence, (N,), forward and backward, without padding.
         local_share: share, 0 to 1, of the tokens of sequences on one device.
         out_of_memory: bool (S,), steps in which a device exceeds its memory.
     """
@@ -103,7 +105,7 @@ class Outcome:
     name: StrategyName
     timing: Timing
     num_tokens: int
-    flops: float
+    flops_of_sequences: npt.NDArray[np.float64]
     local_share: float
     out_of_memory: npt.NDArray[np.bool_]
     options: SimulateOptions
@@ -136,6 +138,7 @@ class Outcome:
         balance = imbalance(timing.busy)  # of each step
         micro_batches = timing.sums(np.ones(len(timing.ranks)))  # of each device in each step
         num_padded_tokens = int(timing.schedule.tokens.sum())
+        peak_flops = float(step_seconds.sum()) * machine.world_size * machine.hardware.peak
         return {
             "strategy": self.name,
             "title": self.title,
@@ -146,7 +149,7 @@ class Outcome:
             "slowest_step_seconds": float(step_seconds.max()),
             "tokens_per_second_per_device": 1 / self.seconds_per_token / machine.world_size,
             "speedup": self.speedup_over(baseline),
-            "mfu": self.flops / (float(step_seconds.sum()) * machine.world_size * machine.hardware.peak),
+            "mfu": float(self.flops_of_sequences.sum()) / peak_flops,
             "balance": float(balance.mean()),
             "worst_balance": float(balance.max()),
             "communication_share": float(timing.waited_seconds.sum() / step_seconds.sum()),
@@ -195,7 +198,7 @@ def outcome(name: StrategyName, plan: SimulatedSchedule, sequences: Sequences, o
     out_of_memory = np.zeros(plan.num_steps, dtype=np.bool_)
     out_of_memory[plan.micro_batch_steps[plan.row_micro_batches[is_full]]] = True
     num_tokens, num_local_tokens = int(lengths.sum()), int(lengths[plan.placement != SHARDED].sum())
-    flops = float(cost(lengths, cost.attention(lengths), target_tokens=targets).sum())
+    flops = cost(lengths, cost.attention(lengths), target_tokens=targets)
     return Outcome(name, timing, num_tokens, flops, num_local_tokens / num_tokens, out_of_memory, options)
 
 
@@ -230,6 +233,19 @@ class Simulation:
         """The outcome that speed-ups are relative to."""
         return next((outcome for outcome in self.outcomes if outcome.name == BASELINE), self.outcomes[0])
 
+    @property
+    def num_dominated_steps(self) -> int:
+        """Steps of the baseline in which a single sequence exceeds the mean work of a group by a fifth or more.
+
+        The other groups wait for its group, whatever sequences they get. Only larger groups shorten such steps.
+        """
+        flops, schedule = self.baseline.flops_of_sequences, self.baseline.timing.schedule
+        steps = schedule.micro_batch_steps[schedule.micro_batch_of]
+        largest_flops = np.zeros(schedule.num_steps)
+        np.maximum.at(largest_flops, steps, flops)
+        mean_group_flops = np.bincount(steps, flops, minlength=schedule.num_steps) / self.options.num_groups
+        return int(np.count_nonzero(largest_flops >= DOMINATED_BALANCE * mean_group_flops))
+
     def figures(self) -> dict[str, Any]:
         """Return all figures by their names in JSON."""
         options, machine = self.options, self.options.machine
@@ -250,6 +266,7 @@ class Simulation:
             "zero_stage": machine.zero_stage,
             "seed": options.seed,
             "baseline": self.baseline.name,
+            "dominated_steps": self.num_dominated_steps,
             "strategies": [outcome.figures(self.baseline) for outcome in self.outcomes],
             "seconds": round(self.seconds, 3),
             "model_sizes": dataclasses.asdict(machine.sizes),

@@ -28,6 +28,9 @@ def test_full_benchmark_runs(bench: ModuleType, tmp_path: Path, capsys: pytest.C
     for row in results["settings"]:
         assert row["skrull"] >= row["sorted"] * 0.99
         assert row["skrull"] > 1
+    assert [row["data"] for row in results["group_sizes"]][:2] == ["long tail", "wikipedia"]
+    for row in results["group_sizes"]:
+        assert row["single"] == row["uneven"], "in an uneven step, the slowest group has a single sequence"
     full = {name: steps for name, _, steps in results["ablation"]}
     assert full["Skrull"] == full["Skrull as printed"] == full["round robin"] == 0
     assert full["round robin, no roll-back"] > 0

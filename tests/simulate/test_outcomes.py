@@ -14,9 +14,10 @@ from packtool.config.simulate import STRATEGIES, StrategyName
 from packtool.errors import DataError
 from packtool.planning.cost import MODEL_PRESETS, NO_LOAD, ModelSizes
 from packtool.planning.skrull import SHARDED
+from packtool.report.simulation import simulation_lines
 from packtool.simulate.hardware import HARDWARE_PRESETS, Hardware
 from packtool.simulate.machine import Constants, Machine, SimulatedSchedule, Timing
-from packtool.simulate.run import Outcome, arrange, draw_lengths, simulate
+from packtool.simulate.run import Outcome, Simulation, arrange, draw_lengths, simulate
 from packtool.simulate.strategies import TITLES, Sequences, SimulateOptions, place_in_groups, schedule
 
 SIZES = ModelSizes.of_config(MODEL_PRESETS["qwen2.5-0.5b"])
@@ -347,3 +348,18 @@ def test_groups_of_one_gpu_share_nothing() -> None:
             assert (result.timing.schedule.micro_batch_num_ranks == 1).all()
             assert result.timing.exposed.sum() == 0
         assert result.title == TITLES[result.name]
+
+
+def test_steps_dominated_by_one_sequence_are_counted() -> None:
+    """Of two steps of 16 sequences for 4 groups, one has a sequence with far more work than a group's mean."""
+    settings = options(sequences_per_rank=4, num_steps=2)
+    lengths = np.full(32, 1000, dtype=np.int32)
+    lengths[5] = 100_000
+    sequences = Sequences(lengths, lengths.astype(np.int64))
+    for group_size, expected in ((8, 1), (32, 0)):
+        one_size = replace(settings, sequence_parallel_size=group_size, sequences_per_rank=group_size // 2)
+        results = list(simulate(sequences, ("packed-shared", "skrull"), one_size))
+        simulation = Simulation(results, one_size, "lengths", "lengths", 32, 0, "model", 0.0)
+        assert simulation.num_dominated_steps == expected
+        warnings = [line for line in simulation_lines(simulation) if "--sequence-parallel-size" in line]
+        assert [line.split("Compare with ")[1] for line in warnings] == ["--sequence-parallel-size 16."] * expected
