@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -194,38 +194,58 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
     steps_by_time = reference.timing.step_seconds.argsort(kind="stable")
     step = int(steps_by_time[len(steps_by_time) // 2])
     step_seconds = float(timing.step_seconds[step])
-    num_gpus = timing.schedule.num_devices
-    # Names of the GPUs that are drawn: all, or the first ones, the slowest and the fastest.
-    gpu_names = {gpu: f"GPU {gpu}" for gpu in range(num_gpus if num_gpus <= _MAX_GPUS else _NUM_FIRST_GPUS)}
-    if num_gpus > _MAX_GPUS:
-        # GPUs by finish time; if these are equal, by computing time (the last key of lexsort has precedence).
-        gpus_by_time = np.lexsort((timing.busy[step], timing.device_seconds[step]))
-        slowest, fastest = int(gpus_by_time[-1]), int(gpus_by_time[0])
-        gpu_names[slowest] = f"GPU {slowest:,}, slowest"
-        gpu_names[fastest] = f"GPU {fastest:,}, fastest"
-    rectangles: dict[str, list[Rectangle]] = {}  # by activity
-    for line, gpu in enumerate(gpu_names):
-        y = line * (_LINE_HEIGHT + _LINE_GAP)
-        for activity, start, seconds in _activities(timing, step, gpu):
-            x, width = start / step_seconds * AXIS_LENGTH, seconds / step_seconds * AXIS_LENGTH
-            rectangles.setdefault(activity, []).append((x, y, width, _LINE_HEIGHT))
+    gpu_names = _drawn_gpus(timing, step)
+    rectangles = _timeline(timing, step, gpu_names)
     shapes = [Boxes(boxes, _ACTIVITIES[activity][0]) for activity, boxes in rectangles.items()]
     height = len(gpu_names) * (_LINE_HEIGHT + _LINE_GAP) - _LINE_GAP
-    step_of_sequence = timing.schedule.micro_batch_steps[timing.schedule.micro_batch_of]  # for each sequence
-    num_sequences = int((step_of_sequence == step).sum())
-    note = f"Step {step + 1}: {num_sequences:,} sequences in {duration(step_seconds)}. Each line is a GPU."
-    if len(gpu_names) < num_gpus:
-        note += f" {len(gpu_names)} of {num_gpus:,} are drawn: the first ones, the slowest and the fastest."
-    if outcome.out_of_memory[step]:
-        note += " This step would run out of memory; its times ignore that."
     return {
         "title": outcome.title,
-        "note": note,
+        "note": _step_note(outcome, step, num_drawn_gpus=len(gpu_names)),
         "gpus": list(gpu_names.values()),
         "drawing": Drawing("step", "activities of each GPU during the step", shapes, height, in_pixels=True),
         "times": [duration(step_seconds * quarter / 4) for quarter in range(5)],
         "legend": _legend(rectangles),
     }
+
+
+def _drawn_gpus(timing: Timing, step: int) -> dict[int, str]:
+    """Return number and name of the GPUs to draw: all, or the first ones, the slowest and the fastest."""
+    num_gpus = timing.schedule.num_devices
+    if num_gpus <= _MAX_GPUS:
+        return {gpu: f"GPU {gpu}" for gpu in range(num_gpus)}
+    names = {gpu: f"GPU {gpu}" for gpu in range(_NUM_FIRST_GPUS)}
+    # GPUs by finish time; if these are equal, by computing time (the last key of lexsort has precedence).
+    gpus_by_time = np.lexsort((timing.busy[step], timing.device_seconds[step]))
+    fastest, slowest = int(gpus_by_time[0]), int(gpus_by_time[-1])
+    names[slowest] = f"GPU {slowest:,}, slowest"
+    names[fastest] = f"GPU {fastest:,}, fastest"
+    return names
+
+
+def _timeline(timing: Timing, step: int, gpus: Iterable[int]) -> dict[str, list[Rectangle]]:
+    """Return the rectangles of each activity: one line for each GPU, and the step's time as horizontal axis."""
+    length_per_second = AXIS_LENGTH / float(timing.step_seconds[step])
+    rectangles: dict[str, list[Rectangle]] = {}
+    for line, gpu in enumerate(gpus):
+        y = line * (_LINE_HEIGHT + _LINE_GAP)
+        for activity, start, seconds in _activities(timing, step, gpu):
+            rectangle = start * length_per_second, y, seconds * length_per_second, _LINE_HEIGHT
+            rectangles.setdefault(activity, []).append(rectangle)
+    return rectangles
+
+
+def _step_note(outcome: Outcome, step: int, num_drawn_gpus: int) -> str:
+    """Describe the drawn step: its sequences and time, and what the drawing leaves out."""
+    schedule = outcome.timing.schedule
+    step_of_sequence = schedule.micro_batch_steps[schedule.micro_batch_of]
+    num_sequences = int((step_of_sequence == step).sum())
+    time = duration(float(outcome.timing.step_seconds[step]))
+    note = f"Step {step + 1}: {num_sequences:,} sequences in {time}. Each line is a GPU."
+    if num_drawn_gpus < schedule.num_devices:
+        note += f" {num_drawn_gpus} of {schedule.num_devices:,} are drawn: the first ones, the slowest and the fastest."
+    if outcome.out_of_memory[step]:
+        note += " This step would run out of memory; its times ignore that."
+    return note
 
 
 def _legend(activities: Container[str]) -> list[tuple[str, str]]:

@@ -54,24 +54,15 @@ class Hardware:
         unknown = [name for name in fields if name not in declared]
         problems = [f"{origin}: unknown field {name!r}{did_you_mean(name, declared)}" for name in unknown]
         values: dict[str, Any] = {"name": str(fields.get("name", origin))}
+        del declared["name"]
         for name, field in declared.items():
-            if name == "name":
-                continue
             if name not in fields:
                 if field.default is dataclasses.MISSING:
                     problems.append(f"{origin}: {name} is missing")
-                continue
-            value = fields[name]
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            may_be_zero = name == "latency_us"
-            if not is_number or value < 0 or (value == 0 and not may_be_zero):
-                problems.append(f"{origin}: {name} is {value!r}, not a number above zero")
-            elif name.endswith("_share") and value > 1:
-                problems.append(f"{origin}: {name} is {value!r}; a share is at most 1")
-            elif name == "gpus_per_node" and value != int(value):
-                problems.append(f"{origin}: gpus_per_node is {value!r}, not a whole number")
+            elif problem := _field_problem(name, fields[name]):
+                problems.append(f"{origin}: {problem}")
             else:
-                values[name] = int(value) if name == "gpus_per_node" else float(value)
+                values[name] = int(fields[name]) if name == "gpus_per_node" else float(fields[name])
         if problems:
             raise ConfigError.from_problems(problems)
         return cls(**values)
@@ -108,6 +99,19 @@ class Hardware:
         is_inside = num_ranks <= self.gpus_per_node
         link = self.intra_node_gb_per_s if is_inside else min(self.intra_node_gb_per_s, self.inter_node_gb_per_s)
         return self.link_share * 1e9 * link
+
+
+def _field_problem(name: str, value: Any) -> str | None:
+    """Say why a field of ``Hardware`` other than its name cannot have this value, or return None."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    may_be_zero = name == "latency_us"
+    if not is_number or value < 0 or (value == 0 and not may_be_zero):
+        return f"{name} is {value!r}, not a number above zero"
+    if name.endswith("_share") and value > 1:
+        return f"{name} is {value!r}; a share is at most 1"
+    if name == "gpus_per_node" and value != int(value):
+        return f"gpus_per_node is {value!r}, not a whole number"
+    return None
 
 
 def _table(kind: str) -> list[list[str]]:
@@ -149,14 +153,19 @@ def read_hardware(name: str | None) -> Hardware:
         return HARDWARE_PRESETS[name.lower()]
     if not name.endswith((".yaml", ".yml", ".json")):
         raise ConfigError(f"--hardware {name}: neither {', '.join(HARDWARE_PRESETS)} nor a .yaml or .json file.")
-    with storage.open_read(name) as file:
-        text = file.read()
-    import yaml  # here, because most runs need no YAML
-
-    try:
-        fields = load_json(text) if name.endswith(".json") else parse_yaml(text.decode())
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"--hardware {name}: {error}") from error
+    fields = _read_fields(name)
     if not isinstance(fields, Mapping):
         raise ConfigError(f"--hardware {name}: the file must hold names and values, not a {type(fields).__name__}")
     return Hardware.of_fields(fields, f"--hardware {name}")
+
+
+def _read_fields(path: str) -> Any:
+    """Parse a YAML or JSON file."""
+    import yaml  # here, because most runs need no YAML
+
+    with storage.open_read(path) as file:
+        text = file.read()
+    try:
+        return load_json(text) if path.endswith(".json") else parse_yaml(text.decode())
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--hardware {path}: {error}") from error

@@ -114,6 +114,28 @@ class SimulatedSchedule:
         return self.micro_batch_steps[batches] * self.num_devices + devices
 
     @cached_property
+    def row_num_ranks(self) -> Seconds:
+        """float64 (R,): devices that share the micro-batch of each row."""
+        return self.micro_batch_num_ranks[self.row_micro_batches].astype(np.float64)
+
+    def sum_local(self, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Sum values (K,) of the sequences local to each row's device; (R,)."""
+        is_local = self.placement != SHARDED
+        first_rows = self.row_starts[self.micro_batch_of[is_local]]
+        rows = first_rows + self.placement[is_local]
+        return _sums(rows, values[is_local], len(self.row_micro_batches))
+
+    def sum_sharded(self, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Sum values (K,) of all sharded sequences of each row's micro-batch; (R,)."""
+        is_sharded = self.placement == SHARDED
+        micro_batch_sums = _sums(self.micro_batch_of[is_sharded], values[is_sharded], self.num_micro_batches)
+        return micro_batch_sums[self.row_micro_batches]
+
+    def sum_by_row(self, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Sum values (K,) of the local sequences and of the device's equal share of the sharded ones; (R,)."""
+        return self.sum_local(values) + self.sum_sharded(values) / self.row_num_ranks
+
+    @cached_property
     def rounds(self) -> Int64Array:
         """int64 (C,): micro-batches that the busiest of its devices has before it in its step."""
         order = np.argsort(self.row_keys, kind="stable")
@@ -245,42 +267,24 @@ class Machine:
 
         ``targets``, (K,), are the labels of each sequence. The formulas are in the module's docstring.
         """
-        is_local = schedule.placement != SHARDED
-        num_ranks = schedule.micro_batch_num_ranks[schedule.row_micro_batches].astype(np.float64)  # (R,)
-        rank = np.where(is_local, schedule.placement, 0)
-        row_of_sequence = schedule.row_starts[schedule.micro_batch_of] + rank
-        ranks_of_sequence = schedule.micro_batch_num_ranks[schedule.micro_batch_of]  # (K,)
-
-        def sum_local(values: npt.NDArray[Any]) -> Seconds:
-            """Sum values (K,) of the sequences local to each rank; (R,)."""
-            return _sums(row_of_sequence[is_local], values[is_local], len(num_ranks))
-
-        def sum_sharded(values: npt.NDArray[Any]) -> Seconds:
-            """Sum values (K,) of all sharded sequences of each rank's micro-batch; (R,)."""
-            micro_batches = schedule.micro_batch_of[~is_local]
-            sums = _sums(micro_batches, values[~is_local], schedule.num_micro_batches)
-            return sums[schedule.row_micro_batches]
-
-        local_tokens = sum_local(schedule.tokens)
-        sharded_tokens = sum_sharded(schedule.tokens)
-        row_tokens = local_tokens + sharded_tokens / num_ranks
-        row_targets = sum_local(targets) + sum_sharded(targets) / num_ranks
+        num_ranks = schedule.row_num_ranks
+        row_tokens = schedule.sum_by_row(schedule.tokens)
+        row_targets = schedule.sum_by_row(targets)
         linear = self.linear_seconds(row_tokens, row_targets)
         linear_per_token = np.divide(linear, row_tokens, out=np.zeros_like(row_tokens), where=row_tokens > 0)
-        local_attention = sum_local(self.attention_seconds(schedule.tokens, 1))
-        sharded_attention = sum_sharded(self.attention_seconds(schedule.tokens, ranks_of_sequence))
-        # Attention in windows runs at the speed of matrix products.
-        window_speed = self.hardware.peak * self.hardware.matmul_share / self._attention_passes
-        cost = self.sizes.cost
-        window_seconds = np.asarray(cost.window_squares(schedule.tokens) * (cost.per_window / window_speed))
-        local = linear_per_token * local_tokens + local_attention + sum_local(window_seconds)
-        sharded_windows = sum_sharded(window_seconds) / num_ranks
-        sharded = linear_per_token * sharded_tokens / num_ranks + sharded_attention + sharded_windows
-        exposed = np.zeros(len(row_tokens))
-        for size in np.unique(schedule.micro_batch_num_ranks).tolist():
-            rows = num_ranks == size
-            loads = sharded_tokens[rows], local_attention[rows], sharded_attention[rows]
-            exposed[rows] = self.step_time(size).exposed_seconds(*loads)
+
+        local_tokens = schedule.sum_local(schedule.tokens)
+        local_attention = schedule.sum_local(self.attention_seconds(schedule.tokens, 1))
+        window_seconds = self._window_seconds(schedule.tokens)
+        local = linear_per_token * local_tokens + local_attention + schedule.sum_local(window_seconds)
+
+        sharded_tokens = schedule.sum_sharded(schedule.tokens)  # of all ranks of the micro-batch together
+        ranks_of_sequence = schedule.micro_batch_num_ranks[schedule.micro_batch_of]
+        sharded_attention = schedule.sum_sharded(self.attention_seconds(schedule.tokens, ranks_of_sequence))
+        sharded_linear = linear_per_token * sharded_tokens / num_ranks
+        sharded = sharded_linear + sharded_attention + schedule.sum_sharded(window_seconds) / num_ranks
+
+        exposed = self._exposed_seconds(schedule, sharded_tokens, local_attention, sharded_attention)
         min_seconds = max(self.launch_seconds, self.gather_seconds)
         gathered_bytes = np.where(num_ranks > 1, sharded_tokens * self.sizes.kv_bytes * _GATHERED, 0.0)
         return Timing(
@@ -294,6 +298,28 @@ class Machine:
             synchronisation=self.synchronisation_seconds,
             is_lock_step=self.zero_stage == 3,
         )
+
+    def _window_seconds(self, tokens: Int64Array) -> Seconds:
+        """Compute the seconds (K,) of attention in sliding windows, which runs at the speed of matrix products."""
+        cost = self.sizes.cost
+        speed = self.hardware.peak * self.hardware.matmul_share / self._attention_passes
+        return np.asarray(cost.window_squares(tokens) * (cost.per_window / speed))
+
+    def _exposed_seconds(
+        self,
+        schedule: SimulatedSchedule,
+        sharded_tokens: Seconds,
+        local_attention: Seconds,
+        sharded_attention: Seconds,
+    ) -> Seconds:
+        """Compute the seconds (R,) of exchanges that attention does not hide; each argument is of rows, (R,)."""
+        exposed = np.zeros(len(sharded_tokens))
+        for size in np.unique(schedule.micro_batch_num_ranks).tolist():
+            rows = schedule.row_num_ranks == size
+            exposed[rows] = self.step_time(size).exposed_seconds(
+                sharded_tokens[rows], local_attention[rows], sharded_attention[rows]
+            )
+        return exposed
 
     @property
     def synchronisation_seconds(self) -> float:

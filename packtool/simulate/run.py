@@ -277,32 +277,50 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     """Read lengths, model and hardware, and plan and time every strategy."""
     reader = CacheReader.open(config.cached_dataset) if config.cached_dataset else None
     model, sizes = _model_of(config.model, reader)
+    _check_heads(config, sizes)
     hardware = read_hardware(config.hardware)
     # ``part_of`` copies the other fields from the config, here and in ``_options``.
     machine = part_of(Machine, config, sizes=sizes, hardware=hardware, recompute=config.gradient_checkpointing)
+    options = _options(config, machine, model)
+    lengths, targets, source = _lengths_and_targets(config, options, reader)
+    begin = time.perf_counter()
+    is_allowed = lengths <= (config.max_length or np.inf)
+    sequences = arrange(lengths[is_allowed], options, targets[is_allowed])
+    outcomes = _simulate_with_progress(sequences, config.strategies, options, progress)
+    paths = config.cached_dataset or ((config.lengths,) if config.lengths is not None else ())
+    return Simulation(
+        outcomes=outcomes,
+        options=options,
+        source=source,
+        name=names_of(paths) if paths else source,
+        num_sequences=len(sequences),
+        num_left_out=len(lengths) - len(sequences),
+        model=model,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _check_heads(config: SimulateConfig, sizes: ModelSizes) -> None:
+    """Refuse Ulysses where the attention heads cannot be shared evenly by the GPUs of a group."""
     if config.sequence_parallel_type == "ulysses" and not can_share_heads(sizes, config.sequence_parallel_size):
         raise ConfigError(
             f"--sequence-parallel-type ulysses: {sizes.num_heads} heads of Q and {sizes.num_key_heads} of K and V "
             f"cannot be shared evenly by {config.sequence_parallel_size} GPUs",
             "Use ring or allgather, or another --sequence-parallel-size.",
         )
-    options = _options(config, machine, model)
-    lengths, targets, source = _lengths_and_targets(config, options, reader)
-    paths = config.cached_dataset or ((config.lengths,) if config.lengths is not None else ())
-    begin = time.perf_counter()
-    is_allowed = lengths <= (config.max_length or np.inf)
-    sequences = arrange(lengths[is_allowed], options, targets[is_allowed])
-    strategies = cast("tuple[StrategyName, ...]", tuple(dict.fromkeys(config.strategies)))  # without repetitions
-    outcomes = []
+
+
+def _simulate_with_progress(
+    sequences: Sequences, names: Iterable[str], options: SimulateOptions, progress: Progress
+) -> list[Outcome]:
+    strategies = cast("tuple[StrategyName, ...]", tuple(dict.fromkeys(names)))  # without repetitions
     progress.start("simulating", len(strategies))
+    outcomes = []
     for each in simulate(sequences, strategies, options):
         outcomes.append(each)
         progress.advance(1)
     progress.finish()
-    name = names_of(paths) if paths else source
-    num_sequences, num_left_out = len(sequences), len(lengths) - len(sequences)
-    seconds = time.perf_counter() - begin
-    return Simulation(outcomes, options, source, name, num_sequences, num_left_out, model, seconds)
+    return outcomes
 
 
 def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOptions:

@@ -62,31 +62,51 @@ def place_in_groups(
 
     ``lengths`` and ``targets``, (n,), are tokens and those with a label; a device holds ``bucket_size`` tokens.
     """
-    max_size = machine.world_size & -machine.world_size  # the largest power of two that divides the devices
-    sizes = [1 << level for level in range(max_size.bit_length())]
-    cost = machine.sizes.cost
-    # Tokens, and seconds alone on a group without the cost of a micro-batch, by size of the group; (levels, n) each.
+    sizes = _group_sizes(machine.world_size)
+    # Tokens, and seconds alone on a group, by size of the group; both (levels, n).
     tokens = np.stack([_aligned(lengths.astype(np.int64), alignment_of(size)) for size in sizes])
-    seconds = np.empty(tokens.shape)
-    for level, size in enumerate(sizes):
-        times, padded = machine.step_time(size), tokens[level]
-        flops, attention_flops = times.work(padded, cost(padded, cost.attention(padded), targets), size)
-        attention_seconds = attention_flops / size / times.flops_per_second
-        no_local_attention = np.zeros(len(padded))
-        exposed = times.exposed_seconds(padded.astype(np.float64), no_local_attention, attention_seconds)
-        seconds[level] = flops / size / times.flops_per_second + exposed
-    # ``argmax`` of flags gives the first level that is True.
-    fits = tokens <= bucket_size * np.array(sizes)[:, None]
-    smallest_fitting = np.where(fits.any(axis=0), fits.argmax(axis=0), len(sizes) - 1)
+    seconds = np.stack(
+        [
+            _seconds_in_group(level_tokens, targets, size, machine)
+            for level_tokens, size in zip(tokens, sizes, strict=True)
+        ]
+    )
+    smallest_fitting = _first_true(tokens <= bucket_size * np.array(sizes)[:, None], default=len(sizes) - 1)
+    # Mean seconds of a device if no sequence is shared.
     mean_device_seconds = seconds[0].sum() / machine.world_size
     previous_levels = None
     for limit in _TIME_LIMITS:
         is_quick = seconds <= limit * mean_device_seconds
-        smallest_quick = np.where(is_quick.any(axis=0), is_quick.argmax(axis=0), seconds.argmin(axis=0))
+        # Sequences that no group finishes in time get the group on which they are fastest.
+        smallest_quick = _first_true(is_quick, default=seconds.argmin(axis=0))
         levels = np.maximum(smallest_fitting, smallest_quick)
         if previous_levels is None or (levels != previous_levels).any():
             yield _place_on_levels(levels, seconds, tokens, sizes, bucket_size, machine.world_size)
         previous_levels = levels
+
+
+def _group_sizes(world_size: int) -> list[int]:
+    """Return the powers of two that divide the number of devices, ascending."""
+    sizes = [1]
+    while world_size % (2 * sizes[-1]) == 0:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def _seconds_in_group(tokens: Int64Array, targets: IntArray, size: int, machine: Machine) -> npt.NDArray[np.float64]:
+    """Return the seconds (n,) of each sequence on a group of ``size`` devices, without the cost of a micro-batch."""
+    cost, times = machine.sizes.cost, machine.step_time(size)
+    flops, attention_flops = times.work(tokens, cost(tokens, cost.attention(tokens), targets), size)
+    attention_seconds = attention_flops / size / times.flops_per_second
+    # Each sequence is timed alone: no attention of other sequences hides its exchanges.
+    local_attention_seconds = np.zeros(len(tokens))
+    exposed = times.exposed_seconds(tokens.astype(np.float64), local_attention_seconds, attention_seconds)
+    return np.asarray(flops / size / times.flops_per_second + exposed)
+
+
+def _first_true(flags: npt.NDArray[np.bool_], *, default: int | Int64Array) -> Int64Array:
+    """Return the first level at which each sequence's flag is True, or ``default``; ``flags`` are (levels, n)."""
+    return np.where(flags.any(axis=0), flags.argmax(axis=0), default)
 
 
 def _place_on_levels(
@@ -222,19 +242,24 @@ def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions)
     sequences = sequences[: num_steps * per_step]
     order = np.arange(len(sequences))
     if name == "sorted":
-        rows = pack_singletons(sequences.lengths, options.longest, seed=options.seed, shuffle=False)
-        order = group_by_length(rows, per_step).samples
+        order = _sorted_order(sequences, options)
     # Devices that share sequences form a group; without sharing, each device is a group.
     is_unshared = name in ("padded", "packed", "packed-balanced")
     num_groups = options.machine.world_size if is_unshared else options.num_groups
     place_step = _STRATEGIES[name]
     batches: list[PlacedBatch] = []
-    for step, first in enumerate(range(0, len(order), per_step)):
-        samples = order[first : first + per_step]
+    for step in range(num_steps):
+        samples = order[step * per_step : (step + 1) * per_step]
         # Strategies number the sequences of a step from 0.
         for batch in place_step(sequences[samples], options, num_groups):
             batches.append(batch._replace(step=step, samples=samples[batch.samples]))
     return schedule_of(batches, sequences, options, is_padded=name in ("padded", "context-parallel", "sorted"))
+
+
+def _sorted_order(sequences: Sequences, options: SimulateOptions) -> Int64Array:
+    """Return the order of the sequences, (N,), in which each step has sequences of similar lengths."""
+    rows = pack_singletons(sequences.lengths, options.longest, seed=options.seed, shuffle=False)
+    return group_by_length(rows, options.sequences_per_step).samples
 
 
 def _rows(sequences: Sequences, options: SimulateOptions, num_groups: int, max_rows: int) -> Iterator[PlacedBatch]:
@@ -308,31 +333,41 @@ def schedule_of(
     With ``is_padded``, the sequences of a micro-batch are padded to the longest.
     """
     nonempty = [batch for batch in batches if len(batch.samples)]
-    sizes = np.array([len(batch.samples) for batch in nonempty], dtype=np.int64)
+    # One value for each of C micro-batches.
+    num_sequences = np.array([len(batch.samples) for batch in nonempty], dtype=np.int64)
     num_devices = np.array([batch.num_devices for batch in nonempty], dtype=np.int64)
-    placements = []
-    for batch in nonempty:
-        default = SHARDED if batch.num_devices > 1 else 0
-        placements.append(np.full(len(batch.samples), default) if batch.placement is None else batch.placement)
-    placement = np.concatenate(placements)
+    steps = np.array([batch.step for batch in nonempty], dtype=np.int64)
+    # One value for each of K sequences.
     samples = np.concatenate([batch.samples for batch in nonempty]).astype(np.int64)
-    # Arrays of sequences, (K,), follow; micro-batches are repeated for each of their sequences.
+    placement = np.concatenate([_placement_of(batch) for batch in nonempty])
+    micro_batch_of = np.repeat(np.arange(len(nonempty)), num_sequences)
     tokens: Int64Array = sequences.lengths[samples].astype(np.int64)
     if is_padded:
-        longest = np.maximum.reduceat(tokens, np.cumsum(sizes) - sizes)
-        tokens = np.repeat(longest, sizes)
-    sharded_tokens = _aligned(tokens, alignment=2 * np.repeat(num_devices, sizes))
+        first_sequences = np.cumsum(num_sequences) - num_sequences
+        longest = np.maximum.reduceat(tokens, first_sequences)  # of each micro-batch
+        tokens = longest[micro_batch_of]
+    # A shared sequence is padded to two equal chunks for each device, see ``alignment_of``.
+    sharded_tokens = _aligned(tokens, alignment=2 * num_devices[micro_batch_of])
     return SimulatedSchedule(
         num_devices=options.machine.world_size,
-        num_steps=1 + max(batch.step for batch in nonempty),
+        num_steps=1 + int(steps.max()),
         samples=samples,
         tokens=np.where(placement == SHARDED, sharded_tokens, tokens),
         placement=placement,
-        micro_batch_of=np.repeat(np.arange(len(nonempty)), sizes),
-        micro_batch_steps=np.array([batch.step for batch in nonempty], dtype=np.int64),
+        micro_batch_of=micro_batch_of,
+        micro_batch_steps=steps,
         micro_batch_num_ranks=num_devices,
         micro_batch_first_device=np.array([batch.first_device for batch in nonempty], dtype=np.int64),
     )
+
+
+def _placement_of(batch: PlacedBatch) -> Int64Array:
+    """Return the placement of each sequence of a micro-batch; without one, all devices share all sequences."""
+    if batch.placement is not None:
+        return batch.placement
+    if batch.num_devices > 1:
+        return np.full(len(batch.samples), SHARDED)
+    return np.zeros(len(batch.samples), np.int64)  # the only device
 
 
 def _aligned(tokens: _Integers, alignment: int | Int64Array) -> _Integers:
