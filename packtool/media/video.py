@@ -230,6 +230,7 @@ def _video_stream(container: Any, ref: MediaRef) -> Any:
     stream = first_stream(container, "video", ref)
     # Several processes load videos at the same time. More threads in each would decode frames ahead that seeking
     # discards: with 16 threads twice as many, for 64 frames of ten minutes with a keyframe every two seconds.
+    # And with several threads, FFmpeg returns a frame even for a damaged packet of VP9, which one thread refuses.
     stream.codec_context.thread_count = 1
     return stream
 

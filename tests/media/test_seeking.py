@@ -13,7 +13,7 @@ import av
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from packtool.errors import MediaError
@@ -132,28 +132,30 @@ def test_videos_without_frame_numbers_are_errors(name: str) -> None:
         list(videos.needed_frames(container, container.streams.video[0], [2, 95]))
 
 
-# Known exception: with b"\x01" in the middle, 0.9677 of the VP9 file is refused, and the decoder reads 117 frames.
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=40)
 @given(
     st.sampled_from(["H.264, Matroska", "VP9", "packets without frames"]), st.floats(0.3, 1.0), st.binary(max_size=9)
 )
+@example("VP9", 0.9676561806765711, b"\x01")  # several threads return 117 frames, one thread fails
 def test_frame_count_equals_that_of_a_decoder(name: str, share: float, damage: bytes) -> None:
-    """For intact, truncated and corrupted files; frames lost to corruption are reported when they are loaded."""
+    """For intact, truncated and corrupted files; frames lost to corruption are reported when they are loaded.
+
+    The decoder has one thread, as in training: with several, FFmpeg returns frames even for damaged packets of VP9.
+    """
     contents, size = video(name), video(name).index(b"\x18S\x80g") + 4
     # A segment of unknown size, as in a live stream.
     contents = contents[:size] + b"\x01" + b"\xff" * 7 + contents[size + 8 :]
     data, middle = contents[: round(len(contents) * share)], round(len(contents) * share / 2)
     data = data[:middle] + damage + data[middle + len(damage) :]
-    try:
-        expected: int | None = len(decoded(data))
-    except av.FFmpegError:
-        expected = None
+    expected = decoded_frames(data)
     try:
         result = measure_video(MediaRef(None, data)).num_frames
-    except (av.FFmpegError, MediaProblem):
-        assert expected is None
+    except MediaProblem:
+        assert not expected
         return
-    if result != expected:
+    if expected is not None and len(expected) == result:
+        assert np.array_equal(load_video(None, data, (), range(result)), np.stack(expected))
+    else:
         assert damage
         with pytest.raises(MediaError):
             load_video(None, data, (), range(result))
