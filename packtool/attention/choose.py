@@ -37,9 +37,7 @@ def choose(
     """
     unusable_error = partial(_unusable_error, device, dtype, needs_dropout, head_dim)  # a function of a kernel
     if name == AUTO:
-        available_flash = [kernel for kernel in _FLASH if kernel.is_available()]
-        fastest_first = [*available_flash, KERNELS["varlen"], KERNELS["sdpa"]]  # SDPA is always usable
-        return next(kernel for kernel in fastest_first if unusable_error(kernel) is None)
+        return next(kernel for kernel in _fastest_first() if unusable_error(kernel) is None)
     kernel = KERNELS.get(name)
     if kernel is None:
         raise ConfigError(f"--attn-impl {name}: there is no such attention", f"There are auto, {', '.join(KERNELS)}.")
@@ -50,6 +48,12 @@ def choose(
             f"{error.remedy} --attn-impl auto takes the best that is there, here {best.name}.",
         )
     return kernel
+
+
+def _fastest_first() -> list[Kernel]:
+    """Return the installed kernels that ``auto`` chooses from, the fastest first; the last, SDPA, is always usable."""
+    available_flash = [kernel for kernel in _FLASH if kernel.is_available()]
+    return [*available_flash, KERNELS["varlen"], KERNELS["sdpa"]]
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:

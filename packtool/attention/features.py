@@ -103,24 +103,29 @@ class _TowerHooks:
         features = self._run_towers(module, towers, kwargs)
         shard: SequenceShard | None = kwargs.get("sequence_shard")
         if shard is not None:
-            assert self.parallel is not None, "packed_attention refuses a shard without set_feature_ranks"
             # Only after all towers have run: a rank whose images are done early may have the longer sounds.
-            ranks = self.parallel.of(shard.split)
-            features = {kind: exchange_features(levels, shard.routes[kind], ranks) for kind, levels in features.items()}
-        # Write the first level of the features to the embeddings at their flat positions, (N,) for each kind.
-        positions = {kind: index for inputs in towers.values() for kind, index in inputs.positions.items()}
+            features = self._exchange(features, shard)
+        positions: dict[str, Tensor] = {}  # of each kind's features in the flat embeddings, (N,)
+        for inputs in towers.values():
+            positions.update(inputs.positions)
         flat = embeddings.flatten(0, 1)
         for kind, levels in features.items():
             flat = flat.index_copy(0, positions[kind], levels[0].to(flat.dtype))
-        # Keep the other levels for the text tower, whose first layers add one level each (DeepStack).
-        other_levels = {kind: levels[1:] for kind, levels in features.items() if len(levels) > 1}
-        if other_levels:
-            features_by_layer = list(map(torch.cat, zip(*other_levels.values(), strict=True)))
-            self._deepstack = torch.cat([positions[kind] for kind in other_levels]), features_by_layer
-        media_names = {"input_features", "feature_attention_mask", *self._processor_names}
-        media_names.update(chain(*self._visual_names.values()))
-        kwargs = {name: value for name, value in kwargs.items() if name not in media_names}
-        return (), kwargs | {"input_ids": None, "inputs_embeds": flat.view_as(embeddings)}
+        self._deepstack = _deepstack_inputs(features, positions)
+        media_names = self._media_names()
+        text_arguments = {name: value for name, value in kwargs.items() if name not in media_names}
+        return (), text_arguments | {"input_ids": None, "inputs_embeds": flat.view_as(embeddings)}
+
+    def _exchange(self, features: Features, shard: SequenceShard) -> Features:
+        """Exchange features with the ranks that share the sequence; return those of this rank's tokens."""
+        assert self.parallel is not None, "packed_attention refuses a shard without set_feature_ranks"
+        ranks = self.parallel.of(shard.split)
+        return {kind: exchange_features(levels, shard.routes[kind], ranks) for kind, levels in features.items()}
+
+    def _media_names(self) -> set[str]:
+        """Return the names of the forward's arguments that hold media, which the text tower does not take."""
+        visual_names = chain.from_iterable(self._visual_names.values())
+        return {"input_features", "feature_attention_mask", *self._processor_names, *visual_names}
 
     def _run_towers(self, module: Any, towers: Mapping[Any, TowerInputs], kwargs: Mapping[str, Any]) -> Features:
         """Run each tower once on the media among a forward call's arguments, and return the features."""
@@ -136,17 +141,23 @@ class _TowerHooks:
 
     def _visual_features(self, module: Any, inputs: TowerInputs, media: Mapping[str, Any]) -> Features:
         """Compute the features of images and videos in one call of the vision tower."""
-        present = {kind: names for kind, names in self._visual_names.items() if media.get(names[0]) is not None}
-        patches = {kind: media[patches_name] for kind, (patches_name, _) in present.items()}
-        grids = torch.cat([media[grids_name] for _, grids_name in present.values()])
+        patches: dict[MediaKind, Tensor] = {}
+        grids = []
+        for kind, (patches_name, grids_name) in self._visual_names.items():
+            if media.get(patches_name) is not None:
+                patches[kind] = media[patches_name]
+                grids.append(media[grids_name])
         tower = module.visual
         pixels = torch.cat([*patches.values()]).type(tower.dtype)
-        output = tower(pixels, grid_thw=grids, return_dict=True, **inputs.arguments)
+        output = tower(pixels, grid_thw=torch.cat(grids), return_dict=True, **inputs.arguments)
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         # Patches are counted on the host: a grid may be on the device.
-        num_features = [len(of_kind) // tower.spatial_merge_size**2 for of_kind in patches.values()]
-        levels_by_kind = zip(*(torch.split(level, num_features) for level in levels), strict=True)
-        return {kind: [*of_kind] for kind, of_kind in zip(patches, levels_by_kind, strict=True)}
+        num_features = [len(patches_of_kind) // tower.spatial_merge_size**2 for patches_of_kind in patches.values()]
+        features: Features = {kind: [] for kind in patches}
+        for level in levels:
+            for kind, level_of_kind in zip(patches, torch.split(level, num_features), strict=True):
+                features[kind].append(level_of_kind)
+        return features
 
     def _add_deepstack(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Give the text tower the DeepStack features that its first layers add, with their positions."""
@@ -155,6 +166,18 @@ class _TowerHooks:
             self._deepstack = None
             kwargs |= {"visual_pos_masks": positions, "deepstack_visual_embeds": levels}
         return args, kwargs
+
+
+def _deepstack_inputs(features: Features, positions: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]] | None:
+    """Return the flat positions of media tokens and their features for each of the text tower's first layers.
+
+    These are the levels after the first, which is written to the embeddings; None if there is only one level.
+    """
+    later_levels = {kind: levels[1:] for kind, levels in features.items() if len(levels) > 1}
+    if not later_levels:
+        return None
+    features_by_layer = [torch.cat(level_of_kinds) for level_of_kinds in zip(*later_levels.values(), strict=True)]
+    return torch.cat([positions[kind] for kind in later_levels]), features_by_layer
 
 
 def _processor_features(module: Any, media: Mapping[str, Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ import importlib.util
 import inspect
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -126,20 +126,12 @@ class TorchVarlenKernel(Kernel):
     ) -> Tensor:
         """Implement ``attend``; raise a ConfigError for a window if the installed torch does not support windows."""
         varlen_attn = _varlen_module().varlen_attn
+        # The parameters depend on the version of torch; missing ones are emulated, except windows.
         parameters = _parameters(varlen_attn)
         keys = varlen.of_keys
         value_dim = v.shape[-1]
         q, k, v = pad_heads(q, k, v)
-        # The parameters depend on the version of torch; missing ones are emulated, except windows.
-        options: dict[str, Any] = {}
-        if "window_size" in parameters:
-            # How many keys before and after itself a query sees (-1: all of them), instead of is_causal.
-            options["window_size"] = (-1 if window is None else window - 1, 0 if varlen.causal else -1)
-        elif window is not None and window < keys.max_seqlen:
-            problem = f"torch {torch.__version__} has varlen attention without sliding windows"
-            raise ConfigError(problem, "Install torch 2.11 or newer, or use --attn-impl sdpa.")
-        else:
-            options["is_causal"] = varlen.causal
+        options = _visibility_options(parameters, varlen, window)
         if "scale" in parameters:
             options["scale"] = scale
         else:  # the function itself multiplies scores by 1 / sqrt(head size)
@@ -147,12 +139,27 @@ class TorchVarlenKernel(Kernel):
         if "enable_gqa" in parameters:
             options["enable_gqa"] = q.shape[1] != k.shape[1]
         else:
-            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+            num_copies = q.shape[1] // k.shape[1]
+            k = k.repeat_interleave(num_copies, dim=1)
+            v = v.repeat_interleave(num_copies, dim=1)
         # torch uses cuDNN only if both cu_seqlens are the same tensor. cuDNN would align causal masks at the beginning
         # of queries and keys, not at their end, which differs if keys begin before their queries.
         boundaries = varlen.cu_seqlens, keys.cu_seqlens, varlen.max_seqlen, keys.max_seqlen
         out: Tensor = varlen_attn(q, k, v, *boundaries, **options)
         return out[..., :value_dim]
+
+
+def _visibility_options(parameters: Collection[str], varlen: Varlen, window: int | None) -> dict[str, Any]:
+    """Return the options of ``varlen_attn``, which has these parameters, that limit the keys a query sees."""
+    if "window_size" in parameters:
+        # How many keys before and after itself a query sees (-1: all of them), instead of is_causal.
+        num_before = -1 if window is None else window - 1
+        num_after = 0 if varlen.causal else -1
+        return {"window_size": (num_before, num_after)}
+    if window is not None and window < varlen.of_keys.max_seqlen:
+        problem = f"torch {torch.__version__} has varlen attention without sliding windows"
+        raise ConfigError(problem, "Install torch 2.11 or newer, or use --attn-impl sdpa.")
+    return {"is_causal": varlen.causal}
 
 
 @cache
@@ -210,12 +217,11 @@ def _block_mask(
         lengths, key_lengths: number of queries and of keys of each document. A document may have more keys than
             queries; its last query and its last key are the same token.
     """
-    documents = torch.arange(len(lengths))
-    document_of_query = torch.repeat_interleave(documents, torch.tensor(lengths)).to(device)
+    document_of_query = _document_of_token(lengths).to(device)
     document_of_key = document_of_query
     shift = None  # for each query: index of its own token's key minus index of the query; None if always 0
     if key_lengths != lengths:
-        document_of_key = torch.repeat_interleave(documents, torch.tensor(key_lengths)).to(device)
+        document_of_key = _document_of_token(key_lengths).to(device)
         shift_of_document = torch.tensor(key_lengths).cumsum(0) - torch.tensor(lengths).cumsum(0)
         shift = shift_of_document.to(device)[document_of_query]
 
@@ -232,3 +238,8 @@ def _block_mask(
     # On CUDA compiled, because otherwise create_block_mask first builds a mask of every query with every key.
     create = torch.compile(flex.create_block_mask) if device.type == "cuda" else flex.create_block_mask
     return create(is_visible, B=None, H=None, Q_LEN=sum(lengths), KV_LEN=sum(key_lengths), device=device)
+
+
+def _document_of_token(lengths: Sequence[int]) -> Tensor:
+    """Return, int64 (T,), the index of the document that each of the packed tokens belongs to."""
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))

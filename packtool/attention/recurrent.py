@@ -109,9 +109,16 @@ def _isolated_forward(
         raise LeakError(f"{name} was given a cache, whose state would go from one document into the next")
     run: Recurrence = _run_packed if keeps_documents_apart(layer, hidden_states) else _run_each_document
     shard: SequenceShard | None = kwargs.get("sequence_shard")
-    if shard is None:
-        varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
-        return run(_class_forward(layer), hidden_states, varlen)
+    if shard is not None:
+        return _run_shard(layer, hidden_states, shard, parallel, run)
+    varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
+    return run(_class_forward(layer), hidden_states, varlen)
+
+
+def _run_shard(
+    layer: nn.Module, hidden_states: Tensor, shard: SequenceShard, parallel: SequenceParallel, run: Recurrence
+) -> Tensor:
+    """Run a recurrent layer on this rank's part of a sequence that ranks share, (1, T, hidden)."""
     # Documents of this rank alone come first in its sequence, then its tokens of documents that all ranks share.
     outs = []
     if shard.local_lengths:
@@ -145,13 +152,8 @@ def _respects_boundaries(forward: Callable[..., Tensor], like: Tensor) -> bool:
     Other states of the first document must change the output of the first only, and the output of both must equal that
     of separate calls, up to rounding. States have the device, type and last dimension of ``like``.
     """
-    # Drawn on the CPU by a generator of its own, so that the run's random numbers do not change.
-    generator = torch.Generator().manual_seed(0)
     first_length, _ = _TRIAL_LENGTHS
-    shape = 1, sum(_TRIAL_LENGTHS), like.shape[-1]
-    states = torch.randn(shape, generator=generator).to(like)
-    other_states = torch.randn(shape, generator=generator).to(like)
-    changed_states = torch.cat([other_states[:, :first_length], states[:, first_length:]], dim=1)
+    states, changed_states = _trial_states(like)
     varlen = Varlen.of_lengths(_TRIAL_LENGTHS, like.device)
     try:
         out = _run_packed(forward, states, varlen)
@@ -163,7 +165,19 @@ def _respects_boundaries(forward: Callable[..., Tensor], like: Tensor) -> bool:
     if not torch.equal(out[:, first_length:], changed_out[:, first_length:]):
         return False
     expected = _run_each_document(forward, states, varlen)
-    return bool((out - expected).abs().max() <= _TRIAL_TOLERANCES[out.dtype] * expected.abs().max())
+    max_error = _TRIAL_TOLERANCES[out.dtype] * expected.abs().max()
+    return bool((out - expected).abs().max() <= max_error)
+
+
+def _trial_states(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return random states (1, T, hidden) of two packed documents, and the same with another first document."""
+    # Drawn on the CPU by a generator of its own, so that the run's random numbers do not change.
+    generator = torch.Generator().manual_seed(0)
+    first_length, _ = _TRIAL_LENGTHS
+    shape = 1, sum(_TRIAL_LENGTHS), like.shape[-1]
+    states = torch.randn(shape, generator=generator).to(like)
+    other_states = torch.randn(shape, generator=generator).to(like)
+    return states, torch.cat([other_states[:, :first_length], states[:, first_length:]], dim=1)
 
 
 def _run_packed(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:

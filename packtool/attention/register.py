@@ -168,25 +168,47 @@ def packed_attention(
         raise LeakError(f"{type(module).__name__} sees {counts}: a key-value cache is on")
     window = _supported_window(module, kwargs)
     q, k, v = _to_kernel_layout(query, key, value)
-    impl = kwargs.get("impl", AUTO)
-    head_dims = q.shape[-1], v.shape[-1]
-    if (shard := kwargs.get("sequence_shard")) is not None:
+    if kwargs.get("sequence_shard") is not None:
         if dropout:
             raise UnsupportedModelError(
                 f"the model drops {dropout:g} of its attention weights, which sequences that several processes share "
                 "cannot",
                 "Set attention_dropout to 0 in the model's config.json.",
             )
-        blocks = kwargs.get("blocks") or choose_blocks(impl, q.device, q.dtype, head_dims=head_dims)
-        parallel = kwargs["parallel"].of(shard.split)
-        return attend_shard(q, k, v, shard, parallel, blocks, scale=scaling, window=window).unsqueeze(0), None
+        out = _attend_shard(q, k, v, kwargs, scaling, window)
+    else:
+        out = _attend_documents(q, k, v, kwargs, scaling, window, dropout)
+    return out.unsqueeze(0), None
+
+
+def _attend_shard(
+    q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], scaling: float | None, window: int | None
+) -> Tensor:
+    """Return the output (T, Hq, D) of a layer's call with a ``sequence_shard``."""
+    shard = kwargs["sequence_shard"]
+    blocks = kwargs.get("blocks")
+    if blocks is None:
+        head_dims = q.shape[-1], v.shape[-1]
+        blocks = choose_blocks(kwargs.get("impl", AUTO), q.device, q.dtype, head_dims=head_dims)
+    parallel = kwargs["parallel"].of(shard.split)
+    return attend_shard(q, k, v, shard, parallel, blocks, scale=scaling, window=window)
+
+
+def _attend_documents(
+    q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], scaling: float | None, window: int | None, dropout: float
+) -> Tensor:
+    """Return the output (T, Hq, D) of a layer's call with document boundaries, perhaps with shared prefixes."""
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
     if (key_index := kwargs.get("key_index")) is not None:
         k, v = GatherTokens.apply(key_index, k, v)
         keys = Varlen(kwargs["cu_seq_lens_k"], kwargs["max_length_k"], kwargs.get("key_lengths"))
         varlen = replace(varlen, keys=keys)
-    kernel = kwargs.get("kernel") or choose(impl, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=max(head_dims))
-    return kernel.attend(q, k, v, varlen, scale=scaling, window=window, dropout=dropout).unsqueeze(0), None
+    kernel = kwargs.get("kernel")
+    if kernel is None:
+        head_dim = max(q.shape[-1], v.shape[-1])
+        impl = kwargs.get("impl", AUTO)
+        kernel = choose(impl, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=head_dim)
+    return kernel.attend(q, k, v, varlen, scale=scaling, window=window, dropout=dropout)
 
 
 class GatherTokens(torch.autograd.Function):

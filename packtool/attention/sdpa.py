@@ -62,12 +62,18 @@ def _blocks(
     block_size = window or _PREFIX_BLOCK_QUERIES
     for start in range(0, num_queries, block_size):
         stop = min(start + block_size, num_queries)
-        # Keys, and positions of queries below, are counted from the beginning of the prefix.
-        key_start = 0 if window is None else max(0, prefix_length + start - window + 1)
-        key_stop = prefix_length + stop
-        query_positions = torch.arange(prefix_length + start, key_stop, device=device).unsqueeze(1)
-        key_positions = torch.arange(key_start, key_stop, device=device).unsqueeze(0)
-        mask = key_positions <= query_positions
-        if window is not None:
-            mask &= key_positions > query_positions - window
-        yield slice(start, stop), slice(key_start, key_stop), mask
+        first_position, end_position = prefix_length + start, prefix_length + stop  # counted from the prefix's start
+        first_key = 0 if window is None else max(0, first_position - window + 1)
+        query_positions = torch.arange(first_position, end_position, device=device)
+        key_positions = torch.arange(first_key, end_position, device=device)
+        yield slice(start, stop), slice(first_key, end_position), _mask(query_positions, key_positions, window)
+
+
+def _mask(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+    """Return bool (queries, keys): True where a key is neither after its query nor outside of the query's window."""
+    queries = query_positions.unsqueeze(1)
+    keys = key_positions.unsqueeze(0)
+    mask = keys <= queries
+    if window is not None:
+        mask &= keys > queries - window
+    return mask

@@ -56,19 +56,10 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
     Raises:
         UnsupportedModelError: naming the setting of ``config``, or the call, that rules it out.
     """
-    name = config.model_type
-    model_classes = auto_class(config)._model_mapping  # by class of the configuration
-    if type(config) not in model_classes:
-        raise UnsupportedModelError(
-            f"transformers has no class for a {name!r} model with a language head",
-            "Update transformers, or check model_type in the model's config.json.",
-        )
-    model_class = model_classes[type(config)]
-    if isinstance(model_class, tuple):
-        model_class = model_class[0]
+    model_class = _class_with_language_head(config)
     text_config = config.get_text_config()
     settings: dict[str, Any] = text_config.to_dict()
-    _refuse_layers(name, text_config.model_type, settings)
+    _refuse_layers(config.model_type, text_config.model_type, settings)
     # Hybrid models lack the attribute because of their recurrent layers; the trial below checks these models.
     is_hybrid = text_config.model_type in ISOLATED_MODEL_TYPES
     if not is_hybrid and not getattr(model_class, "_supports_attention_backend", False):
@@ -77,14 +68,31 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
             "so packed samples cannot be kept apart",
             _REMEDY,
         )
-    if settings.get("is_causal") is False or settings.get("use_bidirectional_attention"):
-        raise UnsupportedModelError(f"{name} attends in both directions; packed attention is causal", _REMEDY)
-    if settings.get("attn_logit_softcapping"):
-        raise UnsupportedModelError(f"{name} uses soft-capped scores, which packed attention does not compute", _REMEDY)
+    _refuse_attention_settings(config.model_type, settings)
     trial_key = model_class, config.to_json_string()
     if trial_key not in _PASSED_TRIALS:
         _try_two_documents(config, model_class)
         _PASSED_TRIALS.add(trial_key)
+
+
+def _class_with_language_head(config: PreTrainedConfig) -> Any:
+    """Return transformers' class of a model with a language head; raise UnsupportedModelError if it has none."""
+    model_classes = auto_class(config)._model_mapping  # by class of the configuration
+    if type(config) not in model_classes:
+        raise UnsupportedModelError(
+            f"transformers has no class for a {config.model_type!r} model with a language head",
+            "Update transformers, or check model_type in the model's config.json.",
+        )
+    model_class = model_classes[type(config)]
+    return model_class[0] if isinstance(model_class, tuple) else model_class
+
+
+def _refuse_attention_settings(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise on settings of a text tower whose attention is more than causal attention of plain scores."""
+    if settings.get("is_causal") is False or settings.get("use_bidirectional_attention"):
+        raise UnsupportedModelError(f"{name} attends in both directions; packed attention is causal", _REMEDY)
+    if settings.get("attn_logit_softcapping"):
+        raise UnsupportedModelError(f"{name} uses soft-capped scores, which packed attention does not compute", _REMEDY)
 
 
 def _refuse_layers(name: str, text_type: str, settings: Mapping[str, Any]) -> None:
@@ -111,6 +119,35 @@ def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
     The model passes if every layer calls ``packed_attention`` or is an isolated recurrent layer. It also passes if the
     call fails for another reason than boundaries, because not every operation exists on the meta device.
     """
+    try:
+        num_separated = _count_separated_layers(copy.deepcopy(config), model_class)
+    except LeakError as error:
+        raise UnsupportedModelError(f"{model_class.__name__} cannot be packed: {error}", _REMEDY) from error
+    except UnsupportedModelError:  # packed_attention has refused a feature of a layer
+        raise
+    except TypeError as error:  # it names the first unexpected argument, and boundaries come first in the call
+        if "cu_seq_lens" not in str(error):
+            return
+        problem = f"{model_class.__name__} cannot be told where packed samples end: {error}"
+        raise UnsupportedModelError(problem, _REMEDY) from error
+    except Exception:  # an operation that the meta device lacks shows nothing about leaks
+        return
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if num_separated < num_layers:
+        raise UnsupportedModelError(
+            f"only {num_separated} of the {num_layers} layers of {model_class.__name__} take their "
+            "attention from transformers' attention interface: the others would leak from one packed sample into the "
+            "next",
+            _REMEDY,
+        )
+
+
+def _count_separated_layers(config: PreTrainedConfig, model_class: Any) -> int:
+    """Call a model on two documents on the meta device; return the number of layers that keep documents apart.
+
+    These are the calls of ``packed_attention`` and the isolated recurrent layers. Creating the model writes the name
+    of the attention into ``config``.
+    """
     num_attention_calls = 0
 
     def counted_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -119,37 +156,16 @@ def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
         return packed_attention(module, *args, **kwargs)
 
     AttentionInterface.register(_TRIAL_NAME, counted_attention)
-    config = copy.deepcopy(config)  # because creating a model writes the name of the attention into its config
     varlen = Varlen.of_lengths(_TRIAL_LENGTHS)
     boundaries: dict[str, Any] = {"cu_seq_lens_q": varlen.cu_seqlens, "max_length_q": varlen.max_seqlen}
     boundaries |= {"cu_seq_lens_k": varlen.cu_seqlens, "max_length_k": varlen.max_seqlen}
-    try:
-        with weights_in_one_piece(), torch.device("meta"):
-            model = model_class._from_config(config, attn_implementation=text_attention(config, _TRIAL_NAME))
-        num_recurrent = isolate_recurrent_layers(model)
-        input_ids = torch.zeros(1, sum(_TRIAL_LENGTHS), dtype=torch.int64, device="meta")
-        with torch.no_grad():
-            model(input_ids=input_ids, use_cache=False, **boundaries, document_lengths=_TRIAL_LENGTHS)
-    except LeakError as error:
-        raise UnsupportedModelError(f"{model_class.__name__} cannot be packed: {error}", _REMEDY) from error
-    except UnsupportedModelError:  # packed_attention has refused a feature of a layer
-        raise
-    except TypeError as error:  # it names the first unexpected argument, so ``boundaries`` come first in the call
-        if "cu_seq_lens" not in str(error):
-            return
-        problem = f"{model_class.__name__} cannot be told where packed samples end: {error}"
-        raise UnsupportedModelError(problem, _REMEDY) from error
-    except Exception:  # an operation that the meta device lacks shows nothing about leaks
-        return
-    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    num_separated = num_attention_calls + num_recurrent
-    if num_separated < num_layers:
-        raise UnsupportedModelError(
-            f"only {num_separated} of the {num_layers} layers of {model_class.__name__} take their "
-            "attention from transformers' attention interface: the others would leak from one packed sample into the "
-            "next",
-            _REMEDY,
-        )
+    with weights_in_one_piece(), torch.device("meta"):
+        model = model_class._from_config(config, attn_implementation=text_attention(config, _TRIAL_NAME))
+    num_recurrent = isolate_recurrent_layers(model)
+    input_ids = torch.zeros(1, sum(_TRIAL_LENGTHS), dtype=torch.int64, device="meta")
+    with torch.no_grad():
+        model(input_ids=input_ids, use_cache=False, **boundaries, document_lengths=_TRIAL_LENGTHS)
+    return num_attention_calls + num_recurrent
 
 
 def refuse_leaky_inputs(inputs: Mapping[str, Any]) -> None:
@@ -204,12 +220,22 @@ def _key_problems(inputs: Mapping[str, Any], cu_seqlens: Sequence[int]) -> list[
         return [f"cu_seq_lens_k runs {extent} for {expected}"]
     key_lengths = [stop - start for start, stop in pairwise(key_cu_seqlens)]
     problems = _length_problems(inputs, key_lengths, "k", "key_lengths")
+    document = _first_without_own_keys(key_index, key_cu_seqlens, cu_seqlens)
+    if document is not None:
+        problems.append(f"the keys of document {document} do not end with its own tokens")
+    return problems
+
+
+def _first_without_own_keys(
+    key_index: Sequence[int], key_cu_seqlens: Sequence[int], cu_seqlens: Sequence[int]
+) -> int | None:
+    """Return the first document whose keys do not end with its own tokens; None if there is none."""
     bounds = zip(pairwise(cu_seqlens), pairwise(key_cu_seqlens), strict=True)
     for document, ((start, stop), (key_start, key_stop)) in enumerate(bounds):
         own_key_start = max(key_stop - (stop - start), key_start)  # not before the document's first key
         if key_index[own_key_start:key_stop] != list(range(start, stop)):
-            return [*problems, f"the keys of document {document} do not end with its own tokens"]
-    return problems
+            return document
+    return None
 
 
 def _length_problems(inputs: Mapping[str, Any], lengths: Sequence[int], q_or_k: str, name: str) -> list[str]:
@@ -237,12 +263,19 @@ def _position_problems(inputs: Mapping[str, Any]) -> list[str]:
             "three they leak"
         ]
     text_positions = positions[0, 0] if positions.ndim == 3 else positions[0]
-    if (key_index := inputs.get("key_index")) is not None:
-        key_cu_seqlens = inputs["cu_seq_lens_k"].long()
-        document_starts = torch.repeat_interleave(key_cu_seqlens[:-1], key_cu_seqlens.diff())  # for each key
-        if not torch.equal(text_positions[key_index], torch.arange(len(key_index)) - document_starts):
+    key_index = inputs.get("key_index")
+    if key_index is not None:
+        if not _counts_from_zero(text_positions[key_index], inputs["cu_seq_lens_k"].long()):
             return ["position_ids do not count from 0 through every sample and its prefix"]
         return []
     cu_seqlens = inputs["cu_seq_lens_q"].long()
     starts = cu_seqlens[:-1][cu_seqlens.diff() > 0]  # without empty samples, which have no first token
-    return ["position_ids do not begin at 0 in every sample"] if text_positions[starts].any() else []
+    if text_positions[starts].any():
+        return ["position_ids do not begin at 0 in every sample"]
+    return []
+
+
+def _counts_from_zero(key_positions: Tensor, key_cu_seqlens: Tensor) -> bool:
+    """Return whether the positions (T',) of keys count up from 0 in every document."""
+    document_starts = torch.repeat_interleave(key_cu_seqlens[:-1], key_cu_seqlens.diff())  # for each key
+    return torch.equal(key_positions, torch.arange(len(key_positions)) - document_starts)

@@ -117,27 +117,30 @@ class Translation:
         if value is None:
             return
         rule = _find_rule(self.tool, name, as_text(value))
-        if rule is not None:
-            effect, text = rule
-            if effect == "set":
-                for assignment in text.split(" "):
-                    option, _, new_value = assignment.partition("=")
-                    self.set(option, value if new_value == "{}" else _convert(option, new_value), name)
-            elif effect == "omit":
-                self.omit(name, text)
-            else:
-                self.refuse(f"{name}: {as_text(value)}", text)
-            return
         entry = _find_entry(self.tool, name, self.source.command)
-        if entry is not None:
-            self._apply(entry, name, value)
+        if rule is not None:
+            self._apply_rule(rule, name, value)
+        elif entry is not None:
+            self._apply_entry(entry, name, value)
         elif self.source.is_record:
             self.omit(name, "a derived value")
         else:
             known_names = [each.name for each in compat_names() if each.tool in (self.tool, TRANSFORMERS)]
             self.refuse(name, f"unknown setting{did_you_mean(name, known_names)}")
 
-    def _apply(self, entry: CompatName, name: str, value: Any) -> None:
+    def _apply_rule(self, rule: tuple[str, str], name: str, value: Any) -> None:
+        """Translate a key by a rule (effect, text) of ``values.tsv``."""
+        effect, text = rule
+        if effect == "set":
+            for assignment in text.split(" "):
+                option, _, new_value = assignment.partition("=")
+                self.set(option, value if new_value == "{}" else _convert(option, new_value), name)
+        elif effect == "omit":
+            self.omit(name, text)
+        else:
+            self.refuse(f"{name}: {as_text(value)}", text)
+
+    def _apply_entry(self, entry: CompatName, name: str, value: Any) -> None:
         """Translate a key by its entry in ``compat_names.tsv``."""
         is_off = as_text(value).strip().lower() in _DISABLED
         if entry.status == "same":
@@ -167,9 +170,8 @@ class Translation:
             option = dashed_option.replace("-", "_")
             if word == "{not}":  # the opposite of the value
                 self.set(option, is_off, name)
-            elif word == "{area}":  # pixels, from one side of a square or from two sides
-                sides = [int(side) for side in re.findall(r"\d+", as_text(value))]
-                self.set(option, math.prod(sides * 2 if len(sides) == 1 else sides), name)
+            elif word == "{area}":
+                self.set(option, _area(as_text(value)), name)
             elif word.endswith("=NAME"):  # such as text=NAME, where the value replaces NAME
                 self.set(option, [f"{word.removesuffix('NAME')}{value}"], name)
             elif word and "{" not in word and "=" not in word:  # a fixed value, set if the feature is on
@@ -231,6 +233,14 @@ def split_list(value: Any) -> list[str]:
     return [item for item in re.split(r"[,\s]+", str(value)) if item]
 
 
+def translate_ratio(translation: Translation, values: dict[str, Any], name: str) -> None:
+    """Translate a ratio of validation rows, which is a number of rows if it is at least 1."""
+    if (size := translation.number(name, values.pop(name, None), 0)) >= 1:
+        translation.refuse(f"{name}: {size:g}", "a number of rows is not supported; give a ratio such as 0.1")
+    elif size:
+        translation.set("split_dataset_ratio", size, name)
+
+
 _FIELDS = {each.name: (each, cls) for cls in (ExportConfig, TrainConfig) for each in dataclasses.fields(cls)}
 
 
@@ -244,6 +254,14 @@ def _convert(option: str, value: Any) -> Any:
     if option in ("fsdp", "target_modules", "target_parameters", "modules_to_save", "adapters", "report_to"):
         return split_list(value)
     return value
+
+
+def _area(sides: str) -> int:
+    """Return the pixels of an image from the sides in a text: one side of a square, or two sides."""
+    numbers = [int(side) for side in re.findall(r"\d+", sides)]
+    if len(numbers) == 1:
+        return numbers[0] ** 2
+    return math.prod(numbers)
 
 
 def _find_entry(tool: str, name: str, command: str) -> CompatName | None:

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,27 +88,34 @@ def _num_nodes(node: Any, counts: dict[int, int], parents: frozenset[int]) -> in
     ``counts`` has the results by ``id`` of nodes (an alias is the same object each time), ``parents`` the ``id`` of all
     nodes above this one.
     """
-    import yaml
-
     if id(node) in parents:
         raise ValueError(f"line {node.start_mark.line + 1}: a value contains itself")
     if id(node) in counts:
         return counts[id(node)]
-    children: list[Any] = []
+    total = 1
+    for child in _child_nodes(node):
+        total += _num_nodes(child, counts, parents | {id(node)})
+    if total > MAX_NODES:
+        raise ValueError(f"more than {MAX_NODES:,} values after expanding YAML's aliases")
+    counts[id(node)] = total
+    return total
+
+
+def _child_nodes(node: Any) -> list[Any]:
+    """Return the items of a YAML list, or the keys and values of an object; ValueError for a duplicate key."""
+    import yaml
+
     if isinstance(node, yaml.SequenceNode):
-        children = node.value
-    elif isinstance(node, yaml.MappingNode):
+        return list(node.value)
+    children: list[Any] = []
+    if isinstance(node, yaml.MappingNode):
         keys: set[str] = set()
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in keys:
                 raise ValueError(f"line {key.start_mark.line + 1}: the key {key.value!r} is there twice; remove one")
             keys.add(str(key.value))
             children += [key, value]
-    total = 1 + sum(_num_nodes(child, counts, parents | {id(node)}) for child in children)
-    if total > MAX_NODES:
-        raise ValueError(f"more than {MAX_NODES:,} values after expanding YAML's aliases")
-    counts[id(node)] = total
-    return total
+    return children
 
 
 def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None = None) -> str | None:
@@ -122,12 +129,7 @@ def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None =
         if not values:
             raise ConfigError(f"{label}: the file is empty")
         return TOOLS[from_option.lower()]
-    tools_by_key = {key: {entry.tool for entry in compat_entries(key) if not entry.is_variable} for key in values}
-    keys_by_tool: dict[str, list[str]] = {}  # keys that only one tool has
-    for key, tools in tools_by_key.items():
-        known_tools = tools & set(TOOLS.values())
-        if len(known_tools) == 1 and TRANSFORMERS not in tools and key not in _OWN_KEYS:
-            keys_by_tool.setdefault(known_tools.pop(), []).append(key)
+    keys_by_tool = _keys_of_single_tools(values)
     if len(keys_by_tool) > 1:
         keys = "; ".join(f"{tool}: {', '.join(names)}" for tool, names in sorted(keys_by_tool.items()))
         raise ConfigError(f"{label} mixes keys of several tools: {keys}", "Remove those of all tools but one.")
@@ -139,10 +141,30 @@ def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None =
             )
         return None
     (tool,) = keys_by_tool
-    # A key that packtool has and the tool has not makes it a configuration of packtool.
-    own_keys = [key for key in values if key in _OWN_KEYS and not tools_by_key[key] & {tool, TRANSFORMERS}]
-    is_own = any((tool, key) not in _OTHER_MEANINGS for key in own_keys)
-    return None if is_own else tool
+    return None if any(_is_own_key(key, tool) for key in values) else tool
+
+
+def _tools_of_key(key: str) -> set[str]:
+    """Return the tools that have a key, ``TRANSFORMERS`` among them."""
+    return {entry.tool for entry in compat_entries(key) if not entry.is_variable}
+
+
+def _keys_of_single_tools(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Return, by tool, the keys that only this tool has: neither another one, nor transformers, nor packtool."""
+    keys_by_tool: dict[str, list[str]] = {}
+    for key in keys:
+        tools = _tools_of_key(key)
+        known_tools = tools & set(TOOLS.values())
+        if len(known_tools) == 1 and TRANSFORMERS not in tools and key not in _OWN_KEYS:
+            keys_by_tool.setdefault(known_tools.pop(), []).append(key)
+    return keys_by_tool
+
+
+def _is_own_key(key: str, tool: str) -> bool:
+    """Return whether packtool has a key that the tool has not, which makes a configuration one of packtool."""
+    if key not in _OWN_KEYS or (tool, key) in _OTHER_MEANINGS:
+        return False
+    return not _tools_of_key(key) & {tool, TRANSFORMERS}
 
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
@@ -162,6 +184,22 @@ _COMMANDS = {
 _EXAMPLE = "Give it as in: packtool translate -- swift sft --model DIR --dataset rows.jsonl"
 
 
+@dataclass
+class _CommandStart:
+    """The words of a command line in front of its options.
+
+    Args:
+        rest: the words that are not read yet.
+        verb: such as ``sft`` in ``swift sft``; empty for a script.
+    """
+
+    rest: list[str]
+    tool: str | None = None
+    command: str = "train"
+    verb: str = ""
+    num_processes: int | None = None
+
+
 def read_command(words: Sequence[str]) -> ForeignConfig:
     """Read a command line of another tool, with variables and a launcher in front of it."""
     rest = list(words)
@@ -170,38 +208,54 @@ def read_command(words: Sequence[str]) -> ForeignConfig:
         name, _, value = rest.pop(0).partition("=")
         environ[name] = value
     label = shlex.join(rest)
-    num_processes = None
-    tool = None
-    command, verb = "train", ""
-    while rest and tool is None:
-        word = rest.pop(0)
-        program = os.path.basename(word)
-        script_tool = next((owner for pattern, owner in _SCRIPTS if pattern.search(word)), None)
-        if program in _COMMANDS and rest:  # such as swift sft
-            tool, commands_by_verb = _COMMANDS[program]
-            verb = rest.pop(0)
-            if verb not in commands_by_verb:
-                raise ConfigError(f"{program} {verb}: only {', '.join(commands_by_verb)} can be translated", _EXAMPLE)
-            command = commands_by_verb[verb]
-        elif script_tool is not None:  # such as python sft.py
-            tool = script_tool
-        elif word.startswith("-"):  # an option of the launcher
-            name, equals, value = word.lstrip("-").partition("=")
-            # Its value is the next word, except for -m, whose word names the module, and options without a value.
-            has_value = bool(rest) and not rest[0].startswith("-") and not rest[0].endswith(".py") and name != "m"
-            if not equals and has_value:
-                value = rest.pop(0)
-            if name in _PROCESS_OPTIONS and value.isdigit():
-                num_processes = int(value)
-            elif name == "config_file" and os.path.exists(value):  # of accelerate
-                processes = load_config_file(value).get("num_processes")
-                num_processes = processes if isinstance(processes, int) else num_processes
-    if tool is None:
+    start = _CommandStart(rest)
+    while start.rest and start.tool is None:
+        _read_word(start)
+    if start.tool is None:
         raise ConfigError(f"{label or 'the command line'}: no command of {', '.join(TOOLS.values())}", _EXAMPLE)
-    values = _read_options(rest, tool)
     return ForeignConfig(
-        tool, values, command, is_pretraining=verb == "pt", environ=environ, num_processes=num_processes, label=label
+        start.tool,
+        _read_options(start.rest, start.tool),
+        start.command,
+        is_pretraining=start.verb == "pt",
+        environ=environ,
+        num_processes=start.num_processes,
+        label=label,
     )
+
+
+def _read_word(start: _CommandStart) -> None:
+    """Read the next word of a command line, and the words that belong to it, up to the name of a tool's command."""
+    word = start.rest.pop(0)
+    program = os.path.basename(word)
+    script_tool = next((owner for pattern, owner in _SCRIPTS if pattern.search(word)), None)
+    if program in _COMMANDS and start.rest:  # such as swift sft
+        start.tool, commands_by_verb = _COMMANDS[program]
+        start.verb = start.rest.pop(0)
+        if start.verb not in commands_by_verb:
+            problem = f"{program} {start.verb}: only {', '.join(commands_by_verb)} can be translated"
+            raise ConfigError(problem, _EXAMPLE)
+        start.command = commands_by_verb[start.verb]
+    elif script_tool is not None:  # such as python sft.py
+        start.tool = script_tool
+    elif word.startswith("-"):
+        _read_launcher_option(start, word)
+
+
+def _read_launcher_option(start: _CommandStart, word: str) -> None:
+    """Read an option of the launcher, and its value, which is the next word unless the option has a ``=``."""
+    name, equals, value = word.lstrip("-").partition("=")
+    rest = start.rest
+    # Options without a value come before another option or the script. The word after -m names the module.
+    has_value = bool(rest) and not rest[0].startswith("-") and not rest[0].endswith(".py") and name != "m"
+    if not equals and has_value:
+        value = rest.pop(0)
+    if name in _PROCESS_OPTIONS and value.isdigit():
+        start.num_processes = int(value)
+    elif name == "config_file" and os.path.exists(value):  # of accelerate
+        num_processes = load_config_file(value).get("num_processes")
+        if isinstance(num_processes, int):
+            start.num_processes = num_processes
 
 
 def _read_options(words: Sequence[str], tool: str) -> dict[str, Any]:
@@ -229,12 +283,16 @@ def _read_options(words: Sequence[str], tool: str) -> dict[str, Any]:
             raise ConfigError(f"unexpected word {word!r} in the command line of {tool}")
     for path in words_by_name.pop("config", []):
         values |= load_config_file(path)
-    for key, items in words_by_name.items():
-        if not items:
-            values[key] = True
-        else:
-            values[key] = items[0] if len(items) == 1 else items
+    for option, items in words_by_name.items():
+        values[option] = _option_value(items)
     return values
+
+
+def _option_value(items: list[Any]) -> Any:
+    """Return the value of an option with these words: True for none, a single word, or the list."""
+    if not items:
+        return True
+    return items[0] if len(items) == 1 else items
 
 
 def local_model_config(values: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -17,24 +17,29 @@ _NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\ufff
 
 def report(translation: Translation) -> str:
     """Return the block that a run prints at startup."""
-    assignments: dict[str, list[str]] = {}  # by foreign name, such as "--max-length 2048"
-    for option, name in translation.origins.items():
-        if option not in translation.defaults:
-            assignments.setdefault(name, []).append(_assignment(option, translation.values[option]))
     tool = translation.tool
     lines = [f"{translation.source.label}: a configuration of {tool}"]
-    if assignments:
-        pairs = [f"{name} → {' '.join(options)}" for name, options in assignments.items()]
-        lines.append("  translated: " + ", ".join(pairs))
-    if translation.defaults:
-        defaults = [
-            f"{_assignment(option, translation.values[option])} ({translation.origins[option]})"
-            for option in translation.defaults
-        ]
+    translated = _translated_names(translation)
+    if translated:
+        lines.append("  translated: " + ", ".join(translated))
+    defaults = []
+    for option in translation.defaults:
+        assignment = _assignment(option, translation.values[option])
+        defaults.append(f"{assignment} ({translation.origins[option]})")
+    if defaults:
         lines.append(f"  defaults of {tool}: " + ", ".join(defaults))
     if translation.omitted:
         lines.append("  without effect: " + "; ".join(f"{name} ({reason})" for name, reason in translation.omitted))
     return "\n".join(lines)
+
+
+def _translated_names(translation: Translation) -> list[str]:
+    """Return each translated foreign name with its options, such as ``cutoff_len → --max-length 2048``."""
+    assignments: dict[str, list[str]] = {}  # by foreign name
+    for option, name in translation.origins.items():
+        if option not in translation.defaults:
+            assignments.setdefault(name, []).append(_assignment(option, translation.values[option]))
+    return [f"{name} → {' '.join(options)}" for name, options in assignments.items()]
 
 
 def raise_problems(translation: Translation) -> None:

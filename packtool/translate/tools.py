@@ -14,8 +14,8 @@ from packtool.config.data import ExportConfig
 from packtool.config.train import TrainConfig
 from packtool.constants import TRAIN_NEWLINE
 from packtool.errors import ConfigError
-from packtool.translate.axolotl_methods import translate_methods
-from packtool.translate.names import _FIELDS, Translation, as_text, is_true, split_list
+from packtool.translate.axolotl import translate_axolotl
+from packtool.translate.names import _FIELDS, Translation, as_text, is_true, split_list, translate_ratio
 from packtool.translate.read import ForeignConfig, local_model_config
 
 _NEWLINE_TOOLS = ("ms-swift", "LLaMA-Factory")
@@ -49,27 +49,33 @@ def translate(source: ForeignConfig, options: Iterable[str], command: str, envir
 
 def _adjust_combinations(translation: Translation) -> None:
     """Change or remove options that depend on the final values of other options."""
-    tool, values = translation.tool, translation.values
-    scale = as_text(translation.get("loss_scale") or "default")
-    if tool in _NEWLINE_TOOLS and "all" not in scale.split("+") and not translation.get("cached_dataset"):
-        scale_origin = translation.origins.get("loss_scale")
-        origin = f"{scale_origin} and newlines after answers" if scale_origin else "newlines after answers"
-        values.pop("loss_scale", None)
-        translation.default("loss_scale", f"{scale}+{TRAIN_NEWLINE}", origin)
+    _default_newline_targets(translation)
     num_ranks = translation.number("sequence_parallel_size", translation.get("sequence_parallel_size"), 1)
-    if num_ranks > 1 and values.get("attn_impl") not in (None, "auto", "sdpa", "varlen"):
+    if num_ranks > 1 and translation.values.get("attn_impl") not in (None, "auto", "sdpa", "varlen"):
         translation.remove("attn_impl", "sequence parallelism has its own kernels")
     if is_true(translation.get("torch_compile")) and is_true(translation.get("use_liger_kernel")):
         translation.remove("use_liger_kernel", "torch_compile fuses the same operations")
     if is_true(translation.get("streaming")) and not is_true(translation.get("packing")):
         translation.remove("streaming", "streaming needs packs; rows are tokenized before training")
-    if is_true(translation.get("streaming")) and values.get("save_strategy") == "epoch":
+    if is_true(translation.get("streaming")) and translation.values.get("save_strategy") == "epoch":
         reason = "streaming does not know where an epoch ends; every --save-steps steps and the last one are saved"
         translation.origins["save_strategy"] += ": epoch"
         translation.remove("save_strategy", reason)
-    if tool == "LLaMA-Factory" and translation.get("train_type") == "lora":
+    if translation.tool == "LLaMA-Factory" and translation.get("train_type") == "lora":
         rank = int(translation.number("lora_rank", translation.get("lora_rank"), 8))
         translation.default("lora_alpha", 2 * rank, "LoraArguments.lora_alpha: 2 x rank")
+
+
+def _default_newline_targets(translation: Translation) -> None:
+    """Make newlines after answers targets where the tool does so, unless all tokens are, or a cache decides."""
+    scale = as_text(translation.get("loss_scale") or "default")
+    trains_everything = "all" in scale.split("+")
+    if translation.tool not in _NEWLINE_TOOLS or trains_everything or translation.get("cached_dataset"):
+        return
+    scale_origin = translation.origins.get("loss_scale")
+    origin = f"{scale_origin} and newlines after answers" if scale_origin else "newlines after answers"
+    translation.values.pop("loss_scale", None)
+    translation.default("loss_scale", f"{scale}+{TRAIN_NEWLINE}", origin)
 
 
 def _translate_variables(translation: Translation) -> None:
@@ -100,29 +106,8 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
             "swift export without --to_cached_dataset true writes no cache",
             "packtool merge merges adapters; quantization, uploads and conversions need other tools.",
         )
-    if "self-cognition" not in as_text(values.get("dataset", "")):
-        for name in {"model_name", "model_author"} & set(values):
-            translation.omit(name, "only the rows of swift/self-cognition contain these names")
-            del values[name]
-    if translation.source.is_pretraining:
-        translation.set("loss_scale", values.pop("loss_scale", "all"), "swift pt")
-        if not is_true(values.pop("use_chat_template", False)):
-            translation.omit("swift pt", "rows with a text column use no template")
-    # With streaming, ms-swift's #1000 takes the first rows; without, it draws rows.
-    datasets = split_list(values.get("dataset") or [])
-    if is_true(values.get("streaming")) and any(re.search(r"#\d+$", name) for name in datasets):
-        values["dataset"] = [re.sub(r"#(?=\d+$)", "#first", name) for name in datasets]
-        translation.omit("streaming", "it only reads the first rows (#); they are tokenized before training")
-        del values["streaming"]
-    if "data_seed" in values and "seed" in values:
-        translation.omit("data_seed", f"one seed decides packs and order: seed {values['seed']}")
-        del values["data_seed"]
-    if values.get("cached_dataset"):
-        # ms-swift's caches have a folder for each split.
-        caches = [path.removesuffix("/").removesuffix("/train") for path in split_list(values.pop("cached_dataset"))]
-        translation.set("cached_dataset", caches, "cached_dataset, without /train")
-        if values.pop("cached_val_dataset", None):
-            translation.omit("cached_val_dataset", "a cache of packtool contains its val split")
+    _ms_swift_datasets(translation, values)
+    _ms_swift_caches(translation, values)
     _split_sequences(translation, values, environ)
     _adapter_settings(translation, values, "tuner_type" if "tuner_type" in values else "train_type")
     if as_text(values.get("loss_type", "")) == "loss_scale":
@@ -132,6 +117,37 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
         _, num_processes, accumulation_steps = _batch(translation, values, environ)
         origin = f"16 samples or packs per step, over {num_processes} processes"
         translation.default("gradient_accumulation_steps", accumulation_steps, origin)
+
+
+def _ms_swift_datasets(translation: Translation, values: dict[str, Any]) -> None:
+    """Translate ms-swift's keys of datasets and the seed of their order, and remove them."""
+    datasets = split_list(values.get("dataset") or [])
+    if "self-cognition" not in as_text(values.get("dataset", "")):
+        for name in {"model_name", "model_author"} & set(values):
+            translation.omit(name, "only the rows of swift/self-cognition contain these names")
+            del values[name]
+    if translation.source.is_pretraining:
+        translation.set("loss_scale", values.pop("loss_scale", "all"), "swift pt")
+        if not is_true(values.pop("use_chat_template", False)):
+            translation.omit("swift pt", "rows with a text column use no template")
+    # With streaming, ms-swift's #1000 takes the first rows; without, it draws rows.
+    if is_true(values.get("streaming")) and any(re.search(r"#\d+$", name) for name in datasets):
+        values["dataset"] = [re.sub(r"#(?=\d+$)", "#first", name) for name in datasets]
+        translation.omit("streaming", "it only reads the first rows (#); they are tokenized before training")
+        del values["streaming"]
+    if "data_seed" in values and "seed" in values:
+        translation.omit("data_seed", f"one seed decides packs and order: seed {values['seed']}")
+        del values["data_seed"]
+
+
+def _ms_swift_caches(translation: Translation, values: dict[str, Any]) -> None:
+    """Translate the paths of ms-swift's caches, which have a folder for each split."""
+    if values.get("cached_dataset"):
+        paths = split_list(values.pop("cached_dataset"))
+        caches = [path.removesuffix("/").removesuffix("/train") for path in paths]
+        translation.set("cached_dataset", caches, "cached_dataset, without /train")
+        if values.pop("cached_val_dataset", None):
+            translation.omit("cached_val_dataset", "a cache of packtool contains its val split")
 
 
 _BOFT = ("boft_block_size", "boft_block_num", "boft_n_butterfly_factor", "boft_dropout")
@@ -145,8 +161,12 @@ _ADAPTER_SETTINGS: dict[tuple[str, str], dict[str, str]] = {
 
 def _adapter_settings(translation: Translation, values: dict[str, Any], key: str) -> None:
     """Translate the settings of an adapter other than LoRA, whose type is the value of ``key``."""
-    names = _ADAPTER_SETTINGS.get((translation.tool, as_text(values.get(key))), {})
-    if settings := {peft_name: values.pop(name) for name, peft_name in names.items() if values.get(name) is not None}:
+    settings = {}
+    peft_names = _ADAPTER_SETTINGS.get((translation.tool, as_text(values.get(key))), {})
+    for name, peft_name in peft_names.items():
+        if values.get(name) is not None:
+            settings[peft_name] = values.pop(name)
+    if settings:
         translation.set("adapter_settings", settings, f"settings of {values[key]}")
 
 
@@ -184,19 +204,22 @@ def _projected_optimizer(translation: Translation, values: dict[str, Any]) -> No
         if is_true(values.get(f"{method}_quantization")):
             translation.refuse(f"{method}_quantization", "quantized projections are not supported; remove it")
         del values[f"use_{method}"]
-        arguments = {key: values.pop(f"{method}_{key}", None) or default for key, default in defaults.items()}
-        # LLaMA-Factory calls it update_interval.
-        arguments["update_proj_gap"] = arguments.pop("update_interval", arguments.get("update_proj_gap"))
-        targets: list[str] = []
+        arguments = _pop_projection_arguments(values, method, defaults)
+        targets = []
         for name in (f"{method}_target", f"{method}_target_modules"):
             targets += [target for target in split_list(values.pop(name, None) or []) if target != "all"]
         translation.set("optim", f"{method}_adamw", f"use_{method}")
         # Linear layers of attention and MLP in transformers' names: all without the head.
-        training_arguments = {
-            "optim_target_modules": targets or ["attn", "mlp"],
-            "optim_args": ",".join(f"{key}={as_text(value)}" for key, value in arguments.items()),
-        }
+        training_arguments = {"optim_target_modules": targets or ["attn", "mlp"], "optim_args": arguments}
         translation.set("training", training_arguments, f"{method}_*")
+
+
+def _pop_projection_arguments(values: dict[str, Any], method: str, defaults: Mapping[str, Any]) -> str:
+    """Remove an optimizer's arguments from ``values``; return them, or their defaults, as in ``rank=128,scale=1.0``."""
+    arguments = {key: values.pop(f"{method}_{key}", None) or default for key, default in defaults.items()}
+    if "update_interval" in arguments:  # LLaMA-Factory's name
+        arguments["update_proj_gap"] = arguments.pop("update_interval")
+    return ",".join(f"{key}={as_text(value)}" for key, value in arguments.items())
 
 
 def _split_sequences(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
@@ -218,27 +241,10 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
     """Translate LLaMA-Factory's keys in ``values`` whose meaning depends on other keys, and remove them."""
     if "do_train" in values and not is_true(values["do_train"]) and translation.source.command == "train":
         translation.refuse("do_train", "this configuration does not train; packtool eval evaluates a model")
-    is_pretraining = values.get("stage") == "pt"  # which packs by default
-    is_packed = is_true(values.get("neat_packing")) or is_true(values.get("packing", is_pretraining))
-    if values.get("packing") is not None or values.get("neat_packing") is not None or is_pretraining:
-        names = [name for name in ("neat_packing", "packing") if values.pop(name, None) is not None]
-        translation.set("packing", is_packed, " and ".join(names) or "stage: pt")
-    length = int(translation.number("cutoff_len", values.pop("cutoff_len", None), 2048))
-    if is_packed:
-        translation.set("max_length", length - 1, "cutoff_len, less 1 with packing as in LLaMA-Factory")
-    elif "cutoff_len" in translation.source.values:
-        translation.set("max_length", length, "cutoff_len")
+    _llama_factory_packing(translation, values)
     _llama_factory_datasets(translation, values)
-    _ratio(translation, values, "val_size")
-    if is_true(values.pop("use_badam", None)):
-        if values.pop("badam_mode", "layer") != "layer" or values.pop("badam_start_block", None) is not None:
-            translation.refuse("badam_mode, badam_start_block", "BAdam trains the layers in their order; remove them")
-        translation.set("badam_switch_interval", values.pop("badam_switch_interval", None) or 50, "use_badam")
-        translation.set("badam_switch_mode", values.pop("badam_switch_mode", None) or "ascending", "use_badam")
-    if is_true(values.pop("use_asft_loss", None)):
-        translation.set("asft_alpha", values.pop("asft_alpha", None) or 0.1, "use_asft_loss and asft_alpha")
-    if is_true(values.pop("use_eaft_loss", None)):
-        translation.set("eaft_alpha", values.pop("eaft_alpha", None) or 1.0, "use_eaft_loss and eaft_alpha")
+    translate_ratio(translation, values, "val_size")
+    _llama_factory_methods(translation, values)
     _adapter_settings(translation, values, "finetuning_type")
     if values.get("finetuning_type") == "freeze":
         _freeze(translation, values)
@@ -251,6 +257,36 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
         del values["tokenized_path"]
     if values.get("adapter_name_or_path"):
         values["adapter_name_or_path"] = split_list(values["adapter_name_or_path"])
+
+
+def _llama_factory_packing(translation: Translation, values: dict[str, Any]) -> None:
+    """Translate packing, which is the default of pretraining, and the maximum length, which is smaller with packing."""
+    is_pretraining = values.get("stage") == "pt"
+    is_packed = is_true(values.get("neat_packing")) or is_true(values.get("packing", is_pretraining))
+    names = [name for name in ("neat_packing", "packing") if values.get(name) is not None]
+    if names or is_pretraining:
+        for name in ("neat_packing", "packing"):
+            values.pop(name, None)
+        translation.set("packing", is_packed, " and ".join(names) or "stage: pt")
+    length = int(translation.number("cutoff_len", values.pop("cutoff_len", None), 2048))
+    if is_packed:
+        translation.set("max_length", length - 1, "cutoff_len, less 1 with packing as in LLaMA-Factory")
+    elif "cutoff_len" in translation.source.values:
+        translation.set("max_length", length, "cutoff_len")
+
+
+def _llama_factory_methods(translation: Translation, values: dict[str, Any]) -> None:
+    """Translate BAdam and the weighted losses, with LLaMA-Factory's defaults of their settings."""
+    if is_true(values.pop("use_badam", None)):
+        is_layerwise = values.pop("badam_mode", "layer") == "layer"
+        if not is_layerwise or values.pop("badam_start_block", None) is not None:
+            translation.refuse("badam_mode, badam_start_block", "BAdam trains the layers in their order; remove them")
+        translation.set("badam_switch_interval", values.pop("badam_switch_interval", None) or 50, "use_badam")
+        translation.set("badam_switch_mode", values.pop("badam_switch_mode", None) or "ascending", "use_badam")
+    if is_true(values.pop("use_asft_loss", None)):
+        translation.set("asft_alpha", values.pop("asft_alpha", None) or 0.1, "use_asft_loss and asft_alpha")
+    if is_true(values.pop("use_eaft_loss", None)):
+        translation.set("eaft_alpha", values.pop("eaft_alpha", None) or 1.0, "use_eaft_loss and eaft_alpha")
 
 
 def _llama_factory_datasets(translation: Translation, values: dict[str, Any]) -> None:
@@ -272,18 +308,7 @@ def _llama_factory_datasets(translation: Translation, values: dict[str, Any]) ->
 
 def _freeze(translation: Translation, values: dict[str, Any]) -> None:
     """Translate LLaMA-Factory's training of a few layers: the last, the first, or those that LLaMA Pro has added."""
-    name = "freeze_trainable_layers"
-    count = int(translation.number(name, values.pop(name, None), 2))  # the first -count layers, if it is negative
-    num_layers = local_model_config(values, "model_name_or_path").get("num_hidden_layers", 0)
-    if not num_layers:  # not local, or with towers, whose layers have the same numbers
-        reason = "its layers are unknown: give full, --freeze-parameters-ratio 1 and --trainable-parameters-regex"
-        translation.refuse("finetuning_type: freeze", reason)
-    layers = range(num_layers)[-count:] if count > 0 else range(num_layers)[:-count]
-    if is_true(values.pop("use_llama_pro", False)):  # the last layer of each of ``count`` groups was added
-        if count < 1 or num_layers % count:
-            translation.refuse(f"{name}: {count}", f"it does not divide the model's {num_layers} layers; change it")
-        group_size = max(num_layers // max(count, 1), 1)
-        layers = range(num_layers)[group_size - 1 :: group_size]
+    layers = _unfrozen_layers(translation, values)
     modules = split_list(values.pop("freeze_trainable_modules", None) or "all")
     layer_pattern = "|".join(map(str, layers))
     module_pattern = "" if "all" in modules else "|".join(modules)
@@ -292,218 +317,28 @@ def _freeze(translation: Translation, values: dict[str, Any]) -> None:
     # Freeze all parameters except those whose names match a pattern.
     values["finetuning_type"] = "full"
     translation.set("freeze_parameters_ratio", 1, "finetuning_type: freeze")
-    translation.set("trainable_parameters_regex", "|".join(patterns), f"{name} and similar")
+    translation.set("trainable_parameters_regex", "|".join(patterns), f"{_FREEZE_COUNT} and similar")
 
 
-def _axolotl(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Translate axolotl's keys in ``values`` whose meaning depends on other keys, and remove them."""
-    liger_names = [name for name in values if name.startswith("liger_")]
-    if liger_names:
-        uses_liger = [is_true(values.pop(name)) for name in liger_names]
-        translation.set("use_liger_kernel", any(uses_liger), ", ".join(liger_names))
-    for plugin in split_list(values.pop("plugins", None) or []):
-        translation.translate_key("plugins", plugin)
-    _axolotl_intervals(translation, values)
-    _axolotl_order(translation, values)
-    for name in ("datasets", "pretraining_dataset", "test_datasets"):
-        _axolotl_datasets(translation, name, values.pop(name, None))
-    _ratio(translation, values, "val_set_size")
-    _axolotl_targets(translation, values)
-    translate_methods(translation, values)
-    min_lr_ratio = values.pop("cosine_min_lr_ratio", None)
-    if min_lr_ratio is not None:
-        values.pop("lr_scheduler", None)
-        translation.set("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler and cosine_min_lr_ratio")
-        translation.set("lr_scheduler_kwargs", {"min_lr_rate": min_lr_ratio}, "cosine_min_lr_ratio")
-    batch_size = values.pop("batch_size", None)
-    if batch_size is not None and not values.get("gradient_accumulation_steps"):
-        micro_batch_size = translation.number("micro_batch_size", values.get("micro_batch_size"), 1) or 1
-        accumulation_steps = int(translation.number("batch_size", batch_size, 1) // micro_batch_size)
-        translation.set("gradient_accumulation_steps", max(1, accumulation_steps), "batch_size / micro_batch_size")
-    patterns = split_list(values.pop("unfrozen_parameters", None) or [])
-    if patterns and values.get("adapter"):
-        translation.omit("unfrozen_parameters", "the adapter is trained, and the model's own weights stay frozen")
-    elif patterns:
-        if any(re.search(r"\[\d*:\d*\]$", pattern) for pattern in patterns):
-            translation.refuse(
-                "unfrozen_parameters", "parts of a parameter cannot be trained; name the whole parameter"
-            )
-        translation.set("freeze_parameters_ratio", 1, "unfrozen_parameters")
-        translation.set("trainable_parameters_regex", "|".join(patterns), "unfrozen_parameters")
-    _axolotl_fsdp(translation, values)
+_FREEZE_COUNT = "freeze_trainable_layers"
 
 
-def _axolotl_intervals(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate the numbers of evaluations and checkpoints per epoch; one per epoch is a strategy, not an interval."""
-    epochs = translation.number("num_epochs", values.get("num_epochs"), 1) or 1
-    for name, kind in (("evals_per_epoch", "eval"), ("saves_per_epoch", "save")):
-        times_per_epoch = translation.number(name, values.pop(name, None), 0)
-        if not times_per_epoch:
-            continue
-        if kind == "eval" and not (values.get("val_set_size") or values.get("test_datasets")):
-            translation.omit(name, "there is no validation split")
-        elif times_per_epoch * epochs > 1:  # below 1, ``eval_steps`` is a fraction of the run
-            translation.set(f"{kind}_steps", 1 / (times_per_epoch * epochs), name)
-        else:
-            translation.set(f"{kind}_strategy", "epoch", name)
-
-
-def _axolotl_fsdp(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate ``fsdp_config`` into the options of ``--fsdp``, and omit keys that packtool does not need."""
-    config = values.pop("fsdp_config", None) or {}
-    if not isinstance(config, dict):
-        translation.refuse("fsdp_config", "expected an object of names and values")
-    elif config and int(translation.number("expert_parallel_size", values.get("expert_parallel_size"), 1) or 1) > 1:
-        translation.omit("fsdp_config", "expert_parallel_size shards the other weights over all processes, too")
-    elif config:
-        shard = "full_shard" if is_true(config.get("reshard_after_forward", True)) else "shard_grad_op"
-        is_offloaded = any(is_true(config.get(name)) for name in ("offload_params", "fsdp_offload_params"))
-        values["fsdp"] = split_list(values.get("fsdp") or [shard]) + (["offload"] if is_offloaded else [])
-    unneeded = ["fsdp_version", "fsdp_final_state_dict_type", "special_tokens"]
-    if isinstance(values.get("tokens"), dict):
-        unneeded.append("tokens")
-    for name in unneeded:
-        if values.pop(name, None):
-            translation.omit(name, "packtool uses FSDP2 with full checkpoints, and the tokenizer's own tokens")
-
-
-def _axolotl_order(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate the buffer of streamed rows, and ``curriculum_sampling``, which trains rows in their order.
-
-    However, axolotl shuffles rows while it merges datasets, unless ``shuffle_merged_datasets`` is false.
-    """
-    shuffles_merged_rows = as_text(values.get("shuffle_merged_datasets")) != "false"
-    is_packed = is_true(values.get("sample_packing"))
-    if is_packed and is_true(values.get("streaming")):
-        num_rows = values.pop("streaming_multipack_buffer_size", None)
-        if num_rows:
-            translation.set("packing_interval", num_rows, "streaming_multipack_buffer_size")
-            shuffled_rows = num_rows if shuffles_merged_rows else 1
-            translation.set("shuffle_buffer_size", shuffled_rows, "streaming_multipack_buffer_size")
-    name = "curriculum_sampling"
-    if not is_true(values.pop(name, None)):
-        return
-    datasets = values.get("datasets")
-    if isinstance(datasets, list) and len(datasets) > 1 and shuffles_merged_rows:
-        translation.omit(name, "axolotl shuffles merged datasets once; packtool shuffles them in every epoch")
-        return
-    values.pop("shuffle_merged_datasets", None)
-    translation.set("shuffle", False, name)
-    if is_packed:
-        translation.set("packing_algorithm", "sequential", name)
-
-
-def _axolotl_targets(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate names of modules with adapters, which may be a regular expression; by default axolotl adapts none."""
-    targets = values.pop("lora_target_modules", None)
-    if targets and not is_true(values.get("lora_target_linear")):
-        is_regex = isinstance(targets, str) and re.search(r"[^\w,. -]", targets) is not None
-        name = "target_regex" if is_regex else "target_modules"
-        translation.set(name, targets if is_regex else split_list(targets), "lora_target_modules")
-    elif not targets and values.get("lora_target_parameters") and not is_true(values.get("lora_target_linear")):
-        translation.set("target_modules", [], "lora_target_parameters")
-
-
-# Keys of an axolotl data set that packtool needs not, or finds out itself; and columns of the two formats.
-_DETECTED = {
-    *("roles_to_train", "message_property_mappings", "train_on_eos", "ds_type", "field_thinking", "type", "name"),
-    *("template_thinking_key", "chat_template", "chat_template_jinja", "data_files", "path", "split"),
-    "trust_remote_code",
-}
-_MAPPINGS = "message_property_mappings"
-_MESSAGE_KEYS = (("role", "content"), ("from", "value"), ("from", "content"))
-_COLUMNS = {
-    "field_messages": "messages",
-    "field": "text",
-    "text_column": "text",
-    "field_instruction": "instruction",
-    "field_input": "input",
-    "field_output": "output",
-    "field_system": "system",
-    "field_tools": "tools",
-}
-
-
-def _axolotl_datasets(translation: Translation, name: str, value: Any) -> None:
-    """Translate key ``datasets`` or similar: a path, or a list of objects with ``path``, ``type`` and column names."""
-    paths: list[str] = []
-    columns: dict[str, set[str]] = {}  # names of each column in the data sets, by packtool's name
-    entries: list[dict[str, Any]] = [{"path": value}] if isinstance(value, str) else value or []
-    is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
-    if not is_list or not all(isinstance(entry.get(_MAPPINGS) or {}, dict) for entry in entries):
-        translation.refuse(name, "expected a list of objects with path and type")
-        return
-    for entry in entries:
-        _axolotl_rows(translation, name, entry)
-        for key, item in entry.items():
-            if key in _COLUMNS:
-                columns.setdefault(_COLUMNS[key], set()).add(item or _COLUMNS[key])
-            elif key == "train_on_eos" and item not in (None, "turn", "all"):
-                translation.refuse(f"{name}, {key}: {item}", "the end of each trained turn is trained; remove it")
-            elif item and key not in _DETECTED and not key.startswith("message_field_"):
-                translation.refuse(f"{name}, {key}", "not supported; change the rows before training")
-        paths += _axolotl_paths(translation, name, entry)
-    if paths:
-        translation.set("val_dataset" if name == "test_datasets" else "dataset", paths, name)
-    # Name a column if it has an unusual name in any data set, and then by all of its names.
-    renamed = {column: names for column, names in columns.items() if names - {column, "conversations"}}
-    if renamed:
-        pairs = [f"{column}={each}" for column, names in sorted(renamed.items()) for each in sorted(names)]
-        translation.set("columns", pairs, f"{name}, field_*")
-
-
-def _axolotl_rows(translation: Translation, name: str, entry: Mapping[str, Any]) -> None:
-    """Check the form of the rows of an entry in list ``name``, and translate the roles that are trained."""
-    row_type = entry.get("type") or "chat_template"
-    first_word = re.split("[:.]", row_type)[0] if isinstance(row_type, str) else ""
-    if first_word not in _TYPES:
-        translation.refuse(f"{name}, type: {row_type}", f"known are {', '.join(_TYPES)}; convert the rows to messages")
-    elif _TYPES[first_word]:
-        translation.omit(f"{name}, type: {row_type}", _TYPES[first_word])
-    message_keys = entry.get(_MAPPINGS) or {
-        "role": entry.get("message_field_role", "role"),
-        "content": entry.get("message_field_content", "content"),
-    }
-    if (message_keys.get("role", "role"), message_keys.get("content", "content")) not in _MESSAGE_KEYS:
-        translation.refuse(f"{name}, message_property_mappings", "name these keys in a --dataset-info file (tags)")
-    trained_roles = split_list(entry.get("roles_to_train") or ["assistant"])
-    if {"user", "human"} & set(trained_roles):
-        translation.set("loss_scale", "all", f"{name}, roles_to_train")
-    elif not {"assistant", "gpt", "model"} & set(trained_roles):
-        translation.refuse(
-            f"{name}, roles_to_train: {' '.join(trained_roles)}", "assistant turns are trained; add them"
-        )
-
-
-# First words of types, with a remark for the report.
-_TYPES = dict.fromkeys(("chat_template", "sharegpt", "alpaca", "completion", "pretrain", "input_output"), "")
-_TYPES["alpaca"] = "rendered by the model's own chat template, not by axolotl's prompt"
-_SLICE = re.compile(r"(\w*)(?:\[:(\d+%?)\])?")
-
-
-def _axolotl_paths(translation: Translation, name: str, entry: Mapping[str, Any]) -> list[str]:
-    """Return the values of ``--dataset`` for an entry: files, or a hub id with subset, split and number of rows."""
-    path, split = str(entry.get("path", "")), str(entry.get("split") or "")
-    match = _SLICE.fullmatch(split)
-    if match is None:
-        translation.refuse(f"{name}, split: {split}", "only the first rows can be selected, as in train[:20%]")
-        return []
-    amount = f"#first{match[2]}" if match[2] else ""
-    files = [file for file in split_list(entry.get("data_files") or []) if os.path.exists(file)]
-    if files:
-        return [f"{file}{amount}" for file in files]
-    subset = entry.get("name") or ""
-    is_local = os.path.exists(path) or path.endswith((".json", ".jsonl", ".parquet", ".csv", ".txt"))
-    selection = "" if is_local else f":{subset}:{match[1]}".rstrip(":")
-    return [f"{path}{selection}{amount}"]
-
-
-def _ratio(translation: Translation, values: dict[str, Any], name: str) -> None:
-    """Translate a ratio of validation rows, which is a number of rows if it is at least 1."""
-    if (size := translation.number(name, values.pop(name, None), 0)) >= 1:
-        translation.refuse(f"{name}: {size:g}", "a number of rows is not supported; give a ratio such as 0.1")
-    elif size:
-        translation.set("split_dataset_ratio", size, name)
+def _unfrozen_layers(translation: Translation, values: dict[str, Any]) -> range:
+    """Return the numbers of the layers that LLaMA-Factory's method ``freeze`` trains."""
+    count = int(translation.number(_FREEZE_COUNT, values.pop(_FREEZE_COUNT, None), 2))
+    num_layers = local_model_config(values, "model_name_or_path").get("num_hidden_layers", 0)
+    if not num_layers:  # not local, or with towers, whose layers have the same numbers
+        reason = "its layers are unknown: give full, --freeze-parameters-ratio 1 and --trainable-parameters-regex"
+        translation.refuse("finetuning_type: freeze", reason)
+    layers = range(num_layers)
+    if is_true(values.pop("use_llama_pro", False)):  # the last layer of each of ``count`` groups was added
+        if count < 1 or num_layers % count:
+            problem = f"it does not divide the model's {num_layers} layers; change it"
+            translation.refuse(f"{_FREEZE_COUNT}: {count}", problem)
+        group_size = max(num_layers // max(count, 1), 1)
+        return layers[group_size - 1 :: group_size]
+    # The last layers, or the first ones if the count is negative.
+    return layers[-count:] if count > 0 else layers[:-count]
 
 
 def _trl(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
@@ -522,17 +357,24 @@ def _trl(translation: Translation, values: dict[str, Any], environ: Mapping[str,
             translation.set("val_dataset", test_rows, "dataset_name and dataset_test_split")
         if "loss_scale" not in translation.values and _has_completions(rows[0]):
             translation.set("loss_scale", "default", "dataset_name: only completions are trained")
-    elif not isinstance(datasets, list) or not all(isinstance(each, dict) and each.get("path") for each in datasets):
-        translation.refuse("datasets", "expected a list of objects with path")
-    elif datasets:
-        rows = []
-        for entry in datasets:
-            rows += _trl_rows(str(entry["path"]), str(entry.get("name") or ""), str(entry.get("split") or "train"))
-            for key in sorted(set(entry) - {"path", "name", "split", "columns", "data_files", "data_dir"}):
-                translation.refuse(f"datasets, {key}", "not supported; remove it")
-        translation.set("dataset", rows, "datasets")
-    if any(is_true(values.get(name)) for name in ("assistant_only_loss", "completion_only_loss")):
+    else:
+        _trl_mixture(translation, datasets)
+    if is_true(values.get("assistant_only_loss")) or is_true(values.get("completion_only_loss")):
         values["assistant_only_loss"] = True
+
+
+def _trl_mixture(translation: Translation, datasets: Any) -> None:
+    """Translate the list ``datasets``, whose objects have a path and perhaps a subset and a split."""
+    if not isinstance(datasets, list) or not all(isinstance(each, dict) and each.get("path") for each in datasets):
+        translation.refuse("datasets", "expected a list of objects with path")
+        return
+    rows = []
+    for entry in datasets:
+        rows += _trl_rows(str(entry["path"]), str(entry.get("name") or ""), str(entry.get("split") or "train"))
+        for key in sorted(set(entry) - {"path", "name", "split", "columns", "data_files", "data_dir"}):
+            translation.refuse(f"datasets, {key}", "not supported; remove it")
+    if datasets:
+        translation.set("dataset", rows, "datasets")
 
 
 def _trl_rows(name: str, subset: str, split: str) -> list[str]:
@@ -569,7 +411,7 @@ def _deepspeed(translation: Translation, values: dict[str, Any]) -> None:
 _BY_TOOL: dict[str, Callable[[Translation, dict[str, Any], Mapping[str, str]], None]] = {
     "ms-swift": _ms_swift,
     "LLaMA-Factory": _llama_factory,
-    "axolotl": _axolotl,
+    "axolotl": translate_axolotl,
     "TRL": _trl,
 }
 OPTIONS_OF = {"train": TrainConfig, "export": ExportConfig}

@@ -105,45 +105,64 @@ def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
     """Return the layout of a rank's shard; cached, because every layer needs it."""
     ring_size, rank = shard.split.ring_size, shard.split.ring_rank
     first_chunk, second_chunk = rank, 2 * ring_size - 1 - rank  # numbers of this rank's chunks of each document
-    lengths = [length // ring_size for length in shard.sharded_lengths]  # each rank's tokens of each document
-    chunk_lengths = [length // 2 for length in lengths]
-    starts = np.cumsum([0, *lengths])[:-1].tolist()  # of each document in a rank's sharded tokens
-
-    def chunk_rows(chunk: int) -> list[npt.NDArray[np.int64]]:
-        """Return, for each document, the rows of a chunk in the sharded tokens of all ring ranks laid end to end."""
-        is_second_of_owner = chunk >= ring_size
-        owner = 2 * ring_size - 1 - chunk if is_second_of_owner else chunk
-        rows = []
-        for start, chunk_length in zip(starts, chunk_lengths, strict=True):
-            first_row = owner * sum(lengths) + start + (chunk_length if is_second_of_owner else 0)
-            rows.append(np.arange(first_row, first_row + chunk_length))
-        return rows
-
-    def joined(rows: Sequence[npt.NDArray[np.int64]]) -> Tensor:
-        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])).to(device)
-
-    def own_rows(chunk: int) -> Tensor:
-        return joined([rows - rank * sum(lengths) for rows in chunk_rows(chunk)])
-
+    lengths = _rank_lengths(shard)
+    first_rows = _own_rows(shard, first_chunk, device)
+    second_rows = _own_rows(shard, second_chunk, device)
     # For the all-gather: queries see the keys of all chunks before their own. Those on this rank are not gathered.
-    first_rows, second_rows = own_rows(first_chunk), own_rows(second_chunk)
     seen_by_first = range(first_chunk)
     seen_by_second = [chunk for chunk in range(second_chunk) if chunk != first_chunk]
     gathered = []
     for queries, chunks in ((first_rows, seen_by_first), (second_rows, seen_by_second)):
         if ring_size > 1 and lengths and chunks:
-            rows_by_chunk = [chunk_rows(chunk) for chunk in chunks]
-            keys = [np.concatenate(rows_of_document) for rows_of_document in zip(*rows_by_chunk, strict=True)]
-            key_documents = Varlen.of_lengths([len(rows) for rows in keys], device)
-            gathered.append(GatheredKeys(queries, key_documents, rows=joined(keys)))
+            gathered.append(_gathered_keys(shard, queries, chunks))
     return ShardLayout(
         local=Varlen.of_lengths(shard.local_lengths, device),
         sharded=Varlen.of_lengths(lengths, device),
-        chunk=Varlen.of_lengths(chunk_lengths, device),
+        chunk=Varlen.of_lengths([length // 2 for length in lengths], device),
         first_chunks=first_rows,
         second_chunks=second_rows,
         gathered=tuple(gathered),
     )
+
+
+def _rank_lengths(shard: SequenceShard) -> list[int]:
+    """Return the number of tokens that each ring rank has of each sharded document: two chunks."""
+    return [length // shard.split.ring_size for length in shard.sharded_lengths]
+
+
+def _chunk_rows(shard: SequenceShard, chunk: int) -> list[npt.NDArray[np.int64]]:
+    """Return, for each document, the rows of a chunk in the sharded tokens of all ring ranks laid end to end."""
+    ring_size = shard.split.ring_size
+    lengths = _rank_lengths(shard)
+    is_second_of_owner = chunk >= ring_size
+    owner = 2 * ring_size - 1 - chunk if is_second_of_owner else chunk
+    document_start = owner * sum(lengths)
+    rows = []
+    for length in lengths:
+        chunk_length = length // 2
+        first_row = document_start + chunk_length if is_second_of_owner else document_start
+        rows.append(np.arange(first_row, first_row + chunk_length))
+        document_start += length
+    return rows
+
+
+def _own_rows(shard: SequenceShard, chunk: int, device: torch.device) -> Tensor:
+    """Return, int64, the rows of one of this rank's chunks of all documents in the rank's sharded tokens."""
+    rank_start = shard.split.ring_rank * sum(_rank_lengths(shard))
+    return _join_rows(_chunk_rows(shard, chunk), device) - rank_start
+
+
+def _gathered_keys(shard: SequenceShard, queries: Tensor, chunks: Sequence[int]) -> GatheredKeys:
+    """Return the keys in ``chunks`` of the other ranks, which the ``queries`` of one chunk per document see."""
+    rows_by_chunk = [_chunk_rows(shard, chunk) for chunk in chunks]
+    rows_by_document = [np.concatenate(rows) for rows in zip(*rows_by_chunk, strict=True)]
+    documents = Varlen.of_lengths([len(rows) for rows in rows_by_document], queries.device)
+    return GatheredKeys(queries, documents, rows=_join_rows(rows_by_document, queries.device))
+
+
+def _join_rows(rows: Sequence[npt.NDArray[np.int64]], device: torch.device) -> Tensor:
+    no_rows = np.zeros(0, np.int64)  # for a shard without sharded documents
+    return torch.from_numpy(np.concatenate([no_rows, *rows])).to(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +175,10 @@ class Call:
     scale: float
     window: int | None
     layout: ShardLayout
+
+    @property
+    def has_ulysses(self) -> bool:
+        return self.parallel.split.ulysses_size > 1
 
     @property
     def gathers_keys(self) -> bool:
@@ -220,29 +243,26 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         num_local = call.shard.num_local
-        has_ulysses = call.parallel.split.ulysses_size > 1
-        local_q, local_k, local_v = q[:num_local], k[:num_local], v[:num_local]
+        local_inputs = _local_inputs(call, q, k, v)
         sharded_forward = None
         if call.shard.sharded_lengths:
-            if has_ulysses:
-                # Saved views would keep the sharded tokens in memory, which are saved again after their exchange.
-                local_q, local_k, local_v = local_q.clone(), local_k.clone(), local_v.clone()
             sharded_forward = _sharded_forward(call, q[num_local:], k[num_local:], v[num_local:])
             next(sharded_forward)  # start the exchange
         outs: list[Tensor] = []
-        saved_local: list[Tensor | None] = [None] * 4  # q, k, v, lse
-        saved_sharded: list[Tensor | None] = [None] * 5  # q, k, v, out, lse
+        saved_local: list[Tensor | None] = [None] * _NUM_SAVED_LOCAL
+        saved_sharded: list[Tensor | None] = [None] * len(AttentionTensors._fields)
         if num_local:
-            out, lse = call.kernel.fwd(local_q, local_k, local_v, call.causal_block(call.layout.local))
+            out, lse = call.kernel.fwd(*local_inputs, call.causal_block(call.layout.local))
             outs.append(out)
-            saved_local = [local_q, local_k, local_v, lse]
+            saved_local = [*local_inputs, lse]
         if sharded_forward is not None:
             out, tensors = _resume_for_result(sharded_forward)
             outs.append(out)
             # Without Ulysses, the output is a part of ``result``; with it, it has other heads and tokens.
-            saved_sharded = [tensors.q, tensors.k, tensors.v, tensors.out if has_ulysses else None, tensors.lse]
+            saved_sharded = [tensors.q, tensors.k, tensors.v, tensors.out if call.has_ulysses else None, tensors.lse]
         result = _concatenate(outs)
-        ctx.call, ctx.num_key_heads = call, k.shape[1]
+        ctx.call = call
+        ctx.num_key_heads = k.shape[1]
         ctx.save_for_backward(result, *saved_local, *saved_sharded)
         return result
 
@@ -250,21 +270,38 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         num_local = call.shard.num_local
-        result, local_q, local_k, local_v, local_lse, q, k, v, out, lse = ctx.saved_tensors
+        result, *saved = ctx.saved_tensors
         sharded_backward = None
         if call.shard.sharded_lengths:
-            tensors = AttentionTensors(q, k, v, result[num_local:] if out is None else out, lse)
+            tensors = AttentionTensors(*saved[_NUM_SAVED_LOCAL:])
+            if not call.has_ulysses:
+                tensors = tensors._replace(out=result[num_local:])
             sharded_backward = _sharded_backward(call, grad[num_local:], tensors, ctx.num_key_heads)
             next(sharded_backward)  # start the exchange
         gradients: list[Gradients] = []
         if num_local:
-            local_grad, local_out = grad[:num_local].contiguous(), result[:num_local]
+            q, k, v, lse = saved[:_NUM_SAVED_LOCAL]
+            local_grad = grad[:num_local].contiguous()
             block = call.causal_block(call.layout.local)
-            gradients.append(call.kernel.bwd(local_grad, local_q, local_k, local_v, local_out, local_lse, block))
+            gradients.append(call.kernel.bwd(local_grad, q, k, v, result[:num_local], lse, block))
         if sharded_backward is not None:
             gradients.append(_resume_for_result(sharded_backward))
         dq, dk, dv = map(_concatenate, zip(*gradients, strict=True))  # of local documents, then of sharded ones
         return dq, dk, dv, None
+
+
+_NUM_SAVED_LOCAL = 4
+"""Tensors of the local documents that are saved for the backward pass: q, k, v and lse."""
+
+
+def _local_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    """Return q, k and v of the local documents, which are saved for the backward pass."""
+    num_local = call.shard.num_local
+    local_q, local_k, local_v = q[:num_local], k[:num_local], v[:num_local]
+    if call.shard.sharded_lengths and call.has_ulysses:
+        # Saved views would keep the sharded tokens in memory, which are saved again after their exchange.
+        return local_q.clone(), local_k.clone(), local_v.clone()
+    return local_q, local_k, local_v
 
 
 def _concatenate(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
@@ -277,26 +314,39 @@ def _sharded_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> ShardedForw
     With Ulysses, the tensors for the backward pass have all tokens of the U ranks, and this rank's share of the heads.
     A generator: it yields once, after starting its first exchange, and returns when it is resumed.
     """
-    num_ranks = call.parallel.split.ulysses_size
-    if num_ranks == 1:
+    if not call.has_ulysses:
         out, lse = yield from _ring_forward(call, q, k, v)
         return out, AttentionTensors(q, k, v, out, lse)
+    num_ranks = call.parallel.split.ulysses_size
     num_copies = call.num_copies(k.shape[1])
-    k, v = (tensor.repeat_interleave(num_copies, dim=1) for tensor in (k, v))
-    # One exchange for q, k and v: for each rank its heads of q, then those of k, then those of v.
+    k = k.repeat_interleave(num_copies, dim=1)
+    v = v.repeat_interleave(num_copies, dim=1)
     heads_per_rank = [tensor.shape[1] // num_ranks for tensor in (q, k, v)]
     head_dims = [tensor.shape[-1] for tensor in (q, k, v)]
-    padded = (_pad_head_dim(tensor, max(head_dims)) for tensor in (q, k, v))
-    heads_by_rank = torch.cat([torch.unflatten(tensor, 1, (num_ranks, -1)) for tensor in padded], dim=2)
-    wait_for_heads = scatter_heads(heads_by_rank.flatten(1, 2), call.parallel.ulysses)
-    del heads_by_rank
+    wait_for_heads = scatter_heads(_heads_by_rank(q, k, v, num_ranks), call.parallel.ulysses)
     yield
-    received = torch.split(wait_for_heads(), heads_per_rank, dim=1)
-    q, k, v = (tensor[..., :dim].contiguous() for tensor, dim in zip(received, head_dims, strict=True))
-    # Free the exchanged tensors, of which q, k and v are copies: attention needs the memory.
-    del wait_for_heads, received
+    q, k, v = _split_heads(wait_for_heads(), heads_per_rank, head_dims)
+    # Free the exchanged tensor, of which q, k and v are copies: attention needs the memory.
+    del wait_for_heads
     out, lse = _run_without_overlap(_ring_forward(call, q, k, v))
     return gather_heads(out, call.parallel.ulysses), AttentionTensors(q, k, v, out, lse)
+
+
+def _heads_by_rank(q: Tensor, k: Tensor, v: Tensor, num_ranks: int) -> Tensor:
+    """Join q, k and v (T, H, D) along their heads: for each rank its heads of q, then those of k, then those of v."""
+    head_dim = max(q.shape[-1], v.shape[-1])
+    parts = []
+    for tensor in (q, k, v):
+        padded = _pad_head_dim(tensor, head_dim)
+        parts.append(torch.unflatten(padded, 1, (num_ranks, -1)))  # (T, ranks, heads of a rank, D)
+    return torch.cat(parts, dim=2).flatten(1, 2)
+
+
+def _split_heads(joined: Tensor, num_heads: list[int], head_dims: list[int]) -> Gradients:
+    """Return the contiguous tensors (T, H, D) that are joined along their heads, padded to the same D."""
+    parts = torch.split(joined, num_heads, dim=1)
+    q, k, v = (part[..., :head_dim].contiguous() for part, head_dim in zip(parts, head_dims, strict=True))
+    return q, k, v
 
 
 def _sharded_backward(call: Call, grad: Tensor, saved: AttentionTensors, num_key_heads: int) -> Backward:
@@ -305,22 +355,29 @@ def _sharded_backward(call: Call, grad: Tensor, saved: AttentionTensors, num_key
     ``num_key_heads``: heads of k and v before they were repeated for Ulysses.
     A generator: it yields once, after starting its first exchange, and returns when it is resumed.
     """
-    num_ranks = call.parallel.split.ulysses_size
-    if num_ranks == 1:
-        return (yield from _ring_backward(call, grad.contiguous(), *saved))
+    if not call.has_ulysses:
+        return (yield from _ring_backward(call, grad.contiguous(), saved))
     wait_for_heads = scatter_heads(grad, call.parallel.ulysses)
     yield
-    gradients = _run_without_overlap(_ring_backward(call, wait_for_heads(), *saved))
-    # One exchange for dq, dk and dv: received are for each rank its heads of dq, then those of dk, then those of dv.
-    heads_per_rank = [tensor.shape[1] for tensor in gradients]
-    head_dims = [tensor.shape[-1] for tensor in gradients]
-    packed = torch.cat([_pad_head_dim(tensor, max(head_dims)) for tensor in gradients], dim=1)
-    heads_by_rank = torch.unflatten(gather_heads(packed, call.parallel.ulysses), 1, (num_ranks, -1))
-    received = torch.split(heads_by_rank, heads_per_rank, dim=2)
-    dq, dk, dv = (tensor.flatten(1, 2)[..., :dim] for tensor, dim in zip(received, head_dims, strict=True))
+    gradients = _run_without_overlap(_ring_backward(call, wait_for_heads(), saved))
+    dq, dk, dv = _gather_gradients(call, gradients)
     num_copies = call.num_copies(num_key_heads)
     if num_copies > 1:
-        dk, dv = (torch.unflatten(tensor, 1, (num_key_heads, num_copies)).sum(2) for tensor in (dk, dv))
+        dk = torch.unflatten(dk, 1, (num_key_heads, num_copies)).sum(2)
+        dv = torch.unflatten(dv, 1, (num_key_heads, num_copies)).sum(2)
+    return dq, dk, dv
+
+
+def _gather_gradients(call: Call, gradients: Gradients) -> Gradients:
+    """Exchange dq, dk and dv of this rank's heads and all U ranks' tokens for those of all heads, in one exchange."""
+    heads_per_rank = [tensor.shape[1] for tensor in gradients]
+    head_dims = [tensor.shape[-1] for tensor in gradients]
+    joined = torch.cat([_pad_head_dim(tensor, max(head_dims)) for tensor in gradients], dim=1)
+    gathered = gather_heads(joined, call.parallel.ulysses)
+    # Received are, for each rank, its heads of dq, then those of dk, then those of dv.
+    heads_by_rank = torch.unflatten(gathered, 1, (call.parallel.split.ulysses_size, -1))
+    parts = torch.split(heads_by_rank, heads_per_rank, dim=2)  # (T, ranks, heads of a rank, D) each
+    dq, dk, dv = (part.flatten(1, 2)[..., :head_dim] for part, head_dim in zip(parts, head_dims, strict=True))
     return dq, dk, dv
 
 
@@ -351,12 +408,11 @@ def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
     if call.gathers_keys:
         return (yield from _gather_forward(call, q, k, v))
     ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
-    layout = call.layout
-    kv = torch.cat([k, v], dim=-1)
     key_dim = k.shape[-1]
+    kv = torch.cat([k, v], dim=-1)
     wait_for_kv = start_ring_transfer(kv, ring) if ring_size > 1 else None
     yield
-    own_out, lse = call.kernel.fwd(q, k, v, call.causal_block(layout.sharded))
+    own_out, lse = call.kernel.fwd(q, k, v, call.causal_block(call.layout.sharded))
     if wait_for_kv is None:
         return own_out, lse
     out = own_out.to(lse.dtype)
@@ -365,17 +421,24 @@ def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
         if hops + 1 < ring_size:
             wait_for_kv = start_ring_transfer(kv, ring)
         k, v = kv[..., :key_dim], kv[..., key_dim:]
-        if call.keys_come_from_lower_rank(hops):
-            # All queries see the keys in first chunks, and none sees those in second chunks.
-            k, v = k[layout.first_chunks], v[layout.first_chunks]
-            block = call.full_block(layout.sharded, layout.chunk)
-            out, lse = merge_outputs(out, lse, *call.kernel.fwd(q, k, v, block))
-        else:
-            # Queries in second chunks see all of these keys, and queries in first chunks see none.
-            rows = layout.second_chunks
-            block = call.full_block(layout.chunk, layout.sharded)
-            out, lse = _merge_into_rows(out, lse, rows, call.kernel.fwd(q[rows], k, v, block))
+        out, lse = _merge_received_keys(call, hops, q, k, v, (out, lse))
     return out.to(own_out.dtype), lse
+
+
+def _merge_received_keys(
+    call: Call, hops: int, q: Tensor, k: Tensor, v: Tensor, result: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Attend to K and V that were received after ``hops`` transfers, and merge into ``result``, the out and lse."""
+    layout = call.layout
+    if call.keys_come_from_lower_rank(hops):
+        # All queries see the keys in first chunks, and none sees those in second chunks.
+        rows = layout.first_chunks
+        block = call.full_block(layout.sharded, layout.chunk)
+        return merge_outputs(*result, *call.kernel.fwd(q, k[rows], v[rows], block))
+    # Queries in second chunks see all of these keys, and queries in first chunks see none.
+    rows = layout.second_chunks
+    block = call.full_block(layout.chunk, layout.sharded)
+    return _merge_into_rows(*result, rows, call.kernel.fwd(q[rows], k, v, block))
 
 
 def _merge_into_rows(
@@ -386,48 +449,64 @@ def _merge_into_rows(
     return out.index_copy(0, queries, merged), lse.index_copy(1, queries, merged_lse)
 
 
-def _ring_backward(call: Call, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Backward:
+def _ring_backward(call: Call, grad: Tensor, saved: AttentionTensors) -> Backward:
     """Return the gradients of q, k and v of this rank's tokens, from their final out and lse.
 
     K and V pass around the ring again. Their gradients follow one hop behind and return to the owner at the end.
     A generator: it yields once, after starting its first exchange, and returns when it is resumed.
     """
     if call.gathers_keys:
-        return (yield from _gather_backward(call, grad, q, k, v, out, lse))
+        return (yield from _gather_backward(call, grad, saved))
     ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
-    layout = call.layout
-    kv = torch.cat([k, v], dim=-1)
-    key_dim = k.shape[-1]
+    key_dim = saved.k.shape[-1]
+    kv = torch.cat([saved.k, saved.v], dim=-1)
     wait_for_kv = start_ring_transfer(kv, ring) if ring_size > 1 else None
     yield
-    dq, dk, dv = call.kernel.bwd(grad, q, k, v, out, lse, call.causal_block(layout.sharded))
+    dq, dk, dv = call.kernel.bwd(grad, *saved, call.causal_block(call.layout.sharded))
     if wait_for_kv is None:
         return dq, dk, dv
-    sum_dtype = lse.dtype
-    total_dq, dkv = dq.to(sum_dtype), torch.cat([dk, dv], dim=-1).to(sum_dtype)
+    total_dq = dq.to(saved.lse.dtype)
+    dkv = torch.cat([dk, dv], dim=-1).to(saved.lse.dtype)
     for hops in range(1, ring_size):
         kv = wait_for_kv()
         # The gradients of these keys so far arrive while this rank computes its own part of them.
         wait_for_dkv = start_ring_transfer(dkv, ring)
         if hops + 1 < ring_size:
             wait_for_kv = start_ring_transfer(kv, ring)
-        k, v = kv[..., :key_dim], kv[..., key_dim:]
-        # Which queries see which keys: as in _ring_forward.
-        if call.keys_come_from_lower_rank(hops):
-            rows = layout.first_chunks
-            k, v = k[rows], v[rows]
-            block = call.full_block(layout.sharded, layout.chunk)
-            dq, dk, dv = call.kernel.bwd(grad, q, k, v, out, lse, block)
-            total_dq += dq
-            dkv = wait_for_dkv().index_add(0, rows, torch.cat([dk, dv], dim=-1).to(sum_dtype))
-        else:
-            rows = layout.second_chunks
-            block = call.full_block(layout.chunk, layout.sharded)
-            dq, dk, dv = call.kernel.bwd(grad[rows], q[rows], k, v, out[rows], lse[:, rows], block)
-            total_dq = total_dq.index_add(0, rows, dq.to(sum_dtype))
-            dkv = wait_for_dkv() + torch.cat([dk, dv], dim=-1)
+        received = saved._replace(k=kv[..., :key_dim], v=kv[..., key_dim:])
+        query_rows, key_rows, (block_dq, *block_dkv) = _received_gradients(call, hops, grad, received)
+        total_dq = _add_to_rows(total_dq, query_rows, block_dq)
+        dkv = _add_to_rows(wait_for_dkv(), key_rows, torch.cat(block_dkv, dim=-1))
     own_dkv = start_ring_transfer(dkv, ring)()
-    return total_dq.to(q.dtype), own_dkv[..., :key_dim].to(q.dtype), own_dkv[..., key_dim:].to(q.dtype)
+    dtype = saved.q.dtype
+    return total_dq.to(dtype), own_dkv[..., :key_dim].to(dtype), own_dkv[..., key_dim:].to(dtype)
+
+
+def _received_gradients(
+    call: Call, hops: int, grad: Tensor, tensors: AttentionTensors
+) -> tuple[Tensor | None, Tensor | None, Gradients]:
+    """Return the gradients of this rank's queries, and of K and V that were received after ``hops`` transfers.
+
+    They come after the rows of the queries and of the keys that have gradients; None means all rows. Which queries see
+    which keys: as in ``_merge_received_keys``.
+    """
+    layout = call.layout
+    if call.keys_come_from_lower_rank(hops):
+        rows = layout.first_chunks
+        block = call.full_block(layout.sharded, layout.chunk)
+        seen = tensors._replace(k=tensors.k[rows], v=tensors.v[rows])
+        return None, rows, call.kernel.bwd(grad, *seen, block)
+    rows = layout.second_chunks
+    block = call.full_block(layout.chunk, layout.sharded)
+    q, k, v, out, lse = tensors
+    return rows, None, call.kernel.bwd(grad[rows], q[rows], k, v, out[rows], lse[:, rows], block)
+
+
+def _add_to_rows(total: Tensor, rows: Tensor | None, part: Tensor) -> Tensor:
+    """Add ``part`` to these rows of a sum, or to all with None; the sum's memory may be reused."""
+    if rows is None:
+        return total.add_(part)
+    return total.index_add(0, rows, part.to(total.dtype))
 
 
 def _gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
@@ -436,28 +515,45 @@ def _gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
     wait_for_kv = start_all_gather(torch.cat([k, v], dim=-1), call.parallel.ring)
     yield
     own_out, lse = call.kernel.fwd(q, k, v, call.causal_block(call.layout.sharded))
-    out, gathered_kv = own_out.to(lse.dtype), wait_for_kv()
+    out = own_out.to(lse.dtype)
+    gathered_kv = wait_for_kv()
     for queries, documents, rows in call.layout.gathered:
-        kv, block = gathered_kv[rows], call.full_block(call.layout.chunk, documents)
+        kv = gathered_kv[rows]
+        block = call.full_block(call.layout.chunk, documents)
         block_result = call.kernel.fwd(q[queries], kv[..., :key_dim], kv[..., key_dim:], block)
         out, lse = _merge_into_rows(out, lse, queries, block_result)
     return out.to(own_out.dtype), lse
 
 
-def _gather_backward(call: Call, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Backward:
+def _gather_backward(call: Call, grad: Tensor, saved: AttentionTensors) -> Backward:
     """``_ring_backward`` with K and V of all ring ranks gathered at once."""
-    key_dim, sum_dtype = k.shape[-1], lse.dtype
+    key_dim = saved.k.shape[-1]
     # Gathered again, not saved: sequence parallelism is to avoid keeping K and V of all ranks and all layers.
-    wait_for_kv = start_all_gather(torch.cat([k, v], dim=-1), call.parallel.ring)
+    wait_for_kv = start_all_gather(torch.cat([saved.k, saved.v], dim=-1), call.parallel.ring)
     yield
-    dq, dk, dv = call.kernel.bwd(grad, q, k, v, out, lse, call.causal_block(call.layout.sharded))
-    total_dq, gathered_kv = dq.to(sum_dtype), wait_for_kv()
+    own_dq, own_dk, own_dv = call.kernel.bwd(grad, *saved, call.causal_block(call.layout.sharded))
+    dq, gathered_dkv = _gathered_gradients(call, grad, saved, wait_for_kv(), own_dq)
+    summed_dkv = reduce_scatter_rows(gathered_dkv, call.parallel.ring)
+    dk = own_dk + summed_dkv[..., :key_dim]
+    dv = own_dv + summed_dkv[..., key_dim:]
+    dtype = saved.q.dtype
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def _gathered_gradients(
+    call: Call, grad: Tensor, saved: AttentionTensors, gathered_kv: Tensor, own_dq: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return ``own_dq`` plus the queries' gradients from the gathered keys, and the gradients of gathered K and V."""
+    key_dim = saved.k.shape[-1]
+    sum_dtype = saved.lse.dtype
+    dq = own_dq.to(sum_dtype)
     gathered_dkv = torch.zeros_like(gathered_kv, dtype=sum_dtype)
     for queries, documents, rows in call.layout.gathered:
-        kv, block = gathered_kv[rows], call.full_block(call.layout.chunk, documents)
-        inputs = grad[queries], q[queries], kv[..., :key_dim], kv[..., key_dim:], out[queries], lse[:, queries]
-        block_dq, *block_dkv = call.kernel.bwd(*inputs, block)
-        total_dq = total_dq.index_add(0, queries, block_dq.to(sum_dtype))
+        kv = gathered_kv[rows]
+        out, lse = saved.out[queries], saved.lse[:, queries]
+        seen = AttentionTensors(saved.q[queries], kv[..., :key_dim], kv[..., key_dim:], out, lse)
+        block = call.full_block(call.layout.chunk, documents)
+        block_dq, *block_dkv = call.kernel.bwd(grad[queries], *seen, block)
+        dq = _add_to_rows(dq, queries, block_dq)
         gathered_dkv.index_add_(0, rows, torch.cat(block_dkv, dim=-1).to(sum_dtype))
-    own_dkv = reduce_scatter_rows(gathered_dkv, call.parallel.ring)
-    return total_dq.to(q.dtype), (dk + own_dkv[..., :key_dim]).to(q.dtype), (dv + own_dkv[..., key_dim:]).to(q.dtype)
+    return dq, gathered_dkv

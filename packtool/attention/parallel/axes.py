@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,31 +81,33 @@ def refuse_unshareable_sequences(config: Mapping[str, Any], num_ranks: int = 1, 
         ConfigError: if this number of ranks cannot share the heads of the model's gated delta nets evenly.
         UnsupportedModelError: for other recurrent layers, and for dropout.
     """
-    name = thinker_of(config).get("model_type")
     text = text_config_of(config)
-    has_recurrent_layers = "linear_attention" in (text.get("layer_types") or ())
-    are_gated_delta_nets = any(text.get("model_type") in family.recurrent_types for family in FAMILIES)
-    if has_recurrent_layers and not are_gated_delta_nets:
-        raise UnsupportedModelError(
-            f"--sequence-parallel-size: sequences of a {name} model cannot be spread over several processes, "
-            "for it has recurrent layers of a kind that is not known",
-            "Leave the option out; --gradient-checkpointing true and --fsdp full_shard save memory, too.",
-        )
-    if has_recurrent_layers:
-        value_heads = int(text["linear_num_value_heads"])
-        key_heads = int(text["linear_num_key_heads"])
-        # Ranks divide the values of a gated delta net as they divide the queries of attention.
-        if not Heads(queries=value_heads, keys=key_heads).can_divide_among(num_ranks):
-            raise ConfigError(
-                f"--sequence-parallel-size {num_ranks}: the gated delta nets of a {name} model have {value_heads} "
-                f"heads of values and {key_heads} of keys, which {num_ranks} processes cannot share evenly",
-                "Choose a size that divides the heads of keys.",
-            )
+    if "linear_attention" in (text.get("layer_types") or ()):
+        _refuse_recurrent_layers(str(thinker_of(config).get("model_type")), text, num_ranks)
     if trained and text.get("attention_dropout"):
         raise UnsupportedModelError(
             f"--sequence-parallel-size: the model drops {text['attention_dropout']:g} of its attention weights, which "
             "sequences that several processes share cannot",
             "Set attention_dropout to 0 in the model's config.json.",
+        )
+
+
+def _refuse_recurrent_layers(name: str, text: Mapping[str, Any], num_ranks: int) -> None:
+    """Raise if ranks cannot share the recurrent layers of a model, from the config of its text tower."""
+    if not any(text.get("model_type") in family.recurrent_types for family in FAMILIES):
+        raise UnsupportedModelError(
+            f"--sequence-parallel-size: sequences of a {name} model cannot be spread over several processes, "
+            "for it has recurrent layers of a kind that is not known",
+            "Leave the option out; --gradient-checkpointing true and --fsdp full_shard save memory, too.",
+        )
+    value_heads = int(text["linear_num_value_heads"])
+    key_heads = int(text["linear_num_key_heads"])
+    # Ranks divide the values of a gated delta net as they divide the queries of attention.
+    if not Heads(queries=value_heads, keys=key_heads).can_divide_among(num_ranks):
+        raise ConfigError(
+            f"--sequence-parallel-size {num_ranks}: the gated delta nets of a {name} model have {value_heads} "
+            f"heads of values and {key_heads} of keys, which {num_ranks} processes cannot share evenly",
+            "Choose a size that divides the heads of keys.",
         )
 
 
@@ -153,20 +155,11 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
         ConfigError: if the ranks cannot share the heads evenly, or sliding windows do not allow a ring.
     """
     num_ranks = options.sequence_parallel_ranks
-    requested_type = options.sequence_parallel_type
     if num_ranks == 1:
         return Axes(reason="every rank has sequences of its own")
     requested_ulysses = _requested_ulysses_size(options)
-    all_divisors = [divisor for divisor in range(num_ranks, 0, -1) if num_ranks % divisor == 0]
-    ulysses_sizes = all_divisors if requested_ulysses is None else [requested_ulysses]
-    candidates = []
-    for ulysses_size in ulysses_sizes:
-        axes = Axes(ring_size=num_ranks // ulysses_size, ulysses_size=ulysses_size)
-        cuts_windows = heads.has_windows and axes.ring_size > 1
-        if heads.can_divide_among(ulysses_size) and not cuts_windows:
-            hides_transfer = _chunk_tokens(axes, typical_length) >= _MIN_RING_CHUNK_TOKENS
-            is_ring = requested_type == "ring" or (requested_type != "allgather" and hides_transfer)
-            candidates.append(dataclasses.replace(axes, kv_exchange="ring" if is_ring else "allgather"))
+    ulysses_sizes = _divisors(num_ranks) if requested_ulysses is None else [requested_ulysses]
+    candidates = _possible_axes(options, heads, ulysses_sizes, typical_length)
     if not candidates:
         problem = _refusal(ulysses_sizes, heads, num_ranks)
         raise ConfigError(problem, "Choose a --sequence-parallel-size that divides the heads.")
@@ -174,11 +167,34 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
         axes, reason = _cheapest(candidates, heads, typical_length, ranks_per_node)
     else:
         axes, reason = candidates[0], "as asked"
-    if requested_type in ("auto", "ulysses") and axes.ring_size > 1:
+    if options.sequence_parallel_type in ("auto", "ulysses") and axes.ring_size > 1:
         verdict = "long enough" if axes.kv_exchange == "ring" else "too short"
         chunk_tokens = _chunk_tokens(axes, typical_length)
         reason += f"; chunks of about {chunk_tokens:,} tokens are {verdict} to hide the next one's way"
     return dataclasses.replace(axes, reason=reason)
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number, the largest first."""
+    return [divisor for divisor in range(number, 0, -1) if number % divisor == 0]
+
+
+def _possible_axes(
+    options: ParallelOptions, heads: Heads, ulysses_sizes: Sequence[int], typical_length: int
+) -> list[Axes]:
+    """Return the axes with these Ulysses sizes that divide the heads evenly and do not cut sliding windows."""
+    possible = []
+    for ulysses_size in ulysses_sizes:
+        axes = Axes(ring_size=options.sequence_parallel_ranks // ulysses_size, ulysses_size=ulysses_size)
+        cuts_windows = heads.has_windows and axes.ring_size > 1
+        if not heads.can_divide_among(ulysses_size) or cuts_windows:
+            continue
+        kv_exchange = options.sequence_parallel_type
+        if kv_exchange not in ("ring", "allgather"):
+            hides_transfer = _chunk_tokens(axes, typical_length) >= _MIN_RING_CHUNK_TOKENS
+            kv_exchange = "ring" if hides_transfer else "allgather"
+        possible.append(dataclasses.replace(axes, kv_exchange=kv_exchange))
+    return possible
 
 
 def _requested_ulysses_size(options: ParallelOptions) -> int | None:

@@ -284,8 +284,10 @@ def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_d
     is_fast_gpu = needs_fast_gpu("flash", device, dtype) is None
     if impl in ("auto", "varlen") and is_fast_gpu and max(head_dims) <= _MAX_CUDA_FLASH_HEAD_DIM:
         return CudaFlashBlockKernel()
-    has_cpu_flash = device.type == "cpu" and head_dims[0] == head_dims[1] and hasattr(torch.ops.aten, _CPU_FLASH)
-    return CpuFlashBlockKernel() if has_cpu_flash and impl != "reference" else MathBlockKernel()
+    has_cpu_flash = device.type == "cpu" and hasattr(torch.ops.aten, _CPU_FLASH)
+    if impl != "reference" and has_cpu_flash and head_dims[0] == head_dims[1]:
+        return CpuFlashBlockKernel()
+    return MathBlockKernel()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

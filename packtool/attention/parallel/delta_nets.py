@@ -17,7 +17,7 @@ Keys and queries may have fewer heads than values, and fewer than there are rank
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -51,24 +51,30 @@ def run_sharded(
         (1, T / P, hidden).
     """
     net: Any = layer
-    num_ranks = parallel.split.size
-    # Queries, keys and values; z gates the output, b and a the recurrence.
-    q, k, v, z, b, a = _projected(net, hidden_states)
-    # Exchange all heads of this rank's tokens for this rank's heads of all tokens: (T / P, P, C) becomes (T, 1, C).
-    num_copies = _num_copies(net, num_ranks)
-    q, k = (tensor.repeat_interleave(num_copies, dim=1) for tensor in (q, k))
-    channels_by_rank = [torch.unflatten(tensor.flatten(1), 1, (num_ranks, -1)) for tensor in (q, k, v, b, a)]
-    received: Tensor = _ExchangeHeads.apply(torch.cat(channels_by_rank, dim=2), parallel.group, _SCATTER)
+    q, k, v, z, b, a = _projected(net, hidden_states)  # z gates the output, b and a the recurrence
+    rank_channels = _channels_by_rank(net, (q, k, v, b, a), parallel.split.size)
+    # Exchange all heads of this rank's tokens, (T / P, P, C), for this rank's heads of all tokens, (T, 1, C).
+    received: Tensor = _ExchangeHeads.apply(rank_channels, parallel.group, _SCATTER)
     # Rows arrive rank by rank; convolution and recurrence need them in the order of the documents.
     row_of_token, token_of_row = _token_order(shard, received.device)
     documents = Varlen.of_lengths(shard.sharded_lengths, received.device)
     # The forward of the layer's class, with a stand-in for the layer that has only this rank's heads.
-    forward = partial(type(layer).forward, _RankHeads(net, num_ranks, parallel.split.rank))
+    forward = partial(type(layer).forward, _RankHeads(net, parallel.split.size, parallel.split.rank))
     states = run(forward, received[row_of_token].transpose(0, 1), documents)
     # Exchange back, for all heads of this rank's tokens.
     out: Tensor = _ExchangeHeads.apply(states[0, token_of_row].unsqueeze(1), parallel.group, _GATHER)
     gated = net.norm(out.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim))
     return net.out_proj(gated.reshape(*hidden_states.shape[:2], -1))
+
+
+def _channels_by_rank(net: Any, projections: Sequence[Tensor], num_ranks: int) -> Tensor:
+    """Join the projections q, k, v, b and a of this rank's tokens: (T / P, P, C), the channels of each rank's heads."""
+    q, k, v, b, a = projections
+    num_copies = _num_copies(net, num_ranks)
+    q = q.repeat_interleave(num_copies, dim=1)
+    k = k.repeat_interleave(num_copies, dim=1)
+    parts = [torch.unflatten(tensor.flatten(1), 1, (num_ranks, -1)) for tensor in (q, k, v, b, a)]
+    return torch.cat(parts, dim=2)
 
 
 @lru_cache(maxsize=4)
@@ -109,28 +115,33 @@ class _RankHeads:
     def __init__(self, net: Any, num_ranks: int, rank: int) -> None:
         # The public attributes are those that the forward of the layer's class reads, here of this rank's heads.
         self._net = net
-        num_copies = _num_copies(net, num_ranks)
-        self.num_k_heads = net.num_k_heads * num_copies // num_ranks
+        self._num_ranks, self._rank = num_ranks, rank
+        self.num_k_heads = net.num_k_heads * _num_copies(net, num_ranks) // num_ranks
         self.num_v_heads = net.num_v_heads // num_ranks
         self.key_dim = self.num_k_heads * net.head_k_dim
         self.value_dim = self.num_v_heads * net.head_v_dim
         self.conv_dim = 2 * self.key_dim + self.value_dim
-
-        def key_channels(weight: Tensor) -> Tensor:
-            """Return this rank's rows of weights (Hk Dk, ...) of queries or keys, whose heads are repeated."""
-            heads = torch.unflatten(weight, 0, (net.num_k_heads, -1))
-            return heads.repeat_interleave(num_copies, dim=0).flatten(0, 1).chunk(num_ranks)[rank]
-
-        def conv_channels(weight: Tensor) -> Tensor:
-            """Return this rank's rows of weights (channels of q, k and v, ...) of the convolution."""
-            q, k, v = torch.split(weight, [net.key_dim, net.key_dim, net.value_dim])
-            return torch.cat([key_channels(q), key_channels(k), v.chunk(num_ranks)[rank]])
-
-        bias = None if net.conv1d.bias is None else conv_channels(net.conv1d.bias)
-        self.conv1d = SimpleNamespace(weight=conv_channels(net.conv1d.weight), bias=bias)
-        self.A_log = net.A_log.chunk(num_ranks)[rank]
-        self.dt_bias = net.dt_bias.chunk(num_ranks)[rank]
+        bias = None if net.conv1d.bias is None else self._conv_channels(net.conv1d.bias)
+        self.conv1d = SimpleNamespace(weight=self._conv_channels(net.conv1d.weight), bias=bias)
+        self.A_log = self._part_of_rank(net.A_log)
+        self.dt_bias = self._part_of_rank(net.dt_bias)
         self._widths = [self.key_dim, self.key_dim, self.value_dim, self.num_v_heads, self.num_v_heads]
+
+    def _part_of_rank(self, weight: Tensor) -> Tensor:
+        """Return this rank's rows of weights (Hv ..., ...) that belong to the heads of values."""
+        return weight.chunk(self._num_ranks)[self._rank]
+
+    def _key_channels(self, weight: Tensor) -> Tensor:
+        """Return this rank's rows of weights (Hk Dk, ...) of queries or keys, whose heads are repeated."""
+        heads = torch.unflatten(weight, 0, (self._net.num_k_heads, -1))
+        repeated = heads.repeat_interleave(_num_copies(self._net, self._num_ranks), dim=0)
+        return self._part_of_rank(repeated.flatten(0, 1))
+
+    def _conv_channels(self, weight: Tensor) -> Tensor:
+        """Return this rank's rows of weights (channels of q, k and v, ...) of the convolution."""
+        net = self._net
+        q, k, v = torch.split(weight, [net.key_dim, net.key_dim, net.value_dim])
+        return torch.cat([self._key_channels(q), self._key_channels(k), self._part_of_rank(v)])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._net, name)
