@@ -17,6 +17,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
+from packtool.planning.crowds import relieve_crowds
 from packtool.planning.mixture import Slots
 from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import Int64Array, IntArray, PackPlan, build_plan, select_packs
@@ -68,8 +69,9 @@ def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -
             # The slots of the packed items in pack order, still divided into items; then divided into packs.
             packed_items = select_packs(items, packs.samples)
             packs_of_slots = dataclasses.replace(packed_items, offsets=packed_items.offsets[packs.offsets])
-            return packs_of_slots, _exchange_samples(items, slots, options, seed, epoch)
-    return pack_slots(), np.arange(len(slots.lengths))
+            sample_donors = _exchange_samples(items, slots, options, seed, epoch)
+            return relieve_crowds(packs_of_slots, slots, options), sample_donors
+    return relieve_crowds(pack_slots(), slots, options), np.arange(len(slots.lengths))
 
 
 def _join_slots(slots: Slots, options: PlanOptions, grain: int, long_per_joined: int) -> PackPlan:

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from packtool.config.mixture import Amount, MixUnit, Recipe, SourceRecipe
@@ -92,8 +92,8 @@ def drawn_lengths(rng: np.random.Generator, packs_per_step: int, num_sources: in
     return result
 
 
-# Known exception: 1.06 with seed 6, four packs per step, and six sources measured in tokens.
-@settings(max_examples=12, derandomize=True)
+@settings(max_examples=12)
+@example(seed=6, packs_per_step=4, num_sources=6, unit="tokens")  # a pack with eight samples of a rare source
 @given(
     seed=st.integers(0, 10**6),
     packs_per_step=st.sampled_from([4, 8]),
