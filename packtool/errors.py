@@ -21,8 +21,11 @@ is a bug and exits with 1; Ctrl-C exits with 130. Training that is stopped by SI
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
+
+from packtool.config.codes import SEVERAL_PROBLEMS, code_of_error, reason_codes
 
 EXIT_OK = 0
 EXIT_UNEXPECTED = 1
@@ -66,21 +69,36 @@ class PacktoolError(Exception):
     Args:
         message: what went wrong and where.
         remedy: how to fix it, printed on a line of its own.
+        code: a code of ``config/codes.tsv``; by default, that of errors of this class from the module that raises it.
     """
 
     exit_code = EXIT_UNEXPECTED
 
-    def __init__(self, message: str, remedy: str | None = None) -> None:
+    def __init__(self, message: str, remedy: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.remedy = remedy
+        self.code = code or code_of_error(tuple(cls.__name__ for cls in type(self).__mro__), _raising_module())
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.remedy}" if self.remedy else self.message
 
+    def with_code(self) -> str:
+        """Return the text with the code at the end of its first line."""
+        first_line, newline, rest = str(self).partition("\n")
+        return f"{first_line} [{self.code}]{newline}{rest}"
+
     def __reduce__(self) -> tuple[object, ...]:
         # Errors are pickled between processes (export's workers), where the default would lose the remedy.
         return _restore, (type(self), self.message, self.remedy, self.__dict__)
+
+
+def _raising_module() -> str:
+    """Return the module that makes an error, such as ``cache.index``: the first caller outside this module."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"] == __name__:
+        frame = frame.f_back
+    return str(frame.f_globals["__name__"]).removeprefix("packtool.")
 
 
 def _restore(cls: type[PacktoolError], message: str, remedy: str | None, state: dict[str, object]) -> PacktoolError:
@@ -96,12 +114,12 @@ class ConfigError(PacktoolError):
     exit_code = EXIT_USAGE
 
     @classmethod
-    def from_problems(cls, problems: Sequence[str]) -> ConfigError:
+    def from_problems(cls, problems: Sequence[str], code: str | None = None) -> ConfigError:
         """Combine several messages into one error."""
         if len(problems) == 1:
-            return cls(problems[0])
+            return cls(problems[0], code=code)
         lines = "\n".join(f"  - {problem}" for problem in problems)
-        return cls(f"{len(problems)} settings are wrong:\n{lines}")
+        return cls(f"{len(problems)} settings are wrong:\n{lines}", code=code)
 
 
 def raise_together(checks: Iterable[Callable[[], object]]) -> None:
@@ -118,7 +136,10 @@ def raise_together(checks: Iterable[Callable[[], object]]) -> None:
         lines = "\n".join("  - " + str(error).replace("\n", "\n    ") for error in errors)
         kinds = {type(error) for error in errors}
         kind = kinds.pop() if len(kinds) == 1 and kinds <= {MismatchError, StorageError} else ConfigError
-        raise kind(f"{len(errors)} settings are wrong:\n{lines}")
+        codes = {error.code for error in errors}
+        raise kind(
+            f"{len(errors)} settings are wrong:\n{lines}", code=codes.pop() if len(codes) == 1 else SEVERAL_PROBLEMS
+        )
 
 
 class DataError(PacktoolError):
@@ -138,7 +159,8 @@ class RowError(DataError):
     """
 
     def __init__(self, source: str, row: int, reason: str, detail: str, remedy: str | None = None) -> None:
-        super().__init__(f"{source}, row {row}: {reason}: {detail}", remedy)
+        known = reason_codes().get(reason)
+        super().__init__(f"{source}, row {row}: {reason}: {detail}", remedy, None if known is None else known.code)
         self.source = source
         self.row = row
         self.reason = reason
@@ -204,3 +226,4 @@ class StoppedError(PacktoolError):
         super().__init__(message, remedy)
         if signal:
             self.exit_code = 128 + signal
+            self.code = f"E{self.exit_code}"

@@ -336,7 +336,7 @@ def try_example(example: Example, world: World, caches: dict[str, str]) -> Resul
     if code == 0:
         return Result(example, "runs", "")
     reason = " ".join((messages.partition(_SPLIT_REASON)[2] or messages).split()).replace(f"{world.root}/", "")
-    reason = re.sub(r" \(/[^)]*\)", "", reason)  # files of installed packages
+    reason = re.sub(r" \(/[^)]*\)| \[[A-Z]\d{3}\]", "", reason)  # files of installed packages, codes
     return Result(example, *(("refused", reason) if is_trained(example, world) else ("not counted", reason)))
 
 

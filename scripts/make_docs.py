@@ -15,6 +15,7 @@ from _api_docs import api_page, option_types
 from _draw_docs import pictures
 
 from packtool.cli.main import app
+from packtool.config.codes import codes
 from packtool.config.compat_names import EVERY_COMMAND, CompatName, Status, compat_names
 from packtool.encode.families import FAMILIES, OTHER, REFUSED, TEXT, Family
 from packtool.encode.families.processor import ProcessorFamily
@@ -104,6 +105,36 @@ def _table_of(tool: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+_CODE_GROUPS = {
+    "R": "Dropped rows",
+    "D": "Data",
+    "O": "Options",
+    "M": "Models",
+    "C": "Caches",
+    "P": "Plans",
+    "T": "Training",
+    "S": "Storage",
+    "E": "Exit codes",
+}
+_CODES = re.compile(r"(<!-- codes -->\n).*", re.DOTALL)
+
+
+def with_codes(page: str) -> str:
+    """A page with the tables of all codes behind the mark that asks for them."""
+    parts = []
+    for letter, title in _CODE_GROUPS.items():
+        parts += [f"\n## {title}\n", "| code | meaning | example | remedy |", "|---|---|---|---|"]
+        for code in codes().values():
+            if code.code.startswith(letter):
+                name = f"`{code.code}` `{code.name}`"
+                parts.append(f"| {name} | {_cell(code.meaning)} | {_literal(code.example)} | {_cell(code.remedy)} |")
+    return _CODES.sub(lambda mark: mark[1] + "\n".join(parts) + "\n", page)
+
+
+def _literal(text: str) -> str:
+    return f"`{_cell(text)}`"
+
+
 _EXAMPLE = re.compile(r"(<!-- example: (\S+) -->\n)(?:\n```python\n.*?\n```\n)?", re.DOTALL)
 
 
@@ -169,6 +200,7 @@ def generated() -> dict[Path, str]:
     found = {DOCS / "images" / f"{name}.svg": svg for name, svg in pictures().items()}
     found |= {page: with_tables(page.read_text()) for page in DOCS.glob("from-*.md")}
     found[DOCS / "any-trainer.md"] = with_examples((DOCS / "any-trainer.md").read_text())
+    found[DOCS / "codes.md"] = with_codes((DOCS / "codes.md").read_text())
     found[DOCS / "media.md"] = with_models((DOCS / "media.md").read_text())
     found[DOCS.parent / "packtool" / "library" / "options.pyi"] = option_types()
     return {DOCS / "options.md": options_page(), DOCS / "api.md": api_page(), **found}

@@ -252,6 +252,7 @@ class _Export:
                 f"{config.output_dir} cannot be finished: {len(missing)} of {len(self.tasks)} shards are missing "
                 f"({shown})",
                 "Run the missing parts: --task-index n of --num-tasks N makes the shards whose number modulo N is n.",
+                code="D008",
             )
         own_results = [result for number, result in results.items() if self._is_own_task(number)]
         row_counts = InputCounts.total(result.counts for result in own_results)

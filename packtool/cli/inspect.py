@@ -1,4 +1,4 @@
-"""``packtool inspect``: a cache, or what a run has trained."""
+"""``packtool inspect``: a cache, or what a run has trained; ``packtool explain``: the code of a message."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import typer
 
 from packtool import storage
 from packtool.cli.options import Invocation, interruptible_progress, terminal_progress
-from packtool.config.commands import InspectConfig
+from packtool.config.codes import codes
+from packtool.config.commands import ExplainConfig, InspectConfig
 from packtool.constants import TRAIN_SPLIT
-from packtool.errors import EXIT_MISMATCH, ConfigError
+from packtool.errors import EXIT_MISMATCH, ConfigError, did_you_mean
 from packtool.terminal import show, show_json, show_styled
 
 _COLOURS = {"media": "cyan", "plain": "dim", "trained": "green", "truncated": "red"}
@@ -131,3 +132,18 @@ def _write_pages(config: InspectConfig, directory: str, invocation: Invocation) 
     missing = f"{num_missing:,} media files are missing: not readable on this machine, or too large to play"
     figures = {"written": written, "samples": num_samples, "of": pages.num_cached, "media_left_out": num_missing}
     invocation.show(figures, [*([missing] if num_missing else []), f"written: {written}, {samples}"])
+
+
+def run_explain(config: ExplainConfig, invocation: Invocation) -> None:
+    """Print meaning, example and remedy of a code, given in any case or by its name; without one, list all codes."""
+    rows = list(codes().values())
+    if not config.code:
+        invocation.show([row.figures() for row in rows], [f"{row.code} {row.name}: {row.meaning}" for row in rows])
+        return
+    word = config.code.strip("[]")
+    for row in rows:
+        if word.upper() == row.code or word.lower() == row.name:
+            invocation.show(row.figures(), row.lines())
+            return
+    similar = did_you_mean(word.upper(), [row.code for row in rows]) or did_you_mean(word, [row.name for row in rows])
+    raise ConfigError(f"there is no code {config.code!r}{similar}", "packtool explain lists all codes.")

@@ -19,12 +19,21 @@ import typer
 
 from packtool import errors
 from packtool.cli.export import run_export, run_import
-from packtool.cli.inspect import run_inspect
+from packtool.cli.inspect import run_explain, run_inspect
 from packtool.cli.options import Invocation, PanelCommand, UnknownOptions, command_of, option_kinds, rewrite_arguments
 from packtool.cli.plan import run_pack, run_plan, run_simulate
 from packtool.cli.train import run_demo_command, run_eval, run_merge, run_train, run_verify
 from packtool.cli.translate import run_translate
-from packtool.config.commands import DemoConfig, EvalConfig, InspectConfig, MergeConfig, TranslateConfig, VerifyConfig
+from packtool.config.codes import INTERNAL_ERROR
+from packtool.config.commands import (
+    DemoConfig,
+    EvalConfig,
+    ExplainConfig,
+    InspectConfig,
+    MergeConfig,
+    TranslateConfig,
+    VerifyConfig,
+)
 from packtool.config.data import ExportConfig, ImportConfig
 from packtool.config.plan import PackConfig, PlanConfig
 from packtool.config.settings import FALSE_WORDS
@@ -101,6 +110,7 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "eval": (EvalConfig, run_eval, "Compute loss, perplexity and accuracy of every sample."),
     "merge": (MergeConfig, run_merge, "Merge an adapter into its base model."),
     "demo": (DemoConfig, run_demo_command, "Run export and training on a small synthetic dataset."),
+    "explain": (ExplainConfig, run_explain, "Explain the code of a message or of a dropped row."),
     "inspect": (InspectConfig, run_inspect, "Show a cache, its samples, or what a run has trained."),
     "plan": (PlanConfig, run_plan, "Preview the training schedule; needs no GPU."),
     "pack": (PackConfig, run_pack, "Write packs to files for other trainers."),
@@ -112,6 +122,7 @@ _SETTINGS = {name: settings for name, (settings, _, _) in _COMMANDS.items()}
 # Option of a command's positional values, and how the usage line shows them.
 _POSITIONAL = {
     "import": ("--dataset", "PREPARED..."),
+    "explain": ("--code", "[CODE]"),
     "inspect": ("--directory", "CACHE|OUTPUT_DIR"),
     "pack": ("--cached-dataset", "CACHE..."),
     "plan": ("--cached-dataset", "[CACHE]..."),
@@ -205,15 +216,16 @@ def run(arguments: list[str]) -> int:
             show(traceback.format_exc(), error=True)
         if isinstance(error, errors.StoppedError):  # only the first process has a message
             if error.message:
-                _print(str(error))
+                _print(error.with_code())
             return error.exit_code
         if isinstance(error, errors.PacktoolError):
-            _print(f"error: {error}")
+            _print(f"error: {error.with_code()}")
             return error.exit_code
         if is_lost_peer(error):
             _print(LOST_PEER)
         else:
-            _print(f"unexpected error: {type(error).__name__}: {error}\nThis is a bug; --debug shows the traceback.")
+            description = f"{type(error).__name__}: {error} [{INTERNAL_ERROR}]"
+            _print(f"unexpected error: {description}\nThis is a bug; --debug shows the traceback.")
         return errors.EXIT_UNEXPECTED
     return errors.EXIT_OK
 

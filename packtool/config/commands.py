@@ -1,4 +1,4 @@
-"""Settings of ``packtool inspect``, ``verify``, ``eval``, ``merge`` and ``demo``."""
+"""Settings of ``packtool inspect``, ``explain``, ``verify``, ``eval``, ``merge`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -37,6 +37,13 @@ class InspectConfig(AccessOptions):
         shown = ("row", "trained", "step", "pack", "html", "serve", "verify")
         names = [flag(name) for name in shown if getattr(self, name) != getattr(type(self), name)]
         return [f"{' and '.join(names)} show different things: give one of them"] if len(names) > 1 else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainConfig(Settings):
+    """Settings of ``packtool explain``."""
+
+    code: str = option("", "Explain this code, such as R002, or its name; default lists all codes.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args
 
+from packtool.config.codes import SEVERAL_PROBLEMS
 from packtool.errors import ConfigError, did_you_mean
 
 _TOO_DEEP = "lists and objects nest too deeply"
@@ -334,7 +335,7 @@ def resolve(
     config = cls(**(values if complete is None else complete(values)))
     problems = [*earlier, *getattr(config, "problems", list)(), *getattr(config, "missing_packages", list)()]
     if problems:
-        raise ConfigError.from_problems(problems)
+        raise ConfigError.from_problems(problems, code=SEVERAL_PROBLEMS)
     for name in values:
         needed, required = fields[name].metadata["needs"] or ("", "")
         if needed and (actual := getattr(config, needed)) not in required.split("|"):

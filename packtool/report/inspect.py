@@ -24,6 +24,7 @@ from packtool.cache.output_dir import num_finished
 from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
 from packtool.cache.task import TASKS_DIR
+from packtool.config.codes import with_code
 from packtool.config.data import EncodeSpec
 from packtool.config.settings import load_json
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX, MANIFEST_NAME
@@ -250,7 +251,7 @@ def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("turns and responses left out", counts))
     lines.append(("dropped", f"{sum(figures['dropped'].values()):,}"))
     for reason, count in figures["dropped"].items():
-        lines.append((f"  {reason}", f"{count:,}"))
+        lines.append((f"  {with_code(reason)}", f"{count:,}"))
         for row in figures["dropped_examples"].get(reason, ()):
             lines.append((f"    {row['source']}, row {row['row']}", row["detail"]))
     return lines

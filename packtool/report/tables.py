@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from packtool.config.codes import with_code
 from packtool.terminal import escape_line, escape_text, show
 
 if TYPE_CHECKING:
@@ -269,4 +270,7 @@ def source_rows(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, .
 def _count_lines(name: str, counts: Mapping[str, int]) -> list[Line]:
     """Return a line with the sum of counts, and indented lines below it with the count of each reason."""
     indent = " " * (len(name) - len(name.lstrip()) + 2)
-    return [(name, f"{sum(counts.values()):,}"), *((indent + reason, f"{count:,}") for reason, count in counts.items())]
+    return [
+        (name, f"{sum(counts.values()):,}"),
+        *((indent + with_code(reason), f"{count:,}") for reason, count in counts.items()),
+    ]

@@ -21,7 +21,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Problem(ValueError):
-    """An error because of which a row is dropped: a reason of ``drop_reasons.tsv``, and an explanation for the user."""
+    """An error because of which a row is dropped: a reason of ``config/codes.tsv``, and an explanation for the user."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)

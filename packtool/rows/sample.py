@@ -12,13 +12,13 @@ import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from packtool.config.data import RESERVED_TEMPLATE_KWARGS, BboxType
+from packtool.config.codes import reason_codes, with_code
+from packtool.config.data import BboxType
 from packtool.errors import DataError, PacktoolError, RowError
 from packtool.rows.media_policy import MediaPolicy
 
@@ -281,6 +281,8 @@ class Dropped:
     def to_json(self) -> str:
         """Return the line for ``dropped.jsonl``."""
         values = {"source": self.source, "row": self.row, "reason": self.reason, "detail": self.detail}
+        if (row := reason_codes().get(self.reason)) is not None:
+            values["code"] = row.code
         if self.part is not None:
             values["part"] = str(self.part)
         return json.dumps(values, ensure_ascii=False) + "\n"
@@ -290,13 +292,7 @@ UNEXPECTED = "unexpected"
 """Reason of rows dropped because of an exception that packtool does not expect."""
 
 
-def _read_drop_reasons() -> dict[str, str]:
-    text = resources.files("packtool.rows").joinpath("drop_reasons.tsv").read_text(encoding="utf-8")
-    lines = text.replace("{reserved}", ", ".join(RESERVED_TEMPLATE_KWARGS)).splitlines()
-    return dict(line.split("\t") for line in lines if not line.startswith("#"))
-
-
-DROP_REASONS = _read_drop_reasons()
+DROP_REASONS = {reason: "" if reason == UNEXPECTED else row.remedy for reason, row in reason_codes().items()}
 """Remedy for every reason in ``dropped.jsonl``; ``unexpected_note`` describes ``unexpected``."""
 _MIN_WARNED_FRACTION, _MAX_REMEDIES = 0.25, 3
 
@@ -308,7 +304,7 @@ def drop_notes(dropped: Mapping[str, int], num_rows: int | None = None) -> list[
     if num_rows and num_dropped > _MIN_WARNED_FRACTION * num_rows:
         notes.append(f"warning: {num_dropped:,} of {num_rows:,} rows ({num_dropped / num_rows:.0%}) were dropped")
     common = sorted((-count, reason) for reason, count in dropped.items() if DROP_REASONS.get(reason))[:_MAX_REMEDIES]
-    return notes + [f"{reason} ({-count:,}): {DROP_REASONS[reason]}" for count, reason in common]
+    return notes + [f"{with_code(reason)} ({-count:,}): {DROP_REASONS[reason]}" for count, reason in common]
 
 
 def all_dropped(what: str, dropped: Mapping[str, int], firsts: Mapping[str, str], where: str) -> DataError:

@@ -45,7 +45,7 @@ def test_every_row_is_kept_or_listed_as_dropped(run_export: Export, tmp_path: Pa
     assert summary.num_rows == 600 == summary.num_samples + len(lines)
     assert Counter(line["reason"] for line in lines) == Counter(summary.dropped)
     assert set(summary.dropped) == {"invalid_json", "media_missing", "over_max_length"}
-    assert all(set(line) == {"source", "row", "reason", "detail"} for line in lines)
+    assert all(set(line) == {"source", "row", "reason", "detail", "code"} for line in lines)
     readers = [CacheReader.open([str(tmp_path / "cache")], split) for split in ("train", "val")]
     numbers = [reader.sample(i).row for reader in readers for i in range(len(reader))]
     assert sorted(numbers + [line["row"] for line in lines]) == list(range(600))

@@ -71,5 +71,5 @@ def test_an_export_prints_remedies(
     words = ["--model", str(model), "--dataset", str(tmp_path / "rows.jsonl"), "--max-length", "200"]
     assert run(["export", *words, "--output-dir", str(tmp_path / "cache"), "--dry-run", *as_json]) == 0
     printed = capsys.readouterr().err
-    assert "warning: 1 of 2 rows (50%) were dropped\nimage_marks (1): " in printed
+    assert "warning: 1 of 2 rows (50%) were dropped\nimage_marks [R054] (1): " in printed
     assert "pass --columns images=." in printed

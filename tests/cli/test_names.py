@@ -40,7 +40,7 @@ EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9", "-
         ("train --packin_length 9", "No such option: --packin-length; did you mean --packing-length?"),
         ("train --packing_algorithm bestfit", "none of best_fit, binpacking, sequential; did you mean 'best_fit'?"),
         ("inspect --expand auto", "did you mean --expand-turns? It is an option of packtool export, import, train"),
-        ("inspect --directry x", "did you mean --directory?\n"),
+        ("inspect --directry x", "did you mean --directory? ["),
         ("export --packing true", "remove the option: packtool train packs"),
         ("export --num_train_epochs 3", "an option of packtool train"),
         ("plan --set sequence_len=3", "'sequence_len' (axolotl) is --max-length here"),

@@ -73,7 +73,7 @@ def test_notes_about_dropped_rows() -> None:
     warning, *remedies = drop_notes(dropped, 70)
     assert warning == "warning: 19 of 70 rows (27%) were dropped"
     names = [note.partition(":")[0] for note in remedies]
-    assert names == ["image_marks (4)", "over_max_length (3)", "media_missing (2)"]
+    assert names == ["image_marks [R054] (4)", "over_max_length [R006] (3)", "media_missing [R002] (2)"]
     assert "--columns images=" in remedies[0]
     assert drop_notes(dropped, 76) == drop_notes(dropped) == remedies
     assert drop_notes({}, 5) == []
