@@ -162,6 +162,9 @@ class ParallelOptions(Settings):
 class PackingOptions(SharingOptions, StepOptions):
     """Packs and steps of plan and train."""
 
+    packs_per_step: int | None = training_option(
+        None, "Train N packed sequences per step on any number of GPUs.", minimum=1
+    )
     schedule: ScheduleName = packing_option(
         "packs", "With sequence parallelism, split all samples over GPUs (packs), or only long ones (skrull)."
     )

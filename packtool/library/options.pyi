@@ -126,6 +126,7 @@ class PlanKeywords(TypedDict, total=False):
     gradient_accumulation_steps: int | None
     samples_per_step: int | None
     share_prefix: Literal["auto", "true", "false"] | None
+    packs_per_step: int | None
     schedule: Literal["packs", "skrull"] | None
     bucket_size: Text | None
     max_rows_per_tree: int | None

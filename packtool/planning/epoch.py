@@ -74,14 +74,22 @@ class EpochPlan:
         """Return the placement (n,) of a micro-batch's samples, in the order of ``samples``; None without Skrull."""
         return None if self.placement is None else self.placement[self.steps.micro_batch_slice(step, rank, micro_batch)]
 
-    def packs_from(self, step: int) -> PackPlan:
-        """Return the ``full_packs`` trained from a step on."""
+    def packs_from(self, step: int, *, keeps_steps: bool = False) -> PackPlan:
+        """Return the ``full_packs`` trained from a step on; with ``keeps_steps``, in the order of their steps.
+
+        Without it they have the packer's order, which is the same unless trees in several packs were moved together
+        or apart, or ``--balance window`` exchanged packs between steps.
+        """
         steps = self.steps
-        left = np.sort(steps.order[steps.micro_batch_offsets[steps.step_offsets[step]] :])
+        remaining = steps.order[steps.micro_batch_offsets[steps.step_offsets[step]] :]
         if self.placement is not None:
             # A step has whole packs, so the packs of the samples left are left whole.
-            left = np.unique(np.searchsorted(self.lasting.offsets, left, side="right") - 1)
-        return select_packs(self.full_packs, left)
+            remaining = np.unique(np.searchsorted(self.lasting.offsets, remaining, side="right") - 1)
+        if not keeps_steps or self.placement is not None:
+            return select_packs(self.full_packs, np.sort(remaining))
+        packs_per_step = np.diff(steps.micro_batch_offsets[steps.step_offsets[step:]])
+        step_of_pack = np.repeat(np.arange(len(packs_per_step)), packs_per_step)
+        return select_packs(self.full_packs, remaining[np.lexsort((remaining, step_of_pack))])
 
     def samples_of(self, first: int, stop: int) -> Int64Array:
         """Return the cache positions (n,) of all samples of the steps from ``first`` to ``stop`` - 1."""
@@ -188,8 +196,11 @@ def assign_packs(
     media_tokens: IntArray | None = None,
     towers: TowerWork | None = None,
     trees: PrefixTrees | None = None,
+    keeps_steps: bool = False,
 ) -> EpochPlan:
     """Assign existing packs to steps and ranks, and compute the figures; arguments as for ``plan_epoch``, (N,).
+
+    With ``keeps_steps``, steps take the packs in their order, also the parts of trees in several packs.
 
     With ``samples_per_step``, ``packs`` only give the order in which steps take samples, and the samples of each step
     are packed anew. So a resumed epoch gives its steps the same samples as an uninterrupted one.
@@ -203,7 +214,7 @@ def assign_packs(
         return pack_costs(packs, options.cost, target_tokens, towers)
 
     unit_costs = None if options.cost is None else cost_of(units)
-    tree_parts = TreeParts.of(packs, trees)
+    tree_parts = None if keeps_steps else TreeParts.of(packs, trees)
     trained_packs, assignment = _assign_units(packs, units, unit_costs, options, media_tokens, tree_parts)
     placement = assignment.placement
     steps = StepPlan.of(trained_packs, target_tokens, assignment, options.world_size)

@@ -12,6 +12,7 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.planning.options import SkrullOptions
 from packtool.stream.packs import StreamOptions
+from packtool.train.prepare.checkpoint import BatchShape
 from packtool.train.prepare.opening import plan_options
 
 TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "packing": "true"}
@@ -108,3 +109,24 @@ def test_skrull_options_reach_the_planner() -> None:
     auto = resolve(TrainConfig, {**TRAIN, **SKRULL, "bucket_size": "auto"})
     with pytest.raises(ConfigError, match="--bucket-size auto is decided by packtool train"):
         plan_options(auto, max_length=1024, world_size=1)
+
+
+def test_packs_per_step_must_fit_the_ranks() -> None:
+    config = resolve(TrainConfig, {**TRAIN, "packs_per_step": "12", "per_device_train_batch_size": "2"})
+    assert [BatchShape.of(config, ranks).gradient_accumulation_steps for ranks in (1, 2, 3, 6)] == [6, 3, 2, 1]
+    with pytest.raises(ConfigError, match=r"--packs-per-step 12 .* 4 data-parallel ranks .* micro-batches of 2"):
+        BatchShape.of(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_accumulation_steps": "2"}, "remove --gradient-accumulation-steps 2"),
+        ({"samples_per_step": "8"}, "both set the size of a step"),
+        ({"balance": "window"}, "use within-step or none"),
+        ({"packing": "false", "dynamic_batch_tokens": "4096"}, "counts packs"),
+    ],
+)
+def test_packs_per_step_refuses_other_sizes_of_steps(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(TrainConfig, {**TRAIN, "packs_per_step": "8", **options})

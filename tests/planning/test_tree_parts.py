@@ -233,3 +233,29 @@ def test_media_budget_splits_trees() -> None:
     assert packs.sums_per_pack(added[packs.samples]).max() <= 9
     selected = select_packs(packs, np.arange(1))
     assert TreeParts.of(selected, split_trees) is None, "one pack has no tree that is in several"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    each=st.lists(st.integers(1, 14), min_size=1, max_size=20),
+    parts=st.sampled_from(["together", "apart"]),
+    first_ranks=st.sampled_from([1, 2, 4]),
+    later_ranks=st.sampled_from([1, 2, 4]),
+    data=st.data(),
+)
+def test_steps_are_kept_on_other_ranks(
+    each: list[int], parts: str, first_ranks: int, later_ranks: int, data: st.DataObject
+) -> None:
+    """Steps of four packs resume on other ranks with the packs that they had, also those of split trees."""
+    first, later = (
+        options_for(CAPACITY, world_size=ranks, gradient_accumulation_steps=4 // ranks)
+        for ranks in (first_ranks, later_ranks)
+    )
+    plan, trees, lengths = planned_epoch(each, parts, first)
+    step = data.draw(st.integers(0, plan.steps.num_steps - 1))
+    targets = np.ones(len(lengths), np.int64)
+    resumed = assign_packs(plan.packs_from(step, keeps_steps=True), targets, later, trees=trees, keeps_steps=True)
+    assert resumed.steps.num_steps == plan.steps.num_steps - step
+    for number in range(resumed.steps.num_steps):
+        samples = resumed.samples_of(number, number + 1)
+        assert sorted(samples.tolist()) == sorted(plan.samples_of(step + number, step + number + 1).tolist())

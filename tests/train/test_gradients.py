@@ -61,6 +61,7 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
 # Of these, so many verify packing first.
 CHECKED = ("packed-uneven", "fsdp", "padded-g4", "stream")
 # 8 packs an epoch, two a step: of one process, or of two with half the accumulation.
+FIXED_STEPS: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "packs_per_step": 2}
 ALONE: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "gradient_accumulation_steps": 1}
 FSDP_RESUMED: dict[str, Any] = {"fsdp": ["full_shard"], "max_steps": 3, "save_steps": 2}
 RESUMED: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "gradient_accumulation_steps": 2}
@@ -110,7 +111,7 @@ def test_step_updates_every_part_of_the_model(tiny: TinyWorld, reference: Path) 
 def one_process_run(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process, whose checkpoints two processes go on from."""
     output_dir = tmp_path_factory.mktemp("alone")
-    train(tiny.config(output_dir, **ALONE | {"gradient_accumulation_steps": 2}), SilentProgress())
+    train(tiny.config(output_dir, **FIXED_STEPS), SilentProgress())
     return output_dir
 
 
@@ -187,7 +188,7 @@ def two_processes(
         (
             "train",
             root / "assigned-anew",
-            ALONE | {"save_steps": 8, "resume_from_checkpoint": f"{one_process_run}/checkpoint-1"},
+            FIXED_STEPS | {"save_steps": 8, "resume_from_checkpoint": f"{one_process_run}/checkpoint-1"},
         )
     )
     larger = ALONE | {"gradient_accumulation_steps": 2, "resume_from_checkpoint": f"{one_process_run}/checkpoint-3"}

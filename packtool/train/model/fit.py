@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import math
 import shlex
 from dataclasses import dataclass
 from functools import cache
@@ -299,7 +300,7 @@ class Fit:
         """
         options = dataclasses.replace(self.inputs.options, packing_length=packing_length)
         inputs, num_ranks = dataclasses.replace(self.inputs, options=options), self.config.world_size // size
-        shape = BatchShape(num_ranks, self.base.gradient_accumulation_steps, self.base.per_device_train_batch_size)
+        shape = BatchShape.of(self.base, num_ranks)
         if packing_length in self._packs:
             plan = inputs.assign(self._packs[packing_length], shape)
         else:
@@ -348,7 +349,7 @@ class Fit:
             )
         min_length = -(-int(trained_lengths.max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE  # rounded up
         num_ranks = config.world_size // sequence_parallel_size
-        packs_per_step = num_ranks * config.gradient_accumulation_steps * config.per_device_train_batch_size
+        packs_per_step = math.prod(BatchShape.of(config, num_ranks))
         max_length = min(int(trained_lengths.sum()) // packs_per_step, _MAX_PACKING_LENGTH)
         powers = [1 << exponent for exponent in range(8, 21)]
         return [min_length, *(length for length in powers if min_length < length <= max_length)]

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from packtool.config.plan import PlanConfig
 from packtool.config.settings import load_json
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, PacktoolError, StorageError
@@ -175,7 +176,6 @@ _FROM_OPTIONS = (
     "seed",
     "train_type",
     "packing",
-    "gradient_accumulation_steps",
     "per_device_train_batch_size",
     "master_weights",
     "shares_experts",
@@ -197,6 +197,26 @@ class BatchShape(NamedTuple):
     world_size: int
     gradient_accumulation_steps: int
     batch_size: int
+
+    @classmethod
+    def of(cls, config: PlanConfig | TrainConfig, num_ranks: int) -> BatchShape:
+        """The shape with ``num_ranks`` data-parallel ranks; with ``--packs-per-step``, any number has equal steps.
+
+        Raises:
+            ConfigError: the ranks cannot have equally many full micro-batches of ``--packs-per-step`` packs.
+        """
+        batch_size, packs_per_step = config.per_device_train_batch_size, config.packs_per_step
+        if packs_per_step is None:
+            return cls(num_ranks, config.gradient_accumulation_steps, batch_size)
+        accumulation_steps, remainder = divmod(packs_per_step, num_ranks * batch_size)
+        if remainder:
+            ranks = "1 data-parallel rank" if num_ranks == 1 else f"{num_ranks} data-parallel ranks"
+            raise ConfigError(
+                f"--packs-per-step {packs_per_step} cannot be divided among {ranks} with micro-batches of {batch_size}",
+                f"Give a multiple of {num_ranks * batch_size}, or another --per-device-train-batch-size or number of "
+                "GPUs.",
+            )
+        return cls(num_ranks, accumulation_steps, batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)

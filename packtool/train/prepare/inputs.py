@@ -266,11 +266,17 @@ class Inputs:
             towers = shared.towers(self.options.cost, self.targets)
         return self._plan(change.epoch, batch_shape, shared, towers, samples)
 
-    def assign(self, packs: PackPlan, batch_shape: BatchShape) -> EpochPlan:
-        """The plan that assigns given packs to steps and ranks."""
-        options, trees = self._options_for(batch_shape), None if self.shared is None else self.shared.trees
-        media_tokens = self.media_tokens
-        return assign_packs(packs, self.targets, options, media_tokens=media_tokens, towers=self.towers, trees=trees)
+    def assign(self, packs: PackPlan, batch_shape: BatchShape, *, keeps_steps: bool = False) -> EpochPlan:
+        """The plan that assigns given packs to steps and ranks; with ``keeps_steps``, to steps in their order."""
+        return assign_packs(
+            packs,
+            self.targets,
+            self._options_for(batch_shape),
+            media_tokens=self.media_tokens,
+            towers=self.towers,
+            trees=None if self.shared is None else self.shared.trees,
+            keeps_steps=keeps_steps,
+        )
 
     def unshared_summary(self, batch_shape: BatchShape) -> PlanSummary:
         """Packs and steps of the first epoch if no prefix were shared; packs it once more, without costs."""
@@ -317,6 +323,7 @@ class Inputs:
             max_length=self.options.max_length,
             packing_length=self.options.packing_length,
             world_size=batch_shape.world_size,
+            gradient_accumulation_steps=batch_shape.gradient_accumulation_steps,
             loss_scale=config.loss_scale or "",
             loss_reduction=config.loss_reduction,
             shares_prefixes=self.shared is not None,
@@ -369,7 +376,10 @@ class Inputs:
     def stage_batch_shape(self, number: int, batch_shape: BatchShape) -> BatchShape:
         """The run's batch shape with the data-parallel ranks of a stage, which may share sequences differently."""
         num_processes = batch_shape.world_size * self.config.sequence_parallel_ranks
-        return batch_shape._replace(world_size=num_processes // self.stages[number].sequence_parallel_size)
+        num_ranks = num_processes // self.stages[number].sequence_parallel_size
+        if self.config.packs_per_step is not None:
+            return BatchShape.of(self.config, num_ranks)
+        return batch_shape._replace(world_size=num_ranks)
 
     def epoch_to_resume(self, ledger: Ledger, batch_shape: BatchShape) -> EpochToResume:
         """Find the epoch in which a run with changed data resumes; ``ledger`` is that of the checkpoint."""

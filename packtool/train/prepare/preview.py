@@ -28,7 +28,7 @@ from packtool.planning.summary import (
     padded_fill,
 )
 from packtool.planning.tree_parts import TreeParts
-from packtool.train.prepare.checkpoint import find_checkpoint, is_checkpoint, read_run_state, run_directory
+from packtool.train.prepare.checkpoint import BatchShape, find_checkpoint, is_checkpoint, read_run_state, run_directory
 from packtool.train.prepare.history import read_history
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_plan
@@ -270,8 +270,8 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     begin = time.perf_counter()
     inputs = inputs.prepared()
     options = inputs.options
-    assignment = (0, options.world_size, options.gradient_accumulation_steps, options.per_device_train_batch_size)
-    timeline = Timeline.of(inputs, (assignment,))
+    batch_shape = BatchShape.of(config, options.world_size)
+    timeline = Timeline.of(inputs, ((0, *batch_shape),))
     return Preview(inputs, timeline, timeline.stages[0].sections[0].full, time.perf_counter() - begin)
 
 

@@ -69,9 +69,7 @@ class Run:
         inputs = open_to_train(config, planned)
         config, files, _ = inputs.for_training  # the settings with defaults that depend on the caches
         resume_point = resume_point or ResumePoint.of(config)
-        batch_shape = BatchShape(
-            world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size
-        )
+        batch_shape = BatchShape.of(config, world.data.size)
         resumed = resume(resume_point, inputs.state(batch_shape), world, inputs)
         # Numbers of ranks that share a sequence, in the run and in its stages.
         sharing_sizes = {world.sequence_parallel_size}

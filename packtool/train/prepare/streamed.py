@@ -199,6 +199,7 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
         max_length=max_length,
         packing_length=packing_length,
         world_size=world.data.size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
         streaming=", ".join(f"{name} {getattr(config, name)}" for name in recorded),
         shares_prefixes=sharing is not None,
     )

@@ -217,8 +217,9 @@ class TrainedStage:
                 break
             stretch = section.stretch(step)
             # A new section starts here, with the packs of the epoch that are not trained yet.
-            remaining_packs = stretch.plan.packs_from(step - stretch.first)
-            remaining_plan = section.inputs.assign(remaining_packs, batch_shape)
+            keeps_steps = section.inputs.config.packs_per_step is not None
+            remaining_packs = stretch.plan.packs_from(step - stretch.first, keeps_steps=keeps_steps)
+            remaining_plan = section.inputs.assign(remaining_packs, batch_shape, keeps_steps=keeps_steps)
             section = Section(section.inputs, batch_shape, step, stretch.epoch, partial_plan=remaining_plan)
             sections.append(section)
         return cls(number, epoch, tuple(sections), stop=section.end(num_epochs, max_steps))

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from packtool.attention.parallel.axes import Axes
 from packtool.config.train import TrainConfig
@@ -17,6 +19,7 @@ from packtool.planning.cost import CostModel
 from packtool.planning.epoch import plan_epoch
 from packtool.planning.options import PlanOptions, SkrullOptions
 from packtool.train.loop.trainer import StepLoader
+from packtool.train.prepare.checkpoint import BatchShape
 from packtool.train.prepare.figures import SampleFigures, figures_of_steps
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.output_dir import ResumePoint
@@ -224,3 +227,48 @@ def test_epochs_end_at_the_same_step_after_a_partial_epoch() -> None:
     assert first_stop % resumed.steps_per_epoch
     ends = [step for step in range(4, resumed.num_steps + 1) if resumed.locate(step)[1] == 0]
     assert ends == [first_stop + epoch * resumed.steps_per_epoch for epoch in range(3)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=120),
+    rank_counts=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=2, max_size=4),
+    balance=st.sampled_from(["none", "within-step"]),
+    skrull=st.booleans(),
+    data=st.data(),
+)
+def test_packs_per_step_makes_steps_independent_of_ranks(
+    lengths: list[int], rank_counts: list[int], balance: Any, skrull: bool, data: st.DataObject
+) -> None:
+    """Whichever ranks train the run, resumed at any steps: the samples of every step are those of one rank."""
+    options = PlanOptions(
+        balance=balance,
+        max_length=64,
+        packing_length=64,
+        cost=CostModel(per_token=3.0, per_square=0.5),
+        skrull=SkrullOptions(bucket_size=64) if skrull else None,
+    )
+    config = dataclasses.replace(CONFIG, packs_per_step=8, num_train_epochs=2.0)
+    reader: Any = None
+    files: Any = object()
+    targets = np.ones(len(lengths), np.int64)
+    inputs = Inputs(
+        config=config, options=options, lengths=np.array(lengths, np.int32), targets=targets, reader=reader, files=files
+    )
+
+    def shape(num_ranks: int) -> BatchShape:
+        return BatchShape.of(config, num_ranks)
+
+    one_rank = Timeline.of(inputs, ((0, *shape(1)),))
+    last = one_rank.num_steps - 1
+    resumed_at = sorted(data.draw(st.lists(st.integers(0, last), max_size=len(rank_counts) - 1, unique=True)))
+    assignments = [(step, *shape(ranks)) for step, ranks in zip((0, *resumed_at), rank_counts, strict=False)]
+    timeline = Timeline.of(inputs, assignments)
+    assert timeline.num_steps == one_rank.num_steps
+    for step in range(one_rank.num_steps):
+        samples, expected = (
+            np.sort(stretch.plan.samples_of(step - stretch.first, step - stretch.first + 1))
+            for stretch in (timeline.stretch(step), one_rank.stretch(step))
+        )
+        assert samples.tolist() == expected.tolist()
+        assert timeline.epochs(step) == pytest.approx(one_rank.epochs(step))
