@@ -295,6 +295,17 @@ def num_targets(sample: EncodedSample) -> int:
     return int(np.count_nonzero(sample.labels[1:] >= 0))
 
 
+def _targets_of(samples: Sequence[EncodedSample]) -> npt.NDArray[np.int32]:
+    """Return ``num_targets`` of S samples with at least one token each, int32 (S,)."""
+    if not samples:
+        return np.empty(0, np.int32)
+    labels = [sample.labels for sample in samples]
+    starts = np.cumsum([0, *map(len, labels[:-1])])  # of the samples, in their joined labels
+    is_target = np.concatenate(labels) >= 0
+    is_target[starts] = False  # no token predicts the first one
+    return np.add.reduceat(is_target, starts, dtype=np.int32)
+
+
 def index_columns(
     samples: Sequence[EncodedSample], shard: int, first_row: int, channel_codes: dict[str, int]
 ) -> IndexColumns:
@@ -314,7 +325,7 @@ def index_columns(
         "shard": np.full(num_samples, shard, np.int32),
         "row_in_shard": np.arange(first_row, first_row + num_samples, dtype=np.int32),
         "length": np.array([sample.length for sample in samples], np.int32),
-        "target_tokens": np.array([num_targets(sample) for sample in samples], np.int32),
+        "target_tokens": _targets_of(samples),
         "media_tokens": np.array([sample.num_media_tokens for sample in samples], np.int32),
         "num_images": np.array([len(sample.images) for sample in samples], np.int32),
         "num_videos": np.array([len(sample.videos) for sample in samples], np.int32),

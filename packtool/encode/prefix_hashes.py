@@ -79,50 +79,73 @@ def prefix_hashes(
     are left out. Return int64 (S,), the number of prefixes of each sample; and the prefixes of all samples.
     """
     num_prefixes: list[int] = []  # of each sample
-    digests: list[bytes] = []  # of each prefix, as all the following lists
-    lengths: list[int] = []
-    media_tokens: list[int] = []
-    audio_tokens: list[int] = []
-    squares: list[int] = []
-    target_tokens: list[int] = []
+    prefixes: list[_Prefix] = []
     for sample in samples:
-        num_before = len(lengths)
-        media = media_spans(sample, tokens)
-        can_locate_media = len(media) == len(sample.media)
-        ends = _prefix_ends(sample, media, _prompt_ends(sample)) if can_locate_media else []
-        if not ends or ends[-1] <= longer_than:
-            num_prefixes.append(0)
-            continue
-        is_target = sample.labels != IGNORE_INDEX
-        num_targets = num_counted_tokens = 0  # targets among the tokens that are counted so far
-        num_media_tokens = num_audio_tokens = num_squares = 0  # of the media in the current prefix
-        for end, new_media, digest in _digests(sample, media, ends, medium_key, _BEGINNING):
-            for medium in new_media:
-                num_audio = _num_audio_tokens(medium)
-                num_audio_tokens += num_audio
-                num_media_tokens += num_audio
-                if not isinstance(medium, EncodedAudio):
-                    num_media_tokens += medium.num_tokens
-                    num_squares += patch_squares(medium.grid)
-            if end > longer_than:
-                lengths.append(end)
-                digests.append(digest)
-                media_tokens.append(num_media_tokens)
-                audio_tokens.append(num_audio_tokens)
-                squares.append(num_squares)
-                num_targets += int(np.count_nonzero(is_target[num_counted_tokens:end]))
-                num_counted_tokens = end
-                target_tokens.append(num_targets)
-        num_prefixes.append(len(lengths) - num_before)
+        prefixes_of_sample = _prefixes_of(sample, tokens, longer_than, medium_key)
+        num_prefixes.append(len(prefixes_of_sample))
+        prefixes += prefixes_of_sample
+    lengths, digests, media_tokens, audio_tokens, squares = zip(*prefixes, strict=True) if prefixes else [()] * 5
+    counts = np.array(num_prefixes, np.int64)
     hashes = PrefixHashes(
         lengths=np.array(lengths, np.int32),
         hashes=np.frombuffer(b"".join(digests), "<u8").astype(np.uint64),
         media_tokens=np.array(media_tokens, np.int32),
         audio_tokens=np.array(audio_tokens, np.int32),
         patch_squares=np.array(squares, np.int64),
-        target_tokens=np.array(target_tokens, np.int32),
+        target_tokens=_count_targets(samples, counts, np.array(lengths, np.int64)),
     )
-    return np.array(num_prefixes, np.int64), hashes
+    return counts, hashes
+
+
+class _Prefix(NamedTuple):
+    """A prefix of a sample, with the fields of ``PrefixHashes`` except its target tokens."""
+
+    length: int
+    digest: bytes
+    media_tokens: int
+    audio_tokens: int
+    patch_squares: int
+
+
+def _prefixes_of(sample: EncodedSample, tokens: MediaTokens, longer_than: int, medium_key: MediumKey) -> list[_Prefix]:
+    """Return the prefixes of a sample with more than ``longer_than`` tokens, by ascending length."""
+    if sample.length <= longer_than:
+        return []
+    media = media_spans(sample, tokens)
+    if len(media) != len(sample.media):
+        return []
+    ends = _prefix_ends(sample, media, _prompt_ends(sample))
+    if not ends or ends[-1] <= longer_than:
+        return []
+    prefixes: list[_Prefix] = []
+    num_media_tokens = num_audio_tokens = num_squares = 0  # of the media in the current prefix
+    for end, new_media, digest in _digests(sample, media, ends, medium_key, _BEGINNING):
+        for medium in new_media:
+            num_audio = _num_audio_tokens(medium)
+            num_audio_tokens += num_audio
+            num_media_tokens += num_audio
+            if not isinstance(medium, EncodedAudio):
+                num_media_tokens += medium.num_tokens
+                num_squares += patch_squares(medium.grid)
+        if end > longer_than:
+            prefixes.append(_Prefix(end, digest, num_media_tokens, num_audio_tokens, num_squares))
+    return prefixes
+
+
+def _count_targets(
+    samples: Sequence[EncodedSample], counts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> IntArray:
+    """Return the number of targets in each of the M prefixes, int32 (M,).
+
+    ``counts``: number of prefixes of each sample, (S,); ``lengths``: tokens of each prefix, (M,).
+    """
+    labels = [sample.labels for sample in samples]
+    bounds = np.cumsum([0, *map(len, labels)])  # of the samples, in their joined labels
+    is_target = np.concatenate([[False], *(each != IGNORE_INDEX for each in labels)])
+    num_before = np.cumsum(is_target, dtype=np.int32)  # targets before each position
+    starts = np.repeat(bounds[:-1], counts)
+    num_targets: IntArray = num_before[starts + lengths] - num_before[starts]
+    return num_targets
 
 
 def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[int, int]) -> list[str]:

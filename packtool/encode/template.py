@@ -197,6 +197,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
         # The globals are copied for each conversation, which is fast for a plain dictionary; Jinja's is a chain of two.
         self._template = environment.template_class.from_code(environment, code, dict(environment.globals))
+        self._context = self._template.new_context()
         self._variables = dict(variables)
         self._missing_turns: dict[tuple[Any, ...], int | None] = {}
 
@@ -232,7 +233,7 @@ class ChatTemplate:
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }
-            for piece in self._template.generate(arguments):
+            for piece in self._template.root_render_func(self._context_of(arguments)):
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > _MAX_CHARS:
@@ -244,6 +245,15 @@ class ChatTemplate:
         except _FAILURES as error:
             raise TemplateFailure(str(error) or type(error).__name__) from error
         return "".join(pieces)
+
+    def _context_of(self, arguments: Mapping[str, Any]) -> jinja2.runtime.Context:
+        """Return the context for a rendering with these variables: always the same one, because a new one is slow."""
+        context = self._context
+        context.parent = {**self._template.globals, **arguments}
+        context.vars = {}
+        context.exported_vars = set()
+        context.eval_ctx = jinja2.nodes.EvalContext(self._environment, context.name)
+        return context
 
     def _prepared(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a message with its reasoning under both names that templates read, and its content as configured."""

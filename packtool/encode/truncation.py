@@ -194,21 +194,13 @@ def _split(item: Tokenized, max_length: int) -> list[EncodedSample] | Dropped:
 def _make_sample(item: Tokenized) -> EncodedSample | None:
     """Return the sample with its labels, None if no token is a target."""
     sample, ids, weights = item.sample, item.ids, item.weights
-    if weights is None:
-        labels = np.empty(len(ids), np.int32)
-        labels.fill(IGNORE_INDEX)  # faster than ``np.full``
-        flat_turns = item.turns.tolist()
-        for start, end in zip(flat_turns[::2], flat_turns[1::2], strict=True):
-            labels[start:end] = ids[start:end]
-    else:
-        labels = np.where(weights > 0, ids, np.int32(IGNORE_INDEX))
+    labels = _labels_of_turns(item) if weights is None else np.where(weights > 0, ids, np.int32(IGNORE_INDEX))
     for span in item.spans:
         labels[span.start : span.end] = IGNORE_INDEX
     # The loss ignores the label of the first token, which nothing predicts. After truncation it may be inside a turn.
     if item.num_removed:
         labels[:1] = IGNORE_INDEX
-    has_target = len(ids) >= 2 and labels[1:].max() >= 0  # token ids are at least 0, IGNORE_INDEX is negative
-    if not has_target:
+    if not _has_target(item, labels):
         return None
     loss_scale = None
     if weights is not None and (weights[labels >= 0] != 1).any():
@@ -227,6 +219,24 @@ def _make_sample(item: Tokenized) -> EncodedSample | None:
         part=sample.part,
         borders=item.borders,
     )
+
+
+def _labels_of_turns(item: Tokenized) -> IntArray:
+    """Return labels, int32 (L,), in which all tokens of all turns are targets."""
+    labels = np.empty(len(item.ids), np.int32)
+    labels.fill(IGNORE_INDEX)  # faster than ``np.full``
+    flat_turns = item.turns.tolist()
+    for start, end in zip(flat_turns[::2], flat_turns[1::2], strict=True):
+        labels[start:end] = item.ids[start:end]
+    return labels
+
+
+def _has_target(item: Tokenized, labels: IntArray) -> bool:
+    """Return whether a token after the first is a target; ``labels``, (L,), are those of the sample."""
+    if item.weights is None and not item.spans:
+        # All tokens of turns are targets. Most turns end after the first token, and numpy would take longer.
+        return len(item.turns) > 0 and int(item.turns[-1]) > 1
+    return len(labels) >= 2 and bool(labels[1:].max() >= 0)  # token ids are at least 0, IGNORE_INDEX is negative
 
 
 def _too_long_error(sample: Sample, detail: str) -> RowError:
