@@ -97,16 +97,22 @@ class PreparedRows:
         spans = []
         for span in media_spans(sample, self._tokens):
             kind = kind_by_medium[id(span.medium)]
-            number = num_located[kind]
+            start, end = self._check_tokens(ids, span, kind, num_located[kind])
+            spans.append(Span(kind, num_located[kind], start, end))
             num_located[kind] += 1
-            segments = self._media.segments(span.medium, number)
-            expected_ids = self._ids_of(segments)
-            if self._pad_runs(ids[span.start : span.stop].tolist()) != self._pad_runs(expected_ids):
-                detail = f"the placeholder tokens of {kind} {number} differ in number or order from those needed"
-                raise RowProblem("media_tokens", detail)
-            start, end = self._extend_by_delimiters(ids, span, segments)
-            spans.append(Span(kind, number, start, end))
         return spans
+
+    def _check_tokens(self, ids: IntArray, span: MediumSpan, kind: MediaKind, number: int) -> tuple[int, int]:
+        """Return [start, end) of a medium with its delimiters; raise RowProblem if its placeholder tokens differ.
+
+        ``number`` is the index of the medium among those of its kind.
+        """
+        segments = self._media.segments(span.medium, number)
+        expected_ids = self._ids_of(segments)
+        if self._pad_runs(ids[span.start : span.stop].tolist()) != self._pad_runs(expected_ids):
+            detail = f"the placeholder tokens of {kind} {number} differ in number or order from those needed"
+            raise RowProblem("media_tokens", detail)
+        return self._extend_by_delimiters(ids, span, segments)
 
     def _ids_of(self, segments: Sequence[MediaSegment]) -> list[int]:
         """Return the ids of a medium's control tokens, with ``_TEXT`` for each text between them."""
@@ -209,19 +215,23 @@ def _targets(tokens: PreparedTokens, start: int, stop: int, base: Base) -> tuple
 
     Turns are the runs of targets; ``base`` of the loss scale may train other tokens, by their weights.
     """
-    trained = np.ones(stop - start, bool) if tokens.trained is None else tokens.trained[start:stop]
-    weights = None if tokens.weights is None else np.where(trained, tokens.weights[start:stop], np.float32(0))
-    if weights is not None and (weights[trained] == 1).all():
-        weights = None
+    trained = np.ones(stop - start, bool)
+    if tokens.trained is not None:
+        trained = tokens.trained[start:stop]
+    weights = None
+    if tokens.weights is not None:
+        weights = np.where(trained, tokens.weights[start:stop], np.float32(0))
+        if (weights[trained] == 1).all():
+            weights = None
     # The borders of the runs: where ``trained`` changes, with False before the first and after the last token.
-    runs = np.flatnonzero(np.diff(trained, prepend=False, append=False)).astype(np.int32)
+    borders = np.flatnonzero(np.diff(trained, prepend=False, append=False)).astype(np.int32)
     if base == "default":
-        return runs, weights
+        return borders, weights
     base_weights = np.full(stop - start, float(base == "all"), np.float32)
-    if base == "last_round" and len(runs):
-        last_run = slice(*runs[-2:])
-        base_weights[last_run] = 1 if weights is None else weights[last_run]
-    return runs, base_weights
+    if base == "last_round" and len(borders):
+        last_start, last_stop = borders[-2:]
+        base_weights[last_start:last_stop] = 1 if weights is None else weights[last_start:last_stop]
+    return borders, base_weights
 
 
 def _pads_message(kind: str, num_pads: int, needed: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ calls. Each response becomes a sample with the same turns before it; these are t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,14 +96,7 @@ class RowSplitter:
         if len(trained_by_end) == 1:  # one sample trains all turns, but the conversation has more turns after them
             (end,) = trained_by_end
             return [_conversation_until(sample, end)]
-        samples = []
-        response_part = sample.part or RowPart()
-        for end, trained_turns in trained_by_end.items():
-            conversation = _conversation_until(sample, end)
-            turns = _train_only(conversation.turns, trained_turns)
-            part = replace(response_part, turn=answers.index(end) + 1, num_turns=len(answers))
-            samples.append(replace(conversation, turns=turns, part=part))
-        return samples
+        return _samples_by_end(sample, trained_by_end, answers)
 
     def _needed_samples(
         self, sample: Sample, answers: Sequence[int], trained: Sequence[int], *, ignores_empty: bool
@@ -162,6 +155,18 @@ class RowSplitter:
                 groups[group_end] = set()
             groups[group_end].add(index)
         return dict(reversed(groups.items()))
+
+
+def _samples_by_end(sample: Sample, trained_by_end: Mapping[int, set[int]], answers: Sequence[int]) -> list[Sample]:
+    """Return one sample for each index of a turn that ends one, which trains the turns with these indexes."""
+    samples = []
+    response_part = sample.part or RowPart()
+    for end, trained_turns in trained_by_end.items():
+        conversation = _conversation_until(sample, end)
+        turns = _train_only(conversation.turns, trained_turns)
+        part = replace(response_part, turn=answers.index(end) + 1, num_turns=len(answers))
+        samples.append(replace(conversation, turns=turns, part=part))
+    return samples
 
 
 def _remove_empty_thinking(chunks: list[Chunk], turns: Sequence[TurnChunks], header_text: str) -> None:

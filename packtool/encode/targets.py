@@ -89,7 +89,8 @@ class TurnFinder:
         except TemplateFailure as error:
             raise ConfigError(f"the chat template does not render a question and its answer: {error}") from error
         single_answer = _find_answer(one_turn, _ANSWERS[0])
-        first_answer, second_answer = (_find_answer(two_turns, answer) for answer in _ANSWERS)
+        first_answer = _find_answer(two_turns, _ANSWERS[0])
+        second_answer = _find_answer(two_turns, _ANSWERS[1])
         answers = (single_answer, first_answer, second_answer)
         header, prompt_rest = _infer_header(question, question_and_prompt, answers)
         ends = frozenset(answer.next_control for answer in answers)

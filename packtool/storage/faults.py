@@ -93,16 +93,10 @@ def _explain(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
         return cause, remedy, "unreachable"
     text = _message(error)
     error_class = type(error).__name__
-    status = status_of(error)
     keys, _, endpoint = _variables_of(path)
-    # The fault of errors that the cases below do not decide.
-    fault: RemoteFault = "invalid"
-    if is_temporary(error) or "SSL" in error_class or "Certificate" in error_class:
-        fault = "unreachable"
-    elif status is not None and status >= 400:
-        fault = "refused"
+    fault = _fault_of(error)
     code = code_of(error)
-    if code in _DENIED or status in (401, 403):
+    if code in _DENIED or status_of(error) in (401, 403):
         if scheme_of(path) in ("http", "https"):
             return f"the server refuses ({text})", "Check the address; a signed one may have expired.", fault
         remedy = f"Allow these credentials to access bucket {_bucket_of(path)}, or check {keys}."
@@ -116,6 +110,15 @@ def _explain(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
     if error_class == "TooManyRedirects":
         return "the address redirects in a loop", "Check the address.", fault
     return f"{error_class}: {text}", f"Check the path and {endpoint}.", fault
+
+
+def _fault_of(error: BaseException) -> RemoteFault:
+    """Return whether the store could not be reached, has refused the request, or neither."""
+    error_class = type(error).__name__
+    if is_temporary(error) or "SSL" in error_class or "Certificate" in error_class:
+        return "unreachable"
+    status = status_of(error)
+    return "refused" if status is not None and status >= 400 else "invalid"
 
 
 def _explain_store_failure(path: str, error: BaseException) -> tuple[str, str] | None:

@@ -261,23 +261,28 @@ class ProcessorFamily(MediaEncoding):
         repeats_single = self._process([_PROBE_SIZE] * 2)[0] == [single] * 2
         self._is_numbered = not repeats_single and self._numbers_pictures(single)
         self.one_picture_only = not repeats_single and not self._is_numbered
-        image_token = str(processor.image_token)
-        control_tokens = [image_token, *(segment.token for segment in single if not isinstance(segment, str))]
-        placeholders: dict[str, MediaKind] = {image_token: "image"}
+        self._videos = self._make_videos()
+        self._no_videos_reason = family.no_videos or "the processor or the tokenizer does not support videos"
         self.warnings = (
             f"{files.model_type} models are encoded by transformers' processor, which is slower than by headers: it "
             "processes a blank picture for each new size",
         )
-        self._videos = self._make_videos()
-        self._no_videos_reason = family.no_videos or "the processor or the tokenizer does not support videos"
         if self._videos is not None:
-            video_token = str(processor.video_token)
-            control_tokens.append(video_token)
-            placeholders[video_token] = "video"
             self.warnings += self._videos.warnings
-        self.control_tokens = tuple(dict.fromkeys(control_tokens))  # without repetitions
+        kinds = self._kinds_by_token()
+        segment_tokens = [segment.token for segment in single if not isinstance(segment, str)]
+        self.control_tokens = tuple(
+            dict.fromkeys([str(processor.image_token), *segment_tokens, *kinds])
+        )  # without repetitions
         self.content_as_list = _accepts_content_lists(files)
-        self.placeholders = placeholders if self.content_as_list else {}
+        self.placeholders = kinds if self.content_as_list else {}
+
+    def _kinds_by_token(self) -> dict[str, MediaKind]:
+        """Return the tokens that stand for a picture and, if they are supported, a video."""
+        kinds: dict[str, MediaKind] = {str(self._processor.image_token): "image"}
+        if self._videos is not None:
+            kinds[str(self._processor.video_token)] = "video"
+        return kinds
 
     def _numbers_pictures(self, single: list[MediaSegment]) -> bool:
         """Return whether the processor writes the pictures of a row like a ``single`` one, but numbered."""
