@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 from _api_docs import api_page, option_types
@@ -16,7 +16,9 @@ from _draw_docs import pictures
 
 from packtool.cli.main import app
 from packtool.config.codes import codes
+from packtool.config.commands import SchemaName
 from packtool.config.compat_names import EVERY_COMMAND, CompatName, Status, compat_names
+from packtool.config.schema import schema_text
 from packtool.encode.families import FAMILIES, OTHER, REFUSED, TEXT, Family
 from packtool.encode.families.processor import ProcessorFamily
 
@@ -198,6 +200,7 @@ def _cell(text: str) -> str:
 def generated() -> dict[Path, str]:
     """Every generated file's path and content."""
     found = {DOCS / "images" / f"{name}.svg": svg for name, svg in pictures().items()}
+    found |= {DOCS / f"schema-{name}.json": schema_text(name) for name in get_args(SchemaName)}
     found |= {page: with_tables(page.read_text()) for page in DOCS.glob("from-*.md")}
     found[DOCS / "any-trainer.md"] = with_examples((DOCS / "any-trainer.md").read_text())
     found[DOCS / "codes.md"] = with_codes((DOCS / "codes.md").read_text())

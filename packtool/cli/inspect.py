@@ -1,4 +1,7 @@
-"""``packtool inspect``: a cache, or what a run has trained; ``packtool explain``: the code of a message."""
+"""``packtool inspect``: a cache, or what a run has trained.
+
+``packtool explain``: the code of a message; ``packtool schema``: schemas for editors.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ import typer
 from packtool import storage
 from packtool.cli.options import Invocation, interruptible_progress, terminal_progress
 from packtool.config.codes import codes
-from packtool.config.commands import ExplainConfig, InspectConfig
+from packtool.config.commands import ExplainConfig, InspectConfig, SchemaConfig
+from packtool.config.schema import schema_text
 from packtool.constants import TRAIN_SPLIT
 from packtool.errors import EXIT_MISMATCH, ConfigError, did_you_mean
 from packtool.terminal import show, show_json, show_styled
@@ -147,3 +151,13 @@ def run_explain(config: ExplainConfig, invocation: Invocation) -> None:
             return
     similar = did_you_mean(word.upper(), [row.code for row in rows]) or did_you_mean(word, [row.name for row in rows])
     raise ConfigError(f"there is no code {config.code!r}{similar}", "packtool explain lists all codes.")
+
+
+def run_schema(config: SchemaConfig, invocation: Invocation) -> None:
+    """Print a JSON Schema, or write it to a file."""
+    text = schema_text(config.kind)
+    if config.output is None:
+        show(text.rstrip())
+        return
+    storage.publish(config.output, text.encode())
+    invocation.show({"output": config.output}, [f"written: {config.output}"])

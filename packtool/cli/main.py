@@ -19,7 +19,7 @@ import typer
 
 from packtool import errors
 from packtool.cli.export import run_export, run_import
-from packtool.cli.inspect import run_explain, run_inspect
+from packtool.cli.inspect import run_explain, run_inspect, run_schema
 from packtool.cli.options import Invocation, PanelCommand, UnknownOptions, command_of, option_kinds, rewrite_arguments
 from packtool.cli.plan import run_pack, run_plan, run_simulate
 from packtool.cli.train import run_demo_command, run_eval, run_merge, run_train, run_verify
@@ -31,6 +31,7 @@ from packtool.config.commands import (
     ExplainConfig,
     InspectConfig,
     MergeConfig,
+    SchemaConfig,
     TranslateConfig,
     VerifyConfig,
 )
@@ -114,6 +115,7 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "inspect": (InspectConfig, run_inspect, "Show a cache, its samples, or what a run has trained."),
     "plan": (PlanConfig, run_plan, "Preview the training schedule; needs no GPU."),
     "pack": (PackConfig, run_pack, "Write packs to files for other trainers."),
+    "schema": (SchemaConfig, run_schema, "Print a JSON Schema, with which editors check YAML files."),
     "simulate": (SimulateConfig, run_simulate, "Simulate step times of training strategies on a GPU cluster."),
     "translate": (TranslateConfig, run_translate, "Translate configurations of other tools into packtool's."),
     "verify": (VerifyConfig, run_verify, "Check that packing does not change a model's outputs."),
@@ -126,6 +128,7 @@ _POSITIONAL = {
     "inspect": ("--directory", "CACHE|OUTPUT_DIR"),
     "pack": ("--cached-dataset", "CACHE..."),
     "plan": ("--cached-dataset", "[CACHE]..."),
+    "schema": ("--kind", "[train|export|mixture]"),
     "simulate": ("--cached-dataset", "[CACHE]..."),
     "merge": ("--adapter", "ADAPTER"),
     "translate": ("--file", "[FILE] [-- COMMAND...]"),

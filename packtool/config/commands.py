@@ -1,4 +1,4 @@
-"""Settings of ``packtool inspect``, ``explain``, ``verify``, ``eval``, ``merge`` and ``demo``."""
+"""Settings of ``packtool inspect``, ``explain``, ``schema``, ``verify``, ``eval``, ``merge`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -44,6 +44,17 @@ class ExplainConfig(Settings):
     """Settings of ``packtool explain``."""
 
     code: str = option("", "Explain this code, such as R002, or its name; default lists all codes.")
+
+
+SchemaName = Literal["train", "export", "mixture"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaConfig(Settings):
+    """Settings of ``packtool schema``."""
+
+    kind: SchemaName = option("train", "Print the schema of options of train or export, or of recipes (mixture).")
+    output: str | None = option(None, "Write the schema to this file instead.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,6 +147,8 @@ def parse_amount(text: str) -> Amount:
 
 
 _MEDIA_OPTIONS = tuple(field.name for field in dataclasses.fields(MediaOptions))
+SOURCE_KEYS = ("path", *UNITS, "loss_weight", "loss_scale", "min_length", "max_length", "channel")
+"""Keys of a source in a recipe, besides limits on its media."""
 _RECIPE_KEYS = ("sources", "temperature", "unit")
 _STAGE_KEYS = ("until", "packing_length", "sequence_parallel_size")
 # Settings of a source that must be the same in all stages.
@@ -418,8 +420,7 @@ class _RecipeParser:
         if not isinstance(value, Mapping):
             self.report(key, "a source is a mapping with the key path")
             return None, None
-        known_keys = ("path", *UNITS, "loss_weight", "loss_scale", "min_length", "max_length", "channel")
-        self.check_keys(value, (*known_keys, *_MEDIA_OPTIONS), f"{key}.")
+        self.check_keys(value, (*SOURCE_KEYS, *_MEDIA_OPTIONS), f"{key}.")
         path = value.get("path")
         if not isinstance(path, str) or not path:
             self.report(f"{key}.path", "the directory of a cache is missing")
