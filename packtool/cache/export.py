@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from packtool import storage
 from packtool.cache import output_dir
+from packtool.cache.executor import Executor, RayExecutor
 from packtool.cache.index import prefix_batch, read_index, with_prefix_fields
 from packtool.cache.local import check_all
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
@@ -30,22 +31,12 @@ from packtool.cache.shard import (
     index_batch,
     index_columns,
 )
-from packtool.cache.task import (
-    MIN_SHARD_ROWS,
-    TASKS_DIR,
-    Executor,
-    RayExecutor,
-    Task,
-    TaskResult,
-    TaskSettings,
-    make_tasks,
-)
+from packtool.cache.task import MIN_SHARD_ROWS, TASKS_DIR, Report, Task, TaskResult, TaskSettings, make_tasks
 from packtool.config.data import ExportConfig
 from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, MIN_SHARED, PREFIXES_NAME
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder, check_template, first_row_error
 from packtool.encode.families import default_max_length, media_encoding
-from packtool.encode.media_spans import MediaTokens
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.prefix_hashes import by_address, by_content, prefix_hashes
 from packtool.errors import ConfigError, DataError, MismatchError, StorageError, StoreDownError
@@ -90,6 +81,8 @@ def _scan(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: 
 
     Up to 20 sources get a note each; for more, the progress of the scan and one note about all are shown.
     """
+    if len(specs) > _MAX_NOTES:
+        return _scan_with_progress(specs, seed, progress, executor)
 
     def print_note(scanned: ScannedSource) -> None:
         executor.expect(scanned.num_rows)
@@ -98,8 +91,13 @@ def _scan(specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: 
         form = "" if is_ordinary else f", {source.form}"
         progress.note(f"{source.label}: {scanned.num_rows:,} rows, {source.size / 1e6:,.1f} MB{form}")
 
-    if len(specs) <= _MAX_NOTES:
-        return scan_sources(specs, seed, print_note)
+    return scan_sources(specs, seed, print_note)
+
+
+def _scan_with_progress(
+    specs: Sequence[SourceSpec], seed: int, progress: Progress, executor: Executor
+) -> list[ScannedSource]:
+    """Scan many sources with a progress bar, and print one note with the total of their rows and bytes."""
     num_scanned = 0
 
     def advance(scanned: ScannedSource) -> None:
@@ -124,6 +122,12 @@ def _source_info(scanned: ScannedSource) -> SourceInfo:
     return SourceInfo(path, source.size, source.modified, scanned.digest, scanned.num_rows, scanned.spec.settings)
 
 
+def _have_responses(tasks: Sequence[Task]) -> bool:
+    """Return whether a source of the tasks has a column with several responses to a prompt."""
+    sources = [source for task in tasks for source, _ in task.stretches]
+    return any("responses" in dict(source.columns) for source in sources)
+
+
 class _Export:
     """An export: scans the sources, runs the tasks and publishes the cache."""
 
@@ -141,35 +145,47 @@ class _Export:
 
     def run(self, enable_gc: Callable[[], None]) -> ExportSummary:
         """Run the export unless its cache is finished; ``enable_gc`` enables garbage collection, after the scan."""
-        config = self.config
-        directory = self.directory  # None for --dry-run
-        replaces_files = config.overwrite or config.repair
-        # Errors and finished caches are noticed before the sources are read, which may take minutes.
-        if directory is not None:
-            manifest = None if replaces_files else output_dir.find_finished(directory, self.identity, self.specs)
-            if manifest is not None:
-                return _summary_of_finished(directory, manifest)
-            output_dir.check_is_ours(directory, may_be_finished=replaces_files)
-            refuse_if_busy(directory, is_part=config.is_part)
-        if not self.executor.has_started:
-            self.encoder()  # raises for unsupported models; workers that have started raise the same error
-        for warning in (*self.media.warnings, *self.files.option_warnings(config.encode_spec)):
-            self.progress.note(warning)
-        self._make_tasks()
-        enable_gc()
-        self.executor.check_ready(wait_s=None)  # wait until the workers have loaded the tokenizer
-        if directory is None:
+        directory = self.directory
+        if directory is None:  # --dry-run
+            self._prepare(enable_gc)
             return self._count()
-        part = ""  # the lock of a whole export excludes others; parts of a job array hold theirs together
-        if config.is_part:
-            part = "--finalize" if config.task_index is None else f"{config.task_index} of {config.num_tasks}"
-        with DirectoryLock(directory, part) as lock:
-            if config.repair:
-                return self._repair(directory, lock, output_dir.find_same(directory, self.identity, self.specs))
-            manifest = None if config.overwrite else output_dir.find_finished(directory, self.identity, self.specs)
+        # Errors and finished caches are noticed before the sources are read, which may take minutes.
+        manifest = self._find_finished(directory)
+        if manifest is not None:
+            return _summary_of_finished(directory, manifest)
+        output_dir.check_is_ours(directory, may_be_finished=self.config.overwrite or self.config.repair)
+        refuse_if_busy(directory, is_part=self.config.is_part)
+        self._prepare(enable_gc)
+        with DirectoryLock(directory, self._lock_part()) as lock:
+            if self.config.repair:
+                return self._repair(directory, lock)
+            manifest = self._find_finished(directory)
             if manifest is not None:  # another export has finished while the sources were read
                 return _summary_of_finished(directory, manifest)
             return self._write(directory, lock)
+
+    def _find_finished(self, directory: str) -> Manifest | None:
+        """Return the manifest of this export's finished cache; None if there is none, or if its files are replaced."""
+        if self.config.overwrite or self.config.repair:
+            return None
+        return output_dir.find_finished(directory, self.identity, self.specs)
+
+    def _lock_part(self) -> str:
+        """Return the part of the job array for the lock, whose parts hold theirs together; "" excludes all others."""
+        config = self.config
+        if not config.is_part:
+            return ""
+        return "--finalize" if config.task_index is None else f"{config.task_index} of {config.num_tasks}"
+
+    def _prepare(self, enable_gc: Callable[[], None]) -> None:
+        """Check the encoder, print warnings, make the tasks, and wait until the workers have loaded the tokenizer."""
+        if not self.executor.has_started:
+            self.encoder()  # raises for unsupported models; workers that have started raise the same error
+        for warning in (*self.media.warnings, *self.files.option_warnings(self.config.encode_spec)):
+            self.progress.note(warning)
+        self._make_tasks()
+        enable_gc()
+        self.executor.check_ready(wait_s=None)
 
     def _make_tasks(self) -> None:
         """Scan the sources, divide their rows into tasks, and print notes about the rows.
@@ -177,31 +193,38 @@ class _Export:
         Sets ``sources``, ``tasks``, and ``has_parts``: whether the cache stores which part of its row a sample is.
         """
         config = self.config
-        progress = self.progress
-        scanned_sources = _scan(self.specs, config.seed, progress, self.executor)
+        scanned_sources = _scan(self.specs, config.seed, self.progress, self.executor)
         self.sources = tuple(_source_info(scanned) for scanned in scanned_sources)
         for note in (*unread_splits(config), *prepared_notes(scanned_sources, config.TAKES_TOKENS)):
-            progress.note(note)
+            self.progress.note(note)
         check_template(config.model, self.files, ((scanned.source, scanned.blocks) for scanned in scanned_sources))
         self.tasks = make_tasks(scanned_sources, config)
         if not self.tasks:
             raise DataError(f"no rows in {', '.join(config.dataset)}")
-        # Warn early, and only once, about rows that name media which they may not access.
-        for scanned in scanned_sources[:_NUM_CHECKED]:
-            if warning := first_row_error(scanned.source, scanned.blocks):
-                progress.note(warning)
-                break
+        self._warn_of_first_row_error(scanned_sources)
         close_readers()  # of this process; each worker opens its own
         # Rows become several samples if their turns are expanded, or if they have several responses.
-        sources_with_rows = [source for task in self.tasks for source, _ in task.stretches]
-        has_responses = any("responses" in dict(source.columns) for source in sources_with_rows)
-        self.has_parts = "expand_turns" in self.identity.spec or has_responses
+        self.has_parts = "expand_turns" in self.identity.spec or _have_responses(self.tasks)
+
+    def _warn_of_first_row_error(self, scanned_sources: Sequence[ScannedSource]) -> None:
+        """Warn early, and only once, about rows that name media which they may not access."""
+        for scanned in scanned_sources[:_NUM_CHECKED]:
+            warning = first_row_error(scanned.source, scanned.blocks)
+            if warning:
+                self.progress.note(warning)
+                return
 
     def _task_settings(
         self, directory: str | None, export: str = "", lock: DirectoryLock | None = None
     ) -> TaskSettings:
-        config, is_locked = self.config, None if lock is None else lock.is_held
-        return TaskSettings(config.encode_spec, directory, config.strict, self.has_parts, export, is_locked)
+        return TaskSettings(
+            spec=self.config.encode_spec,
+            directory=directory,
+            strict=self.config.strict,
+            has_parts=self.has_parts,
+            export=export,
+            is_locked=None if lock is None else lock.is_held,
+        )
 
     def _count(self) -> ExportSummary:
         """Encode all rows and write nothing."""
@@ -225,35 +248,39 @@ class _Export:
             results = output_dir.finished_tasks(directory, settings.export)
         missing = [task.number for task in self.tasks if task.number not in results]
         if missing:
-            manifest = output_dir.read_published(directory, self.identity, self.sources) if is_part else None
-            if manifest is not None:  # no result is left, because another part has finished the cache
-                return _summary_of_finished(directory, manifest)
-            return self._partial_summary(results, missing)
+            return self._unfinished_summary(directory, results, missing)
         ordered = [results[task.number] for task in self.tasks]
         manifest = output_dir.build_manifest(self.identity, self.sources, ordered)
         output_dir.refuse_empty(manifest, ordered, directory)
+        self._publish(directory, lock, manifest, ordered)
+        return self._summary(manifest, ordered, reused, storage.join(directory, DROPPED_NAME))
+
+    def _publish(self, directory: str, lock: DirectoryLock, manifest: Manifest, results: Sequence[TaskResult]) -> None:
+        """Publish the cache, unless another part of the job array publishes it at the same time."""
         try:
-            output_dir.publish_cache(directory, manifest, ordered, lock.check, self.has_parts)
+            output_dir.publish_cache(directory, manifest, results, lock.check, self.has_parts)
         except (StorageError, MismatchError):
             # Two parts that finish at the same time publish the same cache. The slower one fails here, harmlessly.
-            if not is_part or output_dir.read_published(directory, self.identity, self.sources) is None:
+            if not self.config.is_part or output_dir.read_published(directory, self.identity, self.sources) is None:
                 raise
-        return self._summary(manifest, ordered, reused, storage.join(directory, DROPPED_NAME))
+
+    def _unfinished_summary(
+        self, directory: str, results: Mapping[int, TaskResult], missing: Sequence[int]
+    ) -> ExportSummary:
+        """Return the summary of a run that left tasks without a result; ``missing``: their numbers."""
+        if self.config.is_part:
+            manifest = output_dir.read_published(directory, self.identity, self.sources)
+            if manifest is not None:  # no result is left, because another part has finished the cache
+                return _summary_of_finished(directory, manifest)
+        return self._partial_summary(results, missing)
 
     def _partial_summary(self, results: Mapping[int, TaskResult], missing: Sequence[int]) -> ExportSummary:
         """Return the summary of one part of a job array, or raise a DataError if ``--finalize`` misses other parts.
 
         ``results`` are those of all parts by task number, ``missing`` the numbers of unfinished tasks.
         """
-        config = self.config
-        if config.finalize:
-            shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
-            raise DataError(
-                f"{config.output_dir} cannot be finished: {len(missing)} of {len(self.tasks)} shards are missing "
-                f"({shown})",
-                "Run the missing parts: --task-index n of --num-tasks N makes the shards whose number modulo N is n.",
-                code="D008",
-            )
+        if self.config.finalize:
+            raise self._missing_shards_error(missing)
         own_results = [result for number, result in results.items() if self._is_own_task(number)]
         row_counts = InputCounts.total(result.counts for result in own_results)
         sample_counts = SampleCounts.total(split.counts for result in own_results for split in result.splits.values())
@@ -263,13 +290,26 @@ class _Export:
             num_samples_by_split={},
             length=output_dir.percentiles(output_dir.length_counts(own_results)),
             seconds=time.perf_counter() - self.started,
-            output_dir=config.output_dir,
+            output_dir=self.config.output_dir,
             num_missing_shards=len(missing),
             rows_made=row_counts.rows,
         )
 
-    def _repair(self, directory: str, lock: DirectoryLock, manifest: Manifest | None) -> ExportSummary:
+    def _missing_shards_error(self, missing: Sequence[int]) -> DataError:
+        """Return the error of ``--finalize`` for tasks that no part has finished."""
+        shown = ", ".join(map(str, missing[:10]))
+        if len(missing) > 10:
+            shown += ", ..."
+        return DataError(
+            f"{self.config.output_dir} cannot be finished: {len(missing)} of {len(self.tasks)} shards are missing "
+            f"({shown})",
+            "Run the missing parts: --task-index n of --num-tasks N makes the shards whose number modulo N is n.",
+            code="D008",
+        )
+
+    def _repair(self, directory: str, lock: DirectoryLock) -> ExportSummary:
         """Recreate the damaged files of the finished cache."""
+        manifest = output_dir.find_same(directory, self.identity, self.specs)
         if manifest is None:
             raise ConfigError(
                 f"--repair: {directory} holds no finished cache",
@@ -296,31 +336,35 @@ class _Export:
         try:
             for name in (TASKS_DIR, *manifest.splits):
                 storage.make_directory(storage.join(scratch, name))
-            recreated_sha256: dict[str, str] = {}  # by path below the scratch directory
-            damaged_tasks = [task for task in self.tasks if not task.shard_files.isdisjoint(damaged)]
-            if damaged_tasks:
-                settings = self._task_settings(scratch, lock=lock)
-                results = self._run_tasks(damaged_tasks, {}, settings, lock.check_last_renewal)
-                for result in results.values():
-                    recreated_sha256 |= {
-                        f"{split}/{shard.file}": shard.sha256 for split, shard in result.splits.items()
-                    }
+            recreated_sha256 = self._recreate_shards(scratch, lock, damaged)
             # Index and prefixes come after the shards of their split, which they are rebuilt from.
             for split, info in manifest.splits.items():
                 for shard in info.shards:
                     file = f"{split}/{shard.file}"
-                    if file in damaged:
-                        if recreated_sha256.get(file) != shard.sha256:
-                            raise _differs_error(directory, file)
-                        path = storage.join(directory, file)
-                        with storage.open_read(storage.join(scratch, file)) as source, atomic_file(path) as target:
-                            shutil.copyfileobj(source, target, _CHUNK_BYTES)
+                    if file not in damaged:
+                        continue
+                    if recreated_sha256.get(file) != shard.sha256:
+                        raise _differs_error(directory, file)
+                    _copy_file(storage.join(scratch, file), storage.join(directory, file))
                 if f"{split}/{INDEX_NAME}" in damaged:
                     _rebuild_index(directory, manifest, split)
                 if f"{split}/{PREFIXES_NAME}" in damaged:
-                    _rebuild_prefixes(directory, manifest, split, self.encoder().media_tokens)
+                    _rebuild_prefixes(directory, manifest, split, self.encoder())
         finally:
             storage.remove(storage.join(directory, TASKS_DIR))
+
+    def _recreate_shards(self, scratch: str, lock: DirectoryLock, damaged: Sequence[str]) -> dict[str, str]:
+        """Write the shards of the tasks that have damaged ones to ``scratch``; return the SHA-256 of each by path."""
+        damaged_tasks = [task for task in self.tasks if not task.shard_files.isdisjoint(damaged)]
+        if not damaged_tasks:
+            return {}
+        settings = self._task_settings(scratch, lock=lock)
+        results = self._run_tasks(damaged_tasks, {}, settings, lock.check_last_renewal)
+        sha256_by_path = {}
+        for result in results.values():
+            for split, shard in result.splits.items():
+                sha256_by_path[f"{split}/{shard.file}"] = shard.sha256
+        return sha256_by_path
 
     def _summary(
         self, manifest: Manifest, results: Sequence[TaskResult], reused: Mapping[int, TaskResult], dropped_file: str
@@ -350,25 +394,13 @@ class _Export:
             reused: results of tasks that an earlier run finished, by task number.
             check_lock: raises a MismatchError if this run has lost the directory's lock; called with each progress.
         """
-        progress = self.progress
-        unfinished = [task for task in tasks if self._is_own_task(task.number) and task.number not in reused]
-        if self.config.finalize:  # publishes the cache of the other parts and encodes nothing itself
-            unfinished = []
+        unfinished: list[Task] = []
+        if not self.config.finalize:  # --finalize publishes the cache of the other parts and encodes nothing itself
+            unfinished = [task for task in tasks if self._is_own_task(task.number) and task.number not in reused]
         if reused:
-            progress.note(f"{len(reused)} of {len(tasks)} shards were finished by an earlier run")
-        progress.start("export", sum(task.num_rows for task in unfinished))
-        begin_time = time.perf_counter()
-        num_dropped = num_tokens = 0
-
-        def report(rows: int, dropped: int, tokens: int) -> None:
-            """Show progress; the arguments count what was encoded since the last call."""
-            nonlocal num_dropped, num_tokens
-            check_lock()
-            num_dropped += dropped
-            num_tokens += tokens
-            seconds = max(time.perf_counter() - begin_time, 1e-9)
-            progress.advance(rows, dropped=num_dropped, tokens=num_tokens, tokens_per_s=round(num_tokens / seconds))
-
+            self.progress.note(f"{len(reused)} of {len(tasks)} shards were finished by an earlier run")
+        self.progress.start("export", sum(task.num_rows for task in unfinished))
+        report = _progress_report(self.progress, check_lock)
         results = dict(reused)
         try:
             for result in self.executor.run(unfinished, settings, self.encoder, report):
@@ -377,13 +409,35 @@ class _Export:
             if settings.directory is None:
                 raise
             raise error.with_resume_advice("Finished shards are kept: run the same command again to resume.") from error
-        progress.finish()
+        self.progress.finish()
         return results
 
     def _is_own_task(self, task_number: int) -> bool:
         """Return whether this run makes a task: part n of N in a job array makes those whose number modulo N is n."""
         config = self.config
         return not config.is_part or task_number % (config.num_tasks or 1) == config.task_index
+
+
+def _progress_report(progress: Progress, check_lock: Callable[[], None]) -> Report:
+    """Return a function that checks the lock, adds up the counts of its calls, and shows the totals."""
+    begin_time = time.perf_counter()
+    num_dropped = num_tokens = 0
+
+    def report(rows: int, dropped: int, tokens: int) -> None:
+        """Show progress; the arguments count what was encoded since the last call."""
+        nonlocal num_dropped, num_tokens
+        check_lock()
+        num_dropped += dropped
+        num_tokens += tokens
+        seconds = max(time.perf_counter() - begin_time, 1e-9)
+        progress.advance(rows, dropped=num_dropped, tokens=num_tokens, tokens_per_s=round(num_tokens / seconds))
+
+    return report
+
+
+def _copy_file(source_path: str, target_path: str) -> None:
+    with storage.open_read(source_path) as source, atomic_file(target_path) as target:
+        shutil.copyfileobj(source, target, _CHUNK_BYTES)
 
 
 def _differs_error(directory: str, file: str) -> MismatchError:
@@ -412,7 +466,7 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
     raise _differs_error(directory, f"{split}/{INDEX_NAME}")
 
 
-def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens) -> None:
+def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, encoder: Encoder) -> None:
     """Write ``prefixes.arrow`` again from the shards of a split; raise a MismatchError if it cannot be the original."""
     path = storage.join(directory, split, PREFIXES_NAME)
     # The format is unknown, so all are tried until one gives the checksum of the original: older caches hash the
@@ -421,13 +475,10 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_toke
         batches = []
         for samples in _samples_of_shards(directory, manifest, split):
             if samples:
-                num_prefixes, prefixes = prefix_hashes(
-                    samples, media_tokens, longer_than=MIN_SHARED, medium_key=medium_key
-                )
-                batches.append(prefix_batch(num_prefixes, prefixes))
+                prefixes = prefix_hashes(samples, encoder.media_tokens, longer_than=MIN_SHARED, medium_key=medium_key)
+                batches.append(prefix_batch(*prefixes))
         for prefix_type in (PREFIX, OLD_PREFIX):
-            schema = pa.schema([("prefixes", pa.list_(prefix_type))])
-            data = arrow_bytes([with_prefix_fields(batch, prefix_type) for batch in batches], schema)
+            data = _prefix_file(batches, prefix_type)
             if hashlib.sha256(data).hexdigest() == manifest.splits[split].prefixes_sha256:
                 storage.publish(path, data)
                 return
@@ -438,6 +489,12 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_toke
         "The samples themselves are intact: train with --share-prefix false, which does not read this file; or "
         "export into another --output-dir. --overwrite instead of --repair would delete this cache first.",
     )
+
+
+def _prefix_file(batches: Sequence[pa.RecordBatch], prefix_type: pa.StructType) -> bytes:
+    """Return the content of ``prefixes.arrow`` whose prefixes have the fields of ``prefix_type``."""
+    schema = pa.schema([("prefixes", pa.list_(prefix_type))])
+    return arrow_bytes([with_prefix_fields(batch, prefix_type) for batch in batches], schema)
 
 
 def _samples_of_shards(directory: str, manifest: Manifest, split: str) -> Iterator[list[EncodedSample]]:

@@ -55,18 +55,23 @@ def read_index(directory: str, manifest: Manifest, split: str, copy: str | None 
     """
     path = storage.join(directory, split, INDEX_NAME)
     with _read_errors(path):
-        stored_table = _read_table(path, manifest.splits[split].index_sha256, copy)
-        table = with_added_columns(stored_table)
-        table.validate(full=True)
-        columns = {field.name: table.column(field.name).cast(field.type).to_numpy() for field in INDEX}
-        if any(table.column(field.name).null_count for field in INDEX):
-            raise ValueError("it has empty rows")
+        columns = _index_columns(_read_table(path, manifest.splits[split].index_sha256, copy))
     # A cache may come from anyone: every row must refer to an existing sample.
     problem = _index_problem(columns, manifest, split)
     if problem:
         raise MismatchError(
             f"{path} is not the index of this cache: {problem}", "Copy the cache again, or export it again."
         )
+    return columns
+
+
+def _index_columns(stored_table: pa.Table) -> dict[str, IntArray]:
+    """Return the columns of an index file by name; raise an error if values are missing or of another type."""
+    table = with_added_columns(stored_table)
+    table.validate(full=True)
+    columns = {field.name: table.column(field.name).cast(field.type).to_numpy() for field in INDEX}
+    if any(table.column(field.name).null_count for field in INDEX):
+        raise ValueError("it has empty rows")
     return columns
 
 
@@ -127,7 +132,15 @@ def with_prefix_fields(batch: pa.RecordBatch, prefix_type: pa.StructType) -> pa.
     lists = batch.column("prefixes")  # one list of prefixes for each sample
     if lists.type == pa.list_(prefix_type) or lists.null_count or lists.values.null_count:
         return batch
-    prefixes = lists.flatten()
+    columns = _prefix_columns(lists.flatten(), prefix_type)
+    # If the batch is a slice, its offsets do not begin at 0, but those of the flattened prefixes do.
+    offsets = pa.array(lists.offsets.to_numpy() - lists.offsets[0].as_py(), pa.int32())
+    structs = pa.StructArray.from_arrays(columns, fields=list(prefix_type))
+    return pa.record_batch([pa.ListArray.from_arrays(offsets, structs)], names=["prefixes"])
+
+
+def _prefix_columns(prefixes: pa.StructArray, prefix_type: pa.StructType) -> list[pa.Array]:
+    """Return a column of the prefixes for each field of ``prefix_type``, with ``UNKNOWN`` for new fields."""
     stored_names = {field.name for field in prefixes.type}
     old_names = {field.name for field in OLD_PREFIX}
     columns = []
@@ -136,10 +149,7 @@ def with_prefix_fields(batch: pa.RecordBatch, prefix_type: pa.StructType) -> pa.
             columns.append(prefixes.field(field.name))  # raises a KeyError if even an old field is missing
         else:
             columns.append(pa.repeat(pa.scalar(UNKNOWN, field.type), len(prefixes)))
-    # If the batch is a slice, its offsets do not begin at 0, but those of the flattened prefixes do.
-    offsets = pa.array(lists.offsets.to_numpy() - lists.offsets[0].as_py(), pa.int32())
-    structs = pa.StructArray.from_arrays(columns, fields=list(prefix_type))
-    return pa.record_batch([pa.ListArray.from_arrays(offsets, structs)], names=["prefixes"])
+    return columns
 
 
 def read_prefixes(path: str, sha256: str | None, lengths: IntArray, copy: str | None = None) -> SplitPrefixes:
@@ -153,34 +163,41 @@ def read_prefixes(path: str, sha256: str | None, lengths: IntArray, copy: str | 
     with _read_errors(path):
         table = _read_table(path, sha256, copy)
         table.validate(full=True)
-        batches = []
-        for batch in table.to_batches():
-            lists = with_prefix_fields(batch, PREFIX).column("prefixes")  # one list of prefixes for each sample
-            prefixes = lists.flatten()
-            if lists.null_count or prefixes.null_count:
-                raise ValueError("it has empty rows")
-            offsets = lists.offsets.to_numpy().astype(np.int64)
-            # A column for each field of PREFIX, in the order of PrefixHashes.
-            columns = [column.to_numpy(zero_copy_only=False) for column in prefixes.flatten()]
-            batches.append(SplitPrefixes(offsets - offsets[0], PrefixHashes(*columns)))
-        split = SplitPrefixes.joined(batches)
-    num_prefixes = np.diff(split.offsets)  # of each sample, (N,)
-    prefix_lengths = split.prefixes.lengths  # of the prefixes of all samples, one after the other
-    sample_of_prefix = np.repeat(np.arange(len(num_prefixes)), num_prefixes)
-    problem = ""
-    if len(num_prefixes) != len(lengths):
-        problem = f"it has {len(num_prefixes)} rows, not {len(lengths)}"
-    elif ((prefix_lengths < 1) | (prefix_lengths > lengths[sample_of_prefix])).any():
-        problem = "a prefix is longer than its sample"
-    else:
-        is_in_same_sample = np.diff(sample_of_prefix) == 0  # whether a prefix and the next one have the same sample
-        if (is_in_same_sample & (np.diff(prefix_lengths) <= 0)).any():
-            problem = "the prefixes of a sample are not in ascending order"
+        split = SplitPrefixes.joined([_prefixes_of_batch(batch) for batch in table.to_batches()])
+    problem = _prefixes_problem(split, lengths)
     if problem:
         raise MismatchError(
             f"{path} does not belong to the index of this cache: {problem}", "Copy the cache again, or export it again."
         )
     return split
+
+
+def _prefixes_of_batch(batch: pa.RecordBatch) -> SplitPrefixes:
+    """Return the prefixes of the samples of a batch of ``prefixes.arrow``; raise a ValueError if it has nulls."""
+    lists = with_prefix_fields(batch, PREFIX).column("prefixes")  # one list of prefixes for each sample
+    prefixes = lists.flatten()
+    if lists.null_count or prefixes.null_count:
+        raise ValueError("it has empty rows")
+    offsets = lists.offsets.to_numpy().astype(np.int64)
+    # A column for each field of PREFIX, in the order of PrefixHashes.
+    columns = [column.to_numpy(zero_copy_only=False) for column in prefixes.flatten()]
+    return SplitPrefixes(offsets - offsets[0], PrefixHashes(*columns))
+
+
+def _prefixes_problem(split: SplitPrefixes, lengths: IntArray) -> str:
+    """Describe why prefixes do not belong to samples of these lengths, (N,); "" if they do."""
+    num_prefixes = np.diff(split.offsets)  # of each sample, (N,)
+    if len(num_prefixes) != len(lengths):
+        return f"it has {len(num_prefixes)} rows, not {len(lengths)}"
+    prefix_lengths = split.prefixes.lengths  # of the prefixes of all samples, one after the other
+    sample_of_prefix = np.repeat(np.arange(len(num_prefixes)), num_prefixes)
+    if ((prefix_lengths < 1) | (prefix_lengths > lengths[sample_of_prefix])).any():
+        return "a prefix is longer than its sample"
+    is_in_same_sample = np.diff(sample_of_prefix) == 0  # whether a prefix and the next one have the same sample
+    is_ascending = np.diff(prefix_lengths) > 0  # whether the next prefix is longer
+    if (is_in_same_sample & ~is_ascending).any():
+        return "the prefixes of a sample are not in ascending order"
+    return ""
 
 
 Column = npt.NDArray[np.integer[Any]]
@@ -199,22 +216,32 @@ def with_estimates(columns: Mapping[str, Column], limits: MediaLimits) -> dict[s
         limits: media limits of the cache, which give the number of patches per token.
     """
     columns = dict(columns)
-    num_images = columns["num_images"].astype(np.float64)
-    num_videos = columns["num_videos"].astype(np.float64)
-    num_audios = columns["num_audios"].astype(np.float64)
     is_unknown = columns["audio_tokens"] == UNKNOWN
     if is_unknown.any():
-        num_media = np.maximum(num_images + num_videos + num_audios, 1)
-        estimate = (columns["media_tokens"] / num_media * num_audios).astype(np.int32)
-        columns["audio_tokens"] = np.where(is_unknown, estimate, columns["audio_tokens"])
+        columns["audio_tokens"] = np.where(is_unknown, _estimate_audio_tokens(columns), columns["audio_tokens"])
     is_unknown = columns["patch_squares"] == UNKNOWN
     if is_unknown.any():
-        patches_per_token = limits.image.merge_size**2 if limits.image is not None else 0
-        vision_tokens = columns["media_tokens"] - columns["audio_tokens"]
-        patches_per_medium = vision_tokens / np.maximum(num_images + num_videos, 1) * patches_per_token
-        patches_per_frame = np.minimum(patches_per_medium, _FRAME_TOKENS * patches_per_token)
-        # Each patch attends to all patches of its image, or of its video frame.
-        attended_patches = num_images * patches_per_medium + num_videos * patches_per_frame
-        estimate = (patches_per_medium * attended_patches).astype(np.int64)
+        estimate = _estimate_patch_squares(columns, limits)
         columns["patch_squares"] = np.where(is_unknown, estimate, columns["patch_squares"])
     return columns
+
+
+def _estimate_audio_tokens(columns: Mapping[str, Column]) -> Column:
+    """Return the part of the media tokens that the sounds have if all media are of equal size, (N,)."""
+    num_audios = columns["num_audios"].astype(np.float64)
+    num_media = columns["num_images"] + columns["num_videos"] + num_audios
+    tokens_per_medium = columns["media_tokens"] / np.maximum(num_media, 1)
+    return (tokens_per_medium * num_audios).astype(np.int32)
+
+
+def _estimate_patch_squares(columns: Mapping[str, Column], limits: MediaLimits) -> Column:
+    """Return the sum of (patches)^2 over images and video frames if all of them are of equal size, (N,)."""
+    num_images = columns["num_images"].astype(np.float64)
+    num_videos = columns["num_videos"].astype(np.float64)
+    patches_per_token = limits.image.merge_size**2 if limits.image is not None else 0
+    vision_tokens = columns["media_tokens"] - columns["audio_tokens"]
+    patches_per_medium = vision_tokens / np.maximum(num_images + num_videos, 1) * patches_per_token
+    patches_per_frame = np.minimum(patches_per_medium, _FRAME_TOKENS * patches_per_token)
+    # Each patch attends to all patches of its image, or of its video frame.
+    attended_patches = num_images * patches_per_medium + num_videos * patches_per_frame
+    return (patches_per_medium * attended_patches).astype(np.int64)

@@ -87,15 +87,21 @@ def check_file(path: str, sha256: str, records: str, since: float | None = None)
             # Another process may have written the record while this one waited for the lock.
             block_sums = _recorded_sums(record, path, sha256, since)
             if block_sums is None:
-                state = _state(path)  # before the file is read, so that a change during the reading is noticed
-                block_sums = _verified_sums(path, sha256)
-                header = [*state, sha256, zlib.crc32(block_sums), time.time()]
-                record.seek(0)
-                record.truncate()
-                record.write(json.dumps(header).encode() + b"\n" + block_sums)
+                block_sums = _record_sums(record, path, sha256)
             return block_sums
     except OSError:  # the record cannot be written
         return _verified_sums(path, sha256)
+
+
+def _record_sums(record: BinaryIO, path: str, sha256: str) -> bytes:
+    """Verify a file and replace the content of its record; return the block checksums."""
+    state = _state(path)  # before the file is read, so that a change during the reading is noticed
+    block_sums = _verified_sums(path, sha256)
+    header = [*state, sha256, zlib.crc32(block_sums), time.time()]
+    record.seek(0)
+    record.truncate()
+    record.write(json.dumps(header).encode() + b"\n" + block_sums)
+    return block_sums
 
 
 def _recorded_sums(record: BinaryIO, path: str, sha256: str, since: float | None) -> bytes | None:
@@ -193,22 +199,33 @@ def check_all(directory: str, manifest: Manifest) -> Iterator[tuple[str, str, in
         if info.prefixes_sha256:
             expected_files.append((PREFIXES_NAME, None, info.prefixes_sha256))
         expected_files += [(shard.file, shard.bytes, shard.sha256) for shard in info.shards]
-        for name, size, sha256 in expected_files:
+        for name, num_bytes, sha256 in expected_files:
             path = storage.join(directory, split, name)
             state = storage.stat(path) if storage.exists(path) else None
-            problem = ""
-            if state is None:
-                problem = "is missing"
-            elif size is not None and state.size != size:
-                problem = f"has {state.size:,} bytes, the manifest says {size:,}"
-            elif sha256 and sha256_of(path) != sha256:
-                problem = "has another SHA-256 than in the manifest"
-            elif name == INDEX_NAME:
-                try:
-                    read_index(directory, manifest, split)
-                except MismatchError as error:
-                    problem = error.message.rpartition(": ")[2]  # without the file's path, which is yielded
+            problem = _file_problem(path, state, num_bytes, sha256)
+            if name == INDEX_NAME and not problem:
+                problem = _unreadable_index_problem(directory, manifest, split)
             yield f"{split}/{name}", problem, state.size if state is not None else 0
+
+
+def _file_problem(path: str, state: storage.FileState | None, num_bytes: int | None, sha256: str) -> str:
+    """Describe how a file differs from the manifest; "" if it does not. ``state`` is None if it does not exist."""
+    if state is None:
+        return "is missing"
+    if num_bytes is not None and state.size != num_bytes:
+        return f"has {state.size:,} bytes, the manifest says {num_bytes:,}"
+    if sha256 and sha256_of(path) != sha256:
+        return "has another SHA-256 than in the manifest"
+    return ""
+
+
+def _unreadable_index_problem(directory: str, manifest: Manifest, split: str) -> str:
+    """Describe why the index of a split cannot be read; "" if it can."""
+    try:
+        read_index(directory, manifest, split)
+    except MismatchError as error:
+        return error.message.rpartition(": ")[2]  # without the file's path, which is yielded
+    return ""
 
 
 T = TypeVar("T")

@@ -93,27 +93,38 @@ def value_of(kind: Any, raw: Any, path: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return build(cast(type, kind), raw, path)
     if origin in (Union, types.UnionType):
+        if raw is None:
+            return None
         (type_if_present,) = (argument for argument in arguments if argument is not type(None))
-        return None if raw is None else value_of(type_if_present, raw, path)
+        return value_of(type_if_present, raw, path)
     if origin is Literal:
         if not isinstance(raw, str) or raw not in arguments:
             raise WrongValue(path, raw, f"one of {', '.join(map(str, arguments))}")
         return raw
+    if origin is not None:
+        return _collection_of(origin, arguments, raw, path)
+    return _plain_value(kind, raw, path)
+
+
+def _collection_of(origin: type, arguments: tuple[Any, ...], raw: Any, path: str) -> Any:
+    """Convert a JSON list to a tuple, or an object to a mapping; ``arguments``: type arguments of the collection."""
     if origin is tuple:
         if not isinstance(raw, list):
             raise WrongValue(path, raw, "a list")
-        item_type = arguments[0]
-        return tuple(value_of(item_type, item, f"{path}[{i}]") for i, item in enumerate(raw))
-    if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(raw, dict):
-            raise WrongValue(path, raw, "an object")
-        item_type = arguments[1]
-        return {name: value_of(item_type, item, _join(path, name)) for name, item in raw.items()}
+        return tuple(value_of(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(raw))
+    if not isinstance(raw, dict):
+        raise WrongValue(path, raw, "an object")
+    return {name: value_of(arguments[1], item, _join(path, name)) for name, item in raw.items()}
+
+
+def _plain_value(kind: Any, raw: Any, path: str) -> Any:
+    """Return a text, number or truth value if it is of the declared type and not negative."""
     expected, json_types = _PLAIN_TYPES[kind]
     is_of_type = isinstance(raw, json_types)
     if kind is not bool and isinstance(raw, bool):
         is_of_type = False  # although bool is a subclass of int
-    if not is_of_type or (isinstance(raw, (int, float)) and not 0 <= raw < _MAX_NUMBER):
+    is_out_of_range = isinstance(raw, (int, float)) and not 0 <= raw < _MAX_NUMBER
+    if not is_of_type or is_out_of_range:
         raise WrongValue(path, raw, expected)
     return raw
 
@@ -426,14 +437,24 @@ def _check_values(manifest: Manifest) -> None:
     for i, source in enumerate(manifest.sources):
         if source.settings and not isinstance(load_json(source.settings), dict):
             raise WrongValue(f"sources[{i}].settings", source.settings, "a JSON object")
-    identity = manifest.identity
+    _check_spec(manifest.identity.spec)
+    _check_identity(manifest.identity)
+
+
+def _check_spec(spec: Mapping[str, Any]) -> None:
+    """Raise a WrongValue for the first setting of an export that has a wrong type, is missing or is too small."""
     spec_types = get_type_hints(EncodeSpec)
-    for name, value in identity.spec.items():
+    for name, value in spec.items():
         if name in spec_types:
             value_of(spec_types[name], value, f"identity.spec.{name}")  # raises for a wrong type
-    for name, minimum in (("model", ""), ("max_length", 2)):
-        if name not in identity.spec or identity.spec[name] < minimum:
-            raise WrongValue(f"identity.spec.{name}", identity.spec.get(name), f"at least {minimum!r}")
+    minimums = {"model": "", "max_length": 2}
+    for name, minimum in minimums.items():
+        if name not in spec or spec[name] < minimum:
+            raise WrongValue(f"identity.spec.{name}", spec.get(name), f"at least {minimum!r}")
+
+
+def _check_identity(identity: Identity) -> None:
+    """Raise a WrongValue for a ratio of the val split or media limits that no export has."""
     if identity.split_dataset_ratio > 1:
         raise WrongValue("identity.split_dataset_ratio", identity.split_dataset_ratio, "at most 1")
     for limits in (identity.media_limits.image, identity.media_limits.video):

@@ -17,7 +17,7 @@ from packtool import storage
 from packtool.cache.manifest import SourceInfo
 from packtool.cache.reader import CacheReader
 from packtool.config.settings import load_json
-from packtool.encode.encoded import EncodedAudio, EncodedVideo
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.errors import MismatchError
 
 _PART_FIELDS = ("turn", "num_turns", "response", "num_responses")
@@ -88,17 +88,15 @@ def read_origins(reader: CacheReader, cache: int) -> Origins:
     file = np.zeros(num_samples, np.int64)  # number of each sample's source file
     row = np.zeros(num_samples, np.int64)
     part = np.zeros((num_samples, len(_PART_FIELDS)), np.int32)
-    for shard in range(int(shard_of_sample.max(initial=-1)) + 1):
+    num_shards = int(shard_of_sample.max(initial=-1)) + 1
+    for shard in range(num_shards):
         in_shard = np.flatnonzero(shard_of_sample == shard)  # the samples in this shard
-        table = reader.shard_table(cache, shard, ("source", "row", "part")).take(pa.array(row_in_shard[in_shard]))
-        # Dictionary encoding gives the distinct names, and for each sample the position of its name among them.
-        sources = table.column("source").combine_chunks().dictionary_encode()
-        numbers = [file_numbers.setdefault(name, len(file_numbers)) for name in sources.dictionary.to_pylist()]
-        file[in_shard] = np.array(numbers, np.int64)[sources.indices.to_numpy()]
+        shard_rows = pa.array(row_in_shard[in_shard])
+        table = reader.shard_table(cache, shard, ("source", "row", "part")).take(shard_rows)
+        file[in_shard] = _number_names(table.column("source"), file_numbers)
         row[in_shard] = table.column("row").to_numpy()
         if "part" in table.column_names:
-            parts = table.column("part").combine_chunks()
-            part[in_shard] = np.stack([parts.field(name).fill_null(0).to_numpy() for name in _PART_FIELDS], 1)
+            part[in_shard] = _part_fields(table.column("part"))
     sources_by_name = [_source_of(name, reader.manifests[cache].sources) for name in file_numbers]
     return Origins(
         files=tuple(path for path, _ in sources_by_name),
@@ -107,6 +105,21 @@ def read_origins(reader: CacheReader, cache: int) -> Origins:
         row=row,
         part=part if part.any() else None,
     )
+
+
+def _number_names(column: pa.ChunkedArray, numbers: dict[str, int]) -> npt.NDArray[np.int64]:
+    """Return the number of each of M names, (M,); new names are added to ``numbers`` with the next number."""
+    # Dictionary encoding gives the distinct names, and for each element the position of its name among them.
+    encoded = column.combine_chunks().dictionary_encode()
+    number_of_distinct = [numbers.setdefault(name, len(numbers)) for name in encoded.dictionary.to_pylist()]
+    number_of_element: npt.NDArray[np.int64] = np.array(number_of_distinct, np.int64)[encoded.indices.to_numpy()]
+    return number_of_element
+
+
+def _part_fields(column: pa.ChunkedArray) -> npt.NDArray[np.integer[Any]]:
+    """Return the fields ``_PART_FIELDS`` of M parts of rows, (M, 4), with zeros for a whole row."""
+    parts = column.combine_chunks()
+    return np.stack([parts.field(name).fill_null(0).to_numpy() for name in _PART_FIELDS], 1)
 
 
 def _source_of(name: str, sources: Sequence[SourceInfo]) -> tuple[str, str]:
@@ -131,12 +144,16 @@ def hash_contents(reader: CacheReader, positions: Sequence[int] | npt.NDArray[np
         sample = reader.sample(int(position))
         sample_hash = blake2b(np.ascontiguousarray(sample.input_ids, "<i4").data, digest_size=8)
         for medium in sample.media:
-            name = storage.name(medium.path) if medium.path else ""
-            size = () if isinstance(medium, EncodedAudio) else (medium.height, medium.width)
-            frames = medium.frames if isinstance(medium, EncodedVideo) else ()
-            frame_names = [storage.name(path or "") for path, _ in frames]
-            content = "" if medium.data is None else blake2b(medium.data, digest_size=8).hexdigest()
-            key = json.dumps([type(medium).__name__, name, content, size, medium.num_tokens, frame_names])
-            sample_hash.update(key.encode())
+            sample_hash.update(_medium_key(medium).encode())
         hashes.append(sample_hash.digest())
     return np.frombuffer(b"".join(hashes), "<u8").astype(np.uint64)
+
+
+def _medium_key(medium: EncodedImage | EncodedVideo | EncodedAudio) -> str:
+    """Return a text that identifies a medium, wherever its file is."""
+    name = storage.name(medium.path) if medium.path else ""
+    size = () if isinstance(medium, EncodedAudio) else (medium.height, medium.width)
+    frames = medium.frames if isinstance(medium, EncodedVideo) else ()
+    frame_names = [storage.name(path or "") for path, _ in frames]
+    content = "" if medium.data is None else blake2b(medium.data, digest_size=8).hexdigest()
+    return json.dumps([type(medium).__name__, name, content, size, medium.num_tokens, frame_names])

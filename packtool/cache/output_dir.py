@@ -122,23 +122,7 @@ def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -
     manifest = _read_manifest(directory)
     if manifest is None:
         return None
-    lines = differences(asdict(manifest.identity), asdict(identity))
-    exported = [(storage.absolute(source.path), source.settings) for source in manifest.sources]
-    current = [(storage.absolute(storage.masked(spec.path)), spec.settings) for spec in specs]
-    if exported != current:
-        there = ", ".join(f"{path} {settings}".strip() for path, settings in exported)
-        here = ", ".join(f"{path} {settings}".strip() for path, settings in current)
-        lines.append(f"dataset: {there} there, {here} here")
-    else:
-        for source, spec in zip(manifest.sources, specs, strict=True):
-            if not storage.exists(spec.path):
-                continue  # the file was removed after the export
-            state = storage.stat(spec.path)
-            has_changed = state.size != source.size
-            if not has_changed and state.modified != source.modified:
-                has_changed = scan(spec).digest != source.digest  # reads the file, so only if just its time differs
-            if has_changed:
-                lines.append(f"{source.path} has changed since the export")
+    lines = differences(asdict(manifest.identity), asdict(identity)) + _source_differences(manifest.sources, specs)
     if lines:
         list_of_differences = "\n".join(f"  - {line}" for line in lines)
         raise MismatchError(
@@ -146,6 +130,29 @@ def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -
             "Give another --output-dir; --overwrite would delete the existing files.",
         )
     return manifest
+
+
+def _source_differences(sources: Sequence[SourceInfo], specs: Sequence[SourceSpec]) -> list[str]:
+    """Return a line for each difference between the sources of a cache and those of this export."""
+    exported = [(storage.absolute(source.path), source.settings) for source in sources]
+    current = [(storage.absolute(storage.masked(spec.path)), spec.settings) for spec in specs]
+    if exported != current:
+        there = ", ".join(f"{path} {settings}".strip() for path, settings in exported)
+        here = ", ".join(f"{path} {settings}".strip() for path, settings in current)
+        return [f"dataset: {there} there, {here} here"]
+    pairs = zip(sources, specs, strict=True)
+    return [f"{source.path} has changed since the export" for source, spec in pairs if _has_changed(source, spec)]
+
+
+def _has_changed(source: SourceInfo, spec: SourceSpec) -> bool:
+    """Return whether a source file has another content than at the time of the export; False if it was removed."""
+    if not storage.exists(spec.path):
+        return False
+    state = storage.stat(spec.path)
+    if state.size != source.size:
+        return True
+    # Comparing the digest reads the file, so only if just its time differs.
+    return state.modified != source.modified and scan(spec).digest != source.digest
 
 
 def differences(exported: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -191,15 +198,20 @@ def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> d
         if num_old or (is_part and old_state is not None):
             raise _other_export_error(directory, num_old)
     if not is_part:
-        if not is_resumed:
-            clear(directory)
-        with suppress(StorageError):  # unfinished uploads cost money, but do not harm the cache
-            storage.discard_unfinished(directory)
+        _clear_unfinished(directory, keep_tasks=is_resumed)
     for name in (TASKS_DIR, *sorted(splits)):
         storage.make_directory(storage.join(directory, name))
     if not is_resumed and not storage.publish_new(state_path, state):
         raise _other_export_error(directory, num_finished=0)  # a part of another export has just written its state
     return finished_tasks(directory, export_id(state))
+
+
+def _clear_unfinished(directory: str, *, keep_tasks: bool) -> None:
+    """Remove what another export has left, unless ``keep_tasks`` is set, and discard unfinished uploads."""
+    if not keep_tasks:
+        clear(directory)
+    with suppress(StorageError):  # unfinished uploads cost money, but do not harm the cache
+        storage.discard_unfinished(directory)
 
 
 def _other_export_error(directory: str, num_finished: int) -> MismatchError:
@@ -228,13 +240,20 @@ def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
         for split in result.splits:
             if split not in states:
                 states[split] = storage.entries(storage.join(directory, split))
-        has_intact_shards = (  # evaluated last, because it may read the shards
-            is_shard(storage.join(directory, split, shard.file), states[split].get(shard.file), shard)
-            for split, shard in result.splits.items()
-        )
-        if _has_intact_files(directory, result) and all(has_intact_shards):
+        # The shards come last, because checking them may read them.
+        if _has_intact_files(directory, result) and _has_intact_shards(directory, result, states):
             results[result.number] = result
     return results
+
+
+def _has_intact_shards(
+    directory: str, result: TaskResult, states: Mapping[str, Mapping[str, storage.FileState | None]]
+) -> bool:
+    """Return whether the shards of a task are those that it wrote; ``states``: of the files of each split, by name."""
+    return all(
+        is_shard(storage.join(directory, split, shard.file), states[split].get(shard.file), shard)
+        for split, shard in result.splits.items()
+    )
 
 
 def num_finished(directory: str) -> int:
@@ -308,6 +327,12 @@ def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results:
         splits={name: _split_info(name, results, max_length) for name in split_names},
         fingerprint=fingerprint_of(identity, sources),
     )
+    _check_sum(manifest)
+    return manifest
+
+
+def _check_sum(manifest: Manifest) -> None:
+    """Raise an error unless every row of the export was either kept or dropped."""
     num_kept = sum(split.rows - split.pieces_added for split in manifest.splits.values())
     num_dropped = sum(manifest.dropped.values())
     if manifest.rows != num_kept + num_dropped:
@@ -316,7 +341,6 @@ def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results:
             f"{num_dropped:,} dropped",
             "This is a bug: the cache is not finished, do not train on it.",
         )
-    return manifest
 
 
 def _split_info(name: str, results: Sequence[TaskResult], max_length: int) -> SplitInfo:
@@ -351,22 +375,13 @@ def publish_cache(
         check: raises a MismatchError if this run has lost the directory's lock.
         has_parts: rows may become several samples, so that shards have the columns ``PARTS``.
     """
-    channel_positions = {name: position for position, name in enumerate(manifest.channels)}
     splits = {}
     for split, info in manifest.splits.items():
-        folder = storage.join(directory, split)
-        index_batches = (
-            _with_cache_channels(with_added_columns(batch), result.channels, channel_positions)
-            for result, batch in _batches_of(directory, split, results)
-        )
-        index_sha256 = write_arrow_file(storage.join(folder, INDEX_NAME), INDEX, index_batches)
-        prefixes_sha256 = ""  # remains if a task was finished by an older packtool, which wrote no prefixes
-        if all(result.splits[split].prefixes_sha256 for result in results if split in result.splits):
-            batches = _batches_of(directory, split, results, of_prefixes=True)
-            prefix_batches = (with_prefix_fields(batch, PREFIX) for _, batch in batches)
-            prefixes_sha256 = write_arrow_file(storage.join(folder, PREFIXES_NAME), PREFIXES, prefix_batches)
+        index_sha256 = _merge_index(directory, split, manifest.channels, results)
+        prefixes_sha256 = _merge_prefixes(directory, split, results)
         splits[split] = replace(info, index_sha256=index_sha256, prefixes_sha256=prefixes_sha256)
         # Two more files make the folder readable by datasets.load_from_disk.
+        folder = storage.join(directory, split)
         storage.publish(storage.join(folder, "dataset_info.json"), dataset_info(has_parts))
         state = dataset_state([shard.file for shard in info.shards], split, f"{manifest.fingerprint}-{split}")
         storage.publish(storage.join(folder, "state.json"), state)
@@ -380,6 +395,28 @@ def publish_cache(
             "Give each export an --output-dir of its own.",
         )
     remove_leftovers(directory, manifest)
+
+
+def _merge_index(directory: str, split: str, channels: Sequence[str], results: Sequence[TaskResult]) -> str:
+    """Write ``index.arrow`` of a split from the tasks' parts; return its SHA-256. ``channels``: of the cache."""
+    channel_positions = {name: position for position, name in enumerate(channels)}
+    batches = (
+        _with_cache_channels(with_added_columns(batch), result.channels, channel_positions)
+        for result, batch in _batches_of(directory, split, results)
+    )
+    return write_arrow_file(storage.join(directory, split, INDEX_NAME), INDEX, batches)
+
+
+def _merge_prefixes(directory: str, split: str, results: Sequence[TaskResult]) -> str:
+    """Write ``prefixes.arrow`` of a split from the tasks' parts; return its SHA-256.
+
+    Write nothing and return "" if a task was finished by an older packtool, which wrote no prefixes.
+    """
+    if not all(result.splits[split].prefixes_sha256 for result in results if split in result.splits):
+        return ""
+    parts = _batches_of(directory, split, results, of_prefixes=True)
+    batches = (with_prefix_fields(batch, PREFIX) for _, batch in parts)
+    return write_arrow_file(storage.join(directory, split, PREFIXES_NAME), PREFIXES, batches)
 
 
 def remove_leftovers(directory: str, manifest: Manifest) -> None:
@@ -429,10 +466,13 @@ def _batches_of(
     """Yield the record batches of the tasks' parts of a split's index or prefixes, each with its task's result."""
     suffix = f"{split}.prefixes.arrow" if of_prefixes else f"{split}.arrow"
     for result in results:
-        if (split_result := result.splits.get(split)) is not None:
-            sha256 = split_result.prefixes_sha256 if of_prefixes else split_result.index_sha256
-            for batch in pa.ipc.open_stream(_read_task_file(task_file(directory, result.number, suffix), sha256)):
-                yield result, batch
+        split_result = result.splits.get(split)
+        if split_result is None:
+            continue
+        sha256 = split_result.prefixes_sha256 if of_prefixes else split_result.index_sha256
+        data = _read_task_file(task_file(directory, result.number, suffix), sha256)
+        for batch in pa.ipc.open_stream(data):
+            yield result, batch
 
 
 def _has_intact_files(directory: str, result: TaskResult) -> bool:

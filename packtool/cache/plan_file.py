@@ -9,6 +9,7 @@ which its ``length`` excludes. The metadata identify the caches.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,15 +83,23 @@ def write_plan(path: str, plan: SavedPlan) -> None:
     if plan.shared is not None:
         schema = schema.append(_SHARED)
         columns.append(plan.shared)
-    metadata = {name: getattr(plan, name) for name in _METADATA}
+    schema = schema.with_metadata({_METADATA_KEY: _metadata(plan)})
+    storage.publish(path, arrow_bytes(_batches(columns, schema), schema))
+
+
+def _metadata(plan: SavedPlan) -> bytes:
+    """Return the settings of a plan as JSON."""
+    values = {name: getattr(plan, name) for name in _METADATA}
     if not plan.parts:
-        del metadata["parts"]  # so that older versions, which do not know it, can read plans without divided trees
-    schema = schema.with_metadata({_METADATA_KEY: json.dumps(metadata).encode()})
-    batches = (
-        pa.record_batch([pa.array(column[start : start + _BATCH_ROWS]) for column in columns], schema=schema)
-        for start in range(0, len(pack_of_sample), _BATCH_ROWS)
-    )
-    storage.publish(path, arrow_bytes(batches, schema))
+        del values["parts"]  # so that older versions, which do not know it, can read plans without divided trees
+    return json.dumps(values).encode()
+
+
+def _batches(columns: Sequence[npt.NDArray[np.integer[Any]]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Yield a million rows at a time of columns of N samples, (N,) each."""
+    for start in range(0, len(columns[0]), _BATCH_ROWS):
+        arrays = [pa.array(column[start : start + _BATCH_ROWS]) for column in columns]
+        yield pa.record_batch(arrays, schema=schema)
 
 
 def read_plan(path: str) -> SavedPlan:
@@ -102,19 +111,7 @@ def read_plan(path: str) -> SavedPlan:
         file_format = metadata.pop("format", _FORMAT)
         table = reader.read_all()
         columns = {name: table.column(name).to_numpy() for name in table.schema.names}
-        locations = None
-        if _LOCATIONS[0].name in columns:
-            locations = np.stack([columns[field.name].astype(np.int32) for field in _LOCATIONS], axis=1)
-        # Packs are numbered from 0, so the number changes at the first sample of each pack.
-        pack_starts = np.flatnonzero(np.diff(columns["pack"], prepend=-1))
-        plan = SavedPlan(
-            samples=columns["sample"].astype(np.int64),
-            offsets=np.append(pack_starts, len(columns["pack"])).astype(np.int64),
-            lengths=columns["length"].astype(np.int32),
-            shared=columns["shared"].astype(np.int32) if file_format == _SHARED_FORMAT else None,
-            locations=locations,
-            **metadata,
-        )
+        plan = _plan_of_columns(columns, metadata, has_shared=file_format == _SHARED_FORMAT)
     except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
         raise MismatchError(
             f"--plan {path} is not a plan file, or is damaged: {error!r}", "Create it again with packtool plan --save."
@@ -124,6 +121,25 @@ def read_plan(path: str) -> SavedPlan:
             f"--plan {path} has format {file_format!r}, not {_FORMAT!r}", "Create it again with packtool plan --save."
         )
     return plan
+
+
+def _plan_of_columns(
+    columns: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, Any], *, has_shared: bool
+) -> SavedPlan:
+    """Return the plan with these columns, (N,) each, and settings; ``has_shared``: with shared prefixes."""
+    locations = None
+    if _LOCATIONS[0].name in columns:
+        locations = np.stack([columns[field.name].astype(np.int32) for field in _LOCATIONS], axis=1)
+    # Packs are numbered from 0, so the number changes at the first sample of each pack.
+    pack_starts = np.flatnonzero(np.diff(columns["pack"], prepend=-1))
+    return SavedPlan(
+        samples=columns["sample"].astype(np.int64),
+        offsets=np.append(pack_starts, len(columns["pack"])).astype(np.int64),
+        lengths=columns["length"].astype(np.int32),
+        shared=columns["shared"].astype(np.int32) if has_shared else None,
+        locations=locations,
+        **metadata,
+    )
 
 
 def read_plan_of(reader: CacheReader, path: str) -> SavedPlan:

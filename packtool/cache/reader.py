@@ -68,6 +68,24 @@ class SplitIndex:
         return self.media_tokens - self.audio_tokens
 
 
+def _join_indexes(indexes: Sequence[dict[str, IntArray]], manifests: Sequence[Manifest]) -> SplitIndex:
+    """Return one index of the samples of several caches; estimates fill the columns that older caches lack."""
+    # Each cache numbers its own channels; the joined index numbers those of all caches in order of appearance.
+    channels = tuple(dict.fromkeys(name for manifest in manifests for name in manifest.channels))
+    estimated_indexes = []
+    for index, manifest in zip(indexes, manifests, strict=True):
+        columns = with_estimates(index, manifest.identity.media_limits)
+        # The joint number for each of the cache's; -1 (no channel) selects the last element, which is -1.
+        new_numbers = np.array([*map(channels.index, manifest.channels), -1], np.int32)
+        columns["channel"] = new_numbers[columns["channel"]]
+        estimated_indexes.append(columns)
+    joined: dict[str, Any] = {}
+    for field in fields(SplitIndex):
+        if field.name != "channels":
+            joined[field.name] = np.concatenate([columns[field.name] for columns in estimated_indexes])
+    return SplitIndex(channels=channels, **joined)
+
+
 class CacheReader:
     """Samples of one split of one or several caches, numbered consecutively.
 
@@ -94,18 +112,7 @@ class CacheReader:
         self.offsets = np.cumsum([0, *(len(index["length"]) for index in indexes)])
         self._shard = np.concatenate([index["shard"] for index in indexes])
         self._row_in_shard = np.concatenate([index["row_in_shard"] for index in indexes])
-        # Each cache numbers its own channels; the reader numbers those of all caches in order of appearance.
-        channels = tuple(dict.fromkeys(name for manifest in manifests for name in manifest.channels))
-        estimated_indexes = []
-        for index, manifest in zip(indexes, manifests, strict=True):
-            columns = with_estimates(index, manifest.identity.media_limits)
-            # The reader's number for each of the cache's; -1 (no channel) selects the last element, which is -1.
-            new_numbers = np.array([*map(channels.index, manifest.channels), -1], np.int32)
-            columns["channel"] = new_numbers[columns["channel"]]
-            estimated_indexes.append(columns)
-        names = [field.name for field in fields(SplitIndex) if field.name != "channels"]
-        joined: dict[str, Any] = {name: np.concatenate([index[name] for index in estimated_indexes]) for name in names}
-        self.index = SplitIndex(channels=channels, **joined)
+        self.index = _join_indexes(indexes, self.manifests)
         self._open: OrderedDict[tuple[int, int], ShardFile] = OrderedDict()  # by cache and shard, last used at the end
         self._prefixes: dict[int, pa.ChunkedArray | None] = {}  # by cache
 
@@ -167,9 +174,8 @@ class CacheReader:
         except MismatchError as error:
             raise MismatchError(f"{error.message} (when row {row} of it was read)", error.remedy) from error
         sample = shard_file.sample(row)
-        files = [file for medium in sample.media for file in files_of(medium)]  # (path, bytes or None) of each
-        if all(data is not None or path is None or storage.is_remote(path) for path, data in files):
-            return sample  # no medium is read from a local file
+        if not _has_local_media(sample):
+            return sample
         if cache not in self._prefixes:
             self._prefixes[cache] = self._map_prefixes(cache)
         prefixes_of_samples = self._prefixes[cache]
@@ -198,8 +204,9 @@ class CacheReader:
         """Return an open shard; the least recently used one of more than 128 is closed."""
         key = cache, shard
         if key not in self._open:
+            is_copy = storage.is_remote(self.directories[cache])
             path, sums = self._local_shard(cache, shard)
-            if (is_copy := storage.is_remote(self.directories[cache])) and not os.path.exists(path):
+            if is_copy and not os.path.exists(path):
                 path, sums = self._local_shard(cache, shard)  # another run has just removed it for lack of space
             self._open[key] = ShardFile(path, sums, _FETCH_AGAIN if is_copy else None)
             if len(self._open) > _MAX_OPEN_SHARDS:
@@ -236,12 +243,13 @@ class CacheReader:
         digests = [manifest.splits[self.split].prefixes_sha256 for manifest in self.manifests]
         if not all(digests):
             return None
-        lengths = np.split(self.index.length, self.offsets[1:-1])
+        lengths = np.split(self.index.length, self.offsets[1:-1])  # of the samples of each cache
         parts = []
-        for cache, (directory, sha256) in enumerate(zip(self.directories, digests, strict=True)):
-            path = storage.join(directory, self.split, PREFIXES_NAME)
-            expected = None if self.copies.verify == "never" else sha256
-            parts.append(self._read_file(cache, PREFIXES_NAME, partial(read_prefixes, path, expected, lengths[cache])))
+        for cache, digest in enumerate(digests):
+            path = storage.join(self.directories[cache], self.split, PREFIXES_NAME)
+            expected = None if self.copies.verify == "never" else digest
+            read = partial(read_prefixes, path, expected, lengths[cache])
+            parts.append(self._read_file(cache, PREFIXES_NAME, read))
         return SplitPrefixes.joined(parts)
 
     def _map_prefixes(self, cache: int) -> pa.ChunkedArray | None:
@@ -289,6 +297,15 @@ class CacheReader:
         return {**self.__dict__, "_open": OrderedDict(), "_prefixes": {}}
 
 
+def _has_local_media(sample: EncodedSample) -> bool:
+    """Return whether a medium of a sample is read from a local file."""
+    for medium in sample.media:
+        for path, data in files_of(medium):
+            if data is None and path is not None and not storage.is_remote(path):
+                return True
+    return False
+
+
 class ShardFile:
     """A shard, mapped into memory; a remote one is read into memory.
 
@@ -303,19 +320,10 @@ class ShardFile:
     def __init__(self, path: str, sums: bytes | None = None, remedy: str | None = None) -> None:
         self._blocks: MappedBlocks | None = None  # of the file; None without checksums
         try:
-            is_remote = storage.is_remote(path)
-            data = pa.py_buffer(storage.read_bytes(path)) if is_remote else pa.memory_map(path).read_buffer()
+            data = pa.py_buffer(storage.read_bytes(path)) if storage.is_remote(path) else _map_file(path)
             if sums is not None:
                 self._blocks = MappedBlocks(path, data, sums, remedy)
-            # A stream has a message with the schema, then one for each record batch: a header and the batch's buffers.
-            schema_message, *batch_messages = pa.ipc.MessageReader.open_stream(data)
-            headers = [message.metadata for message in (schema_message, *batch_messages)]
-            if self._blocks and not all(self._blocks.verify(header.address, header.size) for header in headers):
-                raise self._blocks.damaged("the headers of its record batches changed after they were verified")
-            schema = pa.ipc.read_schema(schema_message)
-            self._batches = [pa.ipc.read_record_batch(message, schema) for message in batch_messages]
-            for batch in self._batches:
-                batch.validate()
+            batch_messages = self._read_batches(data)
         except (OSError, ValueError, pa.ArrowException) as error:
             if self._blocks:
                 raise self._blocks.damaged(f"it cannot be read ({error})") from error
@@ -324,6 +332,20 @@ class ShardFile:
         self._bodies = [(message.body.address, message.body.size) for message in batch_messages]
         # Batch b has the rows from _starts[b] up to _starts[b + 1].
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+
+    def _read_batches(self, data: pa.Buffer) -> list[pa.Message]:
+        """Set ``_batches``, the record batches of the file, after their headers are verified; return their messages."""
+        # A stream has a message with the schema, then one for each record batch: a header and the batch's buffers.
+        schema_message, *batch_messages = pa.ipc.MessageReader.open_stream(data)
+        if self._blocks:
+            headers = [message.metadata for message in (schema_message, *batch_messages)]
+            if not all(self._blocks.verify(header.address, header.size) for header in headers):
+                raise self._blocks.damaged("the headers of its record batches changed after they were verified")
+        schema = pa.ipc.read_schema(schema_message)
+        self._batches = [pa.ipc.read_record_batch(message, schema) for message in batch_messages]
+        for batch in self._batches:
+            batch.validate()
+        return batch_messages
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -340,12 +362,14 @@ class ShardFile:
         if self._blocks is None:
             return
         self._blocks.note_changes()
-        if not self._blocks.are_verified(*self._bodies[number]):
-            ranges = (memory for column in columns.columns for memory in _memory_ranges(column, start, stop))
-            if not all(self._blocks.verify(address, num_bytes) for address, num_bytes in ranges):
-                first, last = (int(self._starts[number]) + row for row in (start, stop - 1))
-                rows = f"row {first}" if first == last else f"rows {first} to {last}"
-                raise self._blocks.damaged(f"{rows} changed after it was verified")
+        if self._blocks.are_verified(*self._bodies[number]):
+            return
+        ranges = (memory for column in columns.columns for memory in _memory_ranges(column, start, stop))
+        if not all(self._blocks.verify(address, num_bytes) for address, num_bytes in ranges):
+            first = int(self._starts[number]) + start
+            last = int(self._starts[number]) + stop - 1
+            rows = f"row {first}" if first == last else f"rows {first} to {last}"
+            raise self._blocks.damaged(f"{rows} changed after it was verified")
 
     def sample(self, row: int) -> EncodedSample:
         """Return the sample in a row."""
@@ -369,6 +393,10 @@ class ShardFile:
             part=None if part is None else RowPart(**part),
             borders=None if part is None else _values(batch.column("borders"), i),
         )
+
+
+def _map_file(path: str) -> pa.Buffer:
+    return pa.memory_map(path).read_buffer()
 
 
 def _memory_ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -485,7 +513,9 @@ class RelabeledReader:
         self._reader, self._choices = reader, tuple(choices)
 
     def sample(self, position: int) -> EncodedSample:
-        sample, choice = self._reader.sample(position), self._choices[self._reader.cache_of(position)[0]]
+        cache, _ = self._reader.cache_of(position)
+        sample = self._reader.sample(position)
+        choice = self._choices[cache]
         return sample if choice is None else choice(sample)
 
     def target_tokens(self) -> npt.NDArray[np.int32]:
@@ -552,9 +582,11 @@ class MixedSamples:
 
     def sample(self, position: int) -> EncodedSample:
         source = int(np.searchsorted(self._offsets, position, side="right")) - 1
-        sample, weight = self._reader.sample(position), self._loss_weights[source]
-        channel = sample.channel if self._keeps_channels and sample.channel is not None else self._names[source]
+        sample = self._reader.sample(position)
+        keeps_channel = self._keeps_channels and sample.channel is not None
+        channel = sample.channel if keeps_channel else self._names[source]
         scale = sample.loss_scale
+        weight = self._loss_weights[source]
         if weight != 1:
             scale = np.full(sample.length, weight, np.float32) if scale is None else scale * np.float32(weight)
         return replace(sample, channel=channel, loss_scale=scale)

@@ -317,10 +317,6 @@ def index_columns(
         channel_codes: number of each channel by name. New channels are added to it here, with the next number.
     """
     num_samples = len(samples)
-    codes = np.full(num_samples, -1, np.int32)  # -1 for samples without a channel
-    for i, sample in enumerate(samples):
-        if sample.channel is not None:
-            codes[i] = channel_codes.setdefault(sample.channel, len(channel_codes))
     return {
         "shard": np.full(num_samples, shard, np.int32),
         "row_in_shard": np.arange(first_row, first_row + num_samples, dtype=np.int32),
@@ -330,10 +326,19 @@ def index_columns(
         "num_images": np.array([len(sample.images) for sample in samples], np.int32),
         "num_videos": np.array([len(sample.videos) for sample in samples], np.int32),
         "num_audios": np.array([len(sample.audios) for sample in samples], np.int32),
-        "channel": codes,
+        "channel": _number_channels(samples, channel_codes),
         "audio_tokens": np.array([sample.num_audio_tokens for sample in samples], np.int32),
         "patch_squares": np.array([sample.patch_squares for sample in samples], np.int64),
     }
+
+
+def _number_channels(samples: Sequence[EncodedSample], channel_codes: dict[str, int]) -> npt.NDArray[np.int32]:
+    """Return the number of each sample's channel, (S,), -1 for none; new channels are added to ``channel_codes``."""
+    codes = np.full(len(samples), -1, np.int32)
+    for i, sample in enumerate(samples):
+        if sample.channel is not None:
+            codes[i] = channel_codes.setdefault(sample.channel, len(channel_codes))
+    return codes
 
 
 def index_batch(columns: IndexColumns) -> pa.RecordBatch:
@@ -366,37 +371,46 @@ def embed_media(
             drop(Dropped(samples[0].source, samples[0].row, problem.reason, problem.detail))
             continue
         group.append(embedded_samples)
-        files = [file for sample in embedded_samples for medium in sample.media for file in files_of(medium)]
-        num_bytes += sum(len(data) for _, data in files if data is not None)
+        num_bytes += sum(_num_media_bytes(sample) for sample in embedded_samples)
         if num_bytes > _GROUP_BYTES:
             yield group
-            group, num_bytes = [], 0
+            group = []
+            num_bytes = 0
     if group:
         yield group
 
 
+def _num_media_bytes(sample: EncodedSample) -> int:
+    """Return the total size of a sample's embedded media files."""
+    files = [file for medium in sample.media for file in files_of(medium)]
+    return sum(len(data) for _, data in files if data is not None)
+
+
 def _with_bytes(sample: EncodedSample, policy: MediaPolicy) -> EncodedSample:
     """Return a sample with the bytes of its media files; raise a MediaProblem if one cannot be read."""
-
-    def read(path: str | None, data: bytes | None) -> bytes:
-        if data is not None:
-            return data
-        with open_medium(MediaRef(path, policy=policy), storage.ROWS_BLOCK) as file:
-            return file.read()
-
-    def masked(path: str | None) -> str | None:
-        return None if path is None else storage.masked(path)
-
-    def embed(medium: Any) -> Any:
-        """Return an image, sound or video with its bytes, or with those of its frames if these are separate files."""
-        if isinstance(medium, EncodedVideo) and medium.frames:
-            frames = tuple((masked(path), read(path, data)) for path, data in medium.frames)
-            return replace(medium, path=masked(medium.path), data=None, frames=frames)
-        return replace(medium, path=masked(medium.path), data=read(medium.path, medium.data))
-
     return replace(
         sample,
-        images=tuple(embed(image) for image in sample.images),
-        audios=tuple(embed(audio) for audio in sample.audios),
-        videos=tuple(embed(video) for video in sample.videos),
+        images=tuple(_embedded(image, policy) for image in sample.images),
+        audios=tuple(_embedded(audio, policy) for audio in sample.audios),
+        videos=tuple(_embedded(video, policy) for video in sample.videos),
     )
+
+
+def _embedded(medium: Any, policy: MediaPolicy) -> Any:
+    """Return an image, sound or video with its bytes, or with those of its frames if these are separate files."""
+    if isinstance(medium, EncodedVideo) and medium.frames:
+        frames = tuple((_masked(path), _read_medium(path, data, policy)) for path, data in medium.frames)
+        return replace(medium, path=_masked(medium.path), data=None, frames=frames)
+    return replace(medium, path=_masked(medium.path), data=_read_medium(medium.path, medium.data, policy))
+
+
+def _read_medium(path: str | None, data: bytes | None, policy: MediaPolicy) -> bytes:
+    """Return the bytes of a media file: ``data`` if they are known."""
+    if data is not None:
+        return data
+    with open_medium(MediaRef(path, policy=policy), storage.ROWS_BLOCK) as file:
+        return file.read()
+
+
+def _masked(path: str | None) -> str | None:
+    return None if path is None else storage.masked(path)

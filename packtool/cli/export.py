@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -11,35 +12,22 @@ from packtool.cli.options import Invocation, terminal_progress
 from packtool.config.data import ExportConfig, ImportConfig
 from packtool.errors import ConfigError
 
+if TYPE_CHECKING:
+    from packtool.cache.manifest import ExportSummary
+    from packtool.progress import Progress
+
 
 def run_export(config: ExportConfig, invocation: Invocation) -> None:
     """Export rows and print the summary; Ctrl-C and SIGTERM leave an export that can be resumed."""
-    from packtool.cache.export import export
-    from packtool.cache.task import block_pandas
+    from packtool.cache.executor import block_pandas
     from packtool.report.tables import export_figures, export_lines, table
+    from packtool.rows.hubs import with_local_copies
     from packtool.rows.sample import drop_notes
-    from packtool.rows.sources import with_local_copies
 
     block_pandas()
     config = with_local_copies(config)
-    received_signal = int(signal.SIGINT)  # the cause of a KeyboardInterrupt, unless ``terminate`` is called
-
-    def terminate(number: int, _: object) -> None:
-        """Raise KeyboardInterrupt, so that workers end and the directory's lock is released as after Ctrl-C."""
-        nonlocal received_signal
-        received_signal = number
-        raise KeyboardInterrupt
-
     with terminal_progress() as progress:
-        previous_handler = signal.signal(signal.SIGTERM, terminate)
-        try:
-            summary = export(config, progress)
-        except KeyboardInterrupt:
-            cause = "ended by SIGTERM" if received_signal == signal.SIGTERM else "interrupted"
-            progress.note(f"{cause}; repeat the command to resume after the finished shards")
-            raise typer.Exit(128 + received_signal) from None
-        finally:
-            signal.signal(signal.SIGTERM, previous_handler)
+        summary = _interruptible_export(config, progress)
     if summary.num_missing_shards:
         missing = f"{summary.num_missing_shards} shards of other parts are missing"
         advice = "the last part to finish publishes the cache (or the same command with --finalize)"
@@ -48,6 +36,29 @@ def run_export(config: ExportConfig, invocation: Invocation) -> None:
     invocation.show(export_figures(summary), table(title, export_lines(summary)))
     for note in drop_notes(summary.dropped, summary.num_rows):
         progress.note(note)
+
+
+def _interruptible_export(config: ExportConfig, progress: Progress) -> ExportSummary:
+    """Export rows; after Ctrl-C or SIGTERM, print how to resume and exit with the code of the signal."""
+    from packtool.cache.export import export
+
+    received_signal = int(signal.SIGINT)  # the cause of a KeyboardInterrupt, unless ``terminate`` is called
+
+    def terminate(number: int, _: object) -> None:
+        """Raise KeyboardInterrupt, so that workers end and the directory's lock is released as after Ctrl-C."""
+        nonlocal received_signal
+        received_signal = number
+        raise KeyboardInterrupt
+
+    previous_handler = signal.signal(signal.SIGTERM, terminate)
+    try:
+        return export(config, progress)
+    except KeyboardInterrupt:
+        cause = "ended by SIGTERM" if received_signal == signal.SIGTERM else "interrupted"
+        progress.note(f"{cause}; repeat the command to resume after the finished shards")
+        raise typer.Exit(128 + received_signal) from None
+    finally:
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _title(config: ExportConfig, already_finished: bool) -> str:
@@ -65,7 +76,7 @@ def run_import(config: ImportConfig, invocation: Invocation) -> None:
     if not config.max_length:
         from packtool.encode.families import text_config_of
         from packtool.encode.model_files import ModelFiles
-        from packtool.rows.sources import with_local_copies
+        from packtool.rows.hubs import with_local_copies
 
         files = ModelFiles.load(with_local_copies(config).model, config.chat_template)
         max_length = text_config_of(files.config).get("max_position_embeddings")

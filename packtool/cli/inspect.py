@@ -38,22 +38,11 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
         problem = f"{name}: {config.directory} is not the --output-dir of a run"
         raise ConfigError(problem, f"packtool inspect OUTPUT_DIR {name}")
     elif config.verify:
-        from packtool.report.inspect import damage_figures, damage_lines
-
-        with terminal_progress() as progress:
-            damage = damage_figures(config.directory, progress)
-        invocation.show(damage, damage_lines(damage))
-        if damage["damaged"]:
-            raise typer.Exit(EXIT_MISMATCH)
+        _verify_files(config.directory, invocation)
     elif config.html is not None:
         _write_pages(config, config.html, invocation)
     elif config.serve:
-        from packtool.report.samples import Pages, serving
-
-        pages = Pages(config, shows_all=True)
-        with serving(pages.content, config.port) as address, contextlib.suppress(KeyboardInterrupt):
-            invocation.show({"address": address}, [address, "serving pages on this machine until Ctrl-C"])
-            threading.Event().wait()
+        _serve_pages(config, invocation)
     elif config.plan is not None and config.pack is not None:
         from packtool.report.inspect import pack_figures, pack_lines
 
@@ -63,6 +52,27 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
         _inspect_sample(config, config.row, invocation)
     else:
         _inspect_cache(config.directory, invocation)
+
+
+def _verify_files(directory: str, invocation: Invocation) -> None:
+    """Print the damaged files of a cache; exit with code 4 if there are any."""
+    from packtool.report.inspect import damage_figures, damage_lines
+
+    with terminal_progress() as progress:
+        damage = damage_figures(directory, progress)
+    invocation.show(damage, damage_lines(damage))
+    if damage["damaged"]:
+        raise typer.Exit(EXIT_MISMATCH)
+
+
+def _serve_pages(config: InspectConfig, invocation: Invocation) -> None:
+    """Serve pages of all samples of a cache until Ctrl-C."""
+    from packtool.report.samples import Pages, serving
+
+    pages = Pages(config, shows_all=True)
+    with serving(pages.content, config.port) as address, contextlib.suppress(KeyboardInterrupt):
+        invocation.show({"address": address}, [address, "serving pages on this machine until Ctrl-C"])
+        threading.Event().wait()
 
 
 def _inspect_run(config: InspectConfig, invocation: Invocation) -> None:
@@ -123,19 +133,24 @@ def _inspect_cache(directory: str, invocation: Invocation) -> None:
 
 
 def _write_pages(config: InspectConfig, directory: str, invocation: Invocation) -> None:
+    """Write pages of samples to a directory, and print how many samples they show."""
     from packtool.report.samples import INDEX, Pages, write_pages
 
     pages = Pages(config, shows_all=False)
     with interruptible_progress() as progress:
         num_missing = write_pages(pages, directory, progress)
-    written, num_samples = storage.join(directory, INDEX), len(pages.numbers)
+    written = storage.join(directory, INDEX)
+    num_samples = len(pages.numbers)
     samples = f"{num_samples:,} of {pages.num_cached:,} samples"
     if num_samples < pages.num_cached:
         steps = f", those of the steps that are shown of --plan {config.plan}"
         samples += " (--max-samples)" if config.plan is None else steps
-    missing = f"{num_missing:,} media files are missing: not readable on this machine, or too large to play"
+    lines = [f"written: {written}, {samples}"]
+    if num_missing:
+        missing = f"{num_missing:,} media files are missing: not readable on this machine, or too large to play"
+        lines.insert(0, missing)
     figures = {"written": written, "samples": num_samples, "of": pages.num_cached, "media_left_out": num_missing}
-    invocation.show(figures, [*([missing] if num_missing else []), f"written: {written}, {samples}"])
+    invocation.show(figures, lines)
 
 
 def run_explain(config: ExplainConfig, invocation: Invocation) -> None:

@@ -198,14 +198,7 @@ def run(arguments: list[str]) -> int:
     try:
         if arguments and arguments[0] in _COMMANDS:
             configure_logging(debug)
-            command, *words = arguments
-            positional_option, _ = _POSITIONAL.get(command, (None, None))
-            unknown = UnknownOptions(command, _SETTINGS, _warn)
-            kinds = option_kinds(_SETTINGS[command])
-            if command == "translate" and "--" in words:  # the words after -- are another tool's command line
-                separator = words.index("--")
-                words[separator:] = [f"--command-line={word}" for word in words[separator + 1 :]]
-            arguments = [command, *rewrite_arguments(words, kinds, positional_option, unknown.on_command_line)]
+            arguments = _rewrite(arguments)
         # Typer prints --help and errors of usage itself, and raises SystemExit. Commands get ``obj`` as ``ctx.obj``.
         app(args=arguments, standalone_mode=True, prog_name="packtool", obj=original)
     except SystemExit as end:
@@ -217,20 +210,37 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if debug:
             show(traceback.format_exc(), error=True)
-        if isinstance(error, errors.StoppedError):  # only the first process has a message
-            if error.message:
-                _print(error.with_code())
-            return error.exit_code
-        if isinstance(error, errors.PacktoolError):
-            _print(f"error: {error.with_code()}")
-            return error.exit_code
-        if is_lost_peer(error):
-            _print(LOST_PEER)
-        else:
-            description = f"{type(error).__name__}: {error} [{INTERNAL_ERROR}]"
-            _print(f"unexpected error: {description}\nThis is a bug; --debug shows the traceback.")
-        return errors.EXIT_UNEXPECTED
+        return _report_error(error)
     return errors.EXIT_OK
+
+
+def _rewrite(arguments: Sequence[str]) -> list[str]:
+    """Return the command line of a command as typer reads it, with positional values and other spellings as options."""
+    command, *words = arguments
+    positional_option, _ = _POSITIONAL.get(command, (None, None))
+    unknown = UnknownOptions(command, _SETTINGS, _warn)
+    kinds = option_kinds(_SETTINGS[command])
+    if command == "translate" and "--" in words:  # the words after -- are another tool's command line
+        separator = words.index("--")
+        words[separator:] = [f"--command-line={word}" for word in words[separator + 1 :]]
+    return [command, *rewrite_arguments(words, kinds, positional_option, unknown.on_command_line)]
+
+
+def _report_error(error: Exception) -> int:
+    """Print the message of an error that ended a command, and return the exit code."""
+    if isinstance(error, errors.StoppedError):  # only the first process has a message
+        if error.message:
+            _print(error.with_code())
+        return error.exit_code
+    if isinstance(error, errors.PacktoolError):
+        _print(f"error: {error.with_code()}")
+        return error.exit_code
+    if is_lost_peer(error):
+        _print(LOST_PEER)
+    else:
+        description = f"{type(error).__name__}: {error} [{INTERNAL_ERROR}]"
+        _print(f"unexpected error: {description}\nThis is a bug; --debug shows the traceback.")
+    return errors.EXIT_UNEXPECTED
 
 
 def _print(message: str) -> None:

@@ -320,16 +320,24 @@ def command_of(cls: type[T], run: Callable[[T, Invocation], None], unknown: Unkn
             show("packtool: interrupted", error=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
-    # Typer makes an option of each parameter in a function's signature. Parameters of common options end with an
-    # underscore, because settings may have the same names.
+    # Typer makes an option of each parameter in a function's signature.
+    parameters = _parameters(cls)
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _parameters(cls: type) -> list[inspect.Parameter]:
+    """Return the parameters of a command: typer's context, the fields of its settings, and the common options.
+
+    Parameters of common options end with an underscore, because settings may have the same names.
+    """
     parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     parameters += [_option(field, cls) for field in _flags(cls)]
     for name, (_, value_class, typer_options) in _common_options(cls).items():
         default = False if value_class is bool else None
         parameters.append(_parameter(f"{name}_", value_class, typer.Option(f"--{name}", **typer_options), default))
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
+    return parameters
 
 
 def _parameter(name: str, hint: Any, option: Any, default: object = None) -> inspect.Parameter:

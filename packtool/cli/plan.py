@@ -27,18 +27,21 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
 
         figures = resumed_figures(config)
         invocation.show(figures, resumed_lines(figures))
-        return
-    if config.sweep:
+    elif config.sweep:
         _sweep(config, invocation)
-        return
-    if config.fit is not None:
+    elif config.fit is not None:
         from packtool.report.plan import fit_lines
         from packtool.train.model.fit import find_fit
 
         with terminal_progress() as progress:
             figures = find_fit(config, progress).figures()
         invocation.show(figures, fit_lines(figures, config.hardware))
-        return
+    else:
+        _plan(config, invocation)
+
+
+def _plan(config: PlanConfig, invocation: Invocation) -> None:
+    """Plan an epoch, write the requested files, and print the plan."""
     from packtool.library.planned import Plan
 
     plan = Plan(config)
@@ -60,35 +63,19 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
 
 def _print_plan(plan: Plan, config: PlanConfig) -> None:
     """Print the tables and histograms of a plan, and the estimates of memory and loading that ``config`` requests."""
-    from packtool.report.plan_page import fill_histogram, length_histogram
-    from packtool.report.tables import histogram_lines, print_table, source_rows
-    from packtool.simulate.hardware import read_hardware
-    from packtool.train.prepare.timeline import stage_title
+    from packtool.report.tables import print_table
 
     preview = plan.preview
     stage = "an epoch of the first stage of " if preview.inputs.stages else ""
     print_table(f"plan for {stage}{' '.join(config.cached_dataset) or config.mix or config.lengths}", plan.lines)
-    if preview.inputs.stages:
-        for figures in preview.timeline.figures():
-            print_table(f"\n{stage_title(figures)}, {figures['samples']:,} samples", source_rows(figures["sources"]))
-    elif (sources := preview.source_figures) is not None:
-        print_table("\nsamples of each source in an epoch", source_rows(sources))
+    _print_sources(preview)
     for line in (preview.batch_line, preview.shared_line):
         if line is not None:
             show(f"\n{line}")
-    width = min(shutil.get_terminal_size().columns, 100)
-    lengths = length_histogram(preview.plan.packs.full_lengths)
-    show("\nsamples by tokens, up to")
-    show("\n".join(histogram_lines(lengths.counts, lengths.edges[1:], width)))
-    fills = fill_histogram(preview.plan.full_packs, num_bins=10)
-    show("\npacks by fill in percent, up to")
-    show("\n".join(histogram_lines(fills.counts, fills.edges[1:], width, max_bars=10)))
+    _print_histograms(preview)
     if config.model is not None:
         # The estimate takes seconds, so all immediate results are printed before it.
-        memory = _memory(config, preview)
-        show("\n" + (memory if isinstance(memory, str) else memory.sentence()))
-        if not isinstance(memory, str) and config.hardware is not None:
-            show(memory.sentence_on(read_hardware(config.hardware)))
+        _print_memory(config, preview)
     if config.media:
         times = _loading_times(config, preview)
         print_table("\nmedia, loaded on this machine", times.table())
@@ -96,6 +83,46 @@ def _print_plan(plan: Plan, config: PlanConfig) -> None:
     for path in (config.save, config.html):
         if path is not None:
             show(f"written: {path}")
+
+
+def _print_sources(preview: Preview) -> None:
+    """Print the samples of each source of a mixture, in every stage or in an epoch."""
+    from packtool.report.tables import print_table, source_rows
+    from packtool.train.prepare.timeline import stage_title
+
+    if preview.inputs.stages:
+        for figures in preview.timeline.figures():
+            print_table(f"\n{stage_title(figures)}, {figures['samples']:,} samples", source_rows(figures["sources"]))
+        return
+    sources = preview.source_figures
+    if sources is not None:
+        print_table("\nsamples of each source in an epoch", source_rows(sources))
+
+
+def _print_histograms(preview: Preview) -> None:
+    """Print the histograms of the tokens of samples and of the fill of packs."""
+    from packtool.report.tables import fill_histogram, histogram_lines, length_histogram
+
+    width = min(shutil.get_terminal_size().columns, 100)
+    lengths = length_histogram(preview.plan.packs.full_lengths)
+    show("\nsamples by tokens, up to")
+    show("\n".join(histogram_lines(lengths.counts, lengths.edges[1:], width)))
+    fills = fill_histogram(preview.plan.full_packs, num_bins=10)
+    show("\npacks by fill in percent, up to")
+    show("\n".join(histogram_lines(fills.counts, fills.edges[1:], width, max_bars=10)))
+
+
+def _print_memory(config: PlanConfig, preview: Preview) -> None:
+    """Print the estimated memory of a rank, and whether it fits on the hardware that ``config`` names."""
+    from packtool.simulate.hardware import read_hardware
+
+    memory = _memory(config, preview)
+    if isinstance(memory, str):  # why it is unknown
+        show(f"\n{memory}")
+        return
+    show(f"\n{memory.sentence()}")
+    if config.hardware is not None:
+        show(memory.sentence_on(read_hardware(config.hardware)))
 
 
 def _sweep(config: PlanConfig, invocation: Invocation) -> None:

@@ -22,6 +22,7 @@ from packtool.launch.world import LOST_PEER, is_lost_peer
 from packtool.terminal import show, show_json
 
 if TYPE_CHECKING:
+    from packtool.demo.run import DemoResult
     from packtool.launch.world import World
     from packtool.progress import Progress
     from packtool.train.prepare.result import TrainResult
@@ -63,7 +64,7 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
 
     Invalid settings are reported once, before other processes start. A dry run starts none.
     """
-    from packtool.rows.sources import with_local_copies
+    from packtool.rows.hubs import with_local_copies
     from packtool.train.prepare.output_dir import refuse_other_run, with_defaults
 
     config = with_defaults(config)
@@ -79,14 +80,18 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
         launches_none=config.dry_run,
         max_wait=config.ddp_timeout,
     )
+    result = _train(config, invocation, world)
+    if world.is_first:
+        _show_result(config, result, invocation)
+
+
+def _show_result(config: TrainConfig, result: TrainResult, invocation: Invocation) -> None:
+    """Draw the curves of a run, and print notes about dropped rows and the summary."""
     from packtool.cache.evaluation_file import plain_json
     from packtool.report.tables import print_table, source_rows, train_lines
     from packtool.rows.sample import drop_notes, unexpected_note
     from packtool.train.prepare.result import next_lines
 
-    result = _train(config, invocation, world)
-    if not world.is_first:
-        return
     curves = None if config.dry_run else _draw_curves(result.output_dir)
     if note := unexpected_note(result.dropped or {}, os.path.join(result.output_dir, "dropped-*.jsonl")):
         show(f"packtool: {note}", error=True)
@@ -134,13 +139,18 @@ def _train(config: TrainConfig, invocation: Invocation, world: World) -> TrainRe
         except Exception as error:
             if not is_lost_peer(error):
                 raise
-            checkpoint = newest_checkpoint(config)
-            if checkpoint is None:
-                raise PacktoolError(LOST_PEER, "No checkpoint was finished: start the run again.") from error
-            command = f"{invocation.command} --resume-from-checkpoint true"
-            command += " --overwrite-output-dir false" if config.overwrite_output_dir else ""
-            advice = f"The newest checkpoint is {checkpoint}. To resume, on every machine, with the same environment:"
-            raise PacktoolError(LOST_PEER, f"{advice}\n  {command}") from error
+            raise _lost_peer_error(config, invocation, newest_checkpoint(config)) from error
+
+
+def _lost_peer_error(config: TrainConfig, invocation: Invocation, checkpoint: str | None) -> PacktoolError:
+    """Return the error for the loss of another process, with the command that resumes from the checkpoint, if any."""
+    if checkpoint is None:
+        return PacktoolError(LOST_PEER, "No checkpoint was finished: start the run again.")
+    command = f"{invocation.command} --resume-from-checkpoint true"
+    if config.overwrite_output_dir:
+        command += " --overwrite-output-dir false"
+    advice = f"The newest checkpoint is {checkpoint}. To resume, on every machine, with the same environment:"
+    return PacktoolError(LOST_PEER, f"{advice}\n  {command}")
 
 
 def _draw_curves(output_dir: str) -> str | None:
@@ -230,7 +240,15 @@ def run_demo_command(config: DemoConfig, invocation: Invocation) -> None:
 
     with interruptible_progress() as progress:
         result = run_demo(config.output_dir, config.seed, progress)
-    lines = [
+    figures = {**dataclasses.asdict(result), "passed": result.passed}
+    invocation.show(figures, table("\ndemo results", _demo_lines(result)))
+    if not result.passed:
+        show("The trained model does not answer from its images: please report this.", error=True)
+        raise typer.Exit(EXIT_UNEXPECTED)
+
+
+def _demo_lines(result: DemoResult) -> list[tuple[str, str]]:
+    return [
         ("rows", f"{result.num_rows:,}"),
         ("  dropped", f"{result.dropped:,}"),
         ("packs", f"{result.num_packs:,}"),
@@ -245,7 +263,3 @@ def run_demo_command(config: DemoConfig, invocation: Invocation) -> None:
         ("  chance", f"{result.chance:.1%}"),
         ("time", f"{result.seconds:.0f} s"),
     ]
-    invocation.show({**dataclasses.asdict(result), "passed": result.passed}, table("\ndemo results", lines))
-    if not result.passed:
-        show("The trained model does not answer from its images: please report this.", error=True)
-        raise typer.Exit(EXIT_UNEXPECTED)

@@ -20,30 +20,34 @@ def run_translate(config: TranslateConfig, invocation: Invocation) -> None:
     """Print the equivalent of another tool's file or command line; packtool's own YAML is printed unchanged."""
     if bool(config.file) == bool(config.command_line):
         raise ConfigError("give a file, or -- and a command line, as in: packtool translate -- swift sft --model DIR")
-    if config.command_line:
-        source = read_command(config.command_line)
-    else:
-        values = load_config_file(config.file)
-        tool = detect_tool(values, config.file, config.tool)
-        if not values:
-            raise ConfigError(f"{config.file}: the file is empty")
-        is_export = bool(values.get("to_cached_dataset"))
-        # The tool is "" for packtool's own YAML.
-        source = ForeignConfig(tool or "", values, "export" if is_export else "train", label=config.file)
-    command, cls = source.command, OPTIONS_OF[source.command]
+    source = read_command(config.command_line) if config.command_line else _read_file(config)
+    command = source.command
+    cls = OPTIONS_OF[command]
     if source.tool:
         translation = translate(source, [field.name for field in dataclasses.fields(cls)], command, os.environ)
     else:
         translation = Translation(source, dict(source.values), dict.fromkeys(source.values, ""))
     _check(cls, translation)
-    if config.form == "yaml" and not source.tool:
+    if config.form != "yaml":
+        text = as_command(translation, command)
+    elif source.tool:
+        text = as_yaml(translation, command)
+    else:
         with open(config.file, encoding="utf-8") as file:
             text = file.read().rstrip("\n")
-    else:
-        text = as_yaml(translation, command) if config.form == "yaml" else as_command(translation, command)
     figures = {"tool": source.tool or "packtool", "command": command, "options": translation.values}
     figures |= {"environment": translation.environ, "omitted": dict(translation.omitted)}
     invocation.show(figures, [text])
+
+
+def _read_file(config: TranslateConfig) -> ForeignConfig:
+    """Return the options in a file; its tool is "" for packtool's own YAML."""
+    values = load_config_file(config.file)
+    tool = detect_tool(values, config.file, config.tool)
+    if not values:
+        raise ConfigError(f"{config.file}: the file is empty")
+    is_export = bool(values.get("to_cached_dataset"))
+    return ForeignConfig(tool or "", values, "export" if is_export else "train", label=config.file)
 
 
 def _check(cls: type[Any], translation: Translation) -> None:

@@ -228,18 +228,10 @@ def unify_sources(recipe: Recipe) -> Recipe:
 
     A path that a stage has twice is two sources. A ConfigError names sources whose settings differ between stages.
     """
-    # For each stage, its sources by path and number of earlier sources with the same path in that stage.
-    stage_sources: list[dict[tuple[str, int], SourceRecipe]] = []
-    for stage in recipe.stages:
-        num_earlier = Counter[str]()
-        sources = {}
-        for source in stage.sources:
-            sources[source.path, num_earlier[source.path]] = source
-            num_earlier[source.path] += 1
-        stage_sources.append(sources)
-    untaken: dict[tuple[str, int], SourceRecipe] = {}  # every source, for the stages that do not train it
+    sources_of_stages = [_sources_by_key(stage) for stage in recipe.stages]
+    untaken: dict[_SourceKey, SourceRecipe] = {}  # every source, for the stages that do not train it
     problems = []
-    for sources in stage_sources:
+    for sources in sources_of_stages:
         for key, source in sources.items():
             settings = {name: getattr(source, name) for name in _RUN_SETTINGS}
             untaken_source = untaken.setdefault(key, SourceRecipe(path=source.path, is_taken=False, **settings))
@@ -251,9 +243,23 @@ def unify_sources(recipe: Recipe) -> Recipe:
     if problems:
         raise ConfigError.from_problems(problems)
     stages = []
-    for stage, sources in zip(recipe.stages, stage_sources, strict=True):
+    for stage, sources in zip(recipe.stages, sources_of_stages, strict=True):
         stages.append(replace(stage, sources=tuple(sources.get(key, untaken[key]) for key in untaken)))
     return replace(recipe, sources=tuple(untaken.values()), stages=tuple(stages))
+
+
+_SourceKey = tuple[str, int]
+"""Path of a source, and the number of earlier sources with the same path in its stage."""
+
+
+def _sources_by_key(stage: Recipe) -> dict[_SourceKey, SourceRecipe]:
+    """Return the sources of a stage, in order."""
+    num_earlier = Counter[str]()
+    sources = {}
+    for source in stage.sources:
+        sources[source.path, num_earlier[source.path]] = source
+        num_earlier[source.path] += 1
+    return sources
 
 
 def parse_recipe(text: str, file: str, options: MixOptions) -> Recipe:
@@ -304,14 +310,18 @@ class _RecipeParser:
         recipes = [self.parse_stage(stage, defaults, f"stages[{number}]") for number, stage in enumerate(stages)]
         self.check_ends(recipes)
         if len(stages) == 1:
-            for key in _STAGE_KEYS:
-                if key in stages[0]:
-                    remedy = "leave it out" if key == "until" else f"give {flag(key)}"
-                    self.report(f"stages[0].{key}", f"the only stage is the whole run: {remedy}")
+            self.check_single_stage(stages[0])
             return recipes[0]
         valid = tuple(recipe for recipe in recipes if recipe is not None)
         # ``unify_sources`` adds the sources.
         return Recipe(sources=(), stages=valid, place=self.place) if len(valid) == len(stages) else None
+
+    def check_single_stage(self, stage: Mapping[str, Any]) -> None:
+        """Report keys of the only stage that only stages have, because options do the same for the whole run."""
+        for key in _STAGE_KEYS:
+            if key in stage:
+                remedy = "leave it out" if key == "until" else f"give {flag(key)}"
+                self.report(f"stages[0].{key}", f"the only stage is the whole run: {remedy}")
 
     def parse_stage(self, value: Mapping[str, Any], defaults: Mapping[str, Any], key: str) -> Recipe | None:
         """Parse one stage; its keys replace those of ``defaults``, the keys of the file that all stages share."""
@@ -391,17 +401,7 @@ class _RecipeParser:
             self.report(f"{prefix}unit", "it applies only to temperature, which is missing: leave it out")
         sources = tuple(source for source, _ in parsed if source is not None)
         weight_units: list[Any] = sorted({unit for _, unit in parsed if unit is not None})
-        if len(weight_units) > 1:
-            problem = f"weights in {' and '.join(weight_units)} cannot be compared: give all in one of them"
-            self.report(f"{prefix}sources", problem)
-        unweighted = [source.path for source in sources if source.weight is None]
-        if len(unweighted) < len(sources):
-            if temperature is not None:
-                problem = "it computes weights from sizes, but sources have weights: leave out one"
-                self.report(f"{prefix}temperature", problem)
-            if unweighted:
-                problem = f"{', '.join(unweighted)} has no weight, but other sources have: give every source one of "
-                self.report(f"{prefix}sources", problem + ", ".join(UNITS))
+        self.check_weights(sources, weight_units, temperature, prefix)
         if self.problems:
             return None
         return Recipe(
@@ -412,6 +412,23 @@ class _RecipeParser:
             resample=self.options.resample,
             place=self.place,
         )
+
+    def check_weights(
+        self, sources: Sequence[SourceRecipe], units: Sequence[str], temperature: float | None, prefix: str
+    ) -> None:
+        """Report weights in several units, weights beside a temperature, and sources that alone have no weight."""
+        if len(units) > 1:
+            problem = f"weights in {' and '.join(units)} cannot be compared: give all in one of them"
+            self.report(f"{prefix}sources", problem)
+        unweighted = [source.path for source in sources if source.weight is None]
+        if len(unweighted) == len(sources):
+            return
+        if temperature is not None:
+            problem = "it computes weights from sizes, but sources have weights: leave out one"
+            self.report(f"{prefix}temperature", problem)
+        if unweighted:
+            problem = f"{', '.join(unweighted)} has no weight, but other sources have: give every source one of "
+            self.report(f"{prefix}sources", problem + ", ".join(UNITS))
 
     def parse_source(self, value: Any, key: str) -> tuple[SourceRecipe | None, str | None]:
         """Parse one source; also return the unit of its weight, None without a weight."""
@@ -425,10 +442,7 @@ class _RecipeParser:
         if not isinstance(path, str) or not path:
             self.report(f"{key}.path", "the directory of a cache is missing")
             return None, None
-        units = [unit for unit in UNITS if unit in value]
-        if len(units) > 1:
-            self.report(key, f"{' and '.join(units)} are two weights: give one of them")
-        unit = units[0] if units else None
+        unit = self.parse_weight_unit(value, key)
         source = SourceRecipe(
             path=path,
             weight=None if unit is None else self.parse_number(value, unit, f"{key}."),
@@ -440,6 +454,13 @@ class _RecipeParser:
             loss_scale=self.parse_text(value, "loss_scale", key, "loss scale"),
         )
         return source, unit
+
+    def parse_weight_unit(self, value: Mapping[str, Any], key: str) -> str | None:
+        """Return the unit in which a source has a weight, the key of the weight; None without a weight."""
+        units = [unit for unit in UNITS if unit in value]
+        if len(units) > 1:
+            self.report(key, f"{' and '.join(units)} are two weights: give one of them")
+        return units[0] if units else None
 
     def parse_media_limits(self, value: Mapping[str, Any], key: str) -> dict[str, Any]:
         limits = {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from typing import NamedTuple
 
 # Trackers: modules, one of which is enough, and the package that provides the first.
 TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -18,41 +20,62 @@ TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
 _BITSANDBYTES_OPTIMIZERS = ("paged_", "adamw_bnb", "adamw_8bit", "ademamix", "lion_8bit", "rmsprop_bnb")
 
 
+class _Need(NamedTuple):
+    """A package that an option needs.
+
+    Args:
+        modules: of which one suffices.
+        subject: beginning of the message, with its verb.
+        package: to install.
+    """
+
+    option: str
+    modules: tuple[str, ...]
+    subject: str
+    package: str
+
+    @classmethod
+    def of_module(cls, option: str, module: str, package: str | None = None) -> _Need:
+        """Return the need for a module, whose ``package`` has the same name by default."""
+        return cls(option, (module,), f"{package or module} is", package or module)
+
+
 class PackageOptions:
     """Base class of settings with options that need optional packages."""
 
     def missing_packages(self) -> list[str]:
         """Return a message for each missing package of the given options, with the command that installs it."""
+        return [
+            f"{need.option}: {need.subject} not installed: pip install {need.package}"
+            for need in self._needs()
+            if not any(map(_is_installed, need.modules))
+        ]
+
+    def _needs(self) -> Iterator[_Need]:
+        """Yield the optional packages that the options need."""
         value_of = vars(self).get  # None for an option that the command does not have
-        # (option, modules of which one suffices, subject of the message, package to install)
-        needs: list[tuple[str, tuple[str, ...], str, str]] = []
-        bitsandbytes = (("bitsandbytes",), "bitsandbytes is", "bitsandbytes")
+        optim = value_of("optim") or ""
         if value_of("deepspeed") is not None:
-            needs.append((f"--deepspeed {value_of('deepspeed')}", ("deepspeed",), "DeepSpeed is", "deepspeed"))
+            yield _Need(f"--deepspeed {value_of('deepspeed')}", ("deepspeed",), "DeepSpeed is", "deepspeed")
         if value_of("use_liger_kernel"):
-            needs.append(("--use-liger-kernel true", ("liger_kernel",), "Liger's kernels are", "liger-kernel"))
+            yield _Need("--use-liger-kernel true", ("liger_kernel",), "Liger's kernels are", "liger-kernel")
         if value_of("quant_bits") is not None:
-            needs.append((f"--quant-bits {value_of('quant_bits')}", *bitsandbytes))
-        if (value_of("optim") or "").startswith(_BITSANDBYTES_OPTIMIZERS):
-            needs.append((f"--optim {value_of('optim')}", *bitsandbytes))
+            yield _Need.of_module(f"--quant-bits {value_of('quant_bits')}", "bitsandbytes")
+        if optim.startswith(_BITSANDBYTES_OPTIMIZERS):
+            yield _Need.of_module(f"--optim {optim}", "bitsandbytes")
         for option in ("qat", "fp8"):
             if value_of(option):
-                needs.append((f"--{option} {str(value_of(option)).lower()}", ("torchao",), "torchao is", "torchao"))
-        if value_of("optim") == "adam_mini":
-            needs.append(("--optim adam_mini", ("adam_mini",), "adam-mini is", "adam-mini"))
+                yield _Need.of_module(f"--{option} {str(value_of(option)).lower()}", "torchao")
+        if optim == "adam_mini":
+            yield _Need.of_module("--optim adam_mini", "adam_mini", package="adam-mini")
         if value_of("chat_template") == "mistral-common":
-            needs.append(("--chat-template mistral-common", ("mistral_common",), "mistral-common is", "mistral-common"))
+            yield _Need.of_module("--chat-template mistral-common", "mistral_common", package="mistral-common")
         for tracker in value_of("report_to") or ():
             if tracker in TRACKERS:
                 modules, package = TRACKERS[tracker]
-                needs.append((f"--report-to {tracker}", modules, f"{package} is", package))
+                yield _Need(f"--report-to {tracker}", modules, f"{package} is", package)
         if value_of("executor") == "ray":
-            needs.append(("--executor ray", ("ray",), "Ray is", '"packtool[ray]"'))
-        return [
-            f"{option}: {subject} not installed: pip install {package}"
-            for option, modules, subject, package in needs
-            if not any(map(_is_installed, modules))
-        ]
+            yield _Need("--executor ray", ("ray",), "Ray is", '"packtool[ray]"')
 
 
 def _is_installed(module: str) -> bool:

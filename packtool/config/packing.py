@@ -136,26 +136,32 @@ class ParallelOptions(Settings):
         return self.sequence_parallel_size or (self.ulysses_size or 1) * (self.ring_size or 1)
 
     def value_problems(self) -> list[str]:
-        problems = []
-        num_ranks, exchange = self.sequence_parallel_ranks, self.sequence_parallel_type
-        ulysses, ring = self.ulysses_size, self.ring_size
-        sizes = {"--ulysses-size": ulysses, "--ring-size": ring}
-        sizes_text = " and ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
-        product = (ulysses or 1) * (ring or 1)
-        is_product_fixed = ulysses is not None and ring is not None
-        ulysses_ranks = ulysses or num_ranks // (ring or 1)  # without --ulysses-size, the ranks that the ring leaves
-        if num_ranks % product or (is_product_fixed and num_ranks != product):
-            problems.append(f"--sequence-parallel-size {num_ranks} does not match {sizes_text}: leave one of them out")
-        elif exchange == "ulysses" and num_ranks > ulysses_ranks:
-            problems.append(f"--sequence-parallel-type ulysses has no ring: leave out {sizes_text}")
-        elif exchange in ("ring", "allgather") and num_ranks > 1 and ulysses == num_ranks:
-            problem = f"with {sizes_text} there is no ring; leave one of them out"
-            problems.append(f"--sequence-parallel-type {exchange}: {problem}")
+        num_ranks = self.sequence_parallel_ranks
+        problems = self._exchange_problems()
         attn_impl = getattr(self, "attn_impl", "auto")
         if num_ranks > 1 and attn_impl not in SEQUENCE_PARALLEL_KERNELS:
             problem = f"--attn-impl {attn_impl} cannot be combined with --sequence-parallel-size"
             problems.append(f"{problem}: use auto, which on CUDA is torch's own flash attention")
         return problems
+
+    def _exchange_problems(self) -> list[str]:
+        """Return the problem, if any, of the number of ranks, of its division by both sizes, or of the exchange."""
+        num_ranks = self.sequence_parallel_ranks
+        exchange = self.sequence_parallel_type
+        ulysses, ring = self.ulysses_size, self.ring_size
+        sizes = {"--ulysses-size": ulysses, "--ring-size": ring}
+        sizes_text = " and ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
+        product = (ulysses or 1) * (ring or 1)
+        is_product_fixed = ulysses is not None and ring is not None
+        if num_ranks % product or (is_product_fixed and num_ranks != product):
+            return [f"--sequence-parallel-size {num_ranks} does not match {sizes_text}: leave one of them out"]
+        ulysses_ranks = ulysses or num_ranks // (ring or 1)  # without --ulysses-size, the ranks that the ring leaves
+        if exchange == "ulysses" and num_ranks > ulysses_ranks:
+            return [f"--sequence-parallel-type ulysses has no ring: leave out {sizes_text}"]
+        if exchange in ("ring", "allgather") and num_ranks > 1 and ulysses == num_ranks:
+            problem = f"with {sizes_text} there is no ring; leave one of them out"
+            return [f"--sequence-parallel-type {exchange}: {problem}"]
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)

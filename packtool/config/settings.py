@@ -361,25 +361,31 @@ def _collect_values(
         if env and environ.get(env):
             values.append((f"environment variable {env}", name, environ[env]))
     for item in sets:
-        key, equals, text = item.partition("=")
-        if not equals:
-            problems.append(f"--set {item}: expected key=value")
-            continue
-        import yaml  # here, because most runs need none of it
-
         try:
-            value = parse_yaml(text) if text else None
-        except yaml.YAMLError as error:
+            values.append(_parse_set(item))
+        except ValueError as error:
             problems.append(f"--set {item}: {error}")
-            continue
-        name, *nested_keys = key.split(".")  # ``--set a.b=1`` sets ``a`` to ``{b: 1}``
-        for nested_key in reversed(nested_keys):
-            value = {nested_key: value}
-        values.append((f"--set {key}", name, value))
     for name, value in flags.items():
         if value is not None and value != ():
             values.append((flag(name) if name in fields else name, name, value))
     return values
+
+
+def _parse_set(item: str) -> tuple[str, str, Any]:
+    """Return (origin, key, value) of an item of ``--set``; raise a ValueError if it is not ``key=value``."""
+    key, equals, text = item.partition("=")
+    if not equals:
+        raise ValueError("expected key=value")
+    import yaml  # here, because most runs need none of it
+
+    try:
+        value = parse_yaml(text) if text else None
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    name, *nested_keys = key.split(".")  # ``--set a.b=1`` sets ``a`` to ``{b: 1}``
+    for nested_key in reversed(nested_keys):
+        value = {nested_key: value}
+    return f"--set {key}", name, value
 
 
 def part_of(cls: type[T], config: object, **overrides: Any) -> T:
@@ -409,33 +415,46 @@ def _convert(raw: Any, declared: Any) -> Any:
     plain_type = declared.__origin__ if annotations else declared
     generic = typing.get_origin(plain_type)  # ``Literal``, ``tuple`` or ``dict``; None for ``int``, ``str``, ...
     if generic is Literal or plain_type is str:
-        raw = _as_text(raw)
-    for annotation in annotations:
-        if isinstance(annotation, Synonyms):  # only types with values of text have synonyms
-            raw = annotation.words.get(raw.lower(), raw)
-            if raw.lower() in annotation.refused:
-                raise ValueError(f"{raw}: {annotation.refused[raw.lower()]}")
-    if generic is Literal:
-        choices = typing.get_args(plain_type)
-        if raw not in choices:
-            raise ValueError(f"{raw!r} is none of {', '.join(choices)}{did_you_mean(raw.lower(), choices)}")
-        return raw
+        text = _without_synonyms(_as_text(raw), annotations)
+        return _check_choice(text, typing.get_args(plain_type)) if generic is Literal else text
     if generic is tuple:
         items = raw if isinstance(raw, (list, tuple)) else [raw]
         return tuple(_as_text(item) for item in items)
     if recomputed_layers in annotations:
         return recomputed_layers(raw)
     if plain_type is bool:
-        word = str(raw).lower()  # 1 is true and 0 is false, but 1.0 is not
-        if isinstance(raw, float) or word not in TRUE_WORDS + FALSE_WORDS:
-            raise ValueError(f"{raw!r} is neither true nor false")
-        return word in TRUE_WORDS
+        return _to_bool(raw)
     if steps_or_fraction in annotations:
         return steps_or_fraction(raw)
     if plain_type in (int, float):
         parse_suffix = next((annotation for annotation in annotations if annotation in _UNITS), None)
         return _to_number(raw, plain_type, parse_suffix)
     return raw if generic is None else _to_mapping(raw)
+
+
+def _without_synonyms(text: str, annotations: Sequence[Any]) -> str:
+    """Return packtool's word for a synonym; raise a ValueError for a word that is refused with a reason."""
+    for annotation in annotations:
+        if isinstance(annotation, Synonyms):
+            text = annotation.words.get(text.lower(), text)
+            if text.lower() in annotation.refused:
+                raise ValueError(f"{text}: {annotation.refused[text.lower()]}")
+    return text
+
+
+def _check_choice(text: str, choices: Sequence[str]) -> str:
+    """Return a text that is one of the choices; else raise a ValueError."""
+    if text not in choices:
+        raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text.lower(), choices)}")
+    return text
+
+
+def _to_bool(raw: Any) -> bool:
+    """Return true or false for a word such as ``yes``; 1 is true and 0 is false, but 1.0 is not."""
+    word = str(raw).lower()
+    if isinstance(raw, float) or word not in TRUE_WORDS + FALSE_WORDS:
+        raise ValueError(f"{raw!r} is neither true nor false")
+    return word in TRUE_WORDS
 
 
 def _as_text(raw: Any) -> str:

@@ -82,14 +82,19 @@ class SimulateConfig(StrategyOptions):
             group_size = f"--sequence-parallel-size {self.sequence_parallel_size}"
             problem = f"--world-size {self.world_size} is not a multiple of {group_size}"
             problems.append(f"{problem}: some GPUs would not be used")
-        try:
-            limit = self.bucket_tokens
-            if self.packing_length is not None and limit is not None and self.packing_length > limit:
-                excess = f"--packing-length {self.packing_length} exceeds --bucket-size {self.bucket_size}"
-                problems.append(f"{excess}: no pack would fit")
-        except ValueError:
-            problems.append(f"--bucket-size {self.bucket_size}: give a number of tokens, as in 8192 or 26K, or auto")
+        problems += self._bucket_problems()
         known = f"known are {', '.join(STRATEGIES)}"
         unknown = [name for name in self.strategies if name not in STRATEGIES]
         problems += [f"--strategies {name}: {known}{did_you_mean(name, STRATEGIES)}" for name in unknown]
         return problems
+
+    def _bucket_problems(self) -> list[str]:
+        """Return problems of ``--bucket-size``, and of a ``--packing-length`` that exceeds it."""
+        try:
+            limit = self.bucket_tokens
+        except ValueError:
+            return [f"--bucket-size {self.bucket_size}: give a number of tokens, as in 8192 or 26K, or auto"]
+        if self.packing_length is not None and limit is not None and self.packing_length > limit:
+            excess = f"--packing-length {self.packing_length} exceeds --bucket-size {self.bucket_size}"
+            return [f"{excess}: no pack would fit"]
+        return []

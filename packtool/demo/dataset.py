@@ -27,6 +27,8 @@ from PIL import Image, ImageDraw
 from packtool.constants import IMAGE_MARK
 
 Colour = tuple[int, int, int]
+ShapeBox = tuple[float, float, float, float]
+"""Left, top, right and bottom of a shape, in pixels."""
 Row = dict[str, Any]
 
 SHAPE_COLOURS: dict[str, Colour] = {
@@ -59,45 +61,61 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 
 
 class Scene(NamedTuple):
-    """Content of an image: shapes of one kind and colour, each in a box (left, top, right, bottom), on a backdrop."""
+    """Content of an image: shapes of one kind and colour, each in a box, on a backdrop."""
 
     width: int
     height: int
     backdrop: str
     colour: str
     kind: str
-    boxes: tuple[tuple[float, float, float, float], ...]
+    boxes: tuple[ShapeBox, ...]
 
 
 def _draw_scene(rng: random.Random, is_single: bool) -> Scene:
     """Draw a random scene: one shape at an end of the longer side, or 1 to ``MAX_SHAPES`` in a row along it."""
     long_side = rng.choice(LONG_SIDES)
     short_side = rng.choice(SHORT_SIDES)
-    width, height = long_side, short_side
-    if is_single:
-        position = rng.choice(list(POSITIONS))
-        if position in ("top", "bottom"):
-            width, height = short_side, long_side
-        radius = short_side / 2 * rng.uniform(0.8, 0.95)
-        right, down = POSITIONS[position]
-        # At least one pixel stays free between the shape and the edges of the image.
-        centers = [(radius + 1 + right * (width - 2 * radius - 2), radius + 1 + down * (height - 2 * radius - 2))]
-    else:
-        num_shapes = rng.randint(1, MAX_SHAPES)
-        radius = min(long_side / num_shapes, short_side) / 2 * rng.uniform(0.8, 0.95)
-        centers = [((index + 0.5) * long_side / num_shapes, short_side / 2) for index in range(num_shapes)]
-        is_upright = rng.random() >= 0.5
-        if is_upright:
-            width, height = short_side, long_side
-            centers = [(y, x) for x, y in centers]
+    draw_boxes = _draw_single_box if is_single else _draw_row_of_boxes
+    width, height, boxes = draw_boxes(rng, long_side, short_side)
     return Scene(
         width=width,
         height=height,
         backdrop=rng.choice(list(BACKDROP_COLOURS)),
         colour=rng.choice(list(SHAPE_COLOURS)),
         kind=rng.choice(SHAPE_KINDS),
-        boxes=tuple((x - radius, y - radius, x + radius, y + radius) for x, y in centers),
+        boxes=boxes,
     )
+
+
+def _draw_single_box(rng: random.Random, long_side: int, short_side: int) -> tuple[int, int, tuple[ShapeBox, ...]]:
+    """Return width and height of an image, and the box of a shape at an end of its longer side."""
+    width, height = long_side, short_side
+    position = rng.choice(list(POSITIONS))
+    if position in ("top", "bottom"):
+        width, height = short_side, long_side
+    radius = short_side / 2 * rng.uniform(0.8, 0.95)
+    right, down = POSITIONS[position]
+    # At least one pixel stays free between the shape and the edges of the image.
+    x = radius + 1 + right * (width - 2 * radius - 2)
+    y = radius + 1 + down * (height - 2 * radius - 2)
+    return width, height, (_box_around(x, y, radius),)
+
+
+def _draw_row_of_boxes(rng: random.Random, long_side: int, short_side: int) -> tuple[int, int, tuple[ShapeBox, ...]]:
+    """Return width and height of an image, and the boxes of 1 to ``MAX_SHAPES`` shapes along its longer side."""
+    num_shapes = rng.randint(1, MAX_SHAPES)
+    radius = min(long_side / num_shapes, short_side) / 2 * rng.uniform(0.8, 0.95)
+    centers = [((index + 0.5) * long_side / num_shapes, short_side / 2) for index in range(num_shapes)]
+    width, height = long_side, short_side
+    is_upright = rng.random() >= 0.5
+    if is_upright:
+        width, height = short_side, long_side
+        centers = [(y, x) for x, y in centers]
+    return width, height, tuple(_box_around(x, y, radius) for x, y in centers)
+
+
+def _box_around(x: float, y: float, radius: float) -> ShapeBox:
+    return x - radius, y - radius, x + radius, y + radius
 
 
 def paint(scene: Scene) -> Image.Image:
@@ -161,22 +179,23 @@ def make_rows(directory: str, num_rows: int, seed: int, num_unusable: int = 0) -
     root = Path(directory)
     rng = random.Random(seed)
     maker = _RowMaker(root, rng)
-    train = [maker.unusable_row(index) for index in range(num_unusable)]
-    for _ in range(num_rows - num_unusable):
-        if rng.random() < 1 / 10:
-            row: Row = {"messages": text_turns(rng), "images": []}
-        else:
-            row, _questions = maker.picture_row()
-        train.append(row)
-    rng.shuffle(train)
+    train = maker.training_rows(num_rows, num_unusable)
     num_held_out = max(4, num_rows // HELD_OUT_SHARE)
     held_out, questions = zip(*(maker.picture_row() for _ in range(num_held_out)), strict=True)
-    files = {"train": train, "held_out": held_out, "swapped": _swap_pictures(held_out)}
-    paths = {name: root / f"{name}.json" for name in files}
-    for name, rows in files.items():
-        lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-        paths[name].write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    return SyntheticDataset(num_pictures=maker.num_pictures, held_out_questions=questions, **paths)
+    return SyntheticDataset(
+        train=_write_rows(root / "train.json", train),
+        held_out=_write_rows(root / "held_out.json", held_out),
+        swapped=_write_rows(root / "swapped.json", _swap_pictures(held_out)),
+        num_pictures=maker.num_pictures,
+        held_out_questions=questions,
+    )
+
+
+def _write_rows(path: Path, rows: Sequence[Row]) -> Path:
+    """Write rows as a JSON array with a line for each; return the path."""
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    return path
 
 
 def _swap_pictures(rows: Sequence[Row]) -> list[Row]:
@@ -199,6 +218,18 @@ class _RowMaker:
         self.num_pictures = 0
         (root / "pictures").mkdir(parents=True, exist_ok=True)
 
+    def training_rows(self, num_rows: int, num_unusable: int) -> list[Row]:
+        """Return rows in random order: unusable ones, conversations without images (a tenth), and rows with images."""
+        rows = [self.unusable_row(index) for index in range(num_unusable)]
+        for _ in range(num_rows - num_unusable):
+            if self.rng.random() < 1 / 10:
+                row: Row = {"messages": text_turns(self.rng), "images": []}
+            else:
+                row, _ = self.picture_row()
+            rows.append(row)
+        self.rng.shuffle(rows)
+        return rows
+
     def picture_row(self) -> tuple[Row, tuple[Question, ...]]:
         """Return a row and its questions, and write its images; one in six rows has a second image in a later turn."""
         num_scenes = 2 if self.rng.random() < 1 / 6 else 1
@@ -212,13 +243,17 @@ class _RowMaker:
             scene_turns[0]["content"] = IMAGE_MARK + scene_turns[0]["content"]
             turns += scene_turns
             questions += scene_questions
-            self.num_pictures += 1
-            picture = f"pictures/{self.num_pictures:04d}.png"
-            pictures.append(picture)
-            paint(scene).save(self.root / picture, optimize=False)
+            pictures.append(self._write_picture(scene))
         if self.rng.random() < 1 / 8:
             turns.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
         return {"messages": turns, "images": pictures}, tuple(questions)
+
+    def _write_picture(self, scene: Scene) -> str:
+        """Write the image of a scene, and return its path below the dataset's directory."""
+        self.num_pictures += 1
+        path = f"pictures/{self.num_pictures:04d}.png"
+        paint(scene).save(self.root / path, optimize=False)
+        return path
 
     def unusable_row(self, index: int) -> Row:
         """Return a row that export must drop: too long for even ``index``, else with a missing image."""

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.demo.dataset import make_rows
+from packtool.demo.dataset import Question, make_rows
 from packtool.demo.model import make_model
 from packtool.errors import ConfigError, PacktoolError
 from packtool.launch.processes import environment_of_one_process
@@ -92,25 +92,33 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
     _export(dataset.swapped, folder, "swapped", progress)
     trained = _train(folder, seed, progress)
     questions = [question for row_questions in dataset.held_out_questions for question in row_questions]
-    is_correct: dict[str, npt.NDArray[np.bool_]] = {}  # by cache: for each question, with right or swapped images
-    for cache in ("held-out", "swapped"):
-        max_tokens = 4 * PACKING_LENGTH
-        turns = exact_match(trained["checkpoint"], str(folder / cache), packing_length=max_tokens, progress=progress)
-        if len(turns) != len(questions):
-            raise PacktoolError(f"{folder / cache} holds {len(turns)} of {len(questions)} held-out questions")
-        is_correct[cache] = np.array([is_exact for _, _, is_exact in turns], np.bool_)
-    kinds = np.array([question.kind for question in questions])
+    is_correct = _correct_answers(trained["checkpoint"], folder / "held-out", len(questions), progress)
+    is_correct_swapped = _correct_answers(trained["checkpoint"], folder / "swapped", len(questions), progress)
     return DemoResult(
         num_rows=exported["num_rows"],
         dropped=sum(exported["dropped"].values()),
         **{name: trained[name] for name in _TRAINING_FIGURES},
         num_questions=len(questions),
-        accuracy=float(is_correct["held-out"].mean()),
-        swapped_accuracy=float(is_correct["swapped"].mean()),
+        accuracy=float(is_correct.mean()),
+        swapped_accuracy=float(is_correct_swapped.mean()),
         chance=dataset.chance,
-        accuracy_by_kind={str(kind): float(is_correct["held-out"][kinds == kind].mean()) for kind in np.unique(kinds)},
+        accuracy_by_kind=_accuracy_by_kind(questions, is_correct),
         seconds=time.perf_counter() - begin,
     )
+
+
+def _correct_answers(checkpoint: str, cache: Path, num_questions: int, progress: Progress) -> npt.NDArray[np.bool_]:
+    """Return whether the model answers each question of a cache exactly, (questions,)."""
+    turns = exact_match(checkpoint, str(cache), packing_length=4 * PACKING_LENGTH, progress=progress)
+    if len(turns) != num_questions:
+        raise PacktoolError(f"{cache} holds {len(turns)} of {num_questions} held-out questions")
+    return np.array([is_exact for _, _, is_exact in turns], np.bool_)
+
+
+def _accuracy_by_kind(questions: Sequence[Question], is_correct: npt.NDArray[np.bool_]) -> dict[str, float]:
+    """Return the share of correct answers for each kind of question, sorted by kind."""
+    kinds = np.array([question.kind for question in questions])
+    return {str(kind): float(is_correct[kinds == kind].mean()) for kind in np.unique(kinds)}
 
 
 def _prepare_folder(output_dir: str) -> Path:

@@ -24,6 +24,7 @@ from packtool.launch.world import World
 from packtool.library.commands import settings_of
 from packtool.library.planned import Plan
 from packtool.library.training import Targets
+from packtool.planning.steps import StepPlan
 from packtool.train.model.load import input_spec
 from packtool.train.model.loss import label_positions
 from packtool.train.prepare.checkpoint import RunState
@@ -99,18 +100,11 @@ class Batches(Dataset[dict[str, Any]]):
     ) -> None:
         if not isinstance(plan, Plan):
             raise ConfigError(f"packtool.Batches takes a plan, not {plan!r}.", "Make one: packtool.plan(caches, ...).")
-        self.plan, self.model, self.device, self.options = plan, model, device, options
-        if rank is None:
-            world = World.from_environment()
-            if world.size != plan.world_size:
-                raise ConfigError(
-                    f"the plan is for {plan.world_size} ranks, and this process is one of {world.size}",
-                    f"Plan with world_size={world.size}, or pass rank=.",
-                )
-            rank = world.rank
-        elif rank != "all" and (not isinstance(rank, int) or not 0 <= rank < plan.world_size):
-            raise ConfigError(f'rank {rank}: the plan has ranks 0 to {plan.world_size - 1}, or "all"')
-        self.rank: int | Literal["all"] = rank
+        self.plan = plan
+        self.model = model
+        self.device = device
+        self.options = options
+        self.rank: int | Literal["all"] = _rank_in_plan(plan, rank)
         self._config = _train_config(plan, model, options)
         self._prepare(resume_state=None)
         planned_packs = plan.preview.timeline.first.packs
@@ -207,9 +201,7 @@ class Batches(Dataset[dict[str, Any]]):
                 number of ranks has changed.
         """
         try:
-            run_fields = dict(state["run"])
-            run_fields["assignments"] = tuple(map(tuple, run_fields["assignments"]))  # lists, if read from JSON
-            saved_run = RunState(**run_fields)
+            saved_run = _run_state(state["run"])
             micro_batch = int(state["micro_batch"])
             counts_all_ranks = bool(state["of_all_ranks"])
             ends_step = bool(state["ends_step"])
@@ -244,17 +236,13 @@ class Batches(Dataset[dict[str, Any]]):
             the number of micro-batches before each epoch and in total, int64 (E + 1,); the first step of each epoch,
             and the step after the last epoch; and the maximum number of micro-batches in a step.
         """
-        timeline, config = self._timeline, self.plan.config
-        # Only plan epochs that may differ from the first: token budgets, a partial first epoch, or stages.
-        epochs_differ = config.has_unpadded_batches or config.samples_per_step is not None or timeline.inputs.stages
         epoch_offsets = [0]
         epoch_starts = [self._first_step]
         max_per_step = 1
         for epoch in count(self._first_epoch):
-            is_planned = epochs_differ or epoch == self._first_epoch
-            steps = (timeline.plan_of(epoch) if is_planned else timeline.first).steps
+            steps = self._steps_of_epoch(epoch)
             first_step = epoch_starts[-1]
-            stop_step = min(self.num_steps, timeline.stretch(first_step).stop)
+            stop_step = min(self.num_steps, self._timeline.stretch(first_step).stop)
             # ``step_offsets`` counts the micro-batches of all ranks, and all have equally many.
             step_offsets = steps.step_offsets[: stop_step - first_step + 1] // steps.world_size
             epoch_offsets.append(epoch_offsets[-1] + int(step_offsets[-1]))
@@ -263,6 +251,18 @@ class Batches(Dataset[dict[str, Any]]):
             if stop_step == self.num_steps:
                 break
         return np.array(epoch_offsets, np.int64), epoch_starts, max_per_step
+
+    def _steps_of_epoch(self, epoch: int) -> StepPlan:
+        """Return steps with as many micro-batches as those of an epoch; plans only epochs that may differ from others.
+
+        These are epochs with token budgets, a partial first epoch, and stages.
+        """
+        config = self.plan.config
+        timeline = self._timeline
+        epochs_differ = config.has_unpadded_batches or config.samples_per_step is not None or timeline.inputs.stages
+        if epochs_differ or epoch == self._first_epoch:
+            return timeline.plan_of(epoch).steps
+        return timeline.first.steps
 
     def _num_micro_batches(self, epoch: int, step: int) -> int:
         """Return the number of a rank's micro-batches in a step of an epoch, with empty ones for rank "all"."""
@@ -336,7 +336,8 @@ def _train_config(plan: Plan, model: str | None, options: Mapping[str, Any]) -> 
 
     ConfigError for a plan or an option that ``Batches`` does not support.
     """
-    config, reader = plan.config, plan.preview.inputs.reader
+    config = plan.config
+    reader = plan.preview.inputs.reader
     if reader is None:
         raise ConfigError("a plan of --lengths has no samples for batches", "Plan for caches.")
     if config.sequence_parallel_ranks > 1:
@@ -344,12 +345,7 @@ def _train_config(plan: Plan, model: str | None, options: Mapping[str, Any]) -> 
             f"in this plan {config.sequence_parallel_ranks} processes share each pack, which Batches does not support",
             "Plan without sequence_parallel_size, or use packtool train.",
         )
-    problems = [f"{name} is not supported here: {reason}" for name, reason in _TRAIN_ONLY.items() if name in options]
-    if not problems:
-        unknown_names = [name for name in options if name not in OPTIONS]
-        problems = [f"{name} is not an option of Batches{did_you_mean(name, OPTIONS)}" for name in unknown_names]
-    if problems:
-        raise ConfigError.from_problems(problems)
+    _check_options(options)
     if plan.preview.inputs.stages and options.get("max_steps", config.max_steps) != config.max_steps:
         raise ConfigError(
             f"max_steps={options['max_steps']}: the plan has stages, whose lengths depend on max_steps",
@@ -365,3 +361,34 @@ def _train_config(plan: Plan, model: str | None, options: Mapping[str, Any]) -> 
     return settings_of(
         TrainConfig, {**plan_options, "model": model, "output_dir": "", "eval_strategy": "no", **options}
     )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise a ConfigError that names the options which need the training loop, or else those that are unknown."""
+    problems = [f"{name} is not supported here: {reason}" for name, reason in _TRAIN_ONLY.items() if name in options]
+    if not problems:
+        unknown_names = [name for name in options if name not in OPTIONS]
+        problems = [f"{name} is not an option of Batches{did_you_mean(name, OPTIONS)}" for name in unknown_names]
+    if problems:
+        raise ConfigError.from_problems(problems)
+
+
+def _rank_in_plan(plan: Plan, rank: int | Literal["all"] | None) -> int | Literal["all"]:
+    """Return the rank, None for that of this process; raise a ConfigError if the plan does not have it."""
+    if rank is None:
+        world = World.from_environment()
+        if world.size != plan.world_size:
+            raise ConfigError(
+                f"the plan is for {plan.world_size} ranks, and this process is one of {world.size}",
+                f"Plan with world_size={world.size}, or pass rank=.",
+            )
+        return world.rank
+    if rank != "all" and (not isinstance(rank, int) or not 0 <= rank < plan.world_size):
+        raise ConfigError(f'rank {rank}: the plan has ranks 0 to {plan.world_size - 1}, or "all"')
+    return rank
+
+
+def _run_state(run_fields: Mapping[str, Any]) -> RunState:
+    """Return the state of a run from its fields, in which JSON has made lists of tuples."""
+    assignments = tuple(map(tuple, run_fields["assignments"]))
+    return RunState(**{**run_fields, "assignments": assignments})

@@ -52,7 +52,7 @@ def export(*, progress: Progress | None = None, **options: Unpack[ExportKeywords
         ConfigError, DataError, RowError, StorageError: as the command; an existing finished cache is not changed.
     """
     from packtool.cache.export import export as export_rows
-    from packtool.rows.sources import with_local_copies
+    from packtool.rows.hubs import with_local_copies
 
     return export_rows(with_local_copies(settings_of(ExportConfig, options)), progress or SilentProgress())
 

@@ -78,46 +78,62 @@ def _named_paths(chart: Chart) -> list[Path]:
     return [path for path in chart.shapes if isinstance(path, Path) and path.name]
 
 
-def _draw_chart(draw: ImageDraw.ImageDraw, chart: Chart, box: tuple[int, int, int, int]) -> None:
-    """Draw a chart, its axes and names; ``box``: left, upper, right and lower end of the inner area, in pixels."""
-    left, top, right, bottom = box
-    small_font = _font(_SMALL)
+Area = tuple[int, int, int, int]
+"""Left, upper, right and lower end of the inner area of a chart, in pixels of the image."""
 
-    def to_pixels(point: Point) -> Point:
-        """Convert a point in units of the axes (0 to ``AXIS_LENGTH``, y pointing down) to pixels of the image."""
-        x, y = point
-        return left + x / AXIS_LENGTH * (right - left), top + y / AXIS_LENGTH * (bottom - top)
 
+def _to_pixels(point: Point, area: Area) -> Point:
+    """Convert a point in units of the axes (0 to ``AXIS_LENGTH``, y pointing down) to pixels of the image."""
+    x, y = point
+    left, top, right, bottom = area
+    return left + x / AXIS_LENGTH * (right - left), top + y / AXIS_LENGTH * (bottom - top)
+
+
+def _draw_chart(draw: ImageDraw.ImageDraw, chart: Chart, area: Area) -> None:
+    """Draw a chart, its axes and names."""
     # The name of the vertical axis and the notes are above the chart.
+    left, top, _, _ = area
     title_y = top - _TOP + 60
     draw.text((left, title_y), chart.y.name, fill=_INK, font=_font(_NORMAL), anchor="lm")
     for note in chart.notes:
-        x, _ = to_pixels((note.x, 0))
+        x, _ = _to_pixels((note.x, 0), area)
         note_text = " ".join(text for _, text in note.texts)
-        draw.text((x, title_y), note_text, fill=_WARNING, font=small_font, anchor="rm")
+        draw.text((x, title_y), note_text, fill=_WARNING, font=_font(_SMALL), anchor="rm")
     for shape in chart.drawing.shapes:  # the shapes of training curves are all paths
         if isinstance(shape, Path):
-            color, width, dashes = _PENS[shape.style]
             for stroke in shape.strokes:
-                _draw_stroke(draw, [to_pixels(point) for point in stroke], color, width, dashes)
-    # Labels of the ticks of both axes, and the name of the horizontal one.
-    for tick, label in chart.y.tick_positions:
-        x, y = to_pixels((0, AXIS_LENGTH - tick))
-        draw.text((x - 24, y), label, fill=_GREY, font=small_font, anchor="rm")
-    for tick, label in chart.x.tick_positions:
-        x, y = to_pixels((tick, AXIS_LENGTH))
-        _draw_stroke(draw, [(x, y), (x, y + 16)], *_PENS["axis"])
-        draw.text((x, y + 28), label, fill=_GREY, font=small_font, anchor="ma")
-    draw.text(((left + right) / 2, bottom + 88), chart.x.name, fill=_GREY, font=small_font, anchor="ma")
+                _draw_stroke(draw, [_to_pixels(point, area) for point in stroke], *_PENS[shape.style])
+    _draw_axis_labels(draw, chart, area)
+    _draw_curve_names(draw, chart, area)
 
-    # The name of each curve is right of its last point, moved up or down where names would overlap.
-    curve_ends = [(to_pixels(path.strokes[-1][-1])[1], path) for path in _named_paths(chart)]
+
+def _draw_axis_labels(draw: ImageDraw.ImageDraw, chart: Chart, area: Area) -> None:
+    """Draw the labels of the ticks of both axes, and the name of the horizontal one."""
+    font = _font(_SMALL)
+    for tick, label in chart.y.tick_positions:
+        x, y = _to_pixels((0, AXIS_LENGTH - tick), area)
+        draw.text((x - 24, y), label, fill=_GREY, font=font, anchor="rm")
+    for tick, label in chart.x.tick_positions:
+        x, y = _to_pixels((tick, AXIS_LENGTH), area)
+        _draw_stroke(draw, [(x, y), (x, y + 16)], *_PENS["axis"])
+        draw.text((x, y + 28), label, fill=_GREY, font=font, anchor="ma")
+    left, _, right, bottom = area
+    draw.text(((left + right) / 2, bottom + 88), chart.x.name, fill=_GREY, font=font, anchor="ma")
+
+
+def _draw_curve_names(draw: ImageDraw.ImageDraw, chart: Chart, area: Area) -> None:
+    """Draw the name of each curve right of its last point, moved up or down where names would overlap."""
+    _, _, right, bottom = area
+    curve_ends = []  # (vertical position of the last point, curve)
+    for path in _named_paths(chart):
+        _, end_y = _to_pixels(path.strokes[-1][-1], area)
+        curve_ends.append((end_y, path))
     curve_ends.sort(key=lambda curve_end: curve_end[0])
     name_ys = _spread_names([end_y for end_y, _ in curve_ends], bottom)
     for name_y, (end_y, path) in zip(name_ys, curve_ends, strict=True):
         color, _, _ = _PENS[path.style]
         _draw_stroke(draw, [(right + 6, end_y), (right + 24, name_y)], color, width=_THIN, dashes=None)
-        draw.text((right + 32, name_y), path.name, fill=color, font=small_font, anchor="lm")
+        draw.text((right + 32, name_y), path.name, fill=color, font=_font(_SMALL), anchor="lm")
 
 
 def _spread_names(ascending_ys: Sequence[float], max_y: float) -> list[float]:
@@ -192,13 +208,7 @@ def write_curves(metrics_path: str, output_dir: str) -> str | None:
 
     ``metrics_path``: a file with a JSON object per line, with ``step`` and figures. An incomplete last line is ignored.
     """
-    records = []
-    with open(metrics_path, encoding="utf-8") as file:
-        for text in file:
-            with contextlib.suppress(ValueError):  # a killed run may leave an incomplete line
-                record = load_json(text)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    records.append(record)
+    records = _read_records(metrics_path)
     charts = charts_of(records)
     if not charts:
         return None
@@ -212,6 +222,18 @@ def write_curves(metrics_path: str, output_dir: str) -> str | None:
     image.save(path + ".tmp", format="PNG", dpi=(_DOTS_PER_INCH, _DOTS_PER_INCH))
     os.replace(path + ".tmp", path)
     return path
+
+
+def _read_records(metrics_path: str) -> list[dict[str, Any]]:
+    """Read the records of a training log that have a step."""
+    records = []
+    with open(metrics_path, encoding="utf-8") as file:
+        for text in file:
+            with contextlib.suppress(ValueError):  # a killed run may leave an incomplete line
+                record = load_json(text)
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    records.append(record)
+    return records
 
 
 def smoothed(values: Numbers) -> Numbers:
@@ -230,32 +252,39 @@ def charts_of(records: Records) -> list[Chart]:
     """Return the charts of a log, all with optimizer steps as horizontal axis."""
     evaluation_loss = _curves(records, {"eval_loss": "evaluation"}, style="c1 solid", is_marked=True)
     training_loss = _smooth_curves(records, "loss", name="training" if evaluation_loss else "")
-    # The loss of a channel is logged as ``loss_CHANNEL``; of many channels, the ones logged most often are shown.
-    num_logged = Counter(name for record in records for name in record if name.startswith("loss_"))
-    by_frequency = sorted(num_logged, key=lambda name: (-num_logged[name], name))
-    shown = sorted(by_frequency[:_MAX_CURVES])
-    channel_note = f" ({len(shown)} of {len(num_logged)} channels)" if len(shown) < len(num_logged) else ""
-    channel_labels = {}
-    for name in shown:
-        label = escape_line(name.removeprefix("loss_"))
-        channel_labels[name] = label if len(label) <= _MAX_NAME_LENGTH else label[: _MAX_NAME_LENGTH - 1] + "…"
-    channel_losses = _curves(records, channel_labels, smooth=True)
     throughputs = {"tokens_per_second": "all", "target_tokens_per_second": "targets"}
-    # The axis of the fill, in percent, begins at a multiple of ten that is at or below all values, and at most at 90.
-    fills = [value for curve in _curves(records, {"fill": ""}) for value in curve.y if math.isfinite(value)]
-    min_fill = min(math.floor(10 * min(fills, default=0)) * 10, 90)
-    fill = _smooth_curves(records, "fill", scale=100)
     charts = [
         _chart(records, "loss, mean over target tokens, in nats", [*training_loss, *evaluation_loss]),
         _chart(records, "objective: the loss that training minimizes, in nats", _smooth_curves(records, "objective")),
-        _chart(records, f"loss by channel, in nats, smoothed{channel_note}", channel_losses),
+        _channel_chart(records),
         _chart(records, "learning rate", _curves(records, {"learning_rate": ""}), low=0.0),
         _chart(records, "gradient norm before clipping", _smooth_curves(records, "grad_norm"), low=0.0),
         _chart(records, "throughput in tokens per second", _curves(records, throughputs, smooth=True), low=0.0),
-        _chart(records, "fill: computed tokens that are not padding", fill, low=min_fill, high=100, suffix="%"),
+        _fill_chart(records),
         _chart(records, "token accuracy", _smooth_curves(records, "token_accuracy", scale=100), suffix="%"),
     ]
     return [chart for chart in charts if chart is not None]
+
+
+def _channel_chart(records: Records) -> Chart | None:
+    """Return the chart of the losses of channels, logged as ``loss_CHANNEL``; of many, those logged most often."""
+    num_logged = Counter(name for record in records for name in record if name.startswith("loss_"))
+    by_frequency = sorted(num_logged, key=lambda name: (-num_logged[name], name))
+    shown = sorted(by_frequency[:_MAX_CURVES])
+    note = f" ({len(shown)} of {len(num_logged)} channels)" if len(shown) < len(num_logged) else ""
+    labels = {}
+    for name in shown:
+        label = escape_line(name.removeprefix("loss_"))
+        labels[name] = label if len(label) <= _MAX_NAME_LENGTH else label[: _MAX_NAME_LENGTH - 1] + "…"
+    return _chart(records, f"loss by channel, in nats, smoothed{note}", _curves(records, labels, smooth=True))
+
+
+def _fill_chart(records: Records) -> Chart | None:
+    """Return the chart of the fill in percent; its axis begins at a multiple of ten below all values, at most at 90."""
+    fills = [value for curve in _curves(records, {"fill": ""}) for value in curve.y if math.isfinite(value)]
+    low = min(math.floor(10 * min(fills, default=0)) * 10, 90)
+    curves = _smooth_curves(records, "fill", scale=100)
+    return _chart(records, "fill: computed tokens that are not padding", curves, low=low, high=100, suffix="%")
 
 
 def _chart(
@@ -274,49 +303,52 @@ def _chart(
     finite_curves = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not finite_curves:
         return None
-    # The padded range covers the finite values of all curves and the fixed ends of the axis.
-    fixed_ends = [end for end in (low, high) if end is not None]
-    values = np.concatenate([np.array(fixed_ends), *(curve.y[np.isfinite(curve.y)] for curve in finite_curves)])
-    padded_low, padded_high = _padded(float(values.min()), float(values.max()), fraction=0.05)
+    x = _step_axis(records)
+    padded_low, padded_high = _padded_range(finite_curves, [end for end in (low, high) if end is not None])
     if suffix == "%":
         padded_low, padded_high = max(padded_low, 0.0), min(padded_high, 100.0)
     y_start = padded_low if low is None else low
     y_stop = padded_high if high is None else high
     y = Axis.linear(title, y_start, y_stop, num_ticks=5, suffix=suffix)
+    shapes = []
+    for curve in finite_curves:
+        shapes += _curve_paths(curve, x, y)
+    num_not_finite = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
+    notes = []
+    if num_not_finite:
+        notes.append(Note(AXIS_LENGTH, [("", f"{plural(num_not_finite, 'value')} not finite")]))
+    return Chart(x, y, shapes, notes)
+
+
+def _padded_range(curves: Sequence[Curve], fixed_ends: Sequence[float]) -> tuple[float, float]:
+    """Return a range slightly beyond the finite values of all curves and the fixed ends of their axis."""
+    finite_values = [curve.y[np.isfinite(curve.y)] for curve in curves]
+    values = np.concatenate([np.array(fixed_ends), *finite_values])
+    return _padded(float(values.min()), float(values.max()), fraction=0.05)
+
+
+def _step_axis(records: Records) -> Axis:
+    """Return the horizontal axis: the steps of the log, from 0 if the log begins near it."""
     steps = [float(record["step"]) for record in records]
     begins_near_zero = 0 <= min(steps) < _NEAR_ZERO * max(steps)
     first_step, last_step = _padded(0.0 if begins_near_zero else min(steps), max(steps), fraction=0.0)
-    x = Axis.linear("optimizer step", first_step, last_step, num_ticks=5, integers=True)
-    shapes = []
-    for curve in finite_curves:
-        strokes = list(_strokes(curve, x, y))
-        shapes.append(Path(strokes, curve.style, curve.name))
-        if curve.is_marked or len(curve.x) <= _MAX_MARKED_POINTS:
-            dots = [[point] for stroke in strokes for point in stroke]  # a stroke of one point is drawn as a dot
-            shapes.append(Path(dots, curve.style))
-    num_not_finite = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
-    warning = Note(AXIS_LENGTH, [("", f"{plural(num_not_finite, 'value')} not finite")])
-    return Chart(x, y, shapes, [warning] if num_not_finite else [])
+    return Axis.linear("optimizer step", first_step, last_step, num_ticks=5, integers=True)
+
+
+def _curve_paths(curve: Curve, x: Axis, y: Axis) -> list[Path]:
+    """Return the line of a curve and, if it is marked or has few points, a dot for each point."""
+    strokes = list(_strokes(curve, x, y))
+    paths = [Path(strokes, curve.style, curve.name)]
+    if curve.is_marked or len(curve.x) <= _MAX_MARKED_POINTS:
+        dots = [[point] for stroke in strokes for point in stroke]  # a stroke of one point is drawn as a dot
+        paths.append(Path(dots, curve.style))
+    return paths
 
 
 def _strokes(curve: Curve, x: Axis, y: Axis) -> Iterator[list[Point]]:
-    """Yield lines through consecutive finite values, as points in units of the axes with y pointing down.
-
-    Of many points, only the minimum and maximum of each group are drawn, so that spikes stay visible. A group without a
-    finite value interrupts the line.
-    """
-    indices = list(range(len(curve.y)))  # of the points that are drawn
-    group_size = math.ceil(len(curve.y) / _MAX_POINTS)
-    if group_size > 2:
-        indices = []
-        for start in range(0, len(curve.y), group_size):
-            group = curve.y[start : start + group_size]
-            chosen = {0}  # a value that is not finite interrupts the line
-            if np.isfinite(group).any():
-                chosen = {int(np.nanargmin(group)), int(np.nanargmax(group))}
-            indices += sorted(start + i for i in chosen)
+    """Yield lines through consecutive finite values, as points in units of the axes with y pointing down."""
     stroke: list[Point] = []
-    for index in indices:
+    for index in _drawn_indices(curve.y):
         if np.isfinite(curve.y[index]):
             stroke.append((x.position(float(curve.x[index])), AXIS_LENGTH - y.position(float(curve.y[index]))))
         elif stroke:
@@ -324,6 +356,24 @@ def _strokes(curve: Curve, x: Axis, y: Axis) -> Iterator[list[Point]]:
             stroke = []
     if stroke:
         yield stroke
+
+
+def _drawn_indices(values: Numbers) -> list[int]:
+    """Return the indices of the points to draw: of many, only the minimum and maximum of each group.
+
+    So spikes stay visible. A group without a finite value is represented by its first, which interrupts the line.
+    """
+    group_size = math.ceil(len(values) / _MAX_POINTS)
+    if group_size <= 2:
+        return list(range(len(values)))
+    indices = []
+    for start in range(0, len(values), group_size):
+        group = values[start : start + group_size]
+        chosen = {0}
+        if np.isfinite(group).any():
+            chosen = {int(np.nanargmin(group)), int(np.nanargmax(group))}
+        indices += sorted(start + i for i in chosen)
+    return indices
 
 
 def _padded(low: float, high: float, fraction: float) -> tuple[float, float]:
@@ -359,12 +409,12 @@ def _curves(
     """
     curves = []
     for number, (figure, end_text) in enumerate(end_texts.items()):
-        points = [
-            (record["step"], record[figure]) for record in records if isinstance(record.get(figure), (int, float))
-        ]
-        if points:
-            steps, values = np.array(points, np.float64).T
-            if smooth and len(values) >= _MIN_TO_SMOOTH:
-                values = smoothed(values)
-            curves.append(Curve(steps, values * scale, style or f"c{number}", end_text, is_marked))
+        records_with_figure = [record for record in records if isinstance(record.get(figure), (int, float))]
+        if not records_with_figure:
+            continue
+        steps = np.array([record["step"] for record in records_with_figure], np.float64)
+        values = np.array([record[figure] for record in records_with_figure], np.float64)
+        if smooth and len(values) >= _MIN_TO_SMOOTH:
+            values = smoothed(values)
+        curves.append(Curve(steps, values * scale, style or f"c{number}", end_text, is_marked))
     return curves

@@ -97,14 +97,8 @@ class Axis:
             extend: ticks begin at ``low``, and the axis ends with the first tick at or above ``high``.
             suffix: unit after the number of each tick.
         """
-        # The step between ticks is the smallest round number that makes at most about ``num_ticks`` ticks.
+        step = _round_step((high - low) / num_ticks, integers=integers)
         # Tolerances of 1e-9 absorb rounding errors of quotients that should be integers.
-        min_step = (high - low) / num_ticks
-        power = 10.0 ** math.floor(math.log10(min_step))
-        steps = [factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= min_step * (1 - 1e-9)]
-        if integers:
-            steps = [*(step for step in steps if step == int(step)), 1.0]
-        step = steps[0]
         if extend:
             num_steps = max(math.ceil((high - low) / step - 1e-9), 1)
             values = [low + i * step for i in range(num_steps + 1)]
@@ -113,10 +107,7 @@ class Axis:
             last_multiple = math.floor(high / step + 1e-9)
             values = [i * step for i in range(first_multiple, last_multiple + 1)]
         spacing = values[1] - values[0] if len(values) > 1 else 1.0
-        # Labels have the fewest decimals that represent the spacing exactly, at most 4.
-        num_decimals = 0
-        while num_decimals < 4 and abs(round(spacing, num_decimals) - spacing) >= 1e-9:
-            num_decimals += 1
+        num_decimals = _num_decimals(spacing)
         ticks = [(value, _label(value, spacing, num_decimals) + suffix) for value in values]
         return cls(name, low, values[-1] if extend else high, ticks)
 
@@ -129,11 +120,17 @@ class Axis:
             values = [factor * power for power in powers for factor in factors if low <= factor * power <= high]
             ticks = [(value, _label(value, 1, 0)) for value in values[::every_nth]]
             axis = cls(name, low, high, ticks, is_log=True)
-            neighbors = pairwise(axis.tick_positions)
-            gaps = [(right - left, len(left_label + label)) for (left, left_label), (right, label) in neighbors]
-            if all(gap > _LETTER_WIDTH * (num_letters / 2 + 1) for gap, num_letters in gaps):
+            if not axis._labels_overlap():
                 break
         return axis
+
+    def _labels_overlap(self) -> bool:
+        """Return whether the labels of neighboring ticks overlap on a narrow phone."""
+        for (left, left_label), (right, label) in pairwise(self.tick_positions):
+            num_letters = len(left_label + label)
+            if right - left <= _LETTER_WIDTH * (num_letters / 2 + 1):
+                return True
+        return False
 
     def position(self, value: float) -> float:
         """Return the position of a value, in units."""
@@ -145,6 +142,25 @@ class Axis:
     def tick_positions(self) -> list[tuple[float, str]]:
         """(position in units, label) of every tick."""
         return [(self.position(value), label) for value, label in self.ticks]
+
+
+def _round_step(min_step: float, *, integers: bool) -> float:
+    """Return the smallest round number that is at least ``min_step``; of ``integers``, 1 if none is."""
+    power = 10.0 ** math.floor(math.log10(min_step))
+    steps = [factor * power for factor in (1, 2, 2.5, 5, 10)]
+    for step in steps:
+        is_large_enough = step >= min_step * (1 - 1e-9)  # with a tolerance for rounding errors
+        if is_large_enough and (not integers or step == int(step)):
+            return step
+    return 1.0
+
+
+def _num_decimals(spacing: float) -> int:
+    """Return the fewest decimals that represent the distance between ticks exactly, at most 4."""
+    num_decimals = 0
+    while num_decimals < 4 and abs(round(spacing, num_decimals) - spacing) >= 1e-9:
+        num_decimals += 1
+    return num_decimals
 
 
 def _label(value: float, spacing: float, num_decimals: int) -> str:

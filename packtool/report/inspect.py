@@ -1,14 +1,8 @@
-"""Output of ``packtool inspect`` for a cache: its figures, damaged files, samples as text, and packs of a plan.
-
-Boxes, points and polygons are parsed from a sample's text, to be drawn on its images. Their numbers are interpreted as
-the model's family defines them, so a box that was scaled wrongly in the rows is drawn in the wrong place.
-"""
+"""Output of ``packtool inspect`` for a cache: its figures, damaged files, samples as text, and packs of a plan."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,157 +13,32 @@ from tokenizers import Tokenizer
 
 from packtool import storage
 from packtool.cache.local import check_all
-from packtool.cache.manifest import Identity, Manifest
+from packtool.cache.manifest import Identity, Manifest, SplitInfo
 from packtool.cache.output_dir import num_finished
-from packtool.cache.plan_file import read_plan_of
+from packtool.cache.plan_file import SavedPlan, read_plan_of
 from packtool.cache.reader import CacheReader
 from packtool.cache.task import TASKS_DIR
 from packtool.config.codes import with_code
 from packtool.config.data import EncodeSpec
 from packtool.config.settings import load_json
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX, MANIFEST_NAME
-from packtool.encode.boxes import box_form_of, written_size
+from packtool.encode.boxes import box_form_of
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
-from packtool.encode.families import ImageLimits, pad_ids_of
-from packtool.encode.families.record import INTERNVL_TOKENS, QWEN_TOKENS, BoxForm, BoxTokens
+from packtool.encode.families import pad_ids_of
 from packtool.encode.media_spans import MediaTokens, media_spans
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
 from packtool.planning.prefix_trees import NOTHING, Branch, find_branches
 from packtool.progress import Progress
+from packtool.report.regions import PICTURE, ShownRegion, regions_of
 from packtool.terminal import escape_line, escape_text
 from packtool.train.prepare.caches import repair_command
 
-PICTURE = "\ufffc"
-"""Placeholder of an image in a sample's text."""
-_NUMBER = r"-?\d{1,6}(?:\.\d+)?"
-_LIST = rf"\[\s*{_NUMBER}(?:\s*,\s*{_NUMBER})+\s*\]"
-
-
-def _box_pattern(tokens: BoxTokens, group: str) -> str:
-    """Return a pattern of a box between tokens, optionally after its name; groups ``group`` and ``group_name``."""
-    (name, name_end), (box, box_end) = ([*map(re.escape, pair)] for pair in (tokens.name, tokens.box))
-    named = rf"{name}(?P<{group}_name>(?:(?!{name_end}).){{0,1000}}){name_end}\s*"
-    return rf"(?:{named})?{box}(?P<{group}>{tokens.box_pattern}){box_end}"
-
-
-_REGION = re.compile(
-    rf"{_box_pattern(QWEN_TOKENS, 'pairs')}|{_box_pattern(INTERNVL_TOKENS, 'lists')}"
-    # JSON names its numbers, and one list may hold several boxes.
-    rf'|"\w+_2d"\s*:\s*(?P<json>{_LIST}|\[\s*{_LIST}(?:\s*,\s*{_LIST})*\s*\])'
-    # In other text a list of four or more numbers is a box; a point must follow a quote, a word or "=".
-    rf"|(?P<list>{_LIST})",
-    re.DOTALL,
-)
-_STRING = r'"(?:label|text_content)"\s*:\s*(?P<label>"(?:[^"\\]|\\.){0,1000}")'
-_LABEL_AFTER, _LABEL_BEFORE = re.compile(rf"\s*,\s*{_STRING}"), re.compile(rf"{_STRING}\s*,\s*$")
-_MAX_LABEL_LENGTH = 1100
-_NUMBER_PATTERN = re.compile(_NUMBER)
-_NAME_TOKENS = re.compile("|".join(map(re.escape, (*QWEN_TOKENS.name, *INTERNVL_TOKENS.name))))
 _MAX_EXAMPLES = 2
 _SAMPLE_RATE = 16_000
 
 Style = Literal["plain", "trained", "media", "truncated"]
 Medium = EncodedImage | EncodedVideo | EncodedAudio
-
-
-@dataclass(frozen=True)
-class ShownRegion:
-    """A point, box or polygon to draw on an image.
-
-    Args:
-        name: label in the text, or "".
-        corners: (x, y) of each corner, as fractions of the image's width and height.
-        image: number of the image in the sample.
-        is_certain: True if the sample has no other image that the text could mean.
-    """
-
-    name: str
-    corners: tuple[tuple[float, float], ...]
-    image: int
-    is_certain: bool
-
-    @property
-    def is_inside(self) -> bool:
-        return all(0 <= coordinate <= 1 for corner in self.corners for coordinate in corner)
-
-    def description(self, width: int, height: int) -> str:
-        """Return name, kind and corners as text, in pixels of an image of this size."""
-        kind = {1: "point", 2: "box"}.get(len(self.corners), "polygon")
-        corners = " ".join(f"{x * width:.0f},{y * height:.0f}" for x, y in self.corners)
-        outside = "" if self.is_inside else ", outside the image"
-        doubt = "" if self.is_certain else ", unless it belongs to another image"
-        return f"{self.name + ', ' if self.name else ''}{kind} {corners} of image {self.image}{outside}{doubt}"
-
-
-def regions_of(
-    text: str, images: Sequence[EncodedImage], form: BoxForm | None, limits: ImageLimits | None, is_complete: bool
-) -> list[ShownRegion]:
-    """Return the points, boxes and polygons that a sample's text describes, with the image of each.
-
-    A region may refer to any image before it in the text, or to any image at all if none is before it. It is returned
-    once for each of these images.
-
-    Args:
-        text: text of the sample, with ``PICTURE`` in place of each image.
-        form: the notation of boxes in the model's family; None if the family has none.
-        limits: size limits of images, which determine the size that coordinates refer to.
-        is_complete: False if the sample was truncated, so that images may be missing.
-    """
-    if form is None or not images:
-        return []
-    regions: list[ShownRegion] = []
-    is_only_image = is_complete and len(images) == 1
-    for start, name, coordinates, is_marked in _read_regions(text):
-        xs, ys = coordinates[::2], coordinates[1::2]
-        # The first corner of a box (two corners) is the upper left one; other shapes have no order.
-        is_ordered = len(xs) != 2 or (xs[0] <= xs[1] and ys[0] <= ys[1])
-        num_candidates = text.count(PICTURE, 0, start) or len(images)
-        for number, image in enumerate(images[:num_candidates]):
-            width, height = written_size(form, image, limits)
-            corners = tuple((x / width, y / height) for x, y in zip(xs, ys, strict=True))
-            region = ShownRegion(name, corners, image=number, is_certain=is_only_image)
-            # A list of numbers without special tokens or JSON around it may be no region: it must fit this image.
-            if is_marked or (region.is_inside and is_ordered):
-                regions.append(region)
-    return regions
-
-
-def _read_regions(text: str) -> Iterator[tuple[int, str, tuple[float, ...], bool]]:
-    """Yield start, name, coordinates (x, y, x, y, ...) and ``is_marked`` of each region that a text describes.
-
-    ``is_marked``: True if special tokens or JSON mark the numbers as a region; False for a plain list of numbers, which
-    may be something else.
-    """
-    # One group of the pattern matches: ``pairs`` (Qwen's tokens), ``lists`` (InternVL's), ``json`` or a plain ``list``.
-    for match in _REGION.finditer(text):
-        is_marked = match["list"] is None
-        label = match["pairs_name"] or match["lists_name"] or (_json_label(text, match) if is_marked else "")
-        name = _NAME_TOKENS.sub("", label).strip()
-        # Coordinates of a point often follow a quote, a letter or "="; other pairs of numbers rarely do.
-        previous = text[max(match.start() - 1, 0) : match.start()]
-        is_attached = previous.isalnum() or previous in ("'", '"', "=")
-        if bracketed := match["json"] or match["lists"]:  # one or several boxes, each in brackets
-            boxes = re.findall(r"\[[^\[\]]*\]", bracketed)
-        else:
-            boxes = [match["pairs"] or match["list"] or ""]
-        for box in boxes:
-            coordinates = tuple(map(float, _NUMBER_PATTERN.findall(box)))
-            is_point = len(coordinates) == 2
-            if len(coordinates) % 2 == 0 and (is_marked or is_attached or not is_point):
-                yield match.start(), name, coordinates, is_marked
-
-
-def _json_label(text: str, match: re.Match[str]) -> str:
-    """Return the label in the JSON after or before a region, or ""."""
-    before = text[max(match.start() - _MAX_LABEL_LENGTH, 0) : match.start()]
-    label = _LABEL_AFTER.match(text, match.end()) or _LABEL_BEFORE.search(before)
-    if label is None:
-        return ""
-    try:
-        return str(json.loads(label["label"], strict=False))
-    except ValueError:  # not valid JSON
-        return label["label"][1:-1]
 
 
 def cache_figures(directory: str) -> dict[str, Any]:
@@ -185,27 +54,13 @@ def cache_figures(directory: str) -> dict[str, Any]:
         raise MismatchError(problem, "Run the same packtool export command again to resume it.")
     manifest = Manifest.read(directory)
     identity = manifest.identity
-    # Of the settings, list those that differ from their defaults; the model has its own entry.
-    defaults = {field.name: field.default for field in dataclasses.fields(EncodeSpec)}
-    settings = {name: value for name, value in identity.spec.items() if value not in (None, defaults.get(name))}
-    settings.pop("model", None)
-    output_names = {"rows": "num_samples", "shards": "num_shards"}  # by the field's name in the manifest
-    splits = {}
-    for split, info in manifest.splits.items():
-        counts = dataclasses.asdict(info) | {"shards": len(info.shards)}  # the number of shards, not their names
-        splits[split] = {output_names.get(name, name): value for name, value in counts.items()}
-    examples: dict[str, list[dict[str, Any]]] = {}  # dropped rows by reason
-    for row in dropped_rows(storage.join(directory, DROPPED_NAME)):
-        reason_examples = examples.setdefault(row["reason"], [])
-        if len(reason_examples) < _MAX_EXAMPLES:
-            reason_examples.append(row)
     return {
         "directory": directory,
         "packtool_version": manifest.packtool_version,
         "fingerprint": manifest.fingerprint,
         "model": identity.spec["model"],
         "model_type": identity.model_type,
-        "settings": settings,
+        "settings": _changed_settings(identity),
         "media_limits": dataclasses.asdict(identity.media_limits),
         "sources": [dataclasses.asdict(source) for source in manifest.sources],
         "num_rows": manifest.rows,
@@ -213,10 +68,35 @@ def cache_figures(directory: str) -> dict[str, Any]:
         "channels": list(manifest.channels),
         "dropped": dict(manifest.dropped),
         "parts_left_out": dict(manifest.parts_left_out),
-        "dropped_examples": examples,
-        "splits": splits,
+        "dropped_examples": _dropped_examples(directory),
+        "splits": {name: _split_figures(split) for name, split in manifest.splits.items()},
         "max_length": manifest.max_length,
     }
+
+
+def _changed_settings(identity: Identity) -> dict[str, Any]:
+    """Return the settings of an export that differ from their defaults, without the model."""
+    defaults = {field.name: field.default for field in dataclasses.fields(EncodeSpec)}
+    settings = {name: value for name, value in identity.spec.items() if value not in (None, defaults.get(name))}
+    settings.pop("model", None)
+    return settings
+
+
+def _split_figures(split: SplitInfo) -> dict[str, Any]:
+    """Return the counts of a split, with the number of its shards instead of their names."""
+    counts = dataclasses.asdict(split) | {"shards": len(split.shards)}
+    output_names = {"rows": "num_samples", "shards": "num_shards"}  # by the field's name in the manifest
+    return {output_names.get(name, name): value for name, value in counts.items()}
+
+
+def _dropped_examples(directory: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the first dropped rows of a cache for each reason."""
+    examples: dict[str, list[dict[str, Any]]] = {}
+    for row in dropped_rows(storage.join(directory, DROPPED_NAME)):
+        rows_of_reason = examples.setdefault(row["reason"], [])
+        if len(rows_of_reason) < _MAX_EXAMPLES:
+            rows_of_reason.append(row)
+    return examples
 
 
 def dropped_rows(path: str) -> Iterator[dict[str, Any]]:
@@ -230,22 +110,20 @@ def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("model", f"{figures['model_type']}, {figures['model']}"),
         ("fingerprint", f"{figures['fingerprint']}, packtool {figures['packtool_version']}"),
-        *((f"  {name}", str(value)) for name, value in figures["settings"].items()),
     ]
+    for name, value in figures["settings"].items():
+        lines.append((f"  {name}", str(value)))
     for source in figures["sources"]:
         lines.append((source["path"], f"{source['rows']:,} rows {source['settings']}".strip()))
     lines.append(("input rows", f"{figures['num_rows']:,}"))
     for name, split in figures["splits"].items():
-        num_rows = split["num_samples"] - split["pieces_added"]  # a row that was split has added further samples
-        rows = f" from {num_rows:,} rows" if split["pieces_added"] else ""
-        target_fraction = split["target_tokens"] / max(split["tokens"], 1)
-        lines += [
-            (name, f"{split['num_samples']:,} samples{rows} in {split['num_shards']} shards"),
-            ("  tokens", f"{split['tokens']:,}"),
-            ("  target tokens", f"{split['target_tokens']:,} ({target_fraction:.1%})"),
-            ("  media tokens", f"{split['media_tokens']:,}"),
-            ("  truncated", f"{split['truncated']:,} samples, {split['truncated_tokens']:,} tokens"),
-        ]
+        lines += _split_lines(name, split)
+    return lines + _dropped_lines(figures)
+
+
+def _dropped_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines on parts of rows that were left out, and on dropped rows with examples for each reason."""
+    lines = []
     if figures["parts_left_out"]:
         counts = ", ".join(f"{count:,} {reason}" for reason, count in figures["parts_left_out"].items())
         lines.append(("turns and responses left out", counts))
@@ -255,6 +133,20 @@ def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         for row in figures["dropped_examples"].get(reason, ()):
             lines.append((f"    {row['source']}, row {row['row']}", row["detail"]))
     return lines
+
+
+def _split_lines(name: str, split: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines on the samples and tokens of a split."""
+    num_rows = split["num_samples"] - split["pieces_added"]  # a row that was split has added further samples
+    rows = f" from {num_rows:,} rows" if split["pieces_added"] else ""
+    target_fraction = split["target_tokens"] / max(split["tokens"], 1)
+    return [
+        (name, f"{split['num_samples']:,} samples{rows} in {split['num_shards']} shards"),
+        ("  tokens", f"{split['tokens']:,}"),
+        ("  target tokens", f"{split['target_tokens']:,} ({target_fraction:.1%})"),
+        ("  media tokens", f"{split['media_tokens']:,}"),
+        ("  truncated", f"{split['truncated']:,} samples, {split['truncated_tokens']:,} tokens"),
+    ]
 
 
 @dataclass(frozen=True)
@@ -297,6 +189,16 @@ def sample_view(
         raise ConfigError(f"--row {row}: the {split} split has samples 0 to {len(reader) - 1}")
     sample = reader.sample(row)
     decoder = Decoder(model_of_cache(reader, model), reader.manifests[0].identity)
+    parts = decoder.parts(sample)
+    facts = _sample_facts(sample)
+    for number, region in enumerate(decoder.regions(sample, parts), start=1):
+        image = sample.images[region.image]
+        facts.append((f"place {number}", region.description(image.width, image.height)))
+    return facts, parts
+
+
+def _sample_facts(sample: EncodedSample) -> list[tuple[str, str]]:
+    """Return the origin and the numbers of tokens of a sample as (name, value)."""
     num_trained = int((sample.labels != IGNORE_INDEX).sum())
     facts = [("source", f"{sample.source}, row {sample.row}")]
     if sample.part is not None:
@@ -305,11 +207,7 @@ def sample_view(
     facts.append(("tokens", f"{sample.length:,}, {num_trained:,} of them trained"))
     if sample.num_truncated:
         facts.append(("truncated", f"{sample.num_truncated:,} tokens"))
-    parts = decoder.parts(sample)
-    for number, region in enumerate(decoder.regions(sample, parts), start=1):
-        image = sample.images[region.image]
-        facts.append((f"place {number}", region.description(image.width, image.height)))
-    return facts, parts
+    return facts
 
 
 class Decoder:
@@ -332,13 +230,18 @@ class Decoder:
         """Return the parts of a sample in order, with one for truncated tokens; a cache stores only their number."""
         parts = list(self._kept_parts(sample))
         if sample.num_truncated:
-            removed = "its oldest media"
-            if self._truncation_strategy in ("left", "right"):
-                end = "its beginning" if self._truncation_strategy == "left" else "its end"
-                removed = f"{end}, or of {removed}" if self._trims_media else end
-            truncated = Part("truncated", f"[{sample.num_truncated:,} tokens of {removed} were truncated]")
-            parts.insert(len(parts) if self._truncation_strategy == "right" else 0, truncated)
+            text = f"[{sample.num_truncated:,} tokens of {self._removed_text()} were truncated]"
+            position = len(parts) if self._truncation_strategy == "right" else 0
+            parts.insert(position, Part("truncated", text))
         return parts
+
+    def _removed_text(self) -> str:
+        """Name what the export's truncation strategy removes from a sample."""
+        removed_media = "its oldest media"
+        if self._truncation_strategy not in ("left", "right"):
+            return removed_media
+        end = "its beginning" if self._truncation_strategy == "left" else "its end"
+        return f"{end}, or of {removed_media}" if self._trims_media else end
 
     def _kept_parts(self, sample: EncodedSample) -> Iterator[Part]:
         """Yield the parts of a sample that were not truncated: a medium each, or text of one style and weight."""
@@ -351,36 +254,60 @@ class Decoder:
         kinds = [self._media_kinds.get(token) for token in sample.input_ids.tolist()]
         is_trained = sample.labels != IGNORE_INDEX
         weights = np.where(is_trained, 1.0 if sample.loss_scale is None else sample.loss_scale, 1.0)
-        index = 0  # of the first token that was not yielded yet
-        while index < sample.length:
-            kind, videos = kinds[index], pending_media["video"]
-            if kind == "audio" and videos and getattr(videos[0], "audio", None) is not None:
-                # The placeholder tokens of a video's sound track may come before those of its frames.
-                next_kind = next((later for later in kinds[index:] if later != "audio"), None)
-                kind = "video" if next_kind == "video" else kind
+        styles = list(zip(is_trained.tolist(), weights.tolist(), strict=True))
+        start = 0  # the first token that was not yielded yet
+        while start < sample.length:
+            kind = _kind_of_medium(kinds, start, pending_media["video"])
             if kind is not None and pending_media[kind]:
                 medium = pending_media[kind].pop(0)
-                num_placeholders = medium.num_tokens
-                if isinstance(medium, EncodedVideo) and medium.audio is not None:
-                    num_placeholders += medium.audio.num_tokens
-                # Text between a medium's placeholder tokens, such as timestamps, belongs to the medium.
-                while num_placeholders and index < sample.length:
-                    num_placeholders -= kinds[index] is not None
-                    index += 1
                 yield Part("media", medium_text(medium), medium=medium)
-                continue
-            start = index
-            style = (is_trained[start], weights[start])
-            index += 1
-            while index < sample.length and kinds[index] is None and (is_trained[index], weights[index]) == style:
-                index += 1
-            text = self._tokenizer.decode(sample.input_ids[start:index].tolist(), skip_special_tokens=False)
-            yield Part("trained" if is_trained[start] else "plain", text, float(weights[start]))
+                start = _end_of_medium(kinds, start, medium)
+            else:
+                end = _end_of_text(kinds, start, styles)
+                text = self._tokenizer.decode(sample.input_ids[start:end].tolist(), skip_special_tokens=False)
+                text_is_trained, weight = styles[start]
+                yield Part("trained" if text_is_trained else "plain", text, weight)
+                start = end
 
     def regions(self, sample: EncodedSample, parts: Sequence[Part]) -> list[ShownRegion]:
         text = "".join(PICTURE if isinstance(part.medium, EncodedImage) else part.text for part in parts)
         is_complete = not sample.num_truncated
         return regions_of(text, sample.images, self._box_form, self._image_limits, is_complete)
+
+
+def _kind_of_medium(kinds: Sequence[str | None], start: int, pending_videos: Sequence[Medium]) -> str | None:
+    """Return the kind of the medium whose placeholder tokens begin at ``start``; None for text.
+
+    The placeholder tokens of a video's sound track may come before those of its frames: then it is a video.
+    """
+    kind = kinds[start]
+    next_video = pending_videos[0] if pending_videos else None
+    if kind == "audio" and isinstance(next_video, EncodedVideo) and next_video.audio is not None:
+        next_kind = next((later for later in kinds[start:] if later != "audio"), None)
+        if next_kind == "video":
+            return "video"
+    return kind
+
+
+def _end_of_medium(kinds: Sequence[str | None], start: int, medium: Medium) -> int:
+    """Return the position after a medium's placeholder tokens; text between them, such as timestamps, belongs to it."""
+    num_placeholders = medium.num_tokens
+    if isinstance(medium, EncodedVideo) and medium.audio is not None:
+        num_placeholders += medium.audio.num_tokens
+    end = start
+    while num_placeholders and end < len(kinds):
+        if kinds[end] is not None:
+            num_placeholders -= 1
+        end += 1
+    return end
+
+
+def _end_of_text(kinds: Sequence[str | None], start: int, styles: Sequence[tuple[bool, float]]) -> int:
+    """Return the end of the tokens from ``start`` on that are text, and equally trained with equal weights."""
+    end = start + 1
+    while end < len(kinds) and kinds[end] is None and styles[end] == styles[start]:
+        end += 1
+    return end
 
 
 def model_of_cache(reader: CacheReader, model: str | None = None) -> ModelFiles:
@@ -473,13 +400,11 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
     num_packs = len(saved_plan.offsets) - 1
     if not 0 <= pack < num_packs:
         raise ConfigError(f"--pack {pack}: the plan has packs 0 to {num_packs - 1}")
-    in_pack = slice(int(saved_plan.offsets[pack]), int(saved_plan.offsets[pack + 1]))
-    shared = None if saved_plan.shared is None else saved_plan.shared[in_pack]
-    branches = find_branches(saved_plan.lengths[in_pack], shared)
-    sample_numbers = saved_plan.samples[in_pack].tolist()
+    sample_numbers, branches = _content_of_pack(saved_plan, pack)
     samples = [reader.sample(number) for number in sample_numbers]
     media_tokens = None
-    if any(branch.num_samples > 1 for branch in branches) and any(sample.media for sample in samples):
+    has_prefixes = any(branch.num_samples > 1 for branch in branches)
+    if has_prefixes and any(sample.media for sample in samples):
         media_tokens = MediaTokens.of(model_of_cache(reader, model).config)
     prefixes, sample_figures = _branch_figures(branches, sample_numbers, samples, media_tokens)
     return {
@@ -490,6 +415,13 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
         "prefixes": prefixes,
         "samples": sample_figures,
     }
+
+
+def _content_of_pack(plan: SavedPlan, pack: int) -> tuple[list[int], list[Branch]]:
+    """Return the samples of a pack, as positions in the cache, and their branches."""
+    in_pack = slice(int(plan.offsets[pack]), int(plan.offsets[pack + 1]))
+    shared = None if plan.shared is None else plan.shared[in_pack]
+    return plan.samples[in_pack].tolist(), find_branches(plan.lengths[in_pack], shared)
 
 
 def _branch_figures(
@@ -510,57 +442,66 @@ def _branch_figures(
     pack_start = 0  # start of the branch in the pack; ``branch.start`` is its start in each of its samples
     for index, branch in enumerate(branches):
         branch_samples = samples[branch.first : branch.last]
-        labels = np.stack([sample.labels[branch.start : branch.stop] for sample in branch_samples])
-        is_trained = (labels != IGNORE_INDEX).any(axis=0)  # a prefix token may be a target of only some samples
-        # Positions in the pack where ranges of trained tokens begin and end: begin, end, begin, end, ...
-        trained_edges = pack_start + np.flatnonzero(np.diff(np.concatenate(([0], is_trained, [0]))))
-        first_sample = branch_samples[0]
-        media = first_sample.media
-        if media_tokens is not None:
-            spans = media_spans(first_sample, media_tokens)
-            media = [span.medium for span in spans if branch.start <= span.start < branch.stop]
         figures = {
             "start": pack_start,
             "end": pack_start + branch.num_tokens,
             "positions": [branch.start, branch.stop - 1],
             "prefix": prefix_numbers[branch.parent],
-            "trained": trained_edges.reshape(-1, 2).tolist(),
-            "media": list(map(medium_text, media)),
+            "trained": _trained_ranges(branch, branch_samples, pack_start),
+            "media": list(map(medium_text, _media_of_branch(branch, branch_samples[0], media_tokens))),
         }
         if branch.num_samples > 1:
             prefix_numbers[index] = len(prefixes)
             prefixes.append({"samples": list(sample_numbers[branch.first : branch.last]), **figures})
         else:
-            part = "" if first_sample.part is None else str(first_sample.part)
-            origin = {"source": first_sample.source, "row": first_sample.row, "part": part}
-            sample_figures.append({"sample": sample_numbers[branch.first], **origin, **figures})
+            origin = _origin_figures(sample_numbers[branch.first], branch_samples[0])
+            sample_figures.append({**origin, **figures})
         pack_start += branch.num_tokens
     return prefixes, sample_figures
 
 
+def _trained_ranges(branch: Branch, samples: Sequence[EncodedSample], pack_start: int) -> list[list[int]]:
+    """Return [begin, end) of each range of trained tokens of a branch, as positions in the pack."""
+    labels = np.stack([sample.labels[branch.start : branch.stop] for sample in samples])
+    is_trained = (labels != IGNORE_INDEX).any(axis=0)  # a prefix token may be a target of only some samples
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], is_trained, [0]))))  # begin, end, begin, end, ...
+    ranges: list[list[int]] = (pack_start + edges).reshape(-1, 2).tolist()
+    return ranges
+
+
+def _media_of_branch(branch: Branch, sample: EncodedSample, media_tokens: MediaTokens | None) -> Sequence[Medium]:
+    """Return the media in a branch of a sample; without ``media_tokens``, all media of the sample are in it."""
+    if media_tokens is None:
+        return sample.media
+    return [span.medium for span in media_spans(sample, media_tokens) if branch.start <= span.start < branch.stop]
+
+
+def _origin_figures(number: int, sample: EncodedSample) -> dict[str, Any]:
+    """Return number, source, row and part of a sample."""
+    part = "" if sample.part is None else str(sample.part)
+    return {"sample": number, "source": sample.source, "row": sample.row, "part": part}
+
+
 def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
     """Yield the output of ``packtool inspect --pack`` for a result of ``pack_figures``; shared prefixes are trees."""
-    tokens, capacity, unshared_tokens = pack["tokens"], pack["packing_length"], pack["tokens_without"]
-    without = f", {unshared_tokens:,} without shared prefixes" if unshared_tokens > tokens else ""
-    fill = f"{tokens:,} of {capacity:,} tokens ({tokens / capacity:.2%})"
+    num_tokens = pack["tokens"]
+    num_unshared = pack["tokens_without"]
+    without = f", {num_unshared:,} without shared prefixes" if num_unshared > num_tokens else ""
+    fill = f"{num_tokens:,} of {pack['packing_length']:,} tokens ({num_tokens / pack['packing_length']:.2%})"
     yield f"pack {pack['pack']}: {len(pack['samples'])} samples, {fill}{without}"
-    # The nodes of the trees, parents first; a node's parent is the prefix with the number ``node["prefix"]``, or None.
-    nodes = sorted([*pack["prefixes"], *pack["samples"]], key=lambda node: node["start"])
+    yield from _tree_lines(sorted([*pack["prefixes"], *pack["samples"]], key=lambda node: node["start"]))
+
+
+def _tree_lines(nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the lines of trees of prefixes and samples, parents first.
+
+    A node's parent is the prefix with the number ``node["prefix"]``, or None.
+    """
     last_child = {node["prefix"]: node for node in nodes}  # by the number of the parent
     # Characters that draw the tree in front of a node's line, by the number of its parent.
     indents: dict[int | None, str] = {None: ""}
     for node in nodes:
-        first, last = node["positions"]
-        num_tokens = last - first + 1
         is_prefix = "samples" in node
-        if is_prefix:
-            num_samples = len(node["samples"])
-            name = f"prefix of {num_samples} samples, {num_tokens:,} tokens instead of {num_samples * num_tokens:,}"
-        else:
-            name = f"sample {node['sample']}: {escape_line(node['source'])}, row {node['row']}"
-            name += f", {node['part']}" if node["part"] else ""
-            if node["prefix"] is not None:
-                name += f", adds {num_tokens:,} of its {last + 1:,} tokens"
         indent = indent_below = indents[node["prefix"]]
         if node["prefix"] is not None:
             is_last_child = last_child[node["prefix"]] is node
@@ -568,9 +509,32 @@ def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
             indent_below += "   " if is_last_child else "│  "
         if is_prefix:
             indents[len(indents) - 1] = indent_below  # prefixes are numbered in the order of the nodes, from 0
-        yield f"  {indent}[{node['start']:>6}, {node['end']:>6})  positions {first}-{last}  {name}"
-        details = list(node["media"])
-        if node["trained"]:
-            details.insert(0, "trained " + " ".join(f"{start}-{end}" for start, end in node["trained"]))
+        first, last = node["positions"]
+        yield f"  {indent}[{node['start']:>6}, {node['end']:>6})  positions {first}-{last}  {_node_name(node)}"
+        details = _node_details(node)
         if details:
-            yield f"  {indent_below}{'│  ' if is_prefix else '    '}{'   '.join(details)}"
+            yield f"  {indent_below}{'│  ' if is_prefix else '    '}{details}"
+
+
+def _node_name(node: Mapping[str, Any]) -> str:
+    """Describe a shared prefix, or the tokens that a sample adds to it."""
+    first, last = node["positions"]
+    num_tokens = last - first + 1
+    if "samples" in node:
+        num_samples = len(node["samples"])
+        return f"prefix of {num_samples} samples, {num_tokens:,} tokens instead of {num_samples * num_tokens:,}"
+    name = f"sample {node['sample']}: {escape_line(node['source'])}, row {node['row']}"
+    if node["part"]:
+        name += f", {node['part']}"
+    if node["prefix"] is not None:
+        name += f", adds {num_tokens:,} of its {last + 1:,} tokens"
+    return name
+
+
+def _node_details(node: Mapping[str, Any]) -> str:
+    """Return the trained ranges and the media of a node; "" if it has neither."""
+    details = list(node["media"])
+    if node["trained"]:
+        ranges = " ".join(f"{start}-{end}" for start, end in node["trained"])
+        details.insert(0, f"trained {ranges}")
+    return "   ".join(details)

@@ -12,7 +12,6 @@ from packtool.train.prepare.timeline import stage_title
 
 def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
     """Return the output of ``packtool plan`` as (name, value); ``figures`` is that of ``packtool plan --json``."""
-    balance = figures["balance"]
     lines = [
         *_sample_lines(figures),
         ("tokens", f"{figures['tokens']:,}"),
@@ -24,19 +23,33 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
     if figures["cache_fingerprint"] is not None:  # plans of --lengths have no cache: their target tokens are unknown
         lines.append(("  target tokens per step, mean", f"{figures['target_tokens_per_step']:,.0f}"))
     lines += [
-        ("without packing, in padded batches of", plural(figures["rows_of_plain_batches"], "row")),
-        ("  padding", percent(figures["padding_of_plain_batches"])),
-        ("  tokens to compute, relative to packing", times_without_packing(figures)),
-        ("  optimizer steps per epoch", f"{figures['steps_of_plain_batches']:,}"),
-        ("load imbalance, slowest rank ÷ mean rank", "round-robin → as planned"),
-        ("  mean over all steps", f"{balance['mean_before']:.3f} → {balance['mean']:.3f}"),
-        ("  worst step", f"{balance['worst_before']:.3f} → {balance['worst']:.3f}"),
+        *_plain_batch_lines(figures),
+        *_balance_lines(figures["balance"]),
         ("attention FLOPs, relative to packs without isolation", f"{figures['efficient_attn_ratio']:.1%}"),
         ("FLOPs per epoch", f"{figures['flops_per_epoch']:.3g}"),
     ]
     if "hours" in figures:
         lines.append(("training time, all epochs", f"{figures['hours']:,.2f} h"))
     return [*lines, ("planning time", f"{figures['plan_seconds']:.2f} s")]
+
+
+def _plain_batch_lines(figures: Mapping[str, Any]) -> list[Line]:
+    """Return the lines on the same samples without packing, in padded batches."""
+    return [
+        ("without packing, in padded batches of", plural(figures["rows_of_plain_batches"], "row")),
+        ("  padding", percent(figures["padding_of_plain_batches"])),
+        ("  tokens to compute, relative to packing", times_without_packing(figures)),
+        ("  optimizer steps per epoch", f"{figures['steps_of_plain_batches']:,}"),
+    ]
+
+
+def _balance_lines(balance: Mapping[str, float]) -> list[Line]:
+    """Return the lines on the load imbalance of ranks: with round-robin assignment, and as planned."""
+    return [
+        ("load imbalance, slowest rank ÷ mean rank", "round-robin → as planned"),
+        ("  mean over all steps", f"{balance['mean_before']:.3f} → {balance['mean']:.3f}"),
+        ("  worst step", f"{balance['worst_before']:.3f} → {balance['worst']:.3f}"),
+    ]
 
 
 def times_without_packing(figures: Mapping[str, Any]) -> str:
@@ -70,8 +83,13 @@ def _shared_lines(figures: Mapping[str, Any]) -> list[Line]:
     steps_without = shared["steps_without"]  # optimizer steps per epoch without shared prefixes
     steps = f"{steps_without - figures['steps_per_epoch']:,} of {steps_without:,}"
     lines.append(("    optimizer steps saved per epoch", steps))
+    return lines + _tree_lines(shared)
+
+
+def _tree_lines(shared: Mapping[str, Any]) -> list[Line]:
+    """Return the lines on prefix trees: their sizes and, if there are any, those split over packs."""
     sizes = f"{shared['samples_per_tree']:.1f} samples each on average, {shared['largest_tree']:,} at most"
-    lines.append(("    prefix trees", f"{shared['num_trees']:,}, {sizes}"))
+    lines = [("    prefix trees", f"{shared['num_trees']:,}, {sizes}")]
     if shared.get("trees_in_several_packs"):
         split = f"{shared['trees_in_several_packs']:,}; {shared['of_them_in_one_step']:,} within one step, "
         split += f"{shared['of_them_meeting_in_a_step']:,} with several packs in the same step"
@@ -91,14 +109,18 @@ def _pack_lines(figures: Mapping[str, Any]) -> list[Line]:
         ("packs", f"{figures['num_packs']:,} of {figures['packing_length']:,} tokens"),
         ("  samples per pack", f"{figures['samples_per_pack']:.2f}"),
     ]
-    if skrull is None:
-        excess = f"{figures['over_lower_bound']:.4%} (of {figures['lower_bound']:,} packs)"
-        return [*lines, ("  fill", percent(figures["fill"])), ("  packs above the lower bound", excess)]
+    if skrull is not None:
+        return lines + _skrull_lines(figures, skrull)
+    excess = f"{figures['over_lower_bound']:.4%} (of {figures['lower_bound']:,} packs)"
+    return [*lines, ("  fill", percent(figures["fill"])), ("  packs above the lower bound", excess)]
+
+
+def _skrull_lines(figures: Mapping[str, Any], skrull: Mapping[str, Any]) -> list[Line]:
+    """Return the lines on the micro-batches of Skrull; ``skrull``: its part of the plan's ``figures``."""
     num_processes = skrull["sequence_parallel_size"]  # processes that share a micro-batch
     bucket = f"{num_processes} x {skrull['bucket_size']:,}" if num_processes > 1 else f"{skrull['bucket_size']:,}"
     imbalance = skrull["device_balance"]
     return [
-        *lines,
         ("micro-batches by Skrull", f"{skrull['micro_batches']:,} of at most {bucket} tokens"),
         ("  further empty micro-batches", f"{figures['num_empty_micro_batches']:,}"),
         ("  fill of the micro-batches", percent(skrull["bucket_fill"])),
@@ -145,42 +167,54 @@ def sweep_page(plans: Figures, title: str, command: str) -> str:
 
     ``plans`` has the figures of the plan for each packing length, as ``packtool plan --json`` outputs them.
     """
-    best = max(plans, key=lambda figures: figures["fill"])
     header, *rows = sweep_cells(plans)
-    steps = [figures["steps_per_epoch"] for figures in plans]
+    max_steps = max(figures["steps_per_epoch"] for figures in plans)
+    return render(
+        "sweep.html",
+        title=title,
+        command=command,
+        cards=_sweep_cards(plans),
+        header=header,
+        rows=rows,
+        fills=_sweep_bars(plans, "fill", percent, max_value=1.0),
+        steps=_sweep_bars(plans, "steps_per_epoch", _number, max_value=max_steps),
+    )
+
+
+def _sweep_cards(plans: Figures) -> list[tuple[str, str, str]]:
+    """Return the cards at the top of the page of a sweep: packing lengths, best fill, steps and samples."""
     lengths = [figures["packing_length"] for figures in plans]
+    best = max(plans, key=lambda figures: figures["fill"])
+    steps = [figures["steps_per_epoch"] for figures in plans]
     min_steps, max_steps = min(steps), max(steps)
     step_range = f"{min_steps:,}" if min_steps == max_steps else f"{min_steps:,} to {max_steps:,}"
-    cards = [
+    return [
         (f"{len(plans)}", "packing lengths", f"{min(lengths):,} to {max(lengths):,} tokens"),
         (percent(best["fill"]), "best fill", f"with packs of {best['packing_length']:,} tokens"),
         (step_range, "optimizer steps", "per epoch"),
         (f"{plans[0]['num_samples_in_caches']:,}", "samples", "including those that are too long"),
     ]
 
-    def bars(name: str, text: Callable[[Any], str], max_value: float) -> list[Any]:
-        """Return a bar for each packing length, in the format of ``simulation._bars``; ``max_value``: of full width."""
-        drawn = []
-        for length, figures in zip(lengths, plans, strict=True):
-            segment = ("accent", 100 * figures[name] / (max_value or 1), "")
-            drawn.append((f"{length:,}", [segment], "", text(figures[name]), False))
-        return drawn
 
-    charts = {"fills": bars("fill", percent, 1.0), "steps": bars("steps_per_epoch", _number, max_steps)}
-    return render("sweep.html", title=title, command=command, cards=cards, header=header, rows=rows, **charts)
+def _sweep_bars(plans: Figures, name: str, text: Callable[[Any], str], max_value: float) -> list[Any]:
+    """Return a bar of the figure ``name`` for each packing length, in the format of ``simulation._bars``.
+
+    ``text`` formats the figure; a bar of ``max_value`` has the full width.
+    """
+    bars = []
+    for figures in plans:
+        value = figures[name]
+        segment = ("accent", 100 * value / (max_value or 1), "")
+        bars.append((f"{figures['packing_length']:,}", [segment], "", text(value), False))
+    return bars
 
 
 def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
     """Return the output of ``packtool plan --fit``: a row for each proposal, and the command of the first one."""
     setting_names = ("packing length", "recompute", "sharding", "ranks per pack")
-    rows = [("", *setting_names, "GiB per rank", "tokens/step", "s/step", "tokens/s", "hours")]
+    rows: list[tuple[str, ...]] = [("", *setting_names, "GiB per rank", "tokens/step", "s/step", "tokens/s", "hours")]
     for number, proposal in enumerate(figures["proposals"], start=1):
-        recompute = "yes" if proposal["gradient_checkpointing"] else "no"
-        num_ranks = f"{proposal['sequence_parallel_size']}"  # that share each pack
-        settings = (f"{proposal['packing_length']:,}", recompute, proposal["sharding"], num_ranks)
-        step = (f"{proposal['tokens_per_step']:,.0f}", f"{proposal['step_seconds']:.3g}")
-        run = (f"{proposal['tokens_per_second']:,.0f}", f"{proposal['hours']:,.2f}")
-        rows.append((f"{number}", *settings, f"{proposal['memory_gib']:.1f}", *step, *run))
+        rows.append((f"{number}", *_proposal_cells(proposal)))
     lines = [
         f"{figures['num_settings']:,} settings for {figures['hardware']}; the {figures['num_tried']:,} with the "
         "highest throughput were tried.",
@@ -200,10 +234,24 @@ def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
     return lines
 
 
+def _proposal_cells(proposal: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a proposal: its settings, memory, and throughput."""
+    return (
+        f"{proposal['packing_length']:,}",
+        "yes" if proposal["gradient_checkpointing"] else "no",
+        proposal["sharding"],
+        f"{proposal['sequence_parallel_size']}",
+        f"{proposal['memory_gib']:.1f}",
+        f"{proposal['tokens_per_step']:,.0f}",
+        f"{proposal['step_seconds']:.3g}",
+        f"{proposal['tokens_per_second']:,.0f}",
+        f"{proposal['hours']:,.2f}",
+    )
+
+
 def resumed_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield the output of ``packtool plan --resume``."""
-    step, num_steps = figures["step"], figures["steps"]
-    num_steps_before = figures["steps_before"]  # as planned when the checkpoint was written
+    step = figures["step"]
     yield f"resumes from {figures['checkpoint']}, after step {step:,}, in epoch {figures['epoch'] + 1:,}"
     if figures["data_changed"]:
         rows = [("cache", "status", "samples", "trained in this epoch", "left", "new", "removed")]
@@ -213,23 +261,31 @@ def resumed_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         yield from aligned(rows, "llr")
     else:
         yield "the data are the same as at the checkpoint"
-    lines = [("left in this epoch", f"{figures['samples_left_in_epoch']:,} samples")]
-    lines.append(("", f"{figures['steps_left_in_epoch']:,} steps"))
-    if figures["stages"] is None:
-        lines.append(("steps of a full epoch", f"{figures['steps_per_epoch']:,}"))
-    total, done = f"{num_steps:,}", f"{step / num_steps:.1%} done"
-    if num_steps != num_steps_before:
-        total += f", previously {num_steps_before:,}"
-        done += f", previously {step / num_steps_before:.1%}"
-    lines += [
-        ("steps of the run", total),
-        ("learning rate schedule", done),
-        ("data-parallel ranks", f"{figures['world_size']:,}"),
-    ]
-    yield from aligned(lines, "ll")
+    yield from aligned(_remaining_lines(figures), "ll")
     for stage in figures["stages"] or ():
         if stage["last_step"] > step:
             yield f"{stage_title(stage)}, {stage['samples']:,} samples:"
             yield from ("  " + line for line in aligned(source_rows(stage["sources"]), "lr"))
     if figures["data_changed"]:
         yield "to resume: packtool train with these caches, --resume-from-checkpoint true --data-change allow"
+
+
+def _remaining_lines(figures: Mapping[str, Any]) -> list[Line]:
+    """Return the lines on what is left of the epoch and of the run."""
+    step = figures["step"]
+    num_steps = figures["steps"]
+    num_steps_before = figures["steps_before"]  # as planned when the checkpoint was written
+    total, done = f"{num_steps:,}", f"{step / num_steps:.1%} done"
+    if num_steps != num_steps_before:
+        total += f", previously {num_steps_before:,}"
+        done += f", previously {step / num_steps_before:.1%}"
+    lines = [("left in this epoch", f"{figures['samples_left_in_epoch']:,} samples")]
+    lines.append(("", f"{figures['steps_left_in_epoch']:,} steps"))
+    if figures["stages"] is None:
+        lines.append(("steps of a full epoch", f"{figures['steps_per_epoch']:,}"))
+    lines += [
+        ("steps of the run", total),
+        ("learning rate schedule", done),
+        ("data-parallel ranks", f"{figures['world_size']:,}"),
+    ]
+    return lines

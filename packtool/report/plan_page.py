@@ -6,8 +6,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,15 +19,13 @@ from packtool.planning.pack_plan import PackPlan
 from packtool.planning.prefix_trees import Branch, find_branches
 from packtool.report.drawing import AXIS_LENGTH, Axis, Box, Boxes, Chart, Drawing, Note, Path, Rectangle, render
 from packtool.report.plan import plan_lines, times_without_packing
-from packtool.report.tables import percent, source_rows
+from packtool.report.tables import Histogram, Line, fill_histogram, length_histogram, percent, source_rows
 from packtool.train.prepare.preview import Preview
-from packtool.train.prepare.timeline import stage_title
+from packtool.train.prepare.timeline import Timeline, stage_title
 
 _MAX_PACKS = 20
 _MAX_POINTS = 300  # of the chart of the load balance
 _MAX_TREE_SAMPLES = 40
-_NUM_BINS = 48
-_LOG_RATIO = 100  # longest ÷ shortest sample from which the axis of lengths is logarithmic
 _MAX_INTERVALS = 60  # of the chart of a mixture
 _NUM_COLOURS = 5
 _MAX_LINES = 80
@@ -45,69 +42,18 @@ Block = tuple[int, str | None]
 """(tokens, style to draw them in) of a sample or a shared prefix; the style of padding and free space is None."""
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """Counts (B,) in bins with ascending edges (B + 1,); ``is_log``: draw on a logarithmic axis."""
-
-    edges: Sequence[float]
-    counts: Sequence[int]
-    is_log: bool = False
-
-
-def length_histogram(lengths: npt.NDArray[np.integer[Any]]) -> Histogram:
-    """Count samples by their tokens, ``lengths`` (S,); each bin includes its upper edge.
-
-    Bins have equal widths, or are logarithmic if lengths span two orders of magnitude.
-    """
-    longest = max(int(lengths.max(initial=1)), 1)  # 1 if there are no samples
-    shortest = max(int(lengths.min(initial=longest)), 1)
-    is_log = longest >= _LOG_RATIO * shortest
-    if is_log:
-        # Ratios of neighboring edges are equal, but edges are integers: short lengths have fewer bins than requested.
-        upper_edges = np.minimum(np.ceil(np.geomspace(shortest, longest, _NUM_BINS + 1)[1:]), longest)
-        edges = np.concatenate(([shortest - 0.5], np.unique(upper_edges)))
-    else:
-        # Integer widths: if bins differed by one token, some lengths would look rare.
-        width = math.ceil(longest / _NUM_BINS)
-        edges = np.arange(math.ceil(longest / width) + 1) * width
-    # NumPy's bins exclude their upper edge. With half a token more, they include it.
-    counts, _ = np.histogram(lengths, edges + 0.5)
-    return Histogram(edges.tolist(), counts.tolist(), is_log)
-
-
-def fill_histogram(packs: PackPlan, num_bins: int) -> Histogram:
-    """Count packs by the percentage of their capacity that is filled."""
-    counts, edges = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=num_bins, range=(0, 100))
-    return Histogram(edges.tolist(), counts.tolist())
-
-
 def page_content(preview: Preview, figures: Mapping[str, Any], command: str, title: str) -> dict[str, Any]:
     """Collect the content of the page for ``page``; ``figures`` is the output of ``packtool plan --json``."""
     packs = preview.plan.full_packs
     balance = preview.plan.summary.balance
     assert balance is not None, "previews are planned with costs"
     padding = figures["padding_of_plain_batches"]
-    filter_name = "longer than --max-length" if figures["sources"] is None else "too long or too short"
-    sample_counts = [  # these add up to all samples of the caches
-        ("in the plan", figures["num_distinct_samples"]),
-        ("not drawn in this epoch", figures["not_drawn"]),
-        (filter_name, figures["filtered"]),
-    ]
-    dropped = Counter[str]()
-    manifests = [] if preview.inputs.reader is None else preview.inputs.reader.manifests
-    for manifest in manifests:
-        dropped.update({f"dropped at export: {reason}": count for reason, count in manifest.dropped.items()})
-        left_out = manifest.parts_left_out.items()
-        dropped.update({f"turns left out at export: {reason}": count for reason, count in left_out})
-    fingerprints = [("costs from", str(figures["cost_model"])), ("plan", str(figures["plan_fingerprint"]))]
-    if figures["cache_fingerprint"]:
-        fingerprints.append(("caches", str(figures["cache_fingerprint"])))
     first_packs = pairwise(packs.offsets[: _MAX_PACKS + 1])  # (first sample, sample after the last) of each pack
     return {
         "title": title,
         "headline": _headline(figures),
-        "sample_counts": [(name, count) for name, count in sample_counts if count],
-        "dropped": list(dropped.items()),
+        "sample_counts": _sample_counts(figures),
+        "dropped": _dropped_counts(preview),
         "lengths": length_histogram(packs.full_lengths),
         "capacity": packs.capacity,
         "fills": fill_histogram(packs, num_bins=50),
@@ -122,14 +68,46 @@ def page_content(preview: Preview, figures: Mapping[str, Any], command: str, tit
         "processes_per_rank": preview.first_inputs.sequence_parallel_size,
         "shared": _shared_content(packs, figures),
         "mixture": _mixture_content(preview),
-        "figures": [*plan_lines(figures), *fingerprints],
+        "figures": [*plan_lines(figures), *_fingerprints(figures)],
         "commands": [("This page was made by", command)],
     }
 
 
+def _sample_counts(figures: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return (name, count) of the samples in the plan and of those left out, which add up to all of the caches."""
+    filter_name = "longer than --max-length" if figures["sources"] is None else "too long or too short"
+    counts = [
+        ("in the plan", figures["num_distinct_samples"]),
+        ("not drawn in this epoch", figures["not_drawn"]),
+        (filter_name, figures["filtered"]),
+    ]
+    return [(name, count) for name, count in counts if count]
+
+
+def _dropped_counts(preview: Preview) -> list[tuple[str, int]]:
+    """Return (reason, count) of the rows, turns and responses that the exports of the caches dropped."""
+    counts = Counter[str]()
+    manifests = [] if preview.inputs.reader is None else preview.inputs.reader.manifests
+    for manifest in manifests:
+        for reason, count in manifest.dropped.items():
+            counts[f"dropped at export: {reason}"] += count
+        for reason, count in manifest.parts_left_out.items():
+            counts[f"turns left out at export: {reason}"] += count
+    return list(counts.items())
+
+
+def _fingerprints(figures: Mapping[str, Any]) -> list[Line]:
+    """Return the cost model and the fingerprints of the plan and, if there are any, of the caches."""
+    lines = [("costs from", str(figures["cost_model"])), ("plan", str(figures["plan_fingerprint"]))]
+    if figures["cache_fingerprint"]:
+        lines.append(("caches", str(figures["cache_fingerprint"])))
+    return lines
+
+
 def _mixture_content(preview: Preview) -> dict[str, Any] | None:
     """Return the counts of each source in the epoch (with stages, in the run), and its share along the steps."""
-    sources, mixture = preview.source_figures, preview.first_inputs.mixture
+    sources = preview.source_figures
+    mixture = preview.first_inputs.mixture
     counts = preview.counts_of_steps  # (steps, sources, units), for each unit of ``MixUnit``
     if sources is None or counts is None or mixture is None:
         return None
@@ -138,23 +116,16 @@ def _mixture_content(preview: Preview) -> dict[str, Any] | None:
         timeline = preview.timeline
         counts = timeline.counts_of_steps()
         sources = share_figures(added([by_name(stage.counts(), stage.mixture) for stage in timeline.stages]))
-        for stage in timeline.figures():
-            relative_start = (stage["first_step"] - 1) / timeline.num_steps
-            _, *stage_rows = source_rows(stage["sources"])
-            stages.append((relative_start, stage_title(stage), stage_rows))
+        stages = _stage_content(timeline)
     # An interval of the chart has 100 steps, fewer in a short run, more in a very long one.
     num_steps = len(counts)
     steps_per_interval = max(min(100, math.ceil(num_steps / 4)), math.ceil(num_steps / _MAX_INTERVALS))
     unit_counts = counts[:, :, UNITS.index(mixture.unit)]
-    interval_counts = np.add.reduceat(unit_counts, np.arange(0, num_steps, steps_per_interval), axis=0)
-    # Sources of the same name are shown as one: (intervals, names).
-    source_names = np.array(mixture.names)
-    name_counts = np.stack([interval_counts[:, source_names == name].sum(axis=1) for name in sources], axis=1)
     heading, *rows = source_rows(sources)
     return {
         "heading": heading,
         "rows": rows,
-        "shares": (name_counts / np.maximum(name_counts.sum(axis=1, keepdims=True), 1)).tolist(),
+        "shares": _interval_shares(unit_counts, mixture.names, list(sources), steps_per_interval),
         "unit": mixture.unit.replace("_", " "),
         "steps_per_interval": steps_per_interval,
         "num_steps": num_steps,
@@ -163,17 +134,38 @@ def _mixture_content(preview: Preview) -> dict[str, Any] | None:
     }
 
 
+def _stage_content(timeline: Timeline) -> list[tuple[float, str, list[tuple[str, ...]]]]:
+    """Return the start of each stage as a fraction of the run, its title, and a table row for each source."""
+    stages = []
+    for stage in timeline.figures():
+        relative_start = (stage["first_step"] - 1) / timeline.num_steps
+        _, *stage_rows = source_rows(stage["sources"])  # without the heading
+        stages.append((relative_start, stage_title(stage), stage_rows))
+    return stages
+
+
+def _interval_shares(
+    counts: npt.NDArray[Any], names: Sequence[str], shown_names: Sequence[str], steps_per_interval: int
+) -> list[list[float]]:
+    """Return the share of each shown name in each interval of steps; sources of the same name are one.
+
+    ``counts``: (steps, sources), how much of each source is in each step. ``names``: of the sources.
+    """
+    interval_starts = np.arange(0, len(counts), steps_per_interval)
+    interval_counts = np.add.reduceat(counts, interval_starts, axis=0)  # (intervals, sources)
+    source_names = np.array(names)
+    columns = [interval_counts[:, source_names == name].sum(axis=1) for name in shown_names]
+    name_counts = np.stack(columns, axis=1)  # (intervals, shown names)
+    totals = name_counts.sum(axis=1, keepdims=True)
+    shares: list[list[float]] = (name_counts / np.maximum(totals, 1)).tolist()
+    return shares
+
+
 def _headline(figures: Mapping[str, Any]) -> list[Card]:
     """Return the cards at the top of the page: fill, packs, steps and samples."""
-    padding = f"{percent(figures['padding_of_plain_batches'])} padding without packing"
     pack_name = "packs"
     pack_note = f"of {figures['packing_length']:,} tokens each"
-    if figures["skrull"] is not None:
-        fill = (percent(figures["skrull"]["bucket_fill"]), "fill of the micro-batches", padding)
-    elif figures["waste_tokens"] is not None:
-        fill = (percent(figures["fill"]), "fill of the packs", padding)
-    else:  # ``waste_tokens`` is None without packing
-        fill = (percent(figures["fill"]), "fill of the batches (tokens that are not padding)", "")
+    if figures["skrull"] is None and figures["waste_tokens"] is None:  # without packing
         pack_name, pack_note = "padded rows", "one sample each"
     left_out = f"{figures['filtered']:,} were too long"
     if figures["sources"] is not None:
@@ -181,11 +173,21 @@ def _headline(figures: Mapping[str, Any]) -> list[Card]:
     num_steps = figures["steps_per_epoch"]
     samples_per_step = figures["num_samples"] / max(num_steps, 1)
     return [
-        fill,
+        _fill_card(figures),
         (f"{figures['num_packs']:,}", pack_name, pack_note),
         (f"{num_steps:,}", "optimizer steps", f"per epoch, {samples_per_step:,.1f} samples each"),
         (f"{figures['num_samples']:,}", "samples", left_out),
     ]
+
+
+def _fill_card(figures: Mapping[str, Any]) -> Card:
+    """Return the card with the fill of the micro-batches (with Skrull), of the packs, or of the batches."""
+    padding = f"{percent(figures['padding_of_plain_batches'])} padding without packing"
+    if figures["skrull"] is not None:
+        return percent(figures["skrull"]["bucket_fill"]), "fill of the micro-batches", padding
+    if figures["waste_tokens"] is not None:
+        return percent(figures["fill"]), "fill of the packs", padding
+    return percent(figures["fill"]), "fill of the batches (tokens that are not padding)", ""
 
 
 def _shared_content(packs: PackPlan, figures: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -202,26 +204,39 @@ def _shared_content(packs: PackPlan, figures: Mapping[str, Any]) -> dict[str, An
     headline.append((f"{figures['steps_per_epoch']:,}", "optimizer steps", steps))
     sizes = f"of {savings['samples_per_tree']:.1f} samples on average, {savings['largest_tree']:,} at most"
     headline.append((f"{savings['num_trees']:,}", "prefix trees", sizes))
+    return {"headline": headline, "trees": _example_trees(packs, packs.shared)}
 
-    # A tree begins with the sample that shares nothing with the sample before it.
-    starts = np.flatnonzero(packs.shared == 0)
+
+def _example_trees(packs: PackPlan, shared: npt.NDArray[np.integer[Any]]) -> list[tuple[str, str, list[Branch]]]:
+    """Return (name, note, branches) of the tree that saves most tokens and of the median one.
+
+    ``shared``: tokens that each sample shares with the sample before it, (N,).
+    """
+    # A tree begins with a sample that shares nothing with the sample before it.
+    starts = np.flatnonzero(shared == 0)
     stops = np.append(starts[1:], packs.num_samples)
-    tokens_saved = np.add.reduceat(packs.shared, starts, dtype=np.int64)
+    tokens_saved = np.add.reduceat(shared, starts, dtype=np.int64)
     by_savings = np.argsort(-tokens_saved, kind="stable")
-    num_trees = int(np.count_nonzero(tokens_saved))
+    num_trees = int(np.count_nonzero(tokens_saved))  # trees of a single sample save nothing
+    examples = [("The tree that saves most", 0), ("The median tree", num_trees // 2)]
     trees = []
-    # The two trees, or the only one if a single tree saves tokens.
-    for name, position in (("The tree that saves most", 0), ("The median tree", num_trees // 2))[:num_trees]:
-        tree = by_savings[position]
+    for name, rank in examples[:num_trees]:
+        tree = by_savings[rank]
         start, stop = int(starts[tree]), int(stops[tree])
-        # ``lengths`` are tokens that samples add, ``full_lengths`` include their shared prefixes.
-        num_tokens = packs.lengths[start:stop].sum()
-        num_unshared = packs.full_lengths[start:stop].sum()
-        note = f"{stop - start:,} samples, {num_tokens:,} tokens instead of {num_unshared:,}"
-        if stop - start > _MAX_TREE_SAMPLES:
-            note += f"; only the first {_MAX_TREE_SAMPLES} samples are drawn"
-        trees.append((name, note, _branches(packs, start, min(stop, start + _MAX_TREE_SAMPLES))))
-    return {"headline": headline, "trees": trees}
+        drawn_stop = min(stop, start + _MAX_TREE_SAMPLES)
+        trees.append((name, _tree_note(packs, start, stop), _branches(packs, start, drawn_stop)))
+    return trees
+
+
+def _tree_note(packs: PackPlan, start: int, stop: int) -> str:
+    """Return the numbers of samples and tokens of the tree of samples ``start`` to ``stop - 1``."""
+    # ``lengths`` are tokens that samples add, ``full_lengths`` include their shared prefixes.
+    num_tokens = packs.lengths[start:stop].sum()
+    num_unshared = packs.full_lengths[start:stop].sum()
+    note = f"{stop - start:,} samples, {num_tokens:,} tokens instead of {num_unshared:,}"
+    if stop - start > _MAX_TREE_SAMPLES:
+        note += f"; only the first {_MAX_TREE_SAMPLES} samples are drawn"
+    return note
 
 
 def _branches(packs: PackPlan, start: int, stop: int) -> list[Branch]:
@@ -242,40 +257,65 @@ def page(content: Mapping[str, Any]) -> str:
     slowest rank's FLOPs ÷ mean of each step, (round-robin, as planned); ``figures`` are (name, value), where long
     hexadecimal values are fingerprints.
     """
-    packs, capacity, mixture = content["packs"], content["capacity"], content["mixture"]
-    sample_counts, figures = content["sample_counts"], content["figures"]
-    fingerprints = [(f"Fingerprint of the {name}", value) for name, value in figures if _FINGERPRINT.fullmatch(value)]
-    is_packed = sum(content["lengths"].counts) > sum(content["fills"].counts)  # more samples than packs
-    pack_limit = [(float(capacity), f"pack: {capacity:,}")] if is_packed else []
-    padded_blocks = plain_batches(packs, batch_size=content["without_packing"]["rows"])
-    num_cached = sum(count for _, count in sample_counts) or 1  # at least 1, to divide by it
-    sample_rows = []
-    for number, (name, count) in enumerate(sample_counts):
-        sample_rows.append((_colour(number), name, count, percent(count / num_cached)))
+    mixture = content["mixture"]
     balance = content["balance"]
-    trees = content["shared"]["trees"] if content["shared"] else []
+    sample_counts = content["sample_counts"]
+    num_cached = sum(count for _, count in sample_counts) or 1  # at least 1, to divide by it
+    figures = []
+    commands = list(content["commands"])  # fingerprints are listed below the commands
+    for name, value in content["figures"]:
+        if _FINGERPRINT.fullmatch(value):
+            commands.append((f"Fingerprint of the {name}", value))
+        else:
+            figures.append((name, value))
     return render(
         "plan.html",
         plan=content,
-        is_packed=is_packed,
+        is_packed=_is_packed(content),
         num_cached=num_cached,
-        samples=sample_rows,
+        samples=_sample_rows(sample_counts, num_cached),
         sample_bar=divided_bar([count for _, count in sample_counts]),
         source_styles=[_colour(i) for i in range(len(mixture["rows"]))] if mixture else [],
         shares=shares_chart(mixture) if mixture else None,
-        lengths=histogram(content["lengths"], "samples", "tokens of a sample", vertical_lines=pack_limit),
-        fills=histogram(content["fills"], "packs", "fill of a pack", suffix="%"),
-        packed=packs_drawing(packs, capacity),
-        padded=blocks_drawing(padded_blocks, capacity),
-        num_samples=sum(branch.num_samples == 1 for pack in packs for branch in pack),
-        trees=[(name, note, tree_drawing(branches)) for name, note, branches in trees],
-        num_lines=math.ceil(sum(num_tokens for num_tokens, _ in padded_blocks) / capacity),
-        max_lines=_MAX_LINES,
         balance=balance_chart(*balance) if balance else None,
         is_round_robin=balance is None or list(balance[0]) == list(balance[1]),
-        figures=[(name, value) for name, value in figures if not _FINGERPRINT.fullmatch(value)],
-        commands=[*content["commands"], *fingerprints],
+        figures=figures,
+        commands=commands,
+        **_pack_drawings(content),
     )
+
+
+def _is_packed(content: Mapping[str, Any]) -> bool:
+    """Return whether there are more samples than packs."""
+    return sum(content["lengths"].counts) > sum(content["fills"].counts)
+
+
+def _sample_rows(sample_counts: Sequence[tuple[str, int]], num_cached: int) -> list[tuple[str, str, int, str]]:
+    """Return (style, name, count, share of all cached samples) of each group of samples."""
+    rows = []
+    for number, (name, count) in enumerate(sample_counts):
+        rows.append((_colour(number), name, count, percent(count / num_cached)))
+    return rows
+
+
+def _pack_drawings(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the histograms and the drawings of packs, of the same samples without packing, and of prefix trees."""
+    packs = content["packs"]
+    capacity = content["capacity"]
+    pack_limit = [(float(capacity), f"pack: {capacity:,}")] if _is_packed(content) else []
+    padded_blocks = plain_batches(packs, batch_size=content["without_packing"]["rows"])
+    num_padded_tokens = sum(num_tokens for num_tokens, _ in padded_blocks)
+    trees = content["shared"]["trees"] if content["shared"] else []
+    return {
+        "lengths": histogram(content["lengths"], "samples", "tokens of a sample", vertical_lines=pack_limit),
+        "fills": histogram(content["fills"], "packs", "fill of a pack", suffix="%"),
+        "packed": packs_drawing(packs, capacity),
+        "padded": blocks_drawing(padded_blocks, capacity),
+        "num_samples": sum(branch.num_samples == 1 for pack in packs for branch in pack),
+        "trees": [(name, note, tree_drawing(branches)) for name, note, branches in trees],
+        "num_lines": math.ceil(num_padded_tokens / capacity),
+        "max_lines": _MAX_LINES,
+    }
 
 
 def histogram(
@@ -293,16 +333,26 @@ def histogram(
     drawn_lines = [(value, name) for value, name in vertical_lines if low <= value <= low + 1.5 * (high - low)]
     x_stop = max([high, *(value for value, _ in drawn_lines)])
     x = Axis.logarithmic(unit, low, x_stop) if counted.is_log else Axis.linear(unit, low, x_stop, 6, suffix=suffix)
-    y = Axis.linear(noun, 0, max(counted.counts, default=0) or 1, num_ticks=4, integers=True, extend=True)
-    shapes: list[Box | Path] = []
+    max_count = max(counted.counts, default=0)
+    y = Axis.linear(noun, 0, max_count or 1, num_ticks=4, integers=True, extend=True)
+    shapes: list[Box | Path] = [*_bars(counted, x, y)]
+    notes = []
+    for value, name in drawn_lines:
+        shapes.append(_vertical_line(x, value))
+        notes.append(Note(x.position(value), [("", name)]))
+    return Chart(x, y, shapes, notes)
+
+
+def _bars(counted: Histogram, x: Axis, y: Axis) -> list[Box]:
+    """Return a bar for each bin that is not empty; the hints name the counted things as the axes do."""
+    bars = []
     for count, (lower, upper) in zip(counted.counts, pairwise(counted.edges), strict=True):
         if count:
             left, right = x.position(lower), x.position(upper)
             height = max(y.position(count), 8)  # keeps a count of one among thousands visible
-            hint = f"{lower:,.0f} to {upper:,.0f} {unit}: {count:,} {noun}"
-            shapes.append(Box(left, AXIS_LENGTH - height, right - left, height, "bar", hint))
-    shapes += [_vertical_line(x, value) for value, _ in drawn_lines]
-    return Chart(x, y, shapes, [Note(x.position(value), [("", name)]) for value, name in drawn_lines])
+            hint = f"{lower:,.0f} to {upper:,.0f} {x.name}: {count:,} {y.name}"
+            bars.append(Box(left, AXIS_LENGTH - height, right - left, height, "bar", hint))
+    return bars
 
 
 def _vertical_line(x: Axis, value: float) -> Path:
@@ -317,36 +367,45 @@ def balance_chart(before: Sequence[float], after: Sequence[float]) -> Chart:
     """
     num_steps = len(after)
     peaks = [max(pair) for pair in zip(before, after, strict=True)]  # the larger value of each step
+    top, outlier = _top_and_outlier(peaks)
+    x = Axis("optimizer steps of the epoch, in order", 0, 1, _EPOCH_TICKS)
+    y = Axis.linear("FLOPs of the slowest rank ÷ mean rank", 1, max(top, 1.02), num_ticks=4, extend=True)
+    step_positions = [x.position((step + 0.5) / num_steps) for step in range(num_steps)]
+    shapes = []
+    if list(before) != list(after):
+        shapes.append(_dots(step_positions, before, y, "dot-before"))
+    shapes.append(_dots(step_positions, after, y, "dot-after"))
+    notes = []
+    if outlier is not None:
+        notes.append(_outlier_note(step_positions[outlier], before[outlier], after[outlier], y.high))
+    return Chart(x, y, shapes, notes)
+
+
+def _top_and_outlier(peaks: Sequence[float]) -> tuple[float, int | None]:
+    """Return the highest value to draw to scale, and the step far above all others; None if there is none."""
     # The two values of 1 (balanced) are for epochs of fewer than two steps.
     highest, second_highest = sorted([1.0, 1.0, *peaks], reverse=True)[:2]
-    has_outlier = num_steps > 2 and highest - 1 > 3 * max(second_highest - 1, 0.01)
-    top = max(second_highest if has_outlier else highest, 1.02)
-    x = Axis("optimizer steps of the epoch, in order", 0, 1, _EPOCH_TICKS)
-    y = Axis.linear("FLOPs of the slowest rank ÷ mean rank", 1, top, num_ticks=4, extend=True)
+    if len(peaks) > 2 and highest - 1 > 3 * max(second_highest - 1, 0.01):
+        return second_highest, peaks.index(highest)
+    return highest, None
 
-    step_positions = [x.position((step + 0.5) / num_steps) for step in range(num_steps)]
 
-    def dots(values: Sequence[float], style: str) -> Path:
-        """Return a dot for each step; a value above the axis is drawn at the upper edge."""
-        heights = [min(y.position(value), AXIS_LENGTH) for value in values]
-        points = zip(step_positions, heights, strict=True)
-        return Path([[(left, AXIS_LENGTH - height)] for left, height in points], style)
+def _dots(step_positions: Sequence[float], values: Sequence[float], y: Axis, style: str) -> Path:
+    """Return a dot for each step; a value above the vertical axis is drawn at the upper edge."""
+    heights = [min(y.position(value), AXIS_LENGTH) for value in values]
+    points = zip(step_positions, heights, strict=True)
+    return Path([[(left, AXIS_LENGTH - height)] for left, height in points], style)
 
-    shapes = [dots(after, "dot-after")]
-    if list(before) != list(after):
-        shapes.insert(0, dots(before, "dot-before"))
-    if not has_outlier:
-        return Chart(x, y, shapes, [])
-    outlier = peaks.index(highest)
-    # Each text has a dot in the style of its series, because both series may be above the chart in this step.
-    before_text = f"{before[outlier]:.2f} ↑"
-    after_text = f"{after[outlier]:.2f} ↑"
+
+def _outlier_note(position: float, before: float, after: float, max_drawn: float) -> Note:
+    """Return the values of a step that exceed ``max_drawn`` as text, each with a dot in the style of its series."""
+    before_text, after_text = f"{before:.2f} ↑", f"{after:.2f} ↑"
     texts = []  # (style of the dot, text)
-    if before[outlier] > y.high and before_text != after_text:
+    if before > max_drawn and before_text != after_text:
         texts.append(("hollow", before_text))
-    if after[outlier] > y.high:
+    if after > max_drawn:
         texts.append(("c0", after_text))
-    return Chart(x, y, shapes, [Note(step_positions[outlier], texts)])
+    return Note(position, texts)
 
 
 def shares_chart(mixture: Mapping[str, Any]) -> Chart:
@@ -357,24 +416,12 @@ def shares_chart(mixture: Mapping[str, Any]) -> Chart:
             ``steps_per_interval`` steps (the last interval may be shorter), with the share of each source, 0 to 1.
             ``rows`` begin with the source's name, ``stages`` with the start of the stage as a fraction of the run.
     """
-    num_steps, steps_per_interval = mixture["num_steps"], mixture["steps_per_interval"]
-    unit = mixture["unit"]
+    steps_per_interval = mixture["steps_per_interval"]
     x = Axis(f"optimizer steps of the {mixture['of']}, {steps_per_interval:,} at a time", 0, 1, _EPOCH_TICKS)
-    y = Axis.linear(f"share of the {unit}", 0, 100, num_ticks=4, extend=True, suffix="%")
-
-    source_names = [row[0] for row in mixture["rows"]]
+    y = Axis.linear(f"share of the {mixture['unit']}", 0, 100, num_ticks=4, extend=True, suffix="%")
     shapes: list[Box | Path] = []
-    for interval, shares in enumerate(mixture["shares"]):
-        first_step = interval * steps_per_interval
-        left = AXIS_LENGTH * (first_step / num_steps)
-        right = AXIS_LENGTH * (min(first_step + steps_per_interval, num_steps) / num_steps)
-        share_below = 0.0  # sum of the shares that are drawn below
-        for source, share in enumerate(shares):
-            if share:
-                hint = f"{source_names[source]}: {percent(share)} of the {unit} of these steps"
-                top, height = AXIS_LENGTH * (1 - share_below - share), AXIS_LENGTH * share
-                shapes.append(Box(left, top, right - left, height, f"s {_colour(source)}", hint))
-            share_below += share
+    for interval in range(len(mixture["shares"])):
+        shapes += _interval_boxes(mixture, interval)
     notes = []
     # Lines mark where the second and later stages start.
     for number, (relative_start, _, _) in enumerate(mixture["stages"][1:], start=2):
@@ -383,13 +430,35 @@ def shares_chart(mixture: Mapping[str, Any]) -> Chart:
     return Chart(x, y, shapes, notes)
 
 
+def _interval_boxes(mixture: Mapping[str, Any], interval: int) -> list[Box]:
+    """Return a box for each source with samples in an interval of steps, from bottom to top."""
+    num_steps = mixture["num_steps"]
+    first_step = interval * mixture["steps_per_interval"]
+    end_step = min(first_step + mixture["steps_per_interval"], num_steps)
+    left = AXIS_LENGTH * (first_step / num_steps)
+    right = AXIS_LENGTH * (end_step / num_steps)
+    boxes = []
+    share_below = 0.0  # sum of the shares that are drawn below
+    for source, share in enumerate(mixture["shares"][interval]):
+        if share:
+            name = mixture["rows"][source][0]
+            hint = f"{name}: {percent(share)} of the {mixture['unit']} of these steps"
+            top, height = AXIS_LENGTH * (1 - share_below - share), AXIS_LENGTH * share
+            boxes.append(Box(left, top, right - left, height, f"s {_colour(source)}", hint))
+        share_below += share
+    return boxes
+
+
 def divided_bar(counts: Sequence[int]) -> Drawing:
     """Return a bar divided in proportion to counts; even the smallest part stays visible."""
     total = sum(counts) or 1
     widths = [max(AXIS_LENGTH * count / total, 9) if count else 0.0 for count in counts]
     scale = AXIS_LENGTH / (sum(widths) or 1)
-    lefts = [sum(widths[:i]) * scale for i in range(len(widths))]
-    boxes = [Box(lefts[i], 0, width * scale, 1, f"s {_colour(i)}") for i, width in enumerate(widths) if width]
+    boxes = []
+    for number, width in enumerate(widths):
+        if width:
+            left = sum(widths[:number]) * scale
+            boxes.append(Box(left, 0, width * scale, 1, f"s {_colour(number)}"))
     return Drawing("share", "shares of the samples", boxes, height=1)
 
 
@@ -435,39 +504,62 @@ def blocks_drawing(
         padded: True if blocks without a style are padding, False if they are free space. The background of the drawing
             hatches padding, because a pattern in stretched shapes would be distorted.
     """
-    shapes: list[Box | Boxes] = []
-    narrow: dict[str, list[Rectangle]] = {}  # narrow blocks by style
-    position = 0  # in tokens, over all lines
-    for num_tokens, block_style in blocks:
-        if block_style is not None:
-            style, hint = f"s {block_style}", "of a shared prefix" if block_style == _PREFIX_STYLE else "of a sample"
-        else:
-            style, hint = ("waste", "of padding") if padded else ("room", "free")
-        block_end = min(position + num_tokens, max_lines * capacity)
-        while position < block_end:
-            # Draw the tokens of the block that are on the present line.
-            line, start = divmod(position, capacity)
-            line_tokens = min(block_end - position, capacity - start)
-            x, y = start / capacity * AXIS_LENGTH, line * _LINE_PITCH
-            width = line_tokens / capacity * AXIS_LENGTH
-            if width >= _MIN_WIDTH:
-                shapes.append(Box(x, y, width, _LINE_HEIGHT, style, f"{line_tokens:,} tokens {hint}"))
-            elif block_style is not None:
-                # Narrow blocks are drawn together by style; a tenth of the width is left free in place of a border.
-                narrow.setdefault(block_style, []).append((x, y, width * 0.9, _LINE_HEIGHT))
-            position += line_tokens
-    shapes += [Boxes(rectangles, style) for style, rectangles in narrow.items()]
-    num_lines = math.ceil(position / capacity)
+    num_drawn = min(sum(num_tokens for num_tokens, _ in blocks), max_lines * capacity)
+    num_lines = math.ceil(num_drawn / capacity)
+    shapes = _shapes_of_pieces(_pieces(blocks, capacity, num_drawn), capacity, padded=padded)
     if padded and num_lines:
-        # Cover the hatched background between lines and after the last block.
-        last_line = num_lines - 1
-        gap_ys = range(_LINE_HEIGHT, last_line * _LINE_PITCH, _LINE_PITCH)
-        gaps: list[Rectangle] = [(0.0, y, AXIS_LENGTH, _LINE_GAP) for y in gap_ys]
-        end = (position - last_line * capacity) / capacity * AXIS_LENGTH
-        gaps.append((end, last_line * _LINE_PITCH, AXIS_LENGTH - end, _LINE_HEIGHT))
-        shapes.append(Boxes(gaps, "between"))
+        shapes.append(_gaps(num_drawn, num_lines, capacity))
     kind, label = ("padded", "samples and their padding") if padded else ("packed", "samples in packs")
     return Drawing(kind, f"{label}, to scale", shapes, _height(max(num_lines, 1)), in_pixels=True)
+
+
+def _shapes_of_pieces(
+    pieces: Iterable[tuple[int, str | None, int]], capacity: int, *, padded: bool
+) -> list[Box | Boxes]:
+    """Return a box for each wide piece, and the narrow ones together by style; pieces as those of ``_pieces``."""
+    shapes: list[Box | Boxes] = []
+    narrow: dict[str, list[Rectangle]] = {}  # narrow pieces by style
+    for num_tokens, block_style, position in pieces:
+        line, start = divmod(position, capacity)
+        x, y = start / capacity * AXIS_LENGTH, line * _LINE_PITCH
+        width = num_tokens / capacity * AXIS_LENGTH
+        if width >= _MIN_WIDTH:
+            style, hint = _style_and_hint(block_style, padded=padded)
+            shapes.append(Box(x, y, width, _LINE_HEIGHT, style, f"{num_tokens:,} tokens {hint}"))
+        elif block_style is not None:
+            # A tenth of the width is left free in place of a border.
+            narrow.setdefault(block_style, []).append((x, y, width * 0.9, _LINE_HEIGHT))
+    shapes += [Boxes(rectangles, style) for style, rectangles in narrow.items()]
+    return shapes
+
+
+def _pieces(blocks: Sequence[Block], line_tokens: int, max_tokens: int) -> Iterator[tuple[int, str | None, int]]:
+    """Divide blocks at the ends of lines; yield tokens, style and position of each piece before ``max_tokens``."""
+    position = 0  # in tokens, over all lines
+    for num_tokens, block_style in blocks:
+        block_end = min(position + num_tokens, max_tokens)
+        while position < block_end:
+            left_in_line = line_tokens - position % line_tokens
+            num_piece_tokens = min(block_end - position, left_in_line)
+            yield num_piece_tokens, block_style, position
+            position += num_piece_tokens
+
+
+def _style_and_hint(block_style: str | None, *, padded: bool) -> tuple[str, str]:
+    """Return the style of a box, and what its tokens are; blocks without a style are padding or free space."""
+    if block_style is None:
+        return ("waste", "of padding") if padded else ("room", "free")
+    return f"s {block_style}", "of a shared prefix" if block_style == _PREFIX_STYLE else "of a sample"
+
+
+def _gaps(num_tokens: int, num_lines: int, capacity: int) -> Boxes:
+    """Return boxes that cover the hatched background between lines and after the last of ``num_tokens`` tokens."""
+    last_line = num_lines - 1
+    gap_ys = range(_LINE_HEIGHT, last_line * _LINE_PITCH, _LINE_PITCH)
+    gaps: list[Rectangle] = [(0.0, y, AXIS_LENGTH, _LINE_GAP) for y in gap_ys]
+    end = (num_tokens - last_line * capacity) / capacity * AXIS_LENGTH
+    gaps.append((end, last_line * _LINE_PITCH, AXIS_LENGTH - end, _LINE_HEIGHT))
+    return Boxes(gaps, "between")
 
 
 def plain_batches(packs: Sequence[Sequence[Branch]], batch_size: int) -> list[Block]:
@@ -483,9 +575,10 @@ def plain_batches(packs: Sequence[Sequence[Branch]], batch_size: int) -> list[Bl
         batch = samples[start : start + batch_size]
         longest = max(sample.stop for sample in batch)
         for sample in batch:
-            prefix, padding = (sample.start, _PREFIX_STYLE), (longest - sample.stop, None)
-            row: list[Block] = [prefix, (sample.num_tokens, _branch_style(sample)), padding]
-            blocks += [block for block in row if block[0]]
+            prefix = (sample.start, _PREFIX_STYLE)
+            own_tokens = (sample.num_tokens, _branch_style(sample))
+            padding = (longest - sample.stop, None)
+            blocks += [block for block in (prefix, own_tokens, padding) if block[0]]
     return blocks
 
 

@@ -33,7 +33,7 @@ from packtool.cache.plan_file import SavedPlan, read_plan_of
 from packtool.cache.reader import CacheReader
 from packtool.config.commands import InspectConfig
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.errors import ConfigError, MediaError, PacktoolError
 from packtool.media.files import MediaProblem, open_medium
 from packtool.media.measure import load_image
@@ -127,13 +127,10 @@ class ShownPacks:
         if self._plan.locations is None or self._placement is None or not len(self.numbers):
             return {}
         step, rank, micro_batch = self._plan.locations.T.astype(np.int64)  # each (N,), for every sample of the plan
-        num_steps, num_ranks = int(step.max()) + 1, int(rank.max()) + 1
-        # Sum the tokens of the samples of each pair of step and rank: (steps, ranks).
-        step_and_rank = step * num_ranks + rank
-        tokens = np.bincount(step_and_rank, weights=self._plan.lengths, minlength=num_steps * num_ranks)
-        rank_tokens = tokens.astype(np.int64).reshape(num_steps, num_ranks)
+        num_steps = int(step.max()) + 1
         num_micro_batches = np.zeros(num_steps, np.int64)
         np.maximum.at(num_micro_batches, step, micro_batch + 1)  # the largest number of each step, plus 1
+        rank_tokens = _tokens_of_ranks(step, rank, self._plan.lengths)
         figures = {  # by the names in ``samples.js``
             "number": np.arange(num_steps),
             "packs": np.bincount(self._placement[:, _STEP], minlength=num_steps),
@@ -176,6 +173,15 @@ def evenly_spaced(count: int, max_numbers: float) -> Int64Array:
     """Return evenly spaced numbers from 0 to ``count - 1``, int64 (N,), ascending; at most ``max_numbers``, but one."""
     num_numbers = min(count, max(int(max_numbers), 1))
     return np.unique(np.linspace(0, count - 1, num_numbers).round().astype(np.int64))
+
+
+def _tokens_of_ranks(step: Int64Array, rank: Int64Array, lengths: npt.NDArray[np.int32]) -> Int64Array:
+    """Return the tokens of each rank in each step, (steps, ranks), from step, rank and tokens of N samples, (N,)."""
+    num_steps = int(step.max()) + 1
+    num_ranks = int(rank.max()) + 1
+    step_and_rank = step * num_ranks + rank
+    tokens = np.bincount(step_and_rank, weights=lengths, minlength=num_steps * num_ranks)
+    return tokens.astype(np.int64).reshape(num_steps, num_ranks)
 
 
 class Pages:
@@ -283,22 +289,6 @@ class Pages:
     def _sample(self, number: int) -> dict[str, Any]:
         """Return a sample for the page's script, ``samples.js``, which determines the keys."""
         sample = self._reader.sample(number)
-        # Files and regions of each medium, by object identity, because equal media may occur several times.
-        media_figures: dict[int, dict[str, Any]] = {}
-        for i, medium in enumerate(sample.media):
-            media_figures[id(medium)] = {**_media_files(number, i, medium)}
-        parts = self._decoder.parts(sample)
-        for region in self._decoder.regions(sample, parts):
-            image = sample.images[region.image]
-            description = region.description(image.width, image.height)
-            region_figures = {"told": description, "corners": region.corners, "isCertain": region.is_certain}
-            media_figures[id(image)]["ratio"] = image.width / image.height
-            media_figures[id(image)].setdefault("regions", []).append(region_figures)
-        part_figures = []
-        for part in parts:
-            weight = {} if part.weight == 1 else {"weight": f"{part.weight:g}"}
-            medium_figures = {} if part.medium is None else media_figures[id(part.medium)]
-            part_figures.append({"look": part.style, "text": part.text, **weight, **medium_figures})
         return {
             "number": number,
             "source": storage.masked(sample.source),
@@ -309,8 +299,28 @@ class Pages:
             "trained": int((sample.labels != IGNORE_INDEX).sum()),
             "truncated": sample.num_truncated,
             "place": None if self._packs is None else self._packs.location_of(number),
-            "parts": part_figures,
+            "parts": self._parts(number, sample),
         }
+
+    def _parts(self, number: int, sample: EncodedSample) -> list[dict[str, Any]]:
+        """Return the parts of a sample: text in one style, or a medium with its files and regions."""
+        # By object identity, because equal media may occur several times.
+        media_figures: dict[int, dict[str, Any]] = {}
+        for i, medium in enumerate(sample.media):
+            media_figures[id(medium)] = {**_media_files(number, i, medium)}
+        parts = self._decoder.parts(sample)
+        for region in self._decoder.regions(sample, parts):
+            image = sample.images[region.image]
+            description = region.description(image.width, image.height)
+            region_figures = {"told": description, "corners": region.corners, "isCertain": region.is_certain}
+            media_figures[id(image)]["ratio"] = image.width / image.height
+            media_figures[id(image)].setdefault("regions", []).append(region_figures)
+        figures = []
+        for part in parts:
+            weight = {} if part.weight == 1 else {"weight": f"{part.weight:g}"}
+            medium_figures = {} if part.medium is None else media_figures[id(part.medium)]
+            figures.append({"look": part.style, "text": part.text, **weight, **medium_figures})
+        return figures
 
 
 def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
@@ -319,16 +329,7 @@ def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
     The directory may be new, be empty or contain earlier pages, which are replaced; ConfigError if it has other files.
     """
     directory = storage.normalize(directory)
-    existing = sorted(storage.walk(directory)) if storage.is_directory(directory) else []
-    for path in existing:
-        # Files that a killed command did not finish have temporary names; compare their final ones.
-        final_name = storage.final_name(path).removeprefix(directory).lstrip("/")
-        if not _PAGE_FILE.fullmatch(final_name):
-            problem = f"--html {directory} contains other files than pages, such as {path}"
-            raise ConfigError(problem, "Choose a directory that does not exist yet.")
-    # The index is removed first, so that a folder whose pages are only partly removed has no index.
-    for path in sorted(existing, key=lambda path: storage.name(path) != INDEX):
-        storage.remove(path)
+    _remove_pages(directory)
     for name in ("data", "media"):
         storage.make_directory(storage.join(directory, name))
     num_missing = 0
@@ -351,6 +352,20 @@ def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
         raise
     progress.finish()
     return num_missing
+
+
+def _remove_pages(directory: str) -> None:
+    """Remove earlier pages from a directory; raise a ConfigError and remove nothing if it has other files."""
+    existing = sorted(storage.walk(directory)) if storage.is_directory(directory) else []
+    for path in existing:
+        # Files that a killed command did not finish have temporary names; compare their final ones.
+        final_name = storage.final_name(path).removeprefix(directory).lstrip("/")
+        if not _PAGE_FILE.fullmatch(final_name):
+            problem = f"--html {directory} contains other files than pages, such as {path}"
+            raise ConfigError(problem, "Choose a directory that does not exist yet.")
+    # The index is removed first, so that a folder whose pages are only partly removed has no index.
+    for path in sorted(existing, key=lambda path: storage.name(path) != INDEX):
+        storage.remove(path)
 
 
 def _script(name: str, value: Any) -> bytes:
@@ -412,6 +427,65 @@ _HEADERS = {
 }
 
 
+class _PageServer(ThreadingHTTPServer):
+    """A server of pages on this machine, which answers only requests that begin with a secret token.
+
+    Args:
+        content: returns the bytes of a file by its name, or None; called by one thread at a time.
+    """
+
+    def __init__(self, content: Callable[[str], bytes | None], port: int) -> None:
+        self.content = content
+        self.token = secrets.token_urlsafe(16)
+        self.lock = threading.Lock()  # held during calls of ``content``
+        super().__init__((_HOST, port), _PageHandler)
+
+
+class _PageHandler(BaseHTTPRequestHandler):
+    server: _PageServer
+
+    def do_GET(self) -> None:
+        status, body, mime_type = self._response()
+        self.send_response(status)
+        for name, value in {**_HEADERS, "Content-Type": mime_type, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _response(self) -> tuple[HTTPStatus, bytes, str]:
+        """Return status, body and MIME type of the response."""
+        plain = "text/plain; charset=utf-8"
+        token, _, name = unquote(urlsplit(self.path).path).lstrip("/").partition("/")
+        if not self._is_own_host() or not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            return HTTPStatus.FORBIDDEN, b"The address has no valid token.\n", plain
+        try:
+            with self.server.lock:
+                body = self.server.content(name or INDEX)
+        except PacktoolError as error:
+            return HTTPStatus.BAD_GATEWAY, f"{error}\n".encode(), plain
+        if body is None:
+            return HTTPStatus.NOT_FOUND, b"No such file.\n", plain
+        return HTTPStatus.OK, body, _mime_type(name)
+
+    def _is_own_host(self) -> bool:
+        """Return whether the request names this machine as its host.
+
+        Against DNS rebinding: a script of another site reaches this server only under that site's host name.
+        """
+        host = (self.headers.get("Host") or "").rpartition(":")[0]
+        return host in (_HOST, "localhost")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing, because addresses contain the token."""
+
+
+def _mime_type(name: str) -> str:
+    """Return the MIME type of a page's file, with the encoding of text."""
+    media_type = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    mime_type = _MIME_TYPES.get(os.path.splitext(name)[1], media_type)
+    return f"{mime_type}; charset=utf-8" if mime_type.startswith("text/") else mime_type
+
+
 @contextlib.contextmanager
 def serving(content: Callable[[str], bytes | None], port: int = 0) -> Iterator[str]:
     """Serve pages on this machine in background threads; yield their address, which contains a secret token.
@@ -421,41 +495,8 @@ def serving(content: Callable[[str], bytes | None], port: int = 0) -> Iterator[s
             time.
         port: to listen on; 0 chooses a free one. ConfigError if it cannot be used.
     """
-    token = secrets.token_urlsafe(16)
-    lock = threading.Lock()  # held during calls of ``content``
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, body, mime_type = self._response()
-            self.send_response(status)
-            for name, value in {**_HEADERS, "Content-Type": mime_type, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def _response(self) -> tuple[HTTPStatus, bytes, str]:
-            plain = "text/plain; charset=utf-8"
-            # Against DNS rebinding: a script of another site reaches this server only under that site's host name.
-            host = (self.headers.get("Host") or "").rpartition(":")[0]
-            client_token, _, name = unquote(urlsplit(self.path).path).lstrip("/").partition("/")
-            if host not in (_HOST, "localhost") or not hmac.compare_digest(client_token.encode(), token.encode()):
-                return HTTPStatus.FORBIDDEN, b"The address has no valid token.\n", plain
-            try:
-                with lock:
-                    body = content(name or INDEX)
-            except PacktoolError as error:
-                return HTTPStatus.BAD_GATEWAY, f"{error}\n".encode(), plain
-            if body is None:
-                return HTTPStatus.NOT_FOUND, b"No such file.\n", plain
-            media_type = mimetypes.guess_type(name)[0] or "application/octet-stream"
-            mime_type = _MIME_TYPES.get(os.path.splitext(name)[1], media_type)
-            return HTTPStatus.OK, body, f"{mime_type}; charset=utf-8" if mime_type.startswith("text/") else mime_type
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Log nothing, because addresses contain the token."""
-
     try:
-        server = ThreadingHTTPServer((_HOST, port), Handler)
+        server = _PageServer(content, port)
     except OSError as error:
         problem = f"--port {port} cannot be used: {error.strerror or error}"
         raise ConfigError(problem, "Use --port 0 for a free one.") from error
@@ -463,7 +504,7 @@ def serving(content: Callable[[str], bytes | None], port: int = 0) -> Iterator[s
     thread = threading.Thread(target=server.serve_forever, name="serve", daemon=True)
     thread.start()
     try:
-        yield f"http://{_HOST}:{server.server_port}/{token}/"
+        yield f"http://{_HOST}:{server.server_port}/{server.token}/"
     finally:
         server.shutdown()
         server.server_close()

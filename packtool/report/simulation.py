@@ -10,7 +10,7 @@ import numpy as np
 from packtool import storage
 from packtool.report.drawing import AXIS_LENGTH, Boxes, Drawing, Rectangle, render
 from packtool.report.tables import Line, table
-from packtool.simulate.machine import Timing
+from packtool.simulate.machine import Machine, Timing
 from packtool.simulate.run import Outcome, Simulation
 
 _LINE_HEIGHT, _LINE_GAP = 11, 3  # of GPUs, in CSS pixels
@@ -64,11 +64,18 @@ def _rows(simulation: Simulation) -> list[tuple[str, ...]]:
         figures = outcome.figures(simulation.baseline)
         num_oom_steps = figures["out_of_memory_steps"]
         mark = "*" if num_oom_steps else ""
-        times = duration(figures["step_seconds"]) + mark, f"{figures['speedup']:.2f}x{mark}"
-        losses = f"{figures['balance']:.2f}", f"{figures['communication_share']:.1%}"
-        out_of_memory = f"{num_oom_steps} of {figures['steps']}" if num_oom_steps else "-"
-        batches = f"{figures['micro_batches']:.1f}", f"{figures['local_share']:.0%}"
-        rows.append((outcome.title, *times, *losses, f"{figures['peak_memory_gb']:.1f} GB", out_of_memory, *batches))
+        row = (
+            outcome.title,
+            duration(figures["step_seconds"]) + mark,
+            f"{figures['speedup']:.2f}x{mark}",
+            f"{figures['balance']:.2f}",
+            f"{figures['communication_share']:.1%}",
+            f"{figures['peak_memory_gb']:.1f} GB",
+            f"{num_oom_steps} of {figures['steps']}" if num_oom_steps else "-",
+            f"{figures['micro_batches']:.1f}",
+            f"{figures['local_share']:.0%}",
+        )
+        rows.append(row)
     return rows
 
 
@@ -93,20 +100,25 @@ def _warnings(simulation: Simulation) -> list[str]:
 
 def _assumption_lines(simulation: Simulation) -> list[Line]:
     """Return the hardware, model and batch sizes that the times are computed from, as (name, value)."""
-    options = simulation.options
-    machine = options.machine
-    hardware, constants, sizes = machine.hardware, machine.constants, machine.sizes
+    sizes = simulation.options.machine.sizes
+    return [
+        ("model", f"{sizes.num_parameters / 1e9:.2f} billion weights, {sizes.num_layers} layers"),
+        *_machine_lines(simulation.options.machine),
+        *_memory_lines(simulation),
+        ("not simulated", "vision and audio towers, the optimizer, data loading"),
+        *_batch_lines(simulation),
+    ]
+
+
+def _machine_lines(machine: Machine) -> list[Line]:
+    """Return the lines on throughput of the GPUs and of the links between them."""
+    hardware = machine.hardware
+    constants = machine.constants
     # Numbers of tokens (queries) per GPU at which matrix products (attention) reach half of their maximal throughput.
     matmul, attention = constants.matmul_half_tokens, constants.attention_half_tokens
     launches = f"{constants.kernels_per_layer} kernels per layer of {constants.launch_us:g} us"
     node = f"{hardware.intra_node_gb_per_s:g} GB/s among {hardware.gpus_per_node} GPUs"
-    exchange = f", by {options.exchange_type}" if options.exchange_type else ""
-    groups = f"{options.num_groups:,} of {options.sequence_parallel_size} GPUs{exchange}"
-    activations = f"{sizes.token_bytes(recompute=machine.recompute) / 1e6:.2f} MB per token"
-    activations += ", recomputed in backward" if machine.recompute else ""
-    batch = f"{options.padded_batch_size} with padding, {options.shared_batch_size} with context parallelism"
     return [
-        ("model", f"{sizes.num_parameters / 1e9:.2f} billion weights, {sizes.num_layers} layers"),
         ("peak throughput", f"{hardware.peak_tflops:g} TFLOP/s, bfloat16"),
         ("  matrix products", f"{hardware.matmul_share:.0%} of peak x n / (n + {matmul:g}) for n tokens on a GPU"),
         (
@@ -116,11 +128,32 @@ def _assumption_lines(simulation: Simulation) -> list[Line]:
         ("  launching a micro-batch", f"{duration(machine.launch_seconds)}: {launches}"),
         ("links", f"{node}, {hardware.inter_node_gb_per_s:g} GB/s from each GPU to other nodes"),
         ("  collectives", f"{hardware.link_share:.0%} of the links' bandwidth, at least {hardware.latency_us:g} us"),
-        ("memory", f"{hardware.memory_gb:g} GB, of which {constants.usable_memory:.0%} are usable"),
+    ]
+
+
+def _memory_lines(simulation: Simulation) -> list[Line]:
+    """Return the lines on the memory of a GPU and what fills it."""
+    options = simulation.options
+    machine = options.machine
+    activations = f"{machine.sizes.token_bytes(recompute=machine.recompute) / 1e6:.2f} MB per token"
+    if machine.recompute:
+        activations += ", recomputed in backward"
+    usable = f"{machine.constants.usable_memory:.0%}"
+    return [
+        ("memory", f"{machine.hardware.memory_gb:g} GB, of which {usable} are usable"),
         ("  weights, gradients, optimizer", f"{machine.state_bytes / 1e9:.1f} GB per GPU (ZeRO-{machine.zero_stage})"),
         ("  activations", activations),
         ("  tokens on a GPU", f"at most {options.bucket_size:,}; at most {options.packing_length:,} in a pack"),
-        ("not simulated", "vision and audio towers, the optimizer, data loading"),
+    ]
+
+
+def _batch_lines(simulation: Simulation) -> list[Line]:
+    """Return the lines on sequence parallel groups and batch sizes."""
+    options = simulation.options
+    exchange = f", by {options.exchange_type}" if options.exchange_type else ""
+    groups = f"{options.num_groups:,} of {options.sequence_parallel_size} GPUs{exchange}"
+    batch = f"{options.padded_batch_size} with padding, {options.shared_batch_size} with context parallelism"
+    return [
         ("sequence parallel groups", groups),
         ("global batch", f"{options.sequences_per_step:,} sequences, {options.sequences_per_rank} per group"),
         ("  rows of a micro-batch", batch),
@@ -129,8 +162,6 @@ def _assumption_lines(simulation: Simulation) -> list[Line]:
 
 def simulation_page(simulation: Simulation, command: str) -> str:
     """Return the page as HTML; it shows ``command`` as the command that made it."""
-    # (activity, fraction of the time) of every strategy
-    time_fractions = [item for outcome in simulation.outcomes for item in outcome.timing.shares.items()]
     return render(
         "simulation.html",
         title=f"{simulation.name}: {storage.name(simulation.model)} on {_machine(simulation)}",
@@ -138,7 +169,7 @@ def simulation_page(simulation: Simulation, command: str) -> str:
         baseline=simulation.baseline.title,
         is_faded=any(outcome.out_of_memory.any() for outcome in simulation.outcomes),
         cards=_headline(simulation),
-        legend=_legend({activity for activity, fraction in time_fractions if fraction > 0}),
+        legend=_legend(_activities_with_time(simulation)),
         bars=_bars(simulation),
         header=("", *_COLUMNS),
         rows=_rows(simulation),
@@ -147,6 +178,16 @@ def simulation_page(simulation: Simulation, command: str) -> str:
         strategies=[_step_content(simulation, outcome) for outcome in simulation.outcomes],
         assumptions=_assumption_lines(simulation),
     )
+
+
+def _activities_with_time(simulation: Simulation) -> set[str]:
+    """Return the activities that take time in at least one strategy."""
+    activities = set()
+    for outcome in simulation.outcomes:
+        for activity, fraction in outcome.timing.shares.items():
+            if fraction > 0:
+                activities.add(activity)
+    return activities
 
 
 def _headline(simulation: Simulation) -> list[tuple[str, str, str]]:
@@ -195,12 +236,12 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
     step = int(steps_by_time[len(steps_by_time) // 2])
     step_seconds = float(timing.step_seconds[step])
     gpu_names = _drawn_gpus(timing, step)
-    rectangles = _timeline(timing, step, gpu_names)
+    rectangles = _activity_rectangles(timing, step, gpu_names)
     shapes = [Boxes(boxes, _ACTIVITIES[activity][0]) for activity, boxes in rectangles.items()]
     height = len(gpu_names) * (_LINE_HEIGHT + _LINE_GAP) - _LINE_GAP
     return {
         "title": outcome.title,
-        "note": _step_note(outcome, step, num_drawn_gpus=len(gpu_names)),
+        "note": _step_note(outcome, step, num_drawn=len(gpu_names)),
         "gpus": list(gpu_names.values()),
         "drawing": Drawing("step", "activities of each GPU during the step", shapes, height, in_pixels=True),
         "times": [duration(step_seconds * quarter / 4) for quarter in range(5)],
@@ -209,40 +250,42 @@ def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
 
 
 def _drawn_gpus(timing: Timing, step: int) -> dict[int, str]:
-    """Return number and name of the GPUs to draw: all, or the first ones, the slowest and the fastest."""
+    """Return the names of the GPUs that are drawn: all, or the first ones, the slowest and the fastest of the step."""
     num_gpus = timing.schedule.num_devices
     if num_gpus <= _MAX_GPUS:
         return {gpu: f"GPU {gpu}" for gpu in range(num_gpus)}
     names = {gpu: f"GPU {gpu}" for gpu in range(_NUM_FIRST_GPUS)}
     # GPUs by finish time; if these are equal, by computing time (the last key of lexsort has precedence).
     gpus_by_time = np.lexsort((timing.busy[step], timing.device_seconds[step]))
-    fastest, slowest = int(gpus_by_time[0]), int(gpus_by_time[-1])
+    slowest, fastest = int(gpus_by_time[-1]), int(gpus_by_time[0])
     names[slowest] = f"GPU {slowest:,}, slowest"
     names[fastest] = f"GPU {fastest:,}, fastest"
     return names
 
 
-def _timeline(timing: Timing, step: int, gpus: Iterable[int]) -> dict[str, list[Rectangle]]:
-    """Return the rectangles of each activity: one line for each GPU, and the step's time as horizontal axis."""
-    length_per_second = AXIS_LENGTH / float(timing.step_seconds[step])
+def _activity_rectangles(timing: Timing, step: int, gpus: Iterable[int]) -> dict[str, list[Rectangle]]:
+    """Return the rectangles of each activity, in a line for each GPU."""
+    step_seconds = float(timing.step_seconds[step])
     rectangles: dict[str, list[Rectangle]] = {}
     for line, gpu in enumerate(gpus):
         y = line * (_LINE_HEIGHT + _LINE_GAP)
         for activity, start, seconds in _activities(timing, step, gpu):
-            rectangle = start * length_per_second, y, seconds * length_per_second, _LINE_HEIGHT
-            rectangles.setdefault(activity, []).append(rectangle)
+            x = start / step_seconds * AXIS_LENGTH
+            width = seconds / step_seconds * AXIS_LENGTH
+            rectangles.setdefault(activity, []).append((x, y, width, _LINE_HEIGHT))
     return rectangles
 
 
-def _step_note(outcome: Outcome, step: int, num_drawn_gpus: int) -> str:
-    """Describe the drawn step: its sequences and time, and what the drawing leaves out."""
+def _step_note(outcome: Outcome, step: int, num_drawn: int) -> str:
+    """Describe a step of a strategy, and which GPUs are drawn if not all are."""
     schedule = outcome.timing.schedule
-    step_of_sequence = schedule.micro_batch_steps[schedule.micro_batch_of]
+    step_of_sequence = schedule.micro_batch_steps[schedule.micro_batch_of]  # for each sequence
     num_sequences = int((step_of_sequence == step).sum())
-    time = duration(float(outcome.timing.step_seconds[step]))
-    note = f"Step {step + 1}: {num_sequences:,} sequences in {time}. Each line is a GPU."
-    if num_drawn_gpus < schedule.num_devices:
-        note += f" {num_drawn_gpus} of {schedule.num_devices:,} are drawn: the first ones, the slowest and the fastest."
+    seconds = float(outcome.timing.step_seconds[step])
+    note = f"Step {step + 1}: {num_sequences:,} sequences in {duration(seconds)}. Each line is a GPU."
+    num_gpus = schedule.num_devices
+    if num_drawn < num_gpus:
+        note += f" {num_drawn} of {num_gpus:,} are drawn: the first ones, the slowest and the fastest."
     if outcome.out_of_memory[step]:
         note += " This step would run out of memory; its times ignore that."
     return note

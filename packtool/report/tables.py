@@ -1,4 +1,4 @@
-"""Tables and progress for a terminal, and the results of export and training as lines of a table.
+"""Tables, histograms and progress for a terminal, and the results of export and training as lines of a table.
 
 Columns are as wide as needed, and lines are never wrapped or cut, because logs are searched by line and commands are
 copied from them. Counts are named ``num_...`` in every JSON document, except counts of tokens: ``tokens``,
@@ -11,9 +11,11 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import numpy.typing as npt
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -24,11 +26,14 @@ from packtool.terminal import escape_line, escape_text, show
 
 if TYPE_CHECKING:
     from packtool.cache.manifest import ExportSummary
+    from packtool.planning.pack_plan import PackPlan
     from packtool.train.prepare.result import TrainResult
 
 Line = tuple[str, str]
 _MAX_WIDTH = 60  # of a column; a wider cell shifts only the rest of its own line
 _SECONDS_BETWEEN_LINES = 5.0
+_NUM_BINS = 48  # of a histogram of lengths
+_LOG_RATIO = 100  # longest ÷ shortest sample from which the bins of lengths are logarithmic
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str = "lr") -> list[str]:
@@ -57,6 +62,42 @@ def print_table(title: str, rows: Sequence[Sequence[str]], sides: str = "lr") ->
     show("\n".join(table(title, rows, sides)))
 
 
+@dataclass(frozen=True)
+class Histogram:
+    """Counts (B,) in bins with ascending edges (B + 1,); ``is_log``: draw on a logarithmic axis."""
+
+    edges: Sequence[float]
+    counts: Sequence[int]
+    is_log: bool = False
+
+
+def length_histogram(lengths: npt.NDArray[np.integer[Any]]) -> Histogram:
+    """Count samples by their tokens, ``lengths`` (S,); each bin includes its upper edge.
+
+    Bins have equal widths, or are logarithmic if lengths span two orders of magnitude.
+    """
+    longest = max(int(lengths.max(initial=1)), 1)  # 1 if there are no samples
+    shortest = max(int(lengths.min(initial=longest)), 1)
+    is_log = longest >= _LOG_RATIO * shortest
+    if is_log:
+        # Ratios of neighboring edges are equal, but edges are integers: short lengths have fewer bins than requested.
+        upper_edges = np.minimum(np.ceil(np.geomspace(shortest, longest, _NUM_BINS + 1)[1:]), longest)
+        edges = np.concatenate(([shortest - 0.5], np.unique(upper_edges)))
+    else:
+        # Integer widths: if bins differed by one token, some lengths would look rare.
+        width = math.ceil(longest / _NUM_BINS)
+        edges = np.arange(math.ceil(longest / width) + 1) * width
+    # NumPy's bins exclude their upper edge. With half a token more, they include it.
+    counts, _ = np.histogram(lengths, edges + 0.5)
+    return Histogram(edges.tolist(), counts.tolist(), is_log)
+
+
+def fill_histogram(packs: PackPlan, num_bins: int) -> Histogram:
+    """Count packs by the percentage of their capacity that is filled."""
+    counts, edges = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=num_bins, range=(0, 100))
+    return Histogram(edges.tolist(), counts.tolist())
+
+
 def histogram_lines(
     counts: Sequence[int], upper_edges: Sequence[float], terminal_width: int, max_bars: int = 16
 ) -> list[str]:
@@ -69,11 +110,14 @@ def histogram_lines(
     num_bars = int(np.flatnonzero(bar_counts).max(initial=0)) + 1  # up to the last bar that is not empty
     max_count = int(bar_counts.max())
     # Four columns are for the spaces between edge, bar and count.
-    max_width = max(terminal_width - len(f"{upper_edges[-1]:,.0f}{max_count:,}") - 4, 10)
+    longest_numbers = f"{upper_edges[-1]:,.0f}{max_count:,}"
+    max_width = max(terminal_width - len(longest_numbers) - 4, 10)
     lines = []
     for i, count in enumerate(bar_counts[:num_bars].tolist()):
         last_bin = min((i + 1) * bins_per_bar, len(upper_edges)) - 1
-        bar = "█" * max(round(max_width * count / max_count), 1) + " " if count else ""
+        bar = ""
+        if count:
+            bar = "█" * max(round(max_width * count / max_count), 1) + " "
         lines.append((f"{upper_edges[last_bin]:,.0f}", f"{bar}{count:,}"))
     return aligned(lines, "rl")
 
@@ -189,12 +233,7 @@ def export_figures(summary: ExportSummary) -> dict[str, Any]:
 
 def export_lines(summary: ExportSummary) -> list[Line]:
     """Return the output of ``packtool export`` as (name, value)."""
-    samples = f"{summary.num_samples:,}"
-    if len(summary.num_samples_by_split) > 1:
-        samples += f" ({', '.join(f'{name} {count:,}' for name, count in summary.num_samples_by_split.items())})"
-    if summary.pieces_added:  # samples of a split row, without its first one
-        samples += f" from {summary.num_samples - summary.pieces_added:,} rows"
-    lines = [("input rows", f"{summary.num_rows:,}"), ("samples", samples)]
+    lines = [("input rows", f"{summary.num_rows:,}"), ("samples", _num_samples_text(summary))]
     if summary.marks_added:  # rows whose text lacked the placeholders of their media
         lines.append(("  media marks added", f"{summary.marks_added:,} rows"))
     if summary.pieces_added:
@@ -203,18 +242,34 @@ def export_lines(summary: ExportSummary) -> list[Line]:
     if summary.parts_left_out:
         lines += _count_lines("  turns and responses left out", summary.parts_left_out)
     lines += _count_lines("dropped rows", summary.dropped)
-    tokens = summary.tokens or 1  # at least 1, to divide by it
-    lengths = " / ".join(f"{summary.length[name]:,}" for name in ("p50", "p90", "p99", "max"))
-    lines += [
-        ("tokens", f"{summary.tokens:,}"),
-        ("  target tokens", f"{summary.target_tokens:,} ({summary.target_tokens / tokens:.1%})"),
-        ("  media tokens", f"{summary.media_tokens:,} ({summary.media_tokens / tokens:.1%})"),
-        ("tokens per sample, p50 / p90 / p99 / max", lengths),
-    ]
+    lines += _token_lines(summary)
     if not summary.already_finished:
         rate = summary.rows_made / summary.seconds if summary.seconds else 0.0
         lines.append(("time", f"{summary.seconds:.1f} s, {rate:,.0f} samples/s"))
     return lines
+
+
+def _num_samples_text(summary: ExportSummary) -> str:
+    """Return the number of samples, for each split if there are several, and of their rows if rows were split."""
+    text = f"{summary.num_samples:,}"
+    if len(summary.num_samples_by_split) > 1:
+        splits = ", ".join(f"{name} {count:,}" for name, count in summary.num_samples_by_split.items())
+        text += f" ({splits})"
+    if summary.pieces_added:  # samples of a split row, without its first one
+        text += f" from {summary.num_samples - summary.pieces_added:,} rows"
+    return text
+
+
+def _token_lines(summary: ExportSummary) -> list[Line]:
+    """Return the lines on the tokens of an export and on the lengths of its samples."""
+    num_tokens = summary.tokens or 1  # at least 1, to divide by it
+    lengths = " / ".join(f"{summary.length[name]:,}" for name in ("p50", "p90", "p99", "max"))
+    return [
+        ("tokens", f"{summary.tokens:,}"),
+        ("  target tokens", f"{summary.target_tokens:,} ({summary.target_tokens / num_tokens:.1%})"),
+        ("  media tokens", f"{summary.media_tokens:,} ({summary.media_tokens / num_tokens:.1%})"),
+        ("tokens per sample, p50 / p90 / p99 / max", lengths),
+    ]
 
 
 def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
@@ -225,33 +280,47 @@ def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
     if result.streaming and not result.num_samples:  # a dry run, which reads no rows
         return [("optimizer steps, at most", f"{result.steps:,}"), ("packing length", f"{result.packing_length:,}")]
     lines = [("samples of the first stage" if result.stages else "samples", f"{result.num_samples:,}")]
-    if result.streaming:
-        lines += _count_lines("dropped rows", result.dropped)
-        if result.parts_left_out:
-            lines += _count_lines("turns and responses left out", result.parts_left_out)
-    else:
-        if result.num_repeats:
-            lines.append(("  repeated samples", f"{result.num_repeats:,}"))
-        if result.not_drawn:
-            lines.append(("  not drawn", f"{result.not_drawn:,}"))
-        lines.append(("  not in the plan" if has_plan else "  filtered by length", f"{result.filtered:,}"))
-    lines += [
-        ("packs" if result.packing else "padded rows", f"{result.num_packs:,}"),
-        ("  samples per pack" if result.packing else "  samples per row", f"{result.samples_per_pack:.2f}"),
-        ("  fill", percent(result.fill)),
-    ]
-    if result.num_shared_tokens:
-        lines.append(("tokens saved by shared prefixes", f"{result.num_shared_tokens:,}"))
-    lines += [
-        ("optimizer steps", f"{result.steps:,}"),
-        ("  without packing, one sample per row", f"{result.steps_without_packing:,}"),
-    ]
+    lines += _streamed_lines(result) if result.streaming else _left_out_lines(result, has_plan=has_plan)
+    lines += _step_lines(result)
     if result.first_loss is not None and result.last_loss is not None:
         lines += [
             ("loss, first and last", f"{result.first_loss:.4f} → {result.last_loss:.4f}"),
             ("target tokens per second", f"{result.target_tokens_per_second or 0:,.0f}"),
             ("time", f"{result.seconds:.1f} s"),
         ]
+    return lines
+
+
+def _step_lines(result: TrainResult) -> list[Line]:
+    """Return the lines on packs, or rows without packing, and optimizer steps."""
+    lines = [
+        ("packs" if result.packing else "padded rows", f"{result.num_packs:,}"),
+        ("  samples per pack" if result.packing else "  samples per row", f"{result.samples_per_pack:.2f}"),
+        ("  fill", percent(result.fill)),
+    ]
+    if result.num_shared_tokens:
+        lines.append(("tokens saved by shared prefixes", f"{result.num_shared_tokens:,}"))
+    lines.append(("optimizer steps", f"{result.steps:,}"))
+    lines.append(("  without packing, one sample per row", f"{result.steps_without_packing:,}"))
+    return lines
+
+
+def _streamed_lines(result: TrainResult) -> list[Line]:
+    """Return the lines on rows that were dropped, and on parts of rows that were left out, while rows were streamed."""
+    lines = _count_lines("dropped rows", result.dropped)
+    if result.parts_left_out:
+        lines += _count_lines("turns and responses left out", result.parts_left_out)
+    return lines
+
+
+def _left_out_lines(result: TrainResult, *, has_plan: bool) -> list[Line]:
+    """Return the lines on samples of the caches that are repeated or left out."""
+    lines = []
+    if result.num_repeats:
+        lines.append(("  repeated samples", f"{result.num_repeats:,}"))
+    if result.not_drawn:
+        lines.append(("  not drawn", f"{result.not_drawn:,}"))
+    lines.append(("  not in the plan" if has_plan else "  filtered by length", f"{result.filtered:,}"))
     return lines
 
 

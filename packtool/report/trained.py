@@ -12,6 +12,7 @@ import numpy as np
 from packtool import storage
 from packtool.cache.manifest import Manifest
 from packtool.errors import ConfigError, MismatchError
+from packtool.planning.epoch import EpochPlan
 from packtool.planning.ledger import SourceLedger
 from packtool.report.drawing import plural
 from packtool.report.tables import aligned
@@ -33,32 +34,15 @@ def trained_figures(directory: str) -> dict[str, Any]:
 
     A MismatchError is raised if there is no finished checkpoint, or it has no ledger.
     """
-    if not os.path.isdir(directory):
-        raise ConfigError(f"{directory}: no such directory")
-    checkpoints = [directory] if is_checkpoint(directory) else finished_checkpoints(directory)
-    if not checkpoints:
-        advice = (
-            "Give the --output-dir of a run (with --add-version, a numbered folder in it), or one of its checkpoints."
-        )
-        raise MismatchError(f"{directory} has no finished checkpoint, which records the trained samples", advice)
-    checkpoint = checkpoints[-1]
-    ledger, state = read_ledger(checkpoint), read_run_state(checkpoint)
+    checkpoint = _newest_checkpoint(directory)
+    ledger = read_ledger(checkpoint)
+    state = read_run_state(checkpoint)
     if ledger is None:
         cause = "the run was streamed" if state.streaming else "it was written by an older packtool"
         advice = "Only checkpoints of runs on caches, by a newer packtool, have a ledger."
         raise MismatchError(f"{checkpoint} has no ledger of trained samples: {cause}", advice)
     sources = [_source_figures(source, is_in_run=True) for source in ledger.sources]
     sources += [_source_figures(source, is_in_run=False) for source in ledger.retired]
-    output_dir = run_directory(checkpoint)
-    segments = segments_of(output_dir) if has_history(output_dir) else []
-    starts = []  # the start of the run, and every resume before the checkpoint: each begins a segment
-    for segment, _ in segments:
-        if segment.first < state.step:
-            _, world_size, *_ = segment.assignments[-1]  # (first step, world size, ...)
-            start = {"after_step": segment.first, "began": _time(segment.began), "world_size": world_size}
-            caches = [cache_directory for cache_directory, _, _ in segment.caches]
-            data_changed = segment.changed_at == segment.first
-            starts.append({**start, "num_steps": segment.num_steps, "data_changed": data_changed, "caches": caches})
     return {
         "checkpoint": checkpoint,
         "step": state.step,
@@ -69,8 +53,41 @@ def trained_figures(directory: str) -> dict[str, Any]:
         "sources": sources,
         "tokens": sum(source["tokens"] for source in sources),
         "target_tokens": sum(source["target_tokens"] for source in sources),
-        "starts": starts,
+        "starts": _starts_before(run_directory(checkpoint), state.step),
     }
+
+
+def _newest_checkpoint(directory: str) -> str:
+    """Return the newest finished checkpoint of a run, or ``directory`` if that is a checkpoint."""
+    if not os.path.isdir(directory):
+        raise ConfigError(f"{directory}: no such directory")
+    checkpoints = [directory] if is_checkpoint(directory) else finished_checkpoints(directory)
+    if not checkpoints:
+        advice = (
+            "Give the --output-dir of a run (with --add-version, a numbered folder in it), or one of its checkpoints."
+        )
+        raise MismatchError(f"{directory} has no finished checkpoint, which records the trained samples", advice)
+    return checkpoints[-1]
+
+
+def _starts_before(output_dir: str, step: int) -> list[dict[str, Any]]:
+    """Return figures of the start of a run, and of every resume before a step: each begins a segment."""
+    starts: list[dict[str, Any]] = []
+    segments = segments_of(output_dir) if has_history(output_dir) else []
+    for segment, _ in segments:
+        if segment.first >= step:
+            continue
+        _, world_size, *_ = segment.assignments[-1]  # (first step, world size, ...)
+        figures = {
+            "after_step": segment.first,
+            "began": _time(segment.began),
+            "world_size": world_size,
+            "num_steps": segment.num_steps,
+            "data_changed": segment.changed_at == segment.first,
+            "caches": [cache_directory for cache_directory, _, _ in segment.caches],
+        }
+        starts.append(figures)
+    return starts
 
 
 def _source_figures(source: SourceLedger, *, is_in_run: bool) -> dict[str, Any]:
@@ -98,19 +115,30 @@ def trained_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     tokens = f"{figures['tokens']:,} tokens, {figures['target_tokens']:,} target tokens"
     yield f"trained up to step {figures['step']:,} ({figures['saved_at']}), {position}: {tokens}"
     heading = ("cache", "samples", "trained", "this epoch", "times trained", "epochs")
-    rows = [(*heading, "tokens", "target tokens", "skipped")]
-    for source in figures["sources"]:
-        cache = source["directory"] + ("" if source["is_in_the_run"] else " (removed from the run)")
-        samples = ("num_samples", "num_trained", "num_trained_in_epoch", "num_times_trained")
-        samples_text = [f"{source[name]:,}" for name in samples]
-        tokens_text = [f"{source[name]:,}" for name in ("tokens", "target_tokens", "num_skipped")]
-        rows.append((cache, *samples_text, f"{source['epochs']:.2f}", *tokens_text))
+    rows: list[tuple[str, ...]] = [(*heading, "tokens", "target tokens", "skipped")]
+    rows += [_source_row(source) for source in figures["sources"]]
     yield from aligned(rows, "lr")
     for start in figures["starts"]:
-        event = f"resumed after step {start['after_step']:,}" if start["after_step"] else "started"
-        data = ", with changed data: " + ", ".join(start["caches"]) if start["data_changed"] else ""
-        ranks = f"{start['world_size']} data-parallel rank{'s' if start['world_size'] > 1 else ''}"
-        yield f"{start['began']}  {event}, {ranks}{data}"
+        yield _start_line(start)
+
+
+def _source_row(source: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the table row of a cache."""
+    cache = source["directory"]
+    if not source["is_in_the_run"]:
+        cache += " (removed from the run)"
+    samples = [f"{source[name]:,}" for name in ("num_samples", "num_trained", "num_trained_in_epoch")]
+    trained = [f"{source['num_times_trained']:,}", f"{source['epochs']:.2f}"]
+    tokens = [f"{source[name]:,}" for name in ("tokens", "target_tokens", "num_skipped")]
+    return (cache, *samples, *trained, *tokens)
+
+
+def _start_line(start: Mapping[str, Any]) -> str:
+    """Describe the start or a resume of the run."""
+    event = f"resumed after step {start['after_step']:,}" if start["after_step"] else "started"
+    data = ", with changed data: " + ", ".join(start["caches"]) if start["data_changed"] else ""
+    ranks = f"{start['world_size']} data-parallel rank{'s' if start['world_size'] > 1 else ''}"
+    return f"{start['began']}  {event}, {ranks}{data}"
 
 
 def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[str, Any]:
@@ -128,14 +156,8 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
         raise ConfigError(f"--step {step}: the run has steps 1 to {segment.num_steps}")
     replay = replay_segment(output_dir, segment, stop, model)
     stretch = replay.timeline.stretch(step - 1)  # the part of the step's epoch that has the same plan
-    plan, plan_step = stretch.plan, step - 1 - stretch.first
-    ranks = []
-    for rank in range(plan.steps.world_size):
-        micro_batches = []
-        for micro_batch in range(plan.steps.num_micro_batches(plan_step)):
-            packs = plan.samples(plan_step, rank, micro_batch)
-            micro_batches.append([_sample_figures(replay, pack.tolist()) for pack in packs])
-        ranks.append({"rank": rank, "micro_batches": micro_batches})
+    plan = stretch.plan
+    plan_step = step - 1 - stretch.first
     samples = plan.samples_of(plan_step, plan_step + 1)
     return {
         "step": step,
@@ -145,8 +167,17 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
         "num_samples": len(samples),
         "tokens": int(replay.reader.index.length[samples].sum()),
         "target_tokens": plan.steps.target_tokens(plan_step),
-        "ranks": ranks,
+        "ranks": [_rank_figures(replay, plan, plan_step, rank) for rank in range(plan.steps.world_size)],
     }
+
+
+def _rank_figures(replay: Replay, plan: EpochPlan, plan_step: int, rank: int) -> dict[str, Any]:
+    """Return the samples of a rank in a step of a plan, by micro-batch and pack."""
+    micro_batches = []
+    for micro_batch in range(plan.steps.num_micro_batches(plan_step)):
+        packs = plan.samples(plan_step, rank, micro_batch)
+        micro_batches.append([_sample_figures(replay, pack.tolist()) for pack in packs])
+    return {"rank": rank, "micro_batches": micro_batches}
 
 
 def _sample_figures(replay: Replay, positions: Sequence[int]) -> list[dict[str, Any]]:
@@ -206,6 +237,32 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
     for segment, _ in segments:
         for directory, fingerprint, num_samples in segment.caches:
             trained_caches[fingerprint] = (directory, num_samples)
+    fingerprint = _fingerprint_of_row(output_dir, cache, row, trained_caches)
+    directory, _ = trained_caches[fingerprint]
+    sample: dict[str, Any] = {"cache": directory, "sample": row}
+    times: list[dict[str, Any]] = []
+    for segment, stop in segments:
+        # A run may list the same cache more than once; the sample then has several positions among all samples.
+        cache_numbers = [number for number, cache_info in enumerate(segment.caches) if cache_info[1] == fingerprint]
+        if not cache_numbers or stop <= segment.first:  # the segment has no samples of the cache, or no steps
+            continue
+        replay = replay_segment(output_dir, segment, stop, model)
+        positions = [row + int(replay.reader.offsets[number]) for number in cache_numbers]
+        if "tokens" not in sample:  # figures of the sample come from the first segment that has it
+            sample = _sample_figures(replay, positions[:1])[0]
+        times += _times_trained(replay, positions)
+    _, num_trained_steps = segments[-1]
+    num_skipped = _num_times_skipped(output_dir, fingerprint, row)
+    return {**sample, "run": output_dir, "times": times, "num_skipped": num_skipped, "until_step": num_trained_steps}
+
+
+def _fingerprint_of_row(
+    output_dir: str, cache: str | None, row: int, trained_caches: Mapping[str, tuple[str, int]]
+) -> str:
+    """Return the fingerprint of the cache, None for the only one; raise a ConfigError unless the run has its row.
+
+    ``trained_caches``: directory and number of samples of each cache of the run, by fingerprint.
+    """
     if cache is None:
         if len(trained_caches) > 1:
             directories = ", ".join(directory for directory, _ in trained_caches.values())
@@ -220,27 +277,23 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
     directory, num_samples = trained_caches[fingerprint]
     if row >= num_samples:
         raise ConfigError(f"--row {row}: {directory} has samples 0 to {num_samples - 1}")
-    times: list[dict[str, Any]] = []
-    sample: dict[str, Any] | None = None
-    for segment, stop in segments:
-        # A run may list the same cache more than once; the sample then has several positions among all samples.
-        cache_numbers = [number for number, cache_info in enumerate(segment.caches) if cache_info[1] == fingerprint]
-        if not cache_numbers or stop <= segment.first:  # the segment has no samples of the cache, or no steps
-            continue
-        replay = replay_segment(output_dir, segment, stop, model)
-        positions = [row + int(replay.reader.offsets[number]) for number in cache_numbers]
-        sample = sample or _sample_figures(replay, positions[:1])[0]
-        segment_times = []
-        for position in positions:
-            segment_times += [_time_trained(replay, position, *location) for location in replay.occurrences(position)]
-        times += sorted(segment_times, key=lambda time_trained: int(time_trained["step"]))
+    return fingerprint
+
+
+def _times_trained(replay: Replay, positions: Sequence[int]) -> list[dict[str, Any]]:
+    """Return figures of the steps of a segment that trained a sample, in order; ``positions``: among all samples."""
+    times = []
+    for position in positions:
+        times += [_time_trained(replay, position, *location) for location in replay.occurrences(position)]
+    return sorted(times, key=lambda time_trained: int(time_trained["step"]))
+
+
+def _num_times_skipped(output_dir: str, fingerprint: str, row: int) -> int:
+    """Count how often the run skipped a sample of a cache, up to its newest checkpoint."""
     checkpoints = finished_checkpoints(output_dir)
     ledger = read_ledger(checkpoints[-1]) if checkpoints else None
     sources = () if ledger is None else (*ledger.sources, *ledger.retired)
-    num_skipped = sum(int((source.skipped == row).sum()) for source in sources if source.fingerprint == fingerprint)
-    _, num_trained_steps = segments[-1]
-    figures = {"run": output_dir, "times": times, "num_skipped": num_skipped, "until_step": num_trained_steps}
-    return {**(sample or {"cache": directory, "sample": row}), **figures}
+    return sum(int((source.skipped == row).sum()) for source in sources if source.fingerprint == fingerprint)
 
 
 def _time_trained(
@@ -266,20 +319,29 @@ def _time_trained(
 
 def row_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yield the output of ``packtool inspect --row`` for a run."""
-    times, run = figures["times"], escape_line(figures["run"])
-    steps, skipped = plural(figures["until_step"], "step"), plural(figures["num_skipped"], "time")
-    warning = f"; skipped {skipped}, because its media could not be loaded" if figures["num_skipped"] else ""
-    yield f"planned {plural(len(times), 'time')} in the {steps} that {run} has trained{warning}"
+    run = escape_line(figures["run"])
+    times = figures["times"]
+    warning = ""
+    if figures["num_skipped"]:
+        warning = f"; skipped {plural(figures['num_skipped'], 'time')}, because its media could not be loaded"
+    num_steps = plural(figures["until_step"], "step")
+    yield f"planned {plural(len(times), 'time')} in the {num_steps} that {run} has trained{warning}"
     for time_trained in times:
-        yield (
-            f"step {time_trained['step']:,} ({plural(time_trained['num_samples_of_step'], 'sample')}), epoch "
-            f"{time_trained['epoch'] + 1:,}, rank {time_trained['rank']}, micro-batch "
-            f"{time_trained['micro_batch'] + 1}, packed with {plural(time_trained['num_companions'], 'other sample')}: "
-            f"packtool inspect {run} --step {time_trained['step']}"
-        )
+        yield f"{_time_text(time_trained)}: packtool inspect {run} --step {time_trained['step']}"
         yield from ("  " + line for line in _sample_lines(time_trained["companions"]))
-        if time_trained["num_companions"] > len(time_trained["companions"]):
-            yield f"  and {time_trained['num_companions'] - len(time_trained['companions']):,} more"
+        num_unlisted = time_trained["num_companions"] - len(time_trained["companions"])
+        if num_unlisted:
+            yield f"  and {num_unlisted:,} more"
+
+
+def _time_text(time_trained: Mapping[str, Any]) -> str:
+    """Describe a step in which a sample was trained, and its place in the step."""
+    num_samples = plural(time_trained["num_samples_of_step"], "sample")
+    num_others = plural(time_trained["num_companions"], "other sample")
+    return (
+        f"step {time_trained['step']:,} ({num_samples}), epoch {time_trained['epoch'] + 1:,}, "
+        f"rank {time_trained['rank']}, micro-batch {time_trained['micro_batch'] + 1}, packed with {num_others}"
+    )
 
 
 def _time(seconds: float) -> str:

@@ -251,16 +251,7 @@ def check_encoding(path: str, head: bytes) -> None:
     mark_name = next((name for mark, name in _ENCODING_MARKS if head.startswith(mark)), None)
     name = mark_name or _utf_by_zeros(head)
     if name is None:
-        try:
-            head.decode()
-            return
-        except UnicodeDecodeError as error:
-            is_cut_character = error.end == len(head) and error.start >= len(head) - 3
-            if is_cut_character:  # the head ends inside a character, and is UTF-8 up to there
-                return
-        rows = [row for row in _ROW_ENDS.split(head) if row.strip()]
-        num_broken = sum(not _is_utf8(row) for row in rows)
-        if num_broken < _MIN_BROKEN_ROWS or 2 * num_broken <= len(rows):
+        if _is_mostly_utf8(head):
             return
         name = _probable_encoding(head)
     problem = f"the file is {name}"
@@ -269,6 +260,20 @@ def check_encoding(path: str, head: bytes) -> None:
         problem = f"most rows are not UTF-8; the encoding may be {name}"
         remedy += " (file -i FILE may identify the encoding)"
     raise DataError(f"{path}: {problem}. Rows must be UTF-8", remedy)
+
+
+def _is_mostly_utf8(head: bytes) -> bool:
+    """Return whether at most half of the rows, or only one, are no UTF-8; ``head`` may end inside a character."""
+    try:
+        head.decode()
+        return True
+    except UnicodeDecodeError as error:
+        ends_in_character = error.end == len(head) and error.start >= len(head) - 3
+        if ends_in_character:  # UTF-8 up to there
+            return True
+    rows = [row for row in _ROW_ENDS.split(head) if row.strip()]
+    num_broken = sum(not _is_utf8(row) for row in rows)
+    return num_broken < _MIN_BROKEN_ROWS or 2 * num_broken <= len(rows)
 
 
 def _utf_by_zeros(head: bytes) -> str | None:

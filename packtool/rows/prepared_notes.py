@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import Any
 
 from packtool.rows.forms import RowProblem, to_sample
 from packtool.rows.forms.columns import NAMES, TOKEN_COLUMNS
@@ -52,24 +53,9 @@ def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list
 def _describe_tokens(source: Source, blocks: Iterable[RowBlock]) -> str:
     """Describe the tokenized rows of a source by the first of its blocks: their origin, used columns and packs."""
     rows = [row for block in islice(blocks, 1) for _, row in read_block(source, block) if isinstance(row, dict)]
-    samples: list[Sample] = []
-    for row in rows:
-        try:
-            samples.append(to_sample(row, source, number=0))  # the row's number is only for messages
-        except RowProblem:
-            continue  # the row will be dropped
-        except BaseException as error:
-            unexpected_drop("", 0, error)  # raises an error that the row has not caused
+    samples = _usable_samples(rows, source)
     keys = {key for row in rows for key in row}
-    named_columns = dict(source.columns)
-    used_columns = []
-    for name in TOKEN_COLUMNS:
-        file_names = [named_columns[name]] if name in named_columns else NAMES[name]
-        if keys.intersection(file_names):
-            used_columns.append(name)
-    for name in ("images", "videos", "audios"):
-        if any(getattr(sample, name) for sample in samples):
-            used_columns.append(name)
+    used_columns = _used_columns(source, keys, samples)
     statements = [f"tokens{_origin(source, keys)}", f"used columns: {', '.join(used_columns) or 'none'}"]
     if samples and all(sample.is_text for sample in samples):  # ``is_text`` of tokenized rows: they have no labels
         statements.append("no labels, so every token is a target, as in pretraining")
@@ -80,6 +66,33 @@ def _describe_tokens(source: Source, blocks: Iterable[RowBlock]) -> str:
     elif source.kind != "megatron" and not _BOUNDARIES & set(used_columns):
         statements.append("each row is one sample, because no column has sample boundaries")
     return "; ".join(statements)
+
+
+def _usable_samples(rows: Iterable[dict[str, Any]], source: Source) -> list[Sample]:
+    """Return the samples of the rows that will not be dropped."""
+    samples: list[Sample] = []
+    for row in rows:
+        try:
+            samples.append(to_sample(row, source, number=0))  # the row's number is only for messages
+        except RowProblem:
+            continue
+        except BaseException as error:
+            unexpected_drop("", 0, error)  # raises an error that the row has not caused
+    return samples
+
+
+def _used_columns(source: Source, keys: set[str], samples: Sequence[Sample]) -> list[str]:
+    """Return packtool's names of the token and media columns that the rows have; ``keys``: the rows' own names."""
+    named_columns = dict(source.columns)
+    used_columns = []
+    for name in TOKEN_COLUMNS:
+        file_names = [named_columns[name]] if name in named_columns else NAMES[name]
+        if keys.intersection(file_names):
+            used_columns.append(name)
+    for name in ("images", "videos", "audios"):
+        if any(getattr(sample, name) for sample in samples):
+            used_columns.append(name)
+    return used_columns
 
 
 def _origin(source: Source, keys: set[str]) -> str:

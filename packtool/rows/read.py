@@ -7,11 +7,11 @@ A scan reads each file once and stores a few bytes per block of rows. How rows a
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import groupby, islice, repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -162,15 +162,20 @@ class _Scanner:
     """A file scanned for ``blocks``, an iterator that reads it as it advances, and then for the form of its rows."""
 
     def __init__(self, spec: SourceSpec) -> None:
-        source = _existing_source(spec)
         self._spec = spec
-        self._source = source
+        self._source = _existing_source(spec)
         self._file: HashedFile | None = None  # only for text files
-        if source.kind not in PARSERS:  # a binary file, whose reader finds the blocks and hashes the content
-            with closing(_open_reader(source)) as reader:
-                self.blocks = iter(RowBlocks.of(reader.blocks()))
-                self._digest = reader.digest()
+        if self._source.kind in PARSERS:
+            self._open_text()
             return
+        # The reader of a binary file finds the blocks and hashes the content.
+        with closing(_open_reader(self._source)) as reader:
+            self.blocks = iter(RowBlocks.of(reader.blocks()))
+            self._digest = reader.digest()
+
+    def _open_text(self) -> None:
+        """Open a text file; the blocks are found, and the content is hashed, while they are iterated."""
+        source = self._source
         self._text = open_text(source.path, source.compression)
         file = self._file = HashedFile(self._text, source.label)
         try:
@@ -209,18 +214,21 @@ class _Scanner:
                 text = head[block.start : block.stop] if block.stop <= len(head) else b""
                 numbered_rows = PARSERS[source.kind](source, block, text) if text else read_block(source, block)
                 rows = [row for _, row in numbered_rows if isinstance(row, dict)]
-                if not rows:
-                    continue
-                form, columns = detect(rows, self._spec.columns, self._spec.formatting, source.label)
-                holds_media = any(could_hold_media(row, columns) for row in rows)
-                source = source.replaced(form=form, columns=columns, holds_media=holds_media)
-                may_have_marks = not text or any(mark_bytes in text for mark_bytes in _BYTES_OF_MARKS)
-                if may_have_marks:  # the check converts rows, so text without marks skips it
-                    check_first_rows(rows, source)
-                return source
+                if rows:
+                    return self._source_with_form(rows, text)
             return source
         finally:
             close_readers()  # worker processes open their own
+
+    def _source_with_form(self, rows: Sequence[Mapping[str, Any]], text: bytes) -> Source:
+        """Return the source with the form of its first rows, and check these; ``text``: their bytes, b"" if unknown."""
+        form, columns = detect(rows, self._spec.columns, self._spec.formatting, self._source.label)
+        holds_media = any(could_hold_media(row, columns) for row in rows)
+        source = self._source.replaced(form=form, columns=columns, holds_media=holds_media)
+        may_have_marks = not text or any(mark_bytes in text for mark_bytes in _BYTES_OF_MARKS)
+        if may_have_marks:  # the check converts rows, so text without marks skips it
+            check_first_rows(rows, source)
+        return source
 
     def close(self) -> None:
         if self._file is not None:

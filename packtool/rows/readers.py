@@ -357,20 +357,24 @@ class MegatronReader:
         first_sequence, stop_sequence = int(borders[0]), int(borders[-1])
         if first_sequence < 0 or stop_sequence > num_sequences or (np.diff(borders) < 0).any():
             raise self._index_error(f"documents {start} to {stop} are outside of its {num_sequences} sequences")
-        count = stop_sequence - first_sequence
-        sizes = self._index_numbers(4 * first_sequence, count, "<i4")
-        offsets = self._index_numbers(4 * num_sequences + 8 * first_sequence, count, "<i8")
-        sequences = []
-        for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
-            if offset < 0 or size < 0:
-                raise self._index_error(f"it has a sequence of {size} tokens at byte {offset}")
-            sequences.append(self._read(self._tokens, offset, size, self._token_type))
+        sequences = self._sequences(first_sequence, stop_sequence)
         documents = []
         no_tokens = np.zeros(0, self._token_type)  # a document may have no sequences
         for begin, end in pairwise((borders - first_sequence).tolist()):
             is_single = end == begin + 1  # then nothing is copied
             documents.append(sequences[begin] if is_single else np.concatenate([no_tokens, *sequences[begin:end]]))
         return documents
+
+    def _sequences(self, first: int, stop: int) -> list[npt.NDArray[Any]]:
+        """Return the tokens of sequences [first, stop), each (L,)."""
+        sizes = self._index_numbers(4 * first, stop - first, "<i4")
+        offsets = self._index_numbers(4 * self._num_sequences + 8 * first, stop - first, "<i8")
+        sequences = []
+        for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
+            if offset < 0 or size < 0:
+                raise self._index_error(f"it has a sequence of {size} tokens at byte {offset}")
+            sequences.append(self._read(self._tokens, offset, size, self._token_type))
+        return sequences
 
     def close(self) -> None:
         self._index.close()

@@ -329,21 +329,32 @@ def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) 
     if not num_existing:
         return list(sources)
     num_repeats, num_to_draw = divmod(num_rows, num_existing)
-    # Decide how many rows of each block are drawn, int64 (blocks,).
-    if num_existing >= _MAX_HYPERGEOMETRIC:
-        drawn_rows = rng.choice(num_existing, num_to_draw, replace=False, shuffle=False)
-        blocks_of_rows = np.searchsorted(np.cumsum(block_sizes), drawn_rows, side="right")
-        num_drawn = np.bincount(blocks_of_rows, minlength=len(block_sizes))
-    else:
-        num_drawn = rng.multivariate_hypergeometric(block_sizes, num_to_draw, method="marginals")
+    num_drawn = _draw_counts(block_sizes, num_to_draw, rng)
     # Decide which rows, for some thousand blocks at a time, because the draw needs a table of their rows.
     chunks = []
     for first in range(0, len(block_sizes), _BLOCKS_PER_DRAW):
         chunk = slice(first, first + _BLOCKS_PER_DRAW)
         chunks.append(_draw_positions(block_sizes[chunk], num_drawn[chunk], num_repeats, rng))
-    positions = np.concatenate(chunks)
-    # Give each source the numbers of used rows of its blocks, and their positions.
     num_used = num_drawn + num_repeats * block_sizes
+    return _pick_by_source(sources, num_used, np.concatenate(chunks))
+
+
+def _draw_counts(block_sizes: np.ndarray, num_to_draw: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw how many of ``num_to_draw`` rows are in each of B blocks, int64 (B,)."""
+    num_existing = int(block_sizes.sum())
+    if num_existing < _MAX_HYPERGEOMETRIC:
+        return rng.multivariate_hypergeometric(block_sizes, num_to_draw, method="marginals")
+    drawn_rows = rng.choice(num_existing, num_to_draw, replace=False, shuffle=False)
+    blocks_of_rows = np.searchsorted(np.cumsum(block_sizes), drawn_rows, side="right")
+    return np.bincount(blocks_of_rows, minlength=len(block_sizes))
+
+
+def _pick_by_source(sources: Sequence[RowBlocks], num_used: np.ndarray, positions: np.ndarray) -> list[RowBlocks]:
+    """Return the blocks of each source with only their used rows.
+
+    ``num_used``, int64 (B,), is the number of used rows of each block of all sources; ``positions`` are those of the
+    used rows in their blocks, (sum of num_used,).
+    """
     block_ends = np.cumsum([len(blocks) for blocks in sources])
     used_by_source = np.split(num_used, block_ends[:-1])
     position_ends = np.cumsum([used.sum() for used in used_by_source])

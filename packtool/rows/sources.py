@@ -7,133 +7,25 @@ for loss scale and system prompt.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 from packtool import storage
 from packtool.config.data import ExportConfig
 from packtool.config.mixture import amount_suffix, parse_amount
 from packtool.config.settings import load_json, parse_yaml
-from packtool.config.train import TrainConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME, PACKS_MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.errors import ConfigError, DataError, did_you_mean
 from packtool.rows.forms.columns import NAMES
 from packtool.rows.forms.messages import TAG_NAMES
 from packtool.rows.forms.prepared import TOKENS
 from packtool.rows.forms.segments import PROMPT_FORMATS
-from packtool.rows.modelscope_names import modelscope_remedy
+from packtool.rows.hubs import HUB_PREFIX, download_dataset, hub_files, hub_id
 from packtool.rows.source import KNOWN_FORMATS, Pairs, SourceSpec, format_of
-
-HUB_PREFIX = "hf::"
-_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w. /-]*){0,2}")
-_ID_WITH_PREFIX = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?::[\w. /-]*){0,2}")
-
-
-def hub_id(name: str) -> str | None:
-    """Return the hub id in a name such as ``owner/set:subset:split`` or ``hf::set``; None if it cannot be one."""
-    if name.startswith(HUB_PREFIX):
-        name = name.removeprefix(HUB_PREFIX)
-        return name if _ID_WITH_PREFIX.fullmatch(name) else None
-    return name if _ID.fullmatch(name) and not name.startswith(".") else None
-
-
-def hub_files(name: str, subset: str | None = None, split: str | None = None, folder: str | None = None) -> list[str]:
-    """Return the Arrow files of a Hugging Face dataset, downloaded if they are not in the local cache.
-
-    Args:
-        name: id, perhaps with ``:subset`` and ``:split``, or a folder with a copy of the dataset.
-        subset, split: used if ``name`` has none; None for the default subset and for ``train``.
-        folder: sub-directory of the dataset to read.
-
-    Raises:
-        DataError: the dataset does not exist, or the hub cannot be reached.
-    """
-    import datasets  # here, because it takes a second and most exports do not need it
-
-    identifier = name
-    if not os.path.isdir(name):
-        identifier, subset_in_name, split_in_name = f"{name}::".split(":")[:3]  # "" for missing ones
-        subset = subset_in_name or subset
-        split = split_in_name or split
-    split = split or "train"
-    try:
-        dataset = datasets.load_dataset(identifier, subset, split=split, data_dir=folder)
-    except Exception as error:  # of the hub, the network, or the code that reads the dataset
-        first_line = str(error).strip().partition("\n")[0]
-        in_folder = f", folder {folder}" if folder else ""
-        raise DataError(
-            f"--dataset {name}: there is no such file, and the Hugging Face dataset {identifier} (subset "
-            f"{subset or 'default'}, split {split}{in_folder}) cannot be loaded: {type(error).__name__}: {first_line}",
-            "Check the path or id; id:subset:split selects a subset and a split. Without a network, HF_HUB_OFFLINE=1 "
-            f"uses datasets downloaded before.{modelscope_remedy(identifier)}",
-        ) from error
-    files = [file["filename"] for file in dataset.cache_files]
-    if not files:
-        message = f"--dataset {name}: the datasets package stores this dataset without files"
-        raise DataError(message, "Save it with save_to_disk, and pass that folder.")
-    return files
-
-
-C = TypeVar("C", ExportConfig, TrainConfig)
-
-# Files of a model that export needs.
-_MODEL_FILES_WITHOUT_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]
-_DOWNLOAD_DATASET = "dataset_snapshot_download"
-
-
-def with_local_copies(config: C) -> C:
-    """Return the settings with ids replaced by folders downloaded from ModelScope, if ``--use-hf false`` is set.
-
-    ConfigError if ``modelscope`` is not installed, or a model or dataset cannot be downloaded.
-    """
-    if config.use_hf is not False:
-        return config
-    changes: dict[str, Any] = {}
-    if not os.path.isdir(config.model):
-        patterns = {"allow_patterns": _MODEL_FILES_WITHOUT_WEIGHTS} if isinstance(config, ExportConfig) else {}
-        changes["model"] = _download("--model", "snapshot_download", config.model, **patterns)
-    changes["dataset"] = tuple(_downloaded_dataset("--dataset", name, config) for name in config.dataset)
-    changes["val_dataset"] = tuple(_downloaded_dataset("--val-dataset", name, config) for name in config.val_dataset)
-    return replace(config, **changes)
-
-
-def _downloaded_dataset(option: str, argument: str, config: ExportConfig | TrainConfig) -> str:
-    """Return a dataset argument with its ModelScope id replaced by a local folder; others unchanged."""
-    name, mark, amount = argument.partition("#")
-    is_local = storage.is_remote(name) or storage.exists(name) or format_of(name) is not None
-    if is_local or hub_id(name) is None or (config.dataset_info and name.count("/") != 1):
-        return argument
-    if ":" in name:
-        raise ConfigError(
-            f"{option} {argument}: a subset or split of a ModelScope dataset cannot be selected",
-            "Remove the colon and the text after it to read all files, or pass the files.",
-        )
-    return _download(option, _DOWNLOAD_DATASET, name) + mark + amount
-
-
-def _download(option: str, function: str, name: str, **settings: Any) -> str:
-    """Download a model or dataset with a function of ``modelscope.hub.snapshot_download``, and return its folder."""
-    try:
-        from modelscope.hub import snapshot_download
-    except ImportError as error:
-        raise ConfigError(
-            f"{option} {name}: the package modelscope is not installed; it is needed for downloads from ModelScope "
-            "(--use-hf false, or ms_hub_url in --dataset-info)",
-            "Run pip install modelscope, or remove --use-hf false (or USE_HF) to use the Hugging Face hub.",
-        ) from error
-    try:
-        return str(getattr(snapshot_download, function)(name, **settings))
-    except Exception as error:  # of the hub or the network
-        raise ConfigError(
-            f"{option} {name}: there is no such directory, and it cannot be downloaded from ModelScope: {error}",
-            "Check the name and the network connection, or pass a local directory.",
-        ) from error
-
 
 # Keys for the location of a dataset; the first with a value is used, as in LLaMA-Factory.
 _LOCATION_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name")
@@ -245,6 +137,18 @@ def _entry_problems(entry: Mapping[str, Any]) -> list[str]:
         problems.append(f" has {setting}: preference data is not supported, only supervised data")
     if entry.get("formatting") not in _FORMATTINGS:
         problems.append(f" has formatting {entry['formatting']!r}; it must be alpaca, sharegpt or openai")
+    problems += _type_problems(entry)
+    problems += _prompt_format_problems(entry)
+    num_samples = entry.get("num_samples")
+    is_count = isinstance(num_samples, int) and not isinstance(num_samples, bool) and num_samples >= 1
+    if num_samples is not None and not is_count:
+        problems.append(f": num_samples is {num_samples!r}, not a positive integer")
+    return problems
+
+
+def _type_problems(entry: Mapping[str, Any]) -> list[str]:
+    """Return the problems of values that are not text, or not objects whose values are text."""
+    problems = []
     for key in ("columns", "tags"):
         value = entry.get(key, {})
         if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
@@ -252,20 +156,22 @@ def _entry_problems(entry: Mapping[str, Any]) -> list[str]:
     for key in (*_LOCATION_KEYS, *_SELECTION_KEYS, "loss_scale", "system", *_PROMPT_FORMAT_KEYS):
         if entry.get(key) is not None and not isinstance(entry[key], str):
             problems.append(f": {key} is {entry[key]!r}, not text")
-    for key in _PROMPT_FORMAT_KEYS:
-        value = entry.get(key)
-        takes_name = key == "prompt_format"
-        is_name = takes_name and value in PROMPT_FORMATS
-        if isinstance(value, str) and "{instruction}" not in value and not is_name:
-            names = f" or be one of {', '.join(PROMPT_FORMATS)}" if takes_name else ""
-            problems.append(f": {key} {value!r} must contain {{instruction}}{names}")
+    return problems
+
+
+def _prompt_format_problems(entry: Mapping[str, Any]) -> list[str]:
+    """Return the problems of an entry's prompt formats, as ``_entry_problems`` does; only the first may be a name."""
+    problems = []
     with_input, without_input = _PROMPT_FORMAT_KEYS
+    text = entry.get(with_input)
+    if isinstance(text, str) and "{instruction}" not in text and text not in PROMPT_FORMATS:
+        names = ", ".join(PROMPT_FORMATS)
+        problems.append(f": {with_input} {text!r} must contain {{instruction}} or be one of {names}")
+    text = entry.get(without_input)
+    if isinstance(text, str) and "{instruction}" not in text:
+        problems.append(f": {without_input} {text!r} must contain {{instruction}}")
     if entry.get(without_input) and not entry.get(with_input):
         problems.append(f" has {without_input} without {with_input}")
-    num_samples = entry.get("num_samples")
-    is_count = isinstance(num_samples, int) and not isinstance(num_samples, bool) and num_samples >= 1
-    if num_samples is not None and not is_count:
-        problems.append(f": num_samples is {num_samples!r}, not a positive integer")
     return problems
 
 
@@ -322,8 +228,23 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
         StorageError: a store cannot be read.
     """
     info = DatasetInfo(config.dataset_info, prefers_modelscope=config.use_hf is False) if config.dataset_info else None
-    common = SourceSpec(
-        path="",  # replaced below, like the name, split and group of each argument
+    common = _common_spec(config)
+    arguments = [(name, "--dataset", TRAIN_SPLIT) for name in config.dataset]
+    arguments += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
+    specs: list[SourceSpec] = []
+    for group, (name, option, split) in enumerate(arguments):
+        paths, spec_fields = _resolve(name, option, info, common)
+        if not config.per_dataset_loss_scale:
+            spec_fields["loss_scale"] = None
+        spec = replace(common, name=name, split=split, group=group, **spec_fields)
+        specs += [spec.replaced(path=path) for path in _outside_output(paths, config.output_dir)]
+    return specs
+
+
+def _common_spec(config: ExportConfig) -> SourceSpec:
+    """Return the settings of all sources; their paths, names, splits and groups are still missing."""
+    return SourceSpec(
+        path="",
         columns=_columns(config.columns),
         formatting=TOKENS if config.TAKES_TOKENS else None,
         media_root=config.media_root,
@@ -333,20 +254,14 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
         max_media_failures=config.max_media_failures,
         max_row_bytes=config.max_row_bytes,
     )
-    arguments = [(name, "--dataset", TRAIN_SPLIT) for name in config.dataset]
-    arguments += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
-    specs: list[SourceSpec] = []
-    for group, (name, option, split) in enumerate(arguments):
-        paths, spec_fields = _resolve(name, option, info, common)
-        if not config.per_dataset_loss_scale:
-            spec_fields["loss_scale"] = None
-        spec = replace(common, name=name, split=split, group=group, **spec_fields)
-        if config.output_dir:
-            output = f"{storage.absolute(storage.normalize(config.output_dir)).rstrip('/')}/"
-            # If all files are in the output directory, the user means them.
-            paths = [path for path in paths if not storage.absolute(path).startswith(output)] or paths
-        specs += [spec.replaced(path=path) for path in paths]
-    return specs
+
+
+def _outside_output(paths: list[str], output_dir: str | None) -> list[str]:
+    """Return the files outside of the output directory; if all are in it, the user means them."""
+    if not output_dir:
+        return paths
+    output = f"{storage.absolute(storage.normalize(output_dir)).rstrip('/')}/"
+    return [path for path in paths if not storage.absolute(path).startswith(output)] or paths
 
 
 def unread_splits(config: ExportConfig) -> list[str]:
@@ -358,9 +273,12 @@ def unread_splits(config: ExportConfig) -> list[str]:
         if not _exists(storage.join(path, _DICT_NAME)):
             continue
         used_split, splits = _split_of(path, "--dataset")
-        unused_splits = [split for split in dict.fromkeys(splits) if split != used_split]
-        # The folder of another split may be an argument of its own.
-        unread = [split for split in unused_splits if storage.normalize(storage.join(path, split)) not in arguments]
+        unread = []
+        for split in dict.fromkeys(splits):
+            # The folder of another split may be an argument of its own.
+            is_argument = storage.normalize(storage.join(path, split)) in arguments
+            if split != used_split and not is_argument:
+                unread.append(split)
         if unread:
             messages.append(
                 f"{storage.masked(path)}: only the split {used_split} is read, not {', '.join(unread)}; to use it for "
@@ -374,26 +292,38 @@ def _resolve(
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the files of one argument of ``option``, and the fields of their specs that differ from ``common``."""
     name = _FIRST.sub("#", argument)
-    amount_text = amount_suffix(name)  # the text after the #
     sampling: dict[str, Any] = {}
-    if amount_text and not (info and name in info.entries) and not _exists(name):
-        try:
-            amount = parse_amount(amount_text)
-        except ValueError as error:
-            raise ConfigError(f"{option} {argument}: {error}", "Write a number of at least 1 after the #.") from error
+    # An entry or a file may have exactly this name, with its #.
+    if amount_suffix(name) and not (info and name in info.entries) and not _exists(name):
+        sampling = _sampling_of(argument, name, option)
         name = _without_amount(name)
-        if amount.kind == "samples":
-            sampling["num_sampled"] = int(amount.number)
-        else:
-            sampling["times_sampled"] = amount.number
-        sampling["takes_first"] = _FIRST.search(argument) is not None
     entry = None if info is None else info.get(name)
     if info is None or entry is None:
         return _files(name, option, info), sampling
+    fields = _fields_of_entry(entry, common)
+    if "times_sampled" in sampling:
+        fields["num_sampled"] = None
+    return _files_of_entry(entry, info, option, name), fields | sampling
+
+
+def _sampling_of(argument: str, name: str, option: str) -> dict[str, Any]:
+    """Return the fields of a spec for the amount at the end of ``name``, which is ``argument`` without ``first``."""
+    try:
+        amount = parse_amount(amount_suffix(name))
+    except ValueError as error:
+        raise ConfigError(f"{option} {argument}: {error}", "Write a number of at least 1 after the #.") from error
+    takes_first = _FIRST.search(argument) is not None
+    if amount.kind == "samples":
+        return {"num_sampled": int(amount.number), "takes_first": takes_first}
+    return {"times_sampled": amount.number, "takes_first": takes_first}
+
+
+def _fields_of_entry(entry: Mapping[str, Any], common: SourceSpec) -> dict[str, Any]:
+    """Return the fields of a spec that an entry of ``--dataset-info`` sets; options of the command come first."""
     # The form of OpenAI's messages is detected by their keys.
     formatting = "sharegpt" if entry.get("formatting") == "openai" else entry.get("formatting")
-    fields = {
-        "num_sampled": None if "times_sampled" in sampling else entry.get("num_samples"),
+    return {
+        "num_sampled": entry.get("num_samples"),
         "columns": common.columns or _columns_of_entry(entry),
         "tags": tuple(_mapping(entry, "tags").items()),
         "formatting": formatting or common.formatting,
@@ -401,7 +331,6 @@ def _resolve(
         "system": entry.get("system") or common.system,
         "prompt_format": _prompt_format(entry),
     }
-    return _files_of_entry(entry, info, option, name), fields | sampling
 
 
 # In front of an amount at the end of an argument: #first1000, #first20%.
@@ -423,7 +352,7 @@ def _files_of_entry(entry: Mapping[str, Any], info: DatasetInfo, option: str, na
         location_key = "ms_hub_url"
     location = entry[location_key]
     if location_key == "ms_hub_url":
-        downloaded_folder = _download(f"{option} {name}:", _DOWNLOAD_DATASET, location)
+        downloaded_folder = download_dataset(f"{option} {name}:", location)
         return hub_files(downloaded_folder, subset, split, folder)
     if location_key == "hf_hub_url":
         return hub_files(location, subset, split, folder)
@@ -449,19 +378,25 @@ def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
     if _exists(name):
         path = storage.normalize(name)
         return _files_in(path, option) if storage.is_directory(path) else [path]
-    label = storage.masked(name)
     wildcard = _WILDCARD.search(name)
     if wildcard and not name.startswith("http"):
         files = _files_of_pattern(name, storage.parent(name[: wildcard.start()]), option)
         if not files:
-            raise DataError(f"{option} {label}: no file of rows matches", f"Supported are {KNOWN_FORMATS}.")
+            problem = f"{option} {storage.masked(name)}: no file of rows matches"
+            raise DataError(problem, f"Supported are {KNOWN_FORMATS}.")
         return files
     has_hub_prefix = name.startswith(HUB_PREFIX)
     identifier = hub_id(name) if has_hub_prefix or not storage.is_remote(name) else None
     if identifier is not None and (has_hub_prefix or format_of(name) is None):
         return hub_files(identifier)
+    raise _no_file_error(name, option, info)
+
+
+def _no_file_error(name: str, option: str, info: DatasetInfo | None) -> DataError:
+    """Return the error for an argument that is no file, pattern, hub id or, with ``--dataset-info``, name."""
+    label = storage.masked(name)
     if info is not None:
-        raise DataError(
+        return DataError(
             f"{option} {label}: there is no such file, and no such name in --dataset-info"
             f"{did_you_mean(name, info.entries)}",
             "Check the path or the name.",
@@ -469,7 +404,7 @@ def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
     remedy = "Check the path."
     if format_of(name) is None and "/" not in name:
         remedy = "Check the path; for a name in LLaMA-Factory's dataset_info.json, add --dataset-info DIR."
-    raise DataError(f"{option} {label}: there is no such file", remedy)
+    return DataError(f"{option} {label}: there is no such file", remedy)
 
 
 def _files_of_pattern(pattern: str, folder: str, option: str) -> list[str]:
@@ -501,29 +436,45 @@ def _output_finder(folder: str) -> Callable[[str], bool]:
 def _files_in(folder: str, option: str) -> list[str]:
     """Return the files of rows below a folder: those that its metadata list, for a saved dataset or packs, else all."""
     names = storage.list_names(folder)
-    label = storage.masked(folder)
     if MANIFEST_NAME in names:
         raise DataError(
-            f"{option} {label} is a cache written by packtool export, not rows", "Pass it to packtool train instead."
+            f"{option} {storage.masked(folder)} is a cache written by packtool export, not rows",
+            "Pass it to packtool train instead.",
         )
     if _DICT_NAME in names:
         split, _ = _split_of(folder, option)
         return _files_in(storage.join(folder, split), option)
     if _STATE_NAME in names and _INFO_NAME in names:  # written by ``save_to_disk``
-        state = _json(storage.join(folder, _STATE_NAME), option)
-        files = [storage.join(folder, file["filename"]) for file in state.get("_data_files") or []]
-        if not files:
-            raise DataError(f"{option} {label}: its {_STATE_NAME} lists no data files", "Save the dataset again.")
-        return files
+        return _files_of_state(folder, option)
     if PACKS_MANIFEST_NAME in names:
-        manifest = _json(storage.join(folder, PACKS_MANIFEST_NAME), option)
-        pack_names = [file.get("file") for file in manifest.get("files") or [] if isinstance(file, dict)]
-        # Only the last part of a name is used, so that the manifest cannot name files elsewhere.
-        files = [storage.join(folder, storage.name(name)) for name in pack_names if isinstance(name, str)]
-        if not files:
-            problem = f"{option} {label}: its {PACKS_MANIFEST_NAME} lists no files of packs"
-            raise DataError(problem, "Write the packs again, or pass their files.")
-        return files
+        return _files_of_packs(folder, option)
+    return _files_below(folder, option)
+
+
+def _files_of_state(folder: str, option: str) -> list[str]:
+    """Return the files that the metadata of a saved dataset list."""
+    state = _json(storage.join(folder, _STATE_NAME), option)
+    files = [storage.join(folder, file["filename"]) for file in state.get("_data_files") or []]
+    if not files:
+        problem = f"{option} {storage.masked(folder)}: its {_STATE_NAME} lists no data files"
+        raise DataError(problem, "Save the dataset again.")
+    return files
+
+
+def _files_of_packs(folder: str, option: str) -> list[str]:
+    """Return the files that the manifest of a folder of packs lists."""
+    manifest = _json(storage.join(folder, PACKS_MANIFEST_NAME), option)
+    names = [file.get("file") for file in manifest.get("files") or [] if isinstance(file, dict)]
+    # Only the last part of a name is used, so that the manifest cannot name files elsewhere.
+    files = [storage.join(folder, storage.name(name)) for name in names if isinstance(name, str)]
+    if not files:
+        problem = f"{option} {storage.masked(folder)}: its {PACKS_MANIFEST_NAME} lists no files of packs"
+        raise DataError(problem, "Write the packs again, or pass their files.")
+    return files
+
+
+def _files_below(folder: str, option: str) -> list[str]:
+    """Return all files of rows below a folder, except hidden files and those of caches and training runs."""
     paths = list(storage.walk(folder))
     # Folders of caches and training runs, with a slash at the end.
     output_folders = tuple(
@@ -536,7 +487,7 @@ def _files_in(folder: str, option: str) -> list[str]:
             files.append(path)
     if not files:
         contents = ", ".join(path[len(folder) :].lstrip("/\\") for path in paths[:8]) or "nothing"
-        message = f"{option} {label}: the folder has no files of rows; it contains {contents}"
+        message = f"{option} {storage.masked(folder)}: the folder has no files of rows; it contains {contents}"
         raise DataError(message, f"Supported are {KNOWN_FORMATS}.")
     return files
 
@@ -575,20 +526,25 @@ def _columns(items: Sequence[str]) -> Pairs:
     pairs: list[tuple[str, str]] = []
     for item in items:
         if item.lstrip().startswith("{"):
-            import yaml  # here, because most runs do not need it; it parses JSON, and mappings as YAML writes them
-
-            try:
-                values = parse_yaml(item)
-            except yaml.YAMLError as error:
-                raise ConfigError(f"--columns {item}: invalid JSON: {error}") from error
-            if not isinstance(values, dict) or not all(isinstance(text, str) for text in chain(*values.items())):
-                raise ConfigError(f"--columns {item}: the JSON must be an object whose values are column names")
-            pairs += values.items()
-        else:
-            name, equals, column = item.partition("=")
-            if not equals or not name:
-                raise ConfigError(
-                    f"--columns {item}: it must be name=column", "For example --columns query=title response=body"
-                )
-            pairs.append((name, column))
+            pairs += _columns_of_json(item)
+            continue
+        name, equals, column = item.partition("=")
+        if not equals or not name:
+            raise ConfigError(
+                f"--columns {item}: it must be name=column", "For example --columns query=title response=body"
+            )
+        pairs.append((name, column))
     return tuple(pairs)
+
+
+def _columns_of_json(text: str) -> list[tuple[str, str]]:
+    """Parse an item of ``--columns`` that is a JSON object."""
+    import yaml  # here, because most runs do not need it; it parses JSON, and mappings as YAML writes them
+
+    try:
+        values = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--columns {text}: invalid JSON: {error}") from error
+    if not isinstance(values, dict) or not all(isinstance(item, str) for item in chain(*values.items())):
+        raise ConfigError(f"--columns {text}: the JSON must be an object whose values are column names")
+    return list(values.items())

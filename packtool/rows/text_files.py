@@ -15,7 +15,7 @@ import json
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,15 +51,7 @@ def find_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock
             chunk_row += 1
             block_start, first_row = chunk_start, chunk_row
             continue
-        chars = np.frombuffer(chunk, np.uint8)
-        line_ends = np.flatnonzero(chars == ord("\n")) + 1
-        if not chunk.endswith(b"\n"):
-            line_ends = np.append(line_ends, len(chunk))
-        line_starts = np.append(0, line_ends[:-1])
-        is_blank = np.zeros(len(line_ends), bool)
-        # Most lines begin with a brace, so only the others are looked at one by one.
-        for i in np.flatnonzero(_MAY_BE_BLANK[chars[line_starts]]):
-            is_blank[i] = not chunk[line_starts[i] : line_ends[i]].removeprefix(codecs.BOM_UTF8).strip()
+        line_ends, is_blank = _line_ends(chunk)
         for first_line in range(0, len(line_ends), BLOCK_ROWS):
             stop_line = min(first_line + BLOCK_ROWS, len(line_ends))
             num_rows = int(stop_line - first_line - is_blank[first_line:stop_line].sum())
@@ -69,6 +61,20 @@ def find_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock
             block_start, first_row = block_stop, chunk_row + stop_line
         chunk_start += len(chunk)
         chunk_row += len(line_ends)
+
+
+def _line_ends(chunk: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Return the offset after each of the N lines of a chunk, int64 (N,), and whether the line is blank, bool (N,)."""
+    chars = np.frombuffer(chunk, np.uint8)
+    line_ends = np.flatnonzero(chars == ord("\n")) + 1
+    if not chunk.endswith(b"\n"):
+        line_ends = np.append(line_ends, len(chunk))
+    line_starts = np.append(0, line_ends[:-1])
+    is_blank = np.zeros(len(line_ends), bool)
+    # Most lines begin with a brace, so only the others are looked at one by one.
+    for i in np.flatnonzero(_MAY_BE_BLANK[chars[line_starts]]):
+        is_blank[i] = not chunk[line_starts[i] : line_ends[i]].removeprefix(codecs.BOM_UTF8).strip()
+    return line_ends, is_blank
 
 
 def _chunks_of_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[Line]:
@@ -163,6 +169,11 @@ def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tupl
             break
     if not header:
         return (), iter(())
+    return _column_names(path, header), _blocks(records, header_stop)
+
+
+def _column_names(path: str, header: Sequence[str]) -> tuple[str, ...]:
+    """Return the names in a header, whose fields are latin-1; DataError if they are not UTF-8 or not distinct."""
     try:
         names = tuple(field.removeprefix(_BOM).encode("latin-1").decode().strip() for field in header)
     except UnicodeDecodeError as error:
@@ -172,7 +183,7 @@ def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tupl
         raise DataError(
             f"{path}: the header names {', '.join(map(repr, duplicates))} twice", "Give each column its own name."
         )
-    return names, _blocks(records, header_stop)
+    return names
 
 
 def _lines_of_chunks(chunks: Iterable[Line]) -> Iterator[Line]:
@@ -297,6 +308,17 @@ def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBl
             f"{path}: a .json file must contain one array of rows, or one object per line",
             "Put the rows into an array with [ and ], or rename a file with one object per line to .jsonl.",
         )
+    yield from _blocks_of_array(text, max_bytes)
+    text.skip_space()
+    if text.peek():
+        raise DataError(
+            f"{path}: there is more text after the JSON array, near byte {text.bytes_read}",
+            "A .json file must contain a single array of rows: write several arrays to several files.",
+        )
+
+
+def _blocks_of_array(text: _JsonText, max_bytes: int) -> Iterator[RowBlock]:
+    """Yield blocks of elements of an array; ``text`` is at first after its [ and at the end after its ]."""
     block_start = block_stop = text.bytes_read
     first_row = row = num_rows = 0  # ``row`` numbers all elements; the others are of the current block
     text.skip_space()
@@ -319,12 +341,6 @@ def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBl
         if is_full or is_too_long or separator == "]":
             yield RowBlock(block_start, block_stop, first_row, num_rows)
             block_start, first_row, num_rows = text.bytes_read, row, 0
-    text.skip_space()
-    if text.peek():
-        raise DataError(
-            f"{path}: there is more text after the JSON array, near byte {text.bytes_read}",
-            "A .json file must contain a single array of rows: write several arrays to several files.",
-        )
 
 
 def _elements(source: Source, data: bytes) -> Iterator[bytes | None]:

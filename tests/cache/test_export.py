@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from packtool import storage
+from packtool.cache import executor as executor_module
 from packtool.cache import export as export_module
 from packtool.cache import output_dir
-from packtool.cache import task as task_module
 from packtool.cache.manifest import ExportSummary, Manifest
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
@@ -173,9 +173,9 @@ def test_workers_start_while_many_files_are_scanned(
     run_export: Export, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    start, scan = task_module.Executor.start, scan_module._existing_source
+    start, scan = executor_module.Executor.start, scan_module._existing_source
     monkeypatch.setattr(
-        task_module.Executor, "start", lambda self, num: events.append(f"start {num}") or start(self, num)
+        executor_module.Executor, "start", lambda self, num: events.append(f"start {num}") or start(self, num)
     )
     monkeypatch.setattr(scan_module, "_existing_source", lambda spec: events.append("file") or scan(spec))
     lines = rows.read_text().splitlines(keepends=True)
@@ -608,9 +608,9 @@ def test_rows_of_val_datasets_and_split_texts(run_export: Export, tmp_path: Path
 
 def test_workers_for_text_import_no_media_libraries(model: Path, rows: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from packtool.cache import task; from packtool.config.data import EncodeSpec;"
+        "import sys; from packtool.cache import executor; from packtool.config.data import EncodeSpec;"
         "from packtool.encode.encoder import Encoder; from packtool.encode.model_files import ModelFiles;"
-        "import pyarrow; task.block_pandas(); pyarrow.array(['a']);"
+        "import pyarrow; executor.block_pandas(); pyarrow.array(['a']);"
         "spec = EncodeSpec(model=sys.argv[1], max_length=100); Encoder(spec, ModelFiles.load(sys.argv[1]));"
         "heavy = 'torch', 'transformers', 'datasets', 'fsspec', 'av', 'pandas';"
         "print([name for name in heavy if name in sys.modules]);"

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from packtool import storage
+from packtool.cache import executor as executor_module
 from packtool.cache import lock, output_dir
-from packtool.cache import task as task_module
 from packtool.cache.export import export
 from packtool.cache.lock import DirectoryLock, Holder
 from packtool.cache.manifest import ExportSummary, Manifest
@@ -192,7 +192,7 @@ def test_a_run_that_lost_its_lock_stops(
     """The first stands still at its second shard, the second takes its place and finishes, the first wakes up."""
     directory = str(tmp_path / "cache")
 
-    real, count = task_module.run_task, 0
+    real, count = executor_module.run_task, 0
 
     def slow(*args: Any) -> Any:
         nonlocal count
@@ -202,7 +202,7 @@ def test_a_run_that_lost_its_lock_stops(
             _export(model, base, directory, loss_scale="all", overwrite=True)
         return real(*args)
 
-    monkeypatch.setattr(task_module, "run_task", slow)
+    monkeypatch.setattr(executor_module, "run_task", slow)
     with pytest.raises(MismatchError, match="was taken over by another run"):
         _export(model, base, directory)
     files = tree(tmp_path / "cache")

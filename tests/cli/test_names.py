@@ -109,7 +109,7 @@ def test_ids_of_modelscope_need_its_package(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_ids_of_modelscope_become_local_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from packtool.rows.sources import with_local_copies
+    from packtool.rows.hubs import with_local_copies
 
     hub = types.ModuleType("modelscope.hub")
     downloads: list[tuple[str, object]] = []

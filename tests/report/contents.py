@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from packtool.planning.prefix_trees import Branch, find_branches
-from packtool.report.plan_page import Histogram
+from packtool.report.tables import Histogram
 
 
 def content(

@@ -16,8 +16,8 @@ from PIL import Image
 
 from packtool.cli.main import run
 from packtool.report.plan import _COLUMNS, sweep_page
-from packtool.report.plan_page import length_histogram, page
-from packtool.report.tables import source_rows
+from packtool.report.plan_page import page
+from packtool.report.tables import length_histogram, source_rows
 from tests.report.browser import Browser, find, running_browser
 from tests.report.contents import content, content_with_trees
 

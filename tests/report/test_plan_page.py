@@ -13,13 +13,13 @@ from packtool.report.plan_page import (
     balance_chart,
     blocks_drawing,
     histogram,
-    length_histogram,
     packs_drawing,
     page,
     plain_batches,
     shares_chart,
     tree_drawing,
 )
+from packtool.report.tables import length_histogram
 from tests.report.contents import branches, content, content_with_trees
 
 HOSTILE = ("<b>'", "<i onload", "\u202e", "\x1b", "\x07")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packtool.encode.encoded import EncodedImage
 from packtool.encode.families import ImageLimits
 from packtool.encode.families.record import INTERNVL_TOKENS, BoxForm
-from packtool.report.inspect import PICTURE, ShownRegion, regions_of
+from packtool.report.regions import PICTURE, ShownRegion, regions_of
 
 LIMITS = ImageLimits(1, 1 << 30, 16, 2, 2)
 IMAGE = EncodedImage("a.png", None, 480, 640, (1, 32, 40), 320)  # shown to the model as 640x512

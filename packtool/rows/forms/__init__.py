@@ -24,7 +24,7 @@ from packtool.rows.forms.messages import ALPACA, MESSAGES, QUERY, TEXT, RowForm,
 from packtool.rows.forms.objects import objects_of
 from packtool.rows.forms.prepared import PREPARED, TOKENS
 from packtool.rows.forms.segments import SEGMENTS, Segments, formatted_prompt
-from packtool.rows.sample import PreparedTokens, Sample, Turn, unexpected_drop
+from packtool.rows.sample import PreparedTokens, Response, Sample, Turn, unexpected_drop
 from packtool.rows.source import Pairs, Source
 
 __all__ = ["FORMS", "RowProblem", "check_first_rows", "detect", "to_sample"]
@@ -112,44 +112,71 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     """Convert row ``number`` (0-based) to a sample, by the form of its source or, if unknown, by the row's own form."""
     form_name, columns = source.form, source.columns
     if form_name is None:
-        try:
-            form_name, columns = detect([row], source.columns, None, "the row")
-        except DataError as error:
-            raise RowProblem("unknown_form", error.message.partition("\n")[0]) from error
+        form_name, columns = _form_of_row(row, source)
     form = FORMS[form_name]
     fields = Fields(row, columns)
-    message_media = InlineMedia(source)  # media in the messages are added while the contents are read
-    content = formatted_prompt(form, fields, message_media, source.prompt_format)
+    inline = InlineMedia(source)  # media in the messages are added while the contents are read
+    content = formatted_prompt(form, fields, inline, source.prompt_format)
     if content is None:
-        content = form.read(fields, message_media)
-    channel = fields.get("channel")
+        content = form.read(fields, inline)
     common: dict[str, Any] = {"source": source.label, "row": number, "loss_scale": source.loss_scale}
     if isinstance(content, PreparedTokens):
-        common |= {f"{kind}s": refs for kind, refs in media_of(fields, message_media).items()}
-        if channel is not None and content.channels is None:
-            common["channel"] = str(channel)
-        return Sample(turns=(), is_text=content.trained is None, tokens=content, **common)
-    if isinstance(content, Segments):
-        turns = content.turns
-        common |= {"control": content.control, "ends_text": content.ends_text}
-    else:
-        turns = content
+        return _tokenized_sample(content, fields, inline, common)
     tools = _tools(fields)
-    # ms-swift writes a pretraining text as a single assistant turn.
-    is_single_answer = len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
-    is_text = isinstance(content, Segments) or form is TEXT
-    is_text = is_text or (is_single_answer and tools is None and fields.get("system") is None)
+    common["tools"] = tools
+    if isinstance(content, Segments):
+        common |= {"control": content.control, "ends_text": content.ends_text}
+        return _sample_of_turns(content.turns, fields, inline, common, is_text=True)
+    is_text = form is TEXT or (_is_single_answer(content) and tools is None and fields.get("system") is None)
+    return _sample_of_turns(content, fields, inline, common, is_text=is_text)
+
+
+def _form_of_row(row: Mapping[str, Any], source: Source) -> tuple[str, Pairs]:
+    """Detect the form and the columns of a single row of a source whose rows have no common form."""
+    try:
+        return detect([row], source.columns, None, "the row")
+    except DataError as error:
+        raise RowProblem("unknown_form", error.message.partition("\n")[0]) from error
+
+
+def _tokenized_sample(tokens: PreparedTokens, fields: Fields, inline: InlineMedia, common: Mapping[str, Any]) -> Sample:
+    """Return a row that another tool has tokenized; ``common``: fields of ``Sample`` that all forms have."""
+    media = media_of(fields, inline)
+    channel = fields.get("channel")
+    if tokens.channels is not None:  # a channel for each sample of a pack
+        channel = None
+    return Sample(
+        turns=(),
+        images=media["image"],
+        videos=media["video"],
+        audios=media["audio"],
+        channel=None if channel is None else str(channel),
+        is_text=tokens.trained is None,
+        tokens=tokens,
+        **common,
+    )
+
+
+def _sample_of_turns(
+    turns: list[Turn], fields: Fields, inline: InlineMedia, common: Mapping[str, Any], *, is_text: bool
+) -> Sample:
+    """Return a conversation or a text with its media; ``common``: fields of ``Sample`` that all forms have.
+
+    ``is_text``: without a chat template, as for pretraining texts and segments.
+    """
+    source = inline.source
+    responses: tuple[Response, ...] = ()
     if not is_text:
         turns = _with_system(turns, fields, source)
-    responses = () if is_text else responses_of(fields, turns, source)
-    media = media_of(fields, message_media)
+        responses = responses_of(fields, turns, source)
+    media = media_of(fields, inline)
     turns, num_marks_added = with_marks(turns, media)
+    channel = fields.get("channel")
     unmatched_mark = lone_mark(turns, media, fields, is_text=is_text, holds_media=source.holds_media)
     all_turns = [*turns, *(turn for response in responses for turn in response.turns)]
     return Sample(
         turns=tuple(turns),
         images=media["image"],
-        tools=tools,
         channel=None if channel is None else str(channel),
         num_marks_added=num_marks_added,
         videos=media["video"],
@@ -161,6 +188,11 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         chat_template_kwargs={} if is_text else _template_kwargs(fields),
         **common,
     )
+
+
+def _is_single_answer(turns: Sequence[Turn]) -> bool:
+    """Return whether a row is a pretraining text as ms-swift writes it: a single assistant turn."""
+    return len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
 
 
 def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:

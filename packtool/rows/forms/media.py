@@ -72,17 +72,11 @@ class InlineMedia:
 
 def media_of(fields: Fields, inline: InlineMedia) -> dict[MediaKind, tuple[MediaRef, ...]]:
     """Return all media of a row by kind: those in its messages (``inline``), or those in its column for the kind."""
-    media = {}
+    media: dict[MediaKind, tuple[MediaRef, ...]] = {}
     for kind in MEDIA_KINDS:
         name = f"{kind}s"
         value = fields.get(name)
-        if isinstance(value, str) and value.lstrip().startswith("["):  # a list as JSON text
-            value = fields.parsed(name)
-        if isinstance(value, (str, Mapping)) or _is_bytes(value):  # a single medium
-            value = [value]
-        if value is not None and not isinstance(value, Sequence):
-            raise RowProblem("invalid_media", f"{name!r} is a {type(value).__name__}, not a list")
-        column_refs = [media_ref(kind, item, inline.source, i) for i, item in enumerate(value or ())]
+        column_refs = () if value is None else _refs_of_column(fields, name, kind, inline.source)
         message_refs = inline.refs.get(kind)
         if column_refs and message_refs:
             detail = f"the messages contain {len(message_refs)} {kind}s and {name!r} {len(column_refs)} more"
@@ -91,8 +85,20 @@ def media_of(fields: Fields, inline: InlineMedia) -> dict[MediaKind, tuple[Media
         if num_empty_parts and not column_refs:
             detail = f"{num_empty_parts} {kind} parts of the messages have no {kind}, and neither has the row"
             raise RowProblem(f"{kind}_marks", detail)
-        media[kind] = tuple(column_refs or message_refs or ())
+        media[kind] = column_refs or tuple(message_refs or ())
     return media
+
+
+def _refs_of_column(fields: Fields, name: str, kind: MediaKind, source: Source) -> tuple[MediaRef, ...]:
+    """Read the media in the column ``name`` of a row: one medium, or a list of media."""
+    value = fields.get(name)
+    if isinstance(value, str) and value.lstrip().startswith("["):  # a list as JSON text
+        value = fields.parsed(name)
+    if isinstance(value, (str, Mapping)) or _is_bytes(value):  # a single medium
+        value = [value]
+    if value is not None and not isinstance(value, Sequence):
+        raise RowProblem("invalid_media", f"{name!r} is a {type(value).__name__}, not a list")
+    return tuple(media_ref(kind, item, source, i) for i, item in enumerate(value or ()))
 
 
 def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: int = 0) -> MediaRef:
@@ -138,6 +144,11 @@ def _ref_from_object(kind: str, name: str, value: Mapping[str, Any], source: Sou
     if inner_value is None:
         raise RowProblem("invalid_media", f"{name} has no bytes, path or URL; its keys are: {listed(value)}")
     ref = media_ref(kind, inner_value, source, depth=depth + 1)
+    return _with_frame_times(kind, name, value, ref)
+
+
+def _with_frame_times(kind: str, name: str, value: Mapping[str, Any], ref: MediaRef) -> MediaRef:
+    """Return a medium with the times of its frames, or their rate, if its object ``value`` has them."""
     milliseconds = _milliseconds(name, value, ref) if kind == "video" else ()
     if milliseconds:
         return replace(ref, milliseconds=milliseconds)
@@ -164,10 +175,16 @@ def _milliseconds(name: str, value: Mapping[str, Any], ref: MediaRef) -> tuple[i
     if not is_list(times) or len(times) != len(ref.frames):
         count = f"{len(times)} times" if is_list(times) else shown(times)
         raise RowProblem("invalid_seconds", f"{name} has {count} as seconds for {len(ref.frames)} listed frames")
+    _check_times(name, times, max_time=_MAX_SECONDS * _PER_SECOND / milliseconds_per_unit)
+    return tuple(round(time * milliseconds_per_unit) for time in times)
+
+
+def _check_times(name: str, times: Sequence[Any], max_time: float) -> None:
+    """Raise RowProblem unless the times of a video's frames are ascending numbers from 0 to ``max_time``."""
     previous = -1.0
     for time in times:
         number = finite(time)
-        if number is None or not 0 <= number * milliseconds_per_unit <= _MAX_SECONDS * _PER_SECOND:
+        if number is None or not 0 <= number <= max_time:
             detail = f"{name} has {shown(time)} in seconds; they must be numbers from 0 to {_MAX_SECONDS:,}"
             raise RowProblem("invalid_seconds", detail)
         if number <= previous:
@@ -175,7 +192,6 @@ def _milliseconds(name: str, value: Mapping[str, Any], ref: MediaRef) -> tuple[i
                 "invalid_seconds", f"{name} has {number:g} after {previous:g} in seconds; they must ascend"
             )
         previous = number
-    return tuple(round(time * milliseconds_per_unit) for time in times)
 
 
 def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool) -> list[tuple[str, float]]:
@@ -193,19 +209,23 @@ def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool)
         limit = value.get(key)
         if limit is None:
             continue
-        if key == "fps":
+        if key != "fps":
+            limits.append((key, _size_limit(name, key, limit)))
+        elif not has_frames and not is_measured(value):
             # In a video that packtool measured, too, fps is no limit but the rate of the file.
-            if not has_frames and not is_measured(value):
-                limits.append((key, _frame_rate(name, limit, "media_limits")))
-            continue
-        number = finite(limit)
-        if number is None or number < 1:
-            raise RowProblem("media_limits", f"{name} has {shown(limit)} as {key}; it must be a number of at least 1")
-        if key.startswith("min_") and number > _MAX_MINIMUM:
-            detail = f"{name} has {shown(limit)} as {key}; the maximum is {_MAX_MINIMUM:,}"
-            raise RowProblem("media_limits", detail)
-        limits.append((key, number))
+            limits.append((key, _frame_rate(name, limit, "media_limits")))
     return limits
+
+
+def _size_limit(name: str, key: str, value: Any) -> float:
+    """Check a limit on the pixels or frames of a medium."""
+    number = finite(value)
+    if number is None or number < 1:
+        raise RowProblem("media_limits", f"{name} has {shown(value)} as {key}; it must be a number of at least 1")
+    if key.startswith("min_") and number > _MAX_MINIMUM:
+        detail = f"{name} has {shown(value)} as {key}; the maximum is {_MAX_MINIMUM:,}"
+        raise RowProblem("media_limits", detail)
+    return number
 
 
 def is_measured(value: Mapping[str, Any]) -> bool:
@@ -320,7 +340,8 @@ def with_marks(turns: list[Turn], media: Mapping[MediaKind, Sequence[MediaRef]])
     Added marks precede the text of the first user turn: videos, then audio, then images, as in ms-swift. RowProblem if
     the texts have more marks of a kind than the row has media; marks of a kind without media are left to ``lone_mark``.
     """
-    added_marks: list[str] = []
+    added_marks = ""
+    num_added = 0
     for kind in ("video", "audio", "image"):
         num_media = len(media[kind])
         if num_media == 0:
@@ -330,12 +351,13 @@ def with_marks(turns: list[Turn], media: Mapping[MediaKind, Sequence[MediaRef]])
         if num_marks > num_media:
             detail = f"the texts have {num_marks} {mark} placeholders, but the row has {num_media} {kind}s"
             raise RowProblem(f"{kind}_marks", detail)
-        added_marks += [mark] * (num_media - num_marks)
+        added_marks += mark * (num_media - num_marks)
+        num_added += num_media - num_marks
     if not added_marks:
         return turns, 0
     target = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-    marked_turn = replace(turns[target], content="".join(added_marks) + turns[target].content)
-    return [*turns[:target], marked_turn, *turns[target + 1 :]], len(added_marks)
+    marked_turn = replace(turns[target], content=added_marks + turns[target].content)
+    return [*turns[:target], marked_turn, *turns[target + 1 :]], num_added
 
 
 def could_hold_media(row: Mapping[str, Any], columns: Pairs = ()) -> bool:
@@ -408,22 +430,26 @@ def lone_mark(
     if not any("<" in turn.content for turn in turns):
         return lone_kind
     for kind in MEDIA_KINDS:
-        mark, usual_column = MEDIA_MARKS[kind], f"{kind}s"
+        mark = MEDIA_MARKS[kind]
         num_marks = sum(turn.content.count(mark) for turn in turns)
-        if media[kind] or not num_marks or fields.is_disabled(usual_column):
+        if media[kind] or not num_marks or fields.is_disabled(f"{kind}s"):
             continue
-        suspected_column = likely_column(fields.row, kind)  # "" for none
-        if fields.has(usual_column):
-            detail = f"the texts have {num_marks} {mark} placeholders, but the row's {usual_column!r} is empty"
-            raise LoneMark(kind, suspected_column, detail + _remedy(suspected_column, kind))
         is_in_question = not is_text and any(turn.role == "user" and mark in turn.content for turn in turns)
-        if not is_in_question:
-            continue
-        if suspected_column:
-            raise LoneMark(kind, suspected_column, lone_mark_detail(kind, suspected_column))
-        if not lone_kind and (holds_media or could_hold_media(fields.row)):
+        _check_not_lost(fields, kind, num_marks, is_in_question=is_in_question)
+        if is_in_question and not lone_kind and (holds_media or could_hold_media(fields.row)):
             lone_kind = kind
     return lone_kind
+
+
+def _check_not_lost(fields: Fields, kind: str, num_marks: int, *, is_in_question: bool) -> None:
+    """Raise LoneMark if a row has marks of a kind but has lost the media; in answers, marks may be plain text."""
+    suspected_column = likely_column(fields.row, kind)  # "" for none
+    usual_column = f"{kind}s"
+    if fields.has(usual_column):
+        detail = f"the texts have {num_marks} {MEDIA_MARKS[kind]} placeholders, but the row's {usual_column!r} is empty"
+        raise LoneMark(kind, suspected_column, detail + _remedy(suspected_column, kind))
+    if is_in_question and suspected_column:
+        raise LoneMark(kind, suspected_column, lone_mark_detail(kind, suspected_column))
 
 
 def lone_mark_detail(kind: str, column: str = "") -> str:

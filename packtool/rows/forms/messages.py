@@ -76,11 +76,7 @@ def content_of(label: str, value: Any, inline: InlineMedia, is_tool: bool = Fals
         if isinstance(value, float) and finite(value) is None:
             raise RowProblem("invalid_content", f"{label} has the number {value} as content, which is not text")
         return Content(str(value))
-    is_parts = isinstance(value, (list, tuple)) and all(isinstance(part, (str, Mapping)) for part in value)
-    if is_parts and is_tool:
-        # A list of objects of other types is the tool's result, and not a list of parts.
-        is_parts = all(isinstance(part, str) or _type_of(part) in _PART_TYPES for part in value)
-    if is_parts:
+    if _is_parts(value, is_tool=is_tool):
         content = Content()
         for part in value:
             _add_part(content, label, part, inline)
@@ -92,6 +88,13 @@ def content_of(label: str, value: Any, inline: InlineMedia, is_tool: bool = Fals
             raise RowProblem("invalid_content", f"{label} cannot be written as JSON: {error}") from error
     kind = "null" if value is None else f"a {type(value).__name__}"
     raise RowProblem("invalid_content", f"{label} has {kind} as content, not text")
+
+
+def _is_parts(value: Any, *, is_tool: bool) -> bool:
+    """Return whether a message's content is a list of parts; objects of unknown types are the result of a tool."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(part, (str, Mapping)) for part in value):
+        return False
+    return not is_tool or all(isinstance(part, str) or _type_of(part) in _PART_TYPES for part in value)
 
 
 def _type_of(part: Mapping[str, Any]) -> str:
@@ -110,39 +113,60 @@ def _add_part(content: Content, label: str, part: str | Mapping[str, Any], inlin
     kind = _type_of(part)
     if kind in _TEXT_TYPES:
         content.text += _text_of_part(label, kind, _first_value(part, (kind, "text", "content", "value")))
-        is_trained = _first_value(part, ("train", "weight"))
-        if is_trained not in (None, 0, 1):  # true and false are equal to 1 and 0
-            raise RowProblem(
-                "invalid_row", f"{label} has a text part with train {shown(is_trained)}; it must be true or false"
-            )
-        content.trained.add(is_trained)
+        content.trained.add(_train_flag(label, part))
     elif kind in _MEDIA_TYPES:
         content.text += inline.add(_MEDIA_TYPES[kind], _medium_of_part(label, kind, part))
     elif kind in ("thinking", "reasoning"):
         content.reasoning += _text_of_part(label, kind, _first_value(part, (kind, "value")))
-    elif kind == "tool_call":  # of LLaMA-Factory's v1 format: one call or a list of calls, perhaps as JSON text
-        calls = part.get("value")
-        if isinstance(calls, str):
-            calls = parse_cell(calls, "invalid_tool_call", f"a tool_call part of {label} is not JSON")
-        content.tool_calls += [_as_call(label, call) for call in (calls if isinstance(calls, list) else [calls])]
+    elif kind == "tool_call":
+        content.tool_calls += _calls_of_part(label, part)
     elif kind == "redacted_thinking":
         pass  # encrypted, so it cannot be trained
     elif kind == "tool_use":
-        if not isinstance(part.get("name"), str):
-            raise RowProblem("invalid_tool_call", f"{label} has a tool_use part without a name")
-        function = {"name": part["name"], "arguments": part.get("input") or {}}
-        content.tool_calls.append({"id": part.get("id"), "type": "function", "function": function})
+        content.tool_calls.append(_call_of_tool_use(label, part))
     elif kind == "tool_result":
-        value = part.get("content")
-        result = content_of(f"the tool_result of {label}", "" if value is None else value, inline, is_tool=True)
+        result = _result_turn(label, part, inline)
         if content.text:
             # Results become turns before the text, so a result after text would change the order.
             raise RowProblem("invalid_content", f"{label} has a tool_result after text; it must come before the text")
-        extra = {"tool_call_id": part["tool_use_id"]} if part.get("tool_use_id") else {}
-        content.results.append(Turn("tool", result.text, extra))
+        content.results.append(result)
     else:
         detail = f"{label} has a part of type {shown(kind)}; its keys are: {listed(part)}"
         raise RowProblem("invalid_content", detail)
+
+
+def _train_flag(label: str, part: Mapping[str, Any]) -> Any:
+    """Return whether a text part is trained, as in axolotl: true, false, or None if it does not say."""
+    is_trained = _first_value(part, ("train", "weight"))
+    if is_trained not in (None, 0, 1):  # true and false are equal to 1 and 0
+        raise RowProblem(
+            "invalid_row", f"{label} has a text part with train {shown(is_trained)}; it must be true or false"
+        )
+    return is_trained
+
+
+def _calls_of_part(label: str, part: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the calls in a part of LLaMA-Factory's v1 format: one call or a list of calls, perhaps as JSON text."""
+    calls = part.get("value")
+    if isinstance(calls, str):
+        calls = parse_cell(calls, "invalid_tool_call", f"a tool_call part of {label} is not JSON")
+    return [_as_call(label, call) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _call_of_tool_use(label: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the call in a part of Anthropic's format."""
+    if not isinstance(part.get("name"), str):
+        raise RowProblem("invalid_tool_call", f"{label} has a tool_use part without a name")
+    function = {"name": part["name"], "arguments": part.get("input") or {}}
+    return {"id": part.get("id"), "type": "function", "function": function}
+
+
+def _result_turn(label: str, part: Mapping[str, Any], inline: InlineMedia) -> Turn:
+    """Return the turn of a tool result in Anthropic's format."""
+    value = part.get("content")
+    result = content_of(f"the tool_result of {label}", "" if value is None else value, inline, is_tool=True)
+    extra = {"tool_call_id": part["tool_use_id"]} if part.get("tool_use_id") else {}
+    return Turn("tool", result.text, extra)
 
 
 def _text_of_part(label: str, kind: str, value: Any) -> str:
@@ -240,23 +264,33 @@ def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
             is_after_call = False
             continue
         for label, single_message in _single_messages(f"message {i}", message, tags):
-            role_name = _first_value(single_message, tags.role_keys)
-            role = tags.roles.get(_normalized(role_name)) if isinstance(role_name, str) else None
-            if role is None:
-                detail = f"{label} has the unknown role {shown(role_name)}; known roles are {', '.join(tags.roles)}"
-                raise RowProblem("unknown_role", detail)
-            if role != _CALL:
+            role = _role_of(label, single_message, tags)
+            if role == _CALL:
+                _add_call(turns, _call_turn(label, single_message, tags), is_after_call=is_after_call)
+                is_after_call = True
+            else:
                 turns += _turns_of_message(label, role, single_message, inline, tags)
                 is_after_call = False
-                continue
-            call_turn = _call_turn(label, single_message, tags)
-            follows_assistant = bool(turns) and turns[-1].role == "assistant"
-            if follows_assistant and (is_after_call or not turns[-1].extra.get("tool_calls")):
-                turns[-1] = _with_calls(turns[-1], call_turn)
-            else:
-                turns.append(call_turn)
-            is_after_call = True
     return turns
+
+
+def _role_of(label: str, message: Mapping[str, Any], tags: _Tags) -> str:
+    """Return packtool's name of a message's role."""
+    role_name = _first_value(message, tags.role_keys)
+    role = tags.roles.get(_normalized(role_name)) if isinstance(role_name, str) else None
+    if role is None:
+        detail = f"{label} has the unknown role {shown(role_name)}; known roles are {', '.join(tags.roles)}"
+        raise RowProblem("unknown_role", detail)
+    return role
+
+
+def _add_call(turns: list[Turn], call_turn: Turn, *, is_after_call: bool) -> None:
+    """Add a tool call to the assistant turn before it: a text, or the turn of the call before; else as a new turn."""
+    follows_assistant = bool(turns) and turns[-1].role == "assistant"
+    if follows_assistant and (is_after_call or not turns[-1].extra.get("tool_calls")):
+        turns[-1] = _with_calls(turns[-1], call_turn)
+    else:
+        turns.append(call_turn)
 
 
 def _plain_turn(message: Any, tags: _Tags) -> Turn | None:
@@ -316,13 +350,19 @@ def _turns_of_message(
     if content.results and not content.text:
         return content.results
     loss, loss_scale = _loss(label, message)
+    flag_of_parts = _flag_of_parts(label, content)
+    if flag_of_parts is not None:
+        loss = flag_of_parts
+    return [*content.results, Turn(role, content.text, extra, loss, loss_scale)]
+
+
+def _flag_of_parts(label: str, content: Content) -> bool | None:
+    """Return the flag ``train`` that all text parts of a message have; None if they have none."""
     if len(content.trained) > 1:
         detail = f"{label} trains only a part of its texts ('train'); packtool trains or masks entire messages"
         raise RowProblem("invalid_row", f"{detail}: use segments, or one message for each part")
-    flag_of_parts = next(iter(content.trained), None)  # all parts have the same flag, or none
-    if flag_of_parts is not None:
-        loss = bool(flag_of_parts)
-    return [*content.results, Turn(role, content.text, extra, loss, loss_scale)]
+    flag = next(iter(content.trained), None)
+    return None if flag is None else bool(flag)
 
 
 def _tool_calls(label: str, message: Mapping[str, Any]) -> list[Any]:
@@ -407,18 +447,23 @@ def responses_of(fields: Fields, turns: Sequence[Turn], source: Source) -> tuple
     values = fields.parsed("responses")
     if not is_list(values) or not values:
         raise RowProblem("invalid_row", f"'responses' is {shown(values)}, not a list of answers")
-    weights = fields.parsed("response_weights")
-    if weights is None:
-        weights = [1] * len(values)
-    if not is_list(weights) or len(weights) != len(values):
-        detail = f"'response_weights' is {shown(weights)}, not a list with a weight for each of {len(values)} responses"
-        raise RowProblem("invalid_row", detail)
-    weights = [_weight("a response has the weight", weight) for weight in weights]
+    weights = _response_weights(fields, len(values))
     answers = [_response_turns(f"response {number}", value, source) for number, value in enumerate(values)]
     responses = [Response(tuple(answer), weight) for answer, weight in zip(answers, weights, strict=True) if weight]
     if not responses:
         raise RowProblem("invalid_row", "all responses have the weight 0")
     return tuple(responses)
+
+
+def _response_weights(fields: Fields, num_responses: int) -> list[float]:
+    """Return the weight of each response of a row, 1 by default."""
+    weights = fields.parsed("response_weights")
+    if weights is None:
+        return [1.0] * num_responses
+    if not is_list(weights) or len(weights) != num_responses:
+        expected = f"a list with a weight for each of {num_responses} responses"
+        raise RowProblem("invalid_row", f"'response_weights' is {shown(weights)}, not {expected}")
+    return [_weight("a response has the weight", weight) for weight in weights]
 
 
 def _response_turns(label: str, value: Any, source: Source) -> list[Turn]:

@@ -84,10 +84,9 @@ def _read_object(value: Mapping[str, Any], num_images: int, row_unit: Any) -> Ob
     if len(image_ids) != len(boxes):
         detail = f"'objects' has {len(boxes)} bbox but {len(image_ids)} image_id; write one image_id for each bbox"
         raise RowProblem("invalid_objects", detail)
-    regions = [
-        _regions(box, f"'bbox' {number} of 'objects'", image_id, unit or "real", num_images)
-        for number, (box, image_id) in enumerate(zip(boxes, image_ids, strict=True))
-    ]
+    regions = []
+    for number, (box, image_id) in enumerate(zip(boxes, image_ids, strict=True)):
+        regions.append(_regions(box, f"'bbox' {number} of 'objects'", image_id, unit or "real", num_images))
     return Objects(tuple(names), tuple(regions))
 
 
@@ -110,9 +109,8 @@ def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: 
             names.append(caption)
         unit = _unit(value.get("bbox_type")) or "real"
         boxes.append(_regions(value.get("bbox"), f"'bbox' of {label}", image, unit, num_images))
-    texts = [text for turn in turns for text in turn.texts]
-    has_name_marks = any(NAME_MARK in text for text in texts)
-    has_box_marks = any(BOX_MARK in text for text in texts)
+    has_name_marks = _have_mark(turns, NAME_MARK)
+    has_box_marks = _have_mark(turns, BOX_MARK)
     if has_box_marks and not has_name_marks:
         names = []
     if has_name_marks and not has_box_marks:
@@ -120,11 +118,16 @@ def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: 
     return Objects(tuple(names), tuple(boxes))
 
 
+def _have_mark(turns: Sequence[Turn], mark: str) -> bool:
+    return any(mark in text for turn in turns for text in turn.texts)
+
+
 def _regions(value: Any, label: str, image: int, unit: BboxType, num_images: int) -> tuple[Region, ...]:
     """Read the region of one mark, or a list of regions."""
     _check_image(image, f"{label}: its image", num_images)
     has_several = is_list(value) and len(value) > 0 and all(map(is_list, value))
-    return tuple(Region(corners_of(box, label, unit), image, unit) for box in (value if has_several else [value]))
+    boxes = value if has_several else [value]
+    return tuple(Region(corners_of(box, label, unit), image, unit) for box in boxes)
 
 
 def _check_num_marks(fields: Fields, turns: Sequence[Turn], objects: Objects) -> None:

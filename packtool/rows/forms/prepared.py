@@ -46,12 +46,7 @@ def _read_tokens(fields: Fields, inline: InlineMedia) -> PreparedTokens:
     if ids is None or not len(ids):
         raise RowProblem("empty_tokens", "'input_ids' is empty")
     mask = _column(fields, "attention_mask", len(ids), takes_bools=True)
-    if mask is not None and mask.min() < 0:
-        detail = f"'attention_mask' contains {mask.min()}; it must be 0 for padding, and 1 or more for tokens"
-        raise RowProblem("invalid_tokens", detail)
-    kept = np.ones(len(ids), bool) if mask is None else mask != 0
-    if not kept.any():
-        raise RowProblem("empty_tokens", "all tokens are padding: 'attention_mask' is 0 everywhere")
+    kept = np.ones(len(ids), bool) if mask is None else _kept_by_mask(mask)
     is_first, kept = _check_boundaries(_boundaries(fields, mask, kept), kept)
     trained = _trained(fields, ids, is_first)
     weights = _weights(fields, len(ids))
@@ -59,19 +54,35 @@ def _read_tokens(fields: Fields, inline: InlineMedia) -> PreparedTokens:
     sample_numbers = np.cumsum(is_first)[kept]  # of each kept token, from 1
     starts = np.append(0, np.flatnonzero(np.diff(sample_numbers)) + 1)
     _check_padding(kept, starts)
-    measured: dict[str, list[Mapping[str, Any]]] = {}
-    for kind in MEDIA_KINDS:
-        media = fields.get(f"{kind}s")
-        if isinstance(media, list):
-            measured[kind] = [each if isinstance(each, Mapping) and is_measured(each) else {} for each in media]
     return PreparedTokens(
         ids=ids[kept],
         trained=None if trained is None else trained[kept],
         weights=None if weights is None else weights[kept],
         starts=starts,
         channels=_channels(fields, sample_numbers[starts] - 1, int(is_first.sum())),
-        measured=measured,
+        measured=_measured_media(fields),
     )
+
+
+def _kept_by_mask(mask: _Ints) -> _Bools:
+    """Return which tokens are not padding, bool (L,), by ``attention_mask``, int64 (L,)."""
+    if mask.min() < 0:
+        detail = f"'attention_mask' contains {mask.min()}; it must be 0 for padding, and 1 or more for tokens"
+        raise RowProblem("invalid_tokens", detail)
+    kept: _Bools = mask != 0
+    if not kept.any():
+        raise RowProblem("empty_tokens", "all tokens are padding: 'attention_mask' is 0 everywhere")
+    return kept
+
+
+def _measured_media(fields: Fields) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the sizes that packtool measured, for each medium in the row's columns by kind; {} if it has none."""
+    measured: dict[str, list[Mapping[str, Any]]] = {}
+    for kind in MEDIA_KINDS:
+        media = fields.get(f"{kind}s")
+        if isinstance(media, list):
+            measured[kind] = [each if isinstance(each, Mapping) and is_measured(each) else {} for each in media]
+    return measured
 
 
 def _check_padding(kept: _Bools, starts: _Ints) -> None:
@@ -97,20 +108,8 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
     boundaries: dict[str, _Bools] = {}
     for name in ("seq_lengths", "cu_seqlens", "seq_start_id"):
         values = _column(fields, name, None)
-        if values is None or not len(values):
-            continue
-        edges = values  # starts of all samples, and the end of the last one
-        if name == "seq_lengths":
-            edges = np.cumsum([0, *values])
-        elif name == "seq_start_id":
-            edges = np.append(values, length)
-        # max() catches sums of huge numbers that overflowed.
-        if edges[0] != 0 or edges[-1] != length or edges.max() > length or (np.diff(edges) < 0).any():
-            detail = f"{name!r} must increase from 0 to {length:,}, the number of tokens in the row"
-            if name == "seq_lengths":
-                detail = f"the sum of {name!r} is {sum(values.tolist()):,}, but the row has {length:,} tokens"
-            raise RowProblem("invalid_tokens", detail)
-        boundaries[name] = np.isin(np.arange(length), edges)
+        if values is not None and len(values):
+            boundaries[name] = np.isin(np.arange(length), _edges(name, values, length))
     kept_indices = np.flatnonzero(kept)
     if mask is not None and mask.max() > 1:  # the mask numbers the samples
         is_new_number = np.diff(mask[kept], prepend=-1) != 0  # -1, so that the first token counts, too
@@ -121,6 +120,22 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
     if not boundaries:
         _refuse_unsupported_boundaries(fields)
     return boundaries
+
+
+def _edges(name: str, values: _Ints, length: int) -> _Ints:
+    """Return the starts of all samples, and the end of the last one, from the column ``name`` of a row of L tokens."""
+    edges = values
+    if name == "seq_lengths":
+        edges = np.cumsum([0, *values])
+    elif name == "seq_start_id":
+        edges = np.append(values, length)
+    # max() catches sums of huge numbers that overflowed.
+    if edges[0] != 0 or edges[-1] != length or edges.max() > length or (np.diff(edges) < 0).any():
+        detail = f"{name!r} must increase from 0 to {length:,}, the number of tokens in the row"
+        if name == "seq_lengths":
+            detail = f"the sum of {name!r} is {sum(values.tolist()):,}, but the row has {length:,} tokens"
+        raise RowProblem("invalid_tokens", detail)
+    return edges
 
 
 def _position_restarts(fields: Fields, kept_indices: _Ints, length: int) -> _Ints:
@@ -144,14 +159,19 @@ def _position_restarts(fields: Fields, kept_indices: _Ints, length: int) -> _Int
     else:
         positions = axes[0]
         is_restart = positions == 0
-        steps = np.diff(positions.astype(np.float64))
-        jumps = np.flatnonzero(~is_restart[1:] & (steps != 1)) + 1
-        if len(jumps):
-            i = int(jumps[0])
-            detail = f"'position_ids' change from {positions[i - 1]:g} to {positions[i]:g} at token {kept_indices[i]:,}"
-            raise RowProblem("unknown_boundaries", f"{detail}; they must start at 0 and increase by 1 in each sample")
+        _check_steps(positions, is_restart, kept_indices)
     is_restart[0] = True  # the first sample may begin with other positions
     return kept_indices[is_restart]
+
+
+def _check_steps(positions: npt.NDArray[Any], is_restart: _Bools, token_numbers: _Ints) -> None:
+    """Raise RowProblem unless text positions increase by 1 between restarts; arrays of all kept tokens, (K,) each."""
+    steps = np.diff(positions.astype(np.float64))
+    jumps = np.flatnonzero(~is_restart[1:] & (steps != 1)) + 1
+    if len(jumps):
+        i = int(jumps[0])
+        detail = f"'position_ids' change from {positions[i - 1]:g} to {positions[i]:g} at token {token_numbers[i]:,}"
+        raise RowProblem("unknown_boundaries", f"{detail}; they must start at 0 and increase by 1 in each sample")
 
 
 def _mask_at(indices: _Ints, length: int) -> _Bools:
@@ -170,13 +190,7 @@ def _check_boundaries(boundaries: Mapping[str, _Bools], kept: _Bools) -> tuple[_
     """
     if not boundaries:
         return _mask_at(np.flatnonzero(kept)[:1], len(kept)), kept
-    # A sample of one token has nothing to predict; some tools pad packs with such samples.
-    is_in_longer_sample = np.ones(len(kept), bool)
-    for is_first in boundaries.values():
-        is_last = np.append(is_first[1:], True)
-        is_in_longer_sample = is_in_longer_sample & ~(is_first & is_last)
-    if (kept & is_in_longer_sample).any():
-        kept = kept & is_in_longer_sample
+    kept = _without_single_tokens(boundaries, kept)
     (reference_name, is_first), *other_columns = boundaries.items()
     # Columns may count padding differently, so compare only whether the sample changes from a kept token to the next.
     is_change = np.diff(np.cumsum(is_first)[kept]) != 0
@@ -188,6 +202,19 @@ def _check_boundaries(boundaries: Mapping[str, _Bools], kept: _Bools) -> tuple[_
             detail = f"{reference_name!r} and {name!r} disagree on whether a sample begins at token {token:,}"
             raise RowProblem("unknown_boundaries", detail)
     return is_first, kept
+
+
+def _without_single_tokens(boundaries: Mapping[str, _Bools], kept: _Bools) -> _Bools:
+    """Return ``kept`` without samples of one token, unless that would leave nothing.
+
+    Such a sample has nothing to predict; some tools pad packs with them.
+    """
+    is_in_longer_sample = np.ones(len(kept), bool)
+    for is_first in boundaries.values():
+        is_last = np.append(is_first[1:], True)
+        is_in_longer_sample &= ~(is_first & is_last)
+    remaining = kept & is_in_longer_sample
+    return remaining if remaining.any() else kept
 
 
 def _refuse_unsupported_boundaries(fields: Fields) -> None:
@@ -222,17 +249,7 @@ def _trained(fields: Fields, ids: _Ints, is_first: _Bools) -> _Bools | None:
     length = len(ids)
     labels = _column(fields, "labels", length)
     masks = [_mask(fields, name, length) for name in _MASKS]
-    # loss_mask is NeMo's, which marks the token before a target, unless the user has named it as a mask of targets.
-    is_mask_of_targets = "loss_mask" in chain.from_iterable(map(fields.names, _MASKS))
-    is_before_target = None if is_mask_of_targets else _mask(fields, "loss_mask", length)
-    if is_before_target is not None:
-        if fields.get("seq_start_id") is None:
-            detail = (
-                "'loss_mask' may mark each target or, as in NeMo, the token before it; pass --columns "
-                "completion_mask=loss_mask if it marks the targets, or --columns loss_mask= to ignore it"
-            )
-            raise RowProblem("unknown_loss_mask", detail)
-        masks.append(np.append(0, is_before_target[:-1]) * ~is_first)
+    masks.append(_nemo_mask(fields, is_first))
     if labels is None and all(mask is None for mask in masks):
         return None
     trained = np.ones(length, bool)
@@ -245,10 +262,32 @@ def _trained(fields: Fields, ids: _Ints, is_first: _Bools) -> _Bools | None:
     return trained
 
 
+def _nemo_mask(fields: Fields, is_first: _Bools) -> _Ints | None:
+    """Return the mask of targets, (L,), from NeMo's ``loss_mask``, which marks the token before each target.
+
+    None if the row has no such column, or the user has named it as a mask of targets.
+    """
+    if "loss_mask" in chain.from_iterable(map(fields.names, _MASKS)):
+        return None
+    is_before_target = _mask(fields, "loss_mask", len(is_first))
+    if is_before_target is None:
+        return None
+    if fields.get("seq_start_id") is None:
+        detail = (
+            "'loss_mask' may mark each target or, as in NeMo, the token before it; pass --columns "
+            "completion_mask=loss_mask if it marks the targets, or --columns loss_mask= to ignore it"
+        )
+        raise RowProblem("unknown_loss_mask", detail)
+    return np.append(0, is_before_target[:-1]) * ~is_first
+
+
 def _mask(fields: Fields, name: str, length: int) -> _Ints | None:
     """Return a column of zeros and ones, int64 (L,); None if the row does not have it."""
     mask = _column(fields, name, length, takes_bools=True)
-    if mask is not None and len(invalid := np.flatnonzero((mask != 0) & (mask != 1))):
+    if mask is None:
+        return None
+    invalid = np.flatnonzero((mask != 0) & (mask != 1))
+    if len(invalid):
         token = int(invalid[0])
         raise RowProblem("invalid_tokens", f"{name!r} is {mask[token]} at token {token:,}; it must be 0 or 1")
     return mask

@@ -108,13 +108,17 @@ def formatted_prompt(
         return None
     if fields.get("history") is not None:
         raise RowProblem("invalid_row", "the row has a history, and prompt_format writes a single question")
-    texts = {"instruction": content_of(f"{question_name!r}", question, inline).text, "input": "", "system": ""}
-    for name in ("input", "system"):
-        is_question = name == "input" and form is QUERY  # a usual name of the column ``query``
-        value = None if is_question else fields.get(name)
-        if value is not None:
-            texts[name] = content_of(f"{name!r}", value, inline).text
+    texts = {"instruction": content_of(f"{question_name!r}", question, inline).text}
+    # ``input`` is a usual name of the column ``query``, so that rows of this form have no input.
+    texts["input"] = "" if form is QUERY else _optional_text(fields, "input", inline)
+    texts["system"] = _optional_text(fields, "system", inline)
     text_format = prompt_format[0 if texts["input"] else -1]
     prompt = _NAMES.sub(lambda match: texts[match[1]], text_format)
     turns = [Turn("user", prompt), Turn("assistant", content_of(f"{answer_name!r}", answer, inline).text)]
     return Segments(turns, control=frozenset(_CONTROL.findall(text_format)), ends_text=True)
+
+
+def _optional_text(fields: Fields, name: str, inline: InlineMedia) -> str:
+    """Return the text of a column; "" if the row does not have it."""
+    value = fields.get(name)
+    return "" if value is None else content_of(f"{name!r}", value, inline).text

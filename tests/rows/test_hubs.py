@@ -8,8 +8,7 @@ import datasets
 import pytest
 
 from packtool.errors import DataError
-from packtool.rows.modelscope_names import modelscope_remedy
-from packtool.rows.sources import hub_files
+from packtool.rows.hubs import hub_files, modelscope_remedy
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,153 @@
+"""Datasets and models of the Hugging Face hub and of ModelScope.
+
+ms-swift names the datasets of its registry by their ModelScope ids. ``modelscope_names.tsv`` lists their Hugging Face
+ids.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from typing import Any, TypeVar
+
+from packtool import storage
+from packtool.config.data import ExportConfig
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError, DataError
+from packtool.rows.source import format_of
+
+HUB_PREFIX = "hf::"
+_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w. /-]*){0,2}")
+_ID_WITH_PREFIX = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?::[\w. /-]*){0,2}")
+
+
+def hub_id(name: str) -> str | None:
+    """Return the hub id in a name such as ``owner/set:subset:split`` or ``hf::set``; None if it cannot be one."""
+    if name.startswith(HUB_PREFIX):
+        name = name.removeprefix(HUB_PREFIX)
+        return name if _ID_WITH_PREFIX.fullmatch(name) else None
+    return name if _ID.fullmatch(name) and not name.startswith(".") else None
+
+
+def hub_files(name: str, subset: str | None = None, split: str | None = None, folder: str | None = None) -> list[str]:
+    """Return the Arrow files of a Hugging Face dataset, downloaded if they are not in the local cache.
+
+    Args:
+        name: id, perhaps with ``:subset`` and ``:split``, or a folder with a copy of the dataset.
+        subset, split: used if ``name`` has none; None for the default subset and for ``train``.
+        folder: sub-directory of the dataset to read.
+
+    Raises:
+        DataError: the dataset does not exist, or the hub cannot be reached.
+    """
+    import datasets  # here, because it takes a second and most exports do not need it
+
+    identifier = name
+    if not os.path.isdir(name):
+        identifier, subset_in_name, split_in_name = f"{name}::".split(":")[:3]  # "" for missing ones
+        subset = subset_in_name or subset
+        split = split_in_name or split
+    split = split or "train"
+    try:
+        dataset = datasets.load_dataset(identifier, subset, split=split, data_dir=folder)
+    except Exception as error:  # of the hub, the network, or the code that reads the dataset
+        in_folder = f", folder {folder}" if folder else ""
+        selection = f"{identifier} (subset {subset or 'default'}, split {split}{in_folder})"
+        raise _cannot_load_error(name, identifier, selection, error) from error
+    files = [file["filename"] for file in dataset.cache_files]
+    if not files:
+        message = f"--dataset {name}: the datasets package stores this dataset without files"
+        raise DataError(message, "Save it with save_to_disk, and pass that folder.")
+    return files
+
+
+def _cannot_load_error(name: str, identifier: str, selection: str, error: Exception) -> DataError:
+    """Return the error for a name that is neither a file nor a dataset of the hub."""
+    first_line = str(error).strip().partition("\n")[0]
+    return DataError(
+        f"--dataset {name}: there is no such file, and the Hugging Face dataset {selection} cannot be loaded: "
+        f"{type(error).__name__}: {first_line}",
+        "Check the path or id; id:subset:split selects a subset and a split. Without a network, HF_HUB_OFFLINE=1 "
+        f"uses datasets downloaded before.{modelscope_remedy(identifier)}",
+    )
+
+
+C = TypeVar("C", ExportConfig, TrainConfig)
+
+# Files of a model that export needs.
+_MODEL_FILES_WITHOUT_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]
+
+
+def with_local_copies(config: C) -> C:
+    """Return the settings with ids replaced by folders downloaded from ModelScope, if ``--use-hf false`` is set.
+
+    ConfigError if ``modelscope`` is not installed, or a model or dataset cannot be downloaded.
+    """
+    if config.use_hf is not False:
+        return config
+    changes: dict[str, Any] = {}
+    if not os.path.isdir(config.model):
+        patterns = {"allow_patterns": _MODEL_FILES_WITHOUT_WEIGHTS} if isinstance(config, ExportConfig) else {}
+        changes["model"] = _download("--model", "snapshot_download", config.model, **patterns)
+    changes["dataset"] = tuple(_downloaded_dataset("--dataset", name, config) for name in config.dataset)
+    changes["val_dataset"] = tuple(_downloaded_dataset("--val-dataset", name, config) for name in config.val_dataset)
+    return replace(config, **changes)
+
+
+def _downloaded_dataset(option: str, argument: str, config: ExportConfig | TrainConfig) -> str:
+    """Return a dataset argument with its ModelScope id replaced by a local folder; others unchanged."""
+    name, mark, amount = argument.partition("#")
+    is_local = storage.is_remote(name) or storage.exists(name) or format_of(name) is not None
+    if is_local or hub_id(name) is None or (config.dataset_info and name.count("/") != 1):
+        return argument
+    if ":" in name:
+        raise ConfigError(
+            f"{option} {argument}: a subset or split of a ModelScope dataset cannot be selected",
+            "Remove the colon and the text after it to read all files, or pass the files.",
+        )
+    return download_dataset(option, name) + mark + amount
+
+
+def download_dataset(option: str, name: str) -> str:
+    """Download a dataset from ModelScope and return its folder; ``option`` is for messages."""
+    return _download(option, "dataset_snapshot_download", name)
+
+
+def _download(option: str, function: str, name: str, **settings: Any) -> str:
+    """Download a model or dataset with a function of ``modelscope.hub.snapshot_download``, and return its folder."""
+    try:
+        from modelscope.hub import snapshot_download
+    except ImportError as error:
+        raise ConfigError(
+            f"{option} {name}: the package modelscope is not installed; it is needed for downloads from ModelScope "
+            "(--use-hf false, or ms_hub_url in --dataset-info)",
+            "Run pip install modelscope, or remove --use-hf false (or USE_HF) to use the Hugging Face hub.",
+        ) from error
+    try:
+        return str(getattr(snapshot_download, function)(name, **settings))
+    except Exception as error:  # of the hub or the network
+        raise ConfigError(
+            f"{option} {name}: there is no such directory, and it cannot be downloaded from ModelScope: {error}",
+            "Check the name and the network connection, or pass a local directory.",
+        ) from error
+
+
+@cache
+def _hugging_face_ids() -> dict[str, str]:
+    text = resources.files("packtool.rows").joinpath("modelscope_names.tsv").read_text(encoding="utf-8")
+    return dict(line.split("\t") for line in text.splitlines())
+
+
+def modelscope_remedy(name: str) -> str:
+    """Return how to get a dataset of ms-swift's registry, given its ModelScope id; "" for another name."""
+    other = _hugging_face_ids().get(name)
+    if other is None:
+        return ""
+    hugging_face = f"on the Hugging Face hub it is {other}; or " if other else ""
+    return (
+        f" {name} is a ModelScope id: {hugging_face}add --use-hf false, or download it with modelscope download "
+        f"--dataset {name} --local_dir DIR and pass DIR."
+    )
