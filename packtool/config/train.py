@@ -73,6 +73,7 @@ class OptimizerOptions(Settings):
         0.05, "Warm up the learning rate over this fraction of all steps.", minimum=0.0, maximum=1.0
     )
     warmup_steps: int | None = optimizer_option(None, "Warm up over N steps, instead of --warmup-ratio.", minimum=0)
+    max_warmup_steps: int | None = optimizer_option(None, "Limit the warmup of --warmup-ratio to N steps.", minimum=0)
     lr_scheduler_type: str = optimizer_option("cosine", "Use this learning rate schedule, such as linear or constant.")
     lr_scheduler_kwargs: Mapping[str, Any] = optimizer_option(
         {}, "Pass these JSON arguments to the learning rate schedule, such as '{\"min_lr\": 1e-6}'."
@@ -89,7 +90,8 @@ class OptimizerOptions(Settings):
         """Return the number of warm-up steps of a run of ``num_steps`` steps."""
         if self.warmup_steps is not None:
             return self.warmup_steps
-        return math.ceil(num_steps * self.warmup_ratio)
+        warmup_steps = math.ceil(num_steps * self.warmup_ratio)
+        return warmup_steps if self.max_warmup_steps is None else min(warmup_steps, self.max_warmup_steps)
 
 
 SaveStrategy = Annotated[Literal["steps", "epoch", "best", "no"], NOT_AT_ALL]

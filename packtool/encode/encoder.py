@@ -111,6 +111,7 @@ class Encoder:
         self._is_hybrid_thinking = files.is_hybrid_thinking
         self._has_template_kwargs = bool(files.chat_template_kwargs)
         self._end_of_text = files.template_variables.get("eos_token", "")
+        self._start_of_text = _start_of_text(self._tokenizer, files)
         resolved_spec = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
         self._row_splitter = RowSplitter(resolved_spec, self._template_of, self._render_chunks)
         self.warnings = (*self._media.warnings, *files.option_warnings(spec))
@@ -268,6 +269,8 @@ class Encoder:
         texts = [escaper.escape_text(escaper.escape_media(turn.content, kinds)) for turn in sample.turns]
         if sample.is_text:
             chunks = [chunk for text in texts for chunk in escaper.split(text)]
+            if self._start_of_text and sample.ends_text and not texts[0].startswith(self._start_of_text):
+                chunks.insert(0, Chunk(control=self._start_of_text, media_kind="", text=""))
             if self._end_of_text and sample.ends_text:
                 chunks.append(Chunk(control=self._end_of_text, media_kind="", text=""))
             return chunks
@@ -497,6 +500,12 @@ def _load_tokenizer(files: ModelFiles) -> Tokenizer:
         return Tokenizer.from_str(files.tokenizer_json)
     except Exception as error:  # the tokenizers library raises nothing more special
         raise ConfigError(f"{files.directory}: tokenizer.json cannot be used: {error}") from error
+
+
+def _start_of_text(tokenizer: Tokenizer, files: ModelFiles) -> str:
+    """Return the token that the tokenizer puts before texts, such as ``<s>``; "" for none."""
+    token: str = files.template_variables.get("bos_token", "")
+    return token if token and tokenizer.encode("a").tokens[:1] == [token] else ""
 
 
 def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: bool) -> Iterator[Sample | Dropped]:

@@ -207,7 +207,7 @@ class Sample:
         num_marks_added: media placeholders that were missing in the texts and were added.
         is_text: encoded without a chat template: a pretraining text, which is one assistant turn and every token a
             target, or segments, of which the assistant turns are targets.
-        ends_text: append the end-of-text token if ``is_text``.
+        ends_text: append the end-of-text token if ``is_text``, and begin with the tokenizer's start token, if any.
         loss_scale: the dataset's own loss scale (``--dataset-info``), None for that of the export.
         lone_mark: kind of a medium that a question has a placeholder for, but the row lacks; "" for none.
         responses: accepted answers to the turns; empty if the turns include the answer.

@@ -21,6 +21,8 @@ def translate_axolotl(translation: Translation, values: dict[str, Any], environ:
     translate_ratio(translation, values, "val_set_size")
     _axolotl_targets(translation, values)
     _axolotl_methods(translation, values)
+    if values.get("warmup_steps") is None and values.get("warmup_ratio") is None:
+        translation.default("max_warmup_steps", 100, "3 % of the steps, at most 100")
     min_lr_ratio = values.pop("cosine_min_lr_ratio", None)
     if min_lr_ratio is not None:
         values.pop("lr_scheduler", None)
@@ -285,6 +287,11 @@ def _axolotl_tensor_parallel(translation: Translation, values: dict[str, Any]) -
     tensor_size = int(translation.number(name, values.get(name), 1))
     if tensor_size > 1:
         del values[name]
+        # Processes that divide sequences hold all weights, unless the weights are sharded.
+        deepspeed = as_text(values.get("deepspeed") or translation.values.get("deepspeed"))
+        if not (values.get("fsdp_config") or values.get("fsdp") or "zero3" in deepspeed):
+            reason = "packtool divides sequences, not matrices, so each GPU would hold all weights; add fsdp_config"
+            translation.refuse(f"{name}: {tensor_size}", reason)
         context_size = int(translation.number("context_parallel_size", values.pop("context_parallel_size", None), 1))
         origin = "tensor_parallel_size x context_parallel_size: processes divide sequences, not matrices"
         translation.set("sequence_parallel_size", tensor_size * context_size, origin)

@@ -16,7 +16,7 @@ from packtool.constants import TRAIN_NEWLINE
 from packtool.errors import ConfigError
 from packtool.translate.axolotl import translate_axolotl
 from packtool.translate.names import _FIELDS, Translation, as_text, is_true, split_list, translate_ratio
-from packtool.translate.read import ForeignConfig, local_model_config
+from packtool.translate.read import ForeignConfig, load_config_file, local_model_config
 
 _NEWLINE_TOOLS = ("ms-swift", "LLaMA-Factory")
 """Tools whose templates make the newline after ``<|im_end|>`` a target."""
@@ -243,6 +243,7 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
         translation.refuse("do_train", "this configuration does not train; packtool eval evaluates a model")
     _llama_factory_packing(translation, values)
     _llama_factory_datasets(translation, values)
+    _llama_factory_media(translation, values)
     translate_ratio(translation, values, "val_size")
     _llama_factory_methods(translation, values)
     _adapter_settings(translation, values, "finetuning_type")
@@ -304,6 +305,50 @@ def _llama_factory_datasets(translation: Translation, values: dict[str, Any]) ->
         if values.get(name):
             arguments = [f"{dataset}{amount}" for dataset in split_list(values.pop(name))]
             translation.set(option, arguments, f"{name} and max_samples" if amount else name)
+
+
+_QWEN_MODELS = re.compile(r"qwen(2|2_5|3)_(vl|omni)|qwen3_[56]")
+_MEDIA_DEFAULTS = {"image": (32 * 32, 768 * 768), "video": (16 * 16, 256 * 256)}
+"""Minimum and maximum pixels of a picture, and of a frame."""
+_LEAST_MIN_PIXELS = 56 * 56  # the lowest minimum of Qwen's processors, for models that are not local
+
+
+def _llama_factory_media(translation: Translation, values: dict[str, Any]) -> None:
+    """Translate the limits in ``values`` and their defaults for Qwen's models, and remove them.
+
+    Other models are resized by their own processors. A picture that LLaMA-Factory has resized is resized again to the
+    limits of the processor, so these are kept where they are narrower.
+    """
+    template = values.get("template") or local_model_config(values, "model_name_or_path").get("model_type")
+    if not _QWEN_MODELS.match(str(template)) or not translation.get("dataset"):
+        return
+    for kind, prefix in (("image", ""), ("video", "video_")):
+        low, high = _processor_bounds(values, kind)
+        if kind == "video" and "omni" in str(template):  # at least 128 tokens per frame
+            low = 128 * (32 if str(template).startswith("qwen3") else 28) ** 2
+        for bound, default in zip(("min", "max"), _MEDIA_DEFAULTS[kind], strict=True):
+            name = f"{kind}_{bound}_pixels"
+            given = values.pop(name, None)
+            pixels = min(max(int(translation.number(name, given, default)), low), high)
+            if bound == "max" or pixels > low:
+                set_limit = translation.default if given is None else translation.set
+                set_limit(f"{prefix}{bound}_pixels", pixels, name)
+            elif given is not None:
+                translation.omit(name, "the model's processor enlarges to its own minimum, which is larger")
+    translation.default("fps_min_frames", 2, "an even number of frames")
+    if values.get("video_maxlen") is None:
+        translation.default("fps_max_frames", 128, "video_maxlen")
+
+
+def _processor_bounds(values: dict[str, Any], kind: str) -> tuple[int, int]:
+    """Return the minimum and maximum pixels in the settings of a local model's processor."""
+    folder = Path(str(values.get("model_name_or_path")))
+    names = ["video_preprocessor_config.json"] * (kind == "video") + ["preprocessor_config.json"]
+    path = next((folder / name for name in names if (folder / name).exists()), None)
+    settings = load_config_file(str(path)) if path else {}
+    size = settings.get("size") or {}
+    low = settings.get("min_pixels") or size.get("shortest_edge") or _LEAST_MIN_PIXELS
+    return int(low), int(settings.get("max_pixels") or size.get("longest_edge") or 2**31)
 
 
 def _freeze(translation: Translation, values: dict[str, Any]) -> None:

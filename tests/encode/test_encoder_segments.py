@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer
 
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
@@ -49,3 +54,34 @@ def test_prompt_format_ends_with_the_end_of_text(small_model: ModelMaker) -> Non
         "Q: a <|im_end|>\nA: b<end>",
         " b<end>",
     )
+
+
+@pytest.mark.parametrize("has_start", [True, False])
+def test_texts_begin_like_those_of_the_tokenizer(small_model: ModelMaker, has_start: bool) -> None:
+    folder = small_model(TEMPLATE, ["<s>", "</s>", *CONTROL])
+    settings = {"tokenizer_class": "TokenizersBackend", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if has_start:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+        tokenizer.save(str(folder / "tokenizer.json"))
+    reference = AutoTokenizer.from_pretrained(folder)
+    assert reference("a")["input_ids"][:-1] == [256] * has_start
+    encoder = encoder_for(folder)
+    rows: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
+        ({"instruction": "a", "output": "b"}, ("Q: {instruction}\nA:",), "Q: a\nA:b"),
+        ({"instruction": "a", "output": "b"}, ("<s>{instruction}",), "ab" if has_start else "<s>ab"),
+        ({"text": "<s>ab"}, (), "?ab"),  # a control token in a row is text
+    ]
+    for row, prompt_format, text in rows:
+        (result,) = encoder.encode([to_sample(row, Source("rows.jsonl", prompt_format=prompt_format), 0)])
+        assert isinstance(result, list)
+        assert isinstance(sample := result[0], EncodedSample)
+        expected = reference(text)["input_ids"]
+        if text == "?ab":
+            expected[has_start : has_start + 1] = reference.convert_tokens_to_ids(list("<s>"))
+        assert sample.input_ids.tolist() == [*expected, 257]
+    (result,) = encoder.encode([to_sample(ROW, Source("rows.jsonl"), 0)])
+    assert isinstance(result, list)
+    assert isinstance(sample := result[0], EncodedSample)
+    assert sample.input_ids[0] != 256  # segments are written as they are

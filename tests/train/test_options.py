@@ -58,6 +58,8 @@ def test_warmup_steps_take_precedence_over_the_ratio() -> None:
     assert run_config(warmup_ratio=0.03).num_warmup_steps(101) == 4
     assert run_config(warmup_steps=0, warmup_ratio=0.5).num_warmup_steps(101) == 0
     assert run_config(warmup_steps=30).num_warmup_steps(101) == 30
+    assert run_config(warmup_ratio=0.03, max_warmup_steps=100).num_warmup_steps(10_000) == 100
+    assert run_config(warmup_ratio=0.03, max_warmup_steps=100).num_warmup_steps(101) == 4
 
 
 def test_schedule_ends_at_the_minimum_rate(tiny: TinyWorld, tmp_path: Path) -> None:

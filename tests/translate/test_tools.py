@@ -68,6 +68,29 @@ def test_llama_factory_packing_and_pretraining() -> None:
     assert translated("LLaMA-Factory", {"dataset_dir": "ONLINE", "dataset": "u/a"}).values["dataset"] == ["u/a"]
 
 
+def test_media_limits_of_llama_factory(tmp_path: Path) -> None:
+    """They come before those of the model's processor: the narrower ones apply."""
+    values = {"model_name_or_path": "m", "template": "qwen2_vl", "dataset": "a"}
+    limits = translated("LLaMA-Factory", values).values
+    assert (limits["max_pixels"], limits["video_max_pixels"], limits["fps_max_frames"]) == (768**2, 256**2, 128)
+    assert not {"min_pixels", "video_min_pixels"} & set(limits)
+    size = {"shortest_edge": 65536, "longest_edge": 300_000}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": size}))
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"min_pixels": 70_000}))
+    local = {**values, "model_name_or_path": str(tmp_path), "image_min_pixels": 9999, "video_min_pixels": 80_000}
+    local |= {"image_max_pixels": 10**6, "video_max_pixels": 90_000, "video_maxlen": 9}
+    translation = translated("LLaMA-Factory", local)
+    limits = translation.values
+    assert (limits["max_pixels"], limits["video_min_pixels"], limits["video_max_pixels"]) == (300_000, 80_000, 90_000)
+    assert limits["fps_max_frames"] == 9
+    assert "image_min_pixels" in dict(translation.omitted)
+    assert "min_pixels" not in limits
+    omni = translated("LLaMA-Factory", {**values, "template": "qwen2_omni"}).values
+    assert omni["video_max_pixels"] == 128 * 28 * 28  # the processor's least size of a frame
+    for others in ({"template": "intern_vl"}, {"dataset": None}, {"template": "qwen3"}):
+        assert "max_pixels" not in translated("LLaMA-Factory", {**values, **others}).values
+
+
 def test_all_problems_come_at_once() -> None:
     values = {"stage": "dpo", "val_size": 100, "shift_attn": True, "use_unsloth": False, "cutof_len": 3}
     problems = translated("LLaMA-Factory", {**values, "cutoff_len": "long"}).problems
@@ -411,6 +434,14 @@ def test_axolotl_drops_short_samples() -> None:
     assert translated("axolotl", {**AXOLOTL, "min_sample_len": 9}).values["min_length"] == 9
 
 
+def test_warmup_of_axolotl() -> None:
+    """axolotl limits its default warmup to 100 steps, and warms up over two steps instead of one."""
+    assert translated("axolotl", {}).values["max_warmup_steps"] == 100
+    for values in ({"warmup_ratio": 0.1}, {"warmup_steps": 300}, {"warmup_steps": 0}):
+        assert "max_warmup_steps" not in translated("axolotl", values).values
+    assert translated("axolotl", {"warmup_steps": 1}).values["warmup_steps"] == 2
+
+
 def test_axolotl_without_validation_and_adapters() -> None:
     values = {**AXOLOTL, "adapter": None, "load_in_4bit": False, "val_set_size": 0, "num_epochs": 1, "datasets": []}
     translation = translated("axolotl", values)
@@ -468,7 +499,11 @@ def test_axolotl_and_llama_factory_few_bits_and_entropies() -> None:
     assert translated("LLaMA-Factory", {"use_badam": True, "badam_mode": "ratio"}).problems
     assert translated("LLaMA-Factory", {"use_adam_mini": True}).values["optim"] == "adam_mini"
     sizes = {"tensor_parallel_size": 2, "context_parallel_size": 4}
-    assert translated("axolotl", sizes).values["sequence_parallel_size"] == 8
+    for sharding in ({"fsdp_config": {"reshard_after_forward": True}}, {"deepspeed": "deepspeed_configs/zero3.json"}):
+        translation = translated("axolotl", {**sizes, **sharding})
+        assert translation.values["sequence_parallel_size"] == 8
+        assert not translation.problems
+    assert "each GPU would hold all weights" in translated("axolotl", sizes).problems[0]
     both = translated("axolotl", {"torch_compile": True, "liger_rope": True})
     assert "use_liger_kernel" not in both.values
 
