@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,10 @@ def packtool_arguments(example: Example, cache: Path, output: Path) -> list[str]
 # Options of each tool's ways of packing, by the name of the setting.
 PACKING: dict[str, dict[str, dict[str, Any]]] = {
     "trl": {"packing": {"packing": True}},
-    "ms-swift": {"packing": {"packing": True, "attn_impl": "sdpa"}},
+    "ms-swift": {
+        f"packing, {kernel}": {"packing": True, "attn_impl": kernel, "packing_length": MAX_LENGTH}
+        for kernel in ("sdpa", "flash_attention_2")
+    },
     "llama-factory": {"packing": {"packing": True}, "neat_packing": {"packing": True, "neat_packing": True}},
     "axolotl": {"sample_packing": {"sample_packing": True}},
 }
@@ -308,6 +312,32 @@ class Recorder:
         return self.steps
 
 
+def substitute_flash_attention() -> None:
+    """Let transformers use flash attention without a GPU: with SDPA for each sequence in place of its kernels."""
+    from transformers import PreTrainedModel, modeling_flash_attention_utils
+
+    def attend(q: Any, k: Any, v: Any, dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False) -> Any:
+        heads_first = [each.transpose(1, 2) for each in (q, k, v)]  # (B, H, T, D)
+        options = {"dropout_p": dropout_p, "scale": softmax_scale, "is_causal": causal, "enable_gqa": True}
+        return torch.nn.functional.scaled_dot_product_attention(*heads_first, **options).transpose(1, 2)
+
+    def attend_by_sequence(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, causal: bool = False, **others: Any) -> Any:
+        pieces = pairwise(cu_seqlens_q.tolist())
+        scale = others.get("softmax_scale")
+        outputs = [
+            attend(*(each[None, start:end] for each in (q, k, v)), softmax_scale=scale, causal=causal)
+            for start, end in pieces
+        ]
+        return torch.cat(outputs, dim=1)[0]
+
+    def functions(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        flash = modeling_flash_attention_utils
+        return attend, attend_by_sequence, None, flash._pad_input, flash._unpad_input
+
+    modeling_flash_attention_utils._lazy_imports = functions
+    PreTrainedModel._flash_attn_can_dispatch = lambda *args, **kwargs: True
+
+
 def run_trl(arguments: dict[str, Any]) -> None:
     """Train with TRL's SFTTrainer."""
     from datasets import load_dataset
@@ -335,6 +365,7 @@ def run_tool(tool: str, arguments: Any) -> None:
     elif tool == "ms-swift":
         from swift import sft_main as run
 
+        substitute_flash_attention()
         run(arguments)
     elif tool == "llama-factory":
         from llamafactory.train.tuner import run_exp as run
