@@ -328,12 +328,12 @@ def _llama_factory_media(translation: Translation, values: dict[str, Any]) -> No
             low = 128 * (32 if str(template).startswith("qwen3") else 28) ** 2
         for bound, default in zip(("min", "max"), _MEDIA_DEFAULTS[kind], strict=True):
             name = f"{kind}_{bound}_pixels"
-            given = values.pop(name, None)
-            pixels = min(max(int(translation.number(name, given, default)), low), high)
+            value = values.pop(name, None)
+            pixels = min(max(int(translation.number(name, value, default)), low), high)
             if bound == "max" or pixels > low:
-                set_limit = translation.default if given is None else translation.set
+                set_limit = translation.default if value is None else translation.set
                 set_limit(f"{prefix}{bound}_pixels", pixels, name)
-            elif given is not None:
+            elif value is not None:
                 translation.omit(name, "the model's processor enlarges to its own minimum, which is larger")
     translation.default("fps_min_frames", 2, "an even number of frames")
     if values.get("video_maxlen") is None:
