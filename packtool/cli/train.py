@@ -197,7 +197,7 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
         import numpy as np
 
         from packtool.encode.model_files import ModelFiles
-        from packtool.train.prepare.sequence_parallel import axes_of
+        from packtool.train.prepare.parallelism import axes_of
 
         axes_of(config, world, ModelFiles.load(config.model), np.zeros(0, np.int64))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from packtool.cache.lock import DirectoryLock
 from packtool.config.train import TrainConfig
@@ -11,15 +13,17 @@ from packtool.errors import raise_together
 from packtool.launch.processes import imported_at_once
 from packtool.launch.world import World
 from packtool.progress import Progress, SilentProgress
-from packtool.simulate.hardware import read_hardware
+from packtool.simulate.hardware import Hardware, read_hardware
 from packtool.train.prepare.costs import recomputing_lines, with_recomputing
 from packtool.train.prepare.from_rows import with_cache
 from packtool.train.prepare.hub import HubUploads
 from packtool.train.prepare.output_dir import checkpoint_of, locked_output_dir, with_resumed_version
+from packtool.train.prepare.parallelism import sequence_parallel_lines
 from packtool.train.prepare.result import TrainResult, settings_lines
-from packtool.train.prepare.resume import resume_lines
-from packtool.train.prepare.run import Run
-from packtool.train.prepare.sequence_parallel import sequence_parallel_lines
+from packtool.train.prepare.run import Run, resume_lines
+
+if TYPE_CHECKING:
+    from packtool.train.model.memory import MemoryEstimate
 
 
 def train(config: TrainConfig, progress: Progress, world: World | None = None) -> TrainResult:
@@ -79,17 +83,7 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
     recomputing_notes = recomputing_lines(config, config_with_recomputing)
     config = with_cache(config_with_recomputing, progress, check_without_rows)
     run = Run.of(_with_bucket(config, progress, world), world)
-    result = run.expected()
-    lines = (
-        *settings_lines(run.config),
-        *run.source.lines(run.config),
-        *recomputing_notes,
-        *sequence_parallel_lines(run.world, run.axes),
-        *run.length_lines(),
-        *run.notes,
-        *resume_lines(run.config, run.resume_point, run.state, run.timeline.num_steps),
-    )
-    for line in lines:
+    for line in _run_lines(run, recomputing_notes):
         progress.note(line)
     # Importing torch and transformers takes seconds; most errors of the user have been reported by now.
     with imported_at_once():
@@ -99,14 +93,36 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
     spec = load_spec(run)
     if config.dry_run:
         estimate, model_notes = estimate_training(run, spec)
-        num_parameters, num_trainable = estimate.num_parameters, estimate.num_trainable
-        for line in (*model_notes, f"parameters: {num_parameters:,}, trained: {num_trainable:,} ({config.train_type})"):
-            progress.note(line)
-        progress.note(estimate.sentence())
-        if hardware is not None:
-            progress.note(estimate.sentence_on(hardware))
-        return dataclasses.replace(result, num_parameters=num_parameters, num_trainable_parameters=num_trainable)
+        return _dry_run_result(run, estimate, model_notes, hardware, progress)
+    result = run.expected()
     if run.start >= run.timeline.num_steps:
         progress.note(f"{result.resumed_from} is already the last step of this run: nothing is left to train")
         return dataclasses.replace(result, checkpoint=result.resumed_from)
     return execute(run, spec, result, progress, lock, uploads)
+
+
+def _dry_run_result(
+    run: Run, estimate: MemoryEstimate, model_notes: Sequence[str], hardware: Hardware | None, progress: Progress
+) -> TrainResult:
+    """Report the model and the memory of a run that is only planned; return its result."""
+    for line in model_notes:
+        progress.note(line)
+    num_parameters, num_trainable = estimate.num_parameters, estimate.num_trainable
+    progress.note(f"parameters: {num_parameters:,}, trained: {num_trainable:,} ({run.config.train_type})")
+    progress.note(estimate.sentence())
+    if hardware is not None:
+        progress.note(estimate.sentence_on(hardware))
+    return dataclasses.replace(run.expected(), num_parameters=num_parameters, num_trainable_parameters=num_trainable)
+
+
+def _run_lines(run: Run, recomputing_notes: Sequence[str]) -> tuple[str, ...]:
+    """Describe the settings, the schedule and the resume point of a run."""
+    return (
+        *settings_lines(run.config),
+        *run.source.lines(run.config),
+        *recomputing_notes,
+        *sequence_parallel_lines(run.world, run.axes),
+        *run.length_lines(),
+        *run.notes,
+        *resume_lines(run.config, run.resume_point, run.state, run.timeline.num_steps),
+    )

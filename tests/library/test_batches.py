@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import packtool
 from packtool.errors import ConfigError, MismatchError
 from packtool.launch.world import World
-from packtool.train.loop.trainer import StepLoader
+from packtool.train.loop.step_loader import StepLoader
 from packtool.train.model.load import input_spec
 from packtool.train.prepare import inputs
 from packtool.train.prepare.run import Run

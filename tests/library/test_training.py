@@ -18,7 +18,7 @@ import packtool
 from packtool.attention.kernel import LeakError
 from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.launch.world import World
-from packtool.train.loop.trainer import StepLoader
+from packtool.train.loop.step_loader import StepLoader
 from packtool.train.model.load import input_spec
 from packtool.train.model.loss import StepMean, target_losses
 from packtool.train.prepare.run import Run

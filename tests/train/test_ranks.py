@@ -18,7 +18,7 @@ from packtool.batch.dataset import MicroBatches
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.loop.checks import load_spec
-from packtool.train.loop.trainer import RankExchange, required_towers
+from packtool.train.loop.step_loader import RankExchange, required_towers
 from packtool.train.model.load import load_model
 from packtool.train.model.trainable import make_trainable
 from packtool.train.prepare.run import Run

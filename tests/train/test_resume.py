@@ -29,8 +29,7 @@ from packtool.train.prepare.checkpoint import (
     write_run_state,
 )
 from packtool.train.prepare.costs import with_recomputing
-from packtool.train.prepare.resume import resume_lines
-from packtool.train.prepare.run import Run
+from packtool.train.prepare.run import Run, resume_lines
 from packtool.train.run import train
 from tests.forked import forked_process
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics

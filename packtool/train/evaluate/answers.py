@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
+from torch import nn
 
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.constants import IGNORE_INDEX
+from packtool.encode.encoded import EncodedSample
 from packtool.planning.packing import pack
 from packtool.progress import Progress, SilentProgress
-from packtool.train.evaluate.per_sample import evaluating
+from packtool.train.evaluate.per_sample import Scorer, evaluating
 from packtool.train.model.load import load_trained, quiet_transformers
 from packtool.train.model.precision import checkpoint_dtype
 from packtool.train.prepare.trained import TrainedModel
@@ -32,12 +36,7 @@ def exact_match(
     """
     progress = progress or SilentProgress()
     reader = CacheReader.open([cached_dataset])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    trained = TrainedModel.find(model)
-    spec = InputSpec.load(trained.base, reader.manifests[0].identity.media_limits)
-    dtype = checkpoint_dtype(spec.config) if device == "cuda" else torch.float32
-    with quiet_transformers():
-        loaded = load_trained(trained, spec, dtype).to(device)
+    loaded, spec = _load_model(model, reader)
     lengths = reader.index.length
     longest = int(lengths.max(initial=1))
     plan = pack(lengths, max(packing_length, longest), seed=0)
@@ -47,17 +46,7 @@ def exact_match(
         for number in range(plan.num_packs):
             positions = plan.pack(number).tolist()
             samples = [reader.sample(position) for position in positions]
-            batch = collate_packs(samples, spec).to(device)
-            _, is_correct = scorer(batch)
-            # Entry i, (T,), tells whether token i + 1 is predicted; tokens that are no targets count as predicted.
-            is_exact = (is_correct | (batch.labels == IGNORE_INDEX))[0].cpu().numpy()
-            starts = batch.cu_seqlens[: len(samples)].tolist()
-            for position, sample, start in zip(positions, samples, starts, strict=True):
-                is_exact_in_sample = is_exact[start : start + sample.length]
-                turns = sample.turns.reshape(-1, 2).tolist()  # start and end of each turn, in tokens of the sample
-                exact_turns[position] = [
-                    bool(is_exact_in_sample[max(begin - 1, 0) : end - 1].all()) for begin, end in turns
-                ]
+            exact_turns |= zip(positions, _exact_turns(scorer, samples, spec), strict=True)
             progress.advance(1)
     progress.finish()
     return [
@@ -65,3 +54,27 @@ def exact_match(
         for position in sorted(exact_turns)
         for turn, is_exact_turn in enumerate(exact_turns[position])
     ]
+
+
+def _load_model(model: str, reader: CacheReader) -> tuple[nn.Module, InputSpec]:
+    """Load a model, or an adapter with its base model, onto the GPU if there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    trained = TrainedModel.find(model)
+    spec = InputSpec.load(trained.base, reader.manifests[0].identity.media_limits)
+    dtype = checkpoint_dtype(spec.config) if device == "cuda" else torch.float32
+    with quiet_transformers():
+        return load_trained(trained, spec, dtype).to(device), spec
+
+
+def _exact_turns(scorer: Scorer, samples: Sequence[EncodedSample], spec: InputSpec) -> Iterator[list[bool]]:
+    """Yield, for each sample of a pack, whether all targets of each of its assistant turns are predicted."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batch = collate_packs(samples, spec).to(device)
+    _, is_correct = scorer(batch)
+    # Entry i, (T,), tells whether token i + 1 is predicted; tokens that are no targets count as predicted.
+    is_exact = (is_correct | (batch.labels == IGNORE_INDEX))[0].cpu().numpy()
+    starts = batch.cu_seqlens[: len(samples)].tolist()
+    for sample, start in zip(samples, starts, strict=True):
+        is_exact_in_sample = is_exact[start : start + sample.length]
+        turns = sample.turns.reshape(-1, 2).tolist()  # start and end of each turn, in tokens of the sample
+        yield [bool(is_exact_in_sample[max(begin - 1, 0) : end - 1].all()) for begin, end in turns]

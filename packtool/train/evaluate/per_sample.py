@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -41,6 +42,7 @@ from packtool.batch.shard import SequenceSplit
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader, SampleReader
 from packtool.constants import IGNORE_INDEX
+from packtool.encode.encoded import EncodedSample
 from packtool.errors import MismatchError, PacktoolError, UnsupportedModelError
 from packtool.launch.world import World, all_gather_objects
 from packtool.planning.dynamic import EvaluationPlan
@@ -63,6 +65,10 @@ Scorer = Callable[[Batch], tuple[Tensor, Tensor]]
 the most likely token, bool (1, T). Positions without a label have 0 and False."""
 
 FloatArray = npt.NDArray[np.float64]
+
+
+SampleOrigin = tuple[int, str, int, RowPart | None]
+"""Tokens, source, row and row part of a sample."""
 
 
 class RankScores(NamedTuple):
@@ -189,13 +195,13 @@ class EvaluationBatch:
         spans: ``seqlens``, ``cu_seqlens`` and ``prompt_lengths`` for ``sample_scores``.
         labels: shifted labels of samples that share prefixes, one after the other, int64 (1, T'); None if no prefix is
             shared, because ``batch`` then has them.
-        origins: tokens, source, row and row part of each sample.
+        origins: of each sample.
     """
 
     batch: Batch
     spans: tuple[Tensor, Tensor, Tensor]
     labels: Tensor | None
-    origins: tuple[tuple[int, str, int, RowPart | None], ...]
+    origins: tuple[SampleOrigin, ...]
 
 
 class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
@@ -232,30 +238,34 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         try:
             samples = [self.reader.sample(int(position)) for position in self.micro_batches[index]]
             aligned = [align_sample(sample, self.alignment) for sample in samples]  # with padding
-            if self.split is not None:
-                batch: Batch = collate_shard(aligned, self.spec, self.split)
-            elif self.shares_prefixes:
-                batch = collate_tree(aligned, self.spec)
-            elif self.packed:
-                batch = collate_packs(aligned, self.spec)
-            else:
-                batch = collate_padded(aligned, self.spec)
-            batch = with_media_reads(batch, self.spec)
+            batch = with_media_reads(self._collate(aligned), self.spec)
         except PacktoolError as error:
             return error
-        prompt_lengths = []  # tokens before the first target; all tokens of a sample without targets
-        for sample in samples:
-            targets = np.flatnonzero(sample.labels[1:] != IGNORE_INDEX)
-            prompt_lengths.append(int(targets[0]) + 1 if len(targets) else sample.length)
         seqlens = torch.tensor([sample.length for sample in samples], dtype=torch.int64)
         cu_seqlens = torch.tensor(np.cumsum([0, *(sample.length for sample in aligned)]), dtype=torch.int64)
-        spans = (seqlens, cu_seqlens, torch.tensor(prompt_lengths, dtype=torch.int64))
+        prompt_lengths = torch.tensor([_prompt_length(sample) for sample in samples], dtype=torch.int64)
         labels = None
         if isinstance(batch, TreeBatch):
             shifted = np.concatenate([shifted_labels(sample) for sample in samples], dtype=np.int64)
             labels = torch.from_numpy(shifted).unsqueeze(0)
         origins = tuple((sample.length, sample.source, sample.row, sample.part) for sample in samples)
-        return EvaluationBatch(batch, spans, labels, origins)
+        return EvaluationBatch(batch, (seqlens, cu_seqlens, prompt_lengths), labels, origins)
+
+    def _collate(self, samples: Sequence[EncodedSample]) -> Batch:
+        """Make one batch of samples with padding, in the form that this evaluation needs."""
+        if self.split is not None:
+            return collate_shard(samples, self.spec, self.split)
+        if self.shares_prefixes:
+            return collate_tree(samples, self.spec)
+        if self.packed:
+            return collate_packs(samples, self.spec)
+        return collate_padded(samples, self.spec)
+
+
+def _prompt_length(sample: EncodedSample) -> int:
+    """Return the number of tokens before the first target; all tokens of a sample without targets."""
+    targets = np.flatnonzero(sample.labels[1:] != IGNORE_INDEX)
+    return int(targets[0]) + 1 if len(targets) else sample.length
 
 
 def evaluate(
@@ -326,8 +336,7 @@ def _score_samples(
 ) -> RankScores:
     """Score the samples of this rank's micro-batches; the ranks of ``parallel``, which split them, get equal scores."""
     scores = [np.zeros((0, len(SCORES)))]  # of each micro-batch, after an empty one
-    origins: list[tuple[int, ...]] = []  # a row of ``RankScores.origins`` for each sample
-    source_numbers: dict[str, int] = {}
+    origins: list[SampleOrigin] = []
     media_reads = MediaReads()
     loaded = load_micro_batches(dataset, range(len(dataset)), num_workers=num_workers, remedy=_REMEDY)
     progress.start("evaluate", len(dataset))
@@ -335,15 +344,23 @@ def _score_samples(
         for item in cast(Iterator[EvaluationBatch], loaded):
             media_reads += item.batch.media_reads
             scores.append(_score_batch(scorer, parallel, device, item).cpu().numpy())
-            for num_tokens, source, row, part in item.origins:
-                number = source_numbers.setdefault(source, len(source_numbers))
-                origins.append((num_tokens, number, row, *dataclasses.astuple(part or RowPart())))
+            origins += item.origins
             progress.advance(1, samples=len(origins))
     progress.finish()
     if dataset.spec.media_cache is not None:
         progress.note(media_reads.sentence(dataset.spec.media_cache))
-    origin_rows = np.array(origins, np.int64).reshape(-1, _ORIGIN_COLUMNS)
-    return RankScores(np.concatenate(scores), origin_rows, tuple(source_numbers))
+    origin_rows, sources = _number_sources(origins)
+    return RankScores(np.concatenate(scores), origin_rows, sources)
+
+
+def _number_sources(origins: Sequence[SampleOrigin]) -> tuple[Int64Array, tuple[str, ...]]:
+    """Return the rows of ``RankScores.origins``, and the names of the sources that their numbers stand for."""
+    numbers: dict[str, int] = {}  # of each source, by its name
+    rows = []
+    for num_tokens, source, row, part in origins:
+        number = numbers.setdefault(source, len(numbers))
+        rows.append((num_tokens, number, row, *dataclasses.astuple(part or RowPart())))
+    return np.array(rows, np.int64).reshape(-1, _ORIGIN_COLUMNS), tuple(numbers)
 
 
 def _score_batch(
@@ -374,18 +391,12 @@ def _score_batch(
 def _join_ranks(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: CacheReader) -> Evaluation:
     """Join the results of all ranks in the order of the samples in the caches."""
     sources = tuple(sorted({name for rank in ranks for name in rank.sources}))
-    # Each rank numbered its own sources; renumber them by their position in ``sources``.
-    codes = {name: code for code, name in enumerate(sources)}
-    source_codes = []  # of each rank's samples
-    for rank in ranks:
-        rank_codes = np.array([codes[name] for name in rank.sources], np.int64)
-        source_codes.append(rank_codes[rank.origins[:, 1]])
     # Results come rank by rank. ``argsort`` brings them into the order of the plan's batches, and ``inverse`` from that
     # order into the order of the caches.
     batch_positions = np.concatenate([plan.order_positions(number) for number in range(plan.num_ranks)])
     order = np.argsort(batch_positions)[plan.batches.inverse]
-    scores = np.concatenate([rank.scores for rank in ranks])[order]
-    origins = np.concatenate([rank.origins for rank in ranks])[order]
+    scores = np.concatenate([rank.scores for rank in ranks])[order]  # (N, 4)
+    origins = np.concatenate([rank.origins for rank in ranks])[order]  # (N, 7)
     target_tokens, num_correct, first_wrong = scores[:, 1:].astype(np.int64).T
     return Evaluation(
         tokens=origins[:, 0],
@@ -393,13 +404,20 @@ def _join_ranks(ranks: Sequence[RankScores], plan: EvaluationPlan, reader: Cache
         loss_sum=scores[:, 0],
         num_correct=num_correct,
         first_wrong=first_wrong,
-        source=np.concatenate(source_codes)[order],
+        source=np.concatenate([_renumber_sources(rank, sources) for rank in ranks])[order],
         row=origins[:, 2],
         parts=origins[:, 3:],
         channel=reader.index.channel[: len(plan.lengths)].astype(np.int64),
         sources=sources,
         channels=reader.index.channels,
     )
+
+
+def _renumber_sources(rank: RankScores, sources: Sequence[str]) -> Int64Array:
+    """Return the position in ``sources`` of the source of each sample of a rank, int64 (n,)."""
+    position_of = {name: position for position, name in enumerate(sources)}
+    positions = np.array([position_of[name] for name in rank.sources], np.int64)  # by the rank's own numbers
+    return positions[rank.origins[:, 1]]
 
 
 def sample_scores(
@@ -429,13 +447,18 @@ def sample_scores(
         is_target = restore_padding(labels != IGNORE_INDEX, *spans)  # (group, W), as the next two
         is_wrong = is_target & ~restore_padding(correct, *spans)
         target_losses = restore_padding(losses, *spans)
-        num_targets = is_target.sum(1)
-        num_wrong = is_wrong.sum(1)
-        num_before_first_wrong = (is_wrong.cumsum(1) == 0).sum(1)
-        first_wrong = torch.where(num_wrong > 0, prompts + num_before_first_wrong, -1)
-        columns = (target_losses.double().sum(1), num_targets, num_targets - num_wrong, first_wrong)
-        scores.append(torch.stack([column.double() for column in columns], dim=1))
+        scores.append(_row_scores(is_target, is_wrong, target_losses, prompts))
     return torch.cat(scores)
+
+
+def _row_scores(is_target: Tensor, is_wrong: Tensor, target_losses: Tensor, prompt_lengths: Tensor) -> Tensor:
+    """Sum the scores of each of R rows of tokens, (R, W), that follow prompts of (R,) tokens; float64 (R, 4)."""
+    num_targets = is_target.sum(1)
+    num_wrong = is_wrong.sum(1)
+    num_before_first_wrong = (is_wrong.cumsum(1) == 0).sum(1)
+    first_wrong = torch.where(num_wrong > 0, prompt_lengths + num_before_first_wrong, -1)
+    columns = (target_losses.double().sum(1), num_targets, num_targets - num_wrong, first_wrong)
+    return torch.stack([column.double() for column in columns], dim=1)
 
 
 def can_be_packed(config: PreTrainedConfig) -> bool:
@@ -468,18 +491,19 @@ def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
     try:
         # Not inference mode: tensors that a model caches in a forward pass must be usable in the next training step.
         with without_dropout(model), torch.no_grad(), LossFunction.temporary(model) as loss_function:
-
-            def score(batch: Batch) -> tuple[Tensor, Tensor]:
-                targets = loss_function(model, batch)  # losses of the positions with labels only
-                losses = torch.zeros(batch.labels.shape[1], device=batch.labels.device)
-                is_correct = torch.zeros_like(losses, dtype=torch.bool)
-                losses[targets.positions] = targets.losses
-                is_correct[targets.positions] = targets.correct
-                return losses[None], is_correct[None]
-
-            yield score
+            yield partial(_score_tokens, loss_function, model)
     finally:
         if sets_attention:
             set_text_attention(base, str(original_attention))
             if not was_isolated:
                 restore_recurrent_layers(base)
+
+
+def _score_tokens(loss_function: LossFunction, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Run the model on a micro-batch, see ``Scorer``."""
+    targets = loss_function(model, batch)  # losses of the positions with labels only
+    losses = torch.zeros(batch.labels.shape[1], device=batch.labels.device)
+    is_correct = torch.zeros_like(losses, dtype=torch.bool)
+    losses[targets.positions] = targets.losses
+    is_correct[targets.positions] = targets.correct
+    return losses[None], is_correct[None]

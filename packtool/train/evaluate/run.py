@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packtool.cache.evaluation_file import write_evaluation
 from packtool.config.commands import EvalConfig
@@ -14,7 +15,7 @@ from packtool.launch.world import World
 from packtool.progress import Progress, SilentProgress
 from packtool.rows.sample import RowPart
 from packtool.train.prepare.evaluation import PreparedEvaluation, prepare_evaluation
-from packtool.train.prepare.sequence_parallel import sequence_parallel_lines
+from packtool.train.prepare.parallelism import sequence_parallel_lines
 
 if TYPE_CHECKING:
     from packtool.train.evaluate.per_sample import Evaluation
@@ -52,26 +53,32 @@ def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None 
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     progress = progress if world.is_first else SilentProgress()
     prepared = prepare_evaluation(config, world)
-    plan, reader = prepared.plan, prepared.reader
-    num_micro_batches = len(plan.batches.micro_batch_sizes)
-    num_tokens = int(plan.lengths.sum())
-    processes = f"{world.size} process{'es' if world.size > 1 else ''}"
-    progress.note(f"{reader.split} split: {len(plan.lengths):,} of {len(reader):,} samples, {num_tokens:,} tokens")
-    progress.note(f"micro-batches: {num_micro_batches:,} of at most {plan.max_tokens:,} tokens, {processes}")
-    for line in (*sequence_parallel_lines(world, prepared.axes), *prepared.notes):
+    for line in _plan_lines(prepared):
         progress.note(line)
     evaluation, seconds = _load_and_evaluate(prepared, progress)
     if world.is_first:
         _write(evaluation, prepared)
     return EvalResult(
         evaluation=evaluation,
-        split=reader.split,
-        tokens=num_tokens,
-        num_micro_batches=num_micro_batches,
+        split=prepared.reader.split,
+        tokens=int(prepared.plan.lengths.sum()),
+        num_micro_batches=len(prepared.plan.batches.micro_batch_sizes),
         num_processes=world.size,
         seconds=seconds,
         output=config.output,
     )
+
+
+def _plan_lines(prepared: PreparedEvaluation) -> Iterator[str]:
+    """Describe the samples and the micro-batches of an evaluation."""
+    plan, reader, world = prepared.plan, prepared.reader, prepared.world
+    num_tokens = int(plan.lengths.sum())
+    yield f"{reader.split} split: {len(plan.lengths):,} of {len(reader):,} samples, {num_tokens:,} tokens"
+    num_micro_batches = len(plan.batches.micro_batch_sizes)
+    processes = f"{world.size} process{'es' if world.size > 1 else ''}"
+    yield f"micro-batches: {num_micro_batches:,} of at most {plan.max_tokens:,} tokens, {processes}"
+    yield from sequence_parallel_lines(world, prepared.axes)
+    yield from prepared.notes
 
 
 def _load_and_evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluation, float]:
@@ -124,17 +131,24 @@ def _load_and_evaluate(prepared: PreparedEvaluation, progress: Progress) -> tupl
 def _write(evaluation: Evaluation, prepared: PreparedEvaluation) -> None:
     """Write a row for each sample, and the totals as metadata."""
     reader, config = prepared.reader, prepared.config
-    channel_totals = evaluation.channel_totals.items()
+    # The total of samples without a channel, named None, is left out.
+    channels = {
+        name: dataclasses.asdict(total) for name, total in evaluation.channel_totals.items() if name is not None
+    }
     metadata = {
         "model": config.model,
         "caches": list(reader.directories),
         "fingerprint": reader.fingerprint,
         "split": reader.split,
         "total": dataclasses.asdict(evaluation.total),
-        # The total of samples without a channel, named None, is left out.
-        "channels": {name: dataclasses.asdict(total) for name, total in channel_totals if name is not None},
+        "channels": channels,
     }
-    columns = {
+    write_evaluation(config.output, _columns(evaluation), metadata)
+
+
+def _columns(evaluation: Evaluation) -> dict[str, Any]:
+    """The values of all samples by column of the written file."""
+    return {
         "sample": list(range(len(evaluation))),
         "source": [evaluation.sources[code] for code in evaluation.source],
         "row": evaluation.row,
@@ -147,4 +161,3 @@ def _write(evaluation: Evaluation, prepared: PreparedEvaluation) -> None:
         "token_accuracy": evaluation.token_accuracy,
         "first_wrong": evaluation.first_wrong,
     }
-    write_evaluation(config.output, columns, metadata)

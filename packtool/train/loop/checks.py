@@ -42,7 +42,7 @@ from packtool.train.model.recompute import budget_of, plan_run
 from packtool.train.model.sharding import check_experts, sharding_arguments
 from packtool.train.model.trainable import adapter_lines
 from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.deepspeed import zero_stage
+from packtool.train.prepare.parallelism import zero_stage
 from packtool.train.prepare.run import Run
 
 _ASSUMED_STEPS = 1_000_000
@@ -76,16 +76,20 @@ def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         elif name not in known:
             problems.append(f"{origin}: transformers' TrainingArguments has no such field{did_you_mean(name, known)}")
         else:
-            is_union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
-            members = typing.get_args(hints[name]) if is_union else (hints[name],)
-            allowed = tuple(typing.get_origin(member) or member for member in members)  # list for list[str]
             try:
-                checked[name] = _convert_value(value, allowed)
+                checked[name] = _convert_value(value, _allowed_types(hints[name]))
             except ValueError as error:
                 problems.append(f"{origin}: {error}")
     if problems:
         raise ConfigError.from_problems(problems)
     return checked
+
+
+def _allowed_types(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a type hint without their parameters: ``list`` and ``None`` for ``list[str] | None``."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    members = typing.get_args(hint) if is_union else (hint,)
+    return tuple(typing.get_origin(member) or member for member in members)
 
 
 def _convert_value(value: Any, allowed: tuple[Any, ...]) -> Any:
@@ -108,9 +112,13 @@ def _convert_value(value: Any, allowed: tuple[Any, ...]) -> Any:
     takes_text = str in classes or any(issubclass(each, enum.Enum) for each in classes)
     if takes_text and isinstance(value, (str, int, float)):
         return str(value).lower() if is_bool else str(value)
+    raise ValueError(f"{value!r} is not {_describe_types(allowed)}")
+
+
+def _describe_types(allowed: tuple[Any, ...]) -> str:
+    """Describe allowed types for a message, such as ``a number or a text``."""
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "names and values"}
-    expected = " or ".join(names.get(each, "a list") for each in allowed if each is not type(None))
-    raise ValueError(f"{value!r} is not {expected}")
+    return " or ".join(names.get(each, "a list") for each in allowed if each is not type(None))
 
 
 def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtype, on_gpu: bool) -> TrainingArguments:
@@ -249,40 +257,48 @@ def checks_without_rows(config: TrainConfig) -> list[Callable[[], object]]:
 
 def _model_checks(config: TrainConfig, model_config: PreTrainedConfig) -> list[Callable[[], object]]:
     """Return checks of the model with the run's options, as functions that raise a PacktoolError."""
-    on_gpu = has_gpu(config)
-    dtype = resolve_dtype(model_config, config, on_gpu=on_gpu)
-
-    def check_compilation() -> None:
-        if config.torch_compile and zero_stage(config) == 3:
-            raise ConfigError(
-                f"--torch-compile true: --deepspeed {config.deepspeed} gathers weights inside the compiled layers, "
-                "which is not supported",
-                "Shard weights with --fsdp full_shard instead, or leave out --torch-compile.",
-            )
-
-    def check_experts_and_liger() -> None:
-        if config.shares_experts:
-            check_experts(model_without_weights(config, model_config, torch.float32), config)
-        if config.use_liger_kernel:
-            refuse_without_liger(on_gpu=on_gpu)
-
-    def check_kernel() -> None:
-        if on_gpu and not torch.cuda.is_available():  # a dry run for a GPU that this machine does not have
-            check_dtype(config.attn_impl, dtype)
-            return
-        device = torch.device("cuda" if on_gpu else "cpu")
-        choose(config.attn_impl, device, dtype)
-        if config.torch_compile:
-            check_backend(config.torch_compile_backend, device)
-        if config.sequence_parallel_ranks > 1:
-            choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))  # for heads of any size
-
-    checks: list[Callable[[], object]] = [partial(quantization_config, config, model_config, dtype), check_compilation]
+    dtype = resolve_dtype(model_config, config, on_gpu=has_gpu(config))
+    checks: list[Callable[[], object]] = [
+        partial(quantization_config, config, model_config, dtype),
+        partial(_check_compilation, config),
+    ]
     if config.use_liger_kernel or config.shares_experts:
-        checks.append(check_experts_and_liger)
+        checks.append(partial(_check_experts_and_liger, config, model_config))
     if config.removes_padding:
-        checks += [partial(refuse_unsupported, model_config), check_kernel]
+        checks += [partial(refuse_unsupported, model_config), partial(_check_kernel, config, dtype)]
     return checks
+
+
+def _check_compilation(config: TrainConfig) -> None:
+    """Raise if layers cannot be compiled, because DeepSpeed gathers weights inside them."""
+    if config.torch_compile and zero_stage(config) == 3:
+        raise ConfigError(
+            f"--torch-compile true: --deepspeed {config.deepspeed} gathers weights inside the compiled layers, "
+            "which is not supported",
+            "Shard weights with --fsdp full_shard instead, or leave out --torch-compile.",
+        )
+
+
+def _check_experts_and_liger(config: TrainConfig, model_config: PreTrainedConfig) -> None:
+    """Raise if the model's experts cannot be shared, or Liger's kernels cannot run."""
+    if config.shares_experts:
+        check_experts(model_without_weights(config, model_config, torch.float32), config)
+    if config.use_liger_kernel:
+        refuse_without_liger(on_gpu=has_gpu(config))
+
+
+def _check_kernel(config: TrainConfig, dtype: torch.dtype) -> None:
+    """Raise if the attention kernel or the compiler cannot run on this machine."""
+    on_gpu = has_gpu(config)
+    if on_gpu and not torch.cuda.is_available():  # a dry run for a GPU that this machine does not have
+        check_dtype(config.attn_impl, dtype)
+        return
+    device = torch.device("cuda" if on_gpu else "cpu")
+    choose(config.attn_impl, device, dtype)
+    if config.torch_compile:
+        check_backend(config.torch_compile_backend, device)
+    if config.sequence_parallel_ranks > 1:
+        choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))  # for heads of any size
 
 
 def _empty_model(

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from packtool.progress import Progress
 from packtool.train.loop.checks import check_ranks_agree, estimate_run, liger_problem, training_arguments
 from packtool.train.loop.log import Report
 from packtool.train.loop.media_times import measure_workers
-from packtool.train.loop.trainer import PackTrainer, StepLoader
+from packtool.train.loop.step_loader import StepLoader
+from packtool.train.loop.trainer import PackTrainer
 from packtool.train.loop.watch import StepWatch, StopSignals
 from packtool.train.model.load import add_unloaded_tensors, build_model, quiet_transformers, resolve_dtype
 from packtool.train.model.precision import count_parameters
@@ -66,49 +67,73 @@ def execute(
     run = run.with_config(dataloader_num_workers=measure_workers(run, spec))
     with quiet_transformers():
         trainer, callback = _make_trainer(run, spec, progress, lock, uploads)
-        run = trainer.loader.run
         assert trainer.model is not None
         num_trainable, num_parameters = count_parameters(trainer.model)
         progress.note(f"parameters: {num_parameters:,}, trained: {num_trainable:,} ({run.config.train_type})")
-        # Only on the first rank, because all ranks have the same estimate.
-        if run.world.is_first and _estimates_memory():
-            dtype = resolve_dtype(spec.config, run.config, on_gpu=True)
-            progress.note(estimate_run(run, trainer.model, spec, dtype).sentence())
-        verify_before_training(run, trainer.model, spec, trainer.parallel, progress)
-        begin = time.perf_counter()
-        with trainer.watch.signals, explain_dead_workers():
-            trainer.train(resume_from_checkpoint=run.resume_point.checkpoint)
-        seconds = time.perf_counter() - begin
-    steps, config = trainer.state.global_step, run.config
-    result = dataclasses.replace(result, **trainer.loader.steps.final_counts())
+        seconds = _train(trainer, spec, progress)
     for line in early_end_lines(trainer, callback, result.steps):
         progress.note(line)
     if spec.media_cache is not None:
         progress.note(trainer.loader.all_media_reads().sentence(spec.media_cache))
-    last = os.path.join(config.output_dir, f"{PREFIX}{steps}")
-    best = trainer.state.best_model_checkpoint if config.seeks_best else None
     result = dataclasses.replace(
-        result,
+        _with_training_figures(result, trainer, callback, seconds),
         num_skipped=_report_skipped_samples(trainer, progress),
-        sources=share_figures(trainer.meter.sources),
-        output_dir=config.output_dir,
-        steps=steps,
-        seconds=seconds,
-        target_tokens_per_second=result.target_tokens / seconds,
-        first_loss=callback.report.first_loss if callback.report is not None else None,
-        last_loss=callback.report.last_loss if callback.report is not None else None,
-        checkpoint=best or (None if config.save_strategy in ("no", "best") else last),
         num_trainable_parameters=num_trainable,
         num_parameters=num_parameters,
     )
     if run.world.is_first:
         result.write()
     if uploads is not None and not trainer.watch.stopped_by:
-        uploads.finish(result.checkpoint, steps, progress)
+        uploads.finish(result.checkpoint, result.steps, progress)
     # No rank may end before everything is written: a launcher ends the others when the first one ends.
     trainer.accelerator.wait_for_everyone()
-    trainer.watch.raise_if_stopped(steps, run.timeline.num_steps, last)
+    trainer.watch.raise_if_stopped(result.steps, run.timeline.num_steps, _last_checkpoint(trainer))
     return result
+
+
+def _train(trainer: PackTrainer, spec: InputSpec, progress: Progress) -> float:
+    """Estimate memory, check the model, and train it; return the seconds of training."""
+    run = trainer.loader.run
+    model = trainer.model
+    assert model is not None
+    # Only on the first rank, because all ranks have the same estimate.
+    if run.world.is_first and _estimates_memory():
+        dtype = resolve_dtype(spec.config, run.config, on_gpu=True)
+        progress.note(estimate_run(run, model, spec, dtype).sentence())
+    verify_before_training(run, model, spec, trainer.parallel, progress)
+    begin = time.perf_counter()
+    with trainer.watch.signals, explain_dead_workers():
+        trainer.train(resume_from_checkpoint=run.resume_point.checkpoint)
+    return time.perf_counter() - begin
+
+
+def _with_training_figures(
+    result: TrainResult, trainer: PackTrainer, callback: RunCallback, seconds: float
+) -> TrainResult:
+    """Complete a result with the figures of ``seconds`` of training, and its checkpoint; all ranks call this."""
+    config = trainer.loader.run.config
+    # Counts of samples and tokens that a stream knows only now.
+    result = dataclasses.replace(result, **trainer.loader.steps.final_counts())
+    checkpoint = None if config.save_strategy in ("no", "best") else _last_checkpoint(trainer)
+    if config.seeks_best and trainer.state.best_model_checkpoint:
+        checkpoint = trainer.state.best_model_checkpoint
+    report = callback.report
+    return dataclasses.replace(
+        result,
+        sources=share_figures(trainer.meter.sources),
+        output_dir=config.output_dir,
+        steps=trainer.state.global_step,
+        seconds=seconds,
+        target_tokens_per_second=result.target_tokens / seconds,
+        first_loss=None if report is None else report.first_loss,
+        last_loss=None if report is None else report.last_loss,
+        checkpoint=checkpoint,
+    )
+
+
+def _last_checkpoint(trainer: PackTrainer) -> str:
+    """The checkpoint after the last step that was trained."""
+    return os.path.join(trainer.loader.run.config.output_dir, f"{PREFIX}{trainer.state.global_step}")
 
 
 def _estimates_memory() -> bool:
@@ -129,28 +154,39 @@ def _make_trainer(
     # Creating the Trainer's arguments also starts the process group.
     args = training_arguments(run.config, num_steps=run.timeline.num_steps, dtype=dtype, on_gpu=on_gpu)
     check_ranks_agree(run.state, run.world, run.axes.name)
-    config = make_output_dir(run.config, run.world)
-    if config.add_version:
-        progress.note(f"output directory: {config.output_dir}")
-    args.output_dir = config.output_dir
-    if (warning := liger_problem(config, spec.config)) is not None:
+    run = _with_output_dir(run, progress)
+    args.output_dir = run.config.output_dir
+    liger_warning = liger_problem(run.config, spec.config)
+    if liger_warning is not None:
         args.use_liger_kernel = False
-        progress.note(warning)
-    run = run.with_config(output_dir=config.output_dir)
-    config = run.config
+        progress.note(liger_warning)
     loader = StepLoader(run, spec)
-    signals = StopSignals(launched=run.world.size > 1)
-    watch = StepWatch(signals, loader.names, on_nan=config.on_nan, world=run.world, progress=progress)
+    watch = _step_watch(loader, progress)
     parallel = _sequence_parallel(run, "cuda" if on_gpu else "cpu")
-    connect_deepspeed_on_cpus(config)
+    connect_deepspeed_on_cpus(run.config)
     model, saved, unloaded = build_model(run, spec, dtype, parallel, progress)
-    shard_on_cpus(config)
+    shard_on_cpus(run.config)
     switch = switch_of(run, spec, dtype, model, progress)
     trainer = PackTrainer(model, args, loader, saved=saved, watch=watch, parallel=parallel, switch=switch)
-    configure_fsdp(trainer.accelerator, model, config)
+    configure_fsdp(trainer.accelerator, model, run.config)
     callback = RunCallback(trainer, progress, lock, unloaded, uploads)
     trainer.add_callback(callback)
     return trainer, callback
+
+
+def _step_watch(loader: StepLoader, progress: Progress) -> StepWatch:
+    """The watch for stop signals and bad steps of a run."""
+    run = loader.run
+    signals = StopSignals(launched=run.world.size > 1)
+    return StepWatch(signals, loader.names, on_nan=run.config.on_nan, world=run.world, progress=progress)
+
+
+def _with_output_dir(run: Run, progress: Progress) -> Run:
+    """Create the output directory of a run; return the run with the directory that all ranks use."""
+    config = make_output_dir(run.config, run.world)
+    if config.add_version:
+        progress.note(f"output directory: {config.output_dir}")
+    return run.with_config(output_dir=config.output_dir)
 
 
 def _sequence_parallel(run: Run, device_type: str) -> SequenceParallel | None:
@@ -184,7 +220,6 @@ def _report_skipped_samples(trainer: PackTrainer, progress: Progress) -> int:
     Returns their number; a sample counts once per epoch.
     """
     run = trainer.loader.run
-    path = os.path.join(run.config.output_dir, SKIPPED_NAME)
     skipped_by_rank = all_gather_objects(trainer.skipped, run.world.size)
     skipped = [sample for rank_skipped in skipped_by_rank for _, sample in rank_skipped]
     if skipped:
@@ -195,12 +230,19 @@ def _report_skipped_samples(trainer: PackTrainer, progress: Progress) -> int:
         progress.note(f"  row {sample.row} of {sample.source}: {sample.message}")
     if len(skipped) > _MAX_SHOWN:
         progress.note(f"  and {len(skipped) - _MAX_SHOWN:,} more")
-    if run.world.is_first and skipped:
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n" for sample in skipped)
-    elif run.world.is_first and os.path.exists(path):  # written by an earlier run
-        os.remove(path)
+    if run.world.is_first:
+        lines = [json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n" for sample in skipped]
+        _write_or_remove(os.path.join(run.config.output_dir, SKIPPED_NAME), lines)
     return len(skipped)
+
+
+def _write_or_remove(path: str, lines: Sequence[str]) -> None:
+    """Write lines into a file; without any, remove the file of an earlier run."""
+    if lines:
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(lines)
+    elif os.path.exists(path):
+        os.remove(path)
 
 
 class RunCallback(TrainerCallback):
@@ -257,7 +299,6 @@ class RunCallback(TrainerCallback):
 
         ``state.global_step`` is the number of finished steps. The Trainer logs and saves after this call.
         """
-        config = self.run.config
         timeline = self.run.timeline
         step = state.global_step
         state.epoch = timeline.epochs(step)  # the Trainer regards the whole run as one epoch
@@ -265,30 +306,40 @@ class RunCallback(TrainerCallback):
         next_step_in_epoch = timeline.locate(step)[1]
         ends_epoch = next_step_in_epoch == 0
         control.should_log |= is_end
-        if config.save_strategy == "epoch" and (is_end or ends_epoch):
+        if self.run.config.save_strategy == "epoch" and (is_end or ends_epoch):
             control.should_save = True
         if self.steps.ended:  # a stream has no more rows
             control.should_log = control.should_training_stop = True
             control.should_save = args.save_strategy == SaveStrategy.STEPS
-        is_due = ends_epoch
-        if config.eval_strategy == "steps" and config.eval_steps is not None:
-            interval = config.eval_steps
-            if interval < 1:  # a share of the run, as for --save-steps in transformers
-                interval = math.ceil(interval * timeline.num_steps)
-            is_due = step % interval == 0
-        is_evaluated = self.run.validation is not None and (is_due or step >= state.max_steps)
+        is_due = step >= state.max_steps or self._is_evaluation_due(step, ends_epoch=ends_epoch)
+        is_evaluated = self.run.validation is not None and is_due
         self.watch.end_step(state, control, is_evaluated=is_evaluated)
         if self.report is not None:
             self.report.end_step(should_log=control.should_log)
         if is_evaluated:
             self._evaluate(args, state, control)  # may request a checkpoint or the end of training
-        if self.lock is not None:
-            if control.should_save:
-                self.lock.check()
-            else:
-                self.lock.check_last_renewal()
+        self._check_lock(is_saved=control.should_save)
         if control.should_save and state.is_world_process_zero:
             discard_run_state(_checkpoint(args, state))  # so that an overwritten checkpoint counts as unfinished
+
+    def _check_lock(self, *, is_saved: bool) -> None:
+        """Raise an error if another run may have taken the output directory; read the lock only before saving."""
+        if self.lock is None:
+            return
+        if is_saved:
+            self.lock.check()
+        else:
+            self.lock.check_last_renewal()
+
+    def _is_evaluation_due(self, step: int, *, ends_epoch: bool) -> bool:
+        """Return whether ``--eval-strategy`` requests an evaluation after ``step`` steps."""
+        config = self.run.config
+        if config.eval_strategy != "steps" or config.eval_steps is None:
+            return ends_epoch
+        interval = config.eval_steps
+        if interval < 1:  # a share of the run, as for --save-steps in transformers
+            interval = math.ceil(interval * self.run.timeline.num_steps)
+        return step % interval == 0
 
     def _evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """Evaluate; in ``control``, request a checkpoint of a best result, and the end if results no longer improve."""
@@ -297,9 +348,7 @@ class RunCallback(TrainerCallback):
         figures = self.trainer.evaluate_validation()
         control.should_log = should_log  # logging the evaluation has reset it
         metric = config.best_metric  # name of a figure
-        best = state.best_metric  # best value so far
-        patience = config.early_stop_interval  # evaluations without a better result until training stops
-        if not config.seeks_best and patience is None:
+        if not config.seeks_best and config.early_stop_interval is None:
             return
         if metric not in figures:
             raise ConfigError(
@@ -307,19 +356,28 @@ class RunCallback(TrainerCallback):
                 f"Choose one of {', '.join(sorted(figures))}.",
             )
         figure = figures[metric]
+        best = state.best_metric  # best value so far
         is_better = best is None or (figure > best if config.prefers_greater else figure < best)
         if is_better and not math.isnan(figure):  # a first figure may be NaN
-            state.best_metric, state.best_global_step = figure, state.global_step
+            state.best_metric = figure
+            state.best_global_step = state.global_step
             if config.seeks_best:
                 state.best_model_checkpoint = _checkpoint(args, state)
                 control.should_save = True
-        if patience and state.global_step < state.max_steps:
-            # Count evaluations in the log history, because that also has those before a resume.
-            best_step = state.best_global_step or 0
-            num_since_best = sum(metric in line and line["step"] > best_step for line in state.log_history)
-            if num_since_best >= patience:
-                self.ended_early = control.should_training_stop = control.should_log = True
-                control.should_save |= config.save_strategy not in ("no", "best")
+        self._stop_without_progress(state, control)
+
+    def _stop_without_progress(self, state: TrainerState, control: TrainerControl) -> None:
+        """Request the end of training in ``control`` after ``--early-stop-interval`` evaluations without a best one."""
+        config = self.run.config
+        if not config.early_stop_interval or state.global_step >= state.max_steps:
+            return
+        # Count evaluations in the log history, because that also has those before a resume.
+        best_step = state.best_global_step or 0
+        num_since_best = sum(config.best_metric in line and line["step"] > best_step for line in state.log_history)
+        if num_since_best >= config.early_stop_interval:
+            self.ended_early = True
+            control.should_training_stop = control.should_log = True
+            control.should_save |= config.save_strategy not in ("no", "best")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs: dict[str, Any] = kwargs["logs"]
@@ -331,43 +389,52 @@ class RunCallback(TrainerCallback):
         checkpoint = _checkpoint(args, state)
         self.steps.save(checkpoint, state.global_step)
         if self._record is not None:
-            all_skipped: list[tuple[int, int]] = []  # (step, sample number), of all ranks since the last checkpoint
-            if self.run.config.on_bad_media == "skip":
-                new_skipped = self.trainer.skipped[self._num_recorded :]
-                self._num_recorded = len(self.trainer.skipped)
-                # Samples of a stream have no number.
-                local_skipped = [(step, sample.sample) for step, sample in new_skipped if sample.sample is not None]
-                for rank_skipped in all_gather_objects(local_skipped, self.run.world.size):
-                    all_skipped += rank_skipped
+            skipped = self._gather_new_skipped() if self.run.config.on_bad_media == "skip" else []
             if state.is_world_process_zero:
                 with saving(checkpoint):
-                    self._record.save(checkpoint, state.global_step, all_skipped, self.watch.skipped_steps)
+                    self._record.save(checkpoint, state.global_step, skipped, self.watch.skipped_steps)
             self.watch.skipped_steps.clear()
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             self._finish_checkpoint(checkpoint, str(args.output_dir), state)
 
+    def _gather_new_skipped(self) -> list[tuple[int, int]]:
+        """Gather step and number of each sample that any rank skipped since the last checkpoint; all ranks call this.
+
+        Samples of a stream have no number, and are left out.
+        """
+        new_skipped = self.trainer.skipped[self._num_recorded :]
+        self._num_recorded = len(self.trainer.skipped)
+        local_skipped = [(step, sample.sample) for step, sample in new_skipped if sample.sample is not None]
+        gathered = all_gather_objects(local_skipped, self.run.world.size)
+        return [step_and_sample for rank_skipped in gathered for step_and_sample in rank_skipped]
+
     def _finish_checkpoint(self, checkpoint: str, output_dir: str, state: TrainerState) -> None:
         """Complete a checkpoint that all ranks have written, link it as the last and best one, and remove old ones."""
-        run, step = self.run, state.global_step
+        config = self.run.config
         with saving(checkpoint):
-            add_unloaded_tensors(checkpoint, self.unloaded)
-            copy_processor(run.source.files.directory, checkpoint, run.source.files.other_template)
-            epoch, step_in_epoch = run.timeline.locate(step)
-            run_state = dataclasses.replace(
-                run.state, step=step, epoch=epoch, step_in_epoch=step_in_epoch, saved_at=time.time()
-            )
-            write_run_state(checkpoint, run_state, recorded_options(run.config))
+            self._add_files(checkpoint, state.global_step)
         if self.uploads is not None:
-            self.uploads.save(checkpoint, step, self._progress)
-        keeps_best = run.config.load_best_model_at_end
+            self.uploads.save(checkpoint, state.global_step, self._progress)
+        keeps_best = config.load_best_model_at_end
         best = state.best_model_checkpoint if keeps_best else best_checkpoint(output_dir, state.log_history)
         with saving(os.path.join(output_dir, f".{LAST}.part")):
             point(output_dir, LAST, checkpoint)
             if best is not None:
                 point(output_dir, BEST, best)
         # The Trainer does not do this, because it would remove older checkpoints before this one is finished.
-        remove_oldest(output_dir, run.config.save_total_limit, last_good=self.watch.last_good, keep=best)
+        remove_oldest(output_dir, config.save_total_limit, last_good=self.watch.last_good, keep=best)
+
+    def _add_files(self, checkpoint: str, step: int) -> None:
+        """Add unloaded tensors, the processor and the state of the run after ``step`` steps to a checkpoint."""
+        run = self.run
+        add_unloaded_tensors(checkpoint, self.unloaded)
+        copy_processor(run.source.files.directory, checkpoint, run.source.files.other_template)
+        epoch, step_in_epoch = run.timeline.locate(step)
+        run_state = dataclasses.replace(
+            run.state, step=step, epoch=epoch, step_in_epoch=step_in_epoch, saved_at=time.time()
+        )
+        write_run_state(checkpoint, run_state, recorded_options(run.config))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.report is not None:

@@ -121,13 +121,7 @@ class Meter:
         """
         self._num_computed += batch.input_ids.numel()
         self._num_padding += batch.num_padding
-        target_losses = losses.losses.detach()
-        # A target in a shared prefix belongs to several samples, and its weight is the sum of their weights.
-        num_samples = batch.target_counts.sum(dim=0) if isinstance(batch, TreeBatch) else 1
-        deviations = torch.zeros_like(target_losses) if losses.weights is None else losses.weights - num_samples
-        is_correct = losses.correct.to(target_losses.dtype)
-        # One row per field of ``_TargetSums``, one column per target.
-        figures = torch.stack((target_losses, torch.ones_like(target_losses), is_correct, deviations.abs()))
+        figures = _target_figures(losses, batch)
         if isinstance(batch, TreeBatch):
             sums = (figures[:, None] * batch.target_counts).sum(dim=2)  # ``target_counts``: (channels, targets)
         elif self._by_channel:
@@ -155,38 +149,57 @@ class Meter:
         now = time.perf_counter()
         seconds = now - self._since
         self._since = now
-        elapsed = max(seconds, 1e-9)
         # ``loss`` is a mean of sums over the units (targets or samples) of a step: turn it into a mean over units.
         objective = loss * self._num_steps / figures.units if figures.units else math.nan
         means = self._target_means(accelerator.num_processes)
         line = {"loss": means.pop("loss"), "objective": objective} if "loss" in means else {"loss": objective}
         line |= figures.logged() | means
-        line |= {
-            "seconds": seconds,
-            "target_tokens_per_second": figures.target_tokens / elapsed,
-            "tokens_per_second": figures.tokens / elapsed,
-            "samples_per_second": figures.samples / elapsed,
-            "data_wait": self._data_wait / elapsed,
-            "log_wait": (self._log_wait + now - self._log_began) / elapsed,
-            "memory_gib": memory_gib(accelerator.device),
-        }
+        line |= self._speed_figures(seconds, log_seconds=self._log_wait + now - self._log_began)
+        line["memory_gib"] = memory_gib(accelerator.device)
         if copying is not None:
-            line["copy_wait"] = copying / elapsed
+            line["copy_wait"] = copying / max(seconds, 1e-9)
         if self._balances:
             local_balance = float(torch.stack(self._balances).sum()) / self._num_steps
             line["router_balance"] = sum(all_gather_objects(local_balance, accelerator.num_processes))
         if self._num_padding:
             line["padding"] = self._num_padding / self._num_computed
-        peak = peak_tflops(torch.cuda.get_device_name()) if accelerator.device.type == "cuda" else None
-        if peak is not None and figures.flops:
-            peak_flops = seconds * peak * 1e12 * accelerator.num_processes
-            line |= {"mfu": figures.flops / peak_flops, "hfu": figures.hardware_flops / peak_flops}
+        line |= _utilization(figures, seconds, accelerator)
         self._reset()
         return line
 
+    def _speed_figures(self, seconds: float, log_seconds: float) -> dict[str, float]:
+        """Return rates and shares of waiting in ``seconds`` of steps, of which the host spent some with log lines."""
+        figures = self._figures
+        elapsed = max(seconds, 1e-9)
+        return {
+            "seconds": seconds,
+            "target_tokens_per_second": figures.target_tokens / elapsed,
+            "tokens_per_second": figures.tokens / elapsed,
+            "samples_per_second": figures.samples / elapsed,
+            "data_wait": self._data_wait / elapsed,
+            "log_wait": log_seconds / elapsed,
+        }
+
     def _target_means(self, num_processes: int) -> dict[str, float]:
         """Return means over the targets of all ranks by name: accuracies, channel losses, the loss if weights vary."""
-        # By name of the channel: the fields of _TargetSums, (4,), first of this rank, then of all ranks.
+        sums_by_channel = self._sums_of_all_ranks(num_processes)
+        names = sorted(sums_by_channel)  # in one order on all ranks, so that rounding is the same
+        total = _TargetSums(*sum((sums_by_channel[name] for name in names), _zero_sums()).tolist())
+        means = {}
+        if total.targets:
+            means["token_accuracy"] = total.correct / total.targets
+            if total.weight_deviation:
+                means["loss"] = total.loss / total.targets
+        if self._by_channel:
+            for name in names:
+                of_channel = _TargetSums(*sums_by_channel[name].tolist())
+                if of_channel.targets:
+                    means[f"loss_{name}"] = of_channel.loss / of_channel.targets
+                    means[f"token_accuracy_{name}"] = of_channel.correct / of_channel.targets
+        return means
+
+    def _sums_of_all_ranks(self, num_processes: int) -> dict[str, Any]:
+        """Return the fields of ``_TargetSums`` over all ranks, arrays (4,), by name of the channel."""
         local_sums: defaultdict[str, Any] = defaultdict(_zero_sums)
         for channels, sums in self._sums:
             for channel, channel_sums in zip(channels, sums.T.tolist(), strict=True):
@@ -195,20 +208,28 @@ class Meter:
         for rank_sums in all_gather_objects(dict(local_sums), num_processes):
             for name, channel_sums in rank_sums.items():
                 global_sums[name] += channel_sums
-        names = sorted(global_sums)  # in one order on all ranks, so that rounding is the same
-        total = _TargetSums(*sum((global_sums[name] for name in names), _zero_sums()).tolist())
-        means = {}
-        if total.targets:
-            means["token_accuracy"] = total.correct / total.targets
-            if total.weight_deviation:
-                means["loss"] = total.loss / total.targets
-        if self._by_channel:
-            for name in names:
-                of_channel = _TargetSums(*global_sums[name].tolist())
-                if of_channel.targets:
-                    means[f"loss_{name}"] = of_channel.loss / of_channel.targets
-                    means[f"token_accuracy_{name}"] = of_channel.correct / of_channel.targets
-        return means
+        return global_sums
+
+
+def _target_figures(losses: TargetLosses, batch: Batch) -> Tensor:
+    """Return a row for each field of ``_TargetSums``, and a column for each target of a micro-batch, (4, targets)."""
+    target_losses = losses.losses.detach()
+    # A target in a shared prefix belongs to several samples, and its weight is the sum of their weights.
+    num_samples = batch.target_counts.sum(dim=0) if isinstance(batch, TreeBatch) else 1
+    deviations = torch.zeros_like(target_losses) if losses.weights is None else losses.weights - num_samples
+    is_correct = losses.correct.to(target_losses.dtype)
+    return torch.stack((target_losses, torch.ones_like(target_losses), is_correct, deviations.abs()))
+
+
+def _utilization(figures: StepFigures, seconds: float, accelerator: Any) -> dict[str, float]:
+    """Return ``mfu`` and ``hfu``, relative to the peak of all GPUs in ``seconds``; empty if the peak is unknown."""
+    if accelerator.device.type != "cuda" or not figures.flops:
+        return {}
+    peak = peak_tflops(torch.cuda.get_device_name())
+    if peak is None:
+        return {}
+    peak_flops = seconds * peak * 1e12 * accelerator.num_processes
+    return {"mfu": figures.flops / peak_flops, "hfu": figures.hardware_flops / peak_flops}
 
 
 def memory_gib(device: torch.device) -> float:
@@ -221,6 +242,7 @@ def memory_gib(device: torch.device) -> float:
 def heading_lines(run: Run, gpu: str | None) -> Iterator[str]:
     """Describe each figure of the log lines and its unit; ``gpu`` is the name of this rank's GPU, None without one."""
     waited_for = "data / the log" if gpu is None else "data / copies to the GPU / the log"
+    memory = "in the machine" if gpu is None else "on its GPU"
     meanings = {} if run.config.streaming else {"epoch": "passes over the data so far"}
     meanings |= {
         "loss": "mean over target tokens, in nats",
@@ -230,26 +252,36 @@ def heading_lines(run: Run, gpu: str | None) -> Iterator[str]:
         "samples/s": "samples per second, over all processes",
         "fill": "share of the computed tokens that belong to samples",
         "waiting": f"shares of the time that steps waited for {waited_for}",
-        "memory": f"peak memory of this process so far, {'in the machine' if gpu is None else 'on its GPU'}, in GiB",
+        "memory": f"peak memory of this process so far, {memory}, in GiB",
+        **_optional_meanings(run, gpu),
     }
+    yield "log lines, each for the steps since the previous line (metrics.jsonl has more figures):"
+    width = max(map(len, meanings))
+    for name, meaning in meanings.items():
+        yield f"  {name:{width}}  {meaning}"
+
+
+def _optional_meanings(run: Run, gpu: str | None) -> dict[str, str]:
+    """Describe the figures that only some runs have, by name; ``gpu`` as in ``heading_lines``."""
+    config = run.config
+    meanings = {}
     if run.source.logs_channels:
         meanings[_CHANNEL_LOSSES] = "loss of each channel; in a mixture, of each source"
-    if run.config.media_cache is not None:
+    if config.media_cache is not None:
         meanings["kept"] = "share of the images and videos of this process that came from the media cache"
-    if run.config.router_aux_loss_coef:
+    if config.router_aux_loss_coef:
         meanings["balance"] = (
             "load-balancing loss of the experts, before --router-aux-loss-coef; with k experts per token, k is ideal"
         )
-    if run.config.torch_compile:
+    if config.torch_compile:
         meanings["padding"] = "share of this process's computed tokens that pad micro-batches to one of a few lengths"
-    if gpu is not None and (peak := peak_tflops(gpu)) is not None:
+    peak = None if gpu is None else peak_tflops(gpu)
+    if peak is not None:
         meanings["MFU"] = f"FLOP/s of the model, relative to the GPU's peak of {peak:,.0f} TFLOP/s in 16 bits"
         meanings["HFU"] = "the same, including recomputed activations and logits"
     if run.validation is not None:
         meanings[_VAL_LOSS] = "loss of the val split, on a line of its own"
-    yield "log lines, each for the steps since the previous line (metrics.jsonl has more figures):"
-    width = max(map(len, meanings))
-    yield from (f"  {name:{width}}  {meaning}" for name, meaning in meanings.items())
+    return meanings
 
 
 OBJECTIVE_LINE = (
@@ -263,28 +295,43 @@ def shown_figures(logs: Mapping[str, Any], *, has_epochs: bool) -> dict[str, flo
 
     Without ``has_epochs``, for a stream, the number of rows is unknown.
     """
-    shown: dict[str, float | int | str] = {"epoch": f"{logs['epoch']:.2f}"} if has_epochs else {}
+    shown: dict[str, float | int | str] = {}
+    if has_epochs:
+        shown["epoch"] = f"{logs['epoch']:.2f}"
     if "loss" not in logs:
-        return shown | {_VAL_LOSS: round(logs["eval_loss"], 4)}
+        shown[_VAL_LOSS] = round(logs["eval_loss"], 4)
+        return shown
     # Without targets there is no mean: --on-bad-media skip may skip all samples of a step.
     shown["loss"] = round(float(logs["loss"]), 4) if logs["target_tokens"] else "none"
     if "objective" in logs:
         shown["objective"] = round(float(logs["objective"]), 4)
-    if (norm := logs.get("grad_norm")) is not None:
-        shown["grad norm"] = float(f"{norm:.3g}")
-    shown |= {
-        "lr": float(f"{logs['learning_rate']:.3g}"),
-        "tokens/s": round(logs["tokens_per_second"]),
-        "samples/s": float(f"{logs['samples_per_second']:.3g}"),
-        "fill": f"{logs['fill']:.1%}",
-        "waiting": "/".join(f"{100 * logs[name]:.0f}" for name in _WAITS if name in logs) + "%",
-        "memory": f"{logs['memory_gib']:.1f} GiB",
-    }
-    losses = {name.removeprefix("loss_"): value for name, value in logs.items() if name.startswith("loss_")}
-    if losses:
-        channels = [f"{name} {value:.4g}" for name, value in list(losses.items())[:_MAX_CHANNELS]]
-        num_more = len(losses) - len(channels)
-        shown[_CHANNEL_LOSSES] = ", ".join(channels) + (f", {num_more} more in metrics.jsonl" if num_more else "")
+    norm = logs.get("grad_norm")
+    if norm is not None:
+        shown["grad norm"] = _three_digits(norm)
+    shown["lr"] = _three_digits(logs["learning_rate"])
+    shown["tokens/s"] = round(logs["tokens_per_second"])
+    shown["samples/s"] = _three_digits(logs["samples_per_second"])
+    shown["fill"] = f"{logs['fill']:.1%}"
+    shown["waiting"] = "/".join(f"{100 * logs[name]:.0f}" for name in _WAITS if name in logs) + "%"
+    shown["memory"] = f"{logs['memory_gib']:.1f} GiB"
+    return shown | _shown_optional_figures(logs)
+
+
+def _three_digits(value: float) -> float:
+    """Return a number rounded to three significant digits."""
+    return float(f"{value:.3g}")
+
+
+def _shown_optional_figures(logs: Mapping[str, Any]) -> dict[str, float | int | str]:
+    """Format the shown figures of a training line that only some runs have, see ``_optional_meanings``."""
+    shown: dict[str, float | int | str] = {}
+    channel_losses = [
+        f"{name.removeprefix('loss_')} {loss:.4g}" for name, loss in logs.items() if name.startswith("loss_")
+    ]
+    if channel_losses:
+        num_more = len(channel_losses) - _MAX_CHANNELS
+        more = f", {num_more} more in metrics.jsonl" if num_more > 0 else ""
+        shown[_CHANNEL_LOSSES] = ", ".join(channel_losses[:_MAX_CHANNELS]) + more
     if "media_cache_hits" in logs:
         shown["kept"] = f"{logs['media_cache_hits']:.0%}"
     if "router_balance" in logs:
@@ -292,7 +339,8 @@ def shown_figures(logs: Mapping[str, Any], *, has_epochs: bool) -> dict[str, flo
     if "padding" in logs:
         shown["padding"] = f"{logs['padding']:.1%}"
     if "mfu" in logs:
-        shown |= {"MFU": f"{logs['mfu']:.0%}", "HFU": f"{logs['hfu']:.0%}"}
+        shown["MFU"] = f"{logs['mfu']:.0%}"
+        shown["HFU"] = f"{logs['hfu']:.0%}"
     return shown
 
 
@@ -393,12 +441,16 @@ class Report:
         if self.run.start:
             self.progress.advance(self.run.start)
         if os.path.exists(self.path):
-            with open(self.path, encoding="utf-8") as file:  # its last line may be incomplete
-                kept = [line for line in file if line.endswith("\n") and load_json(line)["step"] <= self.run.start]
-            with open(self.path, "w", encoding="utf-8") as file:
-                file.writelines(kept)
-            for line in kept[-WINDOW:]:
-                self._outliers.add_line(load_json(line))
+            self._truncate_lines(self.run.start)
+
+    def _truncate_lines(self, last_step: int) -> None:
+        """Delete the lines after ``last_step`` from the file, and compare later lines with those that stay."""
+        with open(self.path, encoding="utf-8") as file:  # its last line may be incomplete
+            kept = [line for line in file if line.endswith("\n") and load_json(line)["step"] <= last_step]
+        with open(self.path, "w", encoding="utf-8") as file:
+            file.writelines(kept)
+        for line in kept[-WINDOW:]:
+            self._outliers.add_line(load_json(line))
 
     def end_step(self, *, should_log: bool) -> None:
         """Count a step; without a log line it is shown at once, else together with the figures of its line."""
@@ -415,30 +467,38 @@ class Report:
             reads: this rank's reads of the media cache so far.
         """
         line = {"step": step, **logs}
-        is_training = "loss" in logs
-        if is_training:
-            previous, self._reads = self._reads, reads
-            if reads.problem is not None and previous.problem is None:
-                self.progress.note(f"--media-cache: training continues without adding to the cache: {reads.problem}")
-            new_reads = MediaReads(hits=reads.hits - previous.hits, misses=reads.misses - previous.misses)
-            if new_reads.hits + new_reads.misses:
-                line["media_cache_hits"] = new_reads.share
-        if medians := self._outliers.add_line(logs):
+        if "loss" in logs:
+            line |= self._media_cache_figures(reads)
+        medians = self._outliers.add_line(logs)
+        if medians:
             line["unusual"] = list(medians)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(plain_json(line)) + "\n")
+        self._append(line)
         if "objective" in logs and self._explains_objective:
             self.progress.note(OBJECTIVE_LINE)
             self._explains_objective = False
         streams = self.run.config.streaming
         self.progress.line(self._num_unreported, **shown_figures(line, has_epochs=not streams))
         self._num_unreported = 0
-        if not is_training:
+        if "loss" not in logs:
             return
         if logs["target_tokens"]:
             self.last_loss = float(logs["loss"])
             self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
         if medians:
             self.progress.note(outlier_warning(step, medians, logs, None if streams else shlex.quote(output_dir)))
-        if (warning := self._waiting.add_steps(logs["data_wait"], logs["seconds"])) is not None:
-            self.progress.note(warning)
+        waiting_note = self._waiting.add_steps(logs["data_wait"], logs["seconds"])
+        if waiting_note is not None:
+            self.progress.note(waiting_note)
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        """Write a line into the file, where NaN and infinity become None."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(plain_json(line)) + "\n")
+
+    def _media_cache_figures(self, reads: MediaReads) -> dict[str, float]:
+        """Return the share of hits since the last line, if the cache was read; warn if it can no longer be written."""
+        previous, self._reads = self._reads, reads
+        if reads.problem is not None and previous.problem is None:
+            self.progress.note(f"--media-cache: training continues without adding to the cache: {reads.problem}")
+        new_reads = MediaReads(hits=reads.hits - previous.hits, misses=reads.misses - previous.misses)
+        return {"media_cache_hits": new_reads.share} if new_reads.hits + new_reads.misses else {}

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from packtool import storage
@@ -133,17 +134,23 @@ def measure_workers(run: Run, spec: InputSpec) -> int:
     with single_thread():
         for number, index in enumerate(itertools.islice(with_media, MAX_SAMPLES + 1)):
             sample = source.reader.sample(index)
-            begin, cpu_begin = time.perf_counter(), time.process_time()
             try:
-                load_media([sample], spec)
+                sample_seconds = _loading_seconds(load_media, sample, spec)
             except (MediaError, StorageError):  # training reports it
                 continue
             if number > 0:  # the time of the first includes loading processors
-                seconds += max(time.perf_counter() - begin, time.process_time() - cpu_begin)
+                seconds += sample_seconds
                 num_tokens += int(media_tokens[index])
             if seconds > _MAX_SECONDS_OF_A_RUN:
                 break
     return workers_of(run, seconds / num_tokens) if num_tokens else workers_of(run)
+
+
+def _loading_seconds(load: Callable[..., Any], sample: EncodedSample, spec: InputSpec) -> float:
+    """Load the media of a sample; return the seconds that passed, or those of the CPU if they are more."""
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    load([sample], spec)
+    return max(time.perf_counter() - begin, time.process_time() - cpu_begin)
 
 
 @contextmanager
@@ -160,45 +167,65 @@ def single_thread() -> Iterator[None]:
 def measure_media(config: PlanConfig, preview: Preview, progress: Progress) -> LoadingTimes:
     """Measure how long some of a plan's media take to load; raise a ConfigError if the caches have no media."""
     reader = preview.inputs.reader
-    shared_prefixes = preview.inputs.shared
     assert reader is not None, "called for caches only"
-    identity = reader.manifests[0].identity
-    model = config.model or str(identity.spec["model"])
-    index = reader.index
-    summary = preview.plan.summary
     # Numbers of all samples with media of a kind.
-    samples_by_kind = {kind: np.flatnonzero(getattr(index, column) > 0) for kind, column in _KINDS.items()}
+    samples_by_kind = {kind: np.flatnonzero(getattr(reader.index, column) > 0) for kind, column in _KINDS.items()}
     if not any(map(len, samples_by_kind.values())):
         raise ConfigError("--media: the caches contain no media, so there is nothing to measure", "Leave out --media.")
+    summary = preview.plan.summary
     if not summary.num_steps or not preview.num_epochs:
         raise ConfigError("--media: the plan has no steps, so there is nothing to measure", "Leave out --media.")
-    spec = InputSpec.load(model, identity.media_limits)
-    planned_samples = preview.plan.packs.samples
-    loaded_share = 1.0  # of the media in an epoch's samples: those in a shared prefix are loaded once
-    if shared_prefixes is not None:
-        loaded_share = shared_prefixes.media_tokens.sum() / index.media_tokens.sum()
-    num_ranks = preview.options.world_size * preview.first_inputs.sequence_parallel_size
+    identity = reader.manifests[0].identity
+    spec = InputSpec.load(config.model or str(identity.spec["model"]), identity.media_limits)
     kinds = []
     with single_thread():
         for kind, samples_of_kind in samples_by_kind.items():
             if len(samples_of_kind):
-                selected = np.random.default_rng(config.seed).permutation(samples_of_kind)[: MAX_SAMPLES + 1].tolist()
-                if len(selected) <= MAX_SAMPLES:  # _measure_loading does not count the first, so it gets it twice
-                    selected = [selected[0], *selected]
-                samples = map(reader.sample, selected)
-                num_media, seconds, num_bytes, num_samples = _measure_loading(kind, samples, spec, progress)
-                # Samples of an epoch: a mixture may take a sample several times or never.
-                num_planned = np.isin(planned_samples, samples_of_kind).sum()
-                per_step = num_planned * loaded_share * num_media / num_samples / summary.num_steps / num_ranks
-                per_medium = {"seconds": seconds / num_media, "megabytes": num_bytes / num_media / 1e6}
-                kinds.append({"kind": kind, "measured": num_media, **per_medium, "per_step": per_step})
+                samples = map(reader.sample, _select_samples(samples_of_kind, config.seed))
+                measured = _measure_loading(kind, samples, spec, progress)
+                kinds.append({"kind": kind, **_kind_figures(measured, preview, samples_of_kind)})
+    step_seconds, assumed = _estimate_step(config, preview)
+    return LoadingTimes(kinds, step_seconds, assumed, cores_of_a_rank())
+
+
+def _select_samples(samples: npt.NDArray[np.integer[Any]], seed: int) -> list[int]:
+    """Select up to 33 samples at random; ``_measure_loading`` does not count the first one."""
+    selected: list[int] = np.random.default_rng(seed).permutation(samples)[: MAX_SAMPLES + 1].tolist()
+    if len(selected) <= MAX_SAMPLES:  # so that every sample is counted, load the first one twice
+        selected = [selected[0], *selected]
+    return selected
+
+
+def _kind_figures(
+    measured: tuple[int, float, int, int], preview: Preview, samples_of_kind: npt.NDArray[np.integer[Any]]
+) -> dict[str, Any]:
+    """Figures of ``LoadingTimes.kinds``, from a result of ``_measure_loading`` and all samples with this kind."""
+    num_media, seconds, num_bytes, num_samples = measured
+    # Samples of an epoch: a mixture may take a sample several times or never.
+    num_planned = np.isin(preview.plan.packs.samples, samples_of_kind).sum()
+    loaded_share = 1.0  # of the media in an epoch's samples: those in a shared prefix are loaded once
+    shared, reader = preview.inputs.shared, preview.inputs.reader
+    if shared is not None and reader is not None:
+        loaded_share = shared.media_tokens.sum() / reader.index.media_tokens.sum()
+    num_ranks = preview.options.world_size * preview.first_inputs.sequence_parallel_size
+    num_steps = preview.plan.summary.num_steps
+    return {
+        "measured": num_media,
+        "seconds": seconds / num_media,
+        "megabytes": num_bytes / num_media / 1e6,
+        "per_step": num_planned * loaded_share * num_media / num_samples / num_steps / num_ranks,
+    }
+
+
+def _estimate_step(config: PlanConfig, preview: Preview) -> tuple[float, str]:
+    """Estimate the computation time of a step, in seconds; also describe the assumptions."""
     tflops, hardware_name = config.tflops, "--tflops"
     if tflops is None:
         hardware = read_hardware(config.hardware)
         tflops, hardware_name = hardware.peak_tflops, hardware.name
     epoch_seconds = preview.figures(tflops, config.mfu)["hours"] * 3600 / preview.num_epochs
     assumed = f"{preview.cost_source} on {hardware_name}, --mfu {config.mfu:g}"
-    return LoadingTimes(kinds, epoch_seconds / summary.num_steps, assumed, cores_of_a_rank())
+    return epoch_seconds / preview.plan.summary.num_steps, assumed
 
 
 def _measure_loading(
@@ -214,21 +241,23 @@ def _measure_loading(
     progress.start(f"loading {kind}", MAX_SAMPLES)
     for number, sample in enumerate(samples):
         reduced, files_by_medium, load = _with_only(kind, sample, spec)
-        begin, cpu_begin = time.perf_counter(), time.process_time()
-        load([reduced], spec)
-        elapsed = max(time.perf_counter() - begin, time.process_time() - cpu_begin)
+        sample_seconds = _loading_seconds(load, reduced, spec)
         if number == 0:
             continue
-        seconds += elapsed
+        seconds += sample_seconds
         num_media += len(files_by_medium)
         num_samples += 1
-        for path, data in itertools.chain.from_iterable(files_by_medium):
-            num_bytes += len(data) if data is not None else storage.stat(os.fspath(path or "")).size
+        num_bytes += sum(map(_num_bytes, files_by_medium))
         progress.advance(1)
         if seconds > _MAX_SECONDS:
             break
     progress.finish()
     return num_media, seconds, num_bytes, num_samples
+
+
+def _num_bytes(files: _Files) -> int:
+    """Bytes of the files of a medium; the content of embedded ones is at hand."""
+    return sum(len(data) if data is not None else storage.stat(os.fspath(path or "")).size for path, data in files)
 
 
 def _with_only(

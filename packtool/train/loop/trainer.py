@@ -1,4 +1,4 @@
-"""Training of optimizer steps as they are planned, by a subclass of transformers' Trainer, and their dataloader.
+"""Training of optimizer steps as they are planned, by a subclass of transformers' Trainer.
 
 The Trainer gives every step the same number of micro-batches, except the last of an epoch, and resumes by counting
 them. Here the plan defines a step. Therefore one batch of the Trainer's dataloader (``StepLoader``) is a whole
@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice, tee
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,165 +30,29 @@ from transformers.training_args import OptimizerNames
 
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import B, Batch, PackedBatch, PaddedBatch, ShardedBatch, SkippedSample, TreeBatch
-from packtool.batch.dataset import MicroBatches, load_micro_batches
-from packtool.batch.media_cache import MediaReads
-from packtool.batch.micro_batch import MicroBatch, Tower
-from packtool.batch.shard import SequenceSplit
-from packtool.batch.spec import InputSpec
 from packtool.cache.evaluation_file import plain_json
-from packtool.config.train import TrainConfig
-from packtool.launch.world import World, all_gather_objects
 from packtool.train.evaluate.per_sample import evaluate
 from packtool.train.loop.checks import refuse_adam_mini, refused_by_transformers
 from packtool.train.loop.log import Meter
+from packtool.train.loop.step_loader import StepLoader, TrainingStep
 from packtool.train.loop.watch import StepWatch
 from packtool.train.model.active_layers import ActiveLayers
-from packtool.train.model.loss import LossFunction, ReferenceModel, RouterBalance, StepMean, base_model
+from packtool.train.model.loss import (
+    LossFunction,
+    ReferenceModel,
+    RouterBalance,
+    StepMean,
+    TargetLosses,
+    base_model,
+)
 from packtool.train.model.low_precision import enable_rounding
 from packtool.train.model.muon import MuonAdamW
 from packtool.train.model.precision import KahanAdamW, SavedPrecision, load_master_weights, save_master_weights
 from packtool.train.model.sharding import OPTIMIZER_FOLDER, load_optimizer
 from packtool.train.model.trainable import split_by_rate
 from packtool.train.prepare.checkpoint import PREFIX, loading, saving
-from packtool.train.prepare.figures import RankStep, StepFigures
-from packtool.train.prepare.run import Run
+from packtool.train.prepare.figures import StepFigures
 from packtool.train.prepare.workers import workers_of
-
-_LOG = logging.getLogger("packtool.train.batches")
-
-
-@dataclass(frozen=True)
-class TrainingStep:
-    """One optimizer step of one rank, whose micro-batches are loaded one at a time.
-
-    Args:
-        figures: of the whole step, over all ranks and micro-batches.
-        num_micro_batches: the same on every rank.
-    """
-
-    figures: StepFigures
-    num_micro_batches: int
-    micro_batches: Iterator[Batch]
-
-
-def required_towers(spec: InputSpec, config: TrainConfig) -> frozenset[Tower]:
-    """Return the towers that must run in every micro-batch: all if a tower may be trained, else none.
-
-    A trained tower needs a backward pass on every rank, because ranks exchange its gradients.
-    """
-    is_named = any(
-        (config.trainable_parameters, config.trainable_parameters_regex, config.modules_to_save, config.target_regex)
-    )
-    is_trained = is_named or config.adapters or not {"vision tower", "aligner"} <= config.frozen_parts
-    return spec.towers if is_trained else frozenset()
-
-
-class StepLoader:
-    """Dataloader of the Trainer: the training steps of one rank, from ``run.start`` on.
-
-    Its length is the number of steps of the whole run, from which the Trainer computes epochs. ``media_reads`` are this
-    rank's reads of the media cache so far.
-    """
-
-    def __init__(self, run: Run, spec: InputSpec) -> None:
-        self.run, self.spec = run, spec
-        self.steps = run.steps(RankExchange(run.world))
-        self.media_reads = MediaReads()
-        self._current: Sequence[MicroBatch] = ()
-
-    def __len__(self) -> int:
-        return self.run.timeline.num_steps
-
-    def __iter__(self) -> Iterator[TrainingStep]:
-        run = self.run
-        config = run.config
-        dataset = MicroBatches(
-            run.source.read,
-            self.spec,
-            packing=config.removes_padding,
-            skip_bad_media=config.on_bad_media == "skip",
-            splits={
-                size: SequenceSplit(axes.ring_size, axes.ulysses_size, rank=run.world.rank % size)
-                for size, axes in run.axes_by_size.items()
-                if size > 1
-            },
-            required_towers=required_towers(self.spec, config),
-            min_shared=run.source.min_shared,
-            pad_to_multiple_of=run.length_multiple,
-        )
-        # Data workers load ahead of the current step, so they have their own iterator over the planned steps.
-        steps_to_load, steps = tee(self.steps.rank_steps())
-        batches = load_micro_batches(
-            dataset,
-            (micro_batch for step in steps_to_load for micro_batch in step.micro_batches),
-            num_workers=config.dataloader_num_workers or 0,
-            pin_memory=torch.cuda.is_available(),
-        )
-        # A stream may end earlier; the range comes first in zip, so that no further step is taken from ``steps``.
-        for number, step in zip(range(run.start, run.timeline.num_steps), steps, strict=False):
-            figures = step.begin()
-            self._current = step.micro_batches
-            yield TrainingStep(figures, len(step.micro_batches), self._step_batches(batches, step, number))
-            if self.steps.ended:
-                return
-
-    def _step_batches(self, batches: Iterator[Batch], step: RankStep, number: int) -> Iterator[Batch]:
-        """Yield the batches of step ``number`` (0-based), add up their media reads, and log each for ``--debug``.
-
-        ``batches`` also has the batches of all later steps, which stay in the iterator.
-        """
-        for index, (planned, batch) in enumerate(zip(step.micro_batches, batches, strict=False), start=1):
-            self.media_reads += batch.media_reads
-            if _LOG.isEnabledFor(logging.DEBUG):
-                tensors = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
-                details = [self.run.source.debug_text(planned)]  # names of the samples
-                for name, value in tensors.items():
-                    if isinstance(value, Tensor):
-                        details.append(f"{name} {tuple(value.shape)}")
-                if (lengths := getattr(batch, "lengths", None)) is not None:
-                    details.append("lengths " + "+".join(map(str, lengths)))
-                details.append(f"{batch.num_target_tokens} targets")
-                if batch.skipped:
-                    details.append(f"{len(batch.skipped)} samples skipped")
-                position = self.run.world.data.rank, number + 1, index, len(step.micro_batches)
-                _LOG.debug("rank %d, step %d, micro-batch %d of %d: %s", *position, "; ".join(filter(None, details)))
-            yield batch
-
-    def all_media_reads(self) -> MediaReads:
-        """Return ``media_reads`` summed over all ranks; every rank must call this."""
-        return sum(all_gather_objects(self.media_reads, self.run.world.size), MediaReads())
-
-    def names(self) -> Callable[[int], list[str]]:
-        """Return a function from a micro-batch's number in this step to its samples' names, also valid later."""
-        current = self._current
-        return lambda number: self.run.source.names(current[number])
-
-
-class RankExchange:
-    """Exchange of values between data-parallel ranks on the host; implements ``NumberExchange``."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def sums(self, counts: Sequence[int]) -> list[int]:
-        """Return each number summed over the data-parallel ranks."""
-        if self._world.size == 1:
-            return list(counts)
-        sums = torch.tensor(counts, dtype=torch.int64)
-        dist.all_reduce(sums, group=self._group)
-        # Ranks that share a sequence all count it.
-        return (sums // self._world.sequence_parallel_size).tolist()
-
-    def gathered(self, value: Any) -> list[Any]:
-        """Return the values of all data-parallel ranks, by rank."""
-        if self._world.size == 1:
-            return [value]
-        return all_gather_objects(value, self._world.size, self._group)[:: self._world.sequence_parallel_size]
-
-    @cached_property
-    def _group(self) -> Any:
-        """A process group on the host, created by all ranks at first use; None for the default group."""
-        return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
 class EmbeddingNoise:
@@ -307,22 +168,15 @@ class PackTrainer(Trainer):
         switch: Any = None,
     ) -> None:
         self.config = config = loader.run.config
-        model_settings = vars(model.config)
-        use_cache = model_settings.get("use_cache")
-        save_only_model = args.save_only_model
-        # The Trainer refuses to save the optimizer of a model that was sharded while it was loaded. This class can save
-        # it, so the option is on while the Trainer checks it.
-        args.save_only_model = save_only_model or config.shares_experts
-        super().__init__(model=model, args=args)
-        args.save_only_model = save_only_model
-        # The Trainer disables the KV cache in the model's config, which checkpoints would inherit: restore the setting.
-        if use_cache is None:
-            model_settings.pop("use_cache", None)
-        else:
-            model_settings["use_cache"] = use_cache
+        with _restored_settings(model, args, saves_sharded_optimizer=config.shares_experts):
+            super().__init__(model=model, args=args)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
-        self.loader, self.saved, self.watch, self.parallel, self.switch = loader, saved, watch, parallel, switch
+        self.loader = loader
+        self.saved = saved
+        self.watch = watch
+        self.parallel = parallel
+        self.switch = switch
         # Before LossFunction changes the head: on every rank, the model as it is before training and before resuming.
         self.reference = ReferenceModel(model, args.device) if config.asft_alpha is not None else None
         self.loss_function = LossFunction(model)
@@ -353,12 +207,9 @@ class PackTrainer(Trainer):
         Returns:
             this rank's sum of losses times the number of ranks, 0-d; ``Meter.take_log_line`` divides it by the targets.
         """
-        layers = self.active_layers
-        if layers is not None and layers.resets_optimizer and layers.changes_at(self.state.global_step):
-            self._bare_optimizer.state.clear()
-        if self.config.qat_start_step:
-            enable_rounding(self.model, self.state.global_step >= self.config.qat_start_step)  # type: ignore[arg-type]
-        step_mean = StepMean(inputs.figures.units, self.args.world_size)
+        self._apply_step_schedules()
+        figures = inputs.figures
+        step_mean = StepMean(figures.units, self.args.world_size)
         total = torch.zeros((), device=self.args.device)
         skipped: list[SkippedSample] = []
         for number, host_batch in enumerate(self.meter.timed(inputs.micro_batches), start=1):
@@ -367,36 +218,58 @@ class PackTrainer(Trainer):
             if self.switch is not None:
                 self.switch.set_for(host_batch)
             batch = self._copies.to_device(host_batch)
-            with contextlib.ExitStack() as stack:
-                # Ranks exchange gradients once, in the last micro-batch. With FSDP they do it in each micro-batch,
-                # because otherwise every rank would hold float32 sums of all gradients.
-                if not (is_last or self.accelerator.is_fsdp2 or self.config.shares_experts):
-                    stack.enter_context(self.accelerator.no_sync(model=model))
-                if self.active_layers is not None:
-                    stack.enter_context(self.active_layers.active(self.state.global_step))
-                if self.balance is not None:
-                    stack.enter_context(
-                        self.balance.added_to_gradients(batch, inputs.figures.tokens, self.args.world_size)
-                    )
+            with self._micro_batch_context(model, batch, figures, is_last=is_last):
                 total += self._train_micro_batch(model, batch, step_mean)
             skipped += batch.skipped
         self.skipped += [(self.state.global_step, sample) for sample in skipped]
-        figures = inputs.figures
         if self.config.on_bad_media == "skip":
-            # The plan has counted the samples that any rank skipped: exclude them from the gradients and the figures.
-            local_counts = [len(skipped), sum(sample.num_target_tokens for sample in skipped)]
-            counts = torch.tensor(local_counts, device=self.args.device)
-            if self.args.world_size > 1:
-                dist.all_reduce(counts)
-            num_skipped_samples, num_skipped_targets = counts.tolist()
-            num_skipped = num_skipped_samples if self.config.loss_reduction == "sample" else num_skipped_targets
-            units = step_mean.remove_units(num_skipped, self.model.parameters())  # type: ignore[union-attr]
-            target_tokens = figures.target_tokens - num_skipped_targets
-            figures = dataclasses.replace(figures, units=units, target_tokens=target_tokens)
+            figures = self._exclude_skipped(figures, skipped, step_mean)
         if self.switch is not None:
             figures = figures.with_recomputed(self.switch.take_share())
         self.meter.add_step(figures, None if self.balance is None else self.balance.take_step_loss())
         return step_mean.sum_over_ranks(total)
+
+    def _apply_step_schedules(self) -> None:
+        """Reset the optimizer if other layers become active in this step, and start rounding at its first step."""
+        step = self.state.global_step
+        layers = self.active_layers
+        if layers is not None and layers.resets_optimizer and layers.changes_at(step):
+            self._bare_optimizer.state.clear()
+        if self.config.qat_start_step:
+            enable_rounding(self.model, step >= self.config.qat_start_step)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def _micro_batch_context(
+        self, model: nn.Module, batch: Batch, figures: StepFigures, *, is_last: bool
+    ) -> Iterator[None]:
+        """Enter the contexts in which a micro-batch is trained; ``figures`` are those of its step."""
+        with contextlib.ExitStack() as stack:
+            # Ranks exchange gradients once, in the last micro-batch. With FSDP they do it in each micro-batch,
+            # because otherwise every rank would hold float32 sums of all gradients.
+            if not (is_last or self.accelerator.is_fsdp2 or self.config.shares_experts):
+                stack.enter_context(self.accelerator.no_sync(model=model))
+            if self.active_layers is not None:
+                stack.enter_context(self.active_layers.active(self.state.global_step))
+            if self.balance is not None:
+                stack.enter_context(self.balance.added_to_gradients(batch, figures.tokens, self.args.world_size))
+            yield
+
+    def _exclude_skipped(
+        self, figures: StepFigures, skipped: Sequence[SkippedSample], step_mean: StepMean
+    ) -> StepFigures:
+        """Exclude the samples that any rank skipped from the gradients; return the figures of the step without them.
+
+        The plan has counted them. ``skipped`` are those of this rank; all ranks must call this.
+        """
+        local_counts = [len(skipped), sum(sample.num_target_tokens for sample in skipped)]
+        counts = torch.tensor(local_counts, device=self.args.device)
+        if self.args.world_size > 1:
+            dist.all_reduce(counts)
+        num_skipped_samples, num_skipped_targets = counts.tolist()
+        num_skipped = num_skipped_samples if self.config.loss_reduction == "sample" else num_skipped_targets
+        units = step_mean.remove_units(num_skipped, self.model.parameters())  # type: ignore[union-attr]
+        target_tokens = figures.target_tokens - num_skipped_targets
+        return dataclasses.replace(figures, units=units, target_tokens=target_tokens)
 
     def _train_micro_batch(self, model: nn.Module, batch: Batch, step_mean: StepMean) -> Tensor:
         """Run forward and backward of a micro-batch; return its contribution to the step's mean loss, 0-d, detached."""
@@ -407,29 +280,38 @@ class PackTrainer(Trainer):
         if self.noise is not None:
             self.noise.batch = batch
         with self.compute_loss_context_manager():
-            config = self.config
-            top_k = 0 if config.eaft_alpha is None else config.eaft_top_k
-            losses = self.loss_function(model, batch, top_k, self.reference)
-            if config.asft_alpha is not None:
-                losses = losses.with_divergences(config.asft_alpha)
-            elif config.enable_dft_loss:
-                losses = losses.weighted_by_probability()
-            elif config.eaft_alpha is not None:
-                losses = losses.weighted_by_entropy(config.eaft_divisor, config.eaft_alpha)
+            losses = self._weighted_losses(model, batch)
             self.meter.add_losses(losses, batch)
             loss = step_mean.contribution(losses.weighted_sum())
         interval = self.args.torch_empty_cache_steps
         if interval is not None and self.state.global_step % interval == 0:
             clear_device_cache()
+        self._backward(loss)
+        loss = loss.detach()
+        self.watch.record_loss(loss)
+        return loss
+
+    def _weighted_losses(self, model: nn.Module, batch: Batch) -> TargetLosses:
+        """The losses of the targets of a micro-batch, with the weights of ASFT, DFT or EAFT if one of them is set."""
+        config = self.config
+        top_k = 0 if config.eaft_alpha is None else config.eaft_top_k
+        losses = self.loss_function(model, batch, top_k, self.reference)
+        if config.asft_alpha is not None:
+            return losses.with_divergences(config.asft_alpha)
+        if config.enable_dft_loss:
+            return losses.weighted_by_probability()
+        if config.eaft_alpha is not None:
+            return losses.weighted_by_entropy(config.eaft_divisor, config.eaft_alpha)
+        return losses
+
+    def _backward(self, loss: Tensor) -> None:
+        """Run the backward pass of a micro-batch's loss, 0-d."""
         settings: dict[str, Any] = {}
         if self.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):  # they update weights in the backward pass
             settings["learning_rate"] = self._get_learning_rate()
         if self.is_deepspeed_enabled:  # otherwise DeepSpeed would divide the loss by the number of micro-batches
             settings["scale_wrt_gas"] = False
         self.accelerator.backward(loss, **settings)
-        loss = loss.detach()
-        self.watch.record_loss(loss)
-        return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
@@ -486,22 +368,27 @@ class PackTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer, with separate parameter groups for parts that have their own rates."""
-        is_new = self.optimizer is None
+        if self.optimizer is not None:
+            return super().create_optimizer(model)
+        trained = model or self.model
+        assert trained is not None
+        assert self.model is not None
+        self._choose_optimizer(trained)
+        with refused_by_transformers():
+            optimizer = super().create_optimizer(model)
+        split_by_rate(optimizer, trained, self.model, self.config)
+        return optimizer
+
+    def _choose_optimizer(self, trained: Any) -> None:
+        """Set the optimizers of packtool that the options name, for the weights of ``trained``."""
         betas = (self.args.adam_beta1, self.args.adam_beta2)
         settings: dict[str, Any] = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
         if self.config.master_weights == "kahan":
             self.optimizer_cls_and_kwargs = (KahanAdamW, settings)
-        if self.config.optim == "adam_mini" and is_new:
-            self.optimizer = self._adam_mini(model or self.model, settings)
-        if self.config.optim == "muon" and is_new:
-            trained: Any = model or self.model
+        if self.config.optim == "adam_mini":
+            self.optimizer = self._adam_mini(trained, settings)
+        if self.config.optim == "muon":
             self.optimizer = MuonAdamW(trained.named_parameters(), weight_decay=self.args.weight_decay, **settings)
-        with refused_by_transformers() if is_new else contextlib.nullcontext():
-            optimizer = super().create_optimizer(model)
-        if is_new:
-            assert self.model is not None
-            split_by_rate(optimizer, model or self.model, self.model, self.config)
-        return optimizer
 
     def _adam_mini(self, trained: Any, settings: dict[str, Any]) -> torch.optim.Optimizer:
         """Return Adam-mini (Zhang et al. 2024, arXiv 2406.16793) for the weights that are trained."""
@@ -585,16 +472,38 @@ class PackTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         checkpoint = os.path.join(str(self.args.output_dir), f"{PREFIX}{self.state.global_step}")
-        num_bytes = None  # estimated: saved weights, master weights, optimizer states; unknown if sharded
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled or self.config.shares_experts):
-            trained: Any = self.model
-            is_adapter = isinstance(trained, PeftModel)
-            weights = [weight for weight in trained.parameters() if weight.requires_grad or not is_adapter]
-            values = [value for state in self._bare_optimizer.state.values() for value in state.values()]
-            num_bytes = sum(value.nbytes for value in values if isinstance(value, Tensor))
-            if not is_adapter:
-                num_bytes += sum(weight.numel() * self.saved.dtype.itemsize for weight in weights)
-            if is_adapter or self.saved.dtype.itemsize < 4:
-                num_bytes += sum(weight.nbytes for weight in weights)
-        with saving(checkpoint, num_bytes=num_bytes):
+        with saving(checkpoint, num_bytes=self._checkpoint_bytes()):
             super()._save_checkpoint(model, trial)
+
+    def _checkpoint_bytes(self) -> int | None:
+        """Estimate the bytes of saved weights, master weights and optimizer states; None if they are sharded."""
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.config.shares_experts:
+            return None
+        trained: Any = self.model
+        is_adapter = isinstance(trained, PeftModel)
+        weights = [weight for weight in trained.parameters() if weight.requires_grad or not is_adapter]
+        values = [value for state in self._bare_optimizer.state.values() for value in state.values()]
+        num_bytes = sum(value.nbytes for value in values if isinstance(value, Tensor))
+        if not is_adapter:
+            num_bytes += sum(weight.numel() * self.saved.dtype.itemsize for weight in weights)
+        if is_adapter or self.saved.dtype.itemsize < 4:
+            num_bytes += sum(weight.nbytes for weight in weights)
+        return num_bytes
+
+
+@contextlib.contextmanager
+def _restored_settings(model: nn.Module, args: TrainingArguments, *, saves_sharded_optimizer: bool) -> Iterator[None]:
+    """Restore the settings that must be different while the Trainer is created, or that it changes."""
+    model_settings = vars(model.config)
+    use_cache = model_settings.get("use_cache")
+    save_only_model = args.save_only_model
+    # The Trainer refuses to save the optimizer of a model that was sharded while it was loaded. ``PackTrainer`` can
+    # save it, so the option is on while the Trainer checks it.
+    args.save_only_model = save_only_model or saves_sharded_optimizer
+    yield
+    args.save_only_model = save_only_model
+    # The Trainer disables the KV cache in the model's config, which checkpoints would inherit.
+    if use_cache is None:
+        model_settings.pop("use_cache", None)
+    else:
+        model_settings["use_cache"] = use_cache

@@ -170,11 +170,15 @@ class StepWatch:
             return False
         exchange = self._pending
         self._pending = None
-        step = exchange.step  # 0-based
         stopped_by, is_bad = exchange.wait_for_result()
         self.stopped_by = self.stopped_by or stopped_by
-        if not is_bad:
-            return False
+        if is_bad:
+            self._handle_bad_step(exchange)
+        return bool(is_bad)
+
+    def _handle_bad_step(self, exchange: _PendingExchange) -> None:
+        """Stop at a bad step, or record it and warn, by ``--on-nan``; all ranks call this together."""
+        step = exchange.step  # 0-based
         self.num_bad += 1
         warns = self.on_nan == "stop" or self.num_bad <= _MAX_WARNINGS  # a warning per step would hide everything else
         lines = self._bad_sample_lines(exchange.losses, exchange.sample_names) if warns else []
@@ -192,7 +196,6 @@ class StepWatch:
         if lines:
             action = "skipped" if self.on_nan == "skip" else "trained nevertheless"
             self.progress.note(f"{message}\n  this step is {action} (--on-nan {self.on_nan})")
-        return True
 
     def end_step(self, state: TrainerState, control: TrainerControl, *, is_evaluated: bool) -> None:
         """Settle a step before anything of it is stored; after a stop signal, request a checkpoint and the end."""

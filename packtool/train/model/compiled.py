@@ -51,15 +51,19 @@ def compile_layers(model: nn.Module, backend: str) -> int:
     dynamo_config.optimize_ddp = False
     layer_classes = {type(layer) for layer in layers}
     compiled_classes = {layer_class: _compiled_class(layer_class, backend) for layer_class in layer_classes}
-    disable: Any = torch.compiler.disable
     for layer in layers:
-        for module in layer.modules():
-            # Experts are not compiled, because their shapes differ in every micro-batch.
-            if type(module).__name__.endswith("Experts"):
-                # A bound method instead of a function, because a deep copy of the model binds it to the copy.
-                module.forward = types.MethodType(disable(type(module).forward), module)
+        _exclude_experts(layer)
         layer.__class__ = compiled_classes[type(layer)]
     return len(layers)
+
+
+def _exclude_experts(layer: nn.Module) -> None:
+    """Let the experts of a layer run without compilation, because their shapes differ in every micro-batch."""
+    disable: Any = torch.compiler.disable
+    for module in layer.modules():
+        if type(module).__name__.endswith("Experts"):
+            # A bound method instead of a function, because a deep copy of the model binds it to the copy.
+            module.forward = types.MethodType(disable(type(module).forward), module)
 
 
 def _compiled_class(cls: type[nn.Module], backend: str) -> type[nn.Module]:

@@ -40,8 +40,8 @@ from packtool.train.prepare.checkpoint import BatchShape
 from packtool.train.prepare.costs import ExpectedTime
 from packtool.train.prepare.figures import RankTokens, assign_media, media_of_caches, peak_memory_batches
 from packtool.train.prepare.opening import open_to_train
+from packtool.train.prepare.parallelism import axes_of
 from packtool.train.prepare.result import option_words
-from packtool.train.prepare.sequence_parallel import axes_of
 from packtool.train.prepare.shared_prefixes import find_shared
 
 MAX_PROPOSALS = 12
@@ -196,18 +196,12 @@ class Fit:
 
         Options that the user has set keep their values.
         """
-        # Without sharding first, then the shardings that need less memory.
-        shardings: list[dict[str, Any]] = [{}]
-        if self.config.world_size > 1 and not self.config.fsdp and self.config.deepspeed is None:
-            shardings += [{"fsdp": ("full_shard",)}, {"fsdp": ("shard_grad_op",)}]
-            if importlib.util.find_spec("deepspeed") is not None:
-                shardings += [{"deepspeed": f"zero{stage}"} for stage in (1, 2, 3)]
         checkpointing_choices = [False, True]
         if self.config.gradient_checkpointing is not None:
             checkpointing_choices = [self.config.gradient_checkpointing]
         sizes = self._sequence_parallel_sizes()
         runs = []
-        for size, sharding, checkpointing in itertools.product(sizes, shardings, checkpointing_choices):
+        for size, sharding, checkpointing in itertools.product(sizes, self._shardings(), checkpointing_choices):
             settings = {"sequence_parallel_size": size, "gradient_checkpointing": checkpointing, **sharding}
             for packing_length in self._packing_lengths(size or 1):
                 runs.append(dataclasses.replace(self.base, packing_length=packing_length, **settings))
@@ -217,11 +211,33 @@ class Fit:
             raise ConfigError.from_problems(list(dict.fromkeys(problems)))  # without repetitions
         return accepted
 
+    def _shardings(self) -> list[dict[str, Any]]:
+        """Return the settings of no sharding, and of the shardings to try; those that need less memory come later."""
+        shardings: list[dict[str, Any]] = [{}]
+        if self.config.world_size > 1 and not self.config.fsdp and self.config.deepspeed is None:
+            shardings += [{"fsdp": ("full_shard",)}, {"fsdp": ("shard_grad_op",)}]
+            if importlib.util.find_spec("deepspeed") is not None:
+                shardings += [{"deepspeed": f"zero{stage}"} for stage in (1, 2, 3)]
+        return shardings
+
     def estimate_time(self, run: TrainConfig) -> Proposal:
         """Return a run with its estimated time and its peak-memory micro-batches, without an estimate of its memory."""
         num_sharing_ranks = run.sequence_parallel_ranks
         assert run.packing_length is not None
         plan, media_shares = self._plan(run.packing_length, num_sharing_ranks)
+        time = self._expected_time(run)
+        return Proposal(
+            run=run,
+            micro_batches=peak_memory_batches(run, plan, self.inputs, media_shares),
+            axes=self._axes(num_sharing_ranks),
+            fill=plan.summary.fill,
+            num_steps=plan.steps.num_steps,
+            tokens=plan.packs.num_tokens,
+            seconds=float(time.steps(run, plan, self.reader.index, media_shares).sum()),
+        )
+
+    def _expected_time(self, run: TrainConfig) -> ExpectedTime:
+        """Return the estimator of step times, with the bytes of weights and gradients that a run exchanges."""
         model = self._model(run.deepspeed is not None)
         parameters = parameter_sizes(model)
         trained = [parameter for parameter in parameters if parameter.is_trained]
@@ -236,22 +252,13 @@ class Fit:
             gradient_bytes = num_trained * dtype.itemsize
         else:
             gradient_bytes = sum(parameter.num_elements * parameter.element_bytes for parameter in trained)
-        time = ExpectedTime(
+        return ExpectedTime(
             model=self.files.config,
             hardware=self.hardware,
             world_size=self.config.world_size,
             weight_bytes=num_weights * dtype.itemsize - saved_bytes(quantized, run, dtype.itemsize),
             gradient_bytes=gradient_bytes,
             trained_bytes=num_trained * dtype.itemsize,
-        )
-        return Proposal(
-            run=run,
-            micro_batches=peak_memory_batches(run, plan, self.inputs, media_shares),
-            axes=self._axes(num_sharing_ranks),
-            fill=plan.summary.fill,
-            num_steps=plan.steps.num_steps,
-            tokens=plan.packs.num_tokens,
-            seconds=float(time.steps(run, plan, self.reader.index, media_shares).sum()),
         )
 
     def memory(self, proposal: Proposal) -> MemoryEstimate:
@@ -369,26 +376,37 @@ def fastest_first(proposals: list[Proposal]) -> list[Proposal]:
 
 def _no_fit_error(fit: Fit, candidates: list[Proposal]) -> ConfigError:
     """Return the error that names the settings that need the least memory, and remedies."""
+    nearest = _nearest_fit(fit, candidates)
+    run = nearest.run
+    num_bytes = fit.num_bytes(nearest)
+    checkpointing = str(run.gradient_checkpointing).lower()
+    settings = f"--packing-length {run.packing_length}, --gradient-checkpointing {checkpointing}"
+    settings += f", sharding {nearest.sharding}, --sequence-parallel-size {run.sequence_parallel_ranks}"
+    return ConfigError(
+        f"--fit: no settings fit into {fit.budget / _GIB:.1f} GiB ({Constants().usable_memory:.0%} of a GPU; libraries "
+        f"and the allocator need the rest). The nearest settings, {settings}, need {num_bytes / _GIB:.1f} GiB, "
+        f"{(num_bytes - fit.budget) / _GIB:.1f} too many ({fit.memory(nearest).sentence()}).",
+        f"Try {'; or '.join(_ways_to_fit(fit.config))}.",
+    )
+
+
+def _ways_to_fit(config: PlanConfig) -> list[str]:
+    """Return what a user can change to need less memory."""
+    ways = ["more GPUs (--world-size)"]
+    if config.train_type == "full":
+        ways.append("adapters (--train-type lora)")
+    ways.append("shorter samples (--max-length)")
+    if not config.fsdp:
+        ways.append("--fsdp full_shard offload, which keeps weights in the machine's memory")
+    return ways
+
+
+def _nearest_fit(fit: Fit, candidates: list[Proposal]) -> Proposal:
+    """Return the settings that need the least memory."""
     by_min_bytes = sorted(candidates, key=fit.min_bytes)
     nearest = by_min_bytes[0]  # the settings with the smallest estimate so far
     for candidate in by_min_bytes:
         # Tracing takes seconds, and is useless if even the lower bound is above the smallest estimate.
         if fit.min_bytes(candidate) < fit.num_bytes(nearest):
             nearest = min(nearest, candidate, key=fit.num_bytes)
-    run = nearest.run
-    num_bytes = fit.num_bytes(nearest)
-    checkpointing = str(run.gradient_checkpointing).lower()
-    settings = f"--packing-length {run.packing_length}, --gradient-checkpointing {checkpointing}"
-    settings += f", sharding {nearest.sharding}, --sequence-parallel-size {run.sequence_parallel_ranks}"
-    remedies = ["more GPUs (--world-size)"]
-    if fit.config.train_type == "full":
-        remedies.append("adapters (--train-type lora)")
-    remedies.append("shorter samples (--max-length)")
-    if not fit.config.fsdp:
-        remedies.append("--fsdp full_shard offload, which keeps weights in the machine's memory")
-    return ConfigError(
-        f"--fit: no settings fit into {fit.budget / _GIB:.1f} GiB ({Constants().usable_memory:.0%} of a GPU; libraries "
-        f"and the allocator need the rest). The nearest settings, {settings}, need {num_bytes / _GIB:.1f} GiB, "
-        f"{(num_bytes - fit.budget) / _GIB:.1f} too many ({fit.memory(nearest).sentence()}).",
-        f"Try {'; or '.join(remedies)}.",
-    )
+    return nearest

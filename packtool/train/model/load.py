@@ -15,7 +15,7 @@ import math
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from logging import ERROR, getLogger
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from peft import PeftModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -147,17 +147,25 @@ def load_model(
     if experts is not None:
         settings["distributed_config"] = experts
     with experts_transposed_correctly() if experts is not None else contextlib.nullcontext():
-        loaded: Any = _random_weights(config, dtype) if model is None else _read_weights(model, config, settings)
+        loaded = _random_weights(config, dtype) if model is None else _read_weights(model, config, settings)
     if experts is not None:
         # Remove it, so that saved configs do not contain the division among the processes of this run.
         loaded.config.__dict__.pop("distributed_config", None)
     if quantized is not None:
         disable_avx512_layout(loaded)
-    # Saving reverts the conversions of weight names. Under ZeRO-3 these include some that this checkpoint never needed.
-    if conversions := getattr(loaded, "_weight_conversions", None):
-        loaded._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
+    _drop_unused_conversions(loaded)
     route_attention(loaded, packing=packing, attn_impl=attn_impl, parallel=parallel)
     return loaded
+
+
+def _drop_unused_conversions(model: Any) -> None:
+    """Keep only the conversions of weight names that loading has used, because saving reverts them.
+
+    Under ZeRO-3 they include some that this checkpoint never needed.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions:
+        model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
 
 
 def _random_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -236,47 +244,59 @@ def build_model(
         the model, bare or inside a LoRA adapter; the precision of its weights in checkpoints; and the file of each
         tensor of the base model that transformers does not load, by the tensor's name.
     """
+    config = run.config
     # Every rank, and every run with this seed, initializes adapters with the same random weights.
-    set_seed(run.config.seed)
+    set_seed(config.seed)
     resumed_weights = run.resume_point.weights  # checkpoint to take only the weights from, or None
-    is_adapter = run.config.train_type != "full"
-    is_random = run.config.train_from_scratch and resumed_weights is None
-    weight_dtype = loaded_dtype(dtype, spec.config, run.config)
-    experts = None
-    if run.config.shares_experts:
-        meta_model = model_without_weights(run.config, spec.config, weight_dtype)
-        experts = expert_sharding(meta_model, run.config, run.world, dtype)
+    is_adapter = config.train_type != "full"
+    is_random = config.train_from_scratch and resumed_weights is None
     # With adapters always load the base model, because an adapter stores the name of the loaded model.
-    source = absolute_model(run.config.model) if resumed_weights is None or is_adapter else resumed_weights
-    model = load_model(
-        None if is_random else source,
+    source = absolute_model(config.model) if resumed_weights is None or is_adapter else resumed_weights
+    model = _load_for_training(None if is_random else source, run, spec, dtype, parallel)
+    saved = SavedPrecision.of(spec.config, model)
+    unloaded = {} if is_adapter or is_random else unloaded_tensors(model, run.source.files.directory)
+    trained = make_trainable(model, config)
+    if resumed_weights is not None:
+        _load_resumed_weights(trained, resumed_weights, progress)
+    lines = [*precision_lines(trained, dtype, config, saved.dtype), *unloaded_line(unloaded, config.model)]
+    lines += [*adapter_lines(trained, config), *quantization_line(trained, spec.config.model_type, config)]
+    for line in lines:
+        progress.note(line)
+    if config.torch_compile:
+        compile_layers(trained, config.torch_compile_backend)
+    return trained, saved, unloaded
+
+
+def _load_resumed_weights(model: PreTrainedModel | PeftModel, checkpoint: str, progress: Progress) -> None:
+    """Load the adapter, or the master weights, of a checkpoint that a run takes only the weights from."""
+    if isinstance(model, PeftModel):
+        load_adapter_weights(model, checkpoint)
+    else:
+        load_master_weights(model, checkpoint)
+    progress.note(f"weights are loaded from {checkpoint}; optimizer, schedule and data start from the beginning")
+
+
+def _load_for_training(
+    model: str | None, run: Run, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None
+) -> PreTrainedModel:
+    """Load a model with the precision, attention, quantization and division of experts of a run."""
+    config = run.config
+    weight_dtype = loaded_dtype(dtype, spec.config, config)
+    experts = None
+    if config.shares_experts:
+        meta_model = model_without_weights(config, spec.config, weight_dtype)
+        experts = expert_sharding(meta_model, config, run.world, dtype)
+    return load_model(
+        model,
         spec.config,
         dtype=weight_dtype,
-        packing=run.config.removes_padding,
-        attn_impl=run.config.attn_impl,
+        packing=config.removes_padding,
+        attn_impl=config.attn_impl,
         parallel=parallel,
-        quantization=run.config,
+        quantization=config,
         computation_dtype=dtype,
         experts=experts,
     )
-    saved = SavedPrecision.of(spec.config, model)
-    unloaded = {} if is_adapter or is_random else unloaded_tensors(model, run.source.files.directory)
-    trained = make_trainable(model, run.config)
-    if resumed_weights is not None:
-        if isinstance(trained, PeftModel):
-            load_adapter_weights(trained, resumed_weights)
-        else:
-            load_master_weights(trained, resumed_weights)
-        progress.note(
-            f"weights are loaded from {resumed_weights}; optimizer, schedule and data start from the beginning"
-        )
-    lines = [*precision_lines(trained, dtype, run.config, saved.dtype), *unloaded_line(unloaded, run.config.model)]
-    lines += [*adapter_lines(trained, run.config), *quantization_line(trained, spec.config.model_type, run.config)]
-    for line in lines:
-        progress.note(line)
-    if run.config.torch_compile:
-        compile_layers(trained, run.config.torch_compile_backend)
-    return trained, saved, unloaded
 
 
 def unloaded_tensors(model: PreTrainedModel, directory: str) -> dict[str, str]:
@@ -334,31 +354,49 @@ def add_unloaded_tensors(output: str, unloaded: Mapping[str, str]) -> None:
     the file of the base model for each tensor's name; at most one of these files is in memory at a time.
     """
     saved_files = tensor_files(output)
-    names_by_source = defaultdict[str, list[str]](list)
+    names_by_source = defaultdict[str, list[str]](list)  # of the tensors to add, by their file
     for name, source in unloaded.items():
         if name not in saved_files:
             names_by_source[source].append(name)
     if not saved_files or not names_by_source:
         return
     saved_shards = sorted(set(saved_files.values()))
-    num_shards = len(saved_shards) + len(names_by_source)
-    paths = [os.path.join(output, f"model-{n:05d}-of-{num_shards:05d}.safetensors") for n in range(1, num_shards + 1)]
+    paths = _shard_paths(output, len(saved_shards) + len(names_by_source))
+    saved_paths, new_paths = paths[: len(saved_shards)], paths[len(saved_shards) :]
     # Rename the saved shards, because the name of a shard contains the number of shards.
-    for shard, path in zip(saved_shards, paths, strict=False):
+    for shard, path in zip(saved_shards, saved_paths, strict=True):
         os.replace(shard, path)
-    for (source, names), path in zip(names_by_source.items(), paths[len(saved_shards) :], strict=True):
-        if source.endswith(".safetensors"):
-            with safe_open(source, "pt") as file:
-                copied = {name: file.get_tensor(name) for name in names}
-        else:
-            state = load_state_dict(source)
-            copied = {name: state[name].contiguous() for name in names}
-        save_file(copied, path, {"format": "pt"})
+    for (source, names), path in zip(names_by_source.items(), new_paths, strict=True):
+        save_file(_read_tensors(source, names), path, {"format": "pt"})
+    _write_index(output, paths)
+
+
+def _shard_paths(directory: str, num_shards: int) -> list[str]:
+    """Return the paths of a model's shards, which have transformers' names."""
+    names = [f"model-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1)]
+    return [os.path.join(directory, name) for name in names]
+
+
+def _read_tensors(path: str, names: Sequence[str]) -> dict[str, Tensor]:
+    """Read tensors by name from a file of weights, of safetensors or of torch."""
+    if path.endswith(".safetensors"):
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in names}
+    state = load_state_dict(path)
+    return {name: state[name].contiguous() for name in names}
+
+
+def _write_index(output: str, paths: Sequence[str]) -> None:
+    """Write the index of the shards ``paths`` of a model: the shard of each tensor, and the size of all."""
     headers = {os.path.basename(path): _header(path) for path in paths}
     tensors = [tensor for header in headers.values() for tensor in header.values()]
+    num_bytes = 0
+    for tensor in tensors:
+        begin, end = tensor["data_offsets"]
+        num_bytes += end - begin
     metadata = {
         "total_parameters": sum(math.prod(tensor["shape"]) for tensor in tensors),
-        "total_size": sum(end - begin for begin, end in (tensor["data_offsets"] for tensor in tensors)),
+        "total_size": num_bytes,
     }
     weight_map = {name: shard for shard, header in headers.items() for name in header}
     with open(os.path.join(output, SAFE_WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as index_file:

@@ -182,28 +182,40 @@ class HeadLoss:
         self, model: nn.Module, batch: Batch, entropy_top_k: int = 0, reference: ReferenceModel | None = None
     ) -> TargetLosses:
         """Run the model, which may be wrapped by now and must return its head's output; return the target losses."""
+        self._entropy_top_k = entropy_top_k
         self._reference_logits = None
         if reference is not None:
-            self._reference_logits, self._reference_hidden = reference.logits, reference.target_hidden(batch)
-        positions, weights = batch.target_positions, batch.loss_weights
-        self._entropy_top_k, self._entropies = entropy_top_k, None
-        self._targets, self._correct = (positions, batch.labels.flatten()[positions]), None
-        try:
-            returned = model(**batch.model_inputs()).logits
-        finally:
-            self._targets = None
-        correct, self._correct = self._correct, None
-        if correct is None or returned.shape[0] != 1 or returned.shape[2] != (2 if reference is not None else 1):
+            self._reference_logits = reference.logits
+            self._reference_hidden = reference.target_hidden(batch)
+        returned, correct = self._run(model, batch)
+        num_columns = 1 if reference is None else 2  # losses, and divergences from the reference model
+        if correct is None or returned.shape[0] != 1 or returned.shape[2] != num_columns:
             raise RuntimeError(f"{type(model).__name__} does not return the output of its head as logits")
         # Keep the returned tensor in the graph: FSDP waits for gradients at what a module returns.
         losses = returned[0, :, 0]
         divergences = None if reference is None else returned[0, :, 1]
-        weights = None if weights is None else weights.flatten()[positions]
+        positions = batch.target_positions
+        weights = None if batch.loss_weights is None else batch.loss_weights.flatten()[positions]
         if len(positions):
             zero = losses.new_zeros(())
             return TargetLosses(losses, correct, positions, weights, zero, self._entropies, divergences)
         none = losses.detach()[:0]
         return TargetLosses(losses[:0], correct, positions, weights, returned.sum(), none, none)
+
+    def _run(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Run the model on a micro-batch; return what it returns as logits, and ``correct`` of ``TargetLosses``.
+
+        The head computes losses of the targets, unless the model does not call it: then ``correct`` is None.
+        """
+        positions = batch.target_positions
+        self._entropies = self._correct = None
+        self._targets = (positions, batch.labels.flatten()[positions])
+        try:
+            returned: Tensor = model(**batch.model_inputs()).logits
+        finally:
+            self._targets = None
+        correct, self._correct = self._correct, None
+        return returned, correct
 
     def _losses_or_logits(self, hidden: Tensor) -> Tensor:
         """Replace the head's forward: inside ``losses``, return losses (1, N, 1) of hidden states (B, T, D).
@@ -215,48 +227,79 @@ class HeadLoss:
         if self._targets is None:
             return self._head_forward(hidden)
         positions, labels = self._targets  # (N,) each
-        hidden = hidden.flatten(0, 1)
+        hidden = hidden.flatten(0, 1)  # (B * T, D)
         if not len(positions):
-            # Zero times a logit: every parameter must take part in the backward pass, or other ranks would wait.
             self._correct = labels.new_zeros(0, dtype=torch.bool)
-            zero = self._head_forward(hidden[:1]).float().sum(-1) * 0.0
-            return zero[None, :, None].repeat(1, 1, 1 if self._reference_logits is None else 2)
+            return self._zero_losses(hidden)
+        chunks = self._chunks(hidden.index_select(0, positions), labels)
+        results = _ChunkResults(self._head_forward, self._reference_logits, self._entropy_top_k)
+        # Recomputing a single chunk would save no memory.
+        recomputes = len(chunks) > 1 and torch.is_grad_enabled()
+        compute: Any = partial(checkpoint, results.losses, use_reentrant=False) if recomputes else results.losses
+        losses = [compute(number, *chunk) for number, chunk in enumerate(chunks)]
+        self._correct = torch.cat(list(results.correct.values()))
+        if self._entropy_top_k:
+            self._entropies = torch.cat(list(results.entropies.values()))
+        return torch.cat(losses)[None].clone()  # for FSDP a new tensor, not a view
+
+    def _zero_losses(self, hidden: Tensor) -> Tensor:
+        """Return losses of a micro-batch without targets, (1, 1, 1), or (1, 1, 2) with a reference model.
+
+        They are zero times a logit, because every parameter must take part in the backward pass, or other ranks would
+        wait.
+        """
+        zero = self._head_forward(hidden[:1]).float().sum(-1) * 0.0
+        return zero[None, :, None].repeat(1, 1, 1 if self._reference_logits is None else 2)
+
+    def _chunks(self, hidden: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Divide hidden states (N, D) and labels (N,) of targets, and the reference model's hidden states, into chunks.
+
+        A chunk has the targets whose logits are computed at a time.
+        """
         head: Any = getattr(self._head_forward, "__self__", None)
         vocabulary_size = int(getattr(head, "out_features", 0)) or int(head.weight.shape[0])
-        targets_per_chunk = max(self._chunk_logits // vocabulary_size, 1)
-        correct_by_chunk: dict[int, Tensor] = {}
-        entropies_by_chunk: dict[int, Tensor] = {}
-        entropy_top_k, reference_logits = self._entropy_top_k, self._reference_logits
-
-        def chunk_losses(
-            chunk_hidden: Tensor, chunk_labels: Tensor, chunk: int, reference_hidden: Tensor | None
-        ) -> Tensor:
-            logits = self._head_forward(chunk_hidden).float()
-            if chunk not in correct_by_chunk:  # in the forward pass, not when the backward pass recomputes the logits
-                correct_by_chunk[chunk] = logits.detach().argmax(-1) == chunk_labels
-                if entropy_top_k:
-                    entropies_by_chunk[chunk] = top_k_entropy(logits.detach(), entropy_top_k)
-            losses = [F.cross_entropy(logits, chunk_labels, reduction="none")]
-            if reference_logits is not None and reference_hidden is not None:
-                losses.append(divergence(reference_logits(reference_hidden), logits))
-            return torch.stack(losses, dim=-1)
-
-        hidden_chunks = torch.split(hidden.index_select(0, positions), targets_per_chunk)
-        label_chunks = torch.split(labels, targets_per_chunk)
+        chunk_size = max(self._chunk_logits // vocabulary_size, 1)
+        hidden_chunks = torch.split(hidden, chunk_size)
         reference_chunks: Any = [None] * len(hidden_chunks)
-        if self._reference_hidden is not None and reference_logits is not None:
-            reference_chunks = torch.split(self._reference_hidden, targets_per_chunk)
-        # Recomputing a single chunk would save no memory.
-        recomputes = len(hidden_chunks) > 1 and torch.is_grad_enabled()
-        compute: Any = partial(checkpoint, chunk_losses, use_reentrant=False) if recomputes else chunk_losses
-        losses = []
-        chunks = zip(hidden_chunks, label_chunks, reference_chunks, strict=True)
-        for chunk, (chunk_hidden, chunk_labels, reference_hidden) in enumerate(chunks):
-            losses.append(compute(chunk_hidden, chunk_labels, chunk, reference_hidden))
-        self._correct = torch.cat([correct_by_chunk[chunk] for chunk in range(len(losses))])
-        if entropy_top_k:
-            self._entropies = torch.cat([entropies_by_chunk[chunk] for chunk in range(len(losses))])
-        return torch.cat(losses)[None].clone()  # for FSDP a new tensor, not a view
+        if self._reference_hidden is not None and self._reference_logits is not None:
+            reference_chunks = torch.split(self._reference_hidden, chunk_size)
+        return list(zip(hidden_chunks, torch.split(labels, chunk_size), reference_chunks, strict=True))
+
+
+class _ChunkResults:
+    """Losses of chunks of targets, computed by the forward of a head.
+
+    Attributes:
+        correct: by number of the chunk, whether the most likely token is the label, bool (targets of the chunk,).
+        entropies: by number of the chunk, entropies of the ``entropy_top_k`` most likely tokens; empty with 0.
+    """
+
+    def __init__(
+        self,
+        head_forward: Callable[[Tensor], Tensor],
+        reference_logits: Callable[[Tensor], Tensor] | None,
+        entropy_top_k: int,
+    ) -> None:
+        self.correct: dict[int, Tensor] = {}
+        self.entropies: dict[int, Tensor] = {}
+        self._head_forward = head_forward
+        self._reference_logits = reference_logits
+        self._entropy_top_k = entropy_top_k
+
+    def losses(self, number: int, hidden: Tensor, labels: Tensor, reference_hidden: Tensor | None) -> Tensor:
+        """Return the losses of a chunk of C targets, (C, 1); with a reference model, losses and divergences, (C, 2).
+
+        ``number`` is that of the chunk, and ``hidden`` has the hidden states before the head, (C, D).
+        """
+        logits = self._head_forward(hidden).float()
+        if number not in self.correct:  # in the forward pass, not when the backward pass recomputes the logits
+            self.correct[number] = logits.detach().argmax(-1) == labels
+            if self._entropy_top_k:
+                self.entropies[number] = top_k_entropy(logits.detach(), self._entropy_top_k)
+        losses = [F.cross_entropy(logits, labels, reduction="none")]
+        if self._reference_logits is not None and reference_hidden is not None:
+            losses.append(divergence(self._reference_logits(reference_hidden), logits))
+        return torch.stack(losses, dim=-1)
 
 
 def divergence(expected_logits: Tensor, logits: Tensor) -> Tensor:
@@ -354,7 +397,9 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool, en
     With ``label_logits_only``, compute logits only at positions with a label; the model must accept ``logits_to_keep``.
     Without targets, the sum of the losses is exactly 0 but still depends on the whole model.
     """
-    inputs, labels, positions = batch.model_inputs(), batch.labels, batch.target_positions
+    inputs = batch.model_inputs()
+    labels = batch.labels
+    positions = batch.target_positions
     if label_logits_only:
         kept = label_positions(batch)
         inputs["logits_to_keep"] = kept
@@ -364,22 +409,28 @@ def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool, en
     weights = None if batch.loss_weights is None else batch.loss_weights.flatten()[positions]
     if not len(positions):
         zero = logits.float().sum() * 0.0
-        none, none_correct = zero.detach().new_zeros(0), labels.new_zeros(0, dtype=torch.bool)
+        none = zero.detach().new_zeros(0)
+        none_correct = labels.new_zeros(0, dtype=torch.bool)
         return TargetLosses(none, none_correct, positions, weights, zero, entropies=none)
-    # Without gradients, chunks save memory: float32 logits of a chunk are freed before those of the next one.
-    chunk_size = len(logits) if torch.is_grad_enabled() else _ROWS_AT_ONCE
-    chunks = zip(torch.split(logits, chunk_size), torch.split(labels, chunk_size), strict=True)
-    loss_chunks, correct_chunks = [], []
-    for chunk_logits, chunk_labels in chunks:
-        chunk_losses = F.cross_entropy(chunk_logits.float(), chunk_labels, ignore_index=IGNORE_INDEX, reduction="none")
-        loss_chunks.append(chunk_losses)
-        correct_chunks.append(chunk_logits.detach().argmax(-1) == chunk_labels)
-    losses, correct = torch.cat(loss_chunks), torch.cat(correct_chunks)
+    losses, correct = _label_losses(logits, labels)
     is_target = labels != IGNORE_INDEX
     if len(losses) != len(positions):  # some computed positions have no label
         losses, correct = losses[is_target], correct[is_target]
     entropies = top_k_entropy(logits.detach()[is_target], entropy_top_k) if entropy_top_k else None
     return TargetLosses(losses, correct, positions, weights, losses.new_zeros(()), entropies)
+
+
+def _label_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return losses of labels, float32 (P,), and whether each is the most likely token, of logits (P, vocabulary)."""
+    # Without gradients, chunks save memory: float32 logits of a chunk are freed before those of the next one.
+    chunk_size = len(logits) if torch.is_grad_enabled() else _ROWS_AT_ONCE
+    chunks = zip(torch.split(logits, chunk_size), torch.split(labels, chunk_size), strict=True)
+    losses, correct = [], []
+    for chunk_logits, chunk_labels in chunks:
+        chunk_losses = F.cross_entropy(chunk_logits.float(), chunk_labels, ignore_index=IGNORE_INDEX, reduction="none")
+        losses.append(chunk_losses)
+        correct.append(chunk_logits.detach().argmax(-1) == chunk_labels)
+    return torch.cat(losses), torch.cat(correct)
 
 
 def label_positions(batch: Batch) -> Tensor:
@@ -421,14 +472,7 @@ class RouterBalance:
         self._world_size = 1
         self._share = torch.zeros(())
         self._balances: list[Tensor] = []
-        # transformers' models declare the classes of their routers, with the index of the logits in a router's output.
-        logits_index_by_class: dict[type[nn.Module], int] = {}
-        for module in model.modules():
-            recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get(_RECORDED)
-            recorders = recorded if isinstance(recorded, list) else [recorded]
-            for recorder in recorders:
-                if hasattr(recorder, "target_class"):
-                    logits_index_by_class[recorder.target_class] = recorder.index
+        logits_index_by_class = _router_classes(model)
         self._num_layers = 0
         for module in model.modules():
             # A router's class may be a base class here, because FSDP changes the class of a module to a subclass.
@@ -474,6 +518,18 @@ class RouterBalance:
         """Record a layer's loss, and return its gradient, 0-d; runs once per layer, even if layers are recomputed."""
         self._balances.append(balance.detach() * self._share)
         return self._coefficient * self._world_size * self._share
+
+
+def _router_classes(model: nn.Module) -> dict[type[nn.Module], int]:
+    """Return the classes of a model's routers, which transformers' models declare, and the logits' index in outputs."""
+    logits_index_by_class = {}
+    for module in model.modules():
+        recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get(_RECORDED)
+        recorders = recorded if isinstance(recorded, list) else [recorded]
+        for recorder in recorders:
+            if hasattr(recorder, "target_class"):
+                logits_index_by_class[recorder.target_class] = recorder.index
+    return logits_index_by_class
 
 
 def load_balance(logits: Tensor, experts: Tensor, tokens: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from packtool.encode.families import MediaLimits, family_of, is_multimodal
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.launch.world import World, processes_of_machine
+from packtool.planning.epoch import EpochPlan
 from packtool.progress import Progress
 from packtool.simulate.hardware import Hardware, read_hardware
 from packtool.simulate.machine import Constants
@@ -37,10 +39,10 @@ from packtool.train.model.precision import quantized_layers, saved_bytes, scale_
 from packtool.train.model.sharding import expert_weights, shards_weights
 from packtool.train.model.trace import PassBytes, trace_pass
 from packtool.train.prepare.costs import with_recomputing
-from packtool.train.prepare.deepspeed import zero_stage
 from packtool.train.prepare.figures import RankTokens, longest_micro_batches, peak_memory_batches
+from packtool.train.prepare.inputs import Inputs
+from packtool.train.prepare.parallelism import axes_of, with_shares, zero_stage
 from packtool.train.prepare.preview import Preview
-from packtool.train.prepare.sequence_parallel import axes_of, with_shares
 
 MAX_CHECKED_SAMPLES = 4
 """Maximum number of samples that the check before the first step compares."""
@@ -209,16 +211,10 @@ def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig, q
     backward pass. With expert parallelism, a rank gathers only its own experts. Weights of ``quantized`` layers are
     gathered in 4 bits.
     """
-    expert_ids = {id(weight) for weight in expert_weights(model).values()} if config.shares_experts else set()
-    quantized_ids = {id(layer.weight) for layer in quantized}
+    bytes_by_id = _gathered_bytes_by_id(model, dtype, config, quantized)
 
     def gathered_bytes(parameters: Iterable[nn.Parameter]) -> float:
-        total = 0.0
-        for parameter in parameters:
-            num_ranks = config.expert_parallel_size if id(parameter) in expert_ids else 1
-            bytes_per_element = 0.5 if id(parameter) in quantized_ids else dtype.itemsize
-            total += unsharded_numel(parameter) // num_ranks * bytes_per_element
-        return total
+        return sum((bytes_by_id[id(parameter)] for parameter in parameters), 0.0)
 
     layer_classes = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
@@ -232,6 +228,20 @@ def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig, q
     keeps_all_layers = "shard_grad_op" in config.fsdp
     weight_bytes = sum(weights for weights, _ in layer_bytes) if keeps_all_layers else 2 * max_weight_bytes
     return bytes_outside + weight_bytes + gradient_bytes
+
+
+def _gathered_bytes_by_id(
+    model: nn.Module, dtype: torch.dtype, config: TrainConfig, quantized: Sequence[nn.Linear]
+) -> dict[int, float]:
+    """Return the bytes of each weight when a rank has gathered it, by the ``id`` of the weight."""
+    expert_ids = {id(weight) for weight in expert_weights(model).values()} if config.shares_experts else set()
+    quantized_ids = {id(layer.weight) for layer in quantized}
+    bytes_by_id = {}
+    for parameter in model.parameters():
+        num_ranks = config.expert_parallel_size if id(parameter) in expert_ids else 1
+        bytes_per_element = 0.5 if id(parameter) in quantized_ids else dtype.itemsize
+        bytes_by_id[id(parameter)] = unsharded_numel(parameter) // num_ranks * bytes_per_element
+    return bytes_by_id
 
 
 def traced_bytes(
@@ -344,16 +354,26 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
     for (packing_length, sequence_parallel_size), plan in plan_by_shape.items():
         run = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
         run = with_shares(with_recomputing(run), sequence_parallel_size)
-        dtype = resolve_dtype(model, run, on_gpu=True)
-        world = World(size=config.world_size, sequence_parallel_size=sequence_parallel_size)
-        axes = axes_of(run, world, files, preview.inputs.lengths, trained=True)
-        empty_model = model_without_weights(run, model, dtype)
-        batches = peak_memory_batches(run, plan, preview.inputs)
-        estimate = estimate_memory(
-            run, empty_model, model, dtype=dtype, world_size=config.world_size, micro_batches=batches, axes=axes
-        )
-        estimates.append(estimate)
+        estimates.append(_plan_memory(run, config.world_size, plan, preview.inputs, model))
     return max(estimates, key=lambda estimate: estimate.total)
+
+
+def _plan_memory(
+    run: TrainConfig, world_size: int, plan: EpochPlan, inputs: Inputs, model: PreTrainedConfig
+) -> MemoryEstimate:
+    """Estimate the memory of a rank that trains an epoch on GPUs with the settings ``run``."""
+    assert inputs.files is not None, "--model names them"
+    dtype = resolve_dtype(model, run, on_gpu=True)
+    world = World(size=world_size, sequence_parallel_size=run.sequence_parallel_ranks)
+    return estimate_memory(
+        run,
+        model_without_weights(run, model, dtype),
+        model,
+        dtype=dtype,
+        world_size=world_size,
+        micro_batches=peak_memory_batches(run, plan, inputs),
+        axes=axes_of(run, world, inputs.files, inputs.lengths, trained=True),
+    )
 
 
 def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainConfig:
@@ -364,38 +384,24 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
     """
     if config.bucket_size != "auto":
         return config
-    on_gpu = has_gpu(config)
     model = model_config(config.model)
     if is_multimodal(model.to_dict()) and not config.freeze_vit:
         raise ConfigError(
             "--bucket-size auto measures text only, but with --freeze-vit false the vision tower needs memory too",
             "Give a number of tokens, as in --bucket-size 8192.",
         )
-    dtype = resolve_dtype(model, config, on_gpu=on_gpu)
-    hardware = None if config.hardware is None else read_hardware(config.hardware)
-    total_bytes = device_bytes(on_gpu=on_gpu) if hardware is None else hardware.memory_gb * 1e9
-    usable_bytes = total_bytes * Constants().usable_memory
-    empty_model = model_without_weights(config, model, dtype)
+    dtype = resolve_dtype(model, config, on_gpu=has_gpu(config))
+    usable_bytes = _usable_bytes(config)
     # The longest sample decides how ranks share sequences.
     lengths = np.array([config.max_length or _LONG])
     axes = axes_of(config, world, ModelFiles.load(config.model), lengths, trained=True)
-    few_tokens = dataclasses.replace(config, bucket_size=str(_FEW_TOKENS))
-    estimate = estimate_memory(few_tokens, empty_model, model, dtype=dtype, world_size=world.size, axes=axes)
-    few_tokens_bytes = (estimate.activations or 0.0) * _GIB
-    fixed_bytes = (estimate.total - (estimate.activations or 0.0)) * _GIB
+    fixed_bytes, few_tokens_bytes = _few_tokens_memory(config, model, dtype, world, axes)
     pass_budget = usable_bytes - fixed_bytes  # bytes for the activations of a pass
     token_bytes = bytes_per_token(config, model, dtype, axes)
-    multiple = _BUCKET_MULTIPLE
-    # Extrapolate, and round down to a multiple.
-    num_tokens = int(_FEW_TOKENS + (pass_budget - few_tokens_bytes) / token_bytes)
-    num_tokens = max(num_tokens, multiple) // multiple * multiple
-    while num_tokens > multiple:
-        excess_bytes = _text_pass_bytes(config, model, dtype, num_tokens, axes) - pass_budget
-        if excess_bytes <= 0:
-            break
-        num_excess = (int(excess_bytes / token_bytes) // multiple + 1) * multiple
-        num_tokens = max(num_tokens - num_excess, multiple)
-    if _text_pass_bytes(config, model, dtype, multiple, axes) > pass_budget:
+    extrapolated = int(_FEW_TOKENS + (pass_budget - few_tokens_bytes) / token_bytes)
+    pass_bytes = partial(_text_pass_bytes, config, model, dtype, axes=axes)
+    num_tokens = _reduce_to_budget(extrapolated, pass_budget, token_bytes, pass_bytes)
+    if pass_bytes(_BUCKET_MULTIPLE) > pass_budget:
         raise ConfigError(
             f"--bucket-size auto: weights, gradients and optimizer need {fixed_bytes / _GIB:.1f} of "
             f"{usable_bytes / _GIB:.1f} GiB",
@@ -406,6 +412,41 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
         f"{fixed_bytes / _GIB:.2f} of {usable_bytes / _GIB:.2f} GiB, and each token {token_bytes / 1024:,.1f} KiB"
     )
     return dataclasses.replace(config, bucket_size=str(num_tokens))
+
+
+def _few_tokens_memory(
+    config: TrainConfig, model: PreTrainedConfig, dtype: torch.dtype, world: World, axes: Axes
+) -> tuple[float, float]:
+    """Estimate a rank's bytes with a bucket of few tokens: those besides the activations, and the activations."""
+    few_tokens = dataclasses.replace(config, bucket_size=str(_FEW_TOKENS))
+    empty_model = model_without_weights(config, model, dtype)
+    estimate = estimate_memory(few_tokens, empty_model, model, dtype=dtype, world_size=world.size, axes=axes)
+    activations = estimate.activations or 0.0
+    return (estimate.total - activations) * _GIB, activations * _GIB
+
+
+def _usable_bytes(config: TrainConfig) -> float:
+    """Return the memory that a rank may use, of the hardware that is planned for or of this process's device."""
+    on_gpu = has_gpu(config)
+    hardware = None if config.hardware is None else read_hardware(config.hardware)
+    total_bytes = device_bytes(on_gpu=on_gpu) if hardware is None else hardware.memory_gb * 1e9
+    return total_bytes * Constants().usable_memory
+
+
+def _reduce_to_budget(num_tokens: int, budget: float, token_bytes: float, pass_bytes: Callable[[int], int]) -> int:
+    """Round a number of tokens down to a multiple of 128, and reduce it until a pass fits into ``budget`` bytes.
+
+    Each token adds about ``token_bytes``, and ``pass_bytes`` traces a pass. Returns 128 even if that does not fit.
+    """
+    multiple = _BUCKET_MULTIPLE
+    num_tokens = max(num_tokens, multiple) // multiple * multiple
+    while num_tokens > multiple:
+        excess_bytes = pass_bytes(num_tokens) - budget
+        if excess_bytes <= 0:
+            break
+        num_excess = (int(excess_bytes / token_bytes) // multiple + 1) * multiple
+        num_tokens = max(num_tokens - num_excess, multiple)
+    return num_tokens
 
 
 def device_bytes(*, on_gpu: bool) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +52,11 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
         ConfigError: if ``--adapter`` is not an adapter, or ``--output`` is not empty.
         StorageError: if the model cannot be written; incomplete files are deleted.
     """
-    output = config.output.rstrip("/")
     trained = TrainedModel.find(config.adapter, config.base_model)
     if trained.adapter is None:
         raise ConfigError(f"--adapter {config.adapter} is not an adapter: {describe_non_adapter(config.adapter)}")
-    if os.path.exists(output) and (not os.path.isdir(output) or os.listdir(output)):
-        raise ConfigError(f"--output {output} already exists and is not empty", "Give a new directory.")
+    output = config.output.rstrip("/")
+    _check_is_empty(output)
     base_directory = ModelFiles.load(trained.base).directory
     base_config = model_config(base_directory)
     base_dtype = checkpoint_dtype(base_config)
@@ -63,31 +64,55 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     with quiet_transformers():
         progress.note(f"base model: {trained.base}")
         # In the checkpoint's precision, because only the sums are rounded to the precision of the output.
-        model: Any = load_model(base_directory, base_config, dtype=base_dtype, packing=False)
+        model = load_model(base_directory, base_config, dtype=base_dtype, packing=False)
         restore_float32_weights(model, base_directory)
         saved = SavedPrecision.of(base_config, model)
         unloaded = unloaded_tensors(model, base_directory)
-        adapted: Any = attach_adapter(model, trained.adapter)
-        _untie(adapted.get_base_model())
-        layers = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
-        for layer in layers:  # one at a time, because a layer is in float32 meanwhile
-            _merge_layer(layer)
-        merged = adapted.unload()
-        for name, parameter in merged.named_parameters():
-            # By default, weights that the model's class always keeps in float32 stay so.
-            if config.torch_dtype != "auto" or name not in saved.float32_names:
-                parameter.data = parameter.data.to(dtype)
-        incomplete = f"{output}.part"
-        shutil.rmtree(incomplete, ignore_errors=True)
-        with saving(incomplete, "Free some space, or give another --output; the adapter is unchanged."):
+        merged, num_merged = _merge(model, trained.adapter)
+        # By default, weights that the model's class always keeps in float32 stay so.
+        kept_names = saved.float32_names if config.torch_dtype == "auto" else frozenset()
+        _round_weights(merged, dtype, kept_names)
+        with _new_directory(output) as incomplete:
             merged.save_pretrained(incomplete)
             add_unloaded_tensors(incomplete, unloaded)
             copy_processor(base_directory, incomplete)
             copy_processor(trained.adapter, incomplete)  # replaces the chat template by that of the training
-            os.replace(incomplete, output)
         for line in unloaded_line(unloaded, trained.base):
             progress.note(line)
-    return MergeResult(output, trained.base, trained.adapter, len(layers), str(dtype).removeprefix("torch."))
+    return MergeResult(output, trained.base, trained.adapter, num_merged, str(dtype).removeprefix("torch."))
+
+
+def _check_is_empty(output: str) -> None:
+    """Raise a ConfigError unless a directory does not exist or is empty."""
+    if os.path.exists(output) and (not os.path.isdir(output) or os.listdir(output)):
+        raise ConfigError(f"--output {output} already exists and is not empty", "Give a new directory.")
+
+
+@contextmanager
+def _new_directory(path: str) -> Iterator[str]:
+    """Yield a temporary directory, which becomes ``path`` at the end; errors of writing are StorageErrors."""
+    incomplete = f"{path}.part"
+    shutil.rmtree(incomplete, ignore_errors=True)
+    with saving(incomplete, "Free some space, or give another --output; the adapter is unchanged."):
+        yield incomplete
+        os.replace(incomplete, path)
+
+
+def _merge(model: Any, adapter: str) -> tuple[Any, int]:
+    """Merge an adapter into a model, in place; return the model, and the number of modules with changed weights."""
+    adapted: Any = attach_adapter(model, adapter)
+    _untie(adapted.get_base_model())
+    layers = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:  # one at a time, because a layer is in float32 meanwhile
+        _merge_layer(layer)
+    return adapted.unload(), len(layers)
+
+
+def _round_weights(model: nn.Module, dtype: torch.dtype, kept_names: Collection[str]) -> None:
+    """Convert all weights of a model except ``kept_names``, in place."""
+    for name, parameter in model.named_parameters():
+        if name not in kept_names:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _untie(model: Any) -> None:

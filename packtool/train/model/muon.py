@@ -32,14 +32,13 @@ class MuonAdamW(Optimizer):
         muon = Muon([torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         adamw = AdamW([torch.zeros(1)], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
         self._optimizers = {True: muon, False: adamw}  # by ``is_muon`` of a group
-        muon_weights: list[Tensor] = []
-        adamw_weights: list[Tensor] = []
+        weights_by_is_muon: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, weight in named_parameters:
             if weight.requires_grad:
                 is_hidden_matrix = weight.ndim == 2 and "embed" not in name and "lm_head" not in name
-                (muon_weights if is_hidden_matrix else adamw_weights).append(weight)
+                weights_by_is_muon[is_hidden_matrix].append(weight)
         groups: list[dict[str, Any]] = []
-        for is_muon, weights in ((True, muon_weights), (False, adamw_weights)):
+        for is_muon, weights in weights_by_is_muon.items():
             if weights:
                 groups.append({**self._optimizers[is_muon].defaults, "params": weights, "is_muon": is_muon})
         super().__init__(groups, defaults={})

@@ -16,7 +16,6 @@ weights, but not their scales.
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import importlib.util
 import os
@@ -91,8 +90,8 @@ def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, save
 
     ``dtype`` is the precision of the computation, and ``saved`` that of checkpoints.
     """
-    trained_dtypes = {_name(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad}
-    frozen_dtypes = {_name(parameter.dtype) for parameter in model.parameters() if not parameter.requires_grad}
+    trained_dtypes = _dtype_names(weight for weight in model.parameters() if weight.requires_grad)
+    frozen_dtypes = _dtype_names(weight for weight in model.parameters() if not weight.requires_grad)
     frozen_dtypes -= {"int8", "uint8"}  # of quantized weights, which quantization_line describes
     trained = ", ".join(sorted(trained_dtypes))
     if run.train_type == "full" and run.master_weights == "kahan":
@@ -108,6 +107,10 @@ def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, save
     if not isinstance(model, PeftModel):
         statements.append(f"saved as {_name(saved)}")
     yield "; ".join(statements)
+
+
+def _dtype_names(weights: Iterable[Tensor]) -> set[str]:
+    return {_name(weight.dtype) for weight in weights}
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -188,24 +191,31 @@ def _saved_weights(checkpoint: str) -> Iterator[str]:
 def load_master_weights(model: nn.Module, checkpoint: str) -> None:
     """Copy the weights that ``save_master_weights`` wrote, if any; raise if a trained weight is in no file."""
     path = os.path.join(checkpoint, MASTER_NAME)
-    missing = []
-    names_by_id = defaultdict[int, set[str]](set)  # of each parameter: a tied weight has several names
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_by_id[id(parameter)].add(name)
-    opened: Any = safe_open(path, "pt") if os.path.exists(path) else contextlib.nullcontext()
-    with opened as file:
-        master_names = set() if file is None else set(file.keys())
-        saved_names = master_names | set(_saved_weights(checkpoint))
-        for name, parameter in model.named_parameters():
-            if name in master_names:
-                copy_weight(parameter, file.get_tensor(name))
-            elif parameter.requires_grad and saved_names.isdisjoint(names_by_id[id(parameter)]):
-                missing.append(name)
+    master_names: set[str] = set()
+    if os.path.exists(path):
+        with safe_open(path, "pt") as file:
+            master_names = set(file.keys())
+            for name, parameter in model.named_parameters():
+                if name in master_names:
+                    copy_weight(parameter, file.get_tensor(name))
+    missing = _missing_weights(model, master_names | set(_saved_weights(checkpoint)))
     if missing:
         raise MismatchError(
             f"{checkpoint} lacks {len(missing)} weights that this run trains: {', '.join(missing[:3])}",
             f"Freeze the same parts as in the run that saved it; or {ONLY_MODEL}",
         )
+
+
+def _missing_weights(model: nn.Module, saved_names: set[str]) -> list[str]:
+    """Return the names of the trained weights of which no name is in ``saved_names``."""
+    names_by_id = defaultdict[int, set[str]](set)  # of each parameter: a tied weight has several names
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_by_id[id(parameter)].add(name)
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and saved_names.isdisjoint(names_by_id[id(parameter)])
+    ]
 
 
 class KahanAdamW(torch.optim.Optimizer):
@@ -304,29 +314,45 @@ def quantization_config(
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(f"{option}: bitsandbytes is not installed", "pip install bitsandbytes")
-    uses_4_bits = options.quant_bits == 4
-    if stored := getattr(config, "quantization_config", None):
-        expected: dict[str, Any] = {f"load_in_{options.quant_bits}bit": True}
-        if uses_4_bits:
-            expected["bnb_4bit_quant_type"] = options.bnb_4bit_quant_type
-        if is_sharded:
-            expected["bnb_4bit_quant_storage"] = _name(computation_dtype or dtype)
-        if differing := [name for name, value in expected.items() if stored.get(name) != value]:
-            differences = ", ".join(f"{name} is {stored.get(name)}, not {expected[name]}" for name in differing)
-            raise ConfigError(
-                f"{option}: the weights of --model are already quantized ({stored.get('quant_method')}): {differences}",
-                "Give the model in 16 bits, or quantized in this way by bitsandbytes.",
-            )
+    storage_dtype = (computation_dtype or dtype) if is_sharded else None
+    stored = getattr(config, "quantization_config", None)
+    if stored:
+        _check_stored_quantization(stored, options, storage_dtype)
         return BitsAndBytesConfig(**{**stored, "bnb_4bit_compute_dtype": dtype})  # type: ignore[no-untyped-call]
+    uses_4_bits = options.quant_bits == 4
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=uses_4_bits,
         load_in_8bit=not uses_4_bits,
         bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_quant_storage=(computation_dtype or dtype) if is_sharded else torch.uint8,
+        bnb_4bit_quant_storage=storage_dtype or torch.uint8,
         bnb_4bit_quant_type=options.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=options.bnb_4bit_use_double_quant,
         llm_int8_skip_modules=list(_unquantized(config.model_type)),
     )
+
+
+def _check_stored_quantization(
+    stored: Mapping[str, Any], options: QuantizationOptions, storage_dtype: torch.dtype | None
+) -> None:
+    """Raise a ConfigError if a quantized checkpoint has another quantization than the options.
+
+    ``storage_dtype`` is the type of the numbers that sharded 4-bit weights must be stored as; None without sharding.
+    """
+    expected: dict[str, Any] = {f"load_in_{options.quant_bits}bit": True}
+    if options.quant_bits == 4:
+        expected["bnb_4bit_quant_type"] = options.bnb_4bit_quant_type
+    if storage_dtype is not None:
+        expected["bnb_4bit_quant_storage"] = _name(storage_dtype)
+    differences = []
+    for name, value in expected.items():
+        if stored.get(name) != value:
+            differences.append(f"{name} is {stored.get(name)}, not {value}")
+    if differences:
+        raise ConfigError(
+            f"--quant-bits {options.quant_bits}: the weights of --model are already quantized "
+            f"({stored.get('quant_method')}): {', '.join(differences)}",
+            "Give the model in 16 bits, or quantized in this way by bitsandbytes.",
+        )
 
 
 def disable_avx512_layout(model: nn.Module) -> None:

@@ -37,8 +37,8 @@ from packtool.train.model.memory import device_bytes, estimate_memory, traced_by
 from packtool.train.model.trace import PassBytes
 from packtool.train.model.trainable import switchable_layers, tower_prefixes
 from packtool.train.prepare.cached import CachedSource
-from packtool.train.prepare.deepspeed import zero_stage
 from packtool.train.prepare.figures import RankTokens, num_fillers, tokens_per_micro_batch
+from packtool.train.prepare.parallelism import zero_stage
 from packtool.train.prepare.run import Run
 
 _GIB = 2**30
@@ -174,38 +174,51 @@ def plan_layers(
     settings: dict[str, Any] = {"dtype": dtype, "world_size": world_size, "micro_batches": peaks, "axes": axes}
     fixed = estimate_memory(config, model, model_config, **settings, trace=lambda *_: 0).total * _GIB
     pass_budget = _pass_budget(config, budget, fixed)
-
-    def traced(*, recomputes: bool) -> tuple[PassBound, npt.NDArray[np.float64]]:
-        """Return the bound of passes, and the bytes that each layer keeps in the longest one, (L,)."""
-        # By default, towers recompute only if the layers of the language model do not suffice.
-        in_towers = bool(config.vit_gradient_checkpointing)
-        options: dict[str, Any] = {"gradient_checkpointing": recomputes, "vit_gradient_checkpointing": in_towers}
-        run = dataclasses.replace(config, memory_budget=None, **options)
-        passes: list[PassBytes] = []
-
-        def trace_peak(*args: Any) -> int:
-            passes.append(traced_pass(*args))
-            return passes[-1].peak
-
-        def trace(tokens: RankTokens) -> int:
-            num_bytes = traced_bytes(run, model_config, dtype, tokens, axes, trace_peak)
-            if num_bytes is None:
-                raise UnsupportedModelError(f"the memory of a {model_config.model_type} model cannot be traced", "")
-            return num_bytes
-
-        # Where layers communicate, all ranks must recompute the same layers: those that a full micro-batch needs.
-        # FSDP is no such case, because it gathers weights before the forward that is recomputed, and not in it.
-        if config.sequence_parallel_ranks > 1 or config.shares_experts or zero_stage(config) == 3:
-            bound = PassBound(max(map(trace, peaks)))
-        else:
-            bound = PassBound.traced(trace, *_traced_tokens(peaks, model_config))
-        return bound, np.array(max(passes, key=lambda each: each.kept).layers, np.float64)
-
-    (keeping, kept_bytes), (recomputing, recomputed_bytes) = traced(recomputes=False), traced(recomputes=True)
-    saved_bytes = np.maximum(kept_bytes - recomputed_bytes, 0.0)
+    keeping, kept_bytes = _trace_passes(config, peaks, model_config, dtype, axes, recomputes=False)
+    recomputing, recomputed_bytes = _trace_passes(config, peaks, model_config, dtype, axes, recomputes=True)
+    saved_bytes = np.maximum(kept_bytes - recomputed_bytes, 0.0)  # by each layer, (L,)
     saved_shares = np.concatenate(([0.0], np.cumsum(saved_bytes))) / max(saved_bytes.sum(), 1.0)
     saved_shares[-1] = 1.0
     return LayerPlan(pass_budget, keeping, recomputing, saved_shares)
+
+
+def _trace_passes(
+    config: TrainConfig,
+    peaks: Sequence[RankTokens],
+    model_config: PreTrainedConfig,
+    dtype: torch.dtype,
+    axes: Axes,
+    *,
+    recomputes: bool,
+) -> tuple[PassBound, npt.NDArray[np.float64]]:
+    """Return the bound of passes, and the bytes that each layer keeps in the longest one, (L,).
+
+    With ``recomputes``, all layers of the language model recompute; without, none does.
+    """
+    # By default, towers recompute only if the layers of the language model do not suffice.
+    in_towers = bool(config.vit_gradient_checkpointing)
+    options: dict[str, Any] = {"gradient_checkpointing": recomputes, "vit_gradient_checkpointing": in_towers}
+    config = dataclasses.replace(config, memory_budget=None, **options)
+    passes: list[PassBytes] = []
+
+    def trace_peak(*args: Any) -> int:
+        passes.append(traced_pass(*args))
+        return passes[-1].peak
+
+    def trace(tokens: RankTokens) -> int:
+        num_bytes = traced_bytes(config, model_config, dtype, tokens, axes, trace_peak)
+        if num_bytes is None:
+            raise UnsupportedModelError(f"the memory of a {model_config.model_type} model cannot be traced", "")
+        return num_bytes
+
+    # Where layers communicate, all ranks must recompute the same layers: those that a full micro-batch needs.
+    # FSDP is no such case, because it gathers weights before the forward that is recomputed, and not in it.
+    if config.sequence_parallel_ranks > 1 or config.shares_experts or zero_stage(config) == 3:
+        bound = PassBound(max(map(trace, peaks)))
+    else:
+        bound = PassBound.traced(trace, *_traced_tokens(peaks, model_config))
+    longest_pass = max(passes, key=lambda each: each.kept)
+    return bound, np.array(longest_pass.layers, np.float64)
 
 
 def _pass_budget(config: TrainConfig, budget: float, fixed: float) -> float:

@@ -34,7 +34,7 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.train.prepare.checkpoint import ONLY_MODEL
-from packtool.train.prepare.deepspeed import deepspeed_settings, zero_stage
+from packtool.train.prepare.parallelism import deepspeed_settings, zero_stage
 
 OPTIMIZER_FOLDER = "optimizer_shards"
 _PATTERNS = ("source_patterns", "target_patterns")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -78,12 +78,7 @@ def trace_pass(
     """
     axes = axes or Axes()
     batch = traced_batch(spec, tokens, axes)
-    parallel = None
-    if isinstance(batch, ShardedBatch):
-        split = batch.shard.split
-        ring, ulysses = AbsentRanks(axes.ring_size), AbsentRanks(axes.ulysses_size)
-        parallel = SequenceParallel(split, axes.kv_exchange, ring, ulysses, group=AbsentRanks(split.size))
-    set_traced_attention(model, parallel)
+    set_traced_attention(model, _absent_ranks(batch, axes))
     # Autograd creates its threads at its first backward pass, for the devices that it finds. Under FakeTensorMode it
     # would not find real GPUs, so a real backward pass comes first.
     torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
@@ -94,6 +89,15 @@ def trace_pass(
         if not spec.family.processor_inputs:  # models read values among a processor's inputs, which stay real
             batch = batch.map(lambda tensor: torch.empty_like(mode.from_tensor(tensor), device="cpu"))
         return run_pass(model, batch, autocast)
+
+
+def _absent_ranks(batch: Batch, axes: Axes) -> SequenceParallel | None:
+    """Return ranks that share the sequences of a batch and need not exist; None if each rank has its own."""
+    if not isinstance(batch, ShardedBatch):
+        return None
+    split = batch.shard.split
+    ring, ulysses = AbsentRanks(axes.ring_size), AbsentRanks(axes.ulysses_size)
+    return SequenceParallel(split, axes.kv_exchange, ring, ulysses, group=AbsentRanks(split.size))
 
 
 def set_traced_attention(model: nn.Module, parallel: SequenceParallel | None = None) -> None:
@@ -112,22 +116,28 @@ def set_traced_attention(model: nn.Module, parallel: SequenceParallel | None = N
 
 def run_pass(model: nn.Module, batch: Batch, autocast: torch.dtype | None = None) -> PassBytes:
     """Compute losses and gradients of a micro-batch on the CPU, with real or fake tensors, and return the memory."""
-    layers = switchable_layers(model)
-    kept_by_layers = list[int]()  # bytes before the first layer, and after each
+    precision = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     with _LiveBytes() as live:
-
-        def record(*_: Any) -> None:
-            kept_by_layers.append(live.now)
-
-        hooks = [layer.register_forward_pre_hook(record) for layer in layers[:1]]
-        hooks += [layer.register_forward_hook(record) for layer in layers]
-        with contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+        with _recorded_layers(switchable_layers(model), live) as kept_by_layers, precision:
             loss = LossFunction(model)(model, batch).weighted_sum()
         kept = live.now
-        for hook in hooks:
-            hook.remove()
         loss.backward()  # type: ignore[no-untyped-call]
     return PassBytes(kept, live.peak, tuple(after - before for before, after in pairwise(kept_by_layers)))
+
+
+@contextlib.contextmanager
+def _recorded_layers(layers: Sequence[nn.Module], live: _LiveBytes) -> Iterator[list[int]]:
+    """Yield a list that receives the live bytes before the first layer, and after each, in a forward pass."""
+    kept_by_layers: list[int] = []
+
+    def record(*_: Any) -> None:
+        kept_by_layers.append(live.now)
+
+    hooks = [layer.register_forward_pre_hook(record) for layer in layers[:1]]
+    hooks += [layer.register_forward_hook(record) for layer in layers]
+    yield kept_by_layers
+    for hook in hooks:
+        hook.remove()
 
 
 def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
@@ -140,27 +150,9 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     if axes.ring_size > 1:  # a ring gives each rank two chunks of equal length
         num_tokens += num_tokens % 2
     num_targets = num_tokens // 2
-    input_ids = torch.zeros(1, num_tokens, dtype=torch.int64)
-    media = _add_media(spec, tokens, input_ids[0])
-    positions = torch.arange(num_tokens).unsqueeze(0)
-    fields: dict[str, Any] = {
-        "input_ids": input_ids,
-        "labels": torch.zeros_like(input_ids),
-        "position_ids": positions.expand(4, 1, -1) if spec.has_mrope else positions,
-        "media": media,
-        "towers": tower_inputs(spec, media, input_ids),
-        "target_positions": torch.arange(num_tokens - num_targets, num_tokens),
-        "loss_weights": None,
-        "channels": (None,),
-        "num_samples": 1,
-    }
-    num_ranks = axes.ring_size * axes.ulysses_size
-    if num_ranks > 1:
-        # With gathered keys, the first rank copies most, because its last chunk attends to nearly all others.
-        rank = 0 if axes.kv_exchange == "allgather" else num_ranks - 1
-        split = SequenceSplit(axes.ring_size, axes.ulysses_size, rank)
-        routes = _routes_to_one_rank(tokens, num_ranks)
-        shard = SequenceShard(split, local_lengths=(), sharded_lengths=(num_tokens * num_ranks,), routes=routes)
+    fields = _batch_fields(spec, tokens, num_tokens, num_targets)
+    if axes.ring_size * axes.ulysses_size > 1:
+        shard = _traced_shard(tokens, axes, num_tokens)
         return ShardedBatch(**fields, shard=shard, index=torch.arange(num_tokens), lengths=shard.sharded_lengths)
     fields |= {"cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32), "lengths": (num_tokens,)}
     if not tokens.keys:
@@ -176,6 +168,34 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
         num_sample_targets=num_targets,
         sample_ends=(0,),
     )
+
+
+def _batch_fields(spec: InputSpec, tokens: RankTokens, num_tokens: int, num_targets: int) -> dict[str, Any]:
+    """Return the fields that all kinds of batches have, for ``num_tokens`` tokens; the last ones are targets."""
+    input_ids = torch.zeros(1, num_tokens, dtype=torch.int64)
+    media = _add_media(spec, tokens, input_ids[0])
+    positions = torch.arange(num_tokens).unsqueeze(0)
+    return {
+        "input_ids": input_ids,
+        "labels": torch.zeros_like(input_ids),
+        "position_ids": positions.expand(4, 1, -1) if spec.has_mrope else positions,
+        "media": media,
+        "towers": tower_inputs(spec, media, input_ids),
+        "target_positions": torch.arange(num_tokens - num_targets, num_tokens),
+        "loss_weights": None,
+        "channels": (None,),
+        "num_samples": 1,
+    }
+
+
+def _traced_shard(tokens: RankTokens, axes: Axes, num_tokens: int) -> SequenceShard:
+    """Return the part of a sequence, ``num_tokens`` on each rank, of the rank that needs most memory."""
+    num_ranks = axes.ring_size * axes.ulysses_size
+    # With gathered keys, the first rank copies most, because its last chunk attends to nearly all others.
+    rank = 0 if axes.kv_exchange == "allgather" else num_ranks - 1
+    split = SequenceSplit(axes.ring_size, axes.ulysses_size, rank)
+    routes = _routes_to_one_rank(tokens, num_ranks)
+    return SequenceShard(split, local_lengths=(), sharded_lengths=(num_tokens * num_ranks,), routes=routes)
 
 
 def _routes_to_one_rank(tokens: RankTokens, num_ranks: int) -> dict[str, FeatureRoute]:
@@ -199,11 +219,7 @@ def _add_media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[s
             input_ids[:num_tokens] = spec.pad_ids["image"]
         return media
     if spec.has_vision and max(tokens.vision, tokens.local_vision):
-        pixels_name, grids_name = spec.family.image_inputs
-        side = int(spec.config.vision_config.spatial_merge_size)  # a token is made of side x side patches
-        num_tokens = max(tokens.local_vision, 1)  # a rank without an image processes a blank one
-        media[pixels_name] = torch.empty(num_tokens * side**2, spec.patch_dim, device="meta")
-        media[grids_name] = torch.tensor([[1, side, side * num_tokens]])  # frames, patches in height and in width
+        media |= _wide_image(spec, num_tokens=max(tokens.local_vision, 1))  # a rank without one has a blank image
         input_ids[: tokens.vision] = spec.pad_ids["image"]
     if spec.has_audio and max(tokens.audio, tokens.local_audio):
         num_frames = spec.family.mel_frames_of(max(tokens.local_audio, 1))
@@ -211,6 +227,16 @@ def _add_media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[s
         media["feature_attention_mask"] = torch.ones(1, num_frames, dtype=torch.int64)
         input_ids[tokens.vision : tokens.vision + tokens.audio] = spec.pad_ids["audio"]
     return media
+
+
+def _wide_image(spec: InputSpec, num_tokens: int) -> dict[str, Tensor]:
+    """Return the patches of an image that is one token high and ``num_tokens`` wide, and its size."""
+    pixels_name, grids_name = spec.family.image_inputs
+    side = int(spec.config.vision_config.spatial_merge_size)  # a token is made of side x side patches
+    return {
+        pixels_name: torch.empty(num_tokens * side**2, spec.patch_dim, device="meta"),
+        grids_name: torch.tensor([[1, side, side * num_tokens]]),  # frames, patches in height and in width
+    }
 
 
 def _create_weights(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -101,19 +101,26 @@ def tower_prefixes(model: nn.Module, model_type: str) -> Towers:
     # MiniCPM's merger, if it is set to downsample by 4 instead of 16.
     if getattr(model.config, "downsample_mode", None) == "4x":
         unused += [name for name, _ in model.named_modules() if name.endswith(".vit_merger")]
-    # Vision layers after the last one whose output becomes features, as in LLaVA.
     feature_layers = getattr(model.config, "vision_feature_layer", None)
     if feature_layers is not None and towers.vision:
         if isinstance(feature_layers, int):
             feature_layers = [feature_layers]
-        for name, module in model.get_submodule(towers.vision[0]).named_modules(prefix=towers.vision[0]):
-            if name.endswith(".post_layernorm"):  # the norm after the last layer
-                unused.append(name)
-            elif isinstance(module, nn.ModuleList):
-                # Output 0 is that of the embeddings, so output n needs the first n layers; -1 is the last output.
-                num_used = max(layer if layer >= 0 else len(module) + 1 + layer for layer in feature_layers)
-                unused += [f"{name}.{number}" for number in range(num_used, len(module))]
+        unused += _unused_vision_layers(model, towers.vision[0], feature_layers)
     return dataclasses.replace(towers, unused=tuple(unused))
+
+
+def _unused_vision_layers(model: nn.Module, vision_tower: str, feature_layers: Sequence[int]) -> Iterator[str]:
+    """Yield the names of vision modules after the last layer whose output becomes features, as in LLaVA.
+
+    Output 0 is that of the embeddings, so output n needs the first n layers; -1 is the last output.
+    """
+    for name, module in model.get_submodule(vision_tower).named_modules(prefix=vision_tower):
+        if name.endswith(".post_layernorm"):  # the norm after the last layer
+            yield name
+        elif isinstance(module, nn.ModuleList):
+            num_used = max(layer if layer >= 0 else len(module) + 1 + layer for layer in feature_layers)
+            for number in range(num_used, len(module)):
+                yield f"{name}.{number}"
 
 
 def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel | PeftModel:
@@ -123,20 +130,7 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
     weights to float32.
     """
     towers = tower_prefixes(model, model.config.model_type)
-    checkpoints_text = bool(run.gradient_checkpointing)
-    checkpoints_towers = checkpoints_text
-    if run.vit_gradient_checkpointing is not None:
-        checkpoints_towers = run.vit_gradient_checkpointing
-    if checkpoints_text or checkpoints_towers:
-        enable_checkpointing(model)  # for all modules
-    if checkpoints_text != checkpoints_towers:  # switch it off again for one of them
-        for name, module in model.named_modules():
-            is_tower = towers.part_of(name) != "language model"
-            if is_tower != checkpoints_towers and hasattr(module, "gradient_checkpointing"):
-                module.gradient_checkpointing = False
-    num_layers: Any = run.gradient_checkpointing
-    if num_layers not in (None, True, False, "auto"):
-        _recompute_first(model, num_layers)
+    _set_checkpointing(model, towers, run)
     if run.train_type != "full":
         adapted = add_adapters(model, towers, run)
         for name, parameter in adapted.named_parameters():
@@ -154,6 +148,24 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
     if run.fp8:
         use_float8(model, towers)
     return model
+
+
+def _set_checkpointing(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> None:
+    """Set which modules recompute their activations: language model, towers, or only some layers."""
+    checkpoints_text = bool(run.gradient_checkpointing)
+    checkpoints_towers = checkpoints_text
+    if run.vit_gradient_checkpointing is not None:
+        checkpoints_towers = run.vit_gradient_checkpointing
+    if checkpoints_text or checkpoints_towers:
+        enable_checkpointing(model)  # for all modules
+    if checkpoints_text != checkpoints_towers:  # switch it off again for one of them
+        for name, module in model.named_modules():
+            is_tower = towers.part_of(name) != "language model"
+            if is_tower != checkpoints_towers and hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = False
+    num_layers: Any = run.gradient_checkpointing
+    if num_layers not in (None, True, False, "auto"):
+        _recompute_first(model, num_layers)
 
 
 def enable_checkpointing(model: Any) -> None:
@@ -191,21 +203,7 @@ def _set_requires_grad(model: nn.Module, towers: Towers, run: TrainConfig) -> No
     the model's elements. ``--trainable-parameters`` overrides freezing, except in unused modules.
     """
     parameters = dict(model.named_parameters())
-    problems = []
-    for option, prefixes, regex in (
-        ("freeze-parameters", run.freeze_parameters, run.freeze_parameters_regex),
-        ("trainable-parameters", run.trainable_parameters, run.trainable_parameters_regex),
-    ):
-        problems += [
-            f"--{option} {prefix}: no parameter's name starts with this"
-            for prefix in prefixes
-            if not any(name.startswith(prefix) for name in parameters)
-        ]
-        if regex is not None and not any(re.search(regex, name) for name in parameters):
-            problems.append(f"--{option}-regex {regex}: no parameter's name matches")
-    if problems:
-        names = list(parameters)
-        raise ConfigError("\n".join(problems), f"Parameters have names such as {names[0]} and {names[-1]}.")
+    _check_parameter_names(list(parameters), run)
     max_frozen_elements = int(sum(map(unsharded_numel, parameters.values())) * run.freeze_parameters_ratio)
     num_elements = 0  # elements of this parameter and all before it
     for name, parameter in parameters.items():
@@ -223,6 +221,22 @@ def _set_requires_grad(model: nn.Module, towers: Towers, run: TrainConfig) -> No
         )
 
 
+def _check_parameter_names(names: Sequence[str], run: TrainConfig) -> None:
+    """Raise a ConfigError unless each option that freezes or trains parameters by name matches one of ``names``."""
+    problems = []
+    for option, prefixes, regex in (
+        ("freeze-parameters", run.freeze_parameters, run.freeze_parameters_regex),
+        ("trainable-parameters", run.trainable_parameters, run.trainable_parameters_regex),
+    ):
+        for prefix in prefixes:
+            if not any(name.startswith(prefix) for name in names):
+                problems.append(f"--{option} {prefix}: no parameter's name starts with this")
+        if regex is not None and not any(re.search(regex, name) for name in names):
+            problems.append(f"--{option}-regex {regex}: no parameter's name matches")
+    if problems:
+        raise ConfigError("\n".join(problems), f"Parameters have names such as {names[0]} and {names[-1]}.")
+
+
 def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> PeftModel:
     """Return a model in which only adapters are trained: new ones, or those of ``--adapters``.
 
@@ -230,17 +244,7 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
     """
     if run.adapters:
         return _load_adapter_to_continue(model, run, has_weights=not next(model.parameters()).is_meta)
-    module_names = [name for name, _ in model.named_modules()]
-    matrix_names = [name for name, parameter in model.named_parameters() if parameter.ndim in (2, 3)]
-    problems = []
-    for requested in _saved_modules(towers, run):
-        if not any(has_name(name, requested) for name in module_names):
-            problems.append(f"--modules-to-save {requested}: the model has no module of this name")
-    for requested in run.target_parameters:
-        if not any(has_name(name, requested) for name in matrix_names):
-            problems.append(f"--target-parameters {requested}: the model has no matrix of this name")
-    if problems:
-        raise ConfigError("\n".join(problems), "Names are such as embed_tokens, lm_head and experts.down_proj.")
+    _check_adapter_names(model, towers, run)
     settings = {**ADAPTER_SETTINGS.get(run.train_type, {}), **(run.adapter_settings or {})}
     if run.train_type == "lora":
         settings = _lora_settings(model, run) | {"modules_to_save": _saved_modules(towers, run) or None}
@@ -253,6 +257,21 @@ def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> Pe
             f"--train-type {run.train_type}: peft cannot adapt this model: {error}",
             "Change --adapter-settings, --target-modules or --target-regex.",
         ) from error
+
+
+def _check_adapter_names(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> None:
+    """Raise a ConfigError unless the model has every module and matrix that the options on adapters name."""
+    module_names = [name for name, _ in model.named_modules()]
+    matrix_names = [name for name, parameter in model.named_parameters() if parameter.ndim in (2, 3)]
+    problems = []
+    for requested in _saved_modules(towers, run):
+        if not any(has_name(name, requested) for name in module_names):
+            problems.append(f"--modules-to-save {requested}: the model has no module of this name")
+    for requested in run.target_parameters:
+        if not any(has_name(name, requested) for name in matrix_names):
+            problems.append(f"--target-parameters {requested}: the model has no matrix of this name")
+    if problems:
+        raise ConfigError("\n".join(problems), "Names are such as embed_tokens, lm_head and experts.down_proj.")
 
 
 def _lora_settings(model: Any, run: TrainConfig) -> dict[str, Any]:
@@ -308,41 +327,61 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
     the embeddings.
     """
     if run.target_regex is not None:
-        names = [name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)]
-        matching = [name for name in names if re.fullmatch(run.target_regex, name)]
-        if not matching:
-            raise ConfigError(
-                f"--target-regex {run.target_regex}: no module's full name matches",
-                f"Modules have names such as {', '.join(names[-_MAX_SHOWN_NAMES:])}.",
-            )
-        return _check_targets_with_peft(model, matching, run)
+        return _check_targets_with_peft(model, _matching_modules(model, run.target_regex), run)
+    # By name of each module that may get an adapter: whether all-linear selects it.
+    in_all_linear = _adaptable_modules(model, towers, run)
+    _check_target_names(in_all_linear, run)
+    targets = [name for name, is_linear in in_all_linear.items() if run.is_target(name, is_linear=is_linear)]
+    if not targets and not run.target_parameters:
+        raise ConfigError(
+            f"all parts of the model are frozen ({', '.join(sorted(run.frozen_parts))}), so there is no module to "
+            "adapt",
+            "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false.",
+        )
+    return _check_targets_with_peft(model, targets, run)
+
+
+def _matching_modules(model: PreTrainedModel, regex: str) -> list[str]:
+    """Return the full names of the modules that can be adapted and match ``--target-regex``."""
+    names = [name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)]
+    matching = [name for name in names if re.fullmatch(regex, name)]
+    if not matching:
+        raise ConfigError(
+            f"--target-regex {regex}: no module's full name matches",
+            f"Modules have names such as {', '.join(names[-_MAX_SHOWN_NAMES:])}.",
+        )
+    return matching
+
+
+def _adaptable_modules(model: Any, towers: Towers, run: TrainConfig) -> dict[str, bool]:
+    """Return, by name of each module of unfrozen parts that may get an adapter, whether all-linear selects it."""
     frozen = run.frozen_parts
-    untyped: Any = model
-    head, embeddings = untyped.get_output_embeddings(), untyped.get_input_embeddings()
-    in_all_linear: dict[str, bool] = {}  # for each module that may get an adapter: whether all-linear selects it
+    head = model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    in_all_linear = {}
     for name, module in model.named_modules():
         is_end = (module is head or module is embeddings) and isinstance(module, _ADAPTABLE)
         if towers.part_of(name) not in frozen and (isinstance(module, _LINEAR) or is_end):
             in_all_linear[name] = isinstance(module, _LINEAR) and module is not head
+    return in_all_linear
+
+
+def _check_target_names(adaptable: Collection[str], run: TrainConfig) -> None:
+    """Raise a ConfigError if none of ``--target-modules`` is all-linear or the name of an ``adaptable`` module.
+
+    As in peft, names without a module have no effect if another name has one (``adapter_lines`` names them).
+    """
     problems = [
         f"--target-modules {target}: no linear module of an unfrozen part has this name"
         for target in run.target_modules
-        if target != "all-linear" and not any(has_name(name, target) for name in in_all_linear)
+        if target != "all-linear" and not any(has_name(name, target) for name in adaptable)
     ]
-    # As in peft, names without a module have no effect if another name has one (adapter_lines names them).
     if problems and len(problems) == len(run.target_modules):
-        known = sorted({name.rpartition(".")[2] for name in in_all_linear})
+        known = sorted({name.rpartition(".")[2] for name in adaptable})
         remedy = f"Choose from {', '.join(known)}; all-linear selects all but head and embeddings."
         raise ConfigError(
             "\n".join(problems), remedy if known else "Its layers are not linear modules; use --target-regex."
         )
-    targets = [name for name, is_linear in in_all_linear.items() if run.is_target(name, is_linear=is_linear)]
-    if not targets and not run.target_parameters:
-        raise ConfigError(
-            f"all parts of the model are frozen ({', '.join(sorted(frozen))}), so there is no module to adapt",
-            "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false.",
-        )
-    return _check_targets_with_peft(model, targets, run)
 
 
 def _check_targets_with_peft(model: PreTrainedModel, names: list[str], run: TrainConfig) -> list[str]:
@@ -373,37 +412,9 @@ def _load_adapter_to_continue(model: PreTrainedModel, run: TrainConfig, has_weig
     If the model has no weights (on the meta device), those of the adapter are not read either.
     """
     (directory,) = run.adapters
-    if os.path.isdir(directory) and not is_adapter(directory):  # peft would look for it on the hub
-        raise ConfigError(
-            f"--adapters {directory}: this is not an adapter: {describe_non_adapter(directory)}",
-            f"Give the directory of {ADAPTER_FILE}.",
-        )
-    try:
-        settings: Any = PeftConfig.from_pretrained(directory)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"--adapters {directory}: this is not an adapter: {error}", "Give the directory of adapter_config.json."
-        ) from error
-    settings_class = type(settings)
-    if settings_class is not _CONFIGS[run.train_type]:
-        types = [name for name, config_class in _CONFIGS.items() if config_class is settings_class]
-        remedy = f"Use --train-type {types[0]}." if types else f"Supported are {', '.join(_CONFIGS)}."
-        raise ConfigError(
-            f"--adapters {directory}: a {settings.peft_type.value} adapter, with --train-type {run.train_type}", remedy
-        )
-    # Settings that the user has requested, by option: name in the adapter's configuration, and value.
-    requested = {f"--adapter-settings {name}:": (name, value) for name, value in (run.adapter_settings or {}).items()}
-    if run.train_type == "lora":
-        fields = type(run).__dataclass_fields__
-        options = [option for option in _ADAPTER_SETTINGS if getattr(run, option) != fields[option].default]
-        requested = {flag(option): (_ADAPTER_SETTINGS[option], getattr(run, option)) for option in options}
-    differing = [
-        f"{option} {value}: the adapter of --adapters has {getattr(settings, name)}"
-        for option, (name, value) in requested.items()
-        if value != getattr(settings, name)
-    ]
-    if differing:
-        raise ConfigError.from_problems(differing)
+    settings = _read_adapter_settings(directory)
+    _check_adapter_type(settings, run)
+    _check_adapter_settings(settings, run)
     settings.inference_mode = False
     if not has_weights:
         if getattr(settings, "init_lora_weights", True) in _NEEDS_WEIGHTS:
@@ -416,6 +427,50 @@ def _load_adapter_to_continue(model: PreTrainedModel, run: TrainConfig, has_weig
             f"--adapters {directory} does not fit the model: {error.message}",
             f"It was trained on {settings.base_model_name_or_path}.",
         ) from error
+
+
+def _read_adapter_settings(directory: str) -> Any:
+    """Return peft's configuration of the adapter in the directory of ``--adapters``."""
+    if os.path.isdir(directory) and not is_adapter(directory):  # peft would look for it on the hub
+        raise ConfigError(
+            f"--adapters {directory}: this is not an adapter: {describe_non_adapter(directory)}",
+            f"Give the directory of {ADAPTER_FILE}.",
+        )
+    try:
+        return PeftConfig.from_pretrained(directory)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--adapters {directory}: this is not an adapter: {error}", "Give the directory of adapter_config.json."
+        ) from error
+
+
+def _check_adapter_type(settings: Any, run: TrainConfig) -> None:
+    """Raise a ConfigError if the adapter of ``--adapters`` has another type than ``--train-type``."""
+    (directory,) = run.adapters
+    settings_class = type(settings)
+    if settings_class is not _CONFIGS[run.train_type]:
+        types = [name for name, config_class in _CONFIGS.items() if config_class is settings_class]
+        remedy = f"Use --train-type {types[0]}." if types else f"Supported are {', '.join(_CONFIGS)}."
+        raise ConfigError(
+            f"--adapters {directory}: a {settings.peft_type.value} adapter, with --train-type {run.train_type}", remedy
+        )
+
+
+def _check_adapter_settings(settings: Any, run: TrainConfig) -> None:
+    """Raise a ConfigError if the adapter of ``--adapters`` has other settings than the options."""
+    # Settings that the user has requested, by option: name in the adapter's configuration, and value.
+    requested = {f"--adapter-settings {name}:": (name, value) for name, value in (run.adapter_settings or {}).items()}
+    if run.train_type == "lora":
+        fields = type(run).__dataclass_fields__
+        options = [option for option in _ADAPTER_SETTINGS if getattr(run, option) != fields[option].default]
+        requested = {flag(option): (_ADAPTER_SETTINGS[option], getattr(run, option)) for option in options}
+    differing = []
+    for option, (name, value) in requested.items():
+        adapter_value = getattr(settings, name)
+        if value != adapter_value:
+            differing.append(f"{option} {value}: the adapter of --adapters has {adapter_value}")
+    if differing:
+        raise ConfigError.from_problems(differing)
 
 
 def adapter_lines(model: nn.Module, run: TrainConfig) -> Iterator[str]:
@@ -495,7 +550,6 @@ def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: n
     """
     if config.vit_lr is None and config.aligner_lr is None and config.lorap_lr_ratio is None:
         return
-    rate_of_part = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
     base = base_model(model)
     towers = tower_prefixes(base, base.config.model_type)
     names = {id(parameter): _bare_name(name) for name, parameter in trained.named_parameters()}
@@ -503,13 +557,19 @@ def split_by_rate(optimizer: torch.optim.Optimizer, trained: nn.Module, model: n
     for group in optimizer.param_groups:
         parameters_by_rate: dict[float, list[Any]] = defaultdict(list)
         for parameter in group["params"]:
-            name = names[id(parameter)]
-            rate = rate_of_part.get(towers.part_of(name))
-            if rate is None:
-                rate = group["lr"]
-            if config.lorap_lr_ratio is not None and _LORA_B.search(name):
-                rate *= config.lorap_lr_ratio
+            rate = _learning_rate(names[id(parameter)], group["lr"], towers, config)
             parameters_by_rate[rate].append(parameter)
         for rate, parameters in parameters_by_rate.items():
             groups.append({**group, "params": parameters, "lr": rate})
     optimizer.param_groups[:] = groups
+
+
+def _learning_rate(name: str, default_rate: float, towers: Towers, config: TrainConfig) -> float:
+    """Return the learning rate of a parameter by its name in the bare model."""
+    rate_of_part = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
+    rate = rate_of_part.get(towers.part_of(name))
+    if rate is None:
+        rate = default_rate
+    if config.lorap_lr_ratio is not None and _LORA_B.search(name):
+        rate *= config.lorap_lr_ratio
+    return rate

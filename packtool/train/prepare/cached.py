@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
 from packtool.cache.reader import CacheReader
@@ -199,16 +200,23 @@ def sample_figures(inputs: Inputs) -> SampleFigures:
     flops_of = partial(sample_costs, index=index) if inputs.shared is None else inputs.shared.sample_costs
     # The unit that the loss is averaged over: samples with at least one target, or target tokens.
     loss_units = inputs.targets > 0 if config.loss_reduction == "sample" else inputs.targets
-    has_videos = index.num_videos > 0
-    # The index does not record which videos have sound, so every video may have.
-    audio_limits = reader.manifests[0].identity.media_limits.audio
-    videos_may_have_sound = audio_limits is not None and audio_limits.in_video
     return SampleFigures(
         media.media_tokens,
         loss_units.astype(np.int64),
         flops=flops_of(costs.model, target_tokens=inputs.targets),
         hardware_flops=flops_of(costs.hardware, target_tokens=inputs.targets),
-        has_vision=(index.num_images > 0) | has_videos,
-        has_sound=(index.num_audios > 0) | (has_videos & videos_may_have_sound),
+        has_vision=(index.num_images > 0) | (index.num_videos > 0),
+        has_sound=_may_have_sound(reader),
         mixture=inputs.mixture,
     )
+
+
+def _may_have_sound(reader: CacheReader) -> npt.NDArray[np.bool_]:
+    """Mark the samples with sounds, or with videos that may have sound, bool (N,)."""
+    index = reader.index
+    has_audio = index.num_audios > 0
+    # The index does not record which videos have sound, so every video may have.
+    audio_limits = reader.manifests[0].identity.media_limits.audio
+    if audio_limits is None or not audio_limits.in_video:
+        return has_audio
+    return has_audio | (index.num_videos > 0)

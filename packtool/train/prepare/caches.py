@@ -233,11 +233,7 @@ def check_limits(directory: str, manifest: Manifest, config: MediaOptions) -> No
 def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptions, files: ModelFiles) -> None:
     """Check that limits on videos and audio have the same effect as those of the export."""
     exported_options, exported_limits = manifest.identity.spec, manifest.identity.media_limits
-    changed = {}  # the run's options that differ from those of the export
-    for name in (field.name for field in fields(MediaOptions) if field.metadata["panel"] == "Video and audio"):
-        requested = getattr(config, name)
-        if requested is not None and requested != exported_options.get(name):
-            changed[name] = requested
+    changed = _changed_media_options(exported_options, config)
     if not changed or exported_limits.video is None:
         return
     run_options = {**exported_options, **changed}
@@ -255,6 +251,17 @@ def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptio
     )
 
 
+def _changed_media_options(exported: Mapping[str, Any], config: MediaOptions) -> dict[str, Any]:
+    """The options of a run on videos and audio that are set and differ from those of the export, by name."""
+    changed = {}
+    for setting in fields(MediaOptions):
+        requested = getattr(config, setting.name)
+        is_of_media = setting.metadata["panel"] == "Video and audio"
+        if is_of_media and requested is not None and requested != exported.get(setting.name):
+            changed[setting.name] = requested
+    return changed
+
+
 def check_row_options(directory: str, manifest: Manifest, config: TrainConfig, files: ModelFiles) -> None:
     """Check that options which the export applied to rows, such as truncation, are the same.
 
@@ -267,22 +274,7 @@ def check_row_options(directory: str, manifest: Manifest, config: TrainConfig, f
             f"Use --max-length {manifest.max_length}, or export into another directory:\n"
             f"  {export_command(directory, manifest, max_length=config.max_length)}",
         )
-    spec = manifest.identity.spec
-    exported_kwargs = spec.get("chat_template_kwargs")
-    expand_turns = None
-    if config.expand_turns:
-        # The value "auto" depends on the template, which was rendered with the arguments of the export.
-        exported_files = dataclasses.replace(files, chat_template_kwargs=exported_kwargs or {})
-        expand_turns = expansion_of(config.expand_turns, exported_files)
-    # Pairs of the export's value and this run's, which is None if the option is not set.
-    pairs = {
-        name: (spec.get(name), getattr(config, name))
-        for name in ("truncation_strategy", "media_overflow", *BOX_SETTINGS)
-    }
-    pairs["chat_template_kwargs"] = (exported_kwargs, set_kwargs(config.chat_template_kwargs) or None)
-    pairs["min_length"] = (spec.get("min_length", 0), config.min_length)
-    pairs["expand_turns"] = (spec.get("expand_turns", "false"), expand_turns)
-    for name, (exported, requested) in pairs.items():
+    for name, (exported, requested) in _row_option_pairs(manifest, config, files).items():
         if requested is not None and requested != exported:
             exported_with = f"without {flag(name)}" if exported is None else f"with {flag(name)} {exported}"
             raise MismatchError(
@@ -290,6 +282,25 @@ def check_row_options(directory: str, manifest: Manifest, config: TrainConfig, f
                 "Leave the option out, or export into another directory:\n"
                 f"  {export_command(directory, manifest, **{name: requested})}",
             )
+
+
+def _row_option_pairs(manifest: Manifest, config: TrainConfig, files: ModelFiles) -> dict[str, tuple[Any, Any]]:
+    """The values of options on rows, by name: at export, and in this run, where None stands for an unset option."""
+    spec = manifest.identity.spec
+    exported_kwargs = spec.get("chat_template_kwargs")
+    expand_turns = None
+    if config.expand_turns:
+        # The value "auto" depends on the template, which was rendered with the arguments of the export.
+        exported_files = dataclasses.replace(files, chat_template_kwargs=exported_kwargs or {})
+        expand_turns = expansion_of(config.expand_turns, exported_files)
+    pairs = {
+        name: (spec.get(name), getattr(config, name))
+        for name in ("truncation_strategy", "media_overflow", *BOX_SETTINGS)
+    }
+    pairs["chat_template_kwargs"] = (exported_kwargs, set_kwargs(config.chat_template_kwargs) or None)
+    pairs["min_length"] = (spec.get("min_length", 0), config.min_length)
+    pairs["expand_turns"] = (spec.get("expand_turns", "false"), expand_turns)
+    return pairs
 
 
 def packs_of(saved: SavedPlan) -> PackPlan:
@@ -315,20 +326,25 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
         ),
     }
     if differences := _list_differences(pairs, "in the plan", "in this run"):
-        command = ["packtool", "plan", *config.cached_dataset]
-        command += ["--packing-length", str(config.packing_length or saved.capacity)]
-        if config.share_prefix != "auto":
-            command += ["--share-prefix", config.share_prefix]
-        command += ["--save", _unused(str(path))]
         raise MismatchError(
             f"--plan {path} does not fit this run:\n{differences}",
-            f"Leave --plan out, or make another plan:\n  {shlex.join(command)}",
+            f"Leave --plan out, or make another plan:\n  {_plan_command(saved, config)}",
         )
     if saved.shared is not None and config.sharing_conflicts:
         raise MismatchError(
             f"--plan {path} shares prefixes, which cannot be combined with {config.sharing_conflicts[0]}",
             "Leave that option out, or make the plan again with --share-prefix false.",
         )
+
+
+def _plan_command(saved: SavedPlan, config: TrainConfig) -> str:
+    """The command that saves another plan, which fits this run, beside a saved one."""
+    command = ["packtool", "plan", *config.cached_dataset]
+    command += ["--packing-length", str(config.packing_length or saved.capacity)]
+    if config.share_prefix != "auto":
+        command += ["--share-prefix", config.share_prefix]
+    command += ["--save", _unused(str(config.plan))]
+    return shlex.join(command)
 
 
 def repair_command(directory: str, manifest: Manifest) -> str:
@@ -376,10 +392,16 @@ def _dataset_words(manifest: Manifest) -> list[str]:
         paths.append(source.path + _amount_suffix(settings))
     words = ["--dataset", *train_paths] if train_paths else []
     words += ["--val-dataset", *val_paths] if val_paths else []
-    settings = load_json(manifest.sources[0].settings or "{}")  # columns and access are those of the first file
+    return words + _reading_words(load_json(manifest.sources[0].settings or "{}"))
+
+
+def _reading_words(settings: Mapping[str, Any]) -> list[str]:
+    """The command-line words of columns and access to media, which are those of the first file of an export."""
+    words = []
     if settings.get("columns"):
         words += ["--columns", *(f"{name}={column}" for name, column in settings["columns"])]
-    if root := settings.get("media_root"):
+    root = settings.get("media_root")
+    if root:
         # A relative path may not exist from here; the user must correct it then.
         words += ["--media-root", storage.absolute(root) if storage.exists(root) else root]
     for name in ("system", "media_access", "max_media_bytes"):

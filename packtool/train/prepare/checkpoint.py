@@ -295,15 +295,7 @@ class RunState:
             data_may_change: fields that follow from the caches may differ (``FROM_DATA``).
             cache_differences: returns a line for each difference of the caches, for the error.
         """
-        ignored = {"step", "epoch", "step_in_epoch", "saved_at", "assignments", "data_since"}
-        if data_may_change:
-            ignored |= FROM_DATA
-        if self.needs_reassignment(saved):
-            ignored |= {"steps", "world_size", "gradient_accumulation_steps", "per_device_train_batch_size"}
-        new_values, old_values = dataclasses.asdict(self), dataclasses.asdict(saved)
-        different = [name for name in new_values if name not in ignored and new_values[name] != old_values[name]]
-        if "steps" not in different:  # other trained parts ("learning") matter only if they change the steps
-            different = [name for name in different if name != "learning"]
+        different = self._different_fields(saved, data_may_change=data_may_change)
         if not different:
             return
         # The fingerprints "plan" and "steps" follow from the other fields, which explain the difference better.
@@ -311,9 +303,8 @@ class RunState:
         shown = causes or different
         lines = []
         for name in shown:
-            old = "none" if old_values[name] == "" else old_values[name]
-            new = "none" if new_values[name] == "" else new_values[name]
-            lines.append(f"  - {name}: {old} in the checkpoint, {new} now")
+            old, new = getattr(saved, name), getattr(self, name)
+            lines.append(f"  - {name}: {_or_none(old)} in the checkpoint, {_or_none(new)} now")
         if not causes:
             lines.append(
                 "    These depend on packing options, --plan and the mixture (--mix, or an amount after # of a "
@@ -325,6 +316,24 @@ class RunState:
         if set(shown) <= FROM_DATA:
             remedy += " Or add --data-change allow: the rest of the epoch is planned again with the changed data."
         raise MismatchError("\n".join([f"{checkpoint} belongs to a run with other data or settings:", *lines]), remedy)
+
+    def _different_fields(self, saved: RunState, *, data_may_change: bool) -> list[str]:
+        """Names of the fields that must be equal to resume from a ``saved`` state, and are not."""
+        ignored = {"step", "epoch", "step_in_epoch", "saved_at", "assignments", "data_since"}
+        if data_may_change:
+            ignored |= FROM_DATA
+        if self.needs_reassignment(saved):
+            ignored |= {"steps", "world_size", "gradient_accumulation_steps", "per_device_train_batch_size"}
+        names = [each.name for each in dataclasses.fields(self) if each.name not in ignored]
+        different = [name for name in names if getattr(self, name) != getattr(saved, name)]
+        if "steps" not in different:  # other trained parts ("learning") matter only if they change the steps
+            different = [name for name in different if name != "learning"]
+        return different
+
+
+def _or_none(value: object) -> object:
+    """A value of a state for messages, where an empty text is shown as "none"."""
+    return "none" if value == "" else value
 
 
 def read_run_state(checkpoint: str) -> RunState:
@@ -496,3 +505,9 @@ def copy_processor(model_directory: str, checkpoint: str, chat_template: str = "
     if chat_template:
         with open(os.path.join(checkpoint, "chat_template.jinja"), "w", encoding="utf-8") as file:
             file.write(chat_template)
+
+
+def steps_planned(checkpoint: str) -> int:
+    """The number of steps that the run of a checkpoint was planned with."""
+    with open(os.path.join(checkpoint, "trainer_state.json"), encoding="utf-8") as file:
+        return int(load_json(file.read())["max_steps"])

@@ -40,7 +40,7 @@ from packtool.planning.pack_plan import Costs
 from packtool.planning.towers import MediaShares, TowerWork
 from packtool.simulate.hardware import Hardware
 from packtool.simulate.machine import Machine
-from packtool.train.prepare.deepspeed import zero_stage
+from packtool.train.prepare.parallelism import zero_stage
 from packtool.train.prepare.trained import ADAPTER_FILE
 
 MAX_PARAMETERS = 100_000_000
@@ -103,22 +103,27 @@ def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: b
     if isinstance(learning, AdapterOptions) and learning.adapters:
         # An adapter that is trained further decides which modules are trained. An unreadable one is reported later.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            with open(os.path.join(learning.adapters[0], ADAPTER_FILE), encoding="utf-8") as file:
-                adapter = load_json(file.read())
-            target_regex = adapter["target_modules"]
-            if not isinstance(target_regex, str):  # but a list of the ends of module names
-                target_regex = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, target_regex))})"
-            learning = dataclasses.replace(
-                learning,
-                target_regex=target_regex,
-                modules_to_save=tuple(adapter.get("modules_to_save") or ()),
-                lora_rank=int(adapter.get("r") or learning.lora_rank),
-                lora_bias=adapter.get("bias", "none"),
-            )
+            learning = _with_adapter_settings(learning)
     try:
         return CostModel.of_config(model, learning, **recomputes)
     except (KeyError, TypeError, ValueError):
         return CostModel.of_8b()
+
+
+def _with_adapter_settings(learning: AdapterOptions) -> AdapterOptions:
+    """The options with the trained modules and the rank of the first adapter of ``--adapters``."""
+    with open(os.path.join(learning.adapters[0], ADAPTER_FILE), encoding="utf-8") as file:
+        adapter = load_json(file.read())
+    target_regex = adapter["target_modules"]
+    if not isinstance(target_regex, str):  # but a list of the ends of module names
+        target_regex = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, target_regex))})"
+    return dataclasses.replace(
+        learning,
+        target_regex=target_regex,
+        modules_to_save=tuple(adapter.get("modules_to_save") or ()),
+        lora_rank=int(adapter.get("r") or learning.lora_rank),
+        lora_bias=adapter.get("bias", "none"),
+    )
 
 
 def tower_work(cost: CostModel, index: SplitIndex) -> TowerWork:
@@ -189,45 +194,40 @@ class ExpectedTime:
     trained_bytes: int
 
     def steps(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex, shares: MediaShares) -> Seconds:
-        """Seconds of each step of an epoch, (S,); ``shares`` assigns media to ranks that share a sequence.
+        """Seconds of each step of an epoch, (S,); ``shares`` assigns media to ranks that share a sequence."""
+        steps = plan.steps
+        seconds = self._batch_seconds(config, plan, index, shares)  # (C,)
+        exchange = self.collectives(config)
+        # A micro-batch takes no less than the exchange that overlaps with it.
+        rank_seconds = steps.rank_sums(np.maximum(seconds, exchange.per_micro_batch))  # (S, ranks)
+        # The backward pass of a rank's last micro-batch hides a part of the exchange once per step.
+        num_micro_batches = np.maximum(np.diff(steps.step_offsets) // steps.world_size, 1)  # of each rank, (S,)
+        hidden_seconds = _BACKWARD_FRACTION * rank_seconds.min(axis=1) / num_micro_batches
+        waiting_seconds = np.maximum(exchange.per_last_backward - hidden_seconds, 0.0)
+        return np.asarray(rank_seconds.max(axis=1) + waiting_seconds + exchange.exposed)
 
-        Arrays (C,) are by micro-batch, over all steps and data-parallel ranks.
-        """
-        packs, steps = plan.packs, plan.steps
+    def _batch_seconds(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex, shares: MediaShares) -> Seconds:
+        """Seconds of each micro-batch of all steps and data-parallel ranks, (C,), without exchanges of weights."""
         num_sharing = config.sequence_parallel_ranks  # ranks that share a micro-batch
         cost = RunCosts.of(config, self.model).hardware
         times = self._step_time(config, cost)
-        sample_flops = sample_costs(cost, index, index.target_tokens)
+        sample_flops = sample_costs(cost, index, index.target_tokens)  # (N,)
         sample_work, sample_attention_work = times.work(index.length, sample_flops, num_sharing)
-
-        def per_batch(per_sample: Seconds) -> Seconds:
-            """Sum values of all samples of the caches over the samples of each micro-batch, (C,)."""
-            per_pack = np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1])
-            return steps.micro_batch_sums(per_pack)
-
         # The ranks that share a micro-batch divide the language model evenly, and wait for the slowest tower.
-        flops = per_batch(sample_work)
-        tower_flops = per_batch(tower_work(cost, index).flops.astype(np.float64))
+        flops = _batch_sums(plan, sample_work)
+        tower_flops = _batch_sums(plan, tower_work(cost, index).flops.astype(np.float64))
         slowest_tower_flops = tower_flops
         if num_sharing > 1:
-            media = shares.media
-            slowest_tower_flops = shares.max_per_rank(cost.towers(media.tokens, media.squares, media.sounds))
+            slowest_tower_flops = _slowest_tower_flops(cost, shares)
         language_flops = (flops - tower_flops) / num_sharing
         fixed_flops = np.where(flops > 0, times.batch_flops, 0.0)  # of every micro-batch with samples
         seconds = (language_flops + slowest_tower_flops + fixed_flops) / times.flops_per_second
         seconds += times.exposed_seconds(
-            sharded_tokens=per_batch(index.length.astype(np.float64)),
+            sharded_tokens=_batch_sums(plan, index.length.astype(np.float64)),
             local_attention=np.zeros(len(flops)),
-            sharded_attention=per_batch(sample_attention_work) / num_sharing / times.flops_per_second,
+            sharded_attention=_batch_sums(plan, sample_attention_work) / num_sharing / times.flops_per_second,
         )
-        exchange = self.collectives(config)
-        # A micro-batch takes no less than its kernel launches, and no less than the exchange that overlaps with it.
-        rank_seconds = steps.rank_sums(np.maximum(seconds, max(times.launch_seconds, exchange.per_micro_batch)))
-        # The backward pass of a rank's last micro-batch hides a part of the exchange once per step.
-        num_micro_batches = np.maximum(np.diff(steps.step_offsets) // steps.world_size, 1)  # of each rank
-        hidden_seconds = _BACKWARD_FRACTION * rank_seconds.min(axis=1) / num_micro_batches
-        waiting_seconds = np.maximum(exchange.per_last_backward - hidden_seconds, 0.0)
-        return np.asarray(rank_seconds.max(axis=1) + waiting_seconds + exchange.exposed)
+        return np.maximum(seconds, times.launch_seconds)  # no less than the kernel launches
 
     def _step_time(self, config: TrainConfig, cost: CostModel) -> StepTime:
         """The speed of this run's devices and links; ``cost`` includes recomputation."""
@@ -270,3 +270,16 @@ class ExpectedTime:
         """Seconds of a collective of ``num_bytes`` over all ranks, layer by layer."""
         num_layers = ModelSizes.or_8b(self.model).num_layers
         return num_layers * self.hardware.collective_seconds(num_bytes / num_layers, self.world_size)
+
+
+def _batch_sums(plan: EpochPlan, per_sample: Seconds) -> Seconds:
+    """Sums of values of all samples of the caches, (N,), over the samples of each micro-batch, (C,)."""
+    packs = plan.packs
+    per_pack = np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1])
+    return plan.steps.micro_batch_sums(per_pack)
+
+
+def _slowest_tower_flops(cost: CostModel, shares: MediaShares) -> Seconds:
+    """FLOPs of the towers of the rank with the most media in each micro-batch, (C,)."""
+    media = shares.media
+    return shares.max_per_rank(cost.towers(media.tokens, media.squares, media.sounds))

@@ -22,7 +22,7 @@ from packtool.planning.dynamic import EvaluationPlan, aligned_lengths, plan_eval
 from packtool.train.prepare.caches import check_model
 from packtool.train.prepare.costs import cost_of
 from packtool.train.prepare.inputs import Inputs
-from packtool.train.prepare.sequence_parallel import axes_of
+from packtool.train.prepare.parallelism import axes_of
 from packtool.train.prepare.shared_prefixes import find_shared
 from packtool.train.prepare.trained import TrainedModel
 
@@ -66,16 +66,7 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
     """Check that model, caches and options fit, and assign the samples to ranks; takes a second."""
     trained = TrainedModel.find(config.model, config.base_model)
     files = ModelFiles.load(trained.base)
-    split: str | None = config.split
-    if split is None:
-        split = VAL_SPLIT if VAL_SPLIT in common_splits(config.cached_dataset) else TRAIN_SPLIT
-    reader = CacheReader.open(config.cached_dataset, split, LocalCopies.of(config))
-    for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
-        check_model(directory, manifest, files, dataclasses.replace(config, model=trained.base))
-    if not len(reader):
-        raise DataError(
-            f"the {split} split of {', '.join(reader.directories)} holds no samples", "Give another --split."
-        )
+    reader = _open_split(config, trained, files)
     axes = axes_of(config, world, files, reader.index.length)
     plan = plan_of_samples(
         reader,
@@ -90,13 +81,32 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
         plan = dataclasses.replace(plan, trees=shared.trees)
         message = shared.line(cost_of(files.config, ALL_WEIGHTS))
     if world.is_first:
-        # An output that cannot be written is an error now, and not after the evaluation.
-        if storage.is_directory(config.output):
-            raise ConfigError(f"--output {config.output} is a directory", "Give the name of a file in it.")
-        storage.make_directory(storage.parent(storage.normalize(config.output)) or ".")
-        storage.AtomicFile(config.output).discard()  # creates and removes a temporary file
+        _check_writable(config.output)
     notes = () if message is None else (message,)
     return PreparedEvaluation(config, world, trained, reader, plan, axes, notes)
+
+
+def _open_split(config: EvalConfig, trained: TrainedModel, files: ModelFiles) -> CacheReader:
+    """Open the split to evaluate, and check that its caches fit the model; by default val, if all caches have it."""
+    split: str | None = config.split
+    if split is None:
+        split = VAL_SPLIT if VAL_SPLIT in common_splits(config.cached_dataset) else TRAIN_SPLIT
+    reader = CacheReader.open(config.cached_dataset, split, LocalCopies.of(config))
+    for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
+        check_model(directory, manifest, files, dataclasses.replace(config, model=trained.base))
+    if not len(reader):
+        raise DataError(
+            f"the {split} split of {', '.join(reader.directories)} holds no samples", "Give another --split."
+        )
+    return reader
+
+
+def _check_writable(output: str) -> None:
+    """Raise an error now, and not after the evaluation, if the file ``--output`` cannot be written."""
+    if storage.is_directory(output):
+        raise ConfigError(f"--output {output} is a directory", "Give the name of a file in it.")
+    storage.make_directory(storage.parent(storage.normalize(output)) or ".")
+    storage.AtomicFile(output).discard()  # creates and removes a temporary file
 
 
 def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConfig, list[str]]:
@@ -112,15 +122,8 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
     ]
     strategy: EvalStrategy = "steps" if config.save_strategy == "best" else config.save_strategy
     if all(num_val_by_cache) and strategy != "no":
-        if strategy != "steps":
-            when = "at the end of every epoch"
-        elif eval_steps >= 1:
-            when = f"every {eval_steps:,} steps"
-        else:
-            when = f"every {eval_steps:.1%} of the run"
-        message = f"the val split ({sum(num_val_by_cache):,} samples) is evaluated {when} and at the end"
-        message += ": --eval-strategy no turns this off"
-        return dataclasses.replace(config, eval_strategy=strategy, eval_steps=eval_steps), [message]
+        config = dataclasses.replace(config, eval_strategy=strategy, eval_steps=eval_steps)
+        return config, [_evaluation_line(sum(num_val_by_cache), strategy, eval_steps)]
     if config.seeks_best or config.early_stop_interval is not None:
         raise ConfigError(
             "the best checkpoint and early stopping need an evaluation, and nothing is evaluated",
@@ -131,6 +134,19 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
     if any(num_val_by_cache) and strategy != "no":
         notes.append("nothing is evaluated, because only some of the caches have a val split")
     return dataclasses.replace(config, eval_strategy="no"), notes
+
+
+def _evaluation_line(num_samples: int, strategy: EvalStrategy, eval_steps: float) -> str:
+    """Describe when a val split of ``num_samples`` is evaluated; ``eval_steps`` below 1 is a fraction of the run."""
+    if strategy != "steps":
+        when = "at the end of every epoch"
+    elif eval_steps >= 1:
+        when = f"every {eval_steps:,} steps"
+    else:
+        when = f"every {eval_steps:.1%} of the run"
+    return (
+        f"the val split ({num_samples:,} samples) is evaluated {when} and at the end: --eval-strategy no turns this off"
+    )
 
 
 def plan_of_samples(

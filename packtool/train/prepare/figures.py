@@ -132,17 +132,22 @@ class Steps(ABC):
 
 def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: bool) -> Iterator[StepFigures]:
     """Yield the figures of every step of an epoch, in order; with ``is_dynamic``, unpacked samples are not padded."""
-    packs, steps, mixture = plan.packs, plan.steps, samples.mixture
+    steps, mixture = plan.steps, samples.mixture
+    columns = _figure_columns(plan, samples, is_dynamic=is_dynamic)
+    lists = {name: column.tolist() for name, column in columns.items()}
+    source_counts: Iterable[Counts] = repeat({}, steps.num_steps)
+    if mixture is not None:
+        source_counts = (by_name(counts, mixture) for counts in counts_of_steps(plan.packs, steps, mixture))
+    for step, sources in enumerate(source_counts):
+        values = {name: column[step] for name, column in lists.items()}
+        yield StepFigures(**values, sources=sources)
+
+
+def _figure_columns(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: bool) -> dict[str, npt.NDArray[Any]]:
+    """The values of each step, (S,), by field of ``StepFigures``, without its ``sources``."""
+    packs, steps = plan.packs, plan.steps
     tokens_per_pack = packs.tokens_per_pack()
-
-    def flops_per_step(sample_flops: Costs | None) -> npt.NDArray[Any]:
-        """Sums of the FLOPs of samples, float (S,) for S steps; zeros if they are unknown."""
-        if sample_flops is None or not packs.num_packs:
-            return np.zeros(steps.num_steps)
-        return steps.sums_per_step(np.add.reduceat(sample_flops[packs.samples], packs.offsets[:-1]))
-
-    # A column of S values for each field of ``StepFigures``.
-    columns: dict[str, npt.NDArray[Any]] = {
+    return {
         "target_tokens": steps.target_tokens_per_step,
         "samples": steps.sums_per_step(np.diff(packs.offsets)),
         "units": units_per_step(plan, samples),
@@ -150,16 +155,17 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
         "computed_tokens": _computed_tokens_per_step(plan, is_dynamic),
         "attended": steps.sums_per_step(packs.sum_squares_per_pack()),
         "attended_dense": steps.sums_per_step(np.square(tokens_per_pack.astype(np.int64))),
-        "flops": flops_per_step(samples.flops),
-        "hardware_flops": flops_per_step(samples.hardware_flops),
+        "flops": _flops_per_step(plan, samples.flops),
+        "hardware_flops": _flops_per_step(plan, samples.hardware_flops),
     }
-    lists = {name: column.tolist() for name, column in columns.items()}
-    source_counts: Iterable[Counts] = repeat({}, steps.num_steps)
-    if mixture is not None:
-        source_counts = (by_name(counts, mixture) for counts in counts_of_steps(packs, steps, mixture))
-    for step, sources in enumerate(source_counts):
-        values = {name: column[step] for name, column in lists.items()}
-        yield StepFigures(**values, sources=sources)
+
+
+def _flops_per_step(plan: EpochPlan, sample_flops: Costs | None) -> npt.NDArray[Any]:
+    """Sums of the FLOPs of the samples of each step, float (S,); zeros if they are unknown."""
+    packs, steps = plan.packs, plan.steps
+    if sample_flops is None or not packs.num_packs:
+        return np.zeros(steps.num_steps)
+    return steps.sums_per_step(np.add.reduceat(sample_flops[packs.samples], packs.offsets[:-1]))
 
 
 def _computed_tokens_per_step(plan: EpochPlan, is_dynamic: bool) -> npt.NDArray[Any]:
@@ -170,16 +176,21 @@ def _computed_tokens_per_step(plan: EpochPlan, is_dynamic: bool) -> npt.NDArray[
         return steps.sums_per_step(computed_tokens(packs, steps, plan.placement, alignment))
     if summary.options.packing:
         return steps.sums_per_step(np.full(packs.num_packs, packs.capacity))
-    tokens_per_pack = packs.tokens_per_pack()
     if is_dynamic:
-        return steps.sums_per_step(tokens_per_pack)
-    # Without packing, a pack is one sample, padded to the longest one of its micro-batch.
+        return steps.sums_per_step(packs.tokens_per_pack())
+    return _padded_tokens_per_step(plan)
+
+
+def _padded_tokens_per_step(plan: EpochPlan) -> npt.NDArray[Any]:
+    """Tokens of each step without packing, (S,): each sample is padded to the longest one of its micro-batch."""
+    steps = plan.steps
+    sample_lengths = plan.packs.tokens_per_pack()  # a pack is one sample
     num_samples = steps.micro_batch_sizes()
     longest = np.zeros(len(num_samples), np.int64)
     # ``reduceat`` has no result for empty micro-batches, so their longest sample stays 0.
     is_filled = num_samples > 0
-    first_packs = steps.micro_batch_offsets[:-1]
-    longest[is_filled] = np.maximum.reduceat(tokens_per_pack[steps.order], first_packs[is_filled])
+    first_samples = steps.micro_batch_offsets[:-1]
+    longest[is_filled] = np.maximum.reduceat(sample_lengths[steps.order], first_samples[is_filled])
     # Differences of running sums at the bounds of steps are the sums over the micro-batches of each step.
     running_sums = np.concatenate(([0], np.cumsum(longest * num_samples)))
     return np.diff(running_sums[steps.step_offsets])
@@ -310,15 +321,20 @@ def peak_memory_batches(
     num_ranks = config.sequence_parallel_ranks
     if num_ranks > 1:
         shares = shares or assign_media(media_of_caches(reader.index, inputs.model), inputs.model, plan, num_ranks)
-        max_vision = shares.max_per_rank(shares.media.tokens).max(initial=0)
-        max_audio = shares.max_per_rank(shares.media.sounds).max(initial=0)
-        tokens = dataclasses.replace(
-            tokens,
-            # Sums of floats may be slightly above an integer, which must not be rounded up.
-            num_local_vision_tokens=math.ceil(max_vision - 1e-6),
-            num_local_audio_tokens=math.ceil(max_audio - 1e-6),
-        )
+        tokens = _with_local_media(tokens, shares)
     return longest_micro_batches(config, inputs.model, tokens)
+
+
+def _with_local_media(tokens: RankTokens, shares: MediaShares) -> RankTokens:
+    """Add the maximum of the media tokens that a rank encodes by itself."""
+    max_vision = shares.max_per_rank(shares.media.tokens).max(initial=0)
+    max_audio = shares.max_per_rank(shares.media.sounds).max(initial=0)
+    return dataclasses.replace(
+        tokens,
+        # Sums of floats may be slightly above an integer, which must not be rounded up.
+        num_local_vision_tokens=math.ceil(max_vision - 1e-6),
+        num_local_audio_tokens=math.ceil(max_audio - 1e-6),
+    )
 
 
 def tokens_per_micro_batch(plan: EpochPlan, inputs: Inputs) -> dict[str, Costs]:

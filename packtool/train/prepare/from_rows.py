@@ -43,23 +43,43 @@ def with_cache(config: TrainConfig, progress: Progress, check: Callable[[TrainCo
     """
     if not config.dataset or config.streaming:
         return config
-    files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
-    export_config = config.export_config("", length_of_rows(config, files))
-    # Datasets of a mixture get a cache each, because samples are mixed by cache.
-    datasets = [(name,) for name in config.dataset] if config.interleaves else [config.dataset]
-    exports = [dataclasses.replace(export_config, dataset=dataset) for dataset in datasets]
-    root = os.path.join(config.cache_dir or LocalCopies().directory, _EXPORTS)
-    caches = [os.path.join(root, rows_fingerprint(each, files, sources_of(each))) for each in exports]
+    exports = _exports_of(config)
+    caches = [each.output_dir for each in exports]
     if not all(os.path.exists(os.path.join(cache, MANIFEST_NAME)) for cache in caches):
         check(config)
-    for each, cache in zip(exports, caches, strict=True):
-        os.makedirs(root, exist_ok=True)
-        with locked(cache + ".lock"):
-            summary = export(dataclasses.replace(each, output_dir=cache), progress)  # keeps a finished cache
-        for note in drop_notes(summary.dropped, summary.num_rows):
-            progress.note(note)
-        progress.note(_cache_line(cache, summary))
-    # The cache replaces the options of rows, except those that training needs to read media.
+    for each in exports:
+        _make_cache(each, progress)
+    return _with_cached_dataset(config, caches)
+
+
+def _exports_of(config: TrainConfig) -> list[ExportConfig]:
+    """The exports that make the caches of a run's rows; the name of a cache is the fingerprint of its export."""
+    files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
+    export_config = config.export_config("", length_of_rows(config, files))
+    root = os.path.join(config.cache_dir or LocalCopies().directory, _EXPORTS)
+    # Datasets of a mixture get a cache each, because samples are mixed by cache.
+    datasets = [(name,) for name in config.dataset] if config.interleaves else [config.dataset]
+    exports = []
+    for dataset in datasets:
+        each = dataclasses.replace(export_config, dataset=dataset)
+        fingerprint = rows_fingerprint(each, files, sources_of(each))
+        exports.append(dataclasses.replace(each, output_dir=os.path.join(root, fingerprint)))
+    return exports
+
+
+def _make_cache(export_config: ExportConfig, progress: Progress) -> None:
+    """Export a cache unless it exists, and report its samples and dropped rows."""
+    cache = export_config.output_dir
+    os.makedirs(os.path.dirname(cache), exist_ok=True)
+    with locked(cache + ".lock"):
+        summary = export(export_config, progress)  # keeps a finished cache
+    for note in drop_notes(summary.dropped, summary.num_rows):
+        progress.note(note)
+    progress.note(_cache_line(cache, summary))
+
+
+def _with_cached_dataset(config: TrainConfig, caches: Sequence[str]) -> TrainConfig:
+    """Replace the options of rows by ``caches``, except the options that training needs to read media."""
     kept = {"media_root", *(field.name for field in dataclasses.fields(AccessOptions))}
     row_defaults: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(RowOptions) if field.name not in kept

@@ -41,10 +41,11 @@ from packtool.errors import ConfigError, MismatchError, PacktoolError
 from packtool.planning.ledger import DataChange, Ledger, RowCounts, SourceLedger
 from packtool.train.prepare.caches import portable_recipe
 from packtool.train.prepare.checkpoint import BatchShape, finished_checkpoints, read_run_state
+from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.output_dir import HISTORY, METRICS_NAME
 from packtool.train.prepare.result import non_default_options
-from packtool.train.prepare.timeline import Timeline
+from packtool.train.prepare.timeline import EpochStretch, Timeline
 
 _RUN = "run.json"
 LEDGER_NAME = "packtool_ledger.npz"
@@ -115,8 +116,7 @@ def read_history(output_dir: str) -> list[Segment]:
     """Read the segments of a run, in order; MismatchError if there is no history, or its file is damaged."""
     if not os.path.isdir(output_dir):
         raise ConfigError(f"{output_dir}: there is no such directory")
-    folder = os.path.join(output_dir, HISTORY)
-    path = os.path.join(folder, _RUN)
+    path = os.path.join(output_dir, HISTORY, _RUN)
     if not os.path.exists(path):
         reason = "no run on caches was started there"
         if finished_checkpoints(output_dir):
@@ -126,17 +126,22 @@ def read_history(output_dir: str) -> list[Segment]:
             "Give the --output-dir of a run; with --add-version, one of its numbered folders.",
         )
     try:
-        with open(path, encoding="utf-8") as file:
-            segments = load_json(file.read())["segments"]
-        for fields in segments:
-            # JSON has lists in place of tuples, and the recipe's name without its folder.
-            fields["caches"] = tuple(map(tuple, fields["caches"]))
-            fields["assignments"] = tuple(map(tuple, fields["assignments"]))
-            if "mix" in fields["config"]:
-                fields["config"]["mix"] = os.path.join(folder, fields["config"]["mix"])
-        return [Segment(**fields) for fields in segments]
+        return _read_segments(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MismatchError(f"{path} cannot be read: {error!r}", "Restore the file from a copy of the run.") from error
+
+
+def _read_segments(path: str) -> list[Segment]:
+    """Read the segments in the file of a history; any error if it is damaged."""
+    with open(path, encoding="utf-8") as file:
+        segments = load_json(file.read())["segments"]
+    for fields in segments:
+        # JSON has lists in place of tuples, and the recipe's name without its folder.
+        fields["caches"] = tuple(map(tuple, fields["caches"]))
+        fields["assignments"] = tuple(map(tuple, fields["assignments"]))
+        if "mix" in fields["config"]:
+            fields["config"]["mix"] = os.path.join(os.path.dirname(path), fields["config"]["mix"])
+    return [Segment(**fields) for fields in segments]
 
 
 def has_history(output_dir: str) -> bool:
@@ -162,34 +167,43 @@ def ledger_name(step: int) -> str:
 def write_ledger(directory: str, ledger: Ledger, name: str = LEDGER_NAME) -> None:
     """Write a ledger into a checkpoint or another directory, in the format that the module describes."""
     arrays: _Arrays = {}
-    totals: list[dict[str, Any]] = []  # of each cache, removed ones last
     for number, source in enumerate((*ledger.sources, *ledger.retired)):
         arrays |= _bit_planes(f"{number}.before", source.before)
         arrays |= _bit_planes(f"{number}.epoch", source.epoch)
         arrays[f"{number}.skipped"] = source.skipped
-        totals.append({field: getattr(source, field) for field in _TOTALS})
-    num_sources = len(ledger.sources)
+    if ledger.change is not None:
+        for number, counts in enumerate(ledger.change.left):
+            arrays |= _bit_planes(f"{number}.left", counts)
+        for number, counts in enumerate(ledger.change.trained):
+            arrays |= _bit_planes(f"{number}.trained", counts)
+    arrays[_HEADER] = np.frombuffer(json.dumps(_ledger_header(ledger)).encode(), np.uint8)
+    archive = io.BytesIO()
+    np.savez_compressed(archive, **arrays)  # type: ignore[arg-type]
+    storage.publish(os.path.join(directory, name), archive.getvalue())
+
+
+def _ledger_header(ledger: Ledger) -> dict[str, Any]:
+    """The values of a ledger that are no arrays, as JSON values."""
     header: dict[str, Any] = {
         "step": ledger.step,
         "epoch": ledger.epoch,
-        "sources": totals[:num_sources],
-        "retired": totals[num_sources:],
+        "sources": [_totals(source) for source in ledger.sources],
+        "retired": [_totals(source) for source in ledger.retired],
         "change": None,
     }
     if ledger.stage is not None:
         header["stage"] = ledger.stage
-    if (change := ledger.change) is not None:
+    change = ledger.change
+    if change is not None:
         header["change"] = [change.step, change.epoch]
         if change.stage is not None:
             header["change"].append(change.stage)
-        for number, counts in enumerate(change.left):
-            arrays |= _bit_planes(f"{number}.left", counts)
-        for number, counts in enumerate(change.trained):
-            arrays |= _bit_planes(f"{number}.trained", counts)
-    arrays[_HEADER] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    archive = io.BytesIO()
-    np.savez_compressed(archive, **arrays)  # type: ignore[arg-type]
-    storage.publish(os.path.join(directory, name), archive.getvalue())
+    return header
+
+
+def _totals(source: SourceLedger) -> dict[str, Any]:
+    """The name, size and totals of a cache in a ledger."""
+    return {field: getattr(source, field) for field in _TOTALS}
 
 
 def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
@@ -200,13 +214,7 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             header = load_json(arrays[_HEADER].tobytes())
-            sources = []
-            for number, fields in enumerate([*header["sources"], *header["retired"]]):
-                num_samples = fields.pop("num")
-                before = _read_counts(arrays, f"{number}.before", num_samples)
-                in_epoch = _read_counts(arrays, f"{number}.epoch", num_samples)
-                skipped = arrays[f"{number}.skipped"]
-                sources.append(SourceLedger(before=before, epoch=in_epoch, skipped=skipped, **fields))
+            sources = _read_sources([*header["sources"], *header["retired"]], arrays)
             num_sources = len(header["sources"])
             change = None
             if header["change"] is not None:
@@ -221,6 +229,18 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
         change=change,
         stage=None if header.get("stage") is None else tuple(header["stage"]),
     )
+
+
+def _read_sources(totals: Sequence[dict[str, Any]], arrays: Any) -> list[SourceLedger]:
+    """The caches in a ledger file, from their ``_totals`` and the arrays of the file."""
+    sources = []
+    for number, fields in enumerate(totals):
+        num_samples = fields.pop("num")
+        before = _read_counts(arrays, f"{number}.before", num_samples)
+        in_epoch = _read_counts(arrays, f"{number}.epoch", num_samples)
+        skipped = arrays[f"{number}.skipped"]
+        sources.append(SourceLedger(before=before, epoch=in_epoch, skipped=skipped, **fields))
+    return sources
 
 
 def _read_change(change: list[Any], arrays: Any, sizes: list[int]) -> DataChange:
@@ -269,23 +289,25 @@ class RunRecord:
         """Write the history before the first step; a resumed run replaces segments that it trains again."""
         folder = os.path.join(output_dir, HISTORY)
         storage.make_directory(folder)
-        segment = self._segment
-        earlier_segments: list[Segment] = []
-        if self._checkpoint is not None:
-            resumed_dir = os.path.dirname(os.path.abspath(self._checkpoint))
-            if has_history(resumed_dir):
-                earlier_segments = [each for each in read_history(resumed_dir) if each.first < segment.first]
-                if os.path.realpath(resumed_dir) != os.path.realpath(output_dir):
-                    shutil.copytree(os.path.join(resumed_dir, HISTORY), folder, dirs_exist_ok=True)
-        if (mix := segment.config.get("mix")) is not None:
-            # The history keeps a copy of the recipe, as the user may change the file.
-            name = f"mix-{segment.first}.yaml"
-            storage.publish(os.path.join(folder, name), portable_recipe(mix))
-            segment = dataclasses.replace(segment, config={**segment.config, "mix": name})
-        content = {"segments": [dataclasses.asdict(each) for each in (*earlier_segments, segment)]}
+        segments = self._copy_earlier_segments(output_dir)
+        segments.append(_with_recipe_copy(self._segment, folder))
+        content = {"segments": [dataclasses.asdict(each) for each in segments]}
         storage.publish(os.path.join(folder, _RUN), (json.dumps(content, indent=1) + "\n").encode())
         if self.ledger.change is not None:
             write_ledger(folder, self.ledger, ledger_name(self.ledger.change.step))
+
+    def _copy_earlier_segments(self, output_dir: str) -> list[Segment]:
+        """Return the segments before this one, and copy their history if it is that of another output directory."""
+        if self._checkpoint is None:
+            return []
+        resumed_dir = os.path.dirname(os.path.abspath(self._checkpoint))
+        if not has_history(resumed_dir):
+            return []
+        segments = [each for each in read_history(resumed_dir) if each.first < self._segment.first]
+        if os.path.realpath(resumed_dir) != os.path.realpath(output_dir):
+            folder = os.path.join(output_dir, HISTORY)
+            shutil.copytree(os.path.join(resumed_dir, HISTORY), folder, dirs_exist_ok=True)
+        return segments
 
     def save(self, checkpoint: str, step: int, skipped: Skipped = (), left_out: Sequence[int] = ()) -> None:
         """Write the ledger into a checkpoint after ``step`` steps.
@@ -304,6 +326,16 @@ class RunRecord:
         write_ledger(checkpoint, self.ledger)
 
 
+def _with_recipe_copy(segment: Segment, folder: str) -> Segment:
+    """Copy the recipe of a segment into the history ``folder``, as the user may change the file."""
+    recipe_path = segment.config.get("mix")
+    if recipe_path is None:
+        return segment
+    name = f"mix-{segment.first}.yaml"
+    storage.publish(os.path.join(folder, name), portable_recipe(recipe_path))
+    return dataclasses.replace(segment, config={**segment.config, "mix": name})
+
+
 def ledger_after(
     ledger: Ledger, timeline: Timeline, step: int, skipped: Skipped = (), left_out: Sequence[int] = ()
 ) -> Ledger:
@@ -311,27 +343,59 @@ def ledger_after(
 
     Between the two, all ranks skipped the samples ``skipped``, and the steps ``left_out`` changed no weight.
     """
+    inputs = timeline.inputs
     while True:
         stretch = timeline.stretch(ledger.step)  # the steps of the epoch that the ledger has reached
         while ledger.epoch < stretch.epoch:
             ledger = ledger.in_next_epoch()
         if ledger.step >= step:
             return dataclasses.replace(ledger, stage=timeline.stage_of(ledger.step))
-        plan = stretch.plan
         new_steps = range(ledger.step, min(stretch.stop, step))  # steps of the run; step 0 of the plan is stretch.first
-        skipped_samples = [sample for number, sample in skipped if number in new_steps and number not in left_out]
-        untrained = [np.array(skipped_samples, np.int64)]
-        for number in left_out:
-            if number in new_steps:
-                plan_step = number - stretch.first
-                untrained.append(plan.samples_of(plan_step, plan_step + 1))
         plan_steps = range(new_steps.start - stretch.first, new_steps.stop - stretch.first)
-        inputs = timeline.inputs
-        ledger = ledger.plus(plan, plan_steps, inputs.lengths, inputs.targets, np.concatenate(untrained))
+        untrained = _untrained_samples(stretch, new_steps, skipped, left_out)
+        ledger = ledger.plus(stretch.plan, plan_steps, inputs.lengths, inputs.targets, untrained)
+
+
+def _untrained_samples(
+    stretch: EpochStretch, steps: range, skipped: Skipped, left_out: Sequence[int]
+) -> npt.NDArray[np.int64]:
+    """Positions, in the caches, of the samples of these steps of an epoch that were planned and not trained, (K,)."""
+    skipped_samples = [sample for number, sample in skipped if number in steps and number not in left_out]
+    untrained = [np.array(skipped_samples, np.int64)]
+    for number in left_out:
+        if number in steps:
+            plan_step = number - stretch.first
+            untrained.append(stretch.plan.samples_of(plan_step, plan_step + 1))
+    return np.concatenate(untrained)
 
 
 def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
     """The ledger after ``step`` steps, for a checkpoint of an older packtool without one; no sample is skipped."""
+    inputs = timeline.inputs
+    before, in_epoch = _planned_counts(timeline, step)
+    counts = before + in_epoch
+    sources = []
+    start = 0
+    for source in begin_ledger(inputs.for_training.reader).sources:
+        of_cache = slice(start, start + source.num)  # the samples of one cache
+        start += source.num
+        cache_counts = counts[of_cache]
+        sources.append(
+            dataclasses.replace(
+                source,
+                before=RowCounts.of(before[of_cache]),
+                epoch=RowCounts.of(in_epoch[of_cache]),
+                num_samples=int(cache_counts.sum()),
+                tokens=int((cache_counts * inputs.lengths[of_cache]).sum()),
+                target_tokens=int((cache_counts * inputs.targets[of_cache]).sum()),
+            )
+        )
+    current_epoch, _ = timeline.locate(step)
+    return Ledger(step=step, epoch=current_epoch, sources=tuple(sources))
+
+
+def _planned_counts(timeline: Timeline, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Planned occurrences of each sample before ``step``: in earlier epochs, and in its epoch; int64 (N,) each."""
     inputs = timeline.inputs
     num_samples = len(inputs.lengths)
     current_epoch, epoch_step = timeline.locate(step)
@@ -342,31 +406,13 @@ def ledger_of_plan(timeline: Timeline, step: int) -> Ledger:
         """Occurrences of each sample in an epoch, (N,)."""
         return np.asarray(is_planned if inputs.mixture is None else inputs.epoch_counts(epoch), np.int64)
 
-    # Training counts of each sample in earlier epochs, and in the current one.
     before = np.zeros(num_samples, np.int64)
-    in_epoch = np.zeros(num_samples, np.int64)
     for epoch in range(current_epoch):
         before += occurrences(epoch)
-    if epoch_step > 0:
-        remaining = timeline.stretch(step).plan.packs_from(epoch_step).samples
-        in_epoch = occurrences(current_epoch) - np.bincount(remaining, minlength=num_samples)
-    counts = before + in_epoch
-    sources = []
-    start = 0
-    for source in begin_ledger(inputs.for_training.reader).sources:
-        of_cache = slice(start, start + source.num)  # the samples of one cache
-        start += source.num
-        sources.append(
-            dataclasses.replace(
-                source,
-                before=RowCounts.of(before[of_cache]),
-                epoch=RowCounts.of(in_epoch[of_cache]),
-                num_samples=int(counts[of_cache].sum()),
-                tokens=int((counts[of_cache] * inputs.lengths[of_cache]).sum()),
-                target_tokens=int((counts[of_cache] * inputs.targets[of_cache]).sum()),
-            )
-        )
-    return Ledger(step=step, epoch=current_epoch, sources=tuple(sources))
+    if epoch_step == 0:
+        return before, np.zeros(num_samples, np.int64)
+    remaining = timeline.stretch(step).plan.packs_from(epoch_step).samples
+    return before, occurrences(current_epoch) - np.bincount(remaining, minlength=num_samples)
 
 
 def begin_ledger(reader: CacheReader) -> Ledger:
@@ -441,32 +487,42 @@ def replay_segment(output_dir: str, segment: Segment, stop: int, model: str | No
             f"the model of this run, {config.model}, cannot be read here: {error.message}",
             "Give its new directory: --model DIR.",
         ) from error
-    change = None
-    if segment.changed_at is not None:
-        name = ledger_name(segment.changed_at)
-        ledger = read_ledger(os.path.join(output_dir, HISTORY), name)
-        if ledger is None or ledger.change is None:
-            raise MismatchError(
-                f"{output_dir}/{HISTORY} lacks {name}, the samples left at a change of data", "Restore it."
-            )
-        change = ledger.change
+    change = _read_segment_change(output_dir, segment)
+    _check_same_plan(output_dir, segment, inputs)
+    return Replay(segment, stop, Timeline.of(inputs, segment.assignments, change))
+
+
+def _read_segment_change(output_dir: str, segment: Segment) -> DataChange | None:
+    """The last change of the data before a segment; None without any, MismatchError if its record is missing."""
+    if segment.changed_at is None:
+        return None
+    name = ledger_name(segment.changed_at)
+    ledger = read_ledger(os.path.join(output_dir, HISTORY), name)
+    if ledger is None or ledger.change is None:
+        raise MismatchError(f"{output_dir}/{HISTORY} lacks {name}, the samples left at a change of data", "Restore it.")
+    return ledger.change
+
+
+def _check_same_plan(output_dir: str, segment: Segment, inputs: Inputs) -> None:
+    """Raise a MismatchError if ``inputs`` have other packs or steps than a segment of the run in ``output_dir``."""
     _, *batch_shape = segment.assignments[-1]  # without its first step
     state = inputs.state(BatchShape(*batch_shape))
-    if (state.plan, state.steps) != (segment.plan, segment.steps):
-        if config.plan is not None:
-            raise MismatchError(
-                f"{config.plan}, the --plan of {output_dir}, has changed since training: the fingerprint of "
-                f"its packs was {segment.plan} and is {state.plan}",
-                "Restore the original file: the samples of the run's steps are read from it.",
-            )
-        # A schedule, such as that of Skrull, may depend on the hardware.
-        same_hardware = ", on the same kind of hardware" if state.schedule else ""
+    if (state.plan, state.steps) == (segment.plan, segment.steps):
+        return
+    plan_path = segment.train_config.plan
+    if plan_path is not None:
         raise MismatchError(
-            f"the steps of {output_dir} cannot be planned again: packtool {segment.version} planned different steps "
-            "for the same options and caches",
-            f"Inspect the run with that version{same_hardware}.",
+            f"{plan_path}, the --plan of {output_dir}, has changed since training: the fingerprint of "
+            f"its packs was {segment.plan} and is {state.plan}",
+            "Restore the original file: the samples of the run's steps are read from it.",
         )
-    return Replay(segment, stop, Timeline.of(inputs, segment.assignments, change))
+    # A schedule, such as that of Skrull, may depend on the hardware.
+    same_hardware = ", on the same kind of hardware" if state.schedule else ""
+    raise MismatchError(
+        f"the steps of {output_dir} cannot be planned again: packtool {segment.version} planned different steps "
+        "for the same options and caches",
+        f"Inspect the run with that version{same_hardware}.",
+    )
 
 
 def _check_unchanged(segment: Segment) -> None:

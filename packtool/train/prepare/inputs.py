@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -99,24 +99,29 @@ class Inputs:
         if self.saved_plan is not None:
             shared = load_shared_prefixes(packs_of(self.saved_plan), self.saved_plan.parts, self.model, self.reader)
         else:
-            shared, no_sharing_reason = find_shared(
-                self.config,
-                self.model,
-                self.reader,
-                capacity=self.options.packing_length,
-                max_length=self.options.max_length,
-                max_samples=self.config.max_rows_per_tree,
-                max_media_tokens=self.config.max_media_tokens_per_pack,
-            )
-            if shared is not None:
-                trees = dataclasses.replace(shared.trees, parts=part_placement(self.config))
-                shared = dataclasses.replace(shared, trees=trees)
+            shared, no_sharing_reason = self._find_shared(self.reader)
         towers = self.towers if shared is None else shared.towers(self.options.cost, self.targets)
         inputs = dataclasses.replace(self, shared=shared, no_sharing_reason=no_sharing_reason, towers=towers)
         if self.recipe is None:
             return inputs
         max_length = self.config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
         return inputs.with_mixture(self.recipe, max_length)
+
+    def _find_shared(self, reader: CacheReader) -> tuple[SharedPrefixes | None, str | None]:
+        """Find the prefixes to share; None, possibly with the reason, if every sample is computed in full."""
+        shared, no_sharing_reason = find_shared(
+            self.config,
+            self.model,
+            reader,
+            capacity=self.options.packing_length,
+            max_length=self.options.max_length,
+            max_samples=self.config.max_rows_per_tree,
+            max_media_tokens=self.config.max_media_tokens_per_pack,
+        )
+        if shared is not None:
+            trees = dataclasses.replace(shared.trees, parts=part_placement(self.config))
+            shared = dataclasses.replace(shared, trees=trees)
+        return shared, no_sharing_reason
 
     def reuse_plans(self, planned: Inputs) -> Inputs:
         """Reuse prefixes, mixtures and cached plans of ``planned`` if its plans are the same; else ``prepared``."""
@@ -158,7 +163,8 @@ class Inputs:
             return dataclasses.replace(self, recipe=recipe, mixture=self._mixture_of(recipe, self.options.max_length))
         if problems := _stage_problems(recipe, self):
             raise ConfigError.from_problems(problems)
-        stages, mixtures = [], []
+        stages = []
+        mixtures = []
         for stage in recipe.stages:
             packing_length = stage.packing_length or self.options.packing_length
             options = dataclasses.replace(
@@ -170,14 +176,9 @@ class Inputs:
             stages.append(
                 dataclasses.replace(self, options=options, mixture=mixture, sequence_parallel_size=size, shared=None)
             )
-        longest_options = max((stage.options for stage in stages), key=lambda options: options.packing_length)
-        # The mixture of the run has the samples of all stages; it gives names, weights and epochs of sources.
-        candidates = []  # of each source, the positions of its samples in any stage, ascending
-        for stage_candidates in zip(*(mixture.candidates for mixture in mixtures), strict=True):
-            candidates.append(np.unique(np.concatenate(stage_candidates)))
-        run_mixture = dataclasses.replace(mixtures[0], candidates=tuple(candidates), counts=tuple(map(len, candidates)))
+        longest_stage = max(stages, key=lambda stage: stage.options.packing_length)
         return dataclasses.replace(
-            self, recipe=recipe, options=longest_options, mixture=run_mixture, stages=tuple(stages)
+            self, recipe=recipe, options=longest_stage.options, mixture=_joined_mixture(mixtures), stages=tuple(stages)
         )
 
     def _mixture_of(self, recipe: Recipe, max_length: int) -> Mixture:
@@ -304,17 +305,6 @@ class Inputs:
         """The state of a run before its first step, to compare with checkpoints; plans the first epoch."""
         config, _, reader = self.for_training
         plan_fingerprint, steps_fingerprint = self.fingerprints(batch_shape)
-        # Checkpoints hold this text and are compared with it, so it must not change: "a row" means a sequence.
-        skrull = self.options.skrull
-        if skrull is not None:
-            schedule = (
-                f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}, "
-                f"for {skrull.times.device}"
-            )
-        elif self.options.samples_per_step is not None:
-            schedule = f"{self.options.samples_per_step} samples a step"
-        else:
-            schedule = ""
         return RunState.of(
             config,
             plan=plan_fingerprint,
@@ -327,7 +317,7 @@ class Inputs:
             loss_scale=config.loss_scale or "",
             loss_reduction=config.loss_reduction,
             shares_prefixes=self.shared is not None,
-            schedule=schedule,
+            schedule=_describe_schedule(self.options),
             learning=config.training_summary,
         )
 
@@ -406,13 +396,19 @@ class Inputs:
             mixture = stage.mixture
             assert mixture is not None, "every stage has a mixture"
             if ledger.epoch == first_epoch:  # a stage begins with a partial epoch
-                first_step = self.stage_end(number - 1) if number > 0 and self.config.max_steps is not None else 0
-                fraction, _ = self.first_epoch_fraction(number, int(first_step), batch_shape)
-                mixture = mixture.partial_epoch(fraction, before)
+                mixture = mixture.partial_epoch(self._first_fraction(number, batch_shape), before)
             # Samples that another stage trained in this epoch do not count for this stage.
             return mixture.epoch_counts(ledger.epoch, in_epoch if is_same_stage else np.zeros_like(in_epoch))
 
         return EpochToResume(count_samples, stage.options.max_length, stage=(number, first_epoch))
+
+    def _first_fraction(self, number: int, batch_shape: BatchShape) -> float:
+        """The fraction of an epoch that a stage trains first, if it starts where the stage before it ends."""
+        first_step = 0.0
+        if number > 0 and self.config.max_steps is not None:
+            first_step = self.stage_end(number - 1)
+        fraction, _ = self.first_epoch_fraction(number, int(first_step), batch_shape)
+        return fraction
 
     def _stage_at(self, ledger: Ledger) -> int:
         """The 0-based number of the stage in which a run resumes with changed data."""
@@ -430,6 +426,30 @@ class Inputs:
         return ledger.stage[0]
 
 
+def _describe_schedule(options: PlanOptions) -> str:
+    """Describe how packs become steps, where that is not the default; empty for the default.
+
+    Checkpoints hold this text and are compared with it, so it must not change: "a row" means a sequence.
+    """
+    skrull = options.skrull
+    if skrull is not None:
+        return (
+            f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}, "
+            f"for {skrull.times.device}"
+        )
+    if options.samples_per_step is not None:
+        return f"{options.samples_per_step} samples a step"
+    return ""
+
+
+def _joined_mixture(mixtures: Sequence[Mixture]) -> Mixture:
+    """The mixture of the samples of all stages; it gives names, weights and epochs of sources."""
+    candidates = []  # of each source, the positions of its samples in any stage, ascending
+    for stage_candidates in zip(*(mixture.candidates for mixture in mixtures), strict=True):
+        candidates.append(np.unique(np.concatenate(stage_candidates)))
+    return dataclasses.replace(mixtures[0], candidates=tuple(candidates), counts=tuple(map(len, candidates)))
+
+
 class EpochToResume(NamedTuple):
     """The epoch in which a run with changed data resumes.
 
@@ -444,9 +464,7 @@ class EpochToResume(NamedTuple):
 
 def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
     """Conflicts of a recipe's stages with the settings of the run, a message for each."""
-    config = inputs.config
-    num_sharing = config.sequence_parallel_ranks  # processes that share a sequence
-    max_steps = config.max_steps
+    max_steps = inputs.config.max_steps
     problems = []
     if inputs.options.skrull is not None:
         problems.append(
@@ -455,15 +473,7 @@ def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
     previous_end = 0  # step of the run after which the previous stage ends, with --max-steps
     for number, stage in enumerate(recipe.stages):
         key = f"{recipe.place}, stages[{number}]"
-        is_last = number + 1 == len(recipe.stages)
-        if stage.packing_length is not None and not config.packing:
-            problems.append(f"{key}.packing_length: it cannot be combined with --packing false; leave out one of them")
-        size = stage.sequence_parallel_size
-        if size is not None and num_sharing % size != 0:
-            problems.append(
-                f"{key}.sequence_parallel_size: {size} does not divide the {num_sharing} processes of the run that "
-                "share a sequence: give --sequence-parallel-size the largest size, and each stage a divisor of it"
-            )
+        problems += _pack_problems(key, stage, inputs.config)
         if max_steps is None:  # then ends of stages are fractions of the run, which need no check
             if stage.until is not None:
                 problems.append(
@@ -472,7 +482,7 @@ def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
                 )
             continue
         end = max(stage.until or round((stage.until_share or 0) * max_steps), 1)
-        if is_last:
+        if number + 1 == len(recipe.stages):  # the last stage ends with the run
             if previous_end >= max_steps:
                 problems.append(f"{key}: the run ends after step {max_steps:,} (--max-steps), before this stage begins")
         elif not stage.end:
@@ -483,4 +493,19 @@ def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
                 "previous stage ends"
             )
         previous_end = end
+    return problems
+
+
+def _pack_problems(key: str, stage: Recipe, config: PlanConfig | TrainConfig) -> list[str]:
+    """Conflicts of the packing options of a stage with those of the run; ``key`` names the stage in the recipe."""
+    problems = []
+    if stage.packing_length is not None and not config.packing:
+        problems.append(f"{key}.packing_length: it cannot be combined with --packing false; leave out one of them")
+    size = stage.sequence_parallel_size
+    num_sharing = config.sequence_parallel_ranks  # processes that share a sequence
+    if size is not None and num_sharing % size != 0:
+        problems.append(
+            f"{key}.sequence_parallel_size: {size} does not divide the {num_sharing} processes of the run that "
+            "share a sequence: give --sequence-parallel-size the largest size, and each stage a divisor of it"
+        )
     return problems

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from packtool import storage
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
-from packtool.cache.plan_file import read_plan
+from packtool.cache.plan_file import SavedPlan, read_plan
 from packtool.cache.reader import CacheReader, RelabeledReader
 from packtool.config.data import expand_problems
 from packtool.config.mixture import Recipe
@@ -57,14 +57,20 @@ def choices_of_targets(
     Raises:
         MismatchError: if the targets cannot be chosen without the rows, as with rules that weight parts of a text.
     """
-    num_caches = len(reader.directories)
-    source_scales = [None] * num_caches if recipe is None else [source.loss_scale for source in recipe.sources]
+    source_scales: list[str | None] = [None] * len(reader.directories)
+    if recipe is not None:
+        source_scales = [source.loss_scale for source in recipe.sources]
     choices = []
     for directory, manifest, source_scale in zip(reader.directories, reader.manifests, source_scales, strict=True):
-        scale, option = loss_scale, "--loss-scale"  # the scale, and the setting that gives it, for messages
+        scale = loss_scale
+        option = "--loss-scale"  # names the setting of the scale in errors
         if recipe is not None and source_scale is not None:
-            scale, option = source_scale, f"its loss_scale in {recipe.place}"
-        choices.append(None if scale is None else _target_choice(directory, manifest, files, scale, option))
+            scale = source_scale
+            option = f"its loss_scale in {recipe.place}"
+        choice = None
+        if scale is not None:
+            choice = _target_choice(directory, manifest, files, scale, option)
+        choices.append(choice)
     return tuple(choices)
 
 
@@ -90,37 +96,18 @@ def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | Non
 def _target_choice(
     directory: str, manifest: Manifest, files: ModelFiles, loss_scale: str, option: str
 ) -> TargetChoice | None:
-    """The choice of the target tokens of one cache; None if its export had this loss scale, which ``option`` sets."""
+    """The choice of the target tokens of one cache for a loss scale; None if its export had the same.
+
+    ``option`` names the setting of this loss scale in errors.
+    """
     spec = manifest.identity.spec
     scale = loss_scale_of(loss_scale, files.is_hybrid_thinking)
-    exported_scale = str(spec.get("loss_scale", "default"))
-    wanted, exported = parse_loss_scale(scale), parse_loss_scale(exported_scale)
-    if exported == wanted:
+    wanted = parse_loss_scale(scale)
+    if parse_loss_scale(_exported_scale(manifest)) == wanted:
         return None
-    # Rules weight parts of texts, which a cache does not record. So rules can only be kept as they are, and only if the
-    # targets are limited to the last turn. ``TRAIN_NEWLINE`` cannot be kept: turns in a cache end before line breaks.
-    limits_to_last_turn = (exported.base, wanted.base) == ("default", "last_round")
-    keeps_rules = exported.rules == wanted.rules and limits_to_last_turn and TRAIN_NEWLINE not in exported.rules
-    # Samples of one row share tokens that only one of them may train.
-    has_split_rows = any(split.pieces_added for split in manifest.splits.values())
-    has_samples_by_response = has_split_rows and spec.get("truncation_strategy") != "split"
     processor_writes_text = bool(family_of(files.config).processor_inputs)
-    if "expand_turns" in spec or (wanted.base == "all" and has_samples_by_response):
-        problem = (
-            f"has several samples of one row, and the tokens that --loss-scale {scale} trains in each of them "
-            "cannot be told without the rows"
-        )
-    elif (exported.rules or wanted.rules) and not keeps_rules:
-        problem = (
-            f"was exported with --loss-scale {exported_scale}: the parts of texts that {scale} weights differently "
-            "cannot be told without the rows"
-        )
-    elif processor_writes_text and _WIDTH[wanted.base] > _WIDTH[exported.base]:
-        problem = (
-            f"was exported with --loss-scale {exported_scale}: among the tokens that {scale} trains in addition, "
-            "placeholders of media cannot be told from text, because the model's own processor wrote them"
-        )
-    else:
+    problem = _target_problem(manifest, scale, processor_writes_text=processor_writes_text)
+    if problem is None:
         among_targets = bool(wanted.rules) or processor_writes_text
         return TargetChoice.of_config(wanted.base, files.config, among_targets=among_targets)
     changes: dict[str, str | None] = {"loss_scale": loss_scale}
@@ -130,6 +117,48 @@ def _target_choice(
         f"{directory} {problem}",
         f"Leave {option} out, or export into another directory:\n  {export_command(directory, manifest, **changes)}",
     )
+
+
+def _exported_scale(manifest: Manifest) -> str:
+    """The loss scale that a cache was exported with."""
+    return str(manifest.identity.spec.get("loss_scale", "default"))
+
+
+def _target_problem(manifest: Manifest, scale: str, *, processor_writes_text: bool) -> str | None:
+    """The reason why targets of loss scale ``scale`` cannot be chosen without the rows of a cache; None if they can.
+
+    ``processor_writes_text`` is True if the model's own processor writes the texts of its samples.
+    """
+    exported_scale = _exported_scale(manifest)
+    wanted, exported = parse_loss_scale(scale), parse_loss_scale(exported_scale)
+    if _trains_shared_tokens(manifest, wanted.base):
+        return (
+            f"has several samples of one row, and the tokens that --loss-scale {scale} trains in each of them "
+            "cannot be told without the rows"
+        )
+    # Rules weight parts of texts, which a cache does not record. So rules can only be kept as they are, and only if the
+    # targets are limited to the last turn. ``TRAIN_NEWLINE`` cannot be kept: turns in a cache end before line breaks.
+    limits_to_last_turn = (exported.base, wanted.base) == ("default", "last_round")
+    keeps_rules = exported.rules == wanted.rules and limits_to_last_turn and TRAIN_NEWLINE not in exported.rules
+    if (exported.rules or wanted.rules) and not keeps_rules:
+        return (
+            f"was exported with --loss-scale {exported_scale}: the parts of texts that {scale} weights differently "
+            "cannot be told without the rows"
+        )
+    if processor_writes_text and _WIDTH[wanted.base] > _WIDTH[exported.base]:
+        return (
+            f"was exported with --loss-scale {exported_scale}: among the tokens that {scale} trains in addition, "
+            "placeholders of media cannot be told from text, because the model's own processor wrote them"
+        )
+    return None
+
+
+def _trains_shared_tokens(manifest: Manifest, base: Base) -> bool:
+    """Return whether samples of one row may share tokens that only one of them may train."""
+    spec = manifest.identity.spec
+    has_split_rows = any(split.pieces_added for split in manifest.splits.values())
+    has_samples_by_response = has_split_rows and spec.get("truncation_strategy") != "split"
+    return "expand_turns" in spec or (base == "all" and has_samples_by_response)
 
 
 def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
@@ -148,21 +177,14 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
         check_sources(reader, recipe, files)
     choices = choices_of_targets(reader, files, config.loss_scale, recipe)
     targets = RelabeledReader(reader, choices).target_tokens() if any(choices) else reader.index.target_tokens
-    max_length = config.max_length or max(manifest.max_length for manifest in reader.manifests)
     saved_plan = None
     if config.plan is not None:
         saved_plan = read_plan(config.plan)
         check_plan(saved_plan, config, reader)
-    options = plan_options(config, max_length=max_length, world_size=1)  # each plan sets its number of ranks
-    if saved_plan is not None:
-        options = dataclasses.replace(options, max_length=saved_plan.max_length, packing_length=saved_plan.capacity)
-    # Warn now, because the one sample with a web address may come after hours.
-    if config.media_access != "any" and any(map(_may_have_web_media, reader.manifests)):
-        warning = "a cache was exported with --media-access any: if its rows have web addresses, training needs it too"
-        notes = [warning, *notes]
-    inputs = _inputs(
+    notes = [*_web_media_warning(config, reader), *notes]
+    inputs = _make_inputs(
         config,
-        options,
+        _training_options(config, reader, saved_plan),
         reader,
         recipe,
         files,
@@ -172,6 +194,25 @@ def open_to_train(config: TrainConfig, planned: Inputs | None = None) -> Inputs:
         notes=tuple(notes),
     )
     return inputs.prepared() if planned is None else inputs.reuse_plans(planned)
+
+
+def _training_options(config: TrainConfig, reader: CacheReader, saved_plan: SavedPlan | None) -> PlanOptions:
+    """The options of the planner for a training run, whose ``--plan`` sets the lengths of samples and packs."""
+    max_length = config.max_length or max(manifest.max_length for manifest in reader.manifests)
+    options = plan_options(config, max_length=max_length, world_size=1)  # each plan sets its number of ranks
+    if saved_plan is None:
+        return options
+    return dataclasses.replace(options, max_length=saved_plan.max_length, packing_length=saved_plan.capacity)
+
+
+def _web_media_warning(config: TrainConfig, reader: CacheReader) -> list[str]:
+    """A warning if training may need media by web addresses, and must not load them; else empty.
+
+    It comes before training, because the one sample with a web address may come after hours.
+    """
+    if config.media_access == "any" or not any(map(_may_have_web_media, reader.manifests)):
+        return []
+    return ["a cache was exported with --media-access any: if its rows have web addresses, training needs it too"]
 
 
 def _may_have_web_media(manifest: Manifest) -> bool:
@@ -190,31 +231,37 @@ def open_to_plan(config: PlanConfig, packing_length: int | None = None) -> Input
     directories, recipe = named_sources(config)
     reader = CacheReader.open(directories, copies=LocalCopies.of(config)) if directories else None
     capacity = packing_length or config.packing_length  # maximum tokens of a pack; None for those of a sample
-    model = config.model
     if reader is not None:
         lengths: npt.NDArray[np.integer[Any]] = reader.index.length
         targets = planned_targets(reader, recipe, config.model)
         longest = max(manifest.max_length for manifest in reader.manifests)
-        exported_model = str(reader.manifests[0].identity.spec["model"])
-        if model is None and storage.exists(storage.join(exported_model, "config.json")):
-            model = exported_model
     else:
         lengths = targets = read_lengths(str(config.lengths))
         longest = capacity or int(lengths.max(initial=1))
-    files = None if model is None else ModelFiles.load(model)
+    files = _planned_model_files(config, reader)
     if packing_length is None and config.max_length is not None:
         max_length = config.max_length
     else:  # the lengths of --sweep leave out longer samples, even with --max-length
         max_length = min(config.max_length or longest, capacity or longest)
-    data_parallel_size = config.world_size // config.sequence_parallel_ranks
-    options = plan_options(config, max_length=max_length, world_size=data_parallel_size)
+    num_ranks = config.world_size // config.sequence_parallel_ranks  # data-parallel ones
+    options = plan_options(config, max_length=max_length, world_size=num_ranks)
     options = dataclasses.replace(options, packing_length=capacity or max_length)
     if recipe is not None and recipe.stages and config.sweep is not None:
         raise ConfigError(f"--sweep cannot be combined with the stages of {recipe.place}", "Plan without --sweep.")
-    return _inputs(config, options, reader, recipe, files, lengths=lengths, targets=targets)
+    return _make_inputs(config, options, reader, recipe, files, lengths=lengths, targets=targets)
 
 
-def _inputs(
+def _planned_model_files(config: PlanConfig, reader: CacheReader | None) -> ModelFiles | None:
+    """The files of ``--model``, or of the model of the caches' export if it still exists; None without either."""
+    model = config.model
+    if model is None and reader is not None:
+        exported_model = str(reader.manifests[0].identity.spec["model"])
+        if storage.exists(storage.join(exported_model, "config.json")):
+            model = exported_model
+    return None if model is None else ModelFiles.load(model)
+
+
+def _make_inputs(
     config: PlanConfig | TrainConfig,
     options: PlanOptions,
     reader: CacheReader | None,

@@ -172,16 +172,23 @@ def checkpoint_of(config: TrainConfig) -> tuple[str | None, list[str]]:
             f"--overwrite-output-dir would delete {checkpoint}, from which this run resumes",
             "Leave out one of --overwrite-output-dir and --resume-from-checkpoint.",
         )
-    is_free = resumes_here or config.overwrite_output_dir or config.add_version
-    if not is_free and (run_files := _run_files(config.output_dir)):
-        shown = ", ".join(run_files[:3]) + (", ..." if len(run_files) > 3 else "")
-        resume = "--resume-from-checkpoint true resumes it, " if finished_checkpoints(config.output_dir) else ""
-        raise ConfigError(
-            f"--output-dir {config.output_dir} already contains a run: {shown}",
-            f"Give another directory; or {resume}--overwrite-output-dir true deletes it first, and --add-version true "
-            "creates a numbered folder in it for each run.",
-        )
+    if not (resumes_here or config.overwrite_output_dir or config.add_version):
+        _check_has_no_run(config.output_dir)
     return checkpoint, warnings
+
+
+def _check_has_no_run(output_dir: str) -> None:
+    """Raise a ConfigError if an output directory already contains a run."""
+    run_files = _run_files(output_dir)
+    if not run_files:
+        return
+    shown = ", ".join(run_files[:3]) + (", ..." if len(run_files) > 3 else "")
+    resume = "--resume-from-checkpoint true resumes it, " if finished_checkpoints(output_dir) else ""
+    raise ConfigError(
+        f"--output-dir {output_dir} already contains a run: {shown}",
+        f"Give another directory; or {resume}--overwrite-output-dir true deletes it first, and --add-version true "
+        "creates a numbered folder in it for each run.",
+    )
 
 
 def refuse_other_run(config: TrainConfig) -> None:
@@ -208,11 +215,7 @@ def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[Train
     if config.dry_run or not world.is_first:
         yield config, None
         return
-    new_directories = []  # the output directory and its parents that do not exist, innermost first
-    directory = os.path.abspath(config.output_dir)
-    while not os.path.lexists(directory):
-        new_directories.append(directory)
-        directory = os.path.dirname(directory)
+    new_directories = _missing_directories(config.output_dir)
     try:
         os.makedirs(config.output_dir, exist_ok=True)
         if config.add_version:
@@ -227,6 +230,16 @@ def locked_output_dir(config: TrainConfig, world: World) -> Iterator[tuple[Train
         for directory in new_directories:
             with contextlib.suppress(OSError):  # the directory is not empty
                 os.rmdir(directory)
+
+
+def _missing_directories(path: str) -> list[str]:
+    """The directory ``path`` and its parents that do not exist, innermost first."""
+    missing = []
+    directory = os.path.abspath(path)
+    while not os.path.lexists(directory):
+        missing.append(directory)
+        directory = os.path.dirname(directory)
+    return missing
 
 
 def _new_version(output_dir: str) -> str:
@@ -245,25 +258,29 @@ def make_output_dir(config: TrainConfig, world: World) -> TrainConfig:
     With ``--add-version``, only the first rank knows the numbered folder, so all ranks must call this function.
     """
     if world.is_first and config.overwrite_output_dir:
-        # Files that packtool did not write stay.
-        for name in _run_files(config.output_dir):
-            path = os.path.join(config.output_dir, name)
-            if name.startswith(PREFIX):
-                discard_run_state(path)
-                shutil.rmtree(path)
-            else:
-                os.remove(path)
-        remove_links(config.output_dir)
-        shutil.rmtree(os.path.join(config.output_dir, HISTORY), ignore_errors=True)
-        for name in _OTHER_NAMES:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(os.path.join(config.output_dir, name))
+        _delete_run(config.output_dir)
     output_dir: list[Any] = [config.output_dir]
     if config.add_version and world.size > 1:
         import torch.distributed as dist  # here, because directories are checked without torch
 
         dist.broadcast_object_list(output_dir)  # replaces the entry by the first rank's
     return dataclasses.replace(config, output_dir=output_dir[0])
+
+
+def _delete_run(output_dir: str) -> None:
+    """Delete the files of a run; files that packtool did not write stay."""
+    for name in _run_files(output_dir):
+        path = os.path.join(output_dir, name)
+        if name.startswith(PREFIX):
+            discard_run_state(path)
+            shutil.rmtree(path)
+        else:
+            os.remove(path)
+    remove_links(output_dir)
+    shutil.rmtree(os.path.join(output_dir, HISTORY), ignore_errors=True)
+    for name in _OTHER_NAMES:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(output_dir, name))
 
 
 def _check_is_possible(output_dir: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,11 +29,17 @@ from packtool.planning.summary import (
     padded_fill,
 )
 from packtool.planning.tree_parts import TreeParts
-from packtool.train.prepare.checkpoint import BatchShape, find_checkpoint, is_checkpoint, read_run_state, run_directory
-from packtool.train.prepare.history import read_history
+from packtool.train.prepare.checkpoint import (
+    BatchShape,
+    find_checkpoint,
+    is_checkpoint,
+    read_run_state,
+    run_directory,
+    steps_planned,
+)
+from packtool.train.prepare.history import Segment, read_history
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_plan
-from packtool.train.prepare.resume import steps_planned
 from packtool.train.prepare.run import Run
 from packtool.train.prepare.timeline import Timeline
 
@@ -78,11 +85,6 @@ class Preview:
         """All figures by name, as JSON has them."""
         summary = self.plan.summary
         assert summary.balance is not None, "a preview knows costs"
-        capacity = self.plan.full_packs.capacity
-        num_unpacked = summary.options.samples_per_plain_step  # samples of a step without packing
-        waste_tokens = None  # known if packs are computed as planned
-        if summary.options.packing and summary.skrull is None:
-            waste_tokens = summary.num_packs * capacity - summary.num_tokens
         figures: dict[str, Any] = {
             "num_samples": summary.num_samples,
             "num_samples_in_caches": summary.num_cached,
@@ -91,20 +93,9 @@ class Preview:
             "filtered": summary.num_filtered,
             "tokens": summary.num_tokens,
             "target_tokens": summary.num_target_tokens,
-            "num_packs": summary.num_packs,
-            "packing_length": capacity,
-            "samples_per_pack": summary.samples_per_pack,
-            "fill": summary.fill,
-            "waste_tokens": waste_tokens,
-            "lower_bound": summary.lower_bound,
-            "over_lower_bound": summary.num_packs / summary.lower_bound - 1 if summary.lower_bound else 0.0,
+            **self._pack_figures(),
             "plan_seconds": round(self.seconds, 4),
-            "steps_per_epoch": summary.num_steps,
-            "steps_without_packing": summary.num_steps_without_packing,
-            "samples_per_step": summary.samples_per_step,
-            "target_tokens_per_step": summary.samples_per_step * summary.targets_per_sample,
-            "samples_per_step_without_packing": num_unpacked,
-            "target_tokens_per_step_without_packing": num_unpacked * summary.targets_per_sample,
+            **self._step_figures(),
             **self._plain_batches(),
             "num_empty_micro_batches": summary.num_empty_micro_batches,
             "efficient_attn_ratio": summary.efficient_attn_ratio,
@@ -121,6 +112,36 @@ class Preview:
         if tflops is not None:
             figures["hours"] = self._slowest_flops() / (tflops * 1e12 * mfu) / 3600
         return figures
+
+    def _pack_figures(self) -> dict[str, Any]:
+        """Figures of the packs of the first epoch."""
+        summary = self.plan.summary
+        capacity = self.plan.full_packs.capacity
+        waste_tokens = None  # known if packs are computed as planned
+        if summary.options.packing and summary.skrull is None:
+            waste_tokens = summary.num_packs * capacity - summary.num_tokens
+        return {
+            "num_packs": summary.num_packs,
+            "packing_length": capacity,
+            "samples_per_pack": summary.samples_per_pack,
+            "fill": summary.fill,
+            "waste_tokens": waste_tokens,
+            "lower_bound": summary.lower_bound,
+            "over_lower_bound": summary.num_packs / summary.lower_bound - 1 if summary.lower_bound else 0.0,
+        }
+
+    def _step_figures(self) -> dict[str, Any]:
+        """Figures of the steps of the first epoch, with and without packing."""
+        summary = self.plan.summary
+        num_unpacked = summary.options.samples_per_plain_step  # samples of a step without packing
+        return {
+            "steps_per_epoch": summary.num_steps,
+            "steps_without_packing": summary.num_steps_without_packing,
+            "samples_per_step": summary.samples_per_step,
+            "target_tokens_per_step": summary.samples_per_step * summary.targets_per_sample,
+            "samples_per_step_without_packing": num_unpacked,
+            "target_tokens_per_step_without_packing": num_unpacked * summary.targets_per_sample,
+        }
 
     def _slowest_flops(self) -> float:
         """FLOPs of one process in the run if it were the slowest in every step, as all processes wait for that."""
@@ -281,38 +302,14 @@ def resumed_figures(config: PlanConfig) -> dict[str, Any]:
     Returns:
         all figures by their names in JSON; of the run's own caches if ``config`` has neither caches nor a recipe.
     """
-    assert config.resume is not None, "the command has --resume"
-    directory = config.resume.rstrip("/")  # a checkpoint, or the output directory of a run
-    output_dir = run_directory(directory)
-    segments = read_history(output_dir)
-    checkpoint, _ = find_checkpoint(directory if is_checkpoint(directory) else "true", output_dir)
-    assert checkpoint is not None, "a directory was named"
-    step = read_run_state(checkpoint).step
-    # The segment that trained the last step before the checkpoint; a checkpoint before any step is of the first.
-    segment = next(each for each in reversed(segments) if each.first < step or each is segments[0])
-    train_config = segment.train_config
-    has_caches = bool(config.cached_dataset or config.mix)
-    train_config = dataclasses.replace(
-        train_config,
-        cached_dataset=config.cached_dataset if has_caches else train_config.cached_dataset,
-        mix=config.mix if has_caches else train_config.mix,
-        output_dir=output_dir,
-        resume_from_checkpoint=checkpoint,
-        data_change="allow",
-    )
-    if problems := train_config.problems(MixOptions):
-        raise ConfigError.from_problems(problems)
-    num_sharing = train_config.sequence_parallel_ranks  # processes that share a sequence
-    num_processes = config.world_size
-    if num_processes == 1:  # the default of ``packtool plan``: take as many as the run had
-        _, num_data_parallel, *_ = segment.assignments[-1]
-        num_processes = num_data_parallel * num_sharing
-    run = Run.of(train_config, World(size=num_processes).shared_by(num_sharing))
+    run = _resumed_run(config)
+    checkpoint = run.resume_point.checkpoint
+    assert checkpoint is not None, "the run resumes from one"
     timeline = run.caches.timeline
     stretch = timeline.stretch(run.start)
     samples_left = stretch.plan.samples_of(run.start - stretch.first, stretch.stop - stretch.first)
     return {
-        "checkpoint": run.resume_point.checkpoint,
+        "checkpoint": checkpoint,
         "step": run.start,
         "epoch": stretch.epoch,
         "steps_left_in_epoch": stretch.stop - run.start,
@@ -325,3 +322,32 @@ def resumed_figures(config: PlanConfig) -> dict[str, Any]:
         "sources": [dataclasses.asdict(source) for source in run.changes],
         "stages": timeline.figures() or None,
     }
+
+
+def _resumed_run(config: PlanConfig) -> Run:
+    """The run as ``packtool train`` would resume it from the checkpoint or output directory of ``--resume``."""
+    assert config.resume is not None, "the command has --resume"
+    directory = config.resume.rstrip("/")  # a checkpoint, or the output directory of a run
+    output_dir = run_directory(directory)
+    segments = read_history(output_dir)
+    checkpoint, _ = find_checkpoint(directory if is_checkpoint(directory) else "true", output_dir)
+    assert checkpoint is not None, "a directory was named"
+    segment = _segment_before(segments, read_run_state(checkpoint).step)
+    train_config = dataclasses.replace(
+        segment.train_config, output_dir=output_dir, resume_from_checkpoint=checkpoint, data_change="allow"
+    )
+    if config.cached_dataset or config.mix:
+        train_config = dataclasses.replace(train_config, cached_dataset=config.cached_dataset, mix=config.mix)
+    if problems := train_config.problems(MixOptions):
+        raise ConfigError.from_problems(problems)
+    num_sharing = train_config.sequence_parallel_ranks  # processes that share a sequence
+    num_processes = config.world_size
+    if num_processes == 1:  # the default of ``packtool plan``: take as many as the run had
+        _, num_data_parallel, *_ = segment.assignments[-1]
+        num_processes = num_data_parallel * num_sharing
+    return Run.of(train_config, World(size=num_processes).shared_by(num_sharing))
+
+
+def _segment_before(segments: Sequence[Segment], step: int) -> Segment:
+    """The segment that trained the last step before ``step``; the first segment if there is none."""
+    return next(each for each in reversed(segments) if each.first < step or each is segments[0])

@@ -150,19 +150,7 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
 def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) -> Iterator[str]:
     """Describe the plan before the first step."""
     summary = timeline.first.summary
-    if config.plan is not None:
-        reason = f"that are not in --plan {config.plan}"
-    elif timeline.inputs.mixture is not None:
-        reason = f"longer than {summary.options.max_length:,} tokens, or excluded by the limits of their source,"
-    else:
-        reason = f"longer than {summary.options.max_length:,} tokens"
-    left_out = f"; {summary.num_filtered:,} {reason} are left out" if summary.num_filtered else ""
-    if summary.num_not_drawn:
-        left_out += f"; {summary.num_not_drawn:,} are not drawn in this epoch"
-    yield f"samples in the caches: {summary.num_cached:,}{left_out}"
-    num_repeats = summary.num_samples - summary.num_distinct
-    repeated = f", {num_repeats:,} of them repeated" if num_repeats else ""
-    yield f"samples to train on: {summary.num_samples:,}{repeated}; longest: {summary.longest:,} tokens"
+    yield from _sample_lines(config, timeline)
     processes = f"{num_processes} process{'es' if num_processes > 1 else ''}"
     if summary.skrull is not None:
         yield _skrull_line(summary, summary.skrull)
@@ -176,6 +164,26 @@ def schedule_lines(config: TrainConfig, timeline: Timeline, num_processes: int) 
             unpacked = f"batches of up to {num_tokens:,} tokens without padding (--dynamic-batch-tokens)"
         yield f"packing: no, but {unpacked}; {summary.fill:.1%} of tokens are not padding; {processes}"
         yield f"optimizer steps: {timeline.num_steps:,}"
+
+
+def _sample_lines(config: TrainConfig, timeline: Timeline) -> Iterator[str]:
+    """Describe the samples of the first epoch, and those of the caches that it leaves out."""
+    summary = timeline.first.summary
+    line = f"samples in the caches: {summary.num_cached:,}"
+    if summary.num_filtered:
+        if config.plan is not None:
+            reason = f"that are not in --plan {config.plan}"
+        elif timeline.inputs.mixture is not None:
+            reason = f"longer than {summary.options.max_length:,} tokens, or excluded by the limits of their source,"
+        else:
+            reason = f"longer than {summary.options.max_length:,} tokens"
+        line += f"; {summary.num_filtered:,} {reason} are left out"
+    if summary.num_not_drawn:
+        line += f"; {summary.num_not_drawn:,} are not drawn in this epoch"
+    yield line
+    num_repeats = summary.num_samples - summary.num_distinct
+    repeated = f", {num_repeats:,} of them repeated" if num_repeats else ""
+    yield f"samples to train on: {summary.num_samples:,}{repeated}; longest: {summary.longest:,} tokens"
 
 
 def _skrull_line(summary: PlanSummary, skrull: SkrullFigures) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,6 @@ from packtool import storage
 from packtool.cache.manifest import Manifest
 from packtool.cache.origins import Origins, hash_contents, read_origins
 from packtool.cache.reader import CacheReader
-from packtool.config.settings import flag, load_json
-from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError, PacktoolError
 from packtool.launch.world import World
 from packtool.planning.ledger import (
@@ -38,20 +36,17 @@ from packtool.planning.ledger import (
     row_keys,
 )
 from packtool.planning.pack_plan import Int64Array
-from packtool.train.prepare.checkpoint import ONLY_MODEL, RunState, check_resumable, read_options
+from packtool.train.prepare.checkpoint import RunState, check_resumable, steps_planned
 from packtool.train.prepare.history import (
     begin_ledger,
     history_of,
     ledger_of_plan,
     origins_path,
     read_ledger,
-    recorded_options,
 )
 from packtool.train.prepare.inputs import EpochToResume, Inputs
 from packtool.train.prepare.output_dir import ResumePoint
 from packtool.train.prepare.timeline import Timeline
-
-_NO_POSITIONS = np.zeros(0, np.int64)
 
 
 class NewCacheCounts(NamedTuple):
@@ -76,18 +71,7 @@ class ContentMatches(NamedTuple):
     removed: Int64Array
 
 
-def _pair_caches(
-    sources: Sequence[SourceLedger], reader: CacheReader
-) -> tuple[list[SourceLedger | None], list[SourceLedger]]:
-    """Pair caches by fingerprint: the ledger of each cache of ``reader``, None for new ones; and the removed caches."""
-    leaving = list(sources)
-    kept: list[SourceLedger | None] = []
-    for manifest in reader.manifests:
-        same = next((source for source in leaving if source.fingerprint == manifest.fingerprint), None)
-        kept.append(same)
-        if same is not None:
-            leaving.remove(same)
-    return kept, leaving
+_NO_MATCHES = ContentMatches(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def _match_counts(
@@ -101,44 +85,83 @@ def _match_counts(
         new: numbers of the new caches in ``reader``.
     """
     if not new or not removed:
-        sizes = np.diff(reader.offsets).tolist()
-        zeros = {cache: np.zeros(sizes[cache], np.int64) for cache in new}
-        unmatched = {cache: NewCacheCounts(zeros[cache], zeros[cache], sizes[cache]) for cache in new}
-        return MatchedCounts(unmatched, [np.ones(source.num, np.bool_) for source in removed])
+        return _unmatched_counts(removed, reader, new)
     before = concatenate_counts([source.before for source in removed])  # (M,)
-    in_epoch = concatenate_counts([source.epoch for source in removed])
-    # A cache that was removed earlier has counts only for samples that no other cache took over then. The others must
-    # not be matched a second time.
-    is_candidate = before + in_epoch > 0
-    is_candidate[: sum(source.num for source in removed[:num_leaving])] = True
-    candidates = np.flatnonzero(is_candidate)
-    # Match by file and row.
+    in_epoch = concatenate_counts([source.epoch for source in removed])  # (M,)
+    candidates = _match_candidates(before + in_epoch, removed[:num_leaving])
     old_origins = [_old_origins(source, history) for source in removed]
     new_origins = {cache: read_origins(reader, cache) for cache in new}
-    old_keys = np.concatenate([_row_keys(origins) for origins in old_origins], axis=1)[:, candidates]
-    row_matches = {cache: match(old_keys, _row_keys(origins)) for cache, origins in new_origins.items()}
+    row_matches = _match_rows(old_origins, new_origins, candidates)
     # Match by content the candidates whose row is in none of the new caches.
     is_unmatched = np.logical_and.reduce([row_match.is_gone for row_match in row_matches.values()])
     unmatched_by_row = candidates[is_unmatched]
     content_matches = _match_contents(removed, unmatched_by_row, before + in_epoch, reader, row_matches)
     if content_matches is None:
         _check_rows_unchanged(removed, old_origins, new_origins)
-        content_matches = dict.fromkeys(new, ContentMatches(_NO_POSITIONS, _NO_POSITIONS))
-    # Transfer the counts.
-    is_gone = np.zeros(len(before), np.bool_)
-    is_gone[unmatched_by_row] = True
-    counts = {}
-    for cache, row_match in row_matches.items():
-        pairs = content_matches[cache]
-        new_before = row_match.transfer(before[candidates])
-        new_in_epoch = row_match.transfer(in_epoch[candidates])
-        new_before[pairs.new] = before[pairs.removed]
-        new_in_epoch[pairs.new] = in_epoch[pairs.removed]
-        num_unmatched = int(row_match.is_new.sum()) - len(pairs.new)
-        counts[cache] = NewCacheCounts(new_before, new_in_epoch, num_unmatched)
-        is_gone[pairs.removed] = False
+        content_matches = dict.fromkeys(new, _NO_MATCHES)
+    new_counts = {
+        cache: _transfer_counts(before, in_epoch, candidates, row_match, content_matches[cache])
+        for cache, row_match in row_matches.items()
+    }
+    return MatchedCounts(new_counts, _split_gone(removed, unmatched_by_row, content_matches.values()))
+
+
+def _unmatched_counts(removed: Sequence[SourceLedger], reader: CacheReader, new: Sequence[int]) -> MatchedCounts:
+    """The result of a match without any equal samples: every new sample was trained 0 times."""
+    sizes = np.diff(reader.offsets).tolist()
+    unmatched = {}
+    for cache in new:
+        zeros = np.zeros(sizes[cache], np.int64)
+        unmatched[cache] = NewCacheCounts(zeros, zeros, num_unmatched=sizes[cache])
+    return MatchedCounts(unmatched, [np.ones(source.num, np.bool_) for source in removed])
+
+
+def _split_gone(
+    removed: Sequence[SourceLedger], unmatched_by_row: Int64Array, content_matches: Iterable[ContentMatches]
+) -> list[npt.NDArray[np.bool_]]:
+    """Mark the samples of each removed cache that no new cache has, neither by row nor by content."""
     ends = np.cumsum([source.num for source in removed])
-    return MatchedCounts(counts, np.split(is_gone, ends[:-1]))
+    is_gone = np.zeros(ends[-1], np.bool_)
+    is_gone[unmatched_by_row] = True
+    for pairs in content_matches:
+        is_gone[pairs.removed] = False
+    return np.split(is_gone, ends[:-1])
+
+
+def _match_candidates(counts: Int64Array, leaving: Sequence[SourceLedger]) -> Int64Array:
+    """Positions (K,) of the samples of removed caches that new caches may match, ascending.
+
+    Args:
+        counts: training count of each sample of the removed caches, (M,).
+        leaving: ledgers of the caches removed since the checkpoint, whose samples come first.
+    """
+    # A cache that was removed earlier has counts only for samples that no other cache took over then. The others must
+    # not be matched a second time.
+    is_candidate = counts > 0
+    num_leaving_samples = sum(source.num for source in leaving)
+    is_candidate[:num_leaving_samples] = True
+    return np.flatnonzero(is_candidate)
+
+
+def _match_rows(
+    old_origins: Sequence[Origins], new_origins: Mapping[int, Origins], candidates: Int64Array
+) -> dict[int, Match]:
+    """Match the ``candidates`` among the samples of removed caches with each new cache, by file and row."""
+    old_keys = np.concatenate([_row_keys(origins) for origins in old_origins], axis=1)  # (2, M)
+    candidate_keys = old_keys[:, candidates]
+    return {cache: match(candidate_keys, _row_keys(origins)) for cache, origins in new_origins.items()}
+
+
+def _transfer_counts(
+    before: Int64Array, in_epoch: Int64Array, candidates: Int64Array, row_match: Match, pairs: ContentMatches
+) -> NewCacheCounts:
+    """Transfer training counts (M,) of removed caches to a new cache; ``row_match`` matches the ``candidates``."""
+    new_before = row_match.transfer(before[candidates])
+    new_before[pairs.new] = before[pairs.removed]
+    new_in_epoch = row_match.transfer(in_epoch[candidates])
+    new_in_epoch[pairs.new] = in_epoch[pairs.removed]
+    num_unmatched = int(row_match.is_new.sum()) - len(pairs.new)
+    return NewCacheCounts(new_before, new_in_epoch, num_unmatched)
 
 
 def _match_contents(
@@ -161,28 +184,45 @@ def _match_contents(
     """
     unmatched_new = {cache: np.flatnonzero(row_match.is_new) for cache, row_match in row_matches.items()}
     if not len(unmatched) or not any(len(positions) for positions in unmatched_new.values()):
-        return dict.fromkeys(row_matches, ContentMatches(_NO_POSITIONS, _NO_POSITIONS))
-    old_hashes = np.zeros(len(unmatched), np.uint64)
-    stop = 0
-    for source in removed:
-        start = stop  # the samples of this cache are at start, ..., stop - 1 in the joined samples
-        stop = start + source.num
-        is_of_source = (unmatched >= start) & (unmatched < stop)
-        if is_of_source.any():
-            removed_cache = _open_unchanged(source)
-            if removed_cache is None:
-                return None
-            old_hashes[is_of_source] = hash_contents(removed_cache, unmatched[is_of_source] - start)
+        return dict.fromkeys(row_matches, _NO_MATCHES)
+    old_hashes = _hash_removed_samples(removed, unmatched)
+    if old_hashes is None:
+        return None
     old_keys = content_keys(old_hashes, counts[unmatched])
     matches = {}
     for cache, positions in unmatched_new.items():
         new_hashes = hash_contents(reader, positions + reader.offsets[cache])
         new_keys = content_keys(new_hashes, np.zeros(len(positions), np.int64))  # trained 0 times
-        # The index in ``unmatched`` of the equal old sample of each new one, -1 for none.
-        equal_index = match(old_keys, new_keys).same
-        is_matched = equal_index >= 0
-        matches[cache] = ContentMatches(new=positions[is_matched], removed=unmatched[equal_index[is_matched]])
+        matches[cache] = _content_pairs(old_keys, new_keys, unmatched, positions)
     return matches
+
+
+def _content_pairs(
+    old_keys: Keys, new_keys: Keys, old_positions: Int64Array, new_positions: Int64Array
+) -> ContentMatches:
+    """Pair samples of equal keys: (2, M) keys of removed samples and their positions, (2, N) of new ones."""
+    equal_index = match(old_keys, new_keys).same  # (N,) index of the equal old key of each new one, -1 for none
+    is_matched = equal_index >= 0
+    return ContentMatches(new=new_positions[is_matched], removed=old_positions[equal_index[is_matched]])
+
+
+def _hash_removed_samples(removed: Sequence[SourceLedger], positions: Int64Array) -> npt.NDArray[np.uint64] | None:
+    """Hash the contents of the samples at ``positions`` (M,) in the joined samples of ``removed``; uint64 (M,).
+
+    Returns None if one of their caches cannot be read.
+    """
+    hashes = np.zeros(len(positions), np.uint64)
+    stop = 0
+    for source in removed:
+        start = stop  # the samples of this cache are at start, ..., stop - 1 in the joined samples
+        stop = start + source.num
+        is_of_source = (positions >= start) & (positions < stop)
+        if is_of_source.any():
+            removed_cache = _open_unchanged(source)
+            if removed_cache is None:
+                return None
+            hashes[is_of_source] = hash_contents(removed_cache, positions[is_of_source] - start)
+    return hashes
 
 
 def _old_origins(source: SourceLedger, history: str) -> Origins:
@@ -230,6 +270,20 @@ def _row_keys(origins: Origins) -> Keys:
     digests = [blake2b(digest.encode(errors="surrogatepass"), digest_size=8).digest() for digest in origins.digests]
     file_keys = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
     return row_keys(file_keys[origins.file], origins.row, origins.part)
+
+
+def _pair_caches(
+    sources: Sequence[SourceLedger], reader: CacheReader
+) -> tuple[list[SourceLedger | None], list[SourceLedger]]:
+    """Pair caches by fingerprint: the ledger of each cache of ``reader``, None for new ones; and the removed caches."""
+    leaving = list(sources)
+    kept: list[SourceLedger | None] = []
+    for manifest in reader.manifests:
+        same = next((source for source in leaving if source.fingerprint == manifest.fingerprint), None)
+        kept.append(same)
+        if same is not None:
+            leaving.remove(same)
+    return kept, leaving
 
 
 SourceStatus = Literal["as before", "new", "back", "exported again", "replaced", "gone"]
@@ -295,30 +349,13 @@ def with_changed_data(
     removed = [*leaving, *(source for source in ledger.retired if source.trained.num_rows)]
     matched = _match_counts(removed, len(leaving), reader, new, history)
     removed_earlier = {source.fingerprint: source for source in reversed(ledger.retired)}
-    # The ledger of each cache of the resumed run.
-    sources = []
-    for cache, (directory, manifest, source) in enumerate(zip(reader.directories, reader.manifests, kept, strict=True)):
-        if source is None:
-            counts = matched.new[cache]
-            source = removed_earlier.get(manifest.fingerprint)
-            if source is None:
-                source = SourceLedger.begin("", manifest.fingerprint, len(counts.before))
-            source = dataclasses.replace(
-                source, before=RowCounts.of(counts.before), epoch=RowCounts.of(counts.in_epoch)
-            )
-        sources.append(dataclasses.replace(source, directory=storage.absolute(directory)))
-    # How often the epoch has yet to train each sample of all caches, (N,).
-    before_epoch = concatenate_counts([source.before for source in sources])
-    trained_in_epoch = concatenate_counts([source.epoch for source in sources])
-    remaining = np.maximum(epoch.count_samples(before_epoch, trained_in_epoch) - trained_in_epoch, 0)
-    bounds = reader.offsets[1:-1]  # between the caches
-    change = DataChange(
-        ledger.step,
-        ledger.epoch,
-        left=tuple(RowCounts.of(counts) for counts in np.split(remaining, bounds)),
-        stage=epoch.stage,
-        trained=() if epoch.stage is None else tuple(source.trained for source in sources),
-    )
+    sources = _present_ledgers(reader, kept, matched, removed_earlier)
+    remaining = _remaining_counts(reader, sources, epoch)
+    trained: tuple[RowCounts, ...] = ()
+    if epoch.stage is not None:  # the next stages draw the samples with the smallest counts first
+        trained = tuple(source.trained for source in sources)
+    left = tuple(map(RowCounts.of, remaining))
+    change = DataChange(ledger.step, ledger.epoch, left, stage=epoch.stage, trained=trained)
     new_ledger = dataclasses.replace(
         ledger,
         sources=tuple(sources),
@@ -326,9 +363,46 @@ def with_changed_data(
         change=change,
         stage=epoch.stage,
     )
-    to_train = np.where(reader.index.length <= epoch.max_length, remaining, 0)  # without samples that are too long
-    num_left = [int(counts.sum()) for counts in np.split(to_train, bounds)]
+    num_left = _num_left(reader, remaining, epoch.max_length)
     return new_ledger, _describe_changes(new_ledger, kept, leaving, matched, removed_earlier, num_left)
+
+
+def _present_ledgers(
+    reader: CacheReader,
+    kept: Sequence[SourceLedger | None],
+    matched: MatchedCounts,
+    removed_earlier: Mapping[str, SourceLedger],
+) -> list[SourceLedger]:
+    """The ledger of each cache of the resumed run; the arguments are those of ``_describe_changes``."""
+    sources = []
+    for cache, saved_source in enumerate(kept):
+        source = saved_source
+        if source is None:
+            counts = matched.new[cache]
+            fingerprint = reader.manifests[cache].fingerprint
+            source = removed_earlier.get(fingerprint) or SourceLedger.begin("", fingerprint, len(counts.before))
+            source = dataclasses.replace(
+                source, before=RowCounts.of(counts.before), epoch=RowCounts.of(counts.in_epoch)
+            )
+        sources.append(dataclasses.replace(source, directory=storage.absolute(reader.directories[cache])))
+    return sources
+
+
+def _remaining_counts(reader: CacheReader, sources: Sequence[SourceLedger], epoch: EpochToResume) -> list[Int64Array]:
+    """Times that the epoch has yet to train each sample: one array for each cache, (samples of the cache,)."""
+    before_epoch = concatenate_counts([source.before for source in sources])
+    trained_in_epoch = concatenate_counts([source.epoch for source in sources])
+    epoch_counts = epoch.count_samples(before_epoch, trained_in_epoch)
+    remaining = np.maximum(epoch_counts - trained_in_epoch, 0)
+    return np.split(remaining, reader.offsets[1:-1])
+
+
+def _num_left(reader: CacheReader, remaining: Sequence[Int64Array], max_length: int) -> list[int]:
+    """The samples of each cache that the epoch has yet to train, without those longer than ``max_length`` tokens."""
+    lengths_by_cache = np.split(reader.index.length, reader.offsets[1:-1])
+    return [
+        int(counts[lengths <= max_length].sum()) for counts, lengths in zip(remaining, lengths_by_cache, strict=True)
+    ]
 
 
 def _retired_ledgers(
@@ -366,9 +440,8 @@ def _describe_changes(
     changes = []
     for cache, (source, saved_source) in enumerate(zip(ledger.sources, kept, strict=True)):
         num_new = 0
-        status: SourceStatus
         if saved_source is not None:
-            status = "as before"
+            status: SourceStatus = "as before"
         elif source.fingerprint in removed_earlier:
             status = "back"
         else:
@@ -378,11 +451,15 @@ def _describe_changes(
         changes.append(
             SourceChange(source.directory, status, source.num, num_trained, left=num_left[cache], new=num_new)
         )
-    for source, is_gone in zip(leaving, matched.is_gone[: len(leaving)], strict=True):
-        status = "gone" if is_gone.all() else "replaced"
-        num_gone = int(is_gone.sum())
-        changes.append(SourceChange(source.directory, status, source.num, source.epoch.num_rows, gone=num_gone))
+    changes += map(_removal, leaving, matched.is_gone)
     return tuple(changes)
+
+
+def _removal(source: SourceLedger, is_gone: npt.NDArray[np.bool_]) -> SourceChange:
+    """The change of a removed cache; ``is_gone`` (M,) marks its samples that no new cache has."""
+    status: SourceStatus = "gone" if is_gone.all() else "replaced"
+    num_gone = int(is_gone.sum())
+    return SourceChange(source.directory, status, source.num, source.epoch.num_rows, gone=num_gone)
 
 
 def cache_differences(sources: Sequence[SourceLedger], reader: CacheReader) -> list[str]:
@@ -397,12 +474,6 @@ def cache_differences(sources: Sequence[SourceLedger], reader: CacheReader) -> l
     ]
     lines += [f"{each.directory}: is no longer given" for each in leaving if each.directory not in directories]
     return lines or ["the caches are in another order"]
-
-
-_FIXED_PANELS = ("Optimizer", "Parameters")
-"""Panels of the options that a checkpoint's optimizer fixes."""
-_LENGTH_OPTIONS = ("num_train_epochs", "max_steps")
-_OPTIONS_WITHOUT_EFFECT = ("output_dir", "dataloader_num_workers", "data_change")
 
 
 @dataclass(frozen=True, eq=False)
@@ -427,27 +498,34 @@ def resume(resume_point: ResumePoint, state: RunState, world: World, inputs: Inp
 
     ``state`` is that of a new run with these options and caches.
     """
-    config, _, reader = inputs.for_training
-    checkpoint, saved = resume_point.checkpoint, resume_point.before
+    checkpoint = resume_point.checkpoint
+    saved = resume_point.before
+    reader = inputs.for_training.reader
     if saved is None:
         return ResumedState(Timeline.of(inputs, ((0, *state.batch_shape),)), state, begin_ledger(reader))
     if checkpoint is None:
-        ledger: Ledger | None = begin_ledger(reader)  # packtool.Batches resumes without a checkpoint or a ledger
-    else:
-        ledger = read_ledger(checkpoint)
-        sources = () if ledger is None else ledger.sources
-        state.check_continues(
-            checkpoint,
-            saved,
-            data_may_change=config.data_change == "allow",
-            cache_differences=lambda: cache_differences(sources, reader) if sources else [],
-        )
-        check_resumable(checkpoint, world.rank, world.size)
-        if (state.cache, state.plan) != (saved.cache, saved.plan):
-            return _resume_with_changed_data(checkpoint, saved, state, inputs, ledger)
+        # packtool.Batches resumes without a checkpoint or a ledger.
+        return _resume_with_same_data("this state", saved, state, inputs, begin_ledger(reader))
+    ledger = read_ledger(checkpoint)
+    sources = () if ledger is None else ledger.sources
+    state.check_continues(
+        checkpoint,
+        saved,
+        data_may_change=inputs.for_training.config.data_change == "allow",
+        cache_differences=lambda: cache_differences(sources, reader) if sources else [],
+    )
+    check_resumable(checkpoint, world.rank, world.size)
+    if (state.cache, state.plan) != (saved.cache, saved.plan):
+        return _resume_with_changed_data(checkpoint, saved, state, inputs, ledger)
+    return _resume_with_same_data(checkpoint, saved, state, inputs, ledger)
+
+
+def _resume_with_same_data(
+    origin: str, saved: RunState, state: RunState, inputs: Inputs, ledger: Ledger | None
+) -> ResumedState:
+    """Resume with the caches of the checkpoint, possibly on another number of ranks; ``origin`` names it in notes."""
     notes = []
     assignments = saved.assignments or ((0, *saved.batch_shape),)  # first step and batch shape of each
-    origin = checkpoint or "this state"
     if state.needs_reassignment(saved):
         notes.append(
             f"{origin} was trained by {saved.world_size} data-parallel ranks, and now there are "
@@ -484,75 +562,23 @@ def _resume_with_changed_data(
     assignments = ((step, *state.batch_shape),)
     timeline = Timeline.of(inputs, assignments, ledger.change)
     state = dataclasses.replace(state, assignments=assignments, data_since=step)
-    # Describe what is left of the epoch and of the run.
     stretch = timeline.stretch(step)
+    # All of the epoch may have been trained: then the next step is of another epoch.
     steps_left = stretch.stop - step if stretch.epoch == ledger.epoch else 0
-    num_steps, num_steps_before = timeline.num_steps, steps_planned(checkpoint)
-    run_end = f"the run ends after step {num_steps:,}"
-    if epoch.stage is None:
-        run_end = f"later epochs have {timeline.steps_per_epoch:,} steps each, and {run_end}"
-    if num_steps_before == num_steps:
-        run_end += ", as before"
-    else:
-        run_end += (
-            f" instead of {num_steps_before:,}: {step / num_steps:.1%} of the learning rate schedule is done instead "
-            f"of {step / num_steps_before:.1%}"
-        )
+    run_end = _run_end(timeline, step, steps_planned(checkpoint), has_stages=epoch.stage is not None)
     notes = tuple(change_lines(ledger.change, changes, steps_left, run_end))
     return ResumedState(timeline, state, ledger, changes, notes)
 
 
-def steps_planned(checkpoint: str) -> int:
-    """The number of steps that the run of a checkpoint was planned with."""
-    with open(os.path.join(checkpoint, "trainer_state.json"), encoding="utf-8") as file:
-        return int(load_json(file.read())["max_steps"])
-
-
-def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState, num_steps: int) -> Iterator[str]:
-    """Yield a line for a resumed run: checkpoint, steps done and left, changed settings; nothing for a new run.
-
-    Raises:
-        MismatchError: if a changed setting would have no effect, or would shift the learning rate schedule.
-    """
-    checkpoint, saved = resume_point.checkpoint, resume_point.before
-    if checkpoint is None or saved is None:
-        return
-    changes: dict[str, tuple[str, str]] = {}  # values of changed options as text, before and now
-    saved_options = read_options(checkpoint)
-    new_options = recorded_options(config)
-    if saved_options is not None:  # an older packtool does not record its options
-        for field in dataclasses.fields(config):
-            name = field.name
-            if name not in _OPTIONS_WITHOUT_EFFECT and saved_options.get(name) != new_options.get(name):
-                changes[name] = (_option_text(field, saved_options), _option_text(field, new_options))
-    panels = {field.name: field.metadata["panel"] for field in dataclasses.fields(TrainConfig)}
-    # The checkpoint has the weights of ``adapters``, which may therefore name another directory.
-    refused = [name for name in changes if panels[name] in _FIXED_PANELS and name != "adapters"]
-    # The number of steps decides the learning rate schedule. Options must not change it; data and ranks may.
-    schedule_lines = []
-    num_planned = steps_planned(checkpoint)
-    if num_steps != num_planned and config.lr_scheduler_type != "constant" and config.data_change == "refuse":
-        changed_length_options = [name for name in _LENGTH_OPTIONS if name in changes]
-        if changed_length_options or not state.needs_reassignment(saved):
-            refused += changed_length_options
-            line = f"    the learning rate schedule would have {num_steps:,} steps instead of {num_planned:,}"
-            schedule_lines.append(line)
-    if refused or schedule_lines:
-        lines = [f"  - {flag(name)}: {changes[name][0]} in the checkpoint, {changes[name][1]} now" for name in refused]
-        raise MismatchError(
-            "\n".join([f"{checkpoint} cannot be resumed with other settings:", *lines, *schedule_lines]),
-            f"Resume with the settings of that run; or {ONLY_MODEL}",
-        )
-    settings = ", ".join(f"{flag(name)} {new} (was {old})" for name, (old, new) in changes.items())
-    done = f"{saved.step:,} of {num_steps:,} steps done, {max(num_steps - saved.step, 0):,} left"
-    yield f"resuming from {checkpoint}: {done}" + (f"; changed settings: {settings}" if settings else "")
-
-
-def _option_text(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> str:
-    """A setting's value, or its default, as on a command line; ``values`` are those of ``recorded_options``."""
-    value = values.get(field.name, field.default)
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    if value is None or value is dataclasses.MISSING:
-        return "none" if field.name in values else "default"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _run_end(timeline: Timeline, step: int, num_steps_before: int, *, has_stages: bool) -> str:
+    """Describe the end of a run resumed at ``step``, which was planned with ``num_steps_before`` steps."""
+    num_steps = timeline.num_steps
+    run_end = f"the run ends after step {num_steps:,}"
+    if not has_stages:
+        run_end = f"later epochs have {timeline.steps_per_epoch:,} steps each, and {run_end}"
+    if num_steps_before == num_steps:
+        return f"{run_end}, as before"
+    return (
+        f"{run_end} instead of {num_steps_before:,}: {step / num_steps:.1%} of the learning rate schedule is done "
+        f"instead of {step / num_steps_before:.1%}"
+    )

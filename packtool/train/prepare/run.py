@@ -11,22 +11,31 @@ import numpy as np
 
 from packtool import storage
 from packtool.attention.parallel.axes import Axes
+from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
 from packtool.encode.families import family_of
+from packtool.errors import MismatchError
 from packtool.launch.world import World
 from packtool.planning.ledger import Ledger
 from packtool.stream.reading import read_stream_state
 from packtool.train.prepare.cached import CachedSource, sample_figures
-from packtool.train.prepare.checkpoint import BatchShape, RunState, check_resumable
+from packtool.train.prepare.checkpoint import (
+    ONLY_MODEL,
+    BatchShape,
+    RunState,
+    check_resumable,
+    read_options,
+    steps_planned,
+)
 from packtool.train.prepare.evaluation import Validation, validation_of
 from packtool.train.prepare.figures import RankTokens, Steps, length_step, max_tokens, num_fillers
 from packtool.train.prepare.history import RunRecord, Segment, recorded_options
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.output_dir import ResumePoint, with_resumed_version
+from packtool.train.prepare.parallelism import axes_of, with_shares
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.resume import SourceChange, resume
-from packtool.train.prepare.sequence_parallel import axes_of, with_shares
 from packtool.train.prepare.streamed import NumberExchange, StreamedSource, StreamedSteps, open_stream
 from packtool.train.prepare.timeline import OpenTimeline, Timeline
 
@@ -67,18 +76,11 @@ class Run:
         if config.streaming:
             return cls._of_rows(config, world)
         inputs = open_to_train(config, planned)
-        config, files, _ = inputs.for_training  # the settings with defaults that depend on the caches
+        config = inputs.for_training.config  # the settings with defaults that depend on the caches
         resume_point = resume_point or ResumePoint.of(config)
         batch_shape = BatchShape.of(config, world.data.size)
         resumed = resume(resume_point, inputs.state(batch_shape), world, inputs)
-        # Numbers of ranks that share a sequence, in the run and in its stages.
-        sharing_sizes = {world.sequence_parallel_size}
-        if inputs.stages:
-            sharing_sizes |= {stage.inputs.sequence_parallel_size for stage in resumed.timeline.stages}
-        axes_by_size = {
-            size: axes_of(with_shares(config, size), world.shared_by(size), files, inputs.lengths, trained=True)
-            for size in sorted(sharing_sizes)
-        }
+        axes_by_size = _axes_by_size(inputs, resumed.timeline, world)
         sharing_notes = () if inputs.no_sharing_reason is None else (inputs.no_sharing_reason,)
         return cls(
             config=config,
@@ -212,3 +214,101 @@ class Run:
             steps=state.steps,
         )
         return RunRecord(self.ledger, self.caches.timeline, segment, self.resume_point.checkpoint)
+
+
+def _axes_by_size(inputs: Inputs, timeline: Timeline, world: World) -> dict[int, Axes]:
+    """Sequence parallelism by the numbers of ranks that share a sequence, in the run and in its stages."""
+    config, files, _ = inputs.for_training
+    sizes = {world.sequence_parallel_size}
+    if inputs.stages:
+        sizes |= {stage.inputs.sequence_parallel_size for stage in timeline.stages}
+    axes_by_size = {}
+    for size in sorted(sizes):
+        size_config = with_shares(config, size)
+        axes_by_size[size] = axes_of(size_config, world.shared_by(size), files, inputs.lengths, trained=True)
+    return axes_by_size
+
+
+_FIXED_PANELS = ("Optimizer", "Parameters")
+"""Panels of the options that a checkpoint's optimizer fixes."""
+
+
+_LENGTH_OPTIONS = ("num_train_epochs", "max_steps")
+
+
+_OPTIONS_WITHOUT_EFFECT = ("output_dir", "dataloader_num_workers", "data_change")
+
+
+def resume_lines(config: TrainConfig, resume_point: ResumePoint, state: RunState, num_steps: int) -> Iterator[str]:
+    """Yield a line for a resumed run: checkpoint, steps done and left, changed settings; nothing for a new run.
+
+    Raises:
+        MismatchError: if a changed setting would have no effect, or would shift the learning rate schedule.
+    """
+    checkpoint, saved = resume_point.checkpoint, resume_point.before
+    if checkpoint is None or saved is None:
+        return
+    changes = _changed_settings(config, checkpoint)
+    _check_changed_settings(config, checkpoint, changes, num_steps, ranks_changed=state.needs_reassignment(saved))
+    line = f"resuming from {checkpoint}: {saved.step:,} of {num_steps:,} steps done"
+    line += f", {max(num_steps - saved.step, 0):,} left"
+    settings = ", ".join(f"{flag(name)} {new} (was {old})" for name, (old, new) in changes.items())
+    if settings:
+        line += f"; changed settings: {settings}"
+    yield line
+
+
+def _check_changed_settings(
+    config: TrainConfig,
+    checkpoint: str,
+    changes: Mapping[str, tuple[str, str]],
+    num_steps: int,
+    *,
+    ranks_changed: bool,
+) -> None:
+    """Raise a MismatchError if a run cannot resume with its ``changes``, see ``_changed_settings``.
+
+    ``num_steps`` is the number of steps of the resumed run, which may differ if data or ranks changed.
+    """
+    panels = {field.name: field.metadata["panel"] for field in dataclasses.fields(TrainConfig)}
+    # The checkpoint has the weights of ``adapters``, which may therefore name another directory.
+    refused = [name for name in changes if panels[name] in _FIXED_PANELS and name != "adapters"]
+    # The number of steps decides the learning rate schedule. Options must not change it; data and ranks may.
+    schedule_lines = []
+    num_planned = steps_planned(checkpoint)
+    if num_steps != num_planned and config.lr_scheduler_type != "constant" and config.data_change == "refuse":
+        changed_length_options = [name for name in _LENGTH_OPTIONS if name in changes]
+        if changed_length_options or not ranks_changed:
+            refused += changed_length_options
+            line = f"    the learning rate schedule would have {num_steps:,} steps instead of {num_planned:,}"
+            schedule_lines.append(line)
+    if refused or schedule_lines:
+        lines = [f"  - {flag(name)}: {changes[name][0]} in the checkpoint, {changes[name][1]} now" for name in refused]
+        raise MismatchError(
+            "\n".join([f"{checkpoint} cannot be resumed with other settings:", *lines, *schedule_lines]),
+            f"Resume with the settings of that run; or {ONLY_MODEL}",
+        )
+
+
+def _changed_settings(config: TrainConfig, checkpoint: str) -> dict[str, tuple[str, str]]:
+    """The values of changed options as text, by name: in the checkpoint, and now."""
+    saved_options = read_options(checkpoint)
+    if saved_options is None:  # an older packtool does not record its options
+        return {}
+    new_options = recorded_options(config)
+    changes = {}
+    for setting in dataclasses.fields(config):
+        name = setting.name
+        if name not in _OPTIONS_WITHOUT_EFFECT and saved_options.get(name) != new_options.get(name):
+            changes[name] = (_option_text(setting, saved_options), _option_text(setting, new_options))
+    return changes
+
+
+def _option_text(setting: dataclasses.Field[Any], values: Mapping[str, Any]) -> str:
+    """A setting's value, or its default, as on a command line; ``values`` are those of ``recorded_options``."""
+    value = values.get(setting.name, setting.default)
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    if value is None or value is dataclasses.MISSING:
+        return "none" if setting.name in values else "default"
+    return str(value).lower() if isinstance(value, bool) else str(value)

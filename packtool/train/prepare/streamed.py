@@ -144,14 +144,19 @@ class StreamedSource:
         rows = list(samples_of(source, [block], may_hold_secrets=False))
         encoded = encode_samples(rows, Encoder(self.spec, self.files))
         samples = [sample for item in encoded if not isinstance(item, Dropped) for sample in item]
+        return self._first_pair(samples) or sorted(samples, key=lambda sample: sample.length)[:max_samples]
+
+    def _first_pair(self, samples: Sequence[EncodedSample]) -> list[EncodedSample]:
+        """The two shortest neighbors in packs that share a prefix; empty if no two do."""
+        if self.sharing is None or not samples:
+            return []
         capacity = self.options.packing_length
-        trees = self.sharing.find_trees(samples, capacity) if self.sharing is not None and samples else None
-        if trees is not None:
-            lengths = np.array([sample.length for sample in samples], np.int32)
-            pair = first_pair(pack_trees(trees[0], lengths, capacity, seed=self.options.seed))
-            if pair is not None:
-                return [samples[number] for number in pair]
-        return sorted(samples, key=lambda sample: sample.length)[:max_samples]
+        trees = self.sharing.find_trees(samples, capacity)
+        if trees is None:
+            return []
+        lengths = np.array([sample.length for sample in samples], np.int32)
+        pair = first_pair(pack_trees(trees[0], lengths, capacity, seed=self.options.seed))
+        return [] if pair is None else [samples[number] for number in pair]
 
     @property
     def read(self) -> Callable[[Any], EncodedSample]:
@@ -179,34 +184,15 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
     """
     files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
     max_length = length_of_rows(config, files)
-    packing_length = config.packing_length or max_length
     export = config.export_config("", max_length)
     encoder = Encoder(export.encode_spec, files)  # raises an error for options that the model does not support
     specs = sources_of(export)
-    checked_specs = specs[:MAX_OPEN_SOURCES]
-    check_template(config.model, files, (follow(spec) for spec in checked_specs))
-    row_warnings = [first_row_error(*follow(spec)) for spec in checked_specs]
+    first_row_warning = _check_first_rows(config.model, files, specs[:MAX_OPEN_SOURCES])
     sharing, no_sharing_reason = sharing_of_stream(config, files.config)
-    # Checkpoints record all settings that decide the packs of a stream, in one line.
-    pack_names = [field.name for field in dataclasses.fields(PackOptions) if field.name not in _CHANGES_NO_PACK]
-    recorded = ["packing_interval", "shuffle_buffer_size", *pack_names, "num_train_epochs", "loss_reduction"]
-    if sharing is not None:
-        recorded += ["share_prefix", "max_rows_per_tree"]
-    state = RunState.of(
-        config,
-        plan="stream",
-        cache=rows_fingerprint(export, files, specs, with_times=False),
-        max_length=max_length,
-        packing_length=packing_length,
-        world_size=world.data.size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        streaming=", ".join(f"{name} {getattr(config, name)}" for name in recorded),
-        shares_prefixes=sharing is not None,
-    )
     options = part_of(
         StreamOptions,
         config,
-        packing_length=packing_length,
+        packing_length=config.packing_length or max_length,
         shuffle_buffer_size=config.shuffle_buffer_size if config.shuffle else 1,
         num_epochs=int(config.num_train_epochs),
     )
@@ -220,9 +206,37 @@ def open_stream(config: TrainConfig, world: World) -> tuple[StreamedSource, RunS
         options=options,
         sharing=sharing,
     )
-    first_row_warning = next((warning for warning in row_warnings if warning is not None), None)
+    state = _stream_run_state(source, cache=rows_fingerprint(export, files, specs, with_times=False))
     notes = [no_sharing_reason, *encoder.warnings, first_row_warning]
     return source, state, [note for note in notes if note is not None]
+
+
+def _check_first_rows(model: str, files: ModelFiles, specs: Sequence[SourceSpec]) -> str | None:
+    """Check that the chat template renders the first rows of each file; return the first warning on them."""
+    check_template(model, files, (follow(spec) for spec in specs))
+    row_warnings = [first_row_error(*follow(spec)) for spec in specs]
+    return next((warning for warning in row_warnings if warning is not None), None)
+
+
+def _stream_run_state(source: StreamedSource, cache: str) -> RunState:
+    """The state of a run on a stream before its first step; ``cache`` is the fingerprint of the rows."""
+    config = source.config
+    # Checkpoints record all settings that decide the packs of a stream, in one line.
+    pack_names = [field.name for field in dataclasses.fields(PackOptions) if field.name not in _CHANGES_NO_PACK]
+    recorded = ["packing_interval", "shuffle_buffer_size", *pack_names, "num_train_epochs", "loss_reduction"]
+    if source.sharing is not None:
+        recorded += ["share_prefix", "max_rows_per_tree"]
+    return RunState.of(
+        config,
+        plan="stream",
+        cache=cache,
+        max_length=source.spec.max_length,
+        packing_length=source.options.packing_length,
+        world_size=source.world.data.size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        streaming=", ".join(f"{name} {getattr(config, name)}" for name in recorded),
+        shares_prefixes=source.sharing is not None,
+    )
 
 
 class NumberExchange(Protocol):
@@ -273,11 +287,13 @@ class StreamedSteps(Steps):
                 packs.append(next_pack)
                 position = next_pack.state
                 next_pack = next(stream, None)
-            starts = range(0, self._packs_per_step, self._batch_size)
-            yield RankStep(
-                tuple(MicroBatch([pack.samples for pack in packs[at : at + self._batch_size]]) for at in starts),
-                partial(self._begin, self._counts(packs, is_last=next_pack is None), position),
-            )
+            counts = self._counts(packs, is_last=next_pack is None)
+            yield RankStep(self._micro_batches(packs), partial(self._begin, counts, position))
+
+    def _micro_batches(self, packs: Sequence[StreamedPack]) -> tuple[MicroBatch, ...]:
+        """Divide the packs of a step into its micro-batches; the last ones may have fewer packs, or none."""
+        starts = range(0, self._packs_per_step, self._batch_size)
+        return tuple(MicroBatch([pack.samples for pack in packs[start : start + self._batch_size]]) for start in starts)
 
     def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> dict[str, int]:
         """Counts of this rank's packs of a step, by name; ``is_last`` if the rank has no more packs.
@@ -286,11 +302,12 @@ class StreamedSteps(Steps):
         """
         lengths = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
         amounts = SampleAmounts.joined([pack.amounts for pack in packs])
+        num_tokens = lengths.sum()  # if no prefix were shared
         counts = {
             "target_tokens": sum(pack.num_targets for pack in packs),
             "logits": amounts.targets.sum(),
-            "unshared_tokens": lengths.sum(),  # if no prefix were shared
-            "tokens": lengths.sum() - amounts.shared_tokens.sum(),
+            "unshared_tokens": num_tokens,
+            "tokens": num_tokens - amounts.shared_tokens.sum(),
             "packs": len(packs),
             "samples": len(lengths),
             "attended": np.square(lengths).sum() - np.square(amounts.shared_tokens).sum(),
@@ -313,6 +330,10 @@ class StreamedSteps(Steps):
         self.totals.update(sums)  # a Counter adds
         self._positions = {self._num_begun: self._positions[self._num_begun], self._num_begun + 1: position}
         self._num_begun += 1
+        return self._step_figures(sums)
+
+    def _step_figures(self, sums: Mapping[str, int]) -> StepFigures:
+        """The figures of a step from its counts over all ranks."""
         uses_samples = self._source.config.loss_reduction == "sample"
         return StepFigures(
             target_tokens=sums["target_tokens"],

@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -194,7 +194,7 @@ class TrainedStage:
     stop: int
 
     @classmethod
-    def of(
+    def reassigned(
         cls,
         number: int,
         epoch: int,
@@ -310,9 +310,17 @@ class Timeline:
         shapes = [(step, BatchShape(*shape)) for step, *shape in assignments]
         if inputs.stages:
             return cls(inputs, tuple(_stages(inputs, shapes, change)))
-        config, (_, shape) = inputs.config, shapes[0]
+        _, shape = shapes[0]
         section = Section(inputs, shape) if change is None else Section.after_change(inputs, shape, change)
-        return cls(inputs, (TrainedStage.of(0, 0, section, shapes[1:], config.num_train_epochs, config.max_steps),))
+        stage = TrainedStage.reassigned(
+            number=0,
+            epoch=0,
+            section=section,
+            reassignments=shapes[1:],
+            num_epochs=inputs.config.num_train_epochs,
+            max_steps=inputs.config.max_steps,
+        )
+        return cls(inputs, (stage,))
 
     @property
     def num_steps(self) -> int:
@@ -455,6 +463,15 @@ def stage_title(figures: Mapping[str, Any]) -> str:
     return f"stage {figures['stage']} of {figures['stages']}, {steps}{packs}{shared}"
 
 
+class _StageStart(NamedTuple):
+    """The point of a run at which a stage starts."""
+
+    number: int  # of the stage, 0-based
+    step: int
+    epoch: int
+    training_counts: Int64Array  # of each sample, before the stage, (N,)
+
+
 def _stages(
     inputs: Inputs, shapes: Sequence[tuple[int, BatchShape]], change: DataChange | None
 ) -> Iterator[TrainedStage]:
@@ -462,63 +479,94 @@ def _stages(
 
     ``shapes`` are steps in their order, and the batch shape of the run from there.
     """
-    step, epoch, first_number = 0, 0, 0  # the start of the next stage
-    training_counts = np.zeros(len(inputs.lengths), np.int64)  # of each sample, before the stage
-    if change is not None:
+    if change is None:
+        start = _StageStart(0, step=0, epoch=0, training_counts=np.zeros(len(inputs.lengths), np.int64))
+        stage = _stage(inputs, start, shapes)
+    else:
         assert change.stage is not None, "a change of a run with stages"
-        step, epoch, first_number = change.step, change.epoch, change.stage[0]
-        training_counts = concatenate_counts(change.trained)
-    for number in range(first_number, len(inputs.stages)):
-        run_shape = [shape for first_step, shape in shapes if first_step <= step][-1]  # the last one until ``step``
-        batch_shape = inputs.stage_batch_shape(number, run_shape)
-        fraction, num_epochs = inputs.first_epoch_fraction(number, step, run_shape)  # of the stage
-        if change is not None and change.stage is not None and number == first_number:
-            first_epoch = change.stage[1]  # the stage may have begun before the change
-            section = Section.after_change(inputs.stages[number], batch_shape, change)
-        else:
-            first_epoch = epoch
-            section = _first_section(inputs, number, step, epoch, fraction, training_counts, batch_shape)
-        reassignments = [(first, inputs.stage_batch_shape(number, shape)) for first, shape in shapes if first > step]
-        max_steps = None if inputs.config.max_steps is None else int(inputs.stage_end(number))
-        stage_end = first_epoch + num_epochs  # in epochs of the run
-        stage = TrainedStage.of(number, first_epoch, section, reassignments, stage_end, max_steps)
+        counts = concatenate_counts(change.trained)
+        start = _StageStart(change.stage[0], step=change.step, epoch=change.epoch, training_counts=counts)
+        stage = _stage_after_change(inputs, start, shapes, change)
+    yield stage
+    while start.number + 1 < len(inputs.stages):
+        start = _next_start(start, stage)
+        stage = _stage(inputs, start, shapes)
         yield stage
-        if stage.stop > step:  # otherwise the stage has no steps
-            step = stage.stop
-            epoch = stage.sections[-1].stretch(step - 1).epoch
-        epoch += 1  # the next stage starts a new epoch
-        if number + 1 < len(inputs.stages):
-            training_counts = training_counts + stage.training_counts()
 
 
-def _first_section(
+def _next_start(start: _StageStart, stage: TrainedStage) -> _StageStart:
+    """The start of the stage after ``stage``, which starts at ``start``."""
+    step, epoch = start.step, start.epoch
+    if stage.stop > step:  # otherwise the stage has no steps
+        step = stage.stop
+        epoch = stage.sections[-1].stretch(step - 1).epoch
+    training_counts = start.training_counts + stage.training_counts()
+    return _StageStart(start.number + 1, step, epoch + 1, training_counts)  # every stage starts a new epoch
+
+
+def _stage(inputs: Inputs, start: _StageStart, shapes: Sequence[tuple[int, BatchShape]]) -> TrainedStage:
+    """The stage that starts at ``start``, where no data has changed since."""
+    run_shape = _shape_at(shapes, start.step)
+    fraction, num_epochs = inputs.first_epoch_fraction(start.number, start.step, run_shape)
+    section = _first_section(inputs, start, fraction, inputs.stage_batch_shape(start.number, run_shape))
+    return _assigned_stage(inputs, start, shapes, section, first_epoch=start.epoch, num_epochs=num_epochs)
+
+
+def _stage_after_change(
+    inputs: Inputs, start: _StageStart, shapes: Sequence[tuple[int, BatchShape]], change: DataChange
+) -> TrainedStage:
+    """The rest of the stage in which the data changed, from the change on."""
+    assert change.stage is not None, "a change of a run with stages"
+    run_shape = _shape_at(shapes, start.step)
+    _, num_epochs = inputs.first_epoch_fraction(start.number, start.step, run_shape)
+    batch_shape = inputs.stage_batch_shape(start.number, run_shape)
+    section = Section.after_change(inputs.stages[start.number], batch_shape, change)
+    first_epoch = change.stage[1]  # the stage may have begun before the change
+    return _assigned_stage(inputs, start, shapes, section, first_epoch=first_epoch, num_epochs=num_epochs)
+
+
+def _shape_at(shapes: Sequence[tuple[int, BatchShape]], step: int) -> BatchShape:
+    """The batch shape of a run at ``step``: the last one that starts there or before."""
+    return [shape for first_step, shape in shapes if first_step <= step][-1]
+
+
+def _assigned_stage(
     inputs: Inputs,
-    number: int,
-    first_step: int,
-    epoch: int,
-    fraction: float,
-    training_counts: Int64Array,
-    batch_shape: BatchShape,
-) -> Section:
+    start: _StageStart,
+    shapes: Sequence[tuple[int, BatchShape]],
+    section: Section,
+    *,
+    first_epoch: int,
+    num_epochs: int,
+) -> TrainedStage:
+    """A stage of ``num_epochs`` epochs that begins with ``section``, assigned again where the batch shape changes."""
+    number = start.number
+    reassignments = [
+        (first_step, inputs.stage_batch_shape(number, shape)) for first_step, shape in shapes if first_step > start.step
+    ]
+    max_steps = None if inputs.config.max_steps is None else int(inputs.stage_end(number))
+    stage_end = first_epoch + num_epochs  # in epochs of the run
+    return TrainedStage.reassigned(number, first_epoch, section, reassignments, stage_end, max_steps)
+
+
+def _first_section(inputs: Inputs, start: _StageStart, fraction: float, batch_shape: BatchShape) -> Section:
     """The first section of a stage: its partial epoch, and full ones after it.
 
-    Args:
-        number: of the stage, 0-based.
-        first_step, epoch: where the stage starts in the run.
-        fraction: of an epoch, in (0, 1], that the partial epoch trains.
-        training_counts: int64 (N,); samples with the smallest counts are drawn first.
+    ``fraction``, in (0, 1], is that of an epoch that the partial epoch trains; samples with the smallest training
+    counts are drawn first.
     """
-    stage = inputs.stages[number]
-    assert stage.mixture is not None, "every stage has a mixture"
+    stage = inputs.stages[start.number]
+    mixture, step, epoch = stage.mixture, start.step, start.epoch
+    assert mixture is not None, "every stage has a mixture"
     if inputs.config.max_steps is None:
-        plan = stage.plan_mixture(stage.mixture.partial_epoch(fraction, training_counts), epoch, batch_shape)
-        return Section(stage, batch_shape, first_step, epoch, partial_plan=plan)
+        plan = stage.plan_mixture(mixture.partial_epoch(fraction, start.training_counts), epoch, batch_shape)
+        return Section(stage, batch_shape, step, epoch, partial_plan=plan)
     steps_per_epoch = stage.plan_of(0, batch_shape).steps.num_steps
     num_steps = round(fraction * steps_per_epoch)
     while True:
-        plan = stage.plan_mixture(stage.mixture.partial_epoch(fraction, training_counts), epoch, batch_shape)
+        plan = stage.plan_mixture(mixture.partial_epoch(fraction, start.training_counts), epoch, batch_shape)
         num_missing = num_steps - plan.steps.num_steps
         if num_missing <= 0:
-            return Section(stage, batch_shape, first_step, epoch, partial_plan=plan, max_partial_steps=num_steps)
+            return Section(stage, batch_shape, step, epoch, partial_plan=plan, max_partial_steps=num_steps)
         # A step too few would end the run early, so draw more samples.
         fraction += (num_missing + 0.5) / steps_per_epoch

@@ -61,7 +61,10 @@ class WaitingNote:
         if self._is_shown or not waits_long:
             return None
         self._is_shown = True
-        wait = f"steps wait {self._waited_seconds / self._seconds:.0%} of their time for data"
+        return self._advice(f"steps wait {self._waited_seconds / self._seconds:.0%} of their time for data")
+
+    def _advice(self, wait: str) -> str:
+        """Advise more workers if cores are free, else faster loading; ``wait`` describes the waiting."""
         processes = f"{self._num_workers} process{'' if self._num_workers == 1 else 'es'}"
         max_workers = self._cores - 1  # one core trains
         if self._num_workers < max_workers:

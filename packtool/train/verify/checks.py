@@ -37,7 +37,7 @@ from packtool.train.model.load import resolve_dtype
 from packtool.train.model.loss import base_model, sum_of_losses, takes_logits_to_keep
 from packtool.train.model.memory import CHECKED_POSITIONS, MAX_CHECKED_SAMPLES
 from packtool.train.model.trainable import without_dropout
-from packtool.train.prepare.deepspeed import zero_stage
+from packtool.train.prepare.parallelism import zero_stage
 from packtool.train.prepare.run import Run
 
 _UNCHANGED = -1
@@ -86,34 +86,54 @@ class PackUnderTest:
         min_shared: int | None = None,
     ) -> None:
         device = next(model.parameters()).device
-        self.model, self.samples, self.spec, self.dtype = model, list(samples), spec, dtype
-        self.parallel, self.some_local, self.min_shared = parallel, some_local, min_shared
+        self.model = model
+        self.samples = list(samples)
+        self.spec = spec
+        self.dtype = dtype
+        self.parallel = parallel
+        self.some_local = some_local
+        self.min_shared = min_shared
         self.tolerances = tolerances(dtype)
         self.lengths = [sample.length for sample in self.samples]
         alone = [collate_packs([sample], spec).to(device) for sample in self.samples]
         self.alone = [without_boundaries(batch) for batch in alone]
         self.num_targets = max(sum(batch.num_target_tokens for batch in alone), 1)
-        self.batch: PackedBatch | ShardedBatch
-        # Nodes are the parts of the pack that can be changed one at a time. Without shared prefixes, each is a sample.
-        self.nodes = [Node((number,), 0, length, ROOT) for number, length in enumerate(self.lengths)]
-        if min_shared is not None:
-            assert parallel is None, "sequences that are split over ranks have no shared prefixes"
-            self.batch = collate_tree(self.samples, spec, min_shared=min_shared).to(device)
-            if isinstance(self.batch, TreeBatch):  # otherwise no prefix is shared, and samples keep their order
-                # A node is then a prefix that several samples share, or the tokens that one sample adds to a prefix.
-                self.nodes = find_tree(self.samples, spec, min_shared=min_shared)
-        elif parallel is None:
-            self.batch = collate_packs(self.samples, spec).to(device)
-        else:
-            # With ``some_local``, every third sample is sharded. Of the others, pairs are computed on the same rank,
-            # where they could leak into each other.
-            self.placement = [SHARDED] * len(self.samples)
-            for number in range(len(self.samples)):
-                if some_local and number % 3 != 0:
-                    self.placement[number] = number // 3 % parallel.split.size
-            self.batch = collate_shard(self.samples, spec, parallel.split, self.placement).to(device)
+        self.placement = [] if parallel is None else self._place_samples(parallel.split.size)
+        self.batch = self._collate().to(device)
+        self.nodes = self._find_nodes()
         # Starts of the nodes in the pack. Padding and the filler documents at the end belong to no node.
         self.node_starts = [0, *np.cumsum(self.batch.lengths).tolist()][: len(self.nodes)]
+
+    def _find_nodes(self) -> list[Node]:
+        """Return the parts of the pack that can be changed one at a time.
+
+        With shared prefixes, a node is a prefix that several samples share, or the tokens that one sample adds to a
+        prefix. Without, each is a sample.
+        """
+        if isinstance(self.batch, TreeBatch) and self.min_shared is not None:
+            return find_tree(self.samples, self.spec, min_shared=self.min_shared)
+        return [Node((number,), 0, length, ROOT) for number, length in enumerate(self.lengths)]
+
+    def _place_samples(self, num_ranks: int) -> list[int]:
+        """Return the rank that computes each sample, or ``SHARDED``.
+
+        With ``some_local``, every third sample is sharded. Of the others, pairs are computed on the same rank, where
+        they could leak into each other.
+        """
+        placement = [SHARDED] * len(self.samples)
+        for number in range(len(self.samples)):
+            if self.some_local and number % 3 != 0:
+                placement[number] = number // 3 % num_ranks
+        return placement
+
+    def _collate(self) -> PackedBatch | ShardedBatch:
+        """Collate the samples as one pack; a ``TreeBatch`` if some of them share a prefix."""
+        if self.min_shared is not None:
+            assert self.parallel is None, "sequences that are split over ranks have no shared prefixes"
+            return collate_tree(self.samples, self.spec, min_shared=self.min_shared)
+        if self.parallel is None:
+            return collate_packs(self.samples, self.spec)
+        return collate_shard(self.samples, self.spec, self.parallel.split, self.placement)
 
     @property
     def is_tree(self) -> bool:
@@ -154,17 +174,28 @@ class PackUnderTest:
 
     def packed_logits(self, batch: PackedBatch | ShardedBatch) -> list[Tensor]:
         """Return each sample's logits at its checked positions, float32 (P, vocabulary) on the CPU, on every rank."""
-        positions_by_sample = []  # the checked positions of each sample in the packed sequence, int64 (P,)
-        for number, length in enumerate(self.lengths):
-            # A sample's tokens are those of its nodes: its prefixes, if any, and the tokens that it adds.
-            nodes = zip(self.node_starts, self.nodes, strict=True)
-            ranges = [torch.arange(start, start + node.length) for start, node in nodes if number in node.samples]
-            positions_by_sample.append(torch.cat(ranges)[_checked_positions(length)])
+        positions_by_sample = self._checked_positions_in_pack()
         positions = torch.cat(positions_by_sample)
         counts = [len(each) for each in positions_by_sample]
         if self.parallel is None:
             return list(torch.split(_compute_logits(self.model, batch, positions), counts))
         # Each rank computes the logits of its local tokens; the sum over ranks has all of them.
+        local_logits = self._local_logits(batch, positions)
+        all_logits = self.parallel.sum(local_logits.to(batch.input_ids.device)).cpu()
+        return list(torch.split(all_logits, counts))
+
+    def _checked_positions_in_pack(self) -> list[Tensor]:
+        """Return the checked positions of each sample in the packed sequence, int64 (P,) each."""
+        positions_by_sample = []
+        for number, length in enumerate(self.lengths):
+            # A sample's tokens are those of its nodes: its prefixes, if any, and the tokens that it adds.
+            nodes = zip(self.node_starts, self.nodes, strict=True)
+            ranges = [torch.arange(start, start + node.length) for start, node in nodes if number in node.samples]
+            positions_by_sample.append(torch.cat(ranges)[_checked_positions(length)])
+        return positions_by_sample
+
+    def _local_logits(self, batch: PackedBatch | ShardedBatch, positions: Tensor) -> Tensor:
+        """Compute the logits at ``positions`` (P,) of the pack that this rank has, (P, vocabulary); zeros at others."""
         local_index = {position: index for index, position in enumerate(batch.index.tolist())}
         is_local = [position in local_index for position in positions.tolist()]
         local_positions = [local_index[position] for position in positions.tolist() if position in local_index]
@@ -173,8 +204,7 @@ class PackUnderTest:
         logits = local_logits.new_zeros((len(positions), local_logits.shape[1]))
         if local_positions:
             logits[torch.tensor(is_local)] = local_logits
-        all_logits = self.parallel.sum(logits.to(batch.input_ids.device)).cpu()
-        return list(torch.split(all_logits, counts))
+        return logits
 
     def logits_alone(self, number: int, changed: Node | None = None) -> Tensor:
         """Return logits of an unpacked sample at its checked positions, float32 (P, vocabulary) on the CPU.
@@ -487,26 +517,31 @@ def verify_before_training(
     if is_sharded:
         progress.note("packing is not verified, because the weights are sharded; run packtool verify on one device")
         return
+    samples = _samples_to_verify(run, spec)
+    if len(samples) < 2:  # a single sample cannot leak into another
+        return
+    min_shared = run.source.min_shared
+    # Rounding to few bits turns the last bits of a hidden state, which differ between a pack and a sample alone, into
+    # larger differences. No other sample affects them, which the isolation of samples proves.
+    rounds_states = config.fp8 or config.qat is not None
+    checks = verify_cheaply(
+        model,
+        samples,
+        spec,
+        dtype=resolve_dtype(spec.config, config, on_gpu=on_gpu),
+        parallel=parallel,
+        min_shared=min_shared,
+        compares_losses=not rounds_states,
+    )
+    raise_if_failed(checks, shares_prefixes=min_shared is not None)
+
+
+def _samples_to_verify(run: Run, spec: InputSpec) -> list[EncodedSample]:
+    """Return short samples that a run trains first, without those whose media it would skip."""
     samples = run.source.first_samples(MAX_CHECKED_SAMPLES)
-    if config.on_bad_media == "skip":
+    if run.config.on_bad_media == "skip":
         samples = [sample for sample in samples if sample_media_error(sample, spec) is None]
-    samples = shortest_samples(samples)
-    if len(samples) > 1:  # a single sample cannot leak into another
-        dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
-        min_shared = run.source.min_shared
-        # Rounding to few bits turns the last bits of a hidden state, which differ between a pack and a sample alone,
-        # into larger differences. No other sample affects them, which the isolation of samples proves.
-        rounds_states = config.fp8 or config.qat is not None
-        checks = verify_cheaply(
-            model,
-            samples,
-            spec,
-            dtype=dtype,
-            parallel=parallel,
-            min_shared=min_shared,
-            compares_losses=not rounds_states,
-        )
-        raise_if_failed(checks, shares_prefixes=min_shared is not None)
+    return shortest_samples(samples)
 
 
 def verify_cheaply(
@@ -532,9 +567,7 @@ def verify_cheaply(
         compares_losses: whether ``loss`` is checked.
     """
     weights = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
-    # Look at every weight: frozen and trained ones may differ in their type.
-    needs_autocast = dtype is not None and any(weight.dtype != dtype for weight in weights)
-    autocast = torch.autocast(weights[0].device.type, dtype) if needs_autocast else contextlib.nullcontext()
+    autocast = _autocast(weights, dtype)
     dtype = dtype or weights[0].dtype
     with without_dropout(model), torch.no_grad(), autocast:
         pack = PackUnderTest(model, samples, spec, dtype, parallel, some_local=True, min_shared=min_shared)
@@ -547,6 +580,14 @@ def verify_cheaply(
         if pack.is_tree:
             checks.append(check_prefixes(pack, max_changes=1))
         return checks
+
+
+def _autocast(weights: Sequence[Tensor], dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
+    """Return a context that computes in ``dtype``, where weights have another one."""
+    # Look at every weight: frozen and trained ones may differ in their type.
+    if dtype is None or all(weight.dtype == dtype for weight in weights):
+        return contextlib.nullcontext()
+    return torch.autocast(weights[0].device.type, dtype)
 
 
 def shortest_samples(samples: Sequence[EncodedSample], max_tokens: int = _MAX_TOKENS) -> list[EncodedSample]:

@@ -6,10 +6,10 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel
@@ -24,16 +24,18 @@ from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.config.commands import VerifyConfig
 from packtool.constants import MIN_SHARED
+from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError
 from packtool.launch.world import World
+from packtool.planning.pack_plan import Int64Array, PackPlan
 from packtool.planning.packing import pack, pack_trees
 from packtool.planning.prefix_trees import PrefixTrees
 from packtool.progress import Progress, SilentProgress
 from packtool.train.model.load import load_model, quiet_transformers, resolve_dtype
 from packtool.train.model.trainable import without_dropout
 from packtool.train.prepare.caches import open_caches
-from packtool.train.prepare.sequence_parallel import axes_of
+from packtool.train.prepare.parallelism import axes_of
 from packtool.train.prepare.shared_prefixes import find_shared
 from packtool.train.verify.checks import (
     Check,
@@ -47,6 +49,8 @@ from packtool.train.verify.checks import (
     worst_of,
 )
 from packtool.train.verify.trajectory import TrainedStep, compare_trajectories, plan_steps
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -125,47 +129,28 @@ def _verify_packs(
     world: World,
 ) -> tuple[Sequence[Sequence[int]], dict[str, Any]]:
     """Run all checks on some packs; return the samples of each pack, and fields of ``VerifyReport``."""
-    capacity = _capacity(config, reader)
-    shared, warning = find_shared(config, files.config, reader, capacity=capacity, max_length=capacity)
-    if warning is not None:
-        progress.note(warning)
-    packs = choose_packs(reader, config, None if shared is None else shared.trees)
+    packs, shares_prefixes = _plan_packs(config, reader, files, progress)
     dtype = resolve_dtype(spec.config, config, on_gpu=device.type == "cuda")
     kernel = choose(config.attn_impl, device, dtype).name
     samples = [[reader.sample(position) for position in positions] for positions in packs]
-    collate, min_shared = (collate_packs, None) if shared is None else (collate_tree, MIN_SHARED)
-    for pack_samples in samples:
-        refuse_leaky_inputs(collate(pack_samples, spec).model_inputs())
+    _refuse_leaky_packs(samples, spec, shares_prefixes=shares_prefixes)
     parallel = None
     if world.sequence_parallel_size > 1:
         device = PartialState(cpu=device.type == "cpu", **config.group_options).device  # starts the process group
         axes = axes_of(config, world, files, reader.index.length)
         parallel = SequenceParallel.on_mesh(axes, device.type)
-        text = spec.config.get_text_config()
-        head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-        blocks = choose_blocks(config.attn_impl, device, dtype, head_dims=(head_dim, head_dim))
-        kernel = f"{blocks.name} blocks, {axes.name}"
+        kernel = f"{_block_kernel(config, spec, device, dtype)} blocks, {axes.name}"
     with quiet_transformers():
-        model: PreTrainedModel = load_model(config.model, spec.config, dtype=dtype, packing=False)
-        model = model.to(device)  # type: ignore[arg-type]  # to is overloaded
-        set_attention(model, config.attn_impl, parallel)
-        make_pack = partial(PackUnderTest, model, spec=spec, dtype=dtype, parallel=parallel, min_shared=min_shared)
-        # With sequence parallelism, every second pack has samples that are computed on a single rank.
-        tested_packs = [make_pack(each, some_local=number % 2 == 1) for number, each in enumerate(samples)]
-        functions = (check_isolation, check_prefixes, check_logits, check_loss, check_gradients)
-        calls = [
-            (function, pack)
-            for pack in tested_packs
-            for function in functions
-            if function is not check_prefixes or pack.is_tree
-        ]
-        checks: list[Check] = []
-        progress.start("verify", len(calls))
-        with without_dropout(model):
-            for function, tested_pack in calls:
-                checks.append(function(tested_pack))
-                progress.advance(1)
-        progress.finish()
+        model = _load_model(config, spec, dtype, device, parallel)
+        min_shared = MIN_SHARED if shares_prefixes else None
+        tested_packs = []
+        for number, pack_samples in enumerate(samples):
+            # With sequence parallelism, every second pack has samples that are computed on a single rank.
+            some_local = number % 2 == 1
+            tested_packs.append(
+                PackUnderTest(model, pack_samples, spec, dtype, parallel, some_local=some_local, min_shared=min_shared)
+            )
+        checks = _run_checks(model, tested_packs, progress)
     return packs, {
         "device": device.type if device.type == "cpu" else str(device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -173,6 +158,65 @@ def _verify_packs(
         "num_shared_tokens": sum(tested_pack.num_shared_tokens for tested_pack in tested_packs),
         "checks": tuple(worst_of(checks)),
     }
+
+
+def _plan_packs(
+    config: VerifyConfig, reader: CacheReader, files: ModelFiles, progress: Progress
+) -> tuple[list[list[int]], bool]:
+    """Choose the packs to check; return the samples of each, and whether they may share prefixes."""
+    capacity = _capacity(config, reader)
+    shared, warning = find_shared(config, files.config, reader, capacity=capacity, max_length=capacity)
+    if warning is not None:
+        progress.note(warning)
+    if shared is None:
+        return choose_packs(reader, config), False
+    return choose_packs(reader, config, shared.trees), True
+
+
+def _refuse_leaky_packs(packs: Sequence[Sequence[EncodedSample]], spec: InputSpec, *, shares_prefixes: bool) -> None:
+    """Raise an error if a pack has inputs through which its samples would affect each other."""
+    for samples in packs:
+        batch = collate_tree(samples, spec) if shares_prefixes else collate_packs(samples, spec)
+        refuse_leaky_inputs(batch.model_inputs())
+
+
+def _load_model(
+    config: VerifyConfig,
+    spec: InputSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    parallel: SequenceParallel | None,
+) -> PreTrainedModel:
+    """Load the model onto a device, with packed attention."""
+    model: PreTrainedModel = load_model(config.model, spec.config, dtype=dtype, packing=False)
+    model = model.to(device)  # type: ignore[arg-type]  # to is overloaded
+    set_attention(model, config.attn_impl, parallel)
+    return model
+
+
+def _block_kernel(config: VerifyConfig, spec: InputSpec, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the name of the kernel that computes blocks of sequences that are split over ranks."""
+    text = spec.config.get_text_config()
+    head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return choose_blocks(config.attn_impl, device, dtype, head_dims=(head_dim, head_dim)).name
+
+
+def _run_checks(model: PreTrainedModel, packs: Sequence[PackUnderTest], progress: Progress) -> list[Check]:
+    """Run all checks on each pack of a model; ``check_prefixes`` only on packs with shared prefixes."""
+    functions = (check_isolation, check_prefixes, check_logits, check_loss, check_gradients)
+    calls = []
+    for tested_pack in packs:
+        for function in functions:
+            if function is not check_prefixes or tested_pack.is_tree:
+                calls.append((function, tested_pack))
+    checks: list[Check] = []
+    progress.start("verify", len(calls))
+    with without_dropout(model):
+        for function, tested_pack in calls:
+            checks.append(function(tested_pack))
+            progress.advance(1)
+    progress.finish()
+    return checks
 
 
 def _verify_trajectory(
@@ -215,18 +259,7 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
         DataError: if every sample is longer than a pack.
     """
     capacity = _capacity(config, reader)
-    index = reader.index
-    fitting = np.flatnonzero(index.length <= capacity)
-    if not len(fitting):
-        raise DataError(
-            f"none of the {len(reader):,} samples fits into a pack of {capacity:,} tokens",
-            f"Raise --packing-length; the shortest sample has {int(index.length.min(initial=0)):,} tokens.",
-        )
-    if trees is not None:
-        plan = pack_trees(trees, index.length, capacity, seed=config.seed)
-    else:
-        plan = pack(index.length[fitting], capacity, seed=config.seed)
-        plan = dataclasses.replace(plan, samples=fitting[plan.samples])
+    plan = _pack_samples(reader, capacity, config.seed, trees)
     candidates = np.flatnonzero(np.diff(plan.offsets) > 1)  # packs of at least two samples
     if not len(candidates):
         raise ConfigError(
@@ -234,11 +267,33 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
             "Raise it so that the two shortest samples fit into a pack.",
         )
     shared_tokens = np.zeros(plan.num_packs, np.int64) if plan.shared is None else plan.sums_per_pack(plan.shared)
+    media_tokens = plan.sums_per_pack(reader.index.media_tokens[plan.samples])
     has_prefix = shared_tokens[candidates] > 0
-    has_media = plan.sums_per_pack(index.media_tokens[plan.samples])[candidates] > 0
-    # The first pack is the best one: with a prefix and media, else with a prefix, else with media, else any.
-    first = candidates[np.argmax(2 * has_prefix + has_media)]
-    # The other packs with prefixes, and those without, stay in the random order of the plan.
-    ordered = [*candidates[has_prefix], *candidates[~has_prefix]]
-    chosen = [first, *(number for number in ordered if number != first)][: config.num_packs]
-    return [plan.pack(number).tolist() for number in chosen]
+    has_media = media_tokens[candidates] > 0
+    numbers = _best_first(candidates, has_prefix, has_media)[: config.num_packs]
+    return [plan.pack(number).tolist() for number in numbers]
+
+
+def _best_first(packs: Int64Array, has_prefix: BoolArray, has_media: BoolArray) -> list[int]:
+    """Order packs: one with a prefix and media (else a prefix, else media, else any), then those with prefixes.
+
+    All arrays are (K,). Within each kind, packs stay in the random order of the plan.
+    """
+    first = packs[np.argmax(2 * has_prefix + has_media)]
+    ordered = [*packs[has_prefix], *packs[~has_prefix]]
+    return [int(first), *(int(number) for number in ordered if number != first)]
+
+
+def _pack_samples(reader: CacheReader, capacity: int, seed: int, trees: PrefixTrees | None) -> PackPlan:
+    """Pack the samples of at most ``capacity`` tokens, or those of ``trees``; a DataError if there are none."""
+    lengths = reader.index.length
+    fitting = np.flatnonzero(lengths <= capacity)
+    if not len(fitting):
+        raise DataError(
+            f"none of the {len(reader):,} samples fits into a pack of {capacity:,} tokens",
+            f"Raise --packing-length; the shortest sample has {int(lengths.min(initial=0)):,} tokens.",
+        )
+    if trees is not None:
+        return pack_trees(trees, lengths, capacity, seed=seed)
+    plan = pack(lengths[fitting], capacity, seed=seed)
+    return dataclasses.replace(plan, samples=fitting[plan.samples])  # from positions in ``fitting`` to those in caches

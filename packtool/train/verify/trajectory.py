@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import ConfigError
+from packtool.planning.epoch import EpochPlan
 from packtool.planning.options import PlanOptions
 from packtool.progress import Progress
 from packtool.train.model.loss import sum_of_losses
@@ -70,21 +72,10 @@ def plan_steps(config: VerifyConfig, packing_length: int, reader: CacheReader) -
     Raises:
         ConfigError: if no two samples share a pack.
     """
-    index = reader.index
-    num_samples = config.samples_per_step or _SAMPLES_PER_STEP
-    options = PlanOptions(max_length=packing_length, packing_length=packing_length, samples_per_step=num_samples)
-    train_config = part_of(TrainConfig, config, packing=True, max_steps=config.trajectory)
-    inputs = Inputs(config=train_config, options=options, lengths=index.length, targets=index.target_tokens)
-    one_rank = BatchShape(world_size=1, gradient_accumulation_steps=1, batch_size=1)
-    timeline = Timeline.of(inputs, ((0, *one_rank),))  # from step 0 on
     steps: list[StepSamples] = []
-    for stretch in timeline.stretches():  # one for each epoch
-        plan = stretch.plan
-        for plan_step in range(stretch.stop - stretch.first):
-            packs: list[list[int]] = []
-            for micro_batch in range(plan.steps.num_micro_batches(plan_step)):
-                packs += [pack.tolist() for pack in plan.samples(plan_step, rank=0, micro_batch=micro_batch)]
-            steps.append(StepSamples(packs, plan.steps.target_tokens(plan_step)))
+    for stretch in _plan_timeline(config, packing_length, reader).stretches():  # one for each epoch
+        num_steps = stretch.stop - stretch.first
+        steps += [_step_samples(stretch.plan, plan_step) for plan_step in range(num_steps)]
     if all(len(pack) == 1 for step in steps for pack in step.packs):
         raise ConfigError(
             f"--packing-length {packing_length}: no two samples of these steps share a pack, so there is nothing to "
@@ -92,6 +83,25 @@ def plan_steps(config: VerifyConfig, packing_length: int, reader: CacheReader) -
             "Raise --packing-length or --samples-per-step.",
         )
     return steps
+
+
+def _plan_timeline(config: VerifyConfig, packing_length: int, reader: CacheReader) -> Timeline:
+    """Plan ``--trajectory`` steps of training on one process."""
+    index = reader.index
+    num_samples = config.samples_per_step or _SAMPLES_PER_STEP
+    options = PlanOptions(max_length=packing_length, packing_length=packing_length, samples_per_step=num_samples)
+    train_config = part_of(TrainConfig, config, packing=True, max_steps=config.trajectory)
+    inputs = Inputs(config=train_config, options=options, lengths=index.length, targets=index.target_tokens)
+    one_rank = BatchShape(world_size=1, gradient_accumulation_steps=1, batch_size=1)
+    return Timeline.of(inputs, ((0, *one_rank),))  # from step 0 on
+
+
+def _step_samples(plan: EpochPlan, step: int) -> StepSamples:
+    """Return the samples of a step of a plan for one rank."""
+    packs: list[list[int]] = []
+    for micro_batch in range(plan.steps.num_micro_batches(step)):
+        packs += [pack.tolist() for pack in plan.samples(step, rank=0, micro_batch=micro_batch)]
+    return StepSamples(packs, plan.steps.target_tokens(step))
 
 
 def compare_trajectories(
@@ -106,44 +116,66 @@ def compare_trajectories(
     ``load`` returns a new model with packed attention and the initial weights, in float32; ``read`` returns a sample by
     its position in the caches.
     """
-
-    def packed_batches(packs: Sequence[Sequence[int]]) -> Iterator[Batch]:
-        for pack in packs:
-            batch = collate_packs([read(position) for position in pack], spec)
-            refuse_leaky_inputs(batch.model_inputs())
-            yield batch
-
-    def unpacked_batches(packs: Sequence[Sequence[int]]) -> Iterator[Batch]:
-        for pack in packs:
-            for position in pack:
-                yield without_boundaries(collate_packs([read(position)], spec))
-
     progress.start("verify", 2 * len(steps))
     model = load()
-    packed_losses = list(_train(model, steps, packed_batches, progress))
+    packed_losses = list(_train(model, steps, partial(_packed_batches, read, spec), progress))
     packed_weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     del model  # frees its memory before the second model is loaded
     model = load()
     with original_attention(model):
-        unpacked_losses = list(_train(model, steps, unpacked_batches, progress))
+        unpacked_losses = list(_train(model, steps, partial(_unpacked_batches, read, spec), progress))
     progress.finish()
-    trained_steps = [
-        TrainedStep(
-            step=number,
-            num_samples=sum(len(pack) for pack in samples.packs),
-            num_targets=samples.num_targets,
-            num_packs=len(samples.packs),
-            packed=packed,
-            unpacked=unpacked,
+    trained_steps = _trained_steps(steps, packed_losses, unpacked_losses)
+    checks = _check_losses(trained_steps), _check_weights(model, packed_weights, len(steps))
+    return tuple(trained_steps), checks
+
+
+def _trained_steps(
+    steps: Sequence[StepSamples], packed_losses: Sequence[float], unpacked_losses: Sequence[float]
+) -> list[TrainedStep]:
+    """Return the steps with their losses."""
+    trained_steps = []
+    for number, samples in enumerate(steps):
+        trained_steps.append(
+            TrainedStep(
+                step=number + 1,
+                num_samples=sum(len(pack) for pack in samples.packs),
+                num_targets=samples.num_targets,
+                num_packs=len(samples.packs),
+                packed=packed_losses[number],
+                unpacked=unpacked_losses[number],
+            )
         )
-        for number, (samples, packed, unpacked) in enumerate(zip(steps, packed_losses, unpacked_losses, strict=True), 1)
-    ]
-    allowed = tolerances(torch.float32)["loss"] * max(1.0, *(abs(loss) for loss in unpacked_losses))
-    loss_checks = []
-    for trained in trained_steps:
-        where = f"in step {trained.step}, loss {trained.packed:.7g} packed and {trained.unpacked:.7g} unpacked,"
-        loss_checks.append(Check("losses", abs(trained.packed - trained.unpacked), allowed, where))
-    return tuple(trained_steps), (worst_of(loss_checks)[0], _check_weights(model, packed_weights, len(steps)))
+    return trained_steps
+
+
+def _packed_batches(
+    read: Callable[[int], EncodedSample], spec: InputSpec, packs: Sequence[Sequence[int]]
+) -> Iterator[Batch]:
+    """Yield a batch for each pack."""
+    for pack in packs:
+        batch = collate_packs([read(position) for position in pack], spec)
+        refuse_leaky_inputs(batch.model_inputs())
+        yield batch
+
+
+def _unpacked_batches(
+    read: Callable[[int], EncodedSample], spec: InputSpec, packs: Sequence[Sequence[int]]
+) -> Iterator[Batch]:
+    """Yield a batch for each sample of the packs."""
+    for pack in packs:
+        for position in pack:
+            yield without_boundaries(collate_packs([read(position)], spec))
+
+
+def _check_losses(steps: Sequence[TrainedStep]) -> Check:
+    """Compare the losses of the steps, relative to the largest unpacked one."""
+    allowed = tolerances(torch.float32)["loss"] * max(1.0, *(abs(step.unpacked) for step in steps))
+    checks = []
+    for step in steps:
+        where = f"in step {step.step}, loss {step.packed:.7g} packed and {step.unpacked:.7g} unpacked,"
+        checks.append(Check("losses", abs(step.packed - step.unpacked), allowed, where))
+    return worst_of(checks)[0]
 
 
 def _train(
@@ -157,16 +189,23 @@ def _train(
     optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, eps=_EPSILON, weight_decay=_WEIGHT_DECAY)
     with without_dropout(model):
         for step in steps:
-            step_loss = 0.0
-            for batch in batches_of(step.packs):
-                loss = sum_of_losses(model, batch.to(parameters[0].device)) / step.num_targets
-                torch.autograd.backward(loss)
-                step_loss += float(loss.detach())
+            step_loss = _accumulate_gradients(model, batches_of(step.packs), step.num_targets)
             torch.nn.utils.clip_grad_norm_(parameters, _MAX_GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             progress.advance(1)
             yield step_loss
+
+
+def _accumulate_gradients(model: PreTrainedModel, batches: Iterator[Batch], num_targets: int) -> float:
+    """Run forward and backward of all micro-batches of a step; return its mean loss over ``num_targets`` targets."""
+    device = next(model.parameters()).device
+    step_loss = 0.0
+    for batch in batches:
+        loss = sum_of_losses(model, batch.to(device)) / num_targets
+        torch.autograd.backward(loss)
+        step_loss += float(loss.detach())
+    return step_loss
 
 
 def _check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], num_steps: int) -> Check:

@@ -18,7 +18,7 @@ from packtool.launch.world import World
 from packtool.planning.cost import CostModel
 from packtool.planning.epoch import plan_epoch
 from packtool.planning.options import PlanOptions, SkrullOptions
-from packtool.train.loop.trainer import StepLoader
+from packtool.train.loop.step_loader import StepLoader
 from packtool.train.prepare.checkpoint import BatchShape
 from packtool.train.prepare.figures import SampleFigures, figures_of_steps
 from packtool.train.prepare.inputs import Inputs

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from packtool.errors import ConfigError
-from packtool.train.prepare.deepspeed import deepspeed_settings
+from packtool.train.prepare.parallelism import deepspeed_settings
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
