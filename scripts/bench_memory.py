@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""Compare the estimated memory of a forward and backward pass with the memory of the same pass on the CPU.
+"""Compare the estimated memory of a training step with the memory that the step takes on the CPU.
 
-    python scripts/bench_memory.py [REALDATA]
+    python scripts/bench_memory.py
 
-Prints the table of ``docs/benchmarks.md``, with a row for the reduced test model of each family. "kept" is what
-autograd keeps after the forward pass: estimated by a trace without weights, and measured by hooks on saved tensors.
-"peak" is the maximum during the pass: estimated, and added up while it is computed, with all weights, with adapters,
-and with gradient checkpointing. REALDATA contains the tokenizers of the Omni models; without it these are left out.
-A second table is about ``--gradient-checkpointing auto``: the FLOPs of micro-batches in which no layer, all layers and
-as many as necessary recompute, as torch counts them, and their peak.
-Needs no GPU and takes two minutes.
+Prints the tables of ``docs/benchmarks.md``. The first one has a row for a small model of each family that can be
+trained. The estimate is that of ``packtool train --dry-run``: weights, gradients, optimizer, and the peak of a traced
+pass. Measured are all allocations of the CPU in a step of two micro-batches and an update of AdamW, as torch's profiler
+records them. The second table is about ``--gradient-checkpointing auto``: the FLOPs of micro-batches in which no layer,
+all layers and as many as necessary recompute, as torch counts them, and their peak.
+Needs no GPU and takes half an hour; ``--families`` selects some rows.
 """
 
 from __future__ import annotations
@@ -27,11 +26,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from packtool.errors import PacktoolError
 from packtool.report.tables import aligned
 from packtool.train.model.loss import LossFunction
 from packtool.train.model.trace import run_pass, set_traced_attention
 from packtool.train.prepare.figures import RankTokens
-from tests.train.model.measured import HEARD, TOKENS, computed_bytes, saved_bytes, traced_bytes
+from tests.drawn_data import draw_data
+from tests.train.model.real_steps import (
+    EVERY_FAMILY,
+    SETTINGS,
+    SHARED,
+    SmallModel,
+    compare,
+    compare_shared,
+    small_model,
+)
 from tests.train.model.switched import (
     LONGEST,
     NUM_LAYERS,
@@ -41,28 +50,34 @@ from tests.train.model.switched import (
     switched_model,
     traced_peak,
 )
-from tests.train.real_models import ON_TEXT, THAT_HEAR, THAT_SEE, config_of
 
-_WAYS: dict[str, dict[str, bool]] = {
-    "all weights": {},
-    "adapters": {"adapters": True},
-    "recomputed": {"recomputes": True},
-}
-_TITLES = ("family", "kept, traced", "kept, saved tensors", *(f"peak, {way}: traced, computed" for way in _WAYS))
+_TITLES = ("family", "estimated, MiB", "measured, MiB", *SETTINGS, SHARED)
 
 
-def rows(names: Sequence[str], realdata: Path) -> Iterator[tuple[str, ...]]:
-    """Yield a table row for each family, in KiB."""
+def rows(names: Sequence[str], folder: Path) -> Iterator[tuple[str, ...]]:
+    """Yield a table row for each family: bytes of steps with packs, and the estimate's error in each setting."""
+    draw_data(folder / "data")
     for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            config = config_of(name, realdata, Path(folder))
-            pairs = [(traced_bytes(config, **way).peak, computed_bytes(config, **way).peak) for way in _WAYS.values()]
-            kept, saved = traced_bytes(config).kept, saved_bytes(config)
-        yield (name, *_told(kept, saved), *(", ".join(_told(*pair)) for pair in pairs))
+        model = small_model(name, folder / "data", folder)
+        packs = compare(model, "packs")
+        errors = [_error(*packs), *(_compared(model, setting, folder) for setting in (*list(SETTINGS)[1:], SHARED))]
+        row = (name, *(f"{num_bytes / 2**20:,.1f}" for num_bytes in packs), *errors)
+        print("\t".join(row), file=sys.stderr)
+        yield row
 
 
-def _told(traced: int, found: int) -> tuple[str, str]:
-    return f"{traced / 1024:,.0f}", f"{found / 1024:,.0f} ({traced / found - 1:+.1%})"
+def _compared(model: SmallModel, setting: str, folder: Path) -> str:
+    """Return the error of the estimate, or a dash if packtool or peft refuses the setting for a model."""
+    if setting not in model.settings:
+        return "-"
+    try:
+        return _error(*(compare_shared([model], folder)[model.name] if setting == SHARED else compare(model, setting)))
+    except PacktoolError:
+        return "-"
+
+
+def _error(estimated: float, measured: int) -> str:
+    return f"{100 * (estimated / measured - 1):+.1f}%"
 
 
 _PLANNED: dict[str, tuple[str, dict[str, Any], float]] = {
@@ -108,20 +123,14 @@ def planned_rows() -> Iterator[tuple[str, ...]]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure and print the table."""
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "realdata", type=Path, nargs="?", help="folder with tokenizers/qwen2.5-omni and other tokenizers"
-    )
-    parser.add_argument(
-        "--families", nargs="+", default=[*ON_TEXT, *THAT_SEE, *THAT_HEAR], help="model families to measure"
-    )
-    given = parser.parse_args(words)
-    names = [name for name in given.families if given.realdata is not None or name not in THAT_HEAR]
-    found = list(rows(names, given.realdata))
-    heard = f"{HEARD.vision} of a picture and {HEARD.audio} of a sound for Omni models"
-    print(f"KiB of a pass over {TOKENS.computed} tokens: {TOKENS.vision} of a picture for vision models, {heard}")
-    print("\n".join(aligned([_TITLES, *found], "lr")))
+    parser.add_argument("--families", nargs="+", default=EVERY_FAMILY, help="model families to measure")
+    options = parser.parse_args(words)
+    torch.set_num_threads(1)  # ranks are forks, which have no further threads
+    print("estimated and measured memory of a step; errors of the estimate in each setting")
+    with tempfile.TemporaryDirectory() as folder:
+        print("\n".join(aligned([_TITLES, *rows(options.families, Path(folder))], "lr")))
     print("\n--gradient-checkpointing auto: micro-batches of 100, 200, 300 and 400 tokens")
     print("\n".join(aligned([_PLANNED_TITLES, *planned_rows()], "lr")))
 

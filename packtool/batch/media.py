@@ -415,16 +415,26 @@ def blank_processed(spec: InputSpec) -> tuple[int, dict[str, Tensor]]:
 
 
 def large_processed(spec: InputSpec, num_tokens: int, max_tokens: int) -> tuple[int, dict[str, Tensor]]:
-    """Large blank pictures of about ``num_tokens`` tokens: their tokens, and their inputs as for ``load_processed``.
+    """Blank pictures, large ones first, of about ``num_tokens`` tokens: number of their tokens, and their inputs.
+
+    The inputs are as for ``load_processed``.
 
     Raises:
         ValueError: if the smallest picture has more than ``max_tokens``.
     """
+    blanks: list[Image.Image] = []
+    num_wanted = num_left = min(num_tokens, max_tokens)
     for side in _SIDES:
-        blank = blank_image(side, side)
+        # Of the shape of most photos: processors that remove padding write fewer tokens per tile than for a square.
+        blank = blank_image(2 * side // 3, side)
         (count,), _ = _process([blank], spec)
-        if count <= min(num_tokens, max_tokens) or (side == _SIDES[-1] and count <= max_tokens):
-            number = max(min(round(num_tokens / count), max_tokens // count), 1)
-            counts, made = _process([blank] * number, spec)
-            return sum(counts), made
+        blanks += [blank] * (num_left // count)
+        num_left %= count
+    # A rest of at least half of the smallest picture is rounded up; and there is at least one picture.
+    has_rest = 2 * num_left >= count or not blanks
+    if has_rest and num_wanted - num_left + count <= max_tokens:
+        blanks.append(blank)
+    if blanks:
+        counts, made = _process(blanks, spec)
+        return sum(counts), made
     raise ValueError(f"the smallest picture has more than {max_tokens} tokens")

@@ -15,6 +15,7 @@ the scores again (Dao 2023, "FlashAttention-2", section 4.1).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -143,13 +144,14 @@ class CostModel:
         config: Mapping[str, Any],
         learning: LearningOptions = ALL_WEIGHTS,
         *,
-        recomputes_language: bool = False,
+        recomputes_language: bool | int = False,
         recomputes_towers: bool = False,
         recomputes_head: bool = False,
     ) -> CostModel:
         """Compute costs from a ``config.json``; a KeyError if it has no hidden size or number of layers.
 
-        ``learning`` selects the trained weights. Where a part ``recomputes``, backward runs its forward pass again.
+        ``learning`` selects the trained weights. Where a part ``recomputes``, backward runs its forward pass again;
+        a number means that only so many of its first layers do.
         """
         layers = ModelLayers.of_config(config)
         flops = partial(_part_flops, trainable(layers, learning), learning.lora_rank)
@@ -197,13 +199,14 @@ def _part_flops(
     modules: Sequence[ModuleCost],
     *,
     has_gradient: bool = False,
-    recomputes: bool = False,
+    recomputes: bool | int = False,
 ) -> _PartFlops:
     """Sum the FLOPs of consecutive modules, forward and backward.
 
     ``training`` is by module name; attention has none. ``has_gradient``: gradients flow back to the part's input.
-    ``recomputes``: backward runs the forward pass of layers again.
+    ``recomputes``: backward runs the forward pass of all layers again, or of so many first layers.
     """
+    num_recomputed = math.inf if recomputes is True else recomputes
     # Gradients flow back to the output of a module, the input of the next, if anything up to it is trained.
     gradients = [has_gradient]
     for module in modules:
@@ -218,7 +221,8 @@ def _part_flops(
         if not module.shares_input:
             has_input_gradient = follows_gradient
         num_forward = 1.0
-        if recomputes and module.layer is not None and layer_has_gradient[module.layer]:
+        is_recomputed = module.layer is not None and module.layer < num_recomputed
+        if is_recomputed and layer_has_gradient[module.layer]:
             num_forward = 2.0
         if module.kind == "attention":
             passes = num_forward + _ATTENTION_BACKWARD * follows_gradient

@@ -266,8 +266,10 @@ class LayerSwitch:
 
     def set_for(self, batch: Batch) -> int:
         """Switch all layers for a micro-batch on the host; return how many of the language model recompute."""
-        counts = {kind: int((batch.input_ids == pad_id).sum()) for kind, pad_id in self._pad_ids.items()}
-        tokens = {"computed": batch.input_ids.numel(), "audio": counts.pop("audio", 0), "vision": sum(counts.values())}
+        # By token: families that take videos as pictures have one placeholder for both.
+        counts = {pad_id: int((batch.input_ids == pad_id).sum()) for pad_id in self._pad_ids.values()}
+        num_audio = counts.pop(self._pad_ids.get("audio", -1), 0)
+        tokens = {"computed": batch.input_ids.numel(), "audio": num_audio, "vision": sum(counts.values())}
         tokens["keys"] = len(batch.key_index) if isinstance(batch, TreeBatch) else 0
         num_layers = int(self.plan.num_layers(**tokens))
         for index, layer in enumerate(self._layers):

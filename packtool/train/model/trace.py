@@ -11,12 +11,14 @@ output and the log-sum-exp (lse).
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +85,7 @@ def trace_pass(
     # would not find real GPUs, so a real backward pass comes first.
     torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
     # Non-fake inputs are allowed because models also create real tensors, for example positions from numpy.
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _real_window_indices(model):
         _create_weights(model)
         model.train()
         if not spec.family.processor_inputs:  # models read values among a processor's inputs, which stay real
@@ -252,6 +254,25 @@ def _create_weights(model: nn.Module) -> None:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
+@contextlib.contextmanager
+def _real_window_indices(model: nn.Module) -> Iterator[None]:
+    """Let towers compute the order of their attention windows with real tensors: it depends on the pictures' sizes."""
+
+    def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        return call
+
+    name = "get_vision_window_index"
+    with contextlib.ExitStack() as stack:
+        for source in {sys.modules.get(type(module).__module__) for module in model.modules()}:
+            if (function := getattr(source, name, None)) is not None:
+                stack.enter_context(patch.object(source, name, outside_modes(function)))
+        yield
+
+
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the tensors that were created under this mode and still exist: ``now``, and the ``peak`` so far."""
 
@@ -267,6 +288,8 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
         # Operations on real tensors are computed as usual, because models read the sizes of images.
         is_real = tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if func is torch.ops.aten.index.Tensor and not is_real:
+            args = args[0], _without_masks(args[1])
         with _disable_current_modes() if is_real else contextlib.nullcontext():
             out = func(*args, **(kwargs or {}))
         self._count(out, is_new=True)
@@ -285,6 +308,18 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, key: int) -> None:
         self.now -= self._known.pop(key)
+
+
+def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Replace boolean masks of real tensors by the numbers of their elements, which a fake tensor can be indexed by."""
+    numbers: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
+            numbers.append(index)
+            continue
+        with _disable_current_modes():
+            numbers += index.nonzero(as_tuple=True)
+    return numbers
 
 
 class _Keep(torch.autograd.Function):

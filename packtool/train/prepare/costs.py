@@ -85,20 +85,21 @@ class RunCosts:
     @classmethod
     def of(cls, config: TrainConfig, model: Mapping[str, Any]) -> RunCosts:
         """FLOPs of a model with the trained weights and the recomputation of a run."""
-        recomputes, in_towers = bool(config.gradient_checkpointing), config.vit_gradient_checkpointing
+        recomputes: Any = config.gradient_checkpointing
+        in_towers = config.vit_gradient_checkpointing
         vocabulary = text_config_of(model).get("vocab_size") or 0
         hardware = cost_of(
             model,
             config,
-            recomputes_language=recomputes,
-            recomputes_towers=recomputes if in_towers is None else in_towers,
+            recomputes_language=True if recomputes == "auto" else recomputes or False,
+            recomputes_towers=bool(recomputes) if in_towers is None else in_towers,
             # The head recomputes chunks of logits; a pack with few targets may have a single chunk, which costs little.
             recomputes_head=config.packing_length is None or config.packing_length * vocabulary > CHUNK_LOGITS,
         )
         return cls(cost_of(model, config), hardware)
 
 
-def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: bool) -> CostModel:
+def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: Any) -> CostModel:
     """FLOPs of a model by its ``config.json`` and trained weights; those of an 8B model if its sizes are unknown."""
     if isinstance(learning, AdapterOptions) and learning.adapters:
         # An adapter that is trained further decides which modules are trained. An unreadable one is reported later.

@@ -268,3 +268,24 @@ def test_ranks_may_recompute_different_layers(tiny: TinyWorld, tmp_path: Path) -
         none, planned = (read_metrics(tmp_path / name / kind) for kind in ("none", "auto"))
         for key in ("loss", "grad_norm"):
             assert [line[key] for line in planned] == [line[key] for line in none]
+
+
+def test_pictures_are_counted_once_where_videos_have_the_same_placeholder(plans: dict[str, LayerPlan]) -> None:
+    config = deep_config("qwen3_vl")
+    spec = InputSpec("", config, MediaLimits())
+    batch = real_pass("qwen3_vl")
+    seen: list[dict[str, Any]] = []
+
+    class Recorded(LayerPlan):
+        def num_layers(self, **tokens: Any) -> Any:
+            seen.append(tokens)
+            return super().num_layers(**tokens)
+
+    plan = Recorded(**vars(plans["qwen3_vl"]))
+    switch = LayerSwitch(switched_model(config, 0), plan, spec, switches_towers=False)
+    pad_id = switch._pad_ids["image"]
+    for pads in ({"image": pad_id, "video": 93}, {"image": pad_id, "video": pad_id}):
+        switch._pad_ids = pads
+        switch.set_for(batch)
+    assert seen[0] == seen[1]
+    assert seen[0]["vision"] == LONGEST["qwen3_vl"].vision

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from packtool.attention.parallel import mesh
@@ -31,9 +28,9 @@ from tests.attention.hybrids import hybrid_config
 from tests.batch.reduced import continued_sample, make_sample, reduced_config, reduced_spec, save_image_processor
 from tests.forked import run_ranks
 from tests.train.model.measured import computed_bytes, saved_bytes, traced_bytes
+from tests.train.model.real_steps import wait_for_release
 from tests.train.real_models import ON_TEXT, THAT_HEAR, THAT_SEE, has_experts, traces_float32_experts
 from tests.train.real_models import config_of as any_config_of
-from tests.waiting import wait_for
 
 SHARED = {"ring": Axes(2, 1, "ring"), "allgather": Axes(2, 1, "allgather"), "ulysses": Axes(1, 2)}
 # Text alone, with linear attention and experts, with DeepStack, and with sounds.
@@ -134,7 +131,7 @@ def test_sounds_of_shared_sequences_are_traced(drawn_data: Path, tmp_path: Path)
 
 
 def _measure_shared(folder: Path) -> None:
-    mesh._start = _wait_for_release(mesh._start)
+    mesh._start = wait_for_release(mesh._start)
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         save_image_processor("qwen3_vl", str(folder))
@@ -167,31 +164,6 @@ def _measure_shared(folder: Path) -> None:
         measured_bytes = computed_bytes(config, recomputes=recomputes, batch=batch, parallel=parallel)
         measured[str(recomputes)] = [measured_bytes.kept, measured_bytes.peak]
     (folder / "hybrid.json").write_text(json.dumps(measured))
-
-
-def _wait_for_release(start: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``mesh._start``; whoever waits waits until gloo's threads, too, have let go of what is sent."""
-
-    def started(collective: Callable[..., Any], received: Tensor, sent: Tensor, *counts: list[int], group: Any) -> Any:
-        holders = [(tensor, _num_holders(tensor)) for tensor in (received, sent)]
-        finish = start(collective, received, sent, *counts, group=group)
-
-        def wait() -> Tensor:
-            nonlocal finish
-            result = finish()
-            finish = None
-            wait_for(lambda: all(_num_holders(tensor) <= before for tensor, before in holders))
-            holders.clear()
-            return result
-
-        return wait
-
-    return started
-
-
-def _num_holders(tensor: Tensor) -> int:
-    """Of the tensor itself, which gloo's threads share, and of its memory, of which they make views."""
-    return tensor._use_count() + int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -69,6 +69,17 @@ def test_recomputation_counts_for_the_hardware_only() -> None:
     assert towers.hardware.per_patch_square > towers.model.per_patch_square
 
 
+def test_a_number_of_layers_costs_its_share() -> None:
+    """HFU counts the layers that recompute, and no others."""
+    none, two, every = (
+        RunCosts.of(run_config(gradient_checkpointing=value, packing_length=256), MODEL).hardware
+        for value in (False, 2, True)
+    )
+    for name in ("per_token", "per_square"):
+        per_layer = (getattr(every, name) - getattr(none, name)) / MODEL["num_hidden_layers"]
+        assert getattr(two, name) == pytest.approx(getattr(none, name) + 2 * per_layer)
+
+
 def _vision_config() -> dict[str, Any]:
     tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "patch_size": 14, "spatial_merge_size": 2}
     return {"text_config": MODEL, "vision_config": tower}
