@@ -47,6 +47,8 @@ def _plan(config: PlanConfig, invocation: Invocation) -> None:
     plan = Plan(config)
     if config.save is not None:
         plan.save(config.save)
+    if config.lock is not None:
+        _write_lock(plan, config.lock)
     if config.html is not None:
         plan.page(config.html, invocation.command)
     if not invocation.as_json:
@@ -59,6 +61,15 @@ def _plan(config: PlanConfig, invocation: Invocation) -> None:
     if config.media:
         summary["media"] = _loading_times(config, plan.preview).figures()
     show_json(summary)
+
+
+def _write_lock(plan: Plan, path: str) -> None:
+    """Write the lock file of a plan."""
+    from packtool.train.prepare.checkpoint import BatchShape
+    from packtool.train.prepare.lock_file import lock_of, write_lock
+
+    preview = plan.preview
+    write_lock(path, lock_of(preview.inputs, BatchShape.of(plan.config, preview.options.world_size)))
 
 
 def _print_plan(plan: Plan, config: PlanConfig) -> None:
@@ -80,7 +91,7 @@ def _print_plan(plan: Plan, config: PlanConfig) -> None:
         times = _loading_times(config, preview)
         print_table("\nmedia, loaded on this machine", times.table())
         show("\n".join(["", *times.sentences()]))
-    for path in (config.save, config.html):
+    for path in (config.save, config.lock, config.html):
         if path is not None:
             show(f"written: {path}")
 

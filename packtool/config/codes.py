@@ -65,9 +65,10 @@ def code_of_error(class_names: tuple[str, ...], module: str) -> str:
         module: the module that raised it, without ``packtool.``.
     """
     for class_name in class_names:
-        for row in codes().values():
-            if any(_is_origin(module, pattern) for pattern in _modules_of(row, class_name)):
-                return row.code
+        code_by_pattern = {pattern: row.code for row in codes().values() for pattern in _modules_of(row, class_name)}
+        matching = [pattern for pattern in code_by_pattern if _is_origin(module, pattern)]
+        if matching:
+            return code_by_pattern[max(matching, key=len)]
     return INTERNAL_ERROR
 
 

@@ -33,7 +33,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
 
     COMMON_OPTIONS: ClassVar[tuple[str, ...]] = (
         *("cached_dataset", "lengths", "packing", "packing_length", "world_size", "gradient_accumulation_steps"),
-        *("per_device_train_batch_size", "sweep", "fit", "media", "save", "html", "resume"),
+        *("per_device_train_batch_size", "sweep", "fit", "media", "save", "lock", "html", "resume"),
     )
 
     lengths: str | None = option(None, "Plan for sample lengths (tokens) in this .npy, .json or .txt file.")
@@ -49,6 +49,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     mfu: float = model_option(0.4, "Assume this fraction of the peak TFLOP/s in training.", minimum=0.001, maximum=1.0)
     media: bool = option(False, "Measure media loading here and estimate the loading processes that training needs.")
     save: str | None = option(None, "Write the plan to this file, for example for packtool train --plan.")
+    lock: str | None = option(None, "Write a lock file of everything that determines the plan, for train --locked.")
     html: str | None = option(None, "Draw the plan, or the results of --sweep, as a web page.")
 
     resume: str | None = option(None, "Preview how this run or checkpoint would resume, and what has changed.")

@@ -268,6 +268,9 @@ class TrainConfig(
         "raise", "Stop the run at an unreadable media file (raise), or skip its sample."
     )
     on_nan: OnNan = training_option("stop", "Stop at NaN or Inf, skip the step, or continue (go-on).")
+    locked: str | None = checkpoint_option(
+        None, "Refuse to train if the run differs from this lock file of packtool plan --lock."
+    )
     overwrite_output_dir: bool = checkpoint_option(
         False, "Delete an earlier run's checkpoints and metrics in --output-dir."
     )

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 COMMAND_ONLY = {
     "save": "use Plan.save(path)",
     "html": "use Plan.page(path)",
+    "lock": "use the command packtool plan --lock",
     "sweep": "use the command packtool plan --sweep",
     "media": "use the command packtool plan --media",
     "fit": "use the command packtool plan --fit",

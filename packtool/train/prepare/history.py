@@ -53,7 +53,9 @@ _TOTALS = ("directory", "fingerprint", "num", "num_samples", "tokens", "target_t
 _HEADER = "told"  # the name in the file
 _Arrays = dict[str, npt.NDArray[Any]]
 # Options of resuming, which do not change steps.
-_NOT_RECORDED = ("resume_from_checkpoint", "resume_only_model", "overwrite_output_dir", "add_version", "dry_run")
+_NOT_RECORDED = (
+    *("locked", "resume_from_checkpoint", "resume_only_model", "overwrite_output_dir", "add_version", "dry_run"),
+)
 _PATH_OPTIONS = ("model", "plan", "hardware", "mix")
 
 

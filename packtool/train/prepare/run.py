@@ -31,6 +31,7 @@ from packtool.train.prepare.evaluation import Validation, validation_of
 from packtool.train.prepare.figures import RankTokens, Steps, length_step, max_tokens, num_fillers
 from packtool.train.prepare.history import RunRecord, Segment, recorded_options
 from packtool.train.prepare.inputs import Inputs
+from packtool.train.prepare.lock_file import check_locked
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.output_dir import ResumePoint, with_resumed_version
 from packtool.train.prepare.parallelism import axes_of, with_shares
@@ -79,6 +80,8 @@ class Run:
         config = inputs.for_training.config  # the settings with defaults that depend on the caches
         resume_point = resume_point or ResumePoint.of(config)
         batch_shape = BatchShape.of(config, world.data.size)
+        if config.locked is not None and world.is_first:
+            check_locked(config.locked, inputs, batch_shape)
         resumed = resume(resume_point, inputs.state(batch_shape), world, inputs)
         axes_by_size = _axes_by_size(inputs, resumed.timeline, world)
         sharing_notes = () if inputs.no_sharing_reason is None else (inputs.no_sharing_reason,)
