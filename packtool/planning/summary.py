@@ -169,7 +169,9 @@ def pack_costs(packs: PackPlan, cost: CostModel, target_tokens: IntArray, towers
     tower_flops = packs.sums_per_pack(towers.flops[packs.samples]) if towers is not None else 0
     logits = target_tokens if towers is None or towers.logits is None else towers.logits
     targets = packs.sums_per_pack(logits[packs.samples])
-    windows = packs.sums_per_pack(cost.window_squares(packs.full_lengths, packs.shared))
+    windows = np.zeros(packs.num_packs, np.int64)
+    if cost.per_window:  # the model has layers with windows
+        windows = packs.sums_per_pack(cost.window_squares(packs.full_lengths, packs.shared))
     attention = cost.attention_of(packs.sum_squares_per_pack(), windows)
     return cost(packs.tokens_per_pack(), attention, targets, tower_flops)
 

@@ -1,11 +1,14 @@
-"""Lengths that are drawn have the published shares."""
+"""Lengths that are drawn have the published shares; lengths in a text file."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from packtool.simulate.run import POINTS, DistributionName, draw_lengths, quantiles
+from packtool.errors import DataError
+from packtool.simulate.run import POINTS, DistributionName, draw_lengths, quantiles, read_lengths
 
 
 @pytest.mark.parametrize("name", POINTS)
@@ -26,3 +29,22 @@ def test_same_seed_gives_the_same_lengths_for_any_number() -> None:
     assert (more_lengths[:100] == first_lengths).all()
     assert (draw_lengths("wikipedia", 100, seed=4) != first_lengths).any()
     assert first_lengths.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"), [("3\n14\r\n\t5\n", [3, 14, 5]), ("+3 -14\x0b5", [3, -14, 5]), ("", []), (" \n", [])]
+)
+def test_lengths_are_read_from_a_text_file(tmp_path: Path, text: str, lengths: list[int]) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(text)
+    array = read_lengths(str(path))
+    assert array.tolist() == lengths
+    assert array.dtype == np.int64
+
+
+@pytest.mark.parametrize("text", ["3 4.5", "3,4", "3 four"])
+def test_other_text_than_whole_numbers_is_an_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"--lengths .*lengths\.txt"):
+        read_lengths(str(path))
