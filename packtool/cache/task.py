@@ -39,9 +39,10 @@ from packtool.config.data import EncodeSpec, ExportConfig
 from packtool.config.settings import load_json
 from packtool.constants import MIN_SHARED, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.encoded import EncodedSample, left_out_of
-from packtool.encode.encoder import Encoder, encode_samples, samples_of
+from packtool.encode.encoder import Encoder, encode_samples
 from packtool.encode.media_spans import MediaTokens
 from packtool.encode.prefix_hashes import prefix_hashes
+from packtool.rows.read import samples_of
 from packtool.rows.sample import Dropped, Sample
 from packtool.rows.source import RowBlocks, ScannedSource, Source
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice, pairwise
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from packtool import storage
 from packtool.config.data import EncodeSpec
 from packtool.constants import TRAIN_NEWLINE
 from packtool.encode.boxes import BoxWriter
@@ -39,19 +38,25 @@ from packtool.encode.media_spans import (
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.prepared import PreparedRows
 from packtool.encode.row_parts import RowSplitter, expansion_of, join_results
-from packtool.encode.targets import TurnChunks, TurnFinder, infer_turn_finder
+from packtool.encode.targets import (
+    LocatedTurn,
+    TurnChunks,
+    TurnFinder,
+    infer_turn_finder,
+    is_trained,
+    locate_texts,
+)
 from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
 from packtool.encode.tokenize import Chunk, ChunkTokenizer, ControlEscaper, ControlVocabulary, TextEnds
 from packtool.encode.truncation import Tokenized, drop_too_long, truncate, truncate_all
 from packtool.errors import ConfigError, StorageError
 from packtool.media.files import MediaProblem, check_allowed
-from packtool.rows.forms import to_sample
 from packtool.rows.forms.columns import RowProblem
 from packtool.rows.forms.media import lone_mark_detail
 from packtool.rows.media_policy import NOT_ALLOWED
 from packtool.rows.parsing import Problem
-from packtool.rows.read import read_block
-from packtool.rows.sample import Dropped, MediaKind, MediaRef, Sample, Turn, guard_row, unexpected_drop
+from packtool.rows.read import media_refs, samples_of
+from packtool.rows.sample import Dropped, MediaKind, MediaRef, Sample, Turn, guard_row
 from packtool.rows.source import RowBlock, Source
 
 _MAX_REMEMBERED_MEDIA = 10_000
@@ -86,26 +91,8 @@ class Encoder:
         self.limits = self._media.limits
         self.media_tokens = MediaTokens.of(files.config)
         self._tokenizer = _load_tokenizer(files)
-        control_tokens = self._media.control_tokens
-        self._template: ChatTemplate | None = None
-        self._turn_finder: TurnFinder | None = None
-        if files.chat_template:
-            template = ChatTemplate(files.chat_template, files.template_variables, self._media.content_as_list)
-            try:
-                self._vocabulary, self._turn_finder = infer_turn_finder(template, self._tokenizer, control_tokens)
-            except ConfigError as error:
-                if not files.chat_template_kwargs:
-                    raise
-                message = f"--chat-template-kwargs {json.dumps(files.chat_template_kwargs)}: {error.message}"
-                raise ConfigError(message, "Check names and values in the chat template, or leave them out.") from error
-            self._template = template
-        else:
-            self._vocabulary = ControlVocabulary(self._tokenizer, control_tokens)
-        if missing := [token for token in control_tokens if token not in self._vocabulary.ids]:
-            raise ConfigError(
-                f"--model {spec.model}: the tokenizer lacks {', '.join(missing)}, which config.json requires for media",
-                "tokenizer.json and config.json come from different models: take both from the same one.",
-            )
+        self._vocabulary, self._template, self._turn_finder = self._load_template(files)
+        self._check_control_tokens()
         self._boxes = BoxWriter(files, spec, self.limits.image, frozenset(self._vocabulary.ids), self._measure)
         self._chunk_tokenizer = ChunkTokenizer(self._tokenizer, self._vocabulary)
         self._is_hybrid_thinking = files.is_hybrid_thinking
@@ -120,6 +107,34 @@ class Encoder:
         self._measured_media: dict[tuple[object, ...], Medium] = {}
         self._header_ids: dict[tuple[str, str], list[int]] = {}
 
+    def _load_template(self, files: ModelFiles) -> tuple[ControlVocabulary, ChatTemplate | None, TurnFinder | None]:
+        """Return the model's control tokens, its chat template and the turn finder; None for both without a template.
+
+        ConfigError if the template does not mark turns by control tokens.
+        """
+        control_tokens = self._media.control_tokens
+        if not files.chat_template:
+            return ControlVocabulary(self._tokenizer, control_tokens), None, None
+        template = ChatTemplate(files.chat_template, files.template_variables, self._media.content_as_list)
+        try:
+            vocabulary, turn_finder = infer_turn_finder(template, self._tokenizer, control_tokens)
+        except ConfigError as error:
+            if not files.chat_template_kwargs:
+                raise
+            message = f"--chat-template-kwargs {json.dumps(files.chat_template_kwargs)}: {error.message}"
+            raise ConfigError(message, "Check names and values in the chat template, or leave them out.") from error
+        return vocabulary, template, turn_finder
+
+    def _check_control_tokens(self) -> None:
+        """Raise ConfigError if the tokenizer lacks tokens that the model requires for media."""
+        missing = [token for token in self._media.control_tokens if token not in self._vocabulary.ids]
+        if missing:
+            raise ConfigError(
+                f"--model {self.spec.model}: the tokenizer lacks {', '.join(missing)}, which config.json requires for "
+                "media",
+                "tokenizer.json and config.json come from different models: take both from the same one.",
+            )
+
     def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         """Encode samples: return for each, in order, its encoded samples, or the reason why it is dropped.
 
@@ -129,6 +144,7 @@ class Encoder:
         if any(sample.tokens is not None for sample in samples):
             return [self._encode_prepared(s) if s.tokens is not None else self.encode([s])[0] for s in samples]
         with_boxes = [self._boxes.write(sample) for sample in samples]
+        # The samples of each row; most rows are one sample.
         rows = [row if isinstance(row, Dropped) else self._row_splitter.split(row) for row in with_boxes]
         results = iter(self._encode_split([sample for row in rows if isinstance(row, list) for sample in row]))
         return [join_results(row, [next(results) for _ in row]) if isinstance(row, list) else row for row in rows]
@@ -136,25 +152,33 @@ class Encoder:
     def _encode_split(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         """Encode samples that need no further splitting; the texts of all are tokenized in one call."""
         items = [self._render_or_drop(sample) for sample in samples]
-        chunks = [chunk for item in items if isinstance(item, _Rendered) for chunk in item.expanded.chunks]
-        # Very long texts are tokenized separately, at their ends only; the joint call gets empty texts instead.
         ends_by_chunk = self._tokenize_ends(items)
-        ids_by_chunk = self._chunk_tokenizer.encode(
-            [chunk._replace(text="") if i in ends_by_chunk else chunk for i, chunk in enumerate(chunks)]
-        )
-        for i, ends in ends_by_chunk.items():
-            ids_by_chunk[i] = ends.ids
+        ids_by_chunk = self._tokenize_chunks(items, ends_by_chunk)
         results: list[list[EncodedSample] | Dropped] = []
-        start = 0  # index in ``chunks`` of the sample's first chunk
+        start = 0  # index of the sample's first chunk among those of all samples
         for item in items:
             if isinstance(item, Dropped):
                 results.append(item)
                 continue
             stop = start + len(item.expanded.chunks)
-            num_omitted = sum(ends_by_chunk[i].num_omitted for i in range(start, stop) if i in ends_by_chunk)
+            num_omitted = 0
+            if ends_by_chunk:
+                num_omitted = sum(ends_by_chunk[i].num_omitted for i in range(start, stop) if i in ends_by_chunk)
             results.append(truncate(self._tokenize(item, ids_by_chunk[start:stop], num_omitted), self.spec))
             start = stop
         return results
+
+    def _tokenize_chunks(
+        self, items: Sequence[_Rendered | Dropped], ends_by_chunk: Mapping[int, TextEnds]
+    ) -> list[list[int]]:
+        """Return the ids of each expanded chunk of all samples, tokenized in one call; of some texts only the ends."""
+        chunks = [chunk for item in items if isinstance(item, _Rendered) for chunk in item.expanded.chunks]
+        for i in ends_by_chunk:
+            chunks[i] = chunks[i]._replace(text="")
+        ids_by_chunk = self._chunk_tokenizer.encode(chunks)
+        for i, ends in ends_by_chunk.items():
+            ids_by_chunk[i] = ends.ids
+        return ids_by_chunk
 
     def _tokenize_ends(self, items: Sequence[_Rendered | Dropped]) -> dict[int, TextEnds]:
         """Tokenize very long texts at both ends only, if truncation certainly removes the tokens in the middle.
@@ -213,11 +237,7 @@ class Encoder:
     def _render(self, sample: Sample) -> _Rendered:
         """Render a sample and insert the tokens of its media; raise a Problem if that is not possible."""
         media = self._measure_all(sample)
-        if self._media.control_tokens and sample.lone_mark:
-            raise RowProblem(f"{sample.lone_mark}_marks", lone_mark_detail(sample.lone_mark))
-        if self._media.one_picture_only and len(sample.images) > 1:
-            detail = f"the row has {len(sample.images)} pictures; for this model packtool encodes one picture per row"
-            raise RowProblem("media_unsupported", detail)
+        self._check_media(sample)
         chunks = self._render_chunks(sample)
         rendered_kinds = [chunk.media_kind for chunk in chunks]
         for kind, media_of_kind in media.items():
@@ -228,6 +248,14 @@ class Encoder:
         turns = [] if sample.is_text else self._find_turns(sample, chunks)
         expanded = expand_media(chunks, media, self._media.segments, self.spec.max_length)
         return _Rendered(sample, chunks, turns, media, expanded)
+
+    def _check_media(self, sample: Sample) -> None:
+        """Raise RowProblem if a question lacks its medium, or the model cannot take this many pictures."""
+        if self._media.control_tokens and sample.lone_mark:
+            raise RowProblem(f"{sample.lone_mark}_marks", lone_mark_detail(sample.lone_mark))
+        if self._media.one_picture_only and len(sample.images) > 1:
+            detail = f"the row has {len(sample.images)} pictures; for this model packtool encodes one picture per row"
+            raise RowProblem("media_unsupported", detail)
 
     def _find_turns(self, sample: Sample, chunks: Sequence[Chunk]) -> list[TurnChunks]:
         """Find the assistant's turns in a rendered conversation; raise RowProblem if some are missing."""
@@ -260,20 +288,28 @@ class Encoder:
 
     def _render_chunks(self, sample: Sample) -> list[Chunk]:
         """Render a sample, and split it at control tokens; conversations are rendered by the chat template."""
-        kinds = [kind for kind, refs in sample.media.items() if refs]  # of the row's media
+        media_kinds = [kind for kind, refs in sample.media.items() if refs]
         strings = strings_of(sample)
         try:
             escaper = ControlEscaper(self._vocabulary, strings, sample.control)
         except ValueError as error:
             raise RowProblem("private_characters", str(error)) from error
-        texts = [escaper.escape_text(escaper.escape_media(turn.content, kinds)) for turn in sample.turns]
+        texts = [escaper.escape_text(escaper.escape_media(turn.content, media_kinds)) for turn in sample.turns]
         if sample.is_text:
-            chunks = [chunk for text in texts for chunk in escaper.split(text)]
-            if self._start_of_text and sample.ends_text and not texts[0].startswith(self._start_of_text):
-                chunks.insert(0, Chunk(control=self._start_of_text, media_kind="", text=""))
-            if self._end_of_text and sample.ends_text:
-                chunks.append(Chunk(control=self._end_of_text, media_kind="", text=""))
-            return chunks
+            return self._split_texts(sample, escaper, texts)
+        return self._render_conversation(sample, escaper, texts)
+
+    def _split_texts(self, sample: Sample, escaper: ControlEscaper, texts: Sequence[str]) -> list[Chunk]:
+        """Split the escaped texts of a pretraining row at control tokens, and add the tokens at its start and end."""
+        chunks = [chunk for text in texts for chunk in escaper.split(text)]
+        if self._start_of_text and sample.ends_text and not texts[0].startswith(self._start_of_text):
+            chunks.insert(0, Chunk(control=self._start_of_text, media_kind="", text=""))
+        if self._end_of_text and sample.ends_text:
+            chunks.append(Chunk(control=self._end_of_text, media_kind="", text=""))
+        return chunks
+
+    def _render_conversation(self, sample: Sample, escaper: ControlEscaper, texts: Sequence[str]) -> list[Chunk]:
+        """Render a conversation with these escaped texts of its turns by the chat template, and split it."""
         template, _ = self._template_of(sample)
         try:
             messages = []
@@ -301,20 +337,26 @@ class Encoder:
             return self._template, self._turn_finder
         kwargs_json = json.dumps(sample.chat_template_kwargs, sort_keys=True, ensure_ascii=False)
         if kwargs_json not in self._row_templates:
-            control_token = self._vocabulary.pattern.search(kwargs_json)
-            if control_token is not None:
-                detail = f"'chat_template_kwargs' has the control token {control_token.group()}"
-                raise RowProblem("invalid_template_kwargs", detail)
-            template = self._template.with_arguments(sample.chat_template_kwargs)
-            try:
-                finder = TurnFinder.infer(template, self._vocabulary)
-            except ConfigError as error:
-                detail = f"with 'chat_template_kwargs' {kwargs_json}: {error.message}"
-                raise RowProblem("template_refused", detail) from error
+            row_template = self._make_row_template(self._template, sample.chat_template_kwargs, kwargs_json)
             if len(self._row_templates) >= _MAX_REMEMBERED_TEMPLATES:
                 self._row_templates.clear()
-            self._row_templates[kwargs_json] = template, finder
+            self._row_templates[kwargs_json] = row_template
         return self._row_templates[kwargs_json]
+
+    def _make_row_template(
+        self, template: ChatTemplate, kwargs: Mapping[str, Any], kwargs_json: str
+    ) -> tuple[ChatTemplate, TurnFinder]:
+        """Return the template with a row's own arguments, and its turn finder; RowProblem if these are unusable."""
+        control_token = self._vocabulary.pattern.search(kwargs_json)
+        if control_token is not None:
+            detail = f"'chat_template_kwargs' has the control token {control_token.group()}"
+            raise RowProblem("invalid_template_kwargs", detail)
+        row_template = template.with_arguments(kwargs)
+        try:
+            return row_template, TurnFinder.infer(row_template, self._vocabulary)
+        except ConfigError as error:
+            detail = f"with 'chat_template_kwargs' {kwargs_json}: {error.message}"
+            raise RowProblem("template_refused", detail) from error
 
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """Measure a medium; one in a file only once."""
@@ -352,7 +394,7 @@ class Encoder:
             borders=borders,
         )
 
-    def _weights(self, rendered: _Rendered, tokens: JoinedTokens, turns: Sequence[_LocatedTurn]) -> Weights | None:
+    def _weights(self, rendered: _Rendered, tokens: JoinedTokens, turns: Sequence[LocatedTurn]) -> Weights | None:
         """Return the weight of each token, float32 (L,), 0 for no target; None if all tokens of the turns weigh 1."""
         sample = rendered.sample
         scale = parse_loss_scale(loss_scale_of(sample.loss_scale or self.spec.loss_scale, self._is_hybrid_thinking))
@@ -361,35 +403,56 @@ class Encoder:
             return None
         weights = np.full(len(tokens.ids), 1 if scale.base == "all" else 0, np.float32)
         for turn in turns:
-            if turn.message.loss is None:
-                is_trained = scale.base != "last_round" or turn is turns[-1]
-                turn_scale = scale
-            else:  # the row's own setting replaces the base
-                is_trained = turn.message.loss
-                turn_scale = scale.of_marked_turns
-            factor = 1.0 if turn.message.loss_scale is None else turn.message.loss_scale
             start, end = turn.span
-            weights[start:end] = factor if is_trained else 0.0
-            if not is_trained or sample.is_text:  # rules are about the answers of conversations
+            # A turn with a loss setting of its own follows only some of the rules.
+            turn_scale = scale if turn.message.loss is None else scale.of_marked_turns
+            if not is_trained(turn.message, scale, is_last=turn is turns[-1]):
+                weights[start:end] = 0
+                continue
+            factor = 1.0 if turn.message.loss_scale is None else turn.message.loss_scale
+            weights[start:end] = factor
+            if sample.is_text:  # rules are about the answers of conversations
                 continue
             if turn_scale.rules:
                 weights[start:end] = factor * self._rule_weights(rendered.expanded, tokens, turn, turn_scale)
-            if TRAIN_NEWLINE in turn_scale.rules and end == tokens.text_starts[turn.last_chunk]:
-                # The turn ends with the control token of its last chunk. White space after that token is trained, too.
-                text = rendered.expanded.chunks[turn.last_chunk].text
-                if text.isspace():
-                    weights[end : end + len(self._chunk_tokenizer.offsets(text))] = factor
+            if TRAIN_NEWLINE in turn_scale.rules:
+                weights[end : end + self._num_blank_tokens(rendered.expanded, tokens, turn)] = factor
         return weights
 
+    def _num_blank_tokens(self, expanded: ExpandedChunks, tokens: JoinedTokens, turn: LocatedTurn) -> int:
+        """Count the tokens of the white space that follows the control token at the end of a turn; 0 for other text."""
+        _, end = turn.span
+        text = expanded.chunks[turn.last_chunk].text
+        ends_with_control_token = end == tokens.text_starts[turn.last_chunk]
+        if not ends_with_control_token or not text.isspace():
+            return 0
+        return len(self._chunk_tokenizer.offsets(text))
+
     def _rule_weights(
-        self, expanded: ExpandedChunks, tokens: JoinedTokens, turn: _LocatedTurn, scale: LossScale
+        self, expanded: ExpandedChunks, tokens: JoinedTokens, turn: LocatedTurn, scale: LossScale
     ) -> Weights:
         """Return the weight of each token of a turn's span, float32: the rules' weight of the token's first character.
 
         Rules apply to the text of the answer, in which a medium's control token stands once for all its repetitions.
         """
-        # Join the texts of the turn's chunks. For each token: its index in ``tokens.ids``, and the index in the joined
-        # text of its first character.
+        text, token_indices, first_chars = self._turn_text(expanded, tokens, turn)
+        # The chunks begin with the turn's header. Keep the tokens of the span, which begins with the answer.
+        start, end = turn.span
+        pairs = zip(token_indices, first_chars, strict=True)
+        in_span = [(index, char) for index, char in pairs if start <= index < end]
+        assert [index for index, _ in in_span] == list(range(start, end)), "every token of the turn has a character"
+        answer_start = min((char for _, char in in_span), default=0)
+        char_weights = scale.text_weights(text[answer_start:])
+        return char_weights[[char - answer_start for _, char in in_span]]
+
+    def _turn_text(
+        self, expanded: ExpandedChunks, tokens: JoinedTokens, turn: LocatedTurn
+    ) -> tuple[str, list[int], list[int]]:
+        """Join the control tokens and texts of a turn's chunks, from its header to the token that ends it.
+
+        Return the joined text, and for each of its tokens the index in ``tokens.ids``, and the index in the text of its
+        first character.
+        """
         joined_text = ""
         token_indices: list[int] = []
         first_chars: list[int] = []
@@ -406,51 +469,44 @@ class Encoder:
                 token_indices += range(text_start, text_start + len(offsets))
                 first_chars += [len(joined_text) + char for char, _ in offsets]
                 joined_text += chunk.text
-        # The chunks begin with the turn's header. Keep the tokens of the span, which begins with the answer.
-        start, end = turn.span
-        pairs = zip(token_indices, first_chars, strict=True)
-        in_span = [(index, char) for index, char in pairs if start <= index < end]
-        assert [index for index, _ in in_span] == list(range(start, end)), "every token of the turn has a character"
-        answer_start = min((char for _, char in in_span), default=0)
-        char_weights = scale.text_weights(joined_text[answer_start:])
-        return char_weights[[char - answer_start for _, char in in_span]]
+        return joined_text, token_indices, first_chars
 
     def _encode_one(self, chunk: Chunk) -> list[int]:
         return self._chunk_tokenizer.encode([chunk])[0]
 
     def _locate_turns(
         self, rendered: _Rendered, tokens: JoinedTokens, ids_by_chunk: list[list[int]]
-    ) -> list[_LocatedTurn]:
+    ) -> list[LocatedTurn]:
         """Locate the assistant's turns among the tokens, in order; turns without tokens are left out."""
-        chunks, expanded, sample = rendered.chunks, rendered.expanded, rendered.sample
+        sample, expanded = rendered.sample, rendered.expanded
         if sample.is_text:
-            return _locate_texts(rendered, tokens)
+            return locate_texts(sample, rendered.chunks, expanded, tokens)
         answers = [turn for turn in sample.turns if turn.role == "assistant"]
         has_all_answers = len(answers) == len(rendered.turns)
         located = []
         for number, turn in enumerate(rendered.turns):
-            # The answer starts after the header's tokens. A blank at its start may merge with the header's last: the
-            # merged token is the answer's.
             first_chunk = expanded.first_expanded[turn.first]
             text_start = tokens.text_starts[first_chunk]
             ids = ids_by_chunk[first_chunk]
-            start = text_start + self._header_length(chunks[turn.first].control, turn.header, ids)
-            header: tuple[int, ...] = ()
-            if sample.part is not None and self._turn_finder is not None:
-                # A line break at the start of the answer may merge with the header's.
-                _, finder = self._template_of(sample)
-                header_control, header_text = finder.header[-1]
-                header = text_start, text_start + self._header_length(header_control, header_text, ids)
-            if turn.last < len(chunks):  # the turn ends with the control token of chunk ``turn.last``
+            # The answer starts after the header's tokens. A blank at its start may merge with the header's last: the
+            # merged token is the answer's.
+            start = text_start + self._header_length(rendered.chunks[turn.first].control, turn.header, ids)
+            last_chunk, end = len(expanded.chunks) - 1, len(tokens.ids)  # for a turn that ends with the conversation
+            if turn.last < len(rendered.chunks):  # the turn ends with the control token of chunk ``turn.last``
                 last_chunk = expanded.first_expanded[turn.last]
                 end = tokens.text_starts[last_chunk]
-            else:  # the turn ends with the conversation
-                last_chunk = len(expanded.chunks) - 1
-                end = len(tokens.ids)
             if end > start:
                 message = answers[number] if has_all_answers else Turn("assistant", content="")
-                located.append(_LocatedTurn(message, (start, end), first_chunk, last_chunk, header))
+                header = () if sample.part is None else self._header_span(sample, text_start, ids)
+                located.append(LocatedTurn(message, (start, end), first_chunk, last_chunk, header))
         return located
+
+    def _header_span(self, sample: Sample, text_start: int, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return [start, end) of a turn's header among the tokens; ``ids`` are those of the text at ``text_start``."""
+        # A line break at the start of the answer may merge with the header's.
+        _, finder = self._template_of(sample)
+        control, header = finder.header[-1]
+        return text_start, text_start + self._header_length(control, header, ids)
 
     def _header_length(self, control: str, header: str, ids: Sequence[int]) -> int:
         """Return how many of the first ``ids`` of the text after a control token belong to the turn's header."""
@@ -460,39 +516,6 @@ class Encoder:
         if ids[: len(header_ids)] == header_ids:  # fast path for nearly all turns
             return len(header_ids)
         return common_prefix_length(header_ids, ids)
-
-
-class _LocatedTurn(NamedTuple):
-    """An assistant's turn, located among the tokens.
-
-    Args:
-        message: the row's turn; an empty one if it cannot be told which of the row's turns this is.
-        span: its tokens [start, end), from the answer to the token that ends the turn.
-        first_chunk, last_chunk: indexes of the first and the last expanded chunk that has these tokens.
-        header: start and end of its header, without thinking that the generation prompt writes; empty unless the row
-            becomes several samples.
-    """
-
-    message: Turn
-    span: tuple[int, int]
-    first_chunk: int
-    last_chunk: int
-    header: tuple[int, ...] = ()
-
-
-def _locate_texts(rendered: _Rendered, tokens: JoinedTokens) -> list[_LocatedTurn]:
-    """Locate the assistant's texts of a row of plain texts among the tokens; texts without tokens are left out."""
-    # Each text begins with a chunk without a control token, and no other chunk lacks one.
-    expanded = rendered.expanded
-    first_chunks = [expanded.first_expanded[i] for i, chunk in enumerate(rendered.chunks) if not chunk.control]
-    stop_chunks = [*first_chunks[1:], len(expanded.chunks)]
-    borders = [*(tokens.text_starts[first] for first in first_chunks), len(tokens.ids)]
-    texts = zip(rendered.sample.turns, pairwise(borders), first_chunks, stop_chunks, strict=True)
-    return [
-        _LocatedTurn(turn, span, first, stop - 1)
-        for turn, span, first, stop in texts
-        if turn.role == "assistant" and span[0] < span[1]
-    ]
 
 
 def _load_tokenizer(files: ModelFiles) -> Tokenizer:
@@ -506,23 +529,6 @@ def _start_of_text(tokenizer: Tokenizer, files: ModelFiles) -> str:
     """Return the token that the tokenizer puts before texts, such as ``<s>``; "" for none."""
     token: str = files.template_variables.get("bos_token", "")
     return token if token and tokenizer.encode("a").tokens[:1] == [token] else ""
-
-
-def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: bool) -> Iterator[Sample | Dropped]:
-    """Read blocks of rows, and yield for every row its sample, or the reason why it is dropped, in order.
-
-    Unless ``may_hold_secrets``, rows with a medium whose URL has a user, password or query are dropped.
-    """
-    for block in blocks:
-        for number, row in read_block(source, block):
-            if isinstance(row, Dropped):
-                yield row
-                continue
-            try:  # the same as ``guard_row``, without the cost of a call
-                sample = _sample(row, source, number, may_hold_secrets)
-            except BaseException as error:
-                sample = unexpected_drop(source.label, number, error)
-            yield sample
 
 
 def check_template(model: str, files: ModelFiles, sources: Iterable[tuple[Source, Iterable[RowBlock]]]) -> None:
@@ -559,7 +565,7 @@ def encode_samples(group: Sequence[Sample | Dropped], encoder: Encoder) -> Itera
 def first_row_error(source: Source, blocks: Iterable[RowBlock]) -> str | None:
     """Check the first block of rows before a long run: return a warning if no row may read its media, else None."""
     items = samples_of(source, islice(blocks, 1), may_hold_secrets=True)
-    with_media = [refs for item in items if isinstance(item, Sample) and (refs := _refs(item))]
+    with_media = [refs for item in items if isinstance(item, Sample) and (refs := media_refs(item))]
     refusals = [next(filter(None, map(_refusal, refs)), None) for refs in with_media]
     if not refusals or not all(refusals):
         return None
@@ -574,22 +580,3 @@ def _refusal(ref: MediaRef) -> str | None:
     except (StorageError, ValueError):  # an invalid path, which encoding reports
         return None
     return None
-
-
-def _sample(row: dict[str, object], source: Source, number: int, may_hold_secrets: bool) -> Sample | Dropped:
-    """Turn a row into a sample; drop it if that fails, or if it names a URL with a secret and may not."""
-    try:
-        sample = to_sample(row, source, number)
-    except RowProblem as problem:
-        return Dropped(source.label, number, problem.reason, problem.detail)
-    for ref in () if may_hold_secrets else _refs(sample):
-        if ref.path is not None and "://" in ref.path and (masked := storage.masked(ref.path)) != ref.path:
-            detail = f"{masked}: the cache would keep the URL's user, password or query: export with --media embed"
-            return Dropped(source.label, number, "media_secret", detail)
-    return sample
-
-
-def _refs(sample: Sample) -> list[MediaRef]:
-    """Return all media of a sample, with the frames of videos that are given as pictures."""
-    refs = [ref for group in sample.media.values() for ref in group]
-    return refs + [frame for ref in refs for frame in ref.frames]

@@ -157,13 +157,8 @@ def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[in
     media = media_spans(sample, tokens)
     if len(media) < len(sample.media):
         return []
-    # Older caches identified media by address, began hashes with the channel, or had no prefixes of system prompts. The
-    # sample is unchanged if its hashes are equal in any combination of these forms; the first combination is today's.
-    medium_keys = by_content, by_address
-    beginnings = _BEGINNING, repr(sample.channel).encode()
-    prompt_end_choices = _prompt_ends(sample), set[int]()
     changed_by_form: list[list[Medium]] = []
-    for medium_key, beginning, prompt_ends in product(medium_keys, beginnings, prompt_end_choices):
+    for medium_key, beginning, prompt_ends in _hash_forms(sample):
         ends = sorted({*hashes.keys(), *_prefix_ends(sample, media, prompt_ends)})
         changed_media = _changed_media(_digests(sample, media, ends, medium_key, beginning), hashes)
         if changed_media is None:
@@ -173,6 +168,17 @@ def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[in
     paths = dict.fromkeys(path for path, data in files if path and data is None)
     # ``content_name`` names a file that cannot be read by its address, "at PATH".
     return [path for path in paths if content_name(path, None) != f"at {path}"]
+
+
+def _hash_forms(sample: EncodedSample) -> Iterator[tuple[MediumKey, bytes, set[int]]]:
+    """Yield today's form of hashes, then those of older caches: key of a medium, beginning, and ends of prompts.
+
+    Older caches identified media by address, began hashes with the channel, or had no prefixes of system prompts. A
+    sample is unchanged if its hashes are equal in any combination of these.
+    """
+    yield from product(
+        (by_content, by_address), (_BEGINNING, repr(sample.channel).encode()), (_prompt_ends(sample), set())
+    )
 
 
 def _changed_media(digests: Iterable[_PrefixDigest], hashes: Mapping[int, int]) -> list[Medium] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +20,12 @@ from tokenizers import Tokenizer
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import family_of, pad_ids_of, thinker_of
-from packtool.encode.loss_scale import Base
-from packtool.encode.media_spans import common_prefix_length
+from packtool.encode.loss_scale import Base, LossScale
+from packtool.encode.media_spans import ExpandedChunks, JoinedTokens, common_prefix_length
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.encode.tokenize import Chunk, ControlEscaper, ControlVocabulary
 from packtool.errors import ConfigError
+from packtool.rows.sample import Sample, Turn
 
 _QUESTION = "packtoolquestion"
 _ANSWERS = ("packtoolanswer", "packtoolreply")
@@ -276,6 +278,47 @@ def _no_control_tokens() -> ConfigError:
         "so packtool cannot tell which tokens are targets",
         "Put a template that does (ChatML, Llama 3, Gemma, Phi, Mistral, DeepSeek) into chat_template.jinja.",
     )
+
+
+class LocatedTurn(NamedTuple):
+    """An assistant's turn, located among the tokens.
+
+    Args:
+        message: the row's turn; an empty one if it cannot be told which of the row's turns this is.
+        span: its tokens [start, end), from the answer to the token that ends the turn.
+        first_chunk, last_chunk: indexes of the first and the last expanded chunk that has these tokens.
+        header: start and end of its header, without thinking that the generation prompt writes; empty unless the row
+            becomes several samples.
+    """
+
+    message: Turn
+    span: tuple[int, int]
+    first_chunk: int
+    last_chunk: int
+    header: tuple[int, ...] = ()
+
+
+def is_trained(message: Turn, scale: LossScale, *, is_last: bool) -> bool:
+    """Return whether a turn is trained: by the row's own setting, or else by the loss scale."""
+    if message.loss is not None:
+        return message.loss
+    return is_last or scale.base != "last_round"
+
+
+def locate_texts(
+    sample: Sample, chunks: Sequence[Chunk], expanded: ExpandedChunks, tokens: JoinedTokens
+) -> list[LocatedTurn]:
+    """Locate the assistant's texts of a row of plain texts among the tokens; texts without tokens are left out."""
+    # Each text begins with a chunk without a control token, and no other chunk lacks one.
+    first_chunks = [expanded.first_expanded[i] for i, chunk in enumerate(chunks) if not chunk.control]
+    stop_chunks = [*first_chunks[1:], len(expanded.chunks)]
+    borders = [*(tokens.text_starts[first] for first in first_chunks), len(tokens.ids)]
+    texts = zip(sample.turns, pairwise(borders), first_chunks, stop_chunks, strict=True)
+    return [
+        LocatedTurn(turn, span, first, stop - 1)
+        for turn, span, first, stop in texts
+        if turn.role == "assistant" and span[0] < span[1]
+    ]
 
 
 @dataclass(frozen=True)

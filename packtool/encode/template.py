@@ -222,17 +222,12 @@ class ChatTemplate:
         """
         self._environment.rounds_left = _MAX_ROUNDS  # the environment counts the rounds of loops down
         switches = {} if thinks is None else dict.fromkeys(_THINKING_SWITCHES, thinks)
+        arguments = {**self._variables, **switches, "documents": None, "add_generation_prompt": add_generation_prompt}
+        arguments["tools"] = list(tools) if tools else None
         pieces: list[str] = []
         num_chars = 0
         try:
-            arguments = {
-                **self._variables,
-                **switches,
-                "messages": [self._prepared(message) for message in messages],
-                "tools": list(tools) if tools else None,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-            }
+            arguments["messages"] = [self._prepared(message) for message in messages]
             for piece in self._template.root_render_func(self._context_of(arguments)):
                 pieces.append(piece)
                 num_chars += len(piece)
@@ -277,7 +272,15 @@ class ChatTemplate:
         cache_key = (bool(tools), *turn_shapes)
         if cache_key in self._missing_turns:
             return self._missing_turns[cache_key]
-        # Render the conversation with a unique text in each turn, and look for these texts.
+        missing = self._find_missing_turn(turns, messages, tools)
+        if len(self._missing_turns) < _MAX_REMEMBERED:
+            self._missing_turns[cache_key] = missing
+        return missing
+
+    def _find_missing_turn(
+        self, turns: Sequence[Turn], messages: Sequence[Mapping[str, Any]], tools: Any
+    ) -> int | None:
+        """Render the conversation with a mark as the text of each turn, and return the first turn without its mark."""
         mark_by_turn: dict[int, str] = {}
         marked_messages = []
         for index, (turn, message) in enumerate(zip(turns, messages, strict=True)):
@@ -289,12 +292,9 @@ class ChatTemplate:
             marked_messages.append(message)
         try:
             rendered = self.render(marked_messages, tools)
-            missing = next((index for index, mark in mark_by_turn.items() if mark not in rendered), None)
         except TemplateFailure:
-            missing = None  # the template depends on the texts, and it rendered the row's own
-        if len(self._missing_turns) < _MAX_REMEMBERED:
-            self._missing_turns[cache_key] = missing
-        return missing
+            return None  # the template depends on the texts, and it rendered the row's own
+        return next((index for index, mark in mark_by_turn.items() if mark not in rendered), None)
 
 
 def template_variants(text: str, variables: Mapping[str, Any]) -> Iterator[ChatTemplate]:

@@ -142,16 +142,8 @@ class ControlVocabulary:
     """
 
     def __init__(self, tokenizer: Tokenizer, always_control: Sequence[str] = ()) -> None:
+        _mark_as_special(tokenizer, always_control)
         added = tokenizer.get_added_tokens_decoder()
-        special_texts = {token.content for token in added.values() if token.special}
-        unmarked = [token for token in added.values() if token.content in {*always_control} - special_texts]
-        if unmarked:  # mark them as special, since the library can tokenize only special tokens as text
-            marked = [
-                AddedToken(token.content, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=True)
-                for token in unmarked
-            ]
-            tokenizer.add_special_tokens(marked)
-            added = tokenizer.get_added_tokens_decoder()
         special = {token_id: added[token_id] for token_id in sorted(added) if added[token_id].special}
         if len(special) > _NUM_SLOTS:
             raise ConfigError(f"the tokenizer has {len(special)} control tokens; packtool supports {_NUM_SLOTS}")
@@ -172,6 +164,19 @@ class ControlVocabulary:
             literals = "|".join((*marks, *map(re.escape, self._longest_first))) or _NOTHING
             self._split_patterns[marks] = re.compile(f"({literals})")
         return self._split_patterns[marks]
+
+
+def _mark_as_special(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
+    """Mark the added tokens with these texts as special, since the library can tokenize only such tokens as text."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    special_texts = {token.content for token in added if token.special}
+    marked: list[AddedToken] = []
+    for token in added:
+        if token.content in texts and token.content not in special_texts:
+            blanks = {"lstrip": token.lstrip, "rstrip": token.rstrip}
+            marked.append(AddedToken(token.content, **blanks, normalized=False, special=True))
+    if marked:
+        tokenizer.add_special_tokens(marked)
 
 
 _MAX_WORDS = 1 << 20
@@ -427,8 +432,16 @@ class ChunkTokenizer:
             texts = [self._trimmed(chunks, i) for i in range(len(chunks))]
         else:
             texts = [chunk.text for chunk in chunks]
+        new_ids = self._encode_new(texts)
+        ids_of_chunks = [new_ids[text] if text in new_ids else self._cached_ids[text] for text in texts]
+        if len(self._cached_ids) < _MAX_CHUNKS:
+            self._cached_ids.update({text: ids for text, ids in new_ids.items() if len(text) <= _MAX_CHUNK_CHARS})
+        return ids_of_chunks
+
+    def _encode_new(self, texts: Sequence[str]) -> dict[str, list[int]]:
+        """Return the ids of the texts that are not cached, by text."""
+        new_ids: dict[str, list[int]] = {"": []}  # the empty text has no ids
         new_texts = list(dict.fromkeys(text for text in texts if text and text not in self._cached_ids))
-        new_ids: dict[str, list[int]] = {"": []}  # by text; the empty text has no ids
         library_texts: list[str] = []  # texts that the word tokenizer cannot tokenize
         for text in new_texts:
             ids = None if self._words is None else self._words.encode(text)
@@ -438,11 +451,9 @@ class ChunkTokenizer:
                 new_ids[text] = ids
         if library_texts:
             encodings = self._tokenizer.encode_batch_fast(library_texts, add_special_tokens=False)
-            new_ids.update(zip(library_texts, (encoding.ids for encoding in encodings), strict=True))
-        ids_of_chunks = [new_ids[text] if text in new_ids else self._cached_ids[text] for text in texts]
-        if len(self._cached_ids) < _MAX_CHUNKS:
-            self._cached_ids.update({text: ids for text, ids in new_ids.items() if len(text) <= _MAX_CHUNK_CHARS})
-        return ids_of_chunks
+            for text, encoding in zip(library_texts, encodings, strict=True):
+                new_ids[text] = encoding.ids
+        return new_ids
 
     def min_tokens(self, chunks: Sequence[Chunk], enough: int) -> int:
         """Return a lower bound on the number of tokens of the chunks' texts; counting stops at ``enough``."""

@@ -60,17 +60,8 @@ class Tokenized:
 
     def take(self, kept: npt.NDArray[np.int64]) -> Tokenized:
         """Return the sample with the tokens at ``kept``, int64 (K,), ascending; all tokens of a medium or none."""
+        spans, media = self._take_media(kept)
         # ``searchsorted`` returns the new index of a kept token; for a removed one, that of the next kept token.
-        new_starts = np.searchsorted(kept, [span.start for span in self.spans]).tolist()
-        spans: list[Span] = []
-        media: dict[str, list[Medium]] = {kind: [] for kind in self.media}
-        for span, new_start in zip(self.spans, new_starts, strict=True):
-            is_kept = new_start < len(kept) and kept[new_start] == span.start
-            if is_kept:
-                new_number = len(media[span.kind])
-                new_end = new_start + span.end - span.start
-                spans.append(Span(span.kind, new_number, new_start, new_end))
-                media[span.kind].append(self.media[span.kind][span.number])
         # Nothing predicts the first token, so no turn begins with it; turns without tokens are removed.
         turns = np.maximum(np.searchsorted(kept, self.turns).astype(np.int32).reshape(-1, 2), 1)
         has_tokens = turns[:, 0] < turns[:, 1]
@@ -88,6 +79,20 @@ class Tokenized:
             borders=borders,
         )
 
+    def _take_media(self, kept: npt.NDArray[np.int64]) -> tuple[list[Span], dict[str, list[Medium]]]:
+        """Return the spans among the tokens at ``kept`` of the media that are kept, and these media by kind."""
+        new_starts = np.searchsorted(kept, [span.start for span in self.spans]).tolist()
+        spans: list[Span] = []
+        media: dict[str, list[Medium]] = {kind: [] for kind in self.media}
+        for span, new_start in zip(self.spans, new_starts, strict=True):
+            is_kept = new_start < len(kept) and kept[new_start] == span.start
+            if is_kept:
+                new_number = len(media[span.kind])
+                new_end = new_start + span.end - span.start
+                spans.append(Span(span.kind, new_number, new_start, new_end))
+                media[span.kind].append(self.media[span.kind][span.number])
+        return spans, media
+
 
 def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
     """Truncate a sample to ``spec.max_length`` tokens, and label it.
@@ -96,39 +101,54 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
     ``trim`` removes the oldest media. ``spec.truncation_strategy`` decides about everything else. RowError if it is too
     long and one of the two options is ``raise``. A sample of fewer than ``spec.min_length`` tokens is dropped.
     """
-    sample, strategy, max_length = item.sample, spec.truncation_strategy, spec.max_length
+    sample = item.sample
     num_tokens = len(item.ids) + item.num_removed
     if num_tokens < spec.min_length:
         return Dropped(sample.source, sample.row, _TOO_SHORT, f"{num_tokens} tokens, minimum {spec.min_length}")
-    if strategy == "split":
-        return _split(item, max_length)
-    if len(item.ids) > max_length:
-        if strategy == "raise":
-            drop_too_long(sample, spec, str(num_tokens))  # raises RowError
-        # Encoding may have removed tokens before, but from a sample with media only tokens of media.
-        num_media_tokens = int(item.in_media().sum()) + (item.num_removed if item.spans else 0)
-        if num_media_tokens >= max_length:
-            detail = f"its media have {num_media_tokens} tokens, so no text fits into --max-length {max_length}"
-            if spec.media_overflow == "raise":
-                raise _too_long_error(sample, detail)
-            if spec.media_overflow == "drop":
-                return Dropped(sample.source, sample.row, "media_over_limit", detail)
-            item = _without_oldest_media(item, max_length)
-    if len(item.ids) > max_length:  # even without the media that did not fit
-        if strategy == "delete":
-            return drop_too_long(sample, spec, str(len(item.ids)))
-        is_kept = item.in_media()
-        text_indices = np.flatnonzero(~is_kept)
-        num_kept = max_length - int(is_kept.sum())  # text tokens that fit beside the media
-        assert num_kept > 0, "media that fill the sample were removed or rejected above"
-        kept_text = text_indices[:num_kept] if strategy == "right" else text_indices[-num_kept:]
-        is_kept[kept_text] = True
-        item = item.take(np.flatnonzero(is_kept))
+    if spec.truncation_strategy == "split":
+        return _split(item, spec.max_length)
+    if len(item.ids) > spec.max_length:
+        shortened = _shorten(item, spec)
+        if isinstance(shortened, Dropped):
+            return shortened
+        item = shortened
     encoded = _make_sample(item)
     if encoded is None:
         detail = "truncation removed all targets" if item.num_removed else "no assistant turn has a token to train"
         return Dropped(sample.source, sample.row, _NO_TARGET, detail)
     return [encoded]
+
+
+def _shorten(item: Tokenized, spec: EncodeSpec) -> Tokenized | Dropped:
+    """Shorten a sample of more than ``max_length`` tokens; errors and drops as described for ``truncate``."""
+    if spec.truncation_strategy == "raise":
+        drop_too_long(item.sample, spec, str(len(item.ids) + item.num_removed))  # raises RowError
+    fitted = _fit_media(item, spec)
+    if isinstance(fitted, Dropped) or len(fitted.ids) <= spec.max_length:
+        return fitted
+    if spec.truncation_strategy == "delete":
+        return drop_too_long(item.sample, spec, str(len(fitted.ids)))
+    is_kept = fitted.in_media()
+    text_indices = np.flatnonzero(~is_kept)
+    num_kept = spec.max_length - int(is_kept.sum())  # text tokens that fit beside the media
+    assert num_kept > 0, "media that fill the sample were removed or rejected above"
+    kept_text = text_indices[:num_kept] if spec.truncation_strategy == "right" else text_indices[-num_kept:]
+    is_kept[kept_text] = True
+    return fitted.take(np.flatnonzero(is_kept))
+
+
+def _fit_media(item: Tokenized, spec: EncodeSpec) -> Tokenized | Dropped:
+    """Apply ``media_overflow`` if the media leave no room for text; else return the sample unchanged."""
+    # Encoding may have removed tokens before, but from a sample with media only tokens of media.
+    num_media_tokens = int(item.in_media().sum()) + (item.num_removed if item.spans else 0)
+    if num_media_tokens < spec.max_length:
+        return item
+    detail = f"its media have {num_media_tokens} tokens, so no text fits into --max-length {spec.max_length}"
+    if spec.media_overflow == "raise":
+        raise _too_long_error(item.sample, detail)
+    if spec.media_overflow == "drop":
+        return Dropped(item.sample.source, item.sample.row, "media_over_limit", detail)
+    return _without_oldest_media(item, spec.max_length)
 
 
 def truncate_all(samples: Sequence[Tokenized], spec: EncodeSpec) -> list[EncodedSample] | Dropped:

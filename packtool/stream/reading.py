@@ -24,12 +24,12 @@ from packtool.cache.shard import ShardWriter
 from packtool.config.data import EncodeSpec
 from packtool.config.settings import load_json
 from packtool.encode.encoded import EncodedSample, left_out_of
-from packtool.encode.encoder import Encoder, encode_samples, samples_of
+from packtool.encode.encoder import Encoder, encode_samples
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import MismatchError, PacktoolError, StoreDownError
 from packtool.launch.worker import WorkerDied, WorkerPool, tokenize_in_one_thread
 from packtool.planning.shuffle import RandomStream
-from packtool.rows.read import follow
+from packtool.rows.read import follow, samples_of
 from packtool.rows.sample import Dropped
 from packtool.rows.source import RowBlock, Source, SourceSpec
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.encoder import Encoder, encode_samples, samples_of
+from packtool.encode.encoder import Encoder, encode_samples
 from packtool.errors import StorageError
-from packtool.rows.read import scan
+from packtool.rows.read import samples_of, scan
 from packtool.rows.sample import Dropped
 from packtool.rows.source import SourceSpec
 from tests.encode.conftest import encoder_for

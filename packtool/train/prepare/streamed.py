@@ -25,13 +25,13 @@ from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.constants import MIN_SHARED
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.encoder import Encoder, check_template, encode_samples, first_row_error, samples_of
+from packtool.encode.encoder import Encoder, check_template, encode_samples, first_row_error
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
 from packtool.planning.cost import CostModel
 from packtool.planning.packing import pack_trees
-from packtool.rows.read import follow
+from packtool.rows.read import follow, samples_of
 from packtool.rows.sample import Dropped, all_dropped
 from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
