@@ -320,7 +320,8 @@ class ShardFile:
     def __init__(self, path: str, sums: bytes | None = None, remedy: str | None = None) -> None:
         self._blocks: MappedBlocks | None = None  # of the file; None without checksums
         try:
-            data = pa.py_buffer(storage.read_bytes(path)) if storage.is_remote(path) else _map_file(path)
+            is_remote = storage.is_remote(path)
+            data = pa.py_buffer(storage.read_bytes(path)) if is_remote else pa.memory_map(path).read_buffer()
             if sums is not None:
                 self._blocks = MappedBlocks(path, data, sums, remedy)
             batch_messages = self._read_batches(data)
@@ -395,10 +396,6 @@ class ShardFile:
         )
 
 
-def _map_file(path: str) -> pa.Buffer:
-    return pa.memory_map(path).read_buffer()
-
-
 def _memory_ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yield (address, size in bytes) of the memory of elements [start, stop) of an array, nested arrays included.
 
@@ -417,15 +414,25 @@ def _memory_ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int
     elif pa.types.is_primitive(array.type):
         element_bytes = array.type.bit_width // 8
         yield buffers[0].address + start * element_bytes, (stop - start) * element_bytes
-    else:  # lists, strings and bytes: element i has the values from offsets[i] up to offsets[i + 1], int32
-        yield buffers[0].address + 4 * start, 4 * (stop - start + 1)
-        offsets = np.frombuffer(buffers[0], np.int32)
-        values_start = int(offsets[start])
-        values_stop = int(offsets[stop])
-        if pa.types.is_list(array.type):
-            yield from _memory_ranges(array.values, values_start, values_stop)
-        elif values_start < values_stop:
-            yield buffers[1].address + values_start, values_stop - values_start
+    else:
+        yield from _ranges_of_values(array, buffers, start, stop)
+
+
+def _ranges_of_values(
+    array: pa.Array, buffers: Sequence[pa.Buffer], start: int, stop: int
+) -> Iterator[tuple[int, int]]:
+    """Yield as ``_memory_ranges`` for lists, strings and bytes: their offsets, then their values.
+
+    Element i has the values from offsets[i] up to offsets[i + 1], int32.
+    """
+    yield buffers[0].address + 4 * start, 4 * (stop - start + 1)
+    offsets = np.frombuffer(buffers[0], np.int32)
+    values_start = int(offsets[start])
+    values_stop = int(offsets[stop])
+    if pa.types.is_list(array.type):
+        yield from _memory_ranges(array.values, values_start, values_stop)
+    elif values_start < values_stop:
+        yield buffers[1].address + values_start, values_stop - values_start
 
 
 def _values(column: pa.ListArray, i: int) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.demo.dataset import Question, make_rows
+from packtool.demo.dataset import Question, SyntheticDataset, make_rows
 from packtool.demo.model import make_model
 from packtool.errors import ConfigError, PacktoolError
 from packtool.launch.processes import environment_of_one_process
@@ -82,11 +82,7 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
     begin = time.perf_counter()
     folder = _prepare_folder(output_dir)
     progress.note(f"creating a model, its processor and {NUM_ROWS:,} rows with images in {output_dir}")
-    num_parameters = make_model(str(folder / "model"), seed)
-    dataset = make_rows(str(folder / "data"), NUM_ROWS, seed, NUM_UNUSABLE)
-    progress.note(
-        f"created a Qwen3-VL of {num_parameters / 1e6:.1f}M random parameters and {dataset.num_pictures:,} images"
-    )
+    dataset = _make_model_and_rows(folder, seed, progress)
     exported = _export(dataset.train, folder, "cache", progress)
     _export(dataset.held_out, folder, "held-out", progress)
     _export(dataset.swapped, folder, "swapped", progress)
@@ -105,6 +101,16 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
         accuracy_by_kind=_accuracy_by_kind(questions, is_correct),
         seconds=time.perf_counter() - begin,
     )
+
+
+def _make_model_and_rows(folder: Path, seed: int, progress: Progress) -> SyntheticDataset:
+    """Create the model in ``folder / "model"`` and the rows in ``folder / "data"``."""
+    num_parameters = make_model(str(folder / "model"), seed)
+    dataset = make_rows(str(folder / "data"), NUM_ROWS, seed, NUM_UNUSABLE)
+    progress.note(
+        f"created a Qwen3-VL of {num_parameters / 1e6:.1f}M random parameters and {dataset.num_pictures:,} images"
+    )
+    return dataset
 
 
 def _correct_answers(checkpoint: str, cache: Path, num_questions: int, progress: Progress) -> npt.NDArray[np.bool_]:

@@ -111,12 +111,11 @@ def _mixture_content(preview: Preview) -> dict[str, Any] | None:
     counts = preview.counts_of_steps  # (steps, sources, units), for each unit of ``MixUnit``
     if sources is None or counts is None or mixture is None:
         return None
-    stages: list[tuple[float, str, list[tuple[str, ...]]]] = []
-    if preview.inputs.stages:
+    stages = _stage_content(preview.timeline) if preview.inputs.stages else []
+    if stages:
         timeline = preview.timeline
         counts = timeline.counts_of_steps()
         sources = share_figures(added([by_name(stage.counts(), stage.mixture) for stage in timeline.stages]))
-        stages = _stage_content(timeline)
     # An interval of the chart has 100 steps, fewer in a short run, more in a very long one.
     num_steps = len(counts)
     steps_per_interval = max(min(100, math.ceil(num_steps / 4)), math.ceil(num_steps / _MAX_INTERVALS))

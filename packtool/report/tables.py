@@ -115,11 +115,14 @@ def histogram_lines(
     lines = []
     for i, count in enumerate(bar_counts[:num_bars].tolist()):
         last_bin = min((i + 1) * bins_per_bar, len(upper_edges)) - 1
-        bar = ""
-        if count:
-            bar = "█" * max(round(max_width * count / max_count), 1) + " "
+        bar = _bar(max_width * count / max_count) if count else ""
         lines.append((f"{upper_edges[last_bin]:,.0f}", f"{bar}{count:,}"))
     return aligned(lines, "rl")
+
+
+def _bar(width: float) -> str:
+    """Return a bar of about this width, at least 1, and a space."""
+    return "█" * max(round(width), 1) + " "
 
 
 class TerminalProgress:

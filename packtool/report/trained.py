@@ -18,7 +18,7 @@ from packtool.report.drawing import plural
 from packtool.report.tables import aligned
 from packtool.terminal import escape_line
 from packtool.train.prepare.checkpoint import finished_checkpoints, is_checkpoint, read_run_state, run_directory
-from packtool.train.prepare.history import Replay, has_history, read_ledger, replay_segment, segments_of
+from packtool.train.prepare.history import Replay, Segment, has_history, read_ledger, replay_segment, segments_of
 
 _MAX_COMPANIONS = 20  # listed samples that share a pack with the inspected one
 
@@ -233,12 +233,7 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
     """
     output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)  # (segment, first step after it); steps are 0-based
-    trained_caches = {}  # (directory, number of samples) by fingerprint
-    for segment, _ in segments:
-        for directory, fingerprint, num_samples in segment.caches:
-            trained_caches[fingerprint] = (directory, num_samples)
-    fingerprint = _fingerprint_of_row(output_dir, cache, row, trained_caches)
-    directory, _ = trained_caches[fingerprint]
+    fingerprint, directory = _cache_of_row(output_dir, cache, row, [segment for segment, _ in segments])
     sample: dict[str, Any] = {"cache": directory, "sample": row}
     times: list[dict[str, Any]] = []
     for segment, stop in segments:
@@ -256,13 +251,12 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
     return {**sample, "run": output_dir, "times": times, "num_skipped": num_skipped, "until_step": num_trained_steps}
 
 
-def _fingerprint_of_row(
-    output_dir: str, cache: str | None, row: int, trained_caches: Mapping[str, tuple[str, int]]
-) -> str:
-    """Return the fingerprint of the cache, None for the only one; raise a ConfigError unless the run has its row.
-
-    ``trained_caches``: directory and number of samples of each cache of the run, by fingerprint.
-    """
+def _cache_of_row(output_dir: str, cache: str | None, row: int, segments: Sequence[Segment]) -> tuple[str, str]:
+    """Return fingerprint and directory of a cache, None for the only one; ConfigError unless the run has its row."""
+    trained_caches = {}  # (directory, number of samples) by fingerprint
+    for segment in segments:
+        for directory, fingerprint, num_samples in segment.caches:
+            trained_caches[fingerprint] = (directory, num_samples)
     if cache is None:
         if len(trained_caches) > 1:
             directories = ", ".join(directory for directory, _ in trained_caches.values())
@@ -277,7 +271,7 @@ def _fingerprint_of_row(
     directory, num_samples = trained_caches[fingerprint]
     if row >= num_samples:
         raise ConfigError(f"--row {row}: {directory} has samples 0 to {num_samples - 1}")
-    return fingerprint
+    return fingerprint, directory
 
 
 def _times_trained(replay: Replay, positions: Sequence[int]) -> list[dict[str, Any]]:

@@ -87,6 +87,7 @@ def test_only_control_tokens_of_the_format_keep_their_meaning() -> None:
         ({"prompt_format": "alpaka"}, "must contain {instruction} or be one of alpaca"),
         ({"prompt_format_without_input": "{instruction}"}, "prompt_format_without_input without prompt_format"),
         ({"prompt_format": 1}, "prompt_format is 1, not text"),
+        ({"prompt_format": ["alpaca"]}, r"prompt_format is \['alpaca'\], not text"),
     ],
 )
 def test_invalid_prompt_format_is_refused(tmp_path: Path, entry: dict[str, Any], message: str) -> None:

@@ -116,14 +116,19 @@ def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: i
         return MediaRef(path=None, data=bytes(value))
     if isinstance(value, Mapping):
         ref = _ref_from_object(kind, name, value, source, depth)
-        limits = _limits(kind, name, value, has_frames=bool(ref.frames))
-        if limits:  # limits of an inner object come last, and so take precedence
-            ref = replace(ref, limits=(*limits, *ref.limits))
-        return _clipped(ref, name, value) if kind == "video" else ref
+        return _with_limits_and_clip(kind, name, value, ref)
     if isinstance(value, (list, tuple)) and value and kind == "video":
         frames = tuple(media_ref("image", frame, source, i, depth + 1) for i, frame in enumerate(value))
         return MediaRef(path=None, frames=frames)
     raise RowProblem("invalid_media", f"{name} is {shown(value)}, not a path, a URL or bytes")
+
+
+def _with_limits_and_clip(kind: str, name: str, value: Mapping[str, Any], ref: MediaRef) -> MediaRef:
+    """Return a medium with the size limits and the clip in its object ``value``."""
+    limits = _limits(kind, name, value, has_frames=bool(ref.frames))
+    if limits:  # limits of an inner object come last, and so take precedence
+        ref = replace(ref, limits=(*limits, *ref.limits))
+    return _clipped(ref, name, value) if kind == "video" else ref
 
 
 def _ref_from_object(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:

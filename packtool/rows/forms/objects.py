@@ -112,9 +112,9 @@ def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: 
     has_name_marks = _have_mark(turns, NAME_MARK)
     has_box_marks = _have_mark(turns, BOX_MARK)
     if has_box_marks and not has_name_marks:
-        names = []
+        return Objects(boxes=tuple(boxes))
     if has_name_marks and not has_box_marks:
-        boxes = []
+        return Objects(tuple(names))
     return Objects(tuple(names), tuple(boxes))
 
 

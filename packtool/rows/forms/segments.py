@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from packtool.rows.forms.columns import Columns, Fields, RowProblem, is_list, shown
 from packtool.rows.forms.media import InlineMedia
@@ -104,18 +105,23 @@ def formatted_prompt(
     question_name, answer_name = ("instruction", "output") if form is ALPACA else ("query", "response")
     question = fields.raw(question_name)
     answer = fields.raw(answer_name)
-    if is_list(question) and question and isinstance(question[0], Mapping) and "role" in question[0]:
+    if _is_conversation(question):
         return None
     if fields.get("history") is not None:
         raise RowProblem("invalid_row", "the row has a history, and prompt_format writes a single question")
     texts = {"instruction": content_of(f"{question_name!r}", question, inline).text}
-    # ``input`` is a usual name of the column ``query``, so that rows of this form have no input.
+    # In the form of question and answer, a column named ``input`` is the question itself, not an input to it.
     texts["input"] = "" if form is QUERY else _optional_text(fields, "input", inline)
     texts["system"] = _optional_text(fields, "system", inline)
     text_format = prompt_format[0 if texts["input"] else -1]
     prompt = _NAMES.sub(lambda match: texts[match[1]], text_format)
     turns = [Turn("user", prompt), Turn("assistant", content_of(f"{answer_name!r}", answer, inline).text)]
     return Segments(turns, control=frozenset(_CONTROL.findall(text_format)), ends_text=True)
+
+
+def _is_conversation(question: Any) -> bool:
+    """Return whether a question is a list of messages."""
+    return is_list(question) and bool(question) and isinstance(question[0], Mapping) and "role" in question[0]
 
 
 def _optional_text(fields: Fields, name: str, inline: InlineMedia) -> str:
