@@ -86,30 +86,38 @@ def collate_padded(
     """
     check_placeholders(samples, spec)
     documents, media, _ = _load_with_fillers(samples, spec, towers)  # the samples, then fillers: one for each row
-    document_positions = [sample_positions(document, spec) for document in documents]  # (4, L) of each
+    input_ids = _padded_rows([document.input_ids for document in documents], PAD_ID, np.int64)
+    labels = _padded_rows([shifted_labels(document) for document in documents], IGNORE_INDEX, np.int64)
+    mask = _padded_rows([np.ones(document.length) for document in documents], 0, np.int64)
     document_weights = shifted_weights(documents, spec)  # None if every label has weight 1
-    # Padding tokens keep these values: they have no label and are never attended to.
-    shape = (len(documents), max(document.length for document in documents))
-    input_ids = np.full(shape, PAD_ID, np.int64)
-    labels = np.full(shape, IGNORE_INDEX, np.int64)
-    weights = None if document_weights is None else np.zeros(shape, np.float32)
-    mask = np.zeros(shape, np.int64)
-    positions = np.zeros((NUM_POSITION_ROWS, *shape), np.result_type(*document_positions))
-    for row, document in enumerate(documents):
-        tokens = slice(document.length)
-        input_ids[row, tokens] = document.input_ids
-        labels[row, tokens] = shifted_labels(document)
-        mask[row, tokens] = 1
-        positions[:, row, tokens] = document_positions[row]
-        if weights is not None and document_weights is not None:
-            weights[row, tokens] = document_weights[row]
+    weights = None if document_weights is None else _padded_rows(document_weights, 0, np.float32)
     return PaddedBatch(
         **batch_fields(input_ids, labels, weights, media, spec),
-        position_ids=_as_position_ids(positions if spec.has_mrope else positions[0]),
+        position_ids=_padded_positions(documents, spec),
         channels=tuple(document.channel for document in documents),
         num_samples=len(samples),
         attention_mask=torch.from_numpy(mask),
     )
+
+
+def _padded_rows(rows: Sequence[npt.NDArray[Any]], fill: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Put rows (L,) below each other, (B, T), padded on the right to the longest.
+
+    Padding tokens have no label and are never attended to.
+    """
+    padded = np.full((len(rows), max(map(len, rows))), fill, dtype)
+    for row, values in enumerate(rows):
+        padded[row, : len(values)] = values
+    return padded
+
+
+def _padded_positions(documents: Sequence[EncodedSample], spec: InputSpec) -> Tensor:
+    """Return the position ids of documents as padded rows: (4, B, T) for M-RoPE models, else (B, T)."""
+    document_positions = [sample_positions(document, spec) for document in documents]  # (4, L) of each
+    dtype = np.result_type(*document_positions)
+    num_rows = NUM_POSITION_ROWS if spec.has_mrope else 1
+    rows = [_padded_rows([positions[row] for positions in document_positions], 0, dtype) for row in range(num_rows)]
+    return _as_position_ids(np.stack(rows) if spec.has_mrope else rows[0])
 
 
 def batch_fields(
@@ -170,7 +178,8 @@ def shifted_weights(samples: Sequence[EncodedSample], spec: InputSpec) -> list[n
         shifted = np.append(scale[1:], np.float32(0))
         if spec.loss_reduction == "sample":
             # Every sample's mean loss has the same weight, however many targets the sample has.
-            shifted /= max(int(np.count_nonzero(sample.labels[1:] != IGNORE_INDEX)), 1)
+            num_targets = int(np.count_nonzero(sample.labels[1:] != IGNORE_INDEX))
+            shifted /= max(num_targets, 1)
         weights.append(shifted)
     return weights
 
@@ -216,11 +225,7 @@ def _load_with_fillers(
     documents = list(samples)
     media = load_media(samples, spec)
     running_towers = spec.towers if towers is None else towers
-    if spec.family.processor_inputs:
-        has_visual_media = bool(media)  # such a family has no other media
-    else:
-        has_visual_media = any(pixels_name in media for pixels_name, _ in spec.family.visual_inputs.values())
-    if "vision" in running_towers and not has_visual_media:
+    if "vision" in running_towers and not _has_visual_media(media, spec):
         document, blank_media = _blank_image_document(spec)
         documents.append(document)
         media |= blank_media
@@ -234,6 +239,13 @@ def _load_with_fillers(
     if num_padding:
         documents.append(filler([PAD_ID] * num_padding))
     return documents, media, num_padding
+
+
+def _has_visual_media(media: dict[str, Tensor], spec: InputSpec) -> bool:
+    """Check whether the inputs of towers, by argument, contain images or videos."""
+    if spec.family.processor_inputs:
+        return bool(media)  # such a family has no other media
+    return any(pixels_name in media for pixels_name, _ in spec.family.visual_inputs.values())
 
 
 def _blank_image_document(spec: InputSpec) -> tuple[EncodedSample, dict[str, Tensor]]:
@@ -264,12 +276,7 @@ def check_placeholders(samples: Sequence[EncodedSample], spec: InputSpec) -> Non
         DataError: naming the row.
     """
     for sample in samples:
-        sound_tracks = [video.audio for video in sample.videos if video.audio is not None]
-        num_needed: dict[MediaKind, int] = {
-            "image": sum(image.num_tokens for image in sample.images),
-            "video": sum(video.num_tokens for video in sample.videos),
-            "audio": sum(sound.num_tokens for sound in (*sample.audios, *sound_tracks)),
-        }
+        num_needed = _num_tokens_by_kind(sample)
         for kind in num_needed:
             pad_id = spec.pad_ids.get(kind)  # None if the model has no such media
             num_placeholders = 0 if pad_id is None else int(np.count_nonzero(sample.input_ids == pad_id))
@@ -281,6 +288,17 @@ def check_placeholders(samples: Sequence[EncodedSample], spec: InputSpec) -> Non
                     f"that need {num_expected}",
                     "The cache does not belong to this model, or is damaged: run packtool export again.",
                 )
+
+
+def _num_tokens_by_kind(sample: EncodedSample) -> dict[MediaKind, int]:
+    """Count the placeholder tokens that a sample's media of each kind need; sound tracks are sounds."""
+    sounds = list(sample.audios)
+    sounds += [video.audio for video in sample.videos if video.audio is not None]
+    return {
+        "image": sum(image.num_tokens for image in sample.images),
+        "video": sum(video.num_tokens for video in sample.videos),
+        "audio": sum(sound.num_tokens for sound in sounds),
+    }
 
 
 def collate_tree(
@@ -309,22 +327,19 @@ def collate_tree(
     node_samples = [slice_sample(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
     documents, media, num_padding = _load_with_fillers(node_samples, spec, towers, pad_to_multiple_of)
     fillers = documents[len(nodes) :]
-    num_filler_tokens = sum(document.length for document in fillers)
     channels = tuple(dict.fromkeys(sample.channel for sample in samples))
     labels, weights, target_counts = _tree_targets(samples, nodes, spec, channels)
     input_ids = np.concatenate([document.input_ids for document in documents], dtype=np.int64)
+    num_filler_tokens = len(input_ids) - len(labels)
     labels = np.append(labels, np.full(num_filler_tokens, IGNORE_INDEX))
     weights = np.append(weights, np.zeros(num_filler_tokens, np.float32))
     fields = batch_fields(input_ids, labels, weights, media, spec)
     target_counts = target_counts[:, fields["target_positions"].numpy()]
     lengths = tuple(document.length for document in documents)
-    keys, key_lengths = key_index([node.parent for node in nodes] + [ROOT] * len(fillers), lengths)
-    # Tokens have the positions that they have in the complete samples.
-    first_positions = {node.samples[0]: sample_positions(samples[node.samples[0]], spec) for node in nodes}
-    positions = [first_positions[node.samples[0]][:, node.start : node.stop] for node in nodes]
+    parents = [node.parent for node in nodes] + [ROOT] * len(fillers)
+    keys, key_lengths = key_index(parents, lengths)
+    positions = _node_positions(samples, nodes, spec)
     positions += [sample_positions(document, spec) for document in fillers]
-    # Nodes come after the nodes that they continue, so the last node of a sample is its end.
-    last_node = {sample: number for number, node in enumerate(nodes) for sample in node.samples}
     return TreeBatch(
         **fields,
         position_ids=joined_positions(positions, spec),
@@ -338,8 +353,24 @@ def collate_tree(
         key_lengths=key_lengths,
         target_counts=torch.from_numpy(target_counts),
         num_sample_targets=int(target_counts.sum()),
-        sample_ends=tuple(last_node[sample] for sample in range(len(samples))),
+        sample_ends=_last_nodes(nodes, len(samples)),
     )
+
+
+def _node_positions(samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec) -> list[npt.NDArray[Any]]:
+    """Return the positions of each node's tokens, (4, node length): those that they have in the complete samples."""
+    first_samples = {node.samples[0] for node in nodes}
+    positions_of_sample = {number: sample_positions(samples[number], spec) for number in first_samples}
+    return [positions_of_sample[node.samples[0]][:, node.start : node.stop] for node in nodes]
+
+
+def _last_nodes(nodes: Sequence[Node], num_samples: int) -> tuple[int, ...]:
+    """Return the number of each sample's last node; nodes come after the nodes that they continue."""
+    last_node = [0] * num_samples
+    for number, node in enumerate(nodes):
+        for sample in node.samples:
+            last_node[sample] = number
+    return tuple(last_node)
 
 
 def _tree_targets(
@@ -355,16 +386,15 @@ def _tree_targets(
     channel_numbers = [channels.index(sample.channel) for sample in samples]
     labels, weights, target_counts = [], [], []
     for node in nodes:
-        tokens = slice(node.start, node.stop)
         # One row for each sample of the node, one column for each of its tokens.
-        label_rows = np.stack([sample_labels[sample][tokens] for sample in node.samples])
+        label_rows = _node_rows(sample_labels, node)
         is_target = label_rows != IGNORE_INDEX
         # All samples in which a token has a target have the same one. It exceeds IGNORE_INDEX, so it is the maximum.
         node_labels = label_rows.max(axis=0, initial=IGNORE_INDEX)
         assert (label_rows == node_labels)[is_target].all(), "a token has one label"
         weight_rows = is_target.astype(np.float32)
         if sample_weights is not None:
-            weight_rows *= np.stack([sample_weights[sample][tokens] for sample in node.samples])
+            weight_rows *= _node_rows(sample_weights, node)
         node_counts = np.zeros((len(channels), node.length), np.int64)
         for sample, is_sample_target in zip(node.samples, is_target, strict=True):
             node_counts[channel_numbers[sample]] += is_sample_target
@@ -372,3 +402,8 @@ def _tree_targets(
         weights.append(weight_rows.sum(axis=0, dtype=np.float32))
         target_counts.append(node_counts)
     return np.concatenate(labels), np.concatenate(weights), np.concatenate(target_counts, axis=1)
+
+
+def _node_rows(sample_values: Sequence[npt.NDArray[Any]], node: Node) -> npt.NDArray[Any]:
+    """Stack the values of a node's tokens in each of its samples, from values (L,) of all samples."""
+    return np.stack([sample_values[sample][node.start : node.stop] for sample in node.samples])

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,11 +30,12 @@ from packtool.batch.collate import (
 )
 from packtool.batch.media import blank_picture, blank_processed, load_media, silence
 from packtool.batch.micro_batch import Tower
-from packtool.batch.positions import PAD_ID, align_sample, sample_positions
+from packtool.batch.positions import NUM_POSITION_ROWS, PAD_ID, align_sample, sample_positions
 from packtool.batch.shard import FeatureRoute, Int64Array, SequenceShard, SequenceSplit, assign_tokens, route_features
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, patch_squares
 from packtool.encode.media_spans import sounds_in_order
+from packtool.planning.pack_plan import Costs
 from packtool.planning.skrull import SHARDED
 from packtool.planning.towers import assign_heaviest_first
 from packtool.rows.sample import MediaKind
@@ -77,31 +79,57 @@ def collate_shard(
     index = tokens_by_rank[split.rank]  # positions of this rank's tokens in the sequence
     running_towers = spec.towers if towers is None else towers
     media, routes = _load_rank_media(documents, ranks, spec, tokens_by_rank, split, running_towers)
-    input_ids, labels, weights = joined_tokens(documents, spec)  # of the complete sequence
-    # Positions of M-RoPE models are expensive, so documents without tokens on this rank get zeros instead.
-    document_of_token = np.repeat(np.arange(len(documents)), lengths)
-    local_documents = set(document_of_token[index].tolist())
-    positions = [
-        sample_positions(document, spec) if number in local_documents else np.zeros((4, document.length), np.int64)
-        for number, document in enumerate(documents)
-    ]
-    rank_weights = None if weights is None else weights[index]
-    shard = SequenceShard(
-        split,
-        local_lengths=tuple(length for length, rank in zip(lengths, ranks, strict=True) if rank == split.rank),
-        sharded_lengths=tuple(length for length, rank in zip(lengths, ranks, strict=True) if rank == SHARDED),
-        routes=routes,
-    )
     return ShardedBatch(
-        **batch_fields(input_ids[index], labels[index], rank_weights, media, spec, exchanges_features=True),
-        position_ids=joined_positions(positions, spec, index),
+        **_token_fields(documents, spec, index, media),
         channels=tuple(document.channel for document in documents),
         num_samples=len(samples) if split.rank == 0 else 0,  # so that the sum over all ranks is right
         num_padding=padding_by_rank.get(split.rank, 0),
-        shard=shard,
+        shard=_sequence_shard(lengths, ranks, split, routes),
         index=torch.from_numpy(index),
         lengths=tuple(lengths),
     )
+
+
+def _token_fields(
+    documents: Sequence[EncodedSample], spec: InputSpec, index: Int64Array, media: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Return the batch's fields of tokens, positions and media by name.
+
+    ``index``, (t,), are the positions in the sequence of this rank's tokens; ``media`` are the inputs of its towers.
+    """
+    input_ids, labels, weights = joined_tokens(documents, spec)  # of the complete sequence
+    rank_weights = None if weights is None else weights[index]
+    fields = batch_fields(input_ids[index], labels[index], rank_weights, media, spec, exchanges_features=True)
+    fields["position_ids"] = joined_positions(_document_positions(documents, spec, index), spec, index)
+    return fields
+
+
+def _document_positions(
+    documents: Sequence[EncodedSample], spec: InputSpec, index: Int64Array
+) -> list[npt.NDArray[Any]]:
+    """Return the positions of each document, (4, L); zeros for documents without tokens on this rank.
+
+    Positions of M-RoPE models are expensive, so they are computed only where ``index``, (t,), has tokens.
+    """
+    lengths = [document.length for document in documents]
+    document_of_token = np.repeat(np.arange(len(documents)), lengths)
+    local_documents = set(document_of_token[index].tolist())
+    positions: list[npt.NDArray[Any]] = []
+    for number, document in enumerate(documents):
+        if number in local_documents:
+            positions.append(sample_positions(document, spec))
+        else:
+            positions.append(np.zeros((NUM_POSITION_ROWS, document.length), np.int64))
+    return positions
+
+
+def _sequence_shard(
+    lengths: Sequence[int], ranks: Sequence[int], split: SequenceSplit, routes: dict[str, FeatureRoute]
+) -> SequenceShard:
+    """Describe this rank's part; ``lengths`` and ``ranks`` (or ``SHARDED``) are of all documents."""
+    local_lengths = tuple(length for length, rank in zip(lengths, ranks, strict=True) if rank == split.rank)
+    sharded_lengths = tuple(length for length, rank in zip(lengths, ranks, strict=True) if rank == SHARDED)
+    return SequenceShard(split, local_lengths, sharded_lengths, routes)
 
 
 def _with_filler_documents(
@@ -124,10 +152,11 @@ def _with_filler_documents(
     if num_filler_tokens:
         documents.append(filler([PAD_ID] * num_filler_tokens))
         document_ranks.append(SHARDED)
-    if not num_sharded_tokens:
-        empty_ranks = [rank for rank in range(split.size) if rank not in ranks]
-        documents += [filler([PAD_ID]) for _ in empty_ranks]
-        document_ranks += empty_ranks
+    if num_sharded_tokens == 0:
+        for rank in range(split.size):
+            if rank not in ranks:
+                documents.append(filler([PAD_ID]))
+                document_ranks.append(rank)
     return documents, document_ranks
 
 
@@ -136,10 +165,15 @@ def _padding_by_rank(
 ) -> dict[int, int]:
     """Return the number of padding tokens of each rank that needs any; ``ranks`` are those of the documents."""
     lengths = np.array([document.length for document in documents], np.int64)
-    num_sharded_per_rank = int(lengths[np.array(ranks) == SHARDED].sum()) // split.size
-    num_local = [int(lengths[np.array(ranks) == rank].sum()) for rank in range(split.size)]
-    padding_by_rank = {rank: -(num_sharded_per_rank + num) % pad_to_multiple_of for rank, num in enumerate(num_local)}
-    return {rank: num for rank, num in padding_by_rank.items() if num}
+    document_ranks = np.array(ranks)
+    num_sharded_per_rank = int(lengths[document_ranks == SHARDED].sum()) // split.size
+    padding_by_rank = {}
+    for rank in range(split.size):
+        num_tokens = num_sharded_per_rank + int(lengths[document_ranks == rank].sum())
+        num_padding = -num_tokens % pad_to_multiple_of  # up to the next multiple
+        if num_padding:
+            padding_by_rank[rank] = num_padding
+    return padding_by_rank
 
 
 def _load_rank_media(
@@ -164,30 +198,41 @@ def _load_rank_media(
     media, encoding_ranks = _assign_media(documents, ranks, spec, split)
     inputs = load_media(with_rank_media(documents, ranks, spec, split), spec)
     input_ids = np.concatenate([document.input_ids for document in documents])
-    kinds = np.array([spec.family.taken_as(each.kind) for each in media], object)  # of all media of the sequence
+    media_kinds = np.array([spec.family.taken_as(each.kind) for each in media], object)
     num_tokens = np.array([each.medium.num_tokens for each in media], np.int64)
-    # All ranks must run the same towers, so a kind that any rank encodes is routed on every rank.
-    routed_kinds = set(kinds)
-    if "vision" in towers and not routed_kinds & {"image", "video"}:
+    routed_kinds = _routed_kinds(set(media_kinds), towers)
+    routes: dict[str, FeatureRoute] = {}
+    for kind in spec.family.kinds:
+        if kind in routed_kinds:
+            is_kind = media_kinds == kind
+            positions = np.flatnonzero(input_ids == spec.pad_ids[kind])  # of the kind's placeholder tokens
+            source_ranks = np.repeat(encoding_ranks[is_kind], num_tokens[is_kind])  # the encoding rank of each
+            routes[kind] = route_features(positions, source_ranks, tokens_by_rank, split.rank)
+            inputs = _with_blank_medium(inputs, kind, spec)
+    return inputs, routes
+
+
+def _routed_kinds(media_kinds: set[MediaKind], towers: frozenset[Tower]) -> set[MediaKind]:
+    """Return the kinds of media whose features ranks exchange: those of the sequence, and those that ``towers`` need.
+
+    All ranks must run the same towers, so a kind that any rank encodes is routed on every rank.
+    """
+    routed_kinds = set(media_kinds)
+    if "vision" in towers and not media_kinds & {"image", "video"}:
         routed_kinds.add("image")
     if "sound" in towers:
         routed_kinds.add("audio")
-    routes: dict[str, FeatureRoute] = {}
-    for kind in spec.family.kinds:
-        if kind not in routed_kinds:
-            continue
-        is_kind = kinds == kind
-        positions = np.flatnonzero(input_ids == spec.pad_ids[kind])  # of the kind's placeholder tokens
-        source_ranks = np.repeat(encoding_ranks[is_kind], num_tokens[is_kind])  # the encoding rank of each
-        routes[kind] = route_features(positions, source_ranks, tokens_by_rank, split.rank)
-        # Without media of this kind on this rank, add a blank medium.
-        if kind == "audio":
-            inputs = silence(spec) | inputs  # loaded sounds replace the silence
-        elif spec.family.processor_inputs:
-            inputs = inputs or blank_processed(spec)[1]
-        elif spec.family.visual_inputs[kind][0] not in inputs:
-            inputs |= blank_picture(kind, spec)
-    return inputs, routes
+    return routed_kinds
+
+
+def _with_blank_medium(inputs: dict[str, Tensor], kind: MediaKind, spec: InputSpec) -> dict[str, Tensor]:
+    """Add a blank medium of a kind to the towers' inputs, unless they have media of this kind."""
+    if kind == "audio":
+        return silence(spec) | inputs  # loaded sounds replace the silence
+    if spec.family.processor_inputs:
+        return inputs or blank_processed(spec)[1]
+    pixels_name, _ = spec.family.visual_inputs[kind]
+    return inputs if pixels_name in inputs else inputs | blank_picture(kind, spec)
 
 
 def with_rank_media(
@@ -221,18 +266,34 @@ def _assign_media(
     """
     media: list[DocumentMedium] = []
     for number, document in enumerate(documents):
-        media += [DocumentMedium(number, "image", image) for image in document.images]
-        media += [DocumentMedium(number, "video", video) for video in document.videos]
-        for sound, path, data in sounds_in_order(document, spec.media_tokens):  # sound tracks included
-            media.append(DocumentMedium(number, "audio", dataclasses.replace(sound, path=path, data=data)))
-    num_tokens = np.array([each.medium.num_tokens for each in media], np.int64)
-    is_sound = np.array([each.kind == "audio" for each in media], np.bool_)
-    squares = [0 if isinstance(each.medium, EncodedAudio) else patch_squares(each.medium.grid) for each in media]
-    vision_tokens = np.where(is_sound, 0, num_tokens)
-    sound_tokens = np.where(is_sound, num_tokens, 0)
-    costs = spec.tower_costs.towers(vision_tokens, np.array(squares, np.int64), sound_tokens)  # of each medium
+        media += _media_of(document, number, spec)
+    costs = _tower_costs(media, spec)
     encoding_ranks = np.array([ranks[each.document] for each in media], np.int64)
     is_sharded = encoding_ranks == SHARDED  # whether the medium is in a sharded document
     local_costs = np.bincount(encoding_ranks[~is_sharded], costs[~is_sharded], split.size)  # of each rank
     encoding_ranks[is_sharded] = assign_heaviest_first(costs[is_sharded].tolist(), local_costs.tolist())
     return media, encoding_ranks
+
+
+def _media_of(document: EncodedSample, number: int, spec: InputSpec) -> list[DocumentMedium]:
+    """List the media of the document with this number: images, then videos, then sounds, sound tracks included."""
+    media = [DocumentMedium(number, "image", image) for image in document.images]
+    media += [DocumentMedium(number, "video", video) for video in document.videos]
+    for sound, path, data in sounds_in_order(document, spec.media_tokens):
+        sound_of_file = dataclasses.replace(sound, path=path, data=data)
+        media.append(DocumentMedium(number, "audio", sound_of_file))
+    return media
+
+
+def _tower_costs(media: Sequence[DocumentMedium], spec: InputSpec) -> Costs:
+    """Estimate the work of encoding each medium in its tower, float64 (media,)."""
+    vision_tokens = np.zeros(len(media), np.int64)
+    vision_squares = np.zeros(len(media), np.int64)
+    sound_tokens = np.zeros(len(media), np.int64)
+    for number, each in enumerate(media):
+        if isinstance(each.medium, EncodedAudio):
+            sound_tokens[number] = each.medium.num_tokens
+        else:
+            vision_tokens[number] = each.medium.num_tokens
+            vision_squares[number] = patch_squares(each.medium.grid)
+    return spec.tower_costs.towers(vision_tokens, vision_squares, sound_tokens)

@@ -117,8 +117,16 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         except MediaError:
             if not self.skip_bad_media:
                 raise
-        # Find the bad samples by loading the media of each sample alone.
-        good_samples, skipped = [], []
+        good_samples, skipped = self._separate_bad_media(samples, micro_batch)
+        batch = self._collate(good_samples, self.spec, towers=towers)
+        return dataclasses.replace(batch, skipped=tuple(skipped))
+
+    def _separate_bad_media(
+        self, samples: Sequence[EncodedSample], micro_batch: MicroBatch
+    ) -> tuple[list[EncodedSample], list[SkippedSample]]:
+        """Load the media of each sample alone; return the samples whose media load, and records of the others."""
+        good_samples: list[EncodedSample] = []
+        skipped: list[SkippedSample] = []
         for sample, planned in zip(samples, micro_batch.samples, strict=True):
             error = sample_media_error(sample, self.spec)
             if error is None:
@@ -126,8 +134,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
             else:
                 position = planned if isinstance(planned, int) else None  # in the caches; a stream has no positions
                 skipped.append(SkippedSample(sample.source, sample.row, error.message, num_targets(sample), position))
-        batch = self._collate(good_samples, self.spec, towers=towers)
-        return dataclasses.replace(batch, skipped=tuple(skipped))
+        return good_samples, skipped
 
 
 def load_micro_batches(

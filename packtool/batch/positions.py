@@ -47,31 +47,42 @@ def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]
     if not spec.has_mrope or (not sample.images and not sample.videos):
         return np.broadcast_to(text_positions, (NUM_POSITION_ROWS, sample.length))
     input_ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
-    grids: dict[str, list[tuple[int, ...]]] = {  # [t, h, w] of each medium, by kind
-        "image": [image.grid for image in sample.images],
-        "video": [video.grid for video in sample.videos],
-    }
-    if spec.family.videos_as_pictures:
-        grids["image"] += [grid for video in sample.videos for grid in video.frame_grids]
-        grids["video"] = []
-    # Arguments of get_rope_index by name; grids of a kind that the sample lacks are None.
-    arguments: dict[str, Any] = {"input_ids": input_ids}
-    for kind, (_, grid_name) in spec.family.visual_inputs.items():
-        arguments[grid_name] = torch.tensor(grids[kind]) if grids[kind] else None
+    arguments = _grid_arguments(sample, spec)
     if spec.family.positions == "sound_seconds":  # an Omni model
         arguments |= _omni_arguments(sample, input_ids, spec)
     else:
-        token_types = torch.zeros_like(input_ids, dtype=torch.int32)
-        for kind, token_type in TOKEN_TYPES.items():
-            if kind in spec.family.visual_inputs:
-                token_types += torch.eq(input_ids, spec.pad_ids[kind]).int() * token_type
-        arguments["mm_token_type_ids"] = token_types
+        arguments["mm_token_type_ids"] = _token_types(input_ids, spec)
         arguments["second_per_grid_ts"] = torch.tensor([video.seconds_per_grid for video in sample.videos])
-    position_ids, _ = spec.meta_model.get_rope_index(**arguments)  # (3, 1, L), rows [t, h, w]
+    position_ids, _ = spec.meta_model.get_rope_index(input_ids=input_ids, **arguments)  # (3, 1, L), rows [t, h, w]
     media_positions = position_ids[:, 0].numpy()  # (3, L)
     are_integers = (media_positions == media_positions.round()).all()
     dtype = np.dtype(np.int64) if are_integers else media_positions.dtype
     return np.concatenate([text_positions[None], media_positions]).astype(dtype)
+
+
+def _grid_arguments(sample: EncodedSample, spec: InputSpec) -> dict[str, Any]:
+    """Return sizes of images and videos as arguments of ``get_rope_index``: int64 (media, 3), None without media."""
+    image_grids = [image.grid for image in sample.images]
+    video_grids = [video.grid for video in sample.videos]
+    if spec.family.videos_as_pictures:
+        for video in sample.videos:
+            image_grids += video.frame_grids
+        video_grids = []
+    grids: dict[MediaKind, list[tuple[int, ...]]] = {"image": image_grids, "video": video_grids}
+    arguments: dict[str, Any] = {}
+    for kind, (_, grid_name) in spec.family.visual_inputs.items():
+        arguments[grid_name] = torch.tensor(grids[kind]) if grids[kind] else None
+    return arguments
+
+
+def _token_types(input_ids: torch.Tensor, spec: InputSpec) -> torch.Tensor:
+    """Return the type of each token, int32 (1, L): that of the medium it is a placeholder for, or 0 for text."""
+    token_types = torch.zeros_like(input_ids, dtype=torch.int32)
+    for kind, token_type in TOKEN_TYPES.items():
+        if kind in spec.family.visual_inputs:
+            is_placeholder = torch.eq(input_ids, spec.pad_ids[kind]).int()
+            token_types += is_placeholder * token_type
+    return token_types
 
 
 def _omni_arguments(sample: EncodedSample, input_ids: torch.Tensor, spec: InputSpec) -> dict[str, Any]:
@@ -129,8 +140,7 @@ def restore_padding(
     starts = cu_seqlens[:-1].long()
     if prompt_length is not None:
         prompt_lengths = prompt_length.reshape(-1)
-        if bool(((prompt_lengths < 1) | (prompt_lengths > lengths.clamp(min=1))).any()):
-            raise ValueError("a prompt has at least one token, and no more than its row")
+        _check_prompts(prompt_lengths, lengths)
         lengths = (lengths - prompt_lengths).clamp(min=0)
         starts = starts + prompt_lengths - 1
     max_length = int(lengths.max()) if len(lengths) else 0
@@ -138,12 +148,27 @@ def restore_padding(
         raise ValueError(f"seq_len {seq_len} is too short for a row of {max_length}")
     if values.shape[1] == 0:
         return values.new_full((len(lengths), seq_len, *values.shape[2:]), fill)
+    return _gather_rows(values[0], starts, lengths, seq_len, fill)
+
+
+def _gather_rows(values: Tensor, starts: Tensor, lengths: Tensor, seq_len: int, fill: float) -> Tensor:
+    """Gather values (T, ...) into rows (B, L, ...) of ``seq_len``, padded with ``fill``.
+
+    Each row gets the ``lengths`` values from the position ``starts`` on; both are (B,).
+    """
     column = torch.arange(seq_len, device=values.device)
     is_padding = column >= lengths[:, None]  # (B, L)
-    packed_index = (starts[:, None] + column).masked_fill(is_padding, 0)  # (B, L); padding takes any value
-    rows = values[0][packed_index]  # (B, L, ...)
+    index = (starts[:, None] + column).masked_fill(is_padding, 0)  # (B, L); padding takes any value
+    rows = values[index]  # (B, L, ...)
     broadcast_shape = [*is_padding.shape, *[1] * (rows.ndim - 2)]
     return rows.masked_fill(is_padding.view(broadcast_shape), fill)
+
+
+def _check_prompts(prompt_lengths: Tensor, row_lengths: Tensor) -> None:
+    is_empty = prompt_lengths < 1
+    is_too_long = prompt_lengths > row_lengths.clamp(min=1)
+    if bool((is_empty | is_too_long).any()):
+        raise ValueError("a prompt has at least one token, and no more than its row")
 
 
 def align_sample(sample: EncodedSample, align_to: int) -> EncodedSample:

@@ -55,17 +55,15 @@ class MediaNumbers:
     def __call__(self, medium: Medium) -> int:
         """Return the number of a medium: that of an equal earlier medium, or else a new one."""
         if medium not in self._numbers:
-            without_files: dict[str, Any] = {"path": None, "data": None}
-            if isinstance(medium, EncodedVideo):
-                without_files["frames"] = ((None, None),) * len(medium.frames)
-            candidates = self._media_by_size.setdefault(dataclasses.replace(medium, **without_files), [])
-            equal = next((candidate for candidate in candidates if self._is_equal(medium, candidate)), None)
-            if equal is None:
+            candidates = self._media_by_size.setdefault(_without_files(medium), [])
+            for candidate in candidates:
+                if self._is_equal(medium, candidate):
+                    self._numbers[medium] = self._numbers[candidate]
+                    break
+            else:
                 candidates.append(medium)
                 self._numbers[medium] = self._num_contents
                 self._num_contents += 1
-            else:
-                self._numbers[medium] = self._numbers[equal]
         return self._numbers[medium]
 
     def _is_equal(self, first: Medium, second: Medium) -> bool:
@@ -82,6 +80,14 @@ class MediaNumbers:
         if medium not in self._content_names:
             self._content_names[medium] = tuple(content_name(*file) for file in files_of(medium))
         return self._content_names[medium]
+
+
+def _without_files(medium: Medium) -> Medium:
+    """Return a medium without its paths and data: equal for media of equal kind, size and tokens."""
+    changes: dict[str, Any] = {"path": None, "data": None}
+    if isinstance(medium, EncodedVideo):
+        changes["frames"] = ((None, None),) * len(medium.frames)
+    return dataclasses.replace(medium, **changes)
 
 
 Int64Array = npt.NDArray[np.int64]
@@ -134,46 +140,45 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
     Returns:
         nodes, each after the one that it continues. A sample without tokens of its own has no node of its own.
     """
-    numbers = MediaNumbers(spec.media_policy)
-    # For each sample: its symbols (L,), and whether a prefix of each length may end (L + 1,).
-    symbols: list[Int64Array] = []
-    can_end: list[npt.NDArray[np.bool_]] = []
-    for sample in samples:
-        sample_symbols, sample_can_end = _symbols(sample, spec, numbers)
-        symbols.append(sample_symbols)
-        can_end.append(sample_can_end)
+    symbols, can_end = _symbols_of_samples(samples, spec)
     nodes: list[Node] = []
     groups = [_Group(list(range(len(samples))), start=0, parent=ROOT)] if samples else []  # a stack
     while groups:
         group, start, parent = groups.pop()
         first = group[0]
         num_equal = min(_common_prefix_length(symbols[first], symbols[number], start) for number in group)
-        # Samples of the group by the symbol after their common prefix; None if a sample ends with the prefix.
-        branches: dict[int | None, list[int]] = {}
-        for number in group:
-            is_at_end = len(symbols[number]) == num_equal
-            next_symbol = None if is_at_end else int(symbols[number][num_equal])
-            branches.setdefault(next_symbol, []).append(number)
-        are_equal = branches.keys() == {None}
+        branches = _branches(group, symbols, num_equal)
+        are_equal = not branches
         if are_equal:
-            # All samples end here, and nothing continues them, so that the node may end after any token.
-            subgroups, stop = [], num_equal
+            stop = num_equal  # nothing continues the samples, so the node may end after any token
         else:
-            subgroups = list(branches.values())
             stop = _prefix_end([samples[number] for number in group], can_end[first], start, num_equal)
-        if len(group) == 1 or stop >= min_shared:
-            if stop > start:
-                nodes.append(Node(tuple(group), start, stop, parent))
-                start, parent = stop, len(nodes) - 1  # the subgroups continue this node
-        elif are_equal:
-            subgroups = [[number] for number in group]  # too short to share: each sample gets its own node
-        # Without a node, ``start`` is unchanged, and the subgroups include the tokens of the short prefix.
-        # The stack returns the subgroup first that was added last, so they are added in reversed order. Samples without
+        is_node = len(group) == 1 or stop >= min_shared
+        if is_node and stop > start:
+            nodes.append(Node(tuple(group), start, stop, parent))
+            start, parent = stop, len(nodes) - 1  # the branches continue this node
+        if are_equal and not is_node:
+            branches = [[number] for number in group]  # too short to share: each sample gets its own node
+        # Without a node, ``start`` is unchanged, and the branches include the tokens of the short prefix.
+        # The stack returns the branch first that was added last, so they are added in reversed order. Samples without
         # tokens after ``start`` need no further node.
-        for subgroup in reversed(subgroups):
-            if len(symbols[subgroup[0]]) > start:
-                groups.append(_Group(subgroup, start, parent))
+        for branch in reversed(branches):
+            if len(symbols[branch[0]]) > start:
+                groups.append(_Group(branch, start, parent))
     return nodes
+
+
+def _branches(group: Sequence[int], symbols: Sequence[Int64Array], num_equal: int) -> list[list[int]]:
+    """Divide a group of samples by the symbol after their common prefix, which has ``num_equal`` symbols.
+
+    Samples that end with the prefix are a branch too. If all of them do, there are no branches.
+    """
+    branches: dict[int | None, list[int]] = {}  # None if a sample ends with the prefix
+    for number in group:
+        is_at_end = len(symbols[number]) == num_equal
+        next_symbol = None if is_at_end else int(symbols[number][num_equal])
+        branches.setdefault(next_symbol, []).append(number)
+    return [] if branches.keys() == {None} else list(branches.values())
 
 
 def _prefix_end(samples: Sequence[EncodedSample], can_end: npt.NDArray[np.bool_], start: int, num_equal: int) -> int:
@@ -188,6 +193,20 @@ def _prefix_end(samples: Sequence[EncodedSample], can_end: npt.NDArray[np.bool_]
     return int(np.flatnonzero(can_end[: max_length + 1])[-1])
 
 
+def _symbols_of_samples(
+    samples: Sequence[EncodedSample], spec: InputSpec
+) -> tuple[list[Int64Array], list[npt.NDArray[np.bool_]]]:
+    """Return for each sample its symbols (L,), and whether a prefix of each length may end (L + 1,)."""
+    numbers = MediaNumbers(spec.media_policy)
+    symbols: list[Int64Array] = []
+    can_end: list[npt.NDArray[np.bool_]] = []
+    for sample in samples:
+        sample_symbols, sample_can_end = _symbols(sample, spec, numbers)
+        symbols.append(sample_symbols)
+        can_end.append(sample_can_end)
+    return symbols, can_end
+
+
 def _symbols(sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
     """Return symbols of a sample's tokens, which are equal for equal inputs, and the lengths at which a prefix may end.
 
@@ -200,12 +219,13 @@ def _symbols(sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> t
     can_end = np.ones(len(ids) + 1, np.bool_)
     is_placeholder = np.isin(ids, list(tokens.pads.values()))
     for span in media_spans(sample, tokens):
-        positions = np.arange(span.start, span.stop)
-        symbols[positions[is_placeholder[positions]]] = -1 - numbers(span.medium)
+        span_symbols = symbols[span.start : span.stop]  # a view
+        span_symbols[is_placeholder[span.start : span.stop]] = -1 - numbers(span.medium)
         can_end[span.start + 1 : span.stop] = False
     # An opening token may be followed by a medium of another kind, so a prefix cannot end after it.
-    opening_ids = [token for token in (tokens.opening_vision, tokens.opening_sound) if token is not None]
-    can_end[1:] &= ~np.isin(ids, opening_ids)
+    for opening_id in (tokens.opening_vision, tokens.opening_sound):
+        if opening_id is not None:
+            can_end[1:] &= ids != opening_id
     return symbols, can_end
 
 

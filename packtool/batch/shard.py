@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from packtool.planning.pack_plan import invert_order
 from packtool.planning.skrull import SHARDED
 
 Int64Array = npt.NDArray[np.int64]
@@ -117,25 +118,37 @@ def assign_tokens(lengths: Sequence[int], placement: Sequence[int], split: Seque
     # Arrays to concatenate; the empty one makes the type right if no other is appended.
     no_tokens = np.zeros(0, np.int64)
     tokens_by_rank = [[no_tokens] for _ in range(split.size)]
-    sharded_tokens_by_ring_rank = [[no_tokens] for _ in range(split.ring_size)]
-    starts = np.cumsum([0, *lengths])[:-1].tolist()
-    for start, length, rank in zip(starts, lengths, placement, strict=True):
+    sharded_documents = []
+    start = 0
+    for length, rank in zip(lengths, placement, strict=True):
         tokens = np.arange(start, start + length)
-        if rank != SHARDED:
-            tokens_by_rank[rank].append(tokens)
-        elif split.ring_size == 1:
-            sharded_tokens_by_ring_rank[0].append(tokens)
+        start += length
+        if rank == SHARDED:
+            sharded_documents.append(tokens)
         else:
-            chunks = tokens.reshape(2 * split.ring_size, -1)
-            for ring_rank, ring_tokens in enumerate(sharded_tokens_by_ring_rank):
-                ring_tokens += [chunks[ring_rank], chunks[-1 - ring_rank]]  # an early chunk and a late one
-    # The U ranks of a Ulysses axis divide the tokens of their ring rank evenly, each a consecutive piece.
-    for ring_rank, ring_tokens in enumerate(sharded_tokens_by_ring_rank):
+            tokens_by_rank[rank].append(tokens)
+    for rank, tokens in enumerate(_divide_sharded(sharded_documents, split)):
+        tokens_by_rank[rank].append(tokens)
+    return [np.concatenate(rank_tokens) for rank_tokens in tokens_by_rank]
+
+
+def _divide_sharded(documents: Sequence[Int64Array], split: SequenceSplit) -> list[Int64Array]:
+    """Divide the tokens of the sharded documents among the ranks; return int64 (t,) for each rank."""
+    tokens_by_ring_rank = [[np.zeros(0, np.int64)] for _ in range(split.ring_size)]
+    for tokens in documents:
+        if split.ring_size == 1:
+            tokens_by_ring_rank[0].append(tokens)
+            continue
+        chunks = tokens.reshape(2 * split.ring_size, -1)
+        for ring_rank, ring_tokens in enumerate(tokens_by_ring_rank):
+            ring_tokens += [chunks[ring_rank], chunks[-1 - ring_rank]]  # an early chunk and a late one
+    # The ranks of a Ulysses axis divide the tokens of their ring rank evenly, each a consecutive piece.
+    tokens_by_rank: list[Int64Array] = []
+    for ring_tokens in tokens_by_ring_rank:
         tokens = np.concatenate(ring_tokens)
         assert len(tokens) % split.ulysses_size == 0, "a filler makes it even"
-        for ulysses_rank, rank_tokens in enumerate(np.split(tokens, split.ulysses_size)):
-            tokens_by_rank[ring_rank * split.ulysses_size + ulysses_rank].append(rank_tokens)
-    return [np.concatenate(rank_tokens) for rank_tokens in tokens_by_rank]
+        tokens_by_rank += np.split(tokens, split.ulysses_size)
+    return tokens_by_rank
 
 
 def route_features(
@@ -150,7 +163,8 @@ def route_features(
         rank: this rank.
     """
     num_ranks = len(tokens_by_rank)
-    rank_of_token = np.empty(sum(map(len, tokens_by_rank)), np.int64)  # of each token of the complete sequence
+    num_tokens = sum(map(len, tokens_by_rank))
+    rank_of_token = np.empty(num_tokens, np.int64)  # of each token of the complete sequence
     for token_rank, tokens in enumerate(tokens_by_rank):
         rank_of_token[tokens] = token_rank
     target_ranks = rank_of_token[positions]  # (n,), the rank that holds each feature's token
@@ -159,11 +173,11 @@ def route_features(
     # It receives m features, sorted by source rank, and those of one source by position in the sequence.
     is_received = target_ranks == rank
     receive_sources = source_ranks[is_received]  # (m,), by position in the sequence
-    row_of_feature = np.empty(len(receive_sources), np.int64)  # (m,), row of each feature among the received ones
-    row_of_feature[np.argsort(receive_sources, kind="stable")] = np.arange(len(receive_sources))
+    row_of_feature = invert_order(np.argsort(receive_sources, kind="stable"))  # (m,), among the received ones
     # The model needs them in the order of the rank's own sequence, which may differ from that of the complete one.
-    local_index = np.empty_like(rank_of_token)  # position of a token in the rank's own sequence
-    local_index[tokens_by_rank[rank]] = np.arange(len(tokens_by_rank[rank]))
+    rank_tokens = tokens_by_rank[rank]
+    local_index = np.empty(num_tokens, np.int64)  # position of a token in the rank's own sequence
+    local_index[rank_tokens] = np.arange(len(rank_tokens))
     local_order = np.argsort(local_index[positions[is_received]], kind="stable")
     return FeatureRoute(
         send_order=torch.from_numpy(np.argsort(send_targets, kind="stable")),

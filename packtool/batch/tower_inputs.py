@@ -80,11 +80,7 @@ def tower_inputs(
     uses_own_processor = bool(spec.family.processor_inputs)
     if uses_own_processor and not (exchanges_features and media):
         return {}
-    flat_ids = input_ids.flatten()
-    positions: dict[str, Tensor] = {}  # of the placeholder tokens of each kind of medium
-    for kind, pad_id in spec.pad_ids.items():
-        if spec.family.taken_as(kind) == kind:  # a family that takes videos as images has no positions of videos
-            positions[kind] = (flat_ids == pad_id).nonzero().squeeze(1)
+    positions = _placeholder_positions(spec, input_ids)
     if uses_own_processor:
         return {"vision": TowerInputs({}, positions)}
     inputs: dict[Tower, TowerInputs] = {}
@@ -96,6 +92,16 @@ def tower_inputs(
     if mask is not None:
         inputs["sound"] = TowerInputs(_sound_arguments(spec, mask), {"audio": positions["audio"]})
     return inputs
+
+
+def _placeholder_positions(spec: InputSpec, input_ids: Tensor) -> dict[str, Tensor]:
+    """Return the flattened positions of each kind's placeholder tokens, int64 (n,), ascending."""
+    flat_ids = input_ids.flatten()
+    positions: dict[str, Tensor] = {}
+    for kind, pad_id in spec.pad_ids.items():
+        if spec.family.taken_as(kind) == kind:  # a family that takes videos as images has no positions of videos
+            positions[kind] = (flat_ids == pad_id).nonzero().squeeze(1)
+    return positions
 
 
 def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]:
@@ -137,14 +143,8 @@ def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
     tower: Any = spec.meta_model.audio_tower
     helpers: Any = sys.modules[type(tower).__module__]
     lengths = mask.sum(dim=1)  # (sounds,)
-    frame_index = mask.flatten().nonzero().squeeze(1)  # of the mel frames of all sounds, one after the other
-    # The helper divides features (1, frames) into chunks and pads these with 0. Here, the features are the numbers of
-    # the frames, from 1, so that 0 stands for padding.
-    frame_numbers = torch.arange(1, len(frame_index) + 1)
-    chunks, chunk_lengths = helpers.chunk_and_pad_features(frame_numbers[None], lengths, tower.n_window)
-    index_of_number = torch.cat([torch.tensor([mask.numel()]), frame_index])
-    arguments: dict[str, Tensor | int] = {"chunk_lengths": chunk_lengths, "feature_lens": lengths}
-    arguments["frames"] = index_of_number[chunks[:, 0]]
+    frames, chunk_lengths = _chunk_frames(mask, helpers, tower.n_window)
+    arguments: dict[str, Tensor | int] = {"chunk_lengths": chunk_lengths, "feature_lens": lengths, "frames": frames}
     if hasattr(tower, "n_window_infer"):  # its helpers have other parameters
         arguments["valid_indices"] = helpers.get_valid_indices(chunk_lengths, tower.n_window)
         cu_seqlens = helpers.get_audio_cu_seqlens(chunk_lengths, lengths, tower.n_window_infer, tower.n_window)
@@ -153,6 +153,21 @@ def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
         arguments["pool_indices"] = helpers.get_pool_indices(lengths)
         cu_seqlens = helpers.get_audio_cu_seqlens(chunk_lengths)
     return arguments | {"cu_seqlens": cu_seqlens, "max_seqlen": _max_length(cu_seqlens)}
+
+
+def _chunk_frames(mask: Tensor, helpers: Any, window: int) -> tuple[Tensor, Tensor]:
+    """Divide the frames of sounds into chunks; return the argument ``frames`` and the length of each chunk, (chunks,).
+
+    ``helpers`` is the tower's module of transformers, and ``window`` the size of chunks that its helper expects.
+    """
+    frame_index = mask.flatten().nonzero().squeeze(1)  # of the mel frames of all sounds, one after the other
+    # The helper divides features (1, frames) into chunks and pads these with 0. Here, the features are the numbers of
+    # the frames, from 1, so that 0 stands for padding.
+    frame_numbers = torch.arange(1, len(frame_index) + 1)
+    chunks, chunk_lengths = helpers.chunk_and_pad_features(frame_numbers[None], mask.sum(dim=1), window)
+    padding_index = torch.tensor([mask.numel()])
+    index_of_number = torch.cat([padding_index, frame_index])
+    return index_of_number[chunks[:, 0]], chunk_lengths
 
 
 def _max_length(cu_seqlens: Tensor) -> int:

@@ -17,7 +17,7 @@ from packtool.planning.pack_plan import PackPlan, build_plan, invert_order, sele
 
 _MAX_COUNT, _MAX_COUNT_PER_MEAN = 6, 16
 """A pack is crowded if it has more slots of a source than this number, and than this multiple of the mean pack."""
-_MAX_TRIES = 64
+_MAX_TRIES = 256
 """Packs that are tried in a row for an exchange with a crowded one."""
 _MAX_FAILURES = 8
 """Crowded packs in a row that stay crowded before the others of the source are left as they are."""
@@ -77,9 +77,9 @@ class _Exchanges:
         others = self._longest_first(slot for slot in partner_slots if sources[slot] != source)
         for returned in ([], *([slot] for slot in reversed(others))):
             remaining = [slot for slot in partner_slots if slot not in returned]
-            moved = self._select_moved(crowd, remaining, max_moved)
-            if moved and self._try_exchange(crowded, partner, moved, returned):
-                return True
+            for moved in self._selections(crowd, remaining, max_moved):
+                if self._try_exchange(crowded, partner, moved, returned):
+                    return True
         return False
 
     def _try_exchange(self, crowded: int, partner: int, moved: list[int], returned: list[int]) -> bool:
@@ -95,8 +95,18 @@ class _Exchanges:
         self._changed[crowded] = new_crowded
         return True
 
-    def _select_moved(self, crowd: list[int], pack: list[int], max_moved: int) -> list[int]:
-        """Select slots of the crowd, sorted by length, that fit into a pack together: the longest that fit."""
+    def _selections(self, crowd: list[int], pack: list[int], max_moved: int) -> Iterator[list[int]]:
+        """Yield selections of slots that fit into a pack together: for each slot as the longest one, the next that fit.
+
+        ``crowd`` is sorted by length, the longest first.
+        """
+        for start in range(len(crowd)):
+            selection = self._select_fitting(crowd[start:], pack, max_moved)
+            if selection:
+                yield selection
+
+    def _select_fitting(self, crowd: list[int], pack: list[int], max_moved: int) -> list[int]:
+        """Select the first slots of the crowd that fit into a pack together."""
         free_tokens = self._packs.capacity - int(self._slots.lengths[pack].sum())
         moved: list[int] = []
         for slot in crowd:
