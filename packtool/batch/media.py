@@ -29,6 +29,7 @@ from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.families.processor import load_processor, process_images, process_video
 from packtool.encode.families.qwen_vl import Bounds, image_bounds, video_bounds
+from packtool.encode.families.record import AudioLimits
 from packtool.encode.media_spans import sounds_in_order
 from packtool.errors import ConfigError, MediaError
 from packtool.media.audio import load_audio
@@ -96,31 +97,47 @@ def _concatenated(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _patches(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    made: dict[str, Tensor] = {}
-    if images := [(image, sample) for sample in samples for image in sample.images]:
-        made |= _image_patches(images, spec)
-    if videos := [(video, sample) for sample in samples for video in sample.videos]:
-        # One at a time: a processor would stack videos of one size, and each has its own bounds.
-        each = [_video_patches(video, sample, spec) for video, sample in videos]
-        names = spec.family.video_inputs
-        pixels, grids = (torch.cat([patches[name] for patches in each]) for name in names)
-        if spec.family.videos_as_pictures:
-            grids = torch.tensor([grid for video, _ in videos for grid in video.frame_grids])
-            names = spec.family.image_inputs
-        made |= dict(zip(names, (pixels, grids), strict=True))
-    return made
+    """Load the patches and grids of samples' images and videos, by the names in the family's record."""
+    inputs: dict[str, Tensor] = {}
+    images = [(image, sample) for sample in samples for image in sample.images]
+    if images:
+        inputs |= _image_patches(images, spec)
+    if any(sample.videos for sample in samples):
+        inputs |= _patches_of_videos(samples, spec)
+    return inputs
+
+
+def _patches_of_videos(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
+    """Load the patches and grids of samples' videos, at least one.
+
+    Videos are processed one at a time: a processor would stack videos of one size, and each has its own bounds.
+    """
+    inputs_of_videos: list[dict[str, Tensor]] = []
+    frame_grids: list[tuple[int, ...]] = []
+    for sample in samples:
+        for video in sample.videos:
+            inputs_of_videos.append(_video_patches(video, sample, spec))
+            frame_grids += video.frame_grids
+    inputs = {name: torch.cat([each[name] for each in inputs_of_videos]) for name in spec.family.video_inputs}
+    if not spec.family.videos_as_pictures:
+        return inputs
+    # The model takes each time step of a video as an image.
+    pixels_of_videos, _ = spec.family.video_inputs
+    pixels_name, grids_name = spec.family.image_inputs
+    return {pixels_name: inputs[pixels_of_videos], grids_name: torch.tensor(frame_grids)}
 
 
 def _image_patches(images: Images, spec: InputSpec) -> dict[str, Tensor]:
     if spec.media_cache is None:
         return _decoded_images(images, spec)
     processor = _load(AutoImageProcessor, spec.model)
-    frames = [
-        _resized(image, sample, spec, processor, partial(_decoded_images, [(image, sample)], spec, **_UNSCALED))
-        for image, sample in images
-    ]
-    made = processor(images=[frame[0] for frame in frames], **_RESIZED)
-    return {name: made[name] for name in spec.family.image_inputs}
+    pictures: list[Tensor] = []  # uint8 (3, H, W) each
+    for image, sample in images:
+        decode = partial(_decoded_images, [(image, sample)], spec, **_UNSCALED)
+        frames = _resized(image, sample, spec, processor, decode)  # (1, 3, H, W)
+        pictures.append(frames[0])
+    outputs = processor(images=pictures, **_RESIZED)
+    return {name: outputs[name] for name in spec.family.image_inputs}
 
 
 def _decoded_images(images: Images, spec: InputSpec, **settings: bool) -> dict[str, Tensor]:
@@ -145,17 +162,18 @@ def _within_bounds(
     pictures: Sequence[Any], bounds: Sequence[Bounds], process: Callable[..., Any], names: tuple[str, str]
 ) -> tuple[Tensor, Tensor]:
     """Return patches and grids of images in their order; images with equal pixel bounds are processed in one call."""
-    patches: dict[int, Tensor] = {}
+    pixels_name, grids_name = names
+    patches: dict[int, Tensor] = {}  # of each image, by its number
     grids: dict[int, Tensor] = {}
     for pair in dict.fromkeys(bounds):
         numbers = [number for number, other in enumerate(bounds) if other == pair]
         size = dict(zip(("shortest_edge", "longest_edge"), pair, strict=True))
-        made = process(images=[pictures[number] for number in numbers], size=size)
-        made_patches, made_grids = (made[name] for name in names)
+        outputs = process(images=[pictures[number] for number in numbers], size=size)
         if len(numbers) == len(pictures):
-            return made_patches, made_grids
-        patches |= zip(numbers, made_patches.split(made_grids.prod(dim=1).tolist()), strict=True)
-        grids |= zip(numbers, made_grids, strict=True)
+            return outputs[pixels_name], outputs[grids_name]
+        num_patches = outputs[grids_name].prod(dim=1).tolist()  # of each image
+        patches |= zip(numbers, outputs[pixels_name].split(num_patches), strict=True)
+        grids |= zip(numbers, outputs[grids_name], strict=True)
     order = range(len(pictures))
     return torch.cat([patches[number] for number in order]), torch.stack([grids[number] for number in order])
 
@@ -221,13 +239,15 @@ def _resized(
 
 def _cache_key(medium: EncodedImage | EncodedVideo, spec: InputSpec, processor: Any) -> str | None:
     """Return the cache key of everything that determines a medium's pixels; None if its content is unidentifiable."""
-    policy, is_image = spec.media_policy, isinstance(medium, EncodedImage)
-    indices = () if isinstance(medium, EncodedImage) else medium.indices
-    if isinstance(medium, EncodedVideo) and medium.frames:
+    policy = spec.media_policy
+    is_image = isinstance(medium, EncodedImage)
+    indices: Sequence[int] = ()  # of the frames that are read from a video file
+    if isinstance(medium, EncodedVideo) and medium.frames:  # listed as image files
         states = [content_state(*frame, policy, is_image=True) for frame in medium.frames]
-        indices = ()
     else:
         states = [content_state(medium.path, medium.data, policy, is_image=is_image)]
+        if isinstance(medium, EncodedVideo):
+            indices = medium.indices
     if None in states:
         return None
     kind: MediaKind = "image" if is_image else "video"
@@ -237,10 +257,15 @@ def _cache_key(medium: EncodedImage | EncodedVideo, spec: InputSpec, processor: 
 
 def _frames_of_patches(patches: Tensor, medium: EncodedImage | EncodedVideo, processor: Any) -> Tensor:
     """Restore frames (T, 3, H, W) from patches (T / t * H / p * W / p, 3 * t * p * p) in token order."""
-    side, merge, num = processor.patch_size, processor.merge_size, processor.temporal_patch_size
+    side = processor.patch_size
+    merge = processor.merge_size  # a token has merge x merge patches
+    num_frames = processor.temporal_patch_size  # of a patch
     times, rows, columns = medium.grid
-    tokens = patches.to(torch.uint8).view(times, rows // merge, columns // merge, merge, merge, 3, num, side, side)
-    frames = tokens.permute(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(times * num, 3, rows * side, columns * side)
+    token_rows, token_columns = rows // merge, columns // merge
+    pixels = patches.to(torch.uint8)
+    tokens = pixels.view(times, token_rows, token_columns, merge, merge, 3, num_frames, side, side)
+    # To (time, frame of a patch, color, token row, patch row, pixel row, token column, patch column, pixel column).
+    frames = tokens.permute(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(times * num_frames, 3, rows * side, columns * side)
     # A picture's patches have copies of it as further frames.
     return frames[:1].contiguous() if isinstance(medium, EncodedImage) else frames
 
@@ -254,7 +279,10 @@ def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[st
     """
     parts: list[dict[str, Tensor]] = []  # of each video, and of each run of samples with images
     for run in _runs(samples):
-        parts += _processed_videos(run, spec) if run[0].videos else [_processed_images(run, spec)]
+        if run[0].videos:
+            parts += _processed_videos(run, spec)
+        else:
+            parts.append(_processed_images(run, spec))
     sizes = {tuple(part["pixel_values"].shape[-2:]) for part in parts if part}  # (H, W)
     if len(sizes) > 1 and any(sample.videos for sample in samples):
         raise ConfigError(
@@ -282,16 +310,19 @@ def _processed_videos(samples: Sequence[EncodedSample], spec: InputSpec) -> list
     """Return the inputs of each video, which this family treats as images."""
     processor = _processor(spec.model)
     pad = str(processor.tokenizer.convert_ids_to_tokens(spec.pad_ids["video"]))
-    media = []
-    for sample, video in [(each, video) for each in samples for video in each.videos]:
-        frames = _load_frames(video, spec)
-        pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
-        text, made = process_video(processor, pixels, video.num_frames, video.fps, video.indices)
-        (height, width), count = frames.shape[1:3], text.count(pad)
-        if (height, width, count) != (video.height, video.width, video.num_tokens):
-            raise _changed(video, sample, f"{video.num_tokens} tokens", f"{width}x{height} pixels in {count} tokens")
-        media.append({name: made[name] for name in spec.family.processor_inputs if name in made})
-    return media
+    inputs_of_videos = []
+    for sample in samples:
+        for video in sample.videos:
+            frames = _load_frames(video, spec)
+            pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
+            text, outputs = process_video(processor, pixels, video.num_frames, video.fps, video.indices)
+            height, width = frames.shape[1:3]
+            count = text.count(pad)
+            if (height, width, count) != (video.height, video.width, video.num_tokens):
+                size = f"{width}x{height} pixels in {count} tokens"
+                raise _changed(video, sample, f"{video.num_tokens} tokens", size)
+            inputs_of_videos.append({name: outputs[name] for name in spec.family.processor_inputs if name in outputs})
+    return inputs_of_videos
 
 
 def _process(pictures: Sequence[Any], spec: InputSpec) -> tuple[list[int], dict[str, Tensor]]:
@@ -320,11 +351,10 @@ def load_sounds(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
         ``input_features`` float32 (sounds, bins, frames) and ``feature_attention_mask`` int64 (sounds, frames), 1 on
         the frames of a sound and 0 on padding; empty if there is no sound.
     """
-    features_of_sounds = [
-        _mel_frames(sound, path, data, sample, spec)
-        for sample in samples
-        for sound, path, data in sounds_in_order(sample, spec.media_tokens)
-    ]
+    features_of_sounds: list[Tensor] = []  # float32 (bins, frames) each
+    for sample in samples:
+        for sound, path, data in sounds_in_order(sample, spec.media_tokens):
+            features_of_sounds.append(_mel_frames(sound, path, data, sample, spec))
     if not features_of_sounds:
         return {}
     max_frames = max(features.shape[1] for features in features_of_sounds)
@@ -349,12 +379,7 @@ def _mel_frames(
     assert limits is not None, "a sample with sound for a model without limits"
     waveform = load_audio(path, data, limits.sampling_rate, sound.num_samples, spec.media_policy)
     extractor = _load(AutoFeatureExtractor, spec.model)
-    settings: dict[str, Any] = {"padding": True, "truncation": False}
-    if limits.max_features is not None:
-        # The processor would pad to five minutes. Pad by a second instead, which gives the same frames of the sound.
-        num_frames = -(-len(waveform) // extractor.hop_length)  # rounded up
-        max_length = min(num_frames * extractor.hop_length + limits.sampling_rate, extractor.n_samples)
-        settings = {"padding": "max_length", "max_length": max_length, "truncation": True}
+    settings = _padding_settings(extractor, len(waveform), limits)
     settings |= {"return_attention_mask": True, "return_tensors": "pt"}
     outputs = extractor(waveform, sampling_rate=limits.sampling_rate, **settings)
     num_features = int(outputs["attention_mask"].sum())
@@ -365,6 +390,16 @@ def _mel_frames(
             f"Put the file back, or {EXPORT_AGAIN}",
         )
     return outputs["input_features"][0, :, :num_features]
+
+
+def _padding_settings(extractor: Any, num_samples: int, limits: AudioLimits) -> dict[str, Any]:
+    """Return the settings with which a feature extractor pads a sound of ``num_samples`` samples of the waveform."""
+    if limits.max_features is None:
+        return {"padding": True, "truncation": False}
+    # The processor would pad to five minutes. Pad by a second instead, which gives the same frames of the sound.
+    num_frames = -(-num_samples // extractor.hop_length)  # rounded up
+    max_length = min(num_frames * extractor.hop_length + limits.sampling_rate, extractor.n_samples)
+    return {"padding": "max_length", "max_length": max_length, "truncation": True}
 
 
 @lru_cache(maxsize=12)
@@ -386,12 +421,16 @@ def skip_pixel_copies(image_processor: Any) -> None:
     original = image_processor.process_image
 
     def process_image(image: Any, *args: Any, **settings: Any) -> Tensor:
-        is_rgb = isinstance(image, Image.Image) and image.mode == "RGB"
-        if is_rgb and image.width * image.height >= _MIN_UNCOPIED_PIXELS and settings.get("device") is None:
+        if _is_large_rgb(image) and settings.get("device") is None:
             return torch.from_numpy(np.array(image)).permute(2, 0, 1)
         return original(image, *args, **settings)
 
     image_processor.process_image = process_image
+
+
+def _is_large_rgb(image: Any) -> bool:
+    is_rgb = isinstance(image, Image.Image) and image.mode == "RGB"
+    return is_rgb and image.width * image.height >= _MIN_UNCOPIED_PIXELS
 
 
 def blank_picture(kind: MediaKind, spec: InputSpec) -> dict[str, Tensor]:

@@ -168,21 +168,25 @@ class MediaCache:
         if self._run_file is None and self._can_write:
             os.makedirs(self._entries, exist_ok=True)
             os.makedirs(self._runs, exist_ok=True)
-            run_path = os.path.join(self._runs, self.name)
             with self._locked() as state:
-                run_paths = {entry.path for entry in os.scandir(self._runs)}
-                active_paths = {path for path in run_paths if not _is_unlocked(path)}
-                for path in run_paths - active_paths - {run_path}:
-                    os.remove(path)  # left by ended processes
-                state.paused_until = 0.0
-                # A shared lock, which is held until this process ends, marks the run as active.
-                self._run_file = open(run_path, "ab")  # noqa: SIM115
-                fcntl.flock(self._run_file, fcntl.LOCK_SH)
-                if not active_paths or state.used_bytes < 0:
-                    self._scan_entries(state)  # count anew what killed processes left
-                if state.used_bytes > self.limit:
-                    self._scan_entries(state, state.used_bytes - self.limit, includes_active=True)
+                self._begin_run(state)
         return self._run_file is not None
+
+    def _begin_run(self, state: _State) -> None:
+        """Mark this run as active, and remove what ended or killed processes left, and what exceeds the limit."""
+        run_path = os.path.join(self._runs, self.name)
+        run_paths = {entry.path for entry in os.scandir(self._runs)}
+        active_paths = {path for path in run_paths if not _is_unlocked(path)}
+        for path in run_paths - active_paths - {run_path}:
+            os.remove(path)
+        state.paused_until = 0.0
+        # A shared lock, which is held until this process ends, marks the run as active.
+        self._run_file = open(run_path, "ab")  # noqa: SIM115
+        fcntl.flock(self._run_file, fcntl.LOCK_SH)
+        if not active_paths or state.used_bytes < 0:  # killed processes may have left entries that are not counted
+            self._scan_entries(state)
+        if state.used_bytes > self.limit:
+            self._scan_entries(state, state.used_bytes - self.limit, includes_active=True)
 
     def _read_entry(self, key: str, is_read_again: bool) -> Frames | None:
         path = os.path.join(self._entries, key)
@@ -276,7 +280,8 @@ class MediaCache:
             last_run = modified_ns % _MS  # _touch stores the number of the run in the last digits
             if not is_unfinished and (includes_active or last_run not in active_runs):
                 evictable.append((modified_ns, entry.path, size))
-        for _, path, size in sorted(evictable):
+        evictable.sort()
+        for _, path, size in evictable:
             if num_bytes <= 0:
                 break
             os.remove(path)

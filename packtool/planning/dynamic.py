@@ -12,8 +12,7 @@ those of one rank have about equal work::
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -102,41 +101,64 @@ def _divide_steps(
     fewer others. Otherwise bins are assigned to ranks afterwards: each rank gets one of the heaviest, then one of the
     next ones, and so on. ``work``, (K,), is that of each sample.
     """
+    num_groups = num_ranks if ranks_first else 1
+    bin_of_sample, num_bins = _bins_of_steps(work, limits, samples_per_step, num_ranks, num_groups)
+    bin_work = np.bincount(bin_of_sample, weights=work, minlength=int(num_bins.sum()))
+    micro_batch_of_bin = _number_by_rank(bin_work, num_bins, num_ranks, ranks_first=ranks_first)
+    micro_batch_of_sample = micro_batch_of_bin[bin_of_sample]
+    sizes = np.bincount(micro_batch_of_sample, minlength=len(bin_work))
+    return StepAssignment(np.argsort(micro_batch_of_sample, kind="stable"), sizes, num_bins)
+
+
+def _bins_of_steps(
+    work: npt.NDArray[Any], limits: Sequence[Limit], samples_per_step: int, num_ranks: int, num_groups: int
+) -> tuple[Int64Array, Int64Array]:
+    """Return the bin of each sample, numbered over all steps, (K,), and the number of bins of each step, (S,)."""
     num_samples = len(work)
     num_full_steps = num_samples // samples_per_step
-    num_steps = math.ceil(num_samples / samples_per_step)
     num_in_full_steps = num_full_steps * samples_per_step
     positions = np.arange(num_samples)
     full_steps = positions[:num_in_full_steps].reshape(num_full_steps, samples_per_step)
     last_step = positions[None, num_in_full_steps:]
-    num_groups = num_ranks if ranks_first else 1
     bin_of_sample = np.zeros(num_samples, np.int64)  # within its step at first
-    num_bins = np.zeros(num_steps, np.int64)
-    for steps, samples in ((slice(num_full_steps), full_steps), (slice(num_full_steps, None), last_step)):
+    num_bins: list[Int64Array] = [np.zeros(0, np.int64)]
+    for samples in (full_steps, last_step):  # (steps, samples of a step)
         if samples.size:
             step_limits = [Limit(limit.sizes[samples], limit.maximum) for limit in limits]
-            bin_of_sample[samples], num_bins[steps] = _find_bins(work[samples], step_limits, num_ranks, num_groups)
-    # From here on, bins are numbered over all steps.
-    first_bins = to_offsets(num_bins)
+            bin_of_sample[samples], num_bins_of_steps = _find_bins(work[samples], step_limits, num_ranks, num_groups)
+            num_bins.append(num_bins_of_steps)
+    num_bins_per_step = np.concatenate(num_bins)
+    first_bins = to_offsets(num_bins_per_step)
     bin_of_sample += first_bins[positions // samples_per_step]
-    bin_work = np.bincount(bin_of_sample, weights=work, minlength=int(first_bins[-1]))
+    return bin_of_sample, num_bins_per_step
 
-    def heaviest_first(bins: Int64Array) -> Int64Array:
-        """Sort bins along the last axis by their work."""
-        return np.take_along_axis(bins, np.argsort(-bin_work[bins], axis=-1, kind="stable"), axis=-1)
 
-    # Number the bins of a step rank by rank, for all steps with equally many bins at once.
-    micro_batch_of_bin = np.empty(len(bin_work), np.int64)
+def _number_by_rank(
+    bin_work: npt.NDArray[Any], num_bins: Int64Array, num_ranks: int, *, ranks_first: bool
+) -> Int64Array:
+    """Number the bins of each step rank by rank, those of a rank by their work; return each bin's new number, (bins,).
+
+    With ``ranks_first``, consecutive bins of a step already belong to one rank. ``num_bins``, (S,), are of each step.
+    """
+    first_bins = to_offsets(num_bins)[:-1]
+    new_numbers = np.empty(len(bin_work), np.int64)
+    # All steps with equally many bins at once.
     for num in np.unique(num_bins).tolist():
-        bins = first_bins[:-1][num_bins == num, None] + np.arange(num)  # (steps, bins)
+        bins = first_bins[num_bins == num, None] + np.arange(num)  # (steps, bins)
         if ranks_first:
             rank_bins = bins.reshape(-1, num_ranks, num // num_ranks)
         else:
-            rank_bins = heaviest_first(bins).reshape(-1, num // num_ranks, num_ranks).transpose(0, 2, 1)
-        micro_batch_of_bin[heaviest_first(rank_bins).reshape(-1, num)] = bins
-    micro_batch_of_sample = micro_batch_of_bin[bin_of_sample]
-    sizes = np.bincount(micro_batch_of_sample, minlength=len(bin_work))
-    return StepAssignment(np.argsort(micro_batch_of_sample, kind="stable"), sizes, num_bins)
+            rounds = _heaviest_first(bins, bin_work).reshape(-1, num // num_ranks, num_ranks)
+            rank_bins = rounds.transpose(0, 2, 1)  # a rank has one bin of each round
+        by_rank = _heaviest_first(rank_bins, bin_work)  # (steps, ranks, bins of a rank)
+        new_numbers[by_rank.reshape(-1, num)] = bins
+    return new_numbers
+
+
+def _heaviest_first(bins: Int64Array, bin_work: npt.NDArray[Any]) -> Int64Array:
+    """Sort numbers of bins along the last axis by their work, the most work first."""
+    order = np.argsort(-bin_work[bins], axis=-1, kind="stable")
+    return np.take_along_axis(bins, order, axis=-1)
 
 
 def _find_bins(
@@ -154,19 +176,28 @@ def _find_bins(
     open_steps = np.arange(len(work))  # steps whose samples did not fit yet
     while len(open_steps):
         fits = np.zeros(len(work), np.bool_)
-        for num in np.unique(num_bins[open_steps]).tolist():
-            # Steps with equally many bins are placed at once, in chunks that bound the memory.
-            same_steps = open_steps[num_bins[open_steps] == num]
-            chunk_size = max(1, _BINS_AT_ONCE // num)
-            for start in range(0, len(same_steps), chunk_size):
-                steps = same_steps[start : start + chunk_size]
-                step_limits = [Limit(limit.sizes[steps], limit.maximum) for limit in limits]
-                placed = _place_in_bins(work[steps], heaviest_first[steps], step_limits, num_groups, num)
-                bin_of[steps], fits[steps] = placed
+        for steps in _chunks_of_equal_bins(open_steps, num_bins):
+            step_limits = [Limit(limit.sizes[steps], limit.maximum) for limit in limits]
+            num = int(num_bins[steps[0]])
+            bins, fits_step = _place_in_bins(work[steps], heaviest_first[steps], step_limits, num_groups, num)
+            bin_of[steps] = bins
+            fits[steps] = fits_step
         # Steps with a sample that did not fit get one more bin for every rank.
         open_steps = open_steps[~fits[open_steps]]
         num_bins[open_steps] += num_ranks
     return bin_of, num_bins
+
+
+def _chunks_of_equal_bins(steps: Int64Array, num_bins: Int64Array) -> Iterator[Int64Array]:
+    """Yield the steps with equally many bins together, (k,), in chunks that bound the memory of placing them at once.
+
+    ``num_bins``, (S,), are of all steps.
+    """
+    for num in np.unique(num_bins[steps]).tolist():
+        same_steps = steps[num_bins[steps] == num]
+        chunk_size = max(1, _BINS_AT_ONCE // num)
+        for start in range(0, len(same_steps), chunk_size):
+            yield same_steps[start : start + chunk_size]
 
 
 def _min_bins(sizes: IntArray, limit: int) -> Int64Array:
@@ -197,18 +228,20 @@ def _place_in_bins(
     fits = np.ones(num_steps, np.bool_)
     steps = np.arange(num_steps)
     for sample in order.T:  # the next sample of each step, (S,), and so are all choices below
-        sizes = [limit.sizes[steps, sample] for limit in limits]
         has_space = np.ones(shape, np.bool_)
-        for limit, used, size in zip(limits, used_of_limits, sizes, strict=True):
-            has_space &= used <= (limit.maximum - size)[:, None, None]
+        for limit, used in zip(limits, used_of_limits, strict=True):
+            max_used = limit.maximum - limit.sizes[steps, sample]
+            has_space &= used <= max_used[:, None, None]
         # If no bin has space, these are group 0 and its bin 0, which overflows: the step does not fit.
         group = np.where(has_space.any(axis=2), group_work, np.inf).argmin(axis=1)
         bin_in_group = np.where(has_space[steps, group], bin_work[steps, group], np.inf).argmin(axis=1)
-        fits &= has_space[steps, group, bin_in_group]
-        for used, size in zip(used_of_limits, sizes, strict=True):
-            used[steps, group, bin_in_group] += size
-        bin_work[steps, group, bin_in_group] += work[steps, sample]
-        group_work[steps, group] += work[steps, sample]
+        chosen = steps, group, bin_in_group
+        fits &= has_space[chosen]
+        for limit, used in zip(limits, used_of_limits, strict=True):
+            used[chosen] += limit.sizes[steps, sample]
+        sample_work = work[steps, sample]
+        bin_work[chosen] += sample_work
+        group_work[steps, group] += sample_work
         bin_of_sample[steps, sample] = group * bins_per_group + bin_in_group
     return bin_of_sample, fits
 
@@ -248,29 +281,29 @@ class EvaluationPlan:
         """The micro-batches: few and about equally full ones; each "step" of the assignment is a window of samples."""
         trees = self.trees
         if trees is None:
-            tokens = aligned_lengths(self.lengths, self.alignment)
-        else:
-            tokens = trees.sums_per_group(trees.new_tokens(self.lengths))  # of groups, which count as samples below
+            return self._assign_windows(aligned_lengths(self.lengths, self.alignment))
+        tokens = trees.sums_per_group(trees.new_tokens(self.lengths))
+        batches = self._assign_windows(tokens)
+        # Replace the groups in the micro-batches by their samples.
+        offsets = to_offsets(batches.micro_batch_sizes)
+        group_tokens = tokens[batches.order].astype(np.int32)
+        batches_of_groups = PackPlan(batches.order, offsets, group_tokens, self.max_tokens)
+        packs = trees.expand(batches_of_groups, self.lengths)
+        return StepAssignment(packs.samples, np.diff(packs.offsets), batches.micro_batches_per_step)
+
+    def _assign_windows(self, tokens: IntArray) -> StepAssignment:
+        """Make micro-batches, window by window, from the tokens (n,) of samples, or of groups with shared prefixes."""
         mean_tokens = float(tokens.mean()) if len(tokens) else 1.0
         samples_per_batch = min(self.max_tokens / mean_tokens, self.max_samples or self.max_tokens)
         batches_per_window = min(_BATCHES_PER_RANK * self.num_ranks, _MAX_BATCHES)
         samples_per_window = int(batches_per_window * samples_per_batch)
-        batches = assign_by_tokens(
+        return assign_by_tokens(
             tokens,
             samples_per_step=min(max(samples_per_window, _MIN_SAMPLES), _MAX_SAMPLES),
             num_ranks=self.num_ranks,
             max_tokens=self.max_tokens,
             max_samples=self.max_samples,
         )
-        if trees is None:
-            return batches
-        # Replace the groups in the micro-batches by their samples.
-        group_tokens = tokens[batches.order].astype(np.int32)
-        batches_of_groups = PackPlan(
-            batches.order, to_offsets(batches.micro_batch_sizes), group_tokens, self.max_tokens
-        )
-        packs = trees.expand(batches_of_groups, self.lengths)
-        return StepAssignment(packs.samples, np.diff(packs.offsets), batches.micro_batches_per_step)
 
     @property
     def num_tokens(self) -> int:

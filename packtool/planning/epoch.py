@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from packtool.errors import DataError
+from packtool.planning.cost import CostModel
 from packtool.planning.dynamic import assign_by_tokens, assign_samples
 from packtool.planning.mixture import Mixture
 from packtool.planning.mixture_packing import order_mixture_packs, pack_mixture
@@ -129,16 +131,7 @@ def plan_epoch(
             samples of ``trees``; None for all samples.
     """
     assert len(lengths) == len(target_tokens)
-    fits = lengths <= options.max_length
-    kept = np.flatnonzero(fits).astype(np.int64) if untrained is None else untrained[fits[untrained]]
-    if len(kept) == 0:
-        raise DataError(
-            f"No sample is left to train on: the cache holds {len(lengths):,}, "
-            f"and all are longer than {options.max_length:,} tokens (--max-length, or --packing-length)."
-            if len(lengths)
-            else "No sample is left to train on: the cache is empty.",
-            "Raise the limit, or export other rows.",
-        )
+    kept = _kept_samples(lengths, options.max_length, untrained)
     if trees is not None:
         assert options.packing, "padded rows share nothing"
         capacity = options.packing_length
@@ -151,6 +144,22 @@ def plan_epoch(
         packs = replace(packs, samples=kept[packs.samples])
     packs = _group_padded_rows(packs, options)
     return assign_packs(packs, target_tokens, options, media_tokens=media_tokens, towers=towers, trees=trees)
+
+
+def _kept_samples(lengths: IntArray, max_length: int, untrained: Int64Array | None) -> Int64Array:
+    """Return the samples of at most ``max_length`` tokens, int64 (n,), of ``untrained`` or all; none is a DataError."""
+    fits = lengths <= max_length
+    kept = np.flatnonzero(fits).astype(np.int64) if untrained is None else untrained[fits[untrained]]
+    if len(kept) > 0:
+        return kept
+    if len(lengths) == 0:
+        problem = "No sample is left to train on: the cache is empty."
+    else:
+        problem = (
+            f"No sample is left to train on: the cache holds {len(lengths):,}, "
+            f"and all are longer than {max_length:,} tokens (--max-length, or --packing-length)."
+        )
+    raise DataError(problem, "Raise the limit, or export other rows.")
 
 
 def plan_mixture(
@@ -166,11 +175,25 @@ def plan_mixture(
 
     ``media_tokens`` and ``towers``, (N,), are of all samples of the caches.
     """
+    keeps_order = options.packing and options.packing_algorithm == "sequential"
+    spreads_sources = options.shuffle and not keeps_order
+    packs = _pack_drawn_samples(mixture, options, seed, epoch, spreads_sources=spreads_sources)
+    if spreads_sources:
+        sources = mixture.source_of(packs.samples)
+        amounts = mixture.amounts(packs.samples)
+        packs = select_packs(packs, order_mixture_packs(packs, sources, amounts, seed=seed, epoch=epoch))
+    packs = _group_padded_rows(packs, options)
+    plan = assign_packs(packs, mixture.target_tokens, options, media_tokens=media_tokens, towers=towers)
+    return replace(plan, summary=replace(plan.summary, num_filtered=mixture.num_filtered))
+
+
+def _pack_drawn_samples(
+    mixture: Mixture, options: PlanOptions, seed: int, epoch: int, *, spreads_sources: bool
+) -> PackPlan:
+    """Pack a mixture's slots, and fill each with the sample that the epoch draws for it."""
     slots = mixture.slots
     sample_of_slot = mixture.draw(epoch)
     makes_packs = options.packing and options.samples_per_step is None
-    keeps_order = options.packing and options.packing_algorithm == "sequential"
-    spreads_sources = options.shuffle and not keeps_order
     has_one_source = max(mixture.counts) == mixture.num_drawn
     if makes_packs and spreads_sources and not has_one_source:
         packed_slots, donor_of_slot = pack_mixture(slots, options, seed=seed, epoch=epoch)
@@ -179,13 +202,7 @@ def plan_mixture(
         packed_slots = _pack_samples(slots.lengths, slots.media_tokens, options, seed, epoch)
     samples = sample_of_slot[packed_slots.samples]
     lengths = mixture.lengths[samples].astype(np.int32, copy=False)
-    packs = PackPlan(samples, packed_slots.offsets, lengths, packed_slots.capacity, mixture=mixture.fingerprint)
-    if spreads_sources:
-        sources, amounts = mixture.source_of(samples), mixture.amounts(samples)
-        packs = select_packs(packs, order_mixture_packs(packs, sources, amounts, seed=seed, epoch=epoch))
-    packs = _group_padded_rows(packs, options)
-    plan = assign_packs(packs, mixture.target_tokens, options, media_tokens=media_tokens, towers=towers)
-    return replace(plan, summary=replace(plan.summary, num_filtered=mixture.num_filtered))
+    return PackPlan(samples, packed_slots.offsets, lengths, packed_slots.capacity, mixture=mixture.fingerprint)
 
 
 def assign_packs(
@@ -208,34 +225,20 @@ def assign_packs(
     has_fixed_samples = options.samples_per_step is not None
     # Units are what is assigned to ranks: packs, or samples as packs of one.
     units = split_into_samples(packs) if has_fixed_samples or options.skrull is not None else packs
-
-    def cost_of(packs: PackPlan) -> Costs:
-        assert options.cost is not None
-        return pack_costs(packs, options.cost, target_tokens, towers)
-
-    unit_costs = None if options.cost is None else cost_of(units)
+    costs = _PackCosts(options.cost, target_tokens, towers)
+    unit_costs = costs.of(units)
     tree_parts = None if keeps_steps else TreeParts.of(packs, trees)
     trained_packs, assignment = _assign_units(packs, units, unit_costs, options, media_tokens, tree_parts)
     placement = assignment.placement
     steps = StepPlan.of(trained_packs, target_tokens, assignment, options.world_size)
+    fill = _fill_of(trained_packs, steps, options)
     balance = skrull = None
-    if options.packing or has_fixed_samples:
-        fill = trained_packs.fill
-    elif options.dynamic_batch_tokens is None:
-        fill = padded_fill(trained_packs, steps)
-    else:
-        fill = 1.0  # dynamic batches have no padding
     if unit_costs is not None:
-        trained_costs = unit_costs if trained_packs is units else cost_of(trained_packs)
-        planned = before = imbalance(steps.rank_costs(trained_costs))
-        # ``before`` is the imbalance of packs, or samples, that are assigned to the ranks in turn.
-        if options.samples_per_step is not None:
-            before = imbalance(_round_robin_rank_costs(unit_costs, options.samples_per_step, options.world_size))
-        elif options.skrull is not None or (options.balance != "none" and options.dynamic_batch_tokens is None):
-            in_turn = assign_balanced(packs, None, replace(options, balance="none"), tree_parts)
-            steps_in_turn = StepPlan.of(packs, target_tokens, in_turn, options.world_size)
-            before = imbalance(steps_in_turn.rank_costs(unit_costs if packs is units else cost_of(packs)))
-        balance = BalanceFigures(before, planned, float(unit_costs.sum()))
+        trained_costs = unit_costs if trained_packs is units else costs.of(trained_packs)
+        assert trained_costs is not None, "there are costs of units"
+        planned = imbalance(steps.rank_costs(trained_costs))
+        in_turn = _imbalance_in_turn(packs, unit_costs, costs, options, tree_parts)
+        balance = BalanceFigures(planned if in_turn is None else in_turn, planned, float(unit_costs.sum()))
     if placement is not None and options.skrull is not None and unit_costs is not None:
         work = None if towers is None else TowerWork(towers.flops[units.samples], towers.num_media[units.samples])
         skrull = SkrullFigures.of(units, steps, placement, options.skrull, unit_costs, work)
@@ -245,6 +248,46 @@ def assign_packs(
     summary = summarize(counted, steps, options, num_cached=num_cached, fill=fill, balance=balance, skrull=skrull)
     lasting = units if has_fixed_samples else packs
     return EpochPlan(trained_packs, steps, summary, lasting, placement)
+
+
+def _fill_of(packs: PackPlan, steps: StepPlan, options: PlanOptions) -> float:
+    """Return the share of tokens that are not padding in the trained packs, or in padded rows, 0 to 1."""
+    if options.packing or options.samples_per_step is not None:
+        return packs.fill
+    if options.dynamic_batch_tokens is None:
+        return padded_fill(packs, steps)
+    return 1.0  # dynamic batches have no padding
+
+
+class _PackCosts(NamedTuple):
+    """Inputs of the costs of packs, apart from the packs; ``model`` is None if no costs are to be computed."""
+
+    model: CostModel | None
+    target_tokens: IntArray
+    towers: TowerWork | None
+
+    def of(self, packs: PackPlan) -> Costs | None:
+        """Return the cost of each pack, (K,)."""
+        return None if self.model is None else pack_costs(packs, self.model, self.target_tokens, self.towers)
+
+
+def _imbalance_in_turn(
+    packs: PackPlan, unit_costs: Costs, costs: _PackCosts, options: PlanOptions, tree_parts: TreeParts | None
+) -> Costs | None:
+    """Return the imbalance of each step if packs, or samples, were assigned to the ranks in turn; None if they are.
+
+    ``unit_costs`` are of the packs or, with fixed samples or Skrull, of their samples.
+    """
+    if options.samples_per_step is not None:
+        return imbalance(_round_robin_rank_costs(unit_costs, options.samples_per_step, options.world_size))
+    is_balanced = options.balance != "none" and options.dynamic_batch_tokens is None
+    if options.skrull is None and not is_balanced:
+        return None
+    costs_of_packs = unit_costs if options.skrull is None else costs.of(packs)
+    assert costs_of_packs is not None, "there are costs of units"
+    in_turn = assign_balanced(packs, None, replace(options, balance="none"), tree_parts)
+    steps = StepPlan.of(packs, costs.target_tokens, in_turn, options.world_size)
+    return imbalance(steps.rank_costs(costs_of_packs))
 
 
 def _assign_units(
@@ -260,14 +303,7 @@ def _assign_units(
     Units are ``packs``, or their samples as packs of one; ``costs``, (U,), are of units.
     """
     if options.samples_per_step is not None:
-        samples = assign_samples(units, costs, options, media_tokens)
-        # The samples of each nonempty micro-batch become one pack.
-        has_pack = samples.micro_batch_sizes > 0
-        pack_sizes = samples.micro_batch_sizes[has_pack]
-        joined = build_plan(samples.order, pack_sizes, units.lengths, units.capacity)
-        joined = replace(joined, samples=units.samples[samples.order])
-        pack_order = np.arange(joined.num_packs, dtype=np.int64)
-        return joined, StepAssignment(pack_order, has_pack.astype(np.int64), samples.micro_batches_per_step)
+        return _join_micro_batches(units, assign_samples(units, costs, options, media_tokens))
     if options.skrull is not None:
         assert costs is not None, "Skrull needs the costs of samples"
         return units, assign_skrull(packs, costs, options)
@@ -280,6 +316,19 @@ def _assign_units(
         max_tokens=options.dynamic_batch_tokens,
         max_samples=options.dynamic_max_batch_size,
     )
+
+
+def _join_micro_batches(samples: PackPlan, assignment: StepAssignment) -> tuple[PackPlan, StepAssignment]:
+    """Make one pack of the samples of each nonempty micro-batch; return the packs and their assignment.
+
+    ``samples`` are packs of one; ``assignment`` is theirs.
+    """
+    has_pack = assignment.micro_batch_sizes > 0
+    pack_sizes = assignment.micro_batch_sizes[has_pack]
+    joined = build_plan(assignment.order, pack_sizes, samples.lengths, samples.capacity)
+    joined = replace(joined, samples=samples.samples[assignment.order])
+    pack_order = np.arange(joined.num_packs, dtype=np.int64)
+    return joined, StepAssignment(pack_order, has_pack.astype(np.int64), assignment.micro_batches_per_step)
 
 
 def _round_robin_rank_costs(costs: Costs, samples_per_step: int, num_ranks: int) -> Costs:

@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from packtool.config.mixture import MAX_AMOUNT, MixUnit, Recipe, SourceRecipe, check_drawn
 from packtool.errors import DataError
@@ -131,17 +132,21 @@ class Mixture:
             num_trained = int(trained[start:stop].sum())
             if num_trained == 0:
                 continue
+            num_to_train = max(self.counts[source] - num_trained, 0)
+            num_excess = int(remaining[start:stop].sum()) - num_to_train
             # Only samples that are not in every epoch, and remain to be trained, may be left out.
             fixed, _, _ = self._selections[source]
             drawn = self._draw_source(source, epoch)[len(fixed) :]
             candidates = drawn[remaining[drawn] > 0]
-            longest_first = candidates[self._by_length(candidates)]
-            num_to_train = max(self.counts[source] - num_trained, 0)
-            num_excess = int(remaining[start:stop].sum()) - num_to_train
-            num_left_out = min(max(num_excess, 0), len(candidates))
-            evenly_spaced = np.arange(num_left_out) * len(candidates) // max(num_left_out, 1)
-            counts[longest_first[evenly_spaced]] -= 1
+            counts[self._select_of_all_lengths(candidates, num_excess)] -= 1
         return counts
+
+    def _select_of_all_lengths(self, samples: Int64Array, num: int) -> Int64Array:
+        """Select up to ``num`` of the samples, evenly spaced by length."""
+        num_selected = min(max(num, 0), len(samples))
+        longest_first = samples[self._by_length(samples)]
+        evenly_spaced = np.arange(num_selected) * len(samples) // max(num_selected, 1)
+        return longest_first[evenly_spaced]
 
     @cached_property
     def _interleaved(self) -> Int64Array:
@@ -240,18 +245,9 @@ def make_mixture(
         if not source.is_taken:
             candidates.append(np.zeros(0, np.int64))
             continue
-        source_lengths = lengths[start:stop]
-        longest = min(max_length, source.max_length or max_length)
-        is_allowed = (source_lengths <= longest) & (source_lengths >= (source.min_length or 0))
-        allowed = np.flatnonzero(is_allowed).astype(np.int64) + start
-        if not len(allowed):
-            raise DataError(
-                f"{recipe.place}: no samples remain of {source.path}: none of its {len(source_lengths):,} samples has "
-                f"{source.min_length or 1:,} to {longest:,} tokens.",
-                "Remove the source, or allow other lengths (--max-length, or the recipe's min_length and max_length).",
-            )
-        candidates.append(allowed)
-        num_filtered += len(source_lengths) - len(allowed)
+        allowed = _allowed_samples(source, lengths[start:stop], max_length, recipe.place)
+        candidates.append(allowed + start)
+        num_filtered += stop - start - len(allowed)
     amounts = {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]
     counts = _count_draws(recipe, candidates, amounts)
     check_drawn(sum(counts), sum(map(len, candidates)), recipe.place or "an epoch")
@@ -273,6 +269,24 @@ def make_mixture(
     )
 
 
+def _allowed_samples(source: SourceRecipe, lengths: IntArray, max_length: int, place: str) -> Int64Array:
+    """Return the samples of a source within its limits, int64 (n,), from 0; none is a DataError.
+
+    ``lengths`` are of the source's samples; ``place`` names the recipe in the error.
+    """
+    shortest = source.min_length or 0
+    longest = min(max_length, source.max_length or max_length)
+    is_allowed = (lengths <= longest) & (lengths >= shortest)
+    allowed = np.flatnonzero(is_allowed).astype(np.int64)
+    if not len(allowed):
+        raise DataError(
+            f"{place}: no samples remain of {source.path}: none of its {len(lengths):,} samples has "
+            f"{source.min_length or 1:,} to {longest:,} tokens.",
+            "Remove the source, or allow other lengths (--max-length, or the recipe's min_length and max_length).",
+        )
+    return allowed
+
+
 def _count_draws(recipe: Recipe, candidates: list[Int64Array], amounts: IntArray | None) -> tuple[int, ...]:
     """Compute the number of samples that an epoch draws of each source.
 
@@ -281,20 +295,16 @@ def _count_draws(recipe: Recipe, candidates: list[Int64Array], amounts: IntArray
     """
     num_candidates = [len(samples) for samples in candidates]
     if not recipe.has_weights:
-        pairs = zip(recipe.sources, num_candidates, strict=True)
-        return tuple(num if source.amount is None else source.amount.of(num) for source, num in pairs)
+        counts_by_amount = []
+        for source, num in zip(recipe.sources, num_candidates, strict=True):
+            counts_by_amount.append(num if source.amount is None else source.amount.of(num))
+        return tuple(counts_by_amount)
     is_taken = np.array([source.is_taken for source in recipe.sources])
     if amounts is None:
         sizes = np.array(num_candidates, float)
     else:
         sizes = np.array([int(amounts[samples].sum(dtype=np.int64)) for samples in candidates], float)
-    if not sizes[is_taken].all():
-        first_empty = int(np.argmin(np.where(is_taken, sizes, np.inf)))
-        empty = recipe.sources[first_empty].path
-        raise DataError(
-            f"{recipe.place}: {empty} has no {recipe.unit.replace('_', ' ')}, so it cannot be weighted by them.",
-            "Remove the source, or weight it in another unit.",
-        )
+    _check_sizes(recipe, sizes)
     if recipe.temperature is not None:
         weights = sizes ** (1 / recipe.temperature)
     else:
@@ -307,6 +317,17 @@ def _count_draws(recipe: Recipe, candidates: list[Int64Array], amounts: IntArray
     counts = np.rint(np.minimum(times_drawn * num_candidates, MAX_AMOUNT))
     min_counts = np.minimum(num_candidates, 1)  # at least one sample of each source that is not empty
     return tuple(np.maximum(counts, min_counts).astype(np.int64).tolist())
+
+
+def _check_sizes(recipe: Recipe, sizes: npt.NDArray[np.float64]) -> None:
+    """Check that each source that is taken has a size, in the recipe's unit, above 0."""
+    for source, size in zip(recipe.sources, sizes.tolist(), strict=True):
+        if source.is_taken and size == 0:
+            raise DataError(
+                f"{recipe.place}: {source.path} has no {recipe.unit.replace('_', ' ')}, so it cannot be weighted by "
+                "them.",
+                "Remove the source, or weight it in another unit.",
+            )
 
 
 def _names(sources: tuple[SourceRecipe, ...]) -> tuple[str, ...]:

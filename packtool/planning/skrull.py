@@ -26,11 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from packtool.errors import ConfigError
 from packtool.planning.cost import NO_LOAD, Load, StepTime
 from packtool.planning.options import PlanOptions, SkrullOptions
 from packtool.planning.pack_plan import Costs, IntArray, PackPlan
-from packtool.planning.steps import StepAssignment, assign_to_lightest, divide_evenly
+from packtool.planning.steps import StepAssignment, assign_to_lightest, check_counts, divide_evenly
 
 SHARDED = -1
 """Placement of a sequence that all sequence parallel ranks share."""
@@ -86,13 +85,12 @@ def schedule_step(
     Returns the micro-batches of each of ``num_ranks`` data-parallel ranks, in lists that may differ in length.
     """
     size, alignment, times = options.sequence_parallel_size, options.alignment, options.times
-    counts = {"num_ranks": num_ranks, "sequence_parallel_size": size, "alignment": alignment}
-    if problems := [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]:
-        raise ConfigError.from_problems(problems)
+    check_counts(num_ranks=num_ranks, sequence_parallel_size=size, alignment=alignment)
     options.check(lengths)
     lengths, costs = np.asarray(lengths), np.asarray(flops, dtype=np.float64)
     padded = -(-lengths // alignment) * alignment  # rounded up
-    local, sharded = times.loads(lengths, costs), times.loads(padded, costs, size)
+    local = times.loads(lengths, costs)
+    sharded = times.loads(padded, costs, size)
     capacity = options.bucket_size * size
     step = _Step(lengths.tolist(), padded.tolist(), local, sharded, size, capacity, times)
     work = [load.flops for load in local]
@@ -121,15 +119,21 @@ class _Step:
         assert fewest is not None, "each sequence fits alone"
         candidates = [fewest]
         if self.num_ranks > 1:
-            if all_sharded := self._fewest_micro_batches(ascending, self._shard_all):
+            all_sharded = self._fewest_micro_batches(ascending, self._shard_all)
+            if all_sharded:
                 candidates.append(all_sharded)
             # Up to twice as many micro-batches, until every sequence that fits into a rank's bucket can be local.
             for num_batches in range(len(fewest), 2 * len(fewest) + 1):
-                if short_local := self._make_short_local(ascending, num_batches):
+                short_local = self._make_short_local(ascending, num_batches)
+                if short_local:
                     candidates.append(short_local)
                     break
         fastest = min(candidates, key=lambda batches: sum(batch.seconds for batch in batches))
-        return sorted(fastest, key=lambda batch: -math.fsum(self.local[i].flops for i in batch.samples))
+        return sorted(fastest, key=self._local_work, reverse=True)
+
+    def _local_work(self, batch: PlacedMicroBatch) -> float:
+        """Sum the FLOPs of a micro-batch's sequences, each on one rank."""
+        return math.fsum(self.local[i].flops for i in batch.samples)
 
     def _fewest_micro_batches(
         self, ascending: list[int], place: Callable[[list[int]], PlacedMicroBatch | None]
@@ -157,6 +161,18 @@ class _Step:
         bucket_size = self.capacity // self.num_ranks
         short = [i for i in ascending if self.sizes[i] <= bucket_size]
         long = [i for i in ascending if self.sizes[i] > bucket_size]
+        batches = self._place_short(short, num_batches, bucket_size)
+        if batches is None:
+            return None
+        for sequence in reversed(long):
+            emptiest = max(batches, key=_PartialPlacement.total_free)
+            emptiest.shard(sequence)
+        if any(min(batch.free) < 0 for batch in batches):
+            return None
+        return [batch.best_placement() for batch in batches if batch.placement]
+
+    def _place_short(self, short: list[int], num_batches: int, bucket_size: int) -> list[_PartialPlacement] | None:
+        """Divide sequences evenly among all ranks of ``num_batches`` micro-batches; None if they do not fit."""
         short_sizes = [self.sizes[i] for i in short]
         short_work = [self.local[i].flops for i in short]
         # One bucket for each rank of each micro-batch, with indices into ``short``.
@@ -168,12 +184,7 @@ class _Step:
             batch_index, rank = divmod(number, self.num_ranks)
             for index in bucket:
                 batches[batch_index].place_locally(short[index], rank)
-        for sequence in reversed(long):
-            emptiest = max(batches, key=lambda batch: sum(batch.free))
-            emptiest.shard(sequence)
-        if min(min(batch.free) for batch in batches) < 0:
-            return None
-        return [batch.best_placement() for batch in batches if batch.placement]
+        return batches
 
     def _shard_all(self, ascending: list[int]) -> PlacedMicroBatch | None:
         tokens = sum(self.padded[i] for i in ascending)
@@ -258,6 +269,9 @@ class _PartialPlacement:
         self.local: list[list[int]] = [[] for _ in self.ranks]  # by ascending length
         self.placement: dict[int, int] = {}
         self.sharded, self.sharded_tokens = NO_LOAD, 0
+
+    def total_free(self) -> int:
+        return sum(self.free)
 
     def seconds(self) -> float:
         return self.step.times.micro_batch(self.load, self.sharded, self.sharded_tokens, self.step.num_ranks)

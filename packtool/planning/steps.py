@@ -217,43 +217,63 @@ def assign_balanced(
     these packs are reordered to be in one step, or in different ones.
     """
     world_size, packs_per_micro_batch = options.world_size, options.per_device_train_batch_size
-    accumulation_steps = options.gradient_accumulation_steps
-    counts = {"world_size": world_size, "gradient_accumulation_steps": accumulation_steps}
-    counts["packs_per_micro_batch"] = packs_per_micro_batch
-    if problems := [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]:
-        raise ConfigError.from_problems(problems)
+    check_counts(
+        world_size=world_size,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        packs_per_micro_batch=packs_per_micro_batch,
+    )
     if options.balance == "none":
         costs = None
     else:
         assert costs is not None, "balancing needs the costs of packs"
-
-    packs_per_step = options.packs_per_step
-    num_full_steps = packs.num_packs // packs_per_step
-    num_in_full_steps = num_full_steps * packs_per_step
-    full_shape = num_full_steps, packs_per_step
-    order = np.arange(packs.num_packs, dtype=np.int64)
-    if costs is not None and options.balance == "window":
-        grouped = group_alike(order[:num_in_full_steps].reshape(full_shape), costs, world_size)
-        order[:num_in_full_steps] = grouped.reshape(-1)
-    if tree_parts is not None:
-        order = tree_parts.reorder(order, packs_per_step)
-    full_steps, remaining = order[:num_in_full_steps].reshape(full_shape), order[num_in_full_steps:]
-
-    # Reorder the packs of each full step: those of rank 0 first.
-    if costs is None:
-        turns = full_steps.reshape(num_full_steps, packs_per_step // world_size, world_size)
-        full_steps = turns.transpose(0, 2, 1).reshape(full_shape)
-    else:
-        rank_packs = assign_evenly(costs[full_steps], world_size)
-        full_steps = np.take_along_axis(full_steps, rank_packs.reshape(full_shape), axis=1)
+    order = _order_for_steps(packs.num_packs, costs, options, tree_parts)
+    num_full_steps = packs.num_packs // options.packs_per_step
+    num_in_full_steps = num_full_steps * options.packs_per_step
+    full_steps = order[:num_in_full_steps].reshape(num_full_steps, options.packs_per_step)
+    full_steps = _sort_by_rank(full_steps, costs, world_size)
+    remaining = order[num_in_full_steps:]
     last_order, last_sizes = _assign_last_step(remaining, world_size, packs_per_micro_batch, costs)
-    micro_batches_per_step = world_size * accumulation_steps
+    micro_batches_per_step = world_size * options.gradient_accumulation_steps
     full_sizes = np.full(num_full_steps * micro_batches_per_step, packs_per_micro_batch, dtype=np.int64)
     num_micro_batches = [micro_batches_per_step] * num_full_steps
     if len(remaining):
         num_micro_batches.append(len(last_sizes))
     order = np.concatenate((full_steps.reshape(-1), last_order))
     return StepAssignment(order, np.append(full_sizes, last_sizes), np.array(num_micro_batches, dtype=np.int64))
+
+
+def check_counts(**counts: int) -> None:
+    """Check that numbers of ranks, packs or tokens are 1 or more."""
+    problems = [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]
+    if problems:
+        raise ConfigError.from_problems(problems)
+
+
+def _order_for_steps(
+    num_packs: int, costs: Costs | None, options: PlanOptions, tree_parts: TreeParts | None
+) -> Int64Array:
+    """Return the order in which steps take the packs, int64 (K,): that of the plan, unless packs change their steps.
+
+    Packs change steps by ``window`` balancing, and to bring the parts of trees together or apart.
+    """
+    order = np.arange(num_packs, dtype=np.int64)
+    if costs is not None and options.balance == "window":
+        num_in_full_steps = num_packs // options.packs_per_step * options.packs_per_step
+        full_steps = order[:num_in_full_steps].reshape(-1, options.packs_per_step)
+        order[:num_in_full_steps] = group_alike(full_steps, costs, options.world_size).reshape(-1)
+    return order if tree_parts is None else tree_parts.reorder(order, options.packs_per_step)
+
+
+def _sort_by_rank(steps: Int64Array, costs: Costs | None, num_ranks: int) -> Int64Array:
+    """Assign the packs of full steps, (S, n), to ranks, and sort those of each step by rank.
+
+    ``costs``, (K,), are of all packs of the epoch; None assigns packs to ranks in turn.
+    """
+    if costs is None:
+        turns = steps.reshape(len(steps), steps.shape[1] // num_ranks, num_ranks)
+        return turns.transpose(0, 2, 1).reshape(steps.shape)
+    rank_packs = assign_evenly(costs[steps], num_ranks)  # columns of ``steps``
+    return np.take_along_axis(steps, rank_packs.reshape(steps.shape), axis=1)
 
 
 def _assign_last_step(
@@ -275,7 +295,9 @@ def _assign_last_step(
         padded_costs[: len(packs)] = costs[packs]
         rank_indices = assign_evenly(padded_costs[None], world_size)[0]
         rank_packs = [packs[indices[indices < len(packs)]] for indices in rank_indices]
-    sizes = [len(batch) for own_packs in rank_packs for batch in np.array_split(own_packs, num_micro_batches)]
+    sizes: list[int] = []
+    for own_packs in rank_packs:
+        sizes += map(len, np.array_split(own_packs, num_micro_batches))
     return np.concatenate(rank_packs), np.array(sizes, dtype=np.int64)
 
 
@@ -314,8 +336,9 @@ def _assign_steps_evenly(costs: Costs, num_ranks: int) -> Int64Array:
         packs = heaviest_first[:, number * num_ranks : (number + 1) * num_ranks]
         lightest_first = np.argsort(rank_work, axis=1, kind="stable")
         np.put_along_axis(rank_packs[:, :, number], lightest_first, packs, axis=1)
-        new_work = np.take_along_axis(rank_work, lightest_first, axis=1) + np.take_along_axis(costs, packs, axis=1)
-        np.put_along_axis(rank_work, lightest_first, new_work, axis=1)
+        old_work = np.take_along_axis(rank_work, lightest_first, axis=1)
+        added_work = np.take_along_axis(costs, packs, axis=1)
+        np.put_along_axis(rank_work, lightest_first, old_work + added_work, axis=1)
     if packs_per_rank <= 1 or num_ranks == 1:
         return rank_packs
     pack_costs = np.take_along_axis(costs, rank_packs.reshape(costs.shape), axis=1).reshape(rank_packs.shape)
@@ -335,20 +358,29 @@ def _swap_in_place(costs: Costs, rank_packs: Int64Array) -> None:
         heavy, light = loads.argmax(axis=1), loads.argmin(axis=1)  # ranks, (u,)
         rows = np.arange(len(steps))
         gap = loads[rows, heavy] - loads[rows, light]
-        # A swap that moves work d from the heavy to the light rank leaves a gap of |gap - 2 d|. Compute it for all
-        # pairs, (u, n / W, n / W): packs of the heavy rank times packs of the light one.
-        moved_work = costs[steps, heavy][:, :, None] - costs[steps, light][:, None, :]
-        gap_after = np.abs(gap[:, None, None] - 2 * moved_work).reshape(len(steps), -1)
+        gap_after = _gaps_after_swap(costs[steps, heavy], costs[steps, light], gap)
         best_pair = gap_after.argmin(axis=1)
         is_better = gap_after[rows, best_pair] < gap * (1 - 1e-9)
-        steps, best_pair, heavy, light = (array[is_better] for array in (steps, best_pair, heavy, light))
-        if not len(steps):
+        if not is_better.any():
             return
-        heavy_pack, light_pack = np.divmod(best_pair, rank_packs.shape[2])
+        steps = steps[is_better]
+        heavy_pack, light_pack = np.divmod(best_pair[is_better], rank_packs.shape[2])
+        in_heavy = steps, heavy[is_better], heavy_pack
+        in_light = steps, light[is_better], light_pack
         for array in (rank_packs, costs):
-            from_heavy = array[steps, heavy, heavy_pack].copy()
-            array[steps, heavy, heavy_pack] = array[steps, light, light_pack]
-            array[steps, light, light_pack] = from_heavy
+            from_heavy = array[in_heavy].copy()
+            array[in_heavy] = array[in_light]
+            array[in_light] = from_heavy
+
+
+def _gaps_after_swap(heavy_costs: Costs, light_costs: Costs, gap: Costs) -> Costs:
+    """Compute the gap of work between two ranks after swapping a pack of each, for all pairs: (u, n / W * n / W).
+
+    The costs, (u, n / W), are of the packs of the heavy and the light rank of u steps, and ``gap``, (u,), is now.
+    """
+    # A swap that moves work d from the heavy to the light rank leaves a gap of |gap - 2 d|.
+    moved_work = heavy_costs[:, :, None] - light_costs[:, None, :]
+    return np.abs(gap[:, None, None] - 2 * moved_work).reshape(len(gap), -1)
 
 
 def group_alike(packs: Int64Array, costs: Costs, num_ranks: int) -> Int64Array:
@@ -396,7 +428,8 @@ def divide_evenly(
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     free = [capacity] * num_groups
     heap = [(0.0, group) for group in range(num_groups)]  # work and number of each group, the lightest on top
-    for item in sorted(range(len(work)), key=lambda i: (-work[i], -i)):
+    items = sorted(range(len(work)), key=lambda i: (-work[i], -i))
+    for item in items:
         # Take groups without enough space off the heap, and put them back afterwards.
         too_full = []
         while heap and free[heap[0][1]] < sizes[item]:

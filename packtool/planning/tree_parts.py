@@ -115,54 +115,80 @@ class TreeParts:
 
     def _separate(self, order: Int64Array, packs_per_step: int) -> Int64Array:
         """Swap packs of nearby steps so that no step has two packs of one tree, as far as possible."""
-        new_order = order.tolist()
-        step_of = invert_order(order) // packs_per_step  # (K,), by pack number
-        # The trees in pack k are ``trees[starts[k] : starts[k + 1]]``.
-        by_pack = np.argsort(self.packs, kind="stable")
-        starts = np.searchsorted(self.packs[by_pack], np.arange(len(order) + 1)).tolist()
-        trees = self.trees[by_pack].tolist()
-        count_cache: dict[int, Counter[int]] = {}  # by step; entries of changed steps are deleted
-
-        def trees_in(pack: int) -> list[int]:
-            return trees[starts[pack] : starts[pack + 1]]
-
-        def counts_in(step: int) -> Counter[int]:
-            """Count the packs of a step in which each tree is."""
-            if step not in count_cache:
-                packs = new_order[step * packs_per_step : (step + 1) * packs_per_step]
-                count_cache[step] = Counter(tree for pack in packs for tree in trees_in(pack))
-            return count_cache[step]
-
-        def can_replace(leaving: int, step: int, entering: int) -> bool:
-            """Return whether, without ``leaving``, no pack of the step would share a tree with ``entering``."""
-            counts = counts_in(step)
-            leaving_trees = trees_in(leaving)
-            return all(counts[tree] == (1 if tree in leaving_trees else 0) for tree in trees_in(entering))
-
-        # Find packs with a tree that an earlier pack of their step has, too: equal pairs of tree and step.
-        tree_step_keys = self.trees * (int(step_of.max()) + 1) + step_of[self.packs]
-        by_key = np.argsort(tree_step_keys, kind="stable")
-        is_repeated = tree_step_keys[by_key][1:] == tree_step_keys[by_key][:-1]
-        repeated = np.sort(by_key[1:][is_repeated])
+        steps = _TreesOfSteps(self, order, packs_per_step)
         attempts_left = _MAX_ATTEMPTS
         stride = max(packs_per_step // _MAX_ATTEMPTS_PER_STEP, 1)
-        for pack in dict.fromkeys(self.packs[repeated].tolist()):
-            step = int(step_of[pack])
-            if all(counts_in(step)[tree] == 1 for tree in trees_in(pack)):
+        for pack in self._repeated_packs(steps.step_of):
+            first_index = steps.step_of[pack] * packs_per_step
+            if steps.is_alone(pack):
                 continue  # an earlier swap moved the other pack
-            for other_index in _nearby_indices(step * packs_per_step, len(new_order), packs_per_step, stride):
+            for other_index in _nearby_indices(first_index, len(order), packs_per_step, stride):
                 attempts_left -= 1
-                other_step = other_index // packs_per_step
-                other = new_order[other_index]
-                if can_replace(other, other_step, pack) and can_replace(pack, step, other):
-                    index = new_order.index(pack, step * packs_per_step, (step + 1) * packs_per_step)
-                    new_order[index], new_order[other_index] = other, pack
-                    step_of[pack], step_of[other] = other_step, step
-                    del count_cache[step], count_cache[other_step]
+                if steps.swap(pack, other_index):
                     break
             if attempts_left <= 0:
                 break
-        return np.array(new_order, np.int64)
+        return np.array(steps.order, np.int64)
+
+    def _repeated_packs(self, step_of: list[int]) -> list[int]:
+        """List the packs with a tree that another pack of their step has, too; ``step_of`` is the step of each pack."""
+        steps = np.array(step_of, np.int64)
+        tree_step_keys = self.trees * (int(steps.max()) + 1) + steps[self.packs]  # one number for tree and step
+        by_key = np.argsort(tree_step_keys, kind="stable")
+        is_repeated = tree_step_keys[by_key][1:] == tree_step_keys[by_key][:-1]
+        repeated = np.sort(by_key[1:][is_repeated])
+        return list(dict.fromkeys(self.packs[repeated].tolist()))
+
+
+class _TreesOfSteps:
+    """Packs of steps with the trees in them, while packs are swapped between steps.
+
+    ``order`` lists the packs, step after step; ``step_of`` is the step of each pack.
+    """
+
+    def __init__(self, parts: TreeParts, order: Int64Array, packs_per_step: int) -> None:
+        self.order: list[int] = order.tolist()
+        self.step_of: list[int] = (invert_order(order) // packs_per_step).tolist()
+        self._packs_per_step = packs_per_step
+        # The trees in pack k are ``_trees[_starts[k] : _starts[k + 1]]``.
+        by_pack = np.argsort(parts.packs, kind="stable")
+        self._starts: list[int] = np.searchsorted(parts.packs[by_pack], np.arange(len(order) + 1)).tolist()
+        self._trees: list[int] = parts.trees[by_pack].tolist()
+        self._count_cache: dict[int, Counter[int]] = {}  # by step; entries of changed steps are deleted
+
+    def is_alone(self, pack: int) -> bool:
+        """Check that no other pack of a pack's step has one of its trees."""
+        counts = self._counts_in(self.step_of[pack])
+        return all(counts[tree] == 1 for tree in self._trees_in(pack))
+
+    def swap(self, pack: int, other_index: int) -> bool:
+        """Swap a pack and the one at an index of ``order``, if both are alone then; return False if not."""
+        other = self.order[other_index]
+        step, other_step = self.step_of[pack], other_index // self._packs_per_step
+        if not self._can_replace(other, other_step, pack) or not self._can_replace(pack, step, other):
+            return False
+        first_index = step * self._packs_per_step
+        index = self.order.index(pack, first_index, first_index + self._packs_per_step)
+        self.order[index], self.order[other_index] = other, pack
+        self.step_of[pack], self.step_of[other] = other_step, step
+        del self._count_cache[step], self._count_cache[other_step]
+        return True
+
+    def _can_replace(self, leaving: int, step: int, entering: int) -> bool:
+        """Check that, without ``leaving``, no pack of the step would share a tree with ``entering``."""
+        counts = self._counts_in(step)
+        leaving_trees = self._trees_in(leaving)
+        return all(counts[tree] == (1 if tree in leaving_trees else 0) for tree in self._trees_in(entering))
+
+    def _counts_in(self, step: int) -> Counter[int]:
+        """Count the packs of a step in which each tree is."""
+        if step not in self._count_cache:
+            packs = self.order[step * self._packs_per_step : (step + 1) * self._packs_per_step]
+            self._count_cache[step] = Counter(tree for pack in packs for tree in self._trees_in(pack))
+        return self._count_cache[step]
+
+    def _trees_in(self, pack: int) -> list[int]:
+        return self._trees[self._starts[pack] : self._starts[pack + 1]]
 
 
 def separate_parts(
@@ -173,53 +199,78 @@ def separate_parts(
     ``packs`` are packs of groups. ``tree_of_group``, (G,), may be ``NOTHING``; ``media_tokens``, (G,), are None without
     a limit. Groups of about equal tokens are swapped, and no pack exceeds its limits.
     """
-    # All arrays below are by position in ``packs.samples``. A swap exchanges the groups at two positions.
-    pack_of = np.repeat(np.arange(packs.num_packs), np.diff(packs.offsets))
-    groups = packs.samples.copy()
-    tree_of = tree_of_group[groups]
-    tokens = packs.lengths.astype(np.int64)
-    limits = [(tokens, packs.capacity)]
-    if media_tokens is not None and max_media_tokens is not None:
-        limits.append((media_tokens[groups].astype(np.int64), max_media_tokens))
-    # Find positions with a tree that an earlier position of their pack has, too.
-    by_tree = np.lexsort((tree_of, pack_of))
-    is_same = (np.diff(pack_of[by_tree]) == 0) & (np.diff(tree_of[by_tree]) == 0)
-    repeated = by_tree[1:][is_same & (tree_of[by_tree][1:] != NOTHING)].tolist()
+    groups = _GroupsOfPacks(packs, tree_of_group, media_tokens, max_media_tokens)
+    repeated = groups.repeated_positions()
     if not repeated:
         return packs
-
-    def pack_slice(position: int) -> slice:
-        """Return the positions of the pack that a position is in."""
-        return slice(*packs.offsets[pack_of[position] : pack_of[position] + 2])
-
-    def count_in_pack(position: int, tree: int) -> int:
-        return int((tree_of[pack_slice(position)] == tree).sum()) if tree != NOTHING else 0
-
-    def can_swap(one: int, other: int) -> bool:
-        if pack_of[one] == pack_of[other] or count_in_pack(other, tree_of[one]) or count_in_pack(one, tree_of[other]):
-            return False
-        for values, limit in limits:
-            added = values[other] - values[one]
-            if values[pack_slice(one)].sum() + added > limit or values[pack_slice(other)].sum() - added > limit:
-                return False
-        return True
-
     by_tokens = np.argsort(packs.lengths, kind="stable")
     rank_of_position = invert_order(by_tokens)  # where ``by_tokens`` lists each position
     attempts_left = _MAX_ATTEMPTS
     for position in repeated:
-        if count_in_pack(position, tree_of[position]) < 2:
+        if groups.is_alone(position):
             continue  # an earlier swap moved the other group
         for rank in _nearby_indices(int(rank_of_position[position]), len(by_tokens), width=1, stride=1):
             attempts_left -= 1
-            other = int(by_tokens[rank])
-            if can_swap(position, other):
-                for array in (tree_of, groups, *(values for values, _ in limits)):
-                    array[[position, other]] = array[[other, position]]
+            if groups.swap(position, int(by_tokens[rank])):
                 break
         if attempts_left <= 0:
             break
-    return replace(packs, samples=groups, lengths=tokens.astype(np.int32))
+    return replace(packs, samples=groups.groups, lengths=groups.tokens.astype(np.int32))
+
+
+class _GroupsOfPacks:
+    """Groups of packs with their trees, while groups are swapped; all arrays are by position in ``packs.samples``."""
+
+    def __init__(
+        self, packs: PackPlan, tree_of_group: Int64Array, media_tokens: IntArray | None, max_media_tokens: int | None
+    ) -> None:
+        self.groups = packs.samples.copy()
+        self.tokens = packs.lengths.astype(np.int64)
+        self._tree_of = tree_of_group[self.groups]
+        self._pack_of = np.repeat(np.arange(packs.num_packs), np.diff(packs.offsets))
+        self._offsets: list[int] = packs.offsets.tolist()
+        self._limits = [(self.tokens, packs.capacity)]  # values, and the maximum of their sum in a pack
+        if media_tokens is not None and max_media_tokens is not None:
+            self._limits.append((media_tokens[self.groups].astype(np.int64), max_media_tokens))
+
+    def repeated_positions(self) -> list[int]:
+        """List the positions with a tree that an earlier position of their pack has, too."""
+        by_tree = np.lexsort((self._tree_of, self._pack_of))
+        trees, packs = self._tree_of[by_tree], self._pack_of[by_tree]
+        is_same = (np.diff(packs) == 0) & (np.diff(trees) == 0)
+        repeated: list[int] = by_tree[1:][is_same & (trees[1:] != NOTHING)].tolist()
+        return repeated
+
+    def is_alone(self, position: int) -> bool:
+        """Check that no other group of a group's pack is of its tree."""
+        return self._count_in_pack(position, self._tree_of[position]) < 2
+
+    def swap(self, one: int, other: int) -> bool:
+        """Swap the groups at two positions, if limits allow it and both are alone then; return False if not."""
+        if self._pack_of[one] == self._pack_of[other]:
+            return False
+        if self._count_in_pack(other, self._tree_of[one]) or self._count_in_pack(one, self._tree_of[other]):
+            return False
+        for values, limit in self._limits:
+            added = values[other] - values[one]
+            one_sum = values[self._pack_slice(one)].sum() + added
+            other_sum = values[self._pack_slice(other)].sum() - added
+            if one_sum > limit or other_sum > limit:
+                return False
+        for array in (self._tree_of, self.groups, *(values for values, _ in self._limits)):
+            array[[one, other]] = array[[other, one]]
+        return True
+
+    def _count_in_pack(self, position: int, tree: int) -> int:
+        """Count the groups of a tree in the pack that a position is in; 0 for ``NOTHING``."""
+        if tree == NOTHING:
+            return 0
+        return int((self._tree_of[self._pack_slice(position)] == tree).sum())
+
+    def _pack_slice(self, position: int) -> slice:
+        """Return the positions of the pack that a position is in."""
+        pack = int(self._pack_of[position])
+        return slice(self._offsets[pack], self._offsets[pack + 1])
 
 
 def _distinct(lists: Iterable[list[int]]) -> list[list[int]]:
