@@ -153,21 +153,26 @@ def _megatron_row(pack: Pack) -> dict[str, Any]:
     Raises a ConfigError for a sample with loss weights other than 0 and 1.
     """
     for sample in pack.samples:
-        if sample.loss_scale is not None:
-            target_weights = sample.loss_scale[sample.labels != IGNORE_INDEX]
-            unsupported = np.unique(target_weights[(target_weights != 0) & (target_weights != 1)])
-            if len(unsupported):
-                raise ConfigError(
-                    f"--format megatron does not support loss weights other than 0 and 1: row {sample.row} of "
-                    f"{sample.source} has {unsupported[0]:g}",
-                    "Export with a --loss-scale without weights, or choose another --format.",
-                )
+        _check_megatron_weights(sample)
     is_target = pack.labels != IGNORE_INDEX  # False for the first token of each sample
     weights = pack.loss_scale
     if weights is not None:
         is_target &= weights != 0
     loss_mask = np.append(is_target[1:], False).astype(np.uint8)
     return {"input_ids": pack.input_ids, "loss_mask": loss_mask, "seq_start_id": pack.cu_seqlens[:-1].tolist()}
+
+
+def _check_megatron_weights(sample: EncodedSample) -> None:
+    if sample.loss_scale is None:
+        return
+    target_weights = sample.loss_scale[sample.labels != IGNORE_INDEX]
+    unsupported = np.unique(target_weights[(target_weights != 0) & (target_weights != 1)])
+    if len(unsupported):
+        raise ConfigError(
+            f"--format megatron does not support loss weights other than 0 and 1: row {sample.row} of "
+            f"{sample.source} has {unsupported[0]:g}",
+            "Export with a --loss-scale without weights, or choose another --format.",
+        )
 
 
 def _write_table(
@@ -204,19 +209,23 @@ def _write_tar(sink: HashingSink, packs: Iterable[Pack]) -> bytes:
     offsets = []
     for each in packs:
         offsets.append(tar.offset)
-        row = _row(each)
-        media_files: dict[str, bytes] = {}
-        for kind in _MEDIA:
-            media_files.update(_extract_files(kind, row[kind]))  # replaces the bytes in the row by file names
-        document = {name: value for name, value in row.items() if value is not None}
-        files = {"json": json.dumps(document, default=np.ndarray.tolist).encode(), **media_files}
-        for name, data in files.items():
+        for name, data in _files_of_pack(each).items():
             info = tarfile.TarInfo(f"{each.number:09d}.{name}")
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     offsets.append(tar.offset)
     tar.close()
     return struct.pack(f"<{len(offsets)}Q", *offsets)
+
+
+def _files_of_pack(pack: Pack) -> dict[str, bytes]:
+    """Return the files of a pack in a tar file, by the part of their name after the first dot: JSON, then media."""
+    row = _row(pack)
+    media_files: dict[str, bytes] = {}
+    for kind in _MEDIA:
+        media_files.update(_extract_files(kind, row[kind]))  # replaces the bytes in the row by file names
+    document = {name: value for name, value in row.items() if value is not None}
+    return {"json": json.dumps(document, default=np.ndarray.tolist).encode(), **media_files}
 
 
 def _energon_files(num_packs: dict[str, int], split: str) -> dict[str, bytes]:
@@ -281,20 +290,11 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     _load_spec(config, reader.manifests[0])  # raises if the model cannot be read
     packing = _pack_samples(config, reader)
     samples = packing.samples
-    num_with_media = int((reader.index.media_tokens[samples] > 0).sum())
-    if config.format == "megatron" and num_with_media:
-        raise ConfigError(
-            f"--format megatron does not support media, which {num_with_media:,} of {len(samples):,} samples have",
-            "Choose --format energon, which supports them.",
-        )
+    if config.format == "megatron":
+        _check_no_media(samples, reader)
     directory = storage.normalize(config.output_dir)
     _check_empty(directory)
-    packs = np.split(samples, packing.offsets[1:-1])  # positions of the samples of each pack
-    first_packs = range(0, len(packs), config.packs_per_file)  # of each file
-    jobs = []
-    for number, first_pack in enumerate(first_packs):
-        name = f"packs-{number:05d}-of-{len(first_packs):05d}{SUFFIXES[config.format]}"
-        jobs.append(_FileJob(config, name, first_pack, packs[first_pack : first_pack + config.packs_per_file]))
+    jobs = _divide_into_files(packing, config)
     storage.make_directory(directory)
     progress.start("writing packs", len(jobs))
     try:
@@ -306,14 +306,11 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
         raise
     progress.finish()
     if config.format == "energon":
-        storage.make_directory(storage.join(directory, ".nv-meta"))
-        num_packs_by_file = {file["file"]: file["packs"] for file in files}
-        for name, content in _energon_files(num_packs_by_file, config.split).items():
-            storage.publish(storage.join(directory, name), content)
+        _write_energon_files(directory, config.split, files)
     summary = PacksSummary(
         output_dir=directory,
         format=config.format,
-        num_packs=len(packs),
+        num_packs=len(packing.offsets) - 1,
         num_samples=len(samples),
         filtered=packing.num_filtered,
         tokens=int(reader.index.length[samples].sum()),
@@ -323,6 +320,35 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     )
     storage.publish(storage.join(directory, PACKS_MANIFEST_NAME), _manifest(config, reader, summary, files))
     return summary
+
+
+def _check_no_media(samples: npt.NDArray[np.int64], reader: CacheReader) -> None:
+    """Check that samples, positions in the caches, have no media."""
+    num_with_media = int((reader.index.media_tokens[samples] > 0).sum())
+    if num_with_media:
+        raise ConfigError(
+            f"--format megatron does not support media, which {num_with_media:,} of {len(samples):,} samples have",
+            "Choose --format energon, which supports them.",
+        )
+
+
+def _divide_into_files(packing: _Packing, config: PackConfig) -> list[_FileJob]:
+    """Divide packs into files of ``--packs-per-file`` packs, the last of which may have fewer."""
+    packs = np.split(packing.samples, packing.offsets[1:-1])  # positions of the samples of each pack
+    first_packs = range(0, len(packs), config.packs_per_file)  # of each file
+    jobs = []
+    for number, first_pack in enumerate(first_packs):
+        name = f"packs-{number:05d}-of-{len(first_packs):05d}{SUFFIXES[config.format]}"
+        jobs.append(_FileJob(config, name, first_pack, packs[first_pack : first_pack + config.packs_per_file]))
+    return jobs
+
+
+def _write_energon_files(directory: str, split: str, files: list[dict[str, Any]]) -> None:
+    """Write the metadata of Megatron Energon; ``files`` are the manifest's entries of the tar files."""
+    storage.make_directory(storage.join(directory, ".nv-meta"))
+    num_packs_by_file = {file["file"]: file["packs"] for file in files}
+    for name, content in _energon_files(num_packs_by_file, split).items():
+        storage.publish(storage.join(directory, name), content)
 
 
 def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, files: list[dict[str, Any]]) -> bytes:
@@ -423,7 +449,8 @@ def _write_file(job: _FileJob) -> dict[str, Any]:
         elif config.format == "megatron":
             _write_table(sink, packs, _MEGATRON_SCHEMA, _megatron_row, group_size=_MEGATRON_GROUP_SIZE)
         else:
-            schema = _schema(has_fractions=spec.has_vision and spec.has_audio)  # as positions of Omni models
+            has_fractional_positions = spec.has_vision and spec.has_audio  # in Omni models
+            schema = _schema(has_fractions=has_fractional_positions)
             _write_table(sink, packs, schema, _row, is_arrow=config.format == "arrow")
         state = file.commit()
     except BaseException:
@@ -453,15 +480,20 @@ def _embed_media(samples: list[EncodedSample], config: PackConfig) -> Iterator[E
     rows = [[sample] for sample in samples]  # one sample in each row
     for group in embed_media(rows, policies, drop=_refuse):
         for sample in chain.from_iterable(group):
-            media: list[Any] = [*sample.images, *sample.audios, *sample.videos]
-            for path, data in [file for medium in media for file in files_of(medium)]:
-                if data is not None and not is_media(data):
-                    raise MediaError(
-                        f"row {sample.row} of {sample.source}: {path or 'a medium'} is not an image, video or audio "
-                        "file, so it is not copied into the packs",
-                        "Use --media reference, which copies no media.",
-                    )
+            for medium in (*sample.images, *sample.audios, *sample.videos):
+                _check_is_media(medium, sample)
             yield sample
+
+
+def _check_is_media(medium: Any, sample: EncodedSample) -> None:
+    """Check the bytes of a sample's image, video or sound."""
+    for path, data in files_of(medium):
+        if data is not None and not is_media(data):
+            raise MediaError(
+                f"row {sample.row} of {sample.source}: {path or 'a medium'} is not an image, video or audio "
+                "file, so it is not copied into the packs",
+                "Use --media reference, which copies no media.",
+            )
 
 
 def _strip_media_bytes(sample: EncodedSample) -> EncodedSample:

@@ -104,16 +104,19 @@ def pack_within_budgets(
         noise = seeded_uniform(len(lengths), seed=seed, epoch=epoch, stream=stream + noise_stream)
         return place_within_budgets(lengths, media_tokens, limits, order, noise)
 
-    plan = pack_epoch(0) if epoch == 0 else None
+    first_plan = pack_epoch(0) if epoch == 0 else None
     key = digest_arrays(hashlib.sha256(f"{limits} {seed} {stream}".encode()), lengths, media_tokens)
     if key not in _num_packs_of_first_epoch:
-        _num_packs_of_first_epoch[key] = (plan or pack_epoch(0)).num_packs
+        first_plan = first_plan or pack_epoch(0)
+        _num_packs_of_first_epoch[key] = first_plan.num_packs
     num_first_packs = _num_packs_of_first_epoch[key]
     num_packs = min(num_first_packs + 2 + int(num_first_packs * _SLACK), len(lengths))
-    if plan is None:
-        # A later epoch: the first of several random packings with few enough packs, else the packing of epoch 0.
+    plan = first_plan
+    if epoch > 0:
+        # The first of several random packings with few enough packs, else the packing of epoch 0.
         attempts = (pack_epoch(epoch, noise_stream) for noise_stream in _HEAD_STREAMS)
-        plan = next((attempt for attempt in attempts if attempt.num_packs <= num_packs), None) or pack_epoch(0)
+        plan = next((attempt for attempt in attempts if attempt.num_packs <= num_packs), first_plan)
+    plan = plan or pack_epoch(0)
     order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
     return split_to_count(select_packs(plan, order), num_packs)
 
@@ -138,17 +141,33 @@ def place_within_budgets(
     can_reach_max_samples = len(lengths) > 0 and limits.samples * int(lengths.min()) < limits.tokens
     if can_reach_max_samples:
         subset = order[:: math.ceil(len(order) / _MAX_SUBSET)]  # evenly spaced samples
-        largest_first = np.argsort(-size[subset], kind="stable")
-
-        def count_packs(evenness: float) -> int:
-            packer = _Packer(lengths[subset], media_tokens[subset], np.arange(len(subset)), limits, evenness)
-            _, pack_sizes = packer.pack(heads=largest_first)
-            return len(pack_sizes)
-
-        evenness = min(_EVENNESS, key=count_packs)
+        evenness = _best_evenness(lengths[subset], media_tokens[subset], limits, size[subset])
     packer = _Packer(lengths, media_tokens, order, limits, evenness)
     samples, pack_sizes = packer.pack(heads=np.argsort(-size, kind="stable"), noise=noise)
     return build_plan(samples, pack_sizes, lengths, limits.tokens)
+
+
+def _best_evenness(lengths: Int32Array, media_tokens: Int32Array, limits: PackLimits, size: Costs) -> float:
+    """Return the evenness that needs the fewest packs for these samples; all arrays are (n,)."""
+    largest_first = np.argsort(-size, kind="stable")
+
+    def count_packs(evenness: float) -> int:
+        packer = _Packer(lengths, media_tokens, np.arange(len(lengths)), limits, evenness)
+        _, pack_sizes = packer.pack(heads=largest_first)
+        return len(pack_sizes)
+
+    return min(_EVENNESS, key=count_packs)
+
+
+def _density_classes(density: Costs) -> tuple[Costs, Int64Array]:
+    """Divide samples into classes of about equally many by density, without empty classes.
+
+    Returns the maximum density of each class, ascending, and the class of each sample, int64 (N,).
+    """
+    quantiles = np.quantile(density, np.linspace(0, 1, _NUM_CLASSES + 1), method="higher")
+    edges = np.unique(quantiles)
+    used_edges, class_of_sample = np.unique(np.searchsorted(edges, density), return_inverse=True)
+    return edges[used_edges], class_of_sample
 
 
 class _Packer:
@@ -168,12 +187,14 @@ class _Packer:
         self._num_left = len(lengths)
         self._tokens_left = int(lengths.sum(dtype=np.int64))
         self._is_packed = bytearray(len(lengths))
-        # Density classes of about equally many samples, by quantiles; classes without samples are left out.
-        density = media_tokens / lengths
-        edges = np.unique(np.quantile(density, np.linspace(0, 1, _NUM_CLASSES + 1), method="higher"))
-        used_edges, class_of_sample = np.unique(np.searchsorted(edges, density), return_inverse=True)
-        self._max_density: list[float] = edges[used_edges].tolist()
-        # All samples, (N,), by class, then length, then the last in ``order``: groups are used up from their ends.
+        max_density, class_of_sample = _density_classes(media_tokens / lengths)
+        self._max_density: list[float] = max_density.tolist()
+        self._make_groups(lengths, class_of_sample, order)
+        # Lower bound of the lengths left in each class, which saves most searches without a result.
+        self._min_length = [1] * len(self._max_density)
+
+    def _make_groups(self, lengths: Int32Array, class_of_sample: Int64Array, order: Int64Array) -> None:
+        """Group samples (N,) of equal class and length; groups are used up from their ends, the first in ``order``."""
         sorted_samples = np.lexsort((invert_order(order[::-1]), lengths, class_of_sample))
         sorted_classes = class_of_sample[sorted_samples]
         sorted_lengths = lengths[sorted_samples]
@@ -191,8 +212,6 @@ class _Packer:
         for group, length in enumerate(sorted_lengths[starts].tolist()):
             self._group_by_length[self._class_of_group[group]][length] = group
         self._lengths_in_class = [LengthSet(group_by_length) for group_by_length in self._group_by_length]
-        # Lower bound of the lengths left in each class, which saves most searches without a result.
-        self._min_length = [1] * len(self._max_density)
 
     def pack(self, heads: Int64Array, noise: Costs | None = None) -> tuple[Int64Array, Int64Array]:
         """Return samples in pack order and the sizes of packs, each beginning with the next unpacked of ``heads``."""
@@ -250,9 +269,11 @@ class _Packer:
         # The densest class whose samples could fill all free tokens within the free media tokens; -1 if there is none.
         densest = bisect_right(self._max_density, free_media / free_tokens) - 1
         if not slots_are_scarce:
+            max_length = max(free_tokens - min_gap, 0)
+            min_length = max(free_tokens - max_gap, 1)
             for density_class in range(densest, max(densest - _MAX_CLASSES_TRIED, -1), -1):
-                length = self._lengths_in_class[density_class].at_most(max(free_tokens - min_gap, 0))
-                if length >= max(free_tokens - max_gap, 1):
+                length = self._lengths_in_class[density_class].at_most(max_length)
+                if length >= min_length:
                     return self._group_by_length[density_class][length]
         # From ``densest`` down to the class with least media, and then the denser classes.
         for density_class in (*range(densest, -1, -1), *range(densest + 1, len(self._max_density))):

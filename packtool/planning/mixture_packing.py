@@ -52,17 +52,7 @@ def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -
     for grains_per_pack, long_per_joined in _GRAINS:
         grain = max(capacity // grains_per_pack, 1)
         items = _join_slots(slots, options, grain, long_per_joined)
-        item_media = items.sums_per_pack(slots.media_tokens[items.samples])
-        item_options = options
-        max_media, max_samples = options.max_media_tokens_per_pack, options.max_samples_per_pack
-        if max_samples is not None:
-            # Packers would count an item as one sample, so its samples count as media tokens instead.
-            samples_per_item = np.diff(items.offsets)
-            if max_media is None:
-                item_media, max_media = samples_per_item, max_samples
-            else:
-                item_media = np.maximum(-(-samples_per_item * max_media // max_samples), item_media)
-            item_options = dataclasses.replace(options, max_samples_per_pack=None, max_media_tokens_per_pack=max_media)
+        item_media, item_options = _item_budgets(items, slots, options)
         item_tokens = items.tokens_per_pack()
         packs = pack(item_tokens, capacity, item_options, seed=seed, epoch=epoch, media_tokens=item_media)
         if packs.num_packs <= max_packs:
@@ -74,6 +64,25 @@ def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -
     return relieve_crowds(pack_slots(), slots, options), np.arange(len(slots.lengths))
 
 
+def _item_budgets(items: PackPlan, slots: Slots, options: PlanOptions) -> tuple[Int64Array, PlanOptions]:
+    """Return the media tokens of each item, and the options to pack items with.
+
+    Packers would count an item as one sample, so a limit of samples becomes one of media tokens, or part of it.
+    """
+    media_tokens = items.sums_per_pack(slots.media_tokens[items.samples])
+    max_media, max_samples = options.max_media_tokens_per_pack, options.max_samples_per_pack
+    if max_samples is None:
+        return media_tokens, options
+    samples_per_item = np.diff(items.offsets)
+    if max_media is None:
+        media_tokens, max_media = samples_per_item, max_samples
+    else:
+        equivalent_media_tokens = -(-samples_per_item * max_media // max_samples)  # rounded up
+        media_tokens = np.maximum(equivalent_media_tokens, media_tokens)
+    options = dataclasses.replace(options, max_samples_per_pack=None, max_media_tokens_per_pack=max_media)
+    return media_tokens, options
+
+
 def _join_slots(slots: Slots, options: PlanOptions, grain: int, long_per_joined: int) -> PackPlan:
     """Join short slots with the slots that follow them; return the items as packs of slots.
 
@@ -81,27 +90,40 @@ def _join_slots(slots: Slots, options: PlanOptions, grain: int, long_per_joined:
     Of long slots only every ``long_per_joined``-th is joined, and slots that nearly fill a pack never are.
     """
     capacity = options.packing_length
-    # Size of a slot: its tokens, or the equivalent of its share of another budget, if that share is larger.
+    sizes = _slot_sizes(slots, options)
+    # An item is shorter than one and a half grains plus its last slot, and must fit into a pack.
+    is_joined = sizes <= capacity - grain - grain // 2
+    is_long = is_joined & (sizes >= capacity * _LONG)
+    is_joined &= ~is_long | (np.cumsum(is_long) % long_per_joined == 0)
+    joined, single = np.flatnonzero(is_joined), np.flatnonzero(~is_joined)
+    joined_sizes = _slots_per_item(sizes[joined], grain)
+    item_sizes = np.concatenate((joined_sizes, np.ones(len(single), np.int64)))
+    return build_plan(np.concatenate((joined, single)), item_sizes, slots.lengths, capacity)
+
+
+def _slot_sizes(slots: Slots, options: PlanOptions) -> Int64Array:
+    """Return the size of each slot, int64 (M,): its tokens, or the equivalent of a larger share of another budget."""
+    capacity = options.packing_length
     sizes = slots.lengths.astype(np.int64)
     if options.max_media_tokens_per_pack is not None:
         media = slots.media_tokens.astype(np.int64)
         sizes = np.maximum(sizes, -(-media * capacity // options.max_media_tokens_per_pack))
     if options.max_samples_per_pack is not None:
         sizes = np.maximum(sizes, -(-capacity // options.max_samples_per_pack))
-    # An item is shorter than one and a half grains plus its last slot, and must fit into a pack.
-    is_joined = sizes <= capacity - grain - grain // 2
-    is_long = is_joined & (sizes >= capacity * _LONG)
-    is_joined &= ~is_long | (np.cumsum(is_long) % long_per_joined == 0)
-    joined, single = np.flatnonzero(is_joined), np.flatnonzero(~is_joined)
-    # Lay the joined slots on a line divided into grains, each slot at most one grain long. A slot belongs to the grain
-    # that it begins in. A grain whose slots span less than half a grain is in one item with the next grain.
-    spans = np.minimum(sizes[joined], grain)
+    return sizes
+
+
+def _slots_per_item(sizes: Int64Array, grain: int) -> Int64Array:
+    """Divide consecutive slots, of ``sizes`` (n,), into items of at least half a grain; return the slots of each item.
+
+    The slots lie on a line divided into grains, each slot at most one grain long. A slot belongs to the grain that it
+    begins in. A grain whose slots span less than half a grain is in one item with the next grain.
+    """
+    spans = np.minimum(sizes, grain)
     grain_of_slot = (np.cumsum(spans) - spans) // grain
     ends_item = np.bincount(grain_of_slot, weights=spans) >= grain / 2
     item_of_grain: Int64Array = np.cumsum(ends_item) - ends_item
-    slots_per_item = np.bincount(item_of_grain[grain_of_slot])
-    item_sizes = np.concatenate((slots_per_item, np.ones(len(single), np.int64)))
-    return build_plan(np.concatenate((joined, single)), item_sizes, slots.lengths, capacity)
+    return np.bincount(item_of_grain[grain_of_slot])
 
 
 def _exchange_samples(items: PackPlan, slots: Slots, options: PlanOptions, seed: int, epoch: int) -> Int64Array:
@@ -150,13 +172,10 @@ def order_mixture_packs(
     num_packs, num_sources = vectors.shape
     if num_packs < 3 or num_sources < 2:
         return seeded_order(num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS)
-    # Sort similar packs next to each other: by main source, and by its excess relative to the largest of all packs.
-    main_source, maxima = vectors.argmax(axis=1), vectors.max(axis=0)
-    relative_excess = vectors[np.arange(num_packs), main_source] / np.maximum(maxima, 1e-9)[main_source]
-    levels = np.clip(relative_excess * (_AMOUNT_LEVELS - 1), 0, _AMOUNT_LEVELS - 1).astype(np.int64)
-    keys = main_source * _AMOUNT_LEVELS + levels
+    keys = _similarity_keys(vectors)
     order = seeded_order(num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, descending_by=keys)
     # Round to integers of limited size, whose sums are exact in any order.
+    maxima = vectors.max(axis=0)
     vectors *= _STEPS_PER_MEAN * np.minimum(1, _MAX_STEPS / np.maximum(maxima, 1))
     np.rint(vectors, out=vectors)
     num_windows = -(-num_packs // _WINDOW_PACKS)
@@ -164,13 +183,26 @@ def order_mixture_packs(
     num_parts = num_windows << num_halvings
     # Empty packs make all parts equally long: each has the number ``num_packs``, and a vector of zeros.
     packs_per_part = -(-num_packs // num_parts)
-    order = np.append(order, np.full(num_parts * packs_per_part - num_packs, num_packs))
+    num_empty = num_parts * packs_per_part - num_packs
+    order = np.append(order, np.full(num_empty, num_packs))
     vectors = np.append(vectors, np.zeros((1, num_sources), np.float32), axis=0)
     parts = _divide_into_windows(order, num_windows, vectors, seed, epoch)
     for level in range(num_halvings):
         parts = _halve_parts(parts, vectors, num_windows, RandomStream.MIX_COINS + 1 + level, seed, epoch)
     order = _order_parts(parts.reshape(num_windows, -1, packs_per_part), vectors)
     return order[order < num_packs]
+
+
+def _similarity_keys(vectors: Vectors) -> Int64Array:
+    """Return keys that sort similar packs next to each other, int64 (K,), from the excess of each source, (K, S).
+
+    The first digit is the main source of a pack, the second its excess relative to the largest of all packs.
+    """
+    main_source = vectors.argmax(axis=1)
+    maxima = np.maximum(vectors.max(axis=0), 1e-9)
+    relative_excess = vectors[np.arange(len(vectors)), main_source] / maxima[main_source]
+    levels = np.clip(relative_excess * (_AMOUNT_LEVELS - 1), 0, _AMOUNT_LEVELS - 1).astype(np.int64)
+    return main_source * _AMOUNT_LEVELS + levels
 
 
 def _excess_vectors(packs: PackPlan, source_of: IntArray, amounts: IntArray) -> Vectors:
@@ -199,15 +231,7 @@ def _halve_parts(
     part. The parts of a window are consecutive; ``vectors``, (K + 1, S), are the excess of each source in each pack.
     """
     num_parts, num_packs = parts.shape
-    excess = vectors[parts].sum(axis=1, dtype=np.float64).reshape(num_windows, -1, vectors.shape[1])
-    excess -= np.rint(excess.mean(axis=1, keepdims=True))
-    # ``up_to_end``, (windows, parts of a window, S), is the excess from the window's beginning to the end of each part.
-    # Were a part halved evenly, the excess up to its middle would be the mean of those up to its two ends. ``lead``,
-    # (P, S), is twice that mean; each pair of packs then adds or subtracts its difference.
-    up_to_end = excess.cumsum(axis=1)
-    lead = up_to_end.copy()
-    lead[:, 1:] += up_to_end[:, :-1]
-    lead = lead.reshape(num_parts, -1)
+    lead = _lead_at_middles(parts, vectors, num_windows)
     breaks_ties = seeded_uniform(num_packs // 2 * num_parts, seed=seed, epoch=epoch, stream=stream) < 0.5
     halves = np.empty((num_parts, 2, num_packs // 2), np.int64)
     for pair, swaps_tie in enumerate(breaks_ties.reshape(-1, num_parts)):
@@ -220,6 +244,20 @@ def _halve_parts(
         difference[is_swapped] *= -1
         lead += difference
     return halves.reshape(2 * num_parts, -1)
+
+
+def _lead_at_middles(parts: Int64Array, vectors: Vectors, num_windows: int) -> npt.NDArray[np.float64]:
+    """Return twice the excess of each source from a window's beginning to the middle of each part, (P, S).
+
+    It is what evenly halved parts would have; each pair of packs then adds or subtracts its difference.
+    """
+    excess = vectors[parts].sum(axis=1, dtype=np.float64).reshape(num_windows, -1, vectors.shape[1])
+    excess -= np.rint(excess.mean(axis=1, keepdims=True))
+    # The excess up to the middle of a part is the mean of those up to its two ends.
+    up_to_end = excess.cumsum(axis=1)  # (windows, parts of a window, S)
+    lead = up_to_end.copy()
+    lead[:, 1:] += up_to_end[:, :-1]
+    return lead.reshape(len(parts), -1)
 
 
 def _is_swapped(
@@ -266,11 +304,7 @@ def _divide_into_windows(order: Int64Array, num_windows: int, vectors: Vectors, 
     rounds = order.reshape(-1, num_windows)
     if num_windows == 1:
         return rounds.T.copy()
-    # The windows in a random order for each round, int64 (rounds, windows).
-    round_keys = np.repeat(np.arange(len(rounds))[::-1], num_windows)
-    stream = RandomStream.MIX_TURNS
-    shuffled = seeded_order(rounds.size, seed=seed, epoch=epoch, stream=stream, descending_by=round_keys)
-    window_orders = shuffled.reshape(rounds.shape) % num_windows
+    window_orders = _draw_window_orders(len(rounds), num_windows, seed, epoch)
     breaks_ties = seeded_uniform(len(rounds), seed=seed, epoch=epoch, stream=RandomStream.MIX_COINS) < 0.5
     num_pairs = num_windows // 2
     num_paired = 2 * num_pairs  # of an odd number of windows, one gets the last pack of the round
@@ -286,3 +320,11 @@ def _divide_into_windows(order: Int64Array, num_windows: int, vectors: Vectors, 
         windows[window_order[num_paired:], number] = packs[num_paired:]
         sums += vectors[windows[:, number]]
     return windows
+
+
+def _draw_window_orders(num_rounds: int, num_windows: int, seed: int, epoch: int) -> Int64Array:
+    """Draw a random order of the windows for each round, int64 (rounds, windows)."""
+    round_keys = np.repeat(np.arange(num_rounds)[::-1], num_windows)
+    stream = RandomStream.MIX_TURNS
+    order = seeded_order(len(round_keys), seed=seed, epoch=epoch, stream=stream, descending_by=round_keys)
+    return order.reshape(num_rounds, num_windows) % num_windows

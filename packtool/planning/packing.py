@@ -133,22 +133,25 @@ def _pack_job(job: _Job) -> PackPlan:
 
 
 def _pack_windows(job: _Job, window_size: int) -> PackPlan:
-    lengths, media_tokens, options, num = job.lengths, job.media_tokens, job.options, len(job.lengths)
+    options, num = job.options, len(job.lengths)
     keeps_order = options.packing_algorithm == "sequential"
     if keeps_order:
         windows = [np.arange(num)[start : start + window_size] for start in range(0, num, window_size)]
     else:
         windows = draw_windows(num, window_size, seed=job.seed)
-    jobs = []
-    for number, samples in enumerate(windows):
-        window_media = None if media_tokens is None else media_tokens[samples]
-        jobs.append(job._replace(lengths=lengths[samples], media_tokens=window_media, stream=of_window(number)))
+    jobs = [_window_job(job, samples, number) for number, samples in enumerate(windows)]
     num_proc = options.packing_num_proc if num >= _MIN_SAMPLES_FOR_PROCESSES else 1
     plans = map_on_processes(_pack_job, jobs, num_proc)
     order = np.concatenate([samples[plan.samples] for samples, plan in zip(windows, plans, strict=True)])
     pack_sizes = np.concatenate([np.diff(plan.offsets) for plan in plans])
-    plan = build_plan(order, pack_sizes, lengths, job.capacity)
+    plan = build_plan(order, pack_sizes, job.lengths, job.capacity)
     return plan if keeps_order else _order_packs(plan, options, job.seed, job.epoch)
+
+
+def _window_job(job: _Job, samples: Int64Array, number: int) -> _Job:
+    """Return the job of packing only the samples of the window with this number."""
+    media_tokens = None if job.media_tokens is None else job.media_tokens[samples]
+    return job._replace(lengths=job.lengths[samples], media_tokens=media_tokens, stream=of_window(number))
 
 
 def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
@@ -172,14 +175,7 @@ def _pack_in_batches(lengths: Int32Array, capacity: int, options: PackOptions, s
     if options.shuffle:
         # The order is the same in all epochs, so that all have equally many packs.
         order = seeded_order(num_samples, seed=seed, epoch=0, stream=RandomStream.BATCHES)
-    chain_size = options.packing_batch_size * BATCHES_PER_CHAIN
-    chains = [order[start : start + chain_size] for start in range(0, num_samples, chain_size)]
-    jobs = [(samples, lengths[samples], capacity, options.packing_batch_size) for samples in chains]
-    num_proc = options.packing_num_proc if num_samples >= _MIN_SAMPLES_FOR_CHAIN_PROCESSES else 1
-    packed_chains = map_on_processes(_pack_chain, jobs, num_proc)
-    empty = np.zeros(0, np.int64)  # there may be no chain
-    packed = np.concatenate([empty, *(samples for samples, _ in packed_chains)])
-    pack_sizes = np.concatenate([empty, *(sizes for _, sizes in packed_chains)])
+    packed, pack_sizes = _pack_chains(order, lengths, capacity, options)
     assert len(packed) == num_samples == pack_sizes.sum(), "binpacking neither loses samples nor makes empty packs"
     plan = build_plan(packed, pack_sizes, lengths, capacity)
     if options.shuffle:
@@ -189,6 +185,23 @@ def _pack_in_batches(lengths: Int32Array, capacity: int, options: PackOptions, s
         shuffled = seeded_order(num_samples, seed=seed, epoch=epoch, stream=stream, descending_by=lengths)
         plan.samples[longest_first] = shuffled
     return _order_packs(plan, options, seed, epoch)
+
+
+def _pack_chains(
+    order: Int64Array, lengths: Int32Array, capacity: int, options: PackOptions
+) -> tuple[Int64Array, Int64Array]:
+    """Pack samples (N,) in chains of batches, in this order; return samples in pack order, and the sizes of packs."""
+    chain_size = options.packing_batch_size * BATCHES_PER_CHAIN
+    jobs = []
+    for start in range(0, len(order), chain_size):
+        samples = order[start : start + chain_size]
+        jobs.append((samples, lengths[samples], capacity, options.packing_batch_size))
+    num_proc = options.packing_num_proc if len(order) >= _MIN_SAMPLES_FOR_CHAIN_PROCESSES else 1
+    packed, pack_sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]  # there may be no chain
+    for chain_samples, chain_sizes in map_on_processes(_pack_chain, jobs, num_proc):
+        packed.append(chain_samples)
+        pack_sizes.append(chain_sizes)
+    return np.concatenate(packed), np.concatenate(pack_sizes)
 
 
 def _pack_chain(job: tuple[Int64Array, Int32Array, int, int]) -> tuple[Int64Array, Int64Array]:
@@ -205,9 +218,13 @@ def _pack_chain(job: tuple[Int64Array, Int32Array, int, int]) -> tuple[Int64Arra
         if start + batch_size < len(items) and sum(length for _, length in batch[-1]) < capacity:
             carried = batch.pop()
         packs += batch
-    packs = [pack for pack in packs if pack]  # of an empty list it makes one empty pack
-    packed = np.array([sample for pack in packs for sample, _ in pack], dtype=np.int64)
-    return packed, np.array([len(pack) for pack in packs], dtype=np.int64)
+    packed: list[int] = []
+    pack_sizes: list[int] = []
+    for each in packs:
+        if each:  # of an empty list ``to_constant_volume`` makes one empty pack
+            packed += [sample for sample, _ in each]
+            pack_sizes.append(len(each))
+    return np.array(packed, dtype=np.int64), np.array(pack_sizes, dtype=np.int64)
 
 
 def _order_packs(plan: PackPlan, options: PackOptions, seed: int, epoch: int) -> PackPlan:
@@ -286,23 +303,28 @@ def place_sequential(
     order: list[int] = []
     pack_sizes: list[int] = []
     while queue.refill():
-        free_tokens, free_media = limits.tokens, limits.media_tokens
-        num_samples = 0  # in this pack
-        index = queue.first()
-        while index >= 0:
-            sample = queue.take(index)
-            order.append(sample)
-            free_tokens -= queue.lengths[sample]
-            free_media -= queue.media[sample]
-            num_samples += 1
-            if num_samples == limits.samples:
-                break
-            # Only the ``look_ahead`` samples after the first one may join it: nothing replaces it in the queue yet.
-            if num_samples > 1:
-                queue.refill()
-            index = queue.best(free_tokens, free_media)
-        pack_sizes.append(num_samples)
+        num_before = len(order)
+        _fill_from_queue(queue, order, limits)
+        pack_sizes.append(len(order) - num_before)
     return np.array(order, dtype=np.int64), np.array(pack_sizes, dtype=np.int64)
+
+
+def _fill_from_queue(queue: _Queue, order: list[int], limits: PackLimits) -> None:
+    """Take the samples of one pack from the queue, the first waiting one first, and append them to ``order``."""
+    free_tokens, free_media, free_slots = limits.tokens, limits.media_tokens, limits.samples
+    index = queue.first()
+    while index >= 0:
+        sample = queue.take(index)
+        order.append(sample)
+        free_tokens -= queue.lengths[sample]
+        free_media -= queue.media[sample]
+        free_slots -= 1
+        if free_slots == 0:
+            return
+        # Only the ``look_ahead`` samples after the first one may join it: nothing replaces it in the queue yet.
+        if free_slots < limits.samples - 1:
+            queue.refill()
+        index = queue.best(free_tokens, free_media)
 
 
 class _Queue:

@@ -15,6 +15,7 @@ split, packed and counted as a sequence of numbers: the sum of ``length - shared
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -145,20 +146,8 @@ def plan_trees(
     """
     assert len(lengths) == prefixes.num_samples
     forest = _Forest.from_prefixes(prefixes, min_shared)
-    # Sort the samples by the preorder number of their longest nodes, then by sample number.
-    order = np.argsort(forest.preorder()[forest.ends], kind="stable")
-    order = order[lengths[order] <= (capacity if max_length is None else max_length)]
-    # What each sample in ``order`` shares with the one before it: tokens, and the index of the prefix.
-    common_nodes = np.full(len(order), NOTHING, np.int64)
-    common_nodes[1:] = forest.common_ancestors(forest.ends[order[:-1]], forest.ends[order[1:]])
-    shared, shared_prefixes = forest.lengths[common_nodes], forest.prefixes[common_nodes]
-    # Sort the trees by their first samples; a sample that shares nothing with the one before it begins a tree.
-    starts = np.flatnonzero(shared == 0)
-    if len(starts):
-        first_samples = np.minimum.reduceat(order, starts)
-        tree_sizes = np.diff(np.append(starts, len(order)))
-        by_tree = np.argsort(np.repeat(first_samples, tree_sizes), kind="stable")
-        order, shared, shared_prefixes = order[by_tree], shared[by_tree], shared_prefixes[by_tree]
+    fits = lengths <= (capacity if max_length is None else max_length)
+    order, shared, shared_prefixes = _sort_by_tree(forest, fits)
     tree_ids = forest.roots()[order]  # stays valid, because samples are only reordered within their tree below
     if max_media_tokens is None and max_samples is None:
         positions, shared, shared_prefixes = _pack_wide_trees(lengths[order], shared, shared_prefixes, capacity)
@@ -173,6 +162,28 @@ def plan_trees(
     shared_prefixes[group_starts] = NOTHING
     offsets = np.append(group_starts, len(order))
     return PrefixTrees(order.astype(np.int64), offsets, shared, shared_prefixes, tree_ids)
+
+
+def _sort_by_tree(forest: _Forest, fits: npt.NDArray[np.bool_]) -> tuple[Int64Array, Int32Array, Int64Array]:
+    """Sort the samples flagged by ``fits``, (N,), depth first in each tree, and the trees by their first samples.
+
+    Returns the samples, (n,), and what each shares with the one before it: the number of tokens, 0 at the beginning of
+    a tree, and the index of the prefix, or ``NOTHING``.
+    """
+    # By the preorder number of the longest node of each sample, then by sample number.
+    order = np.argsort(forest.preorder()[forest.ends], kind="stable")
+    order = order[fits[order]]
+    ends = forest.ends[order]
+    common_nodes = np.full(len(order), NOTHING, np.int64)
+    common_nodes[1:] = forest.common_ancestors(ends[:-1], ends[1:])
+    shared, shared_prefixes = forest.lengths[common_nodes], forest.prefixes[common_nodes]
+    starts = np.flatnonzero(shared == 0)
+    if len(starts) == 0:
+        return order, shared, shared_prefixes
+    first_samples = np.minimum.reduceat(order, starts)
+    tree_sizes = np.diff(np.append(starts, len(order)))
+    by_tree = np.argsort(np.repeat(first_samples, tree_sizes), kind="stable")
+    return order[by_tree], shared[by_tree], shared_prefixes[by_tree]
 
 
 def rebuild_trees(packs: PackPlan, prefixes: Prefixes, *, min_shared: int) -> PrefixTrees | None:
@@ -203,11 +214,7 @@ class _Forest:
     @classmethod
     def from_prefixes(cls, prefixes: Prefixes, min_shared: int) -> _Forest:
         """Find the prefixes with more than ``min_shared`` tokens that several samples have, by equal hashes."""
-        # Most hashes occur once: a plain sort, which is cheap, removes them first.
-        long = np.flatnonzero(prefixes.lengths > min_shared)
-        hashes = np.sort(prefixes.hashes[long])
-        repeated_hashes = hashes[1:][hashes[1:] == hashes[:-1]]
-        shared = long[np.isin(prefixes.hashes[long], repeated_hashes, kind="sort")]  # (X,), indices of prefixes
+        shared = _repeated_prefixes(prefixes, min_shared)  # (X,)
         # Prefixes with equal hashes are one node: ``node_of``, (X,), is the node of each shared prefix, and ``first``,
         # (H,), the position in ``shared`` of each node's first prefix.
         _, first, node_of = np.unique(prefixes.hashes[shared], return_index=True, return_inverse=True)
@@ -246,9 +253,7 @@ class _Forest:
         """Return each node's position in depth-first order, siblings by number, (H + 1,); ``NOTHING`` comes last."""
         depths = self.depths()[:-1]
         levels = [np.flatnonzero(depths == depth) for depth in range(int(depths.max(initial=-1)) + 1)]
-        subtree_sizes = np.ones(len(depths), np.int64)
-        for level in levels[:0:-1]:  # from the deepest level up, without the roots
-            np.add.at(subtree_sizes, self.parents[level], subtree_sizes[level])
+        subtree_sizes = self._subtree_sizes(levels)
         positions = np.full(len(self.parents), len(depths), np.int64)
         for level in levels:
             # A node follows its parent and the subtrees of its earlier siblings.
@@ -262,6 +267,13 @@ class _Forest:
             positions[nodes] = child_start + size_of_earlier_siblings
         return positions
 
+    def _subtree_sizes(self, levels: Sequence[Int64Array]) -> Int64Array:
+        """Count the nodes of the subtree below and with each node, (H,); ``levels`` are the nodes by depth."""
+        sizes = np.ones(len(self.parents) - 1, np.int64)
+        for level in reversed(levels[1:]):  # from the deepest level up, without the roots
+            np.add.at(sizes, self.parents[level], sizes[level])
+        return sizes
+
     def common_ancestors(self, one: Int64Array, other: Int64Array) -> Int64Array:
         """Find the deepest common ancestors of pairs of nodes, which may be one of the two; or ``NOTHING``."""
         depths = self.depths()
@@ -272,6 +284,15 @@ class _Forest:
             one[pairs] = np.where(depths[a] >= depths[b], self.parents[a], a)
             other[pairs] = np.where(depths[b] >= depths[a], self.parents[b], b)
         return one
+
+
+def _repeated_prefixes(prefixes: Prefixes, min_shared: int) -> Int64Array:
+    """Return the indices of prefixes with more than ``min_shared`` tokens whose hash another one has, too; (X,)."""
+    long = np.flatnonzero(prefixes.lengths > min_shared)
+    # Most hashes occur once: a plain sort, which is cheap, removes them first.
+    hashes = np.sort(prefixes.hashes[long])
+    repeated_hashes = hashes[1:][hashes[1:] == hashes[:-1]]
+    return long[np.isin(prefixes.hashes[long], repeated_hashes, kind="sort")]
 
 
 class _Limit(NamedTuple):
@@ -300,8 +321,7 @@ def _split_trees(shared: Int32Array, limits: list[_Limit], max_samples: int) -> 
     for limit, total in zip(limits, totals, strict=True):
         fits &= total[tree_stops - 1] - total[tree_starts] + limit.values[tree_starts] <= limit.maximum
     group_starts = tree_starts[fits].tolist()
-    for tree_start, tree_stop in zip(tree_starts[~fits].tolist(), tree_stops[~fits].tolist(), strict=True):
-        start = tree_start
+    for start, tree_stop in zip(tree_starts[~fits].tolist(), tree_stops[~fits].tolist(), strict=True):
         while start < tree_stop:
             group_starts.append(start)
             stop = min(start + max_samples, tree_stop)
@@ -341,14 +361,11 @@ def _pack_wide_trees(
         fork_index = start + 1 + int(shared[tree][1:].argmin())
         trunk_tokens, trunk_prefix = int(shared[fork_index]), shared_prefixes[fork_index]
         branches = np.flatnonzero(shared[tree] <= trunk_tokens)  # first sample of each branch, relative to ``start``
-        branch_tokens = np.add.reduceat(lengths[tree] - np.maximum(shared[tree], trunk_tokens), branches)
-        space = capacity - trunk_tokens
-        fits = np.flatnonzero(branch_tokens <= space)
-        if len(fits) < MIN_BRANCHES or branch_tokens.sum() <= space:
+        own_tokens = lengths[tree] - np.maximum(shared[tree], trunk_tokens)  # that each sample adds to the trunk
+        packs = _pack_branches(np.add.reduceat(own_tokens, branches), capacity - trunk_tokens)
+        if packs is None:
             continue
-        packs = pack_histogram(branch_tokens[fits].astype(np.int32), space, shuffle=False, seed=0, epoch=0)
-        too_long = np.setdiff1d(np.arange(len(branches)), fits)  # each is alone in its pack, and split later
-        branch_order = np.concatenate([fits[packs.samples], too_long])
+        branch_order, first_branches = packs
         members, branch_offsets = gather_groups(np.append(branches, size), branch_order)
         # Move the branches.
         positions[tree] = start + members
@@ -358,11 +375,26 @@ def _pack_wide_trees(
         branch_starts = start + branch_offsets[:-1]
         shared[branch_starts] = trunk_tokens
         shared_prefixes[branch_starts] = trunk_prefix
-        first_branches = np.append(packs.offsets[:-1], np.arange(len(fits), len(branches)))
         pack_starts = branch_starts[first_branches]
         shared[pack_starts] = 0
         shared_prefixes[pack_starts] = NOTHING
     return positions, shared, shared_prefixes
+
+
+def _pack_branches(branch_tokens: Int64Array, space: int) -> tuple[Int64Array, Int64Array] | None:
+    """Pack branches of a tree into ``space`` tokens each; None if all fit into one pack, or few fit at all.
+
+    ``branch_tokens``, (B,), are without the trunk. Returns the branches in pack order, (B,), and the index in it of the
+    first branch of each pack. A branch that is too long is alone in its pack, and split later.
+    """
+    fits = np.flatnonzero(branch_tokens <= space)
+    if len(fits) < MIN_BRANCHES or branch_tokens.sum() <= space:
+        return None
+    packs = pack_histogram(branch_tokens[fits].astype(np.int32), space, shuffle=False, seed=0, epoch=0)
+    too_long = np.setdiff1d(np.arange(len(branch_tokens)), fits)
+    order = np.concatenate([fits[packs.samples], too_long])
+    first_branches = np.append(packs.offsets[:-1], np.arange(len(fits), len(order)))
+    return order, first_branches
 
 
 def select_samples(trees: PrefixTrees, is_selected: npt.NDArray[np.bool_]) -> PrefixTrees:
@@ -411,8 +443,7 @@ def find_branches(new_tokens: IntArray, shared: IntArray | None = None) -> list[
     shares with the sample before it, shorter than either sample; None if nothing is shared. Cost: each sample is
     visited once for each prefix that it shares.
     """
-    num_samples = len(new_tokens)
-    shared_tokens = [0] * num_samples if shared is None else shared.tolist()
+    shared_tokens = [0] * len(new_tokens) if shared is None else shared.tolist()
     lengths = [new + old for new, old in zip(new_tokens.tolist(), shared_tokens, strict=True)]
     shared_tokens.append(0)  # nothing is shared beyond the end of the pack
     branches: list[Branch] = []
@@ -420,17 +451,26 @@ def find_branches(new_tokens: IntArray, shared: IntArray | None = None) -> list[
     for sample, length in enumerate(lengths):
         while path and branches[path[-1]].stop > shared_tokens[sample]:
             path.pop()
-        # For each prefix of this sample that is new in the pack: the first following sample that does not share it.
-        end_of_prefix: dict[int, int] = {}
-        prefix_length = length
-        following = sample + 1
-        while prefix_length > shared_tokens[sample] and following <= num_samples:
-            if prefix_length > shared_tokens[following]:
-                end_of_prefix[prefix_length] = following
-                prefix_length = shared_tokens[following]
-            following += 1
+        end_of_prefix = _ends_of_prefixes(sample, length, shared_tokens)
         for stop in sorted(end_of_prefix):
             start, parent = (branches[path[-1]].stop, path[-1]) if path else (0, NOTHING)
             path.append(len(branches))
             branches.append(Branch(first=sample, last=end_of_prefix[stop], start=start, stop=stop, parent=parent))
     return branches
+
+
+def _ends_of_prefixes(sample: int, length: int, shared_tokens: list[int]) -> dict[int, int]:
+    """Return, for each prefix of a sample that is new in the pack, the first following sample that does not share it.
+
+    Prefixes are given by their lengths; the longest is the sample itself. ``shared_tokens`` is what each sample shares
+    with the one before it, with a 0 at the end.
+    """
+    end_of_prefix: dict[int, int] = {}
+    prefix_length = length
+    following = sample + 1
+    while prefix_length > shared_tokens[sample] and following < len(shared_tokens):
+        if prefix_length > shared_tokens[following]:
+            end_of_prefix[prefix_length] = following
+            prefix_length = shared_tokens[following]
+        following += 1
+    return end_of_prefix

@@ -20,7 +20,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,9 +61,9 @@ def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAs
     placement: list[int] = []
     micro_batch_sizes: list[int] = []
     micro_batches_per_step: list[int] = []
-    for first_pack in range(0, packs.num_packs, options.packs_per_step):
-        end_pack = min(first_pack + options.packs_per_step, packs.num_packs)
-        start, stop = packs.offsets[[first_pack, end_pack]].tolist()
+    # The samples of each step are consecutive; each step begins with the first sample of its first pack.
+    starts = packs.offsets[:-1][:: options.packs_per_step].tolist()
+    for start, stop in pairwise([*starts, packs.num_samples]):
         rank_batches = schedule_step(packs.lengths[start:stop], flops[start:stop], options.skrull, num_ranks=num_ranks)
         max_per_rank = max(map(len, rank_batches))
         for micro_batches in rank_batches:
@@ -71,10 +71,15 @@ def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAs
                 order += [start + sample for sample in batch.samples]
                 placement += batch.placement
                 micro_batch_sizes.append(len(batch.samples))
-            micro_batch_sizes += [0] * (max_per_rank - len(micro_batches))
+            num_empty = max_per_rank - len(micro_batches)
+            micro_batch_sizes += [0] * num_empty
         micro_batches_per_step.append(max_per_rank * num_ranks)
-    lists = order, micro_batch_sizes, micro_batches_per_step, placement
-    return StepAssignment(*(np.array(values, np.int64) for values in lists))
+    return StepAssignment(
+        order=np.array(order, np.int64),
+        micro_batch_sizes=np.array(micro_batch_sizes, np.int64),
+        micro_batches_per_step=np.array(micro_batches_per_step, np.int64),
+        placement=np.array(placement, np.int64),
+    )
 
 
 def schedule_step(
@@ -211,7 +216,6 @@ class _Step:
         O(n log N) for each number of sharded sequences whose lower bound is below the best time so far.
         """
         longest_first = ascending[::-1]
-        num_ranks = self.num_ranks
         best = None
         free_per_rank = self.capacity  # in N-ths of a token
         sharded, sharded_tokens = NO_LOAD, 0
@@ -226,18 +230,19 @@ class _Step:
                 local = local.minus(self.local[sequence])
             if free_per_rank < 0:
                 break
+            even = Load(local.flops / self.num_ranks, local.attention / self.num_ranks)
+            even_flops = even.flops + sharded.flops / self.num_ranks
+            if even_flops / self.times.flops_per_second >= max_seconds:
+                break  # sharding more sequences only makes more work
             # Lower bound of the time: one rank has the longest local sequence, and even loads take the least time.
             longest = self.local[longest_first[num_sharded]] if num_sharded < len(longest_first) else NO_LOAD
-            even = Load(local.flops / num_ranks, local.attention / num_ranks)
-            if (even.flops + sharded.flops / num_ranks) / self.times.flops_per_second >= max_seconds:
-                break  # sharding more sequences only makes more work
-            if self.times.micro_batch([longest, even], sharded, sharded_tokens, num_ranks) >= max_seconds:
+            if self.times.micro_batch([longest, even], sharded, sharded_tokens, self.num_ranks) >= max_seconds:
                 continue
             placed = self.assign_local(longest_first[num_sharded:], free_per_rank)
             if placed is None:
                 continue
             ranks, loads = placed
-            seconds = self.times.micro_batch(loads, sharded, sharded_tokens, num_ranks)
+            seconds = self.times.micro_batch(loads, sharded, sharded_tokens, self.num_ranks)
             if seconds < max_seconds:
                 max_seconds = seconds
                 best = PlacedMicroBatch(ascending, ranks[::-1] + [SHARDED] * num_sharded, seconds)
@@ -301,8 +306,11 @@ class _PartialPlacement:
 
     def best_placement(self) -> PlacedMicroBatch:
         """Return the current placement, or a faster one that shards more sequences of the busiest rank, one by one."""
-        step, best, rolled_back = self.step, self.seconds(), list[int]()
-        placement, num_best = dict(self.placement), 0
+        step = self.step
+        placement = dict(self.placement)
+        min_seconds = self.seconds()
+        rolled_back: list[int] = []  # sequences
+        num_best = 0  # roll-backs of the fastest placement
         while step.num_ranks > 1:
             busiest = self.load.index(max(self.load))
             # One roll-back for every rank without a gain: more sharding would only make work.
@@ -310,11 +318,11 @@ class _PartialPlacement:
                 break
             rolled_back.append(self._roll_back(busiest))
             seconds = self.seconds()
-            if seconds < best and min(self.free) >= 0:
-                best, num_best = seconds, len(rolled_back)
+            if seconds < min_seconds and min(self.free) >= 0:
+                min_seconds, num_best = seconds, len(rolled_back)
         placement |= dict.fromkeys(rolled_back[:num_best], SHARDED)
         ascending = sorted(placement, key=lambda i: (step.sizes[i], i))
-        return PlacedMicroBatch(ascending, [placement[i] for i in ascending], best)
+        return PlacedMicroBatch(ascending, [placement[i] for i in ascending], min_seconds)
 
     def place_locally(self, sequence: int, rank: int) -> None:
         self.free[rank] -= self.step.sizes[sequence] * self.step.num_ranks

@@ -31,7 +31,7 @@ from packtool.planning.shuffle import RandomStream
 from packtool.planning.tree_parts import TreeParts
 from packtool.rows.sample import Dropped
 from packtool.rows.source import BLOCK_ROWS, SourceSpec
-from packtool.stream.reading import StreamState, blocks_of_rank, encoded_blocks
+from packtool.stream.reading import EncodedBlock, StreamState, blocks_of_rank, encoded_blocks
 
 
 @dataclass(frozen=True)
@@ -107,23 +107,33 @@ class SampleAmounts(NamedTuple):
         )
         if sharing is None:
             return unshared
-        # ``trees.added`` subtracts from a sample's amount that of the prefix which it shares with the sample before.
+        return unshared if sharing is None else unshared._without_shared(sharing)
+
+    def _without_shared(self, sharing: PrefixSharing) -> SampleAmounts:
+        """Subtract from each sample's amounts those of the prefix which it shares with the sample before."""
         trees, prefixes = sharing
-        shared_tokens = np.zeros(len(samples), np.int64)
+        shared_tokens = np.zeros(len(self.targets), np.int64)
         shared_tokens[trees.samples] = trees.shared
-        targets = trees.added(unshared.targets, prefixes.target_tokens)
-        return cls(
+        targets = trees.added(self.targets, prefixes.target_tokens)
+        return SampleAmounts(
             shared_tokens=shared_tokens,
             targets=np.maximum(targets, 0),  # negative if samples that share a prefix have other targets in it
-            media_tokens=trees.added(unshared.media_tokens, prefixes.media_tokens),
-            audio_tokens=trees.added(unshared.audio_tokens, prefixes.audio_tokens),
-            patch_squares=trees.added(unshared.patch_squares, prefixes.patch_squares),
+            media_tokens=trees.added(self.media_tokens, prefixes.media_tokens),
+            audio_tokens=trees.added(self.audio_tokens, prefixes.audio_tokens),
+            patch_squares=trees.added(self.patch_squares, prefixes.patch_squares),
         )
+
+    def select(self, samples: Int64Array) -> SampleAmounts:
+        """Return the amounts of some samples, given by their positions, (n,)."""
+        return SampleAmounts(*(column[samples] for column in self))
 
     @classmethod
     def joined(cls, packs: Sequence[SampleAmounts]) -> SampleAmounts:
         """Concatenate the amounts of several packs."""
-        return cls(*(np.concatenate(column) for column in zip(*packs, strict=True))) if packs else cls.of([])
+        if not packs:
+            return cls.of([])
+        columns = zip(*packs, strict=True)  # for each field, the arrays of all packs
+        return cls(*(np.concatenate(column) for column in columns))
 
 
 _MIN_FILL = 0.98  # of a pack that is not held back
@@ -232,7 +242,9 @@ class PackStream:
             plan, amounts = self._pack(interval)
             is_last_interval = len(interval) < self._options.packing_interval
             held_back = [] if is_last_interval else _held_back_packs(plan, self._options)
-            self._carried = [interval[i] for pack_number in held_back for i in plan.pack(pack_number)]
+            self._carried = []
+            for pack_number in held_back:
+                self._carried += [interval[i] for i in plan.pack(pack_number)]
             self._interval += 1
             pack_numbers = [number for number in range(plan.num_packs) if number not in held_back]
             for pack_number in pack_numbers[num_packs_done:]:
@@ -243,8 +255,7 @@ class PackStream:
                 else:
                     state = self._state()  # a stream resumed here begins with the next interval
                 members = plan.pack(pack_number)  # positions in the interval, (samples of the pack,)
-                amounts_of_pack = SampleAmounts(*(column[members] for column in amounts))
-                yield StreamedPack([interval[i] for i in members], state, amounts_of_pack)
+                yield StreamedPack([interval[i] for i in members], state, amounts.select(members))
             num_packs_done = 0  # in all intervals but the first
 
     def _pack(self, samples: Sequence[EncodedSample]) -> tuple[PackPlan, SampleAmounts]:
@@ -302,8 +313,24 @@ class PackStream:
         """
         if self._ended:
             return
+        num_skipped = self._num_read  # samples of the first block that were read before the stream was interrupted
+        for position, samples, dropped in self._encoded_blocks():
+            self._position = position
+            if not num_skipped:  # the drops of a block of which samples were read are counted already
+                self._drop(dropped)
+            for num_read, sample in enumerate(samples[num_skipped:], start=num_skipped + 1):
+                self._num_read = num_read
+                problem = self._exceeded_media_tokens(sample)
+                if problem is None:
+                    yield sample
+                else:
+                    self._drop([problem])
+            num_skipped = 0
+        self._ended = True
+
+    def _encoded_blocks(self) -> Iterator[EncodedBlock]:
+        """Read and encode this rank's blocks from the current position on."""
         options = self._options
-        max_media_tokens = options.max_media_tokens_per_pack
         blocks = blocks_of_rank(
             self._specs,
             rank=self._rank,
@@ -316,24 +343,17 @@ class PackStream:
         # While the packs of an interval are trained, the samples of the next interval are encoded.
         blocks_per_interval = math.ceil(options.packing_interval / BLOCK_ROWS)
         num_ahead = 2 * options.dataset_num_proc + blocks_per_interval
-        num_skipped = self._num_read  # samples of the first block that were read before the stream was interrupted
-        encoded = encoded_blocks(blocks, self._spec, num_proc=options.dataset_num_proc, num_ahead=num_ahead)
-        for position, samples, dropped in encoded:
-            self._position = position
-            if not num_skipped:  # the drops of a block of which samples were read are counted already
-                self._drop(dropped)
-            for num_read, sample in enumerate(samples[num_skipped:], start=num_skipped + 1):
-                self._num_read = num_read
-                if max_media_tokens is not None and sample.num_media_tokens > max_media_tokens:
-                    detail = (
-                        f"the sample has {sample.num_media_tokens} media tokens; --max-media-tokens-per-pack is "
-                        f"{max_media_tokens}"
-                    )
-                    self._drop([Dropped(sample.source, sample.row, "media_budget", detail, sample.part)])
-                else:
-                    yield sample
-            num_skipped = 0
-        self._ended = True
+        return encoded_blocks(blocks, self._spec, num_proc=options.dataset_num_proc, num_ahead=num_ahead)
+
+    def _exceeded_media_tokens(self, sample: EncodedSample) -> Dropped | None:
+        """Return the reason to drop a sample with more media tokens than a pack may hold; None to keep it."""
+        max_media_tokens = self._options.max_media_tokens_per_pack
+        if max_media_tokens is None or sample.num_media_tokens <= max_media_tokens:
+            return None
+        detail = (
+            f"the sample has {sample.num_media_tokens} media tokens; --max-media-tokens-per-pack is {max_media_tokens}"
+        )
+        return Dropped(sample.source, sample.row, "media_budget", detail, sample.part)
 
     def _drop(self, dropped: Sequence[Dropped]) -> None:
         """Count and log dropped rows; raise RowError for the first one in strict mode."""
@@ -354,9 +374,10 @@ def _held_back_packs(plan: PackPlan, options: StreamOptions) -> list[int]:
     keeps_order = options.packing_algorithm == "sequential" or not options.shuffle
     emptiest = np.argsort(tokens, kind="stable")[:_MAX_HELD_BACK_PACKS].tolist()
     max_samples = int(_MAX_HELD_BACK_FRACTION * options.packing_interval)
+    candidates = [plan.num_packs - 1] if keeps_order else emptiest
     num_samples = 0
     held_back = []
-    for pack_number in [plan.num_packs - 1] if keeps_order else emptiest:
+    for pack_number in candidates:
         num_samples += len(plan.pack(pack_number))
         if tokens[pack_number] < _MIN_FILL * plan.capacity and num_samples <= max_samples:
             held_back.append(pack_number)

@@ -101,22 +101,32 @@ def blocks_of_rank(
     position = start or StreamPosition.before_epoch(0, num_blocks=0)
     for epoch in range(position.epoch, num_epochs):
         random = np.random.default_rng((seed, epoch, RandomStream.FILE_ORDER))
-        order = random.permutation(len(specs)).tolist() if shuffle else list(range(len(specs)))
-        if position.random is not None:  # the state after the permutation and the draws up to the position
-            random.bit_generator.state = position.random
-        files = _OpenFiles([specs[number] for number in order], MAX_OPEN_SOURCES if shuffle else 1, position)
         num_blocks = position.num_blocks  # of all ranks and epochs
-        while files.open_next():
-            random_state = dict(random.bit_generator.state) if shuffle else None
-            position = StreamPosition(epoch, num_blocks, files.num_opened, files.blocks_read(), random_state)
-            source_and_block = files.read_block(random)
-            if source_and_block is None:  # a file has ended; open_next may open another one
-                continue
+        for stream_block in _blocks_of_epoch(specs, random, position, shuffle=shuffle):
             if num_blocks % world_size == rank:
-                source, block = source_and_block
-                yield StreamBlock(position, source, block)
+                yield stream_block
             num_blocks += 1
         position = StreamPosition.before_epoch(epoch + 1, num_blocks)
+
+
+def _blocks_of_epoch(
+    specs: Sequence[SourceSpec], random: np.random.Generator, start: StreamPosition, *, shuffle: bool
+) -> Iterator[StreamBlock]:
+    """Yield the blocks of all ranks in the epoch of ``start``, from this position on."""
+    order = random.permutation(len(specs)).tolist() if shuffle else list(range(len(specs)))
+    if start.random is not None:  # the state after the permutation and the draws up to the position
+        random.bit_generator.state = start.random
+    files = _OpenFiles([specs[number] for number in order], MAX_OPEN_SOURCES if shuffle else 1, start)
+    num_blocks = start.num_blocks
+    while files.open_next():
+        random_state = dict(random.bit_generator.state) if shuffle else None
+        position = StreamPosition(start.epoch, num_blocks, files.num_opened, files.blocks_read(), random_state)
+        source_and_block = files.read_block(random)
+        if source_and_block is None:  # a file has ended; open_next may open another one
+            continue
+        source, block = source_and_block
+        yield StreamBlock(position, source, block)
+        num_blocks += 1
 
 
 class _OpenFiles:
@@ -152,11 +162,7 @@ class _OpenFiles:
 
     def read_block(self, random: np.random.Generator) -> tuple[Source, RowBlock] | None:
         """Return the next block of a random open file, drawn by file size; None if this file has ended."""
-        numbers = sorted(self._files)
-        number = numbers[0]
-        if len(numbers) > 1:
-            ends = np.cumsum([self._file_bytes[number] for number in numbers])
-            number = numbers[int(np.searchsorted(ends, random.random() * ends[-1], side="right"))]
+        number = self._draw_file(random)
         source, blocks = self._files[number]
         block = next(blocks, None)
         if block is None:
@@ -164,6 +170,15 @@ class _OpenFiles:
             return None
         self._num_blocks_read[number] += 1
         return source, block
+
+    def _draw_file(self, random: np.random.Generator) -> int:
+        """Draw the number of an open file, with probabilities in proportion to file sizes."""
+        numbers = sorted(self._files)
+        if len(numbers) == 1:
+            return numbers[0]
+        ends = np.cumsum([self._file_bytes[number] for number in numbers])
+        drawn_byte = random.random() * ends[-1]
+        return numbers[int(np.searchsorted(ends, drawn_byte, side="right"))]
 
     def _open(self, number: int) -> None:
         spec = self._specs[number]
@@ -251,14 +266,7 @@ def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
         StorageError: the state cannot be written.
     """
     samples_path, json_path = _paths(directory, rank)
-    samples = [*state.carried, *state.shuffled]  # the JSON has the number of each
-    writer = ShardWriter(samples_path, has_parts=any(sample.part is not None for sample in samples))
-    try:
-        writer.write(samples)
-        writer.close()
-    except BaseException:
-        writer.discard()
-        raise
+    _write_samples(samples_path, [*state.carried, *state.shuffled])  # the JSON has the number of each
     values = {
         "place": dataclasses.asdict(state.position) if state.position is not None else None,
         "num_taken": state.num_taken,
@@ -272,6 +280,16 @@ def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
         "num_shuffled": len(state.shuffled),
     }
     storage.publish(json_path, json.dumps(values).encode())
+
+
+def _write_samples(path: str, samples: Sequence[EncodedSample]) -> None:
+    writer = ShardWriter(path, has_parts=any(sample.part is not None for sample in samples))
+    try:
+        writer.write(samples)
+        writer.close()
+    except BaseException:
+        writer.discard()
+        raise
 
 
 def read_stream_state(directory: str, rank: int) -> StreamState:
@@ -289,10 +307,7 @@ def read_stream_state(directory: str, rank: int) -> StreamState:
         dropped = values.pop("dropped")
         parts_left_out = values.pop("parts_left_out")
         position = values.pop("place")
-        shard = ShardFile(samples_path)
-        if len(shard) != num_samples:
-            raise ValueError(f"it has {len(shard)} samples, not {num_samples}")
-        samples = [shard.sample(i) for i in range(num_samples)]
+        samples = _read_samples(samples_path, num_samples)
         return StreamState(
             **values,  # all fields that are not given here
             position=None if position is None else StreamPosition(**position),
@@ -305,6 +320,14 @@ def read_stream_state(directory: str, rank: int) -> StreamState:
             f"{directory}: the stream state of rank {rank} is missing or damaged: {error}",
             "Pass another checkpoint to --resume-from-checkpoint.",
         ) from error
+
+
+def _read_samples(path: str, num_samples: int) -> list[EncodedSample]:
+    """Read the samples of an Arrow file; raise a ValueError if it does not have ``num_samples``."""
+    shard = ShardFile(path)
+    if len(shard) != num_samples:
+        raise ValueError(f"it has {len(shard)} samples, not {num_samples}")
+    return [shard.sample(i) for i in range(num_samples)]
 
 
 def _paths(directory: str, rank: int) -> tuple[str, str]:
