@@ -231,17 +231,24 @@ def _part_flops(
             per_window += passes * module.per_window
             continue
         weights = training[module.name].weights
+        num_passes = num_forward + has_input_gradient
         has_weight_gradient = weights == "full"
-        per_unit += 2 * module.num_products * (num_forward + has_input_gradient + has_weight_gradient)
+        per_unit += 2 * module.num_products * (num_passes + has_weight_gradient)
         if weights == "lora":
-            # An adapter is two trained products: inputs to rank (for embeddings a lookup, without FLOPs), and rank to
-            # outputs, whose input always needs a gradient.
-            to_rank = 0.0
-            if module.kind != "no_product":
-                to_rank = module.inputs * (num_forward + has_input_gradient + 1)
-            to_outputs = module.outputs * (num_forward + 1 + 1)
-            per_unit += 2 * module.times * lora_rank * (to_rank + to_outputs)
+            per_unit += _adapter_flops(module, lora_rank, num_forward, num_passes)
     return _PartFlops(per_unit, per_square, per_window, has_gradient=gradients[-1])
+
+
+def _adapter_flops(module: ModuleCost, rank: int, num_forward: float, num_passes: float) -> float:
+    """Compute the FLOPs of a module's LoRA adapter, forward and backward.
+
+    ``num_passes`` are the forward passes, and the gradient of the module's input if it is needed.
+    """
+    # An adapter is two trained products: inputs to rank (for embeddings a lookup, without FLOPs), and rank to outputs,
+    # whose input always needs a gradient.
+    to_rank = 0.0 if module.kind == "no_product" else module.inputs * (num_passes + 1)
+    to_outputs = module.outputs * (num_forward + 1 + 1)
+    return 2 * module.times * rank * (to_rank + to_outputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,14 +289,10 @@ class ModelSizes:
         attention = attention_widths(text)
         mlp = expert_widths(text)
         q, kv = attention.queries, attention.keys
-        mlp_weights = 3 * hidden * (mlp.expert * max(mlp.num_experts, 1) + mlp.shared_expert)
         token_mlp_width = mlp.expert * mlp.experts_per_token + mlp.shared_expert
-        has_tied_embeddings = bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings"))
-        num_embeddings = 1 if has_tied_embeddings else 2
-        embedding_weights = num_embeddings * hidden * int(text.get("vocab_size") or 0)
         return cls(
             cost=CostModel.of_config(config),
-            num_parameters=num_layers * (attention_weights(text) + mlp_weights) + embedding_weights,
+            num_parameters=_num_parameters(config, text),
             num_layers=num_layers,
             kept_bytes=_BYTES * (5 * hidden + 3 * q + 3 * kv + 4 * token_mlp_width),
             input_bytes=_BYTES * hidden,
@@ -322,6 +325,17 @@ class ModelSizes:
     def weight_bytes(self) -> float:
         """Bytes of all weights, or of their gradients, when they are communicated."""
         return float(_BYTES * self.num_parameters)
+
+
+def _num_parameters(config: Mapping[str, Any], text: Mapping[str, Any]) -> int:
+    """Count the weights of a language model, from the model's config and that of its text part."""
+    hidden = int(text["hidden_size"])
+    mlp = expert_widths(text)
+    mlp_weights = 3 * hidden * (mlp.expert * max(mlp.num_experts, 1) + mlp.shared_expert)
+    has_tied_embeddings = bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings"))
+    num_embeddings = 1 if has_tied_embeddings else 2
+    embedding_weights = num_embeddings * hidden * int(text.get("vocab_size") or 0)
+    return int(text["num_hidden_layers"]) * (attention_weights(text) + mlp_weights) + embedding_weights
 
 
 class Load(NamedTuple):
@@ -426,25 +440,33 @@ class StepTime:
         ``sharded`` is that of all sharded sequences, summed over the ranks, and ``sharded_tokens`` their tokens, with
         padding.
         """
-        # Times of communication are in FLOPs, too: as many as a device computes in that time.
-        speed = self.flops_per_second
-        busiest_flops = max(local).flops
         if num_ranks > 1 and sharded_tokens:
-            sharded_attention = sharded.attention / num_ranks
-            exposed_flops = 0.0  # of exchanges that no attention to local sequences hides
-            hideable = []  # of each other exchange: FLOPs, and the share of that attention that hides it
-            for exchange in self.exchanges:
-                flops = speed * exchange.seconds(sharded_tokens) - exchange.overlap_sharded * sharded_attention
-                if flops > 0 and exchange.overlap_local:
-                    hideable.append((flops, exchange.overlap_local))
-                elif flops > 0:
-                    exposed_flops += flops
-            rank_flops = []
-            for load in local:
-                waiting_flops = sum([max(0.0, flops - overlap * load.attention) for flops, overlap in hideable])
-                rank_flops.append(load.flops + waiting_flops)
-            busiest_flops = exposed_flops + max(rank_flops)
-        return max(self.launch_seconds, (busiest_flops + sharded.flops / num_ranks + self.batch_flops) / speed)
+            busiest_flops = self._flops_with_exchanges(local, sharded.attention / num_ranks, sharded_tokens)
+        else:
+            busiest_flops = max(local).flops
+        flops = busiest_flops + sharded.flops / num_ranks + self.batch_flops
+        return max(self.launch_seconds, flops / self.flops_per_second)
+
+    def _flops_with_exchanges(self, local: Sequence[Load], sharded_attention: float, sharded_tokens: int) -> float:
+        """Return the FLOPs of the busiest rank's local sequences and of the exchanges that no attention hides.
+
+        Times of communication are in FLOPs, too: as many as a device computes in that time. ``sharded_attention`` is
+        the attention of sharded sequences on one rank.
+        """
+        exposed_flops = 0.0  # of exchanges that no attention to local sequences hides
+        hideable = []  # of each other exchange: FLOPs, and the share of that attention that hides it
+        for exchange in self.exchanges:
+            exchange_flops = self.flops_per_second * exchange.seconds(sharded_tokens)
+            flops = exchange_flops - exchange.overlap_sharded * sharded_attention
+            if flops > 0 and exchange.overlap_local:
+                hideable.append((flops, exchange.overlap_local))
+            elif flops > 0:
+                exposed_flops += flops
+        rank_flops = []
+        for load in local:
+            waiting_flops = sum([max(0.0, flops - overlap * load.attention) for flops, overlap in hideable])
+            rank_flops.append(load.flops + waiting_flops)
+        return exposed_flops + max(rank_flops)
 
     def exposed_seconds(self, sharded_tokens: Costs, local_attention: Costs, sharded_attention: Costs) -> Costs:
         """Estimate the seconds of exchanges that attention does not hide, (n,), for n ranks at once.

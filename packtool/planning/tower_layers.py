@@ -31,55 +31,86 @@ def _tower_width(vision: Mapping[str, Any]) -> int:
     return first_setting(vision, "embed_dim", "hidden_size") if _depth(vision) else 0
 
 
+class _VisionNames(NamedTuple):
+    """Names, widths and kinds of the modules of a vision tower's layers."""
+
+    hidden: int  # width of a patch
+    mlp_width: int
+    qkv_outputs: dict[str, int]  # outputs of each module that computes queries, keys or values
+    up: str
+    down: str
+    is_gated: bool
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> _VisionNames:
+        """Read the layers of a model's vision tower, which must have one."""
+        vision: Mapping[str, Any] = config["vision_config"]
+        hidden = _tower_width(vision)
+        mlp_width = int(vision.get("intermediate_size") or hidden * float(vision.get("mlp_ratio") or 4))
+        if vision.get("model_type") in _OUTPUT_WIDE_TOWERS:
+            mlp_width = int(vision["out_hidden_size"])
+        num_heads = first_setting(vision, "num_heads", "num_attention_heads") or 1
+        num_key_heads = first_setting(vision, "num_key_value_heads") or num_heads
+        qkv_outputs = {"qkv": hidden + 2 * hidden * num_key_heads // num_heads}
+        # Towers before Qwen3-VL have other names, and the tower of Qwen2.5-Omni has separate modules for Q, K and V.
+        is_before_qwen3 = "num_position_embeddings" not in vision
+        if is_before_qwen3 and "audio_config" in config:
+            qkv_outputs = {"q": hidden, "k": hidden, "v": hidden}
+        up, down = ("fc1", "fc2") if is_before_qwen3 else ("linear_fc1", "linear_fc2")
+        is_gated = str(vision.get("hidden_act")) in _GATED or vision.get("model_type") == _PIXTRAL
+        if is_gated:
+            up, down = "up_proj", "down_proj"
+        return cls(hidden, mlp_width, qkv_outputs, up, down, is_gated)
+
+
 def vision_modules(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
     """Yield the modules of the vision tower; ``times`` are its positions per unit."""
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     hidden = _tower_width(vision)
     if not hidden:
         return
-    depth = _depth(vision)
-    mlp_width = int(vision.get("intermediate_size") or hidden * float(vision.get("mlp_ratio") or 4))
-    pixels_per_patch = square_side(vision, "patch_size", 14) ** 2 * int(vision.get("temporal_patch_size") or 1)
-    values_per_patch = pixels_per_patch * int(vision.get("in_channels") or vision.get("in_chans") or 3)
-    if vision.get("model_type") in _OUTPUT_WIDE_TOWERS:
-        mlp_width = int(vision["out_hidden_size"])
     patches = vision_patches(config)
-
     module = partial(new_module, "model.visual.", part="vision tower", times=float(patches.positions), has_bias=True)
+    values_per_patch = _values_per_patch(vision)
     yield module("patch_embed.proj", values_per_patch, hidden, kind="convolution", times=float(patches.per_unit))
-    if positions := int(vision.get("num_position_embeddings") or 0):
-        yield module("pos_embed", positions, hidden, kind="no_product")
-    # Towers before Qwen3-VL have other names, and the tower of Qwen2.5-Omni has separate modules for Q, K and V.
-    is_before_qwen3 = "num_position_embeddings" not in vision
-    num_heads = first_setting(vision, "num_heads", "num_attention_heads") or 1
-    num_key_heads = first_setting(vision, "num_key_value_heads") or num_heads
-    qkv_outputs = {"qkv": hidden + 2 * hidden * num_key_heads // num_heads}
-    if is_before_qwen3 and "audio_config" in config:
-        qkv_outputs = {"q": hidden, "k": hidden, "v": hidden}
-    up, down = ("fc1", "fc2") if is_before_qwen3 else ("linear_fc1", "linear_fc2")
-    is_gated = str(vision.get("hidden_act")) in _GATED or vision.get("model_type") == _PIXTRAL
-    if is_gated:
-        up, down = "up_proj", "down_proj"
+    num_positions = int(vision.get("num_position_embeddings") or 0)
+    if num_positions:
+        yield module("pos_embed", num_positions, hidden, kind="no_product")
+    names = _VisionNames.of_config(config)
     merge_layer = _early_merge_layer(config)
     share = 1.0  # of the positions that reach a layer
-    for i in range(depth):
-        block = partial(module, layer=i, times=patches.positions * share)
-        yield block(f"blocks.{i}.norm1", 1, hidden, kind="no_product")
-        for index, (name, outputs) in enumerate(qkv_outputs.items()):
-            yield block(f"blocks.{i}.attn.{name}", hidden, outputs, shares_input=index > 0)
-        flops = {"per_square": 4.0 * hidden * share**2}
-        if i not in patches.full_layers:
-            flops = {"per_unit": patches.positions * 4.0 * hidden * patches.per_window}
-        yield block(f"blocks.{i}.attn", kind="attention", **flops)
-        yield block(f"blocks.{i}.attn.proj", hidden, hidden)
-        yield block(f"blocks.{i}.norm2", 1, hidden, kind="no_product")
-        if is_gated:
-            yield block(f"blocks.{i}.mlp.gate_proj", hidden, mlp_width)
-        yield block(f"blocks.{i}.mlp.{up}", hidden, mlp_width, shares_input=is_gated)
-        yield block(f"blocks.{i}.mlp.{down}", mlp_width, hidden)
-        if i == merge_layer:
-            yield from _early_merger_modules(module, hidden, mlp_width, patches.positions)
+    for layer in range(_depth(vision)):
+        block = partial(module, layer=layer, times=patches.positions * share)
+        attention_flops = {"per_square": 4.0 * hidden * share**2}
+        if layer not in patches.full_layers:
+            attention_flops = {"per_unit": patches.positions * 4.0 * hidden * patches.per_window}
+        yield from _vision_layer(block, f"blocks.{layer}", names, attention_flops)
+        if layer == merge_layer:
+            yield from _early_merger_modules(module, hidden, names.mlp_width, patches.positions)
             share = 1 / 4
+
+
+def _values_per_patch(vision: Mapping[str, Any]) -> int:
+    """Count the color values of a patch."""
+    pixels = square_side(vision, "patch_size", 14) ** 2 * int(vision.get("temporal_patch_size") or 1)
+    return pixels * int(vision.get("in_channels") or vision.get("in_chans") or 3)
+
+
+def _vision_layer(
+    module: Any, name: str, names: _VisionNames, attention_flops: Mapping[str, float]
+) -> Iterator[ModuleCost]:
+    """Yield the modules of the layer ``name`` of a vision tower; ``module`` makes one from its name and widths."""
+    hidden, mlp_width = names.hidden, names.mlp_width
+    yield module(f"{name}.norm1", 1, hidden, kind="no_product")
+    for index, (qkv_name, outputs) in enumerate(names.qkv_outputs.items()):
+        yield module(f"{name}.attn.{qkv_name}", hidden, outputs, shares_input=index > 0)
+    yield module(f"{name}.attn", kind="attention", **attention_flops)
+    yield module(f"{name}.attn.proj", hidden, hidden)
+    yield module(f"{name}.norm2", 1, hidden, kind="no_product")
+    if names.is_gated:
+        yield module(f"{name}.mlp.gate_proj", hidden, mlp_width)
+    yield module(f"{name}.mlp.{names.up}", hidden, mlp_width, shares_input=names.is_gated)
+    yield module(f"{name}.mlp.{names.down}", mlp_width, hidden)
 
 
 def _early_merge_layer(config: Mapping[str, Any]) -> int | None:
@@ -118,27 +149,29 @@ def merger_modules(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[M
             inputs, outputs = pair.split()
             modules.append(module(f"merger.{number}", widths[inputs], widths[outputs]))
         return (tuple(modules),)
-    depth = _depth(vision)
     output_width = int(vision.get("out_hidden_size") or text_hidden)
     merged_width = hidden * _merge_side(config) ** 2
-    is_omni = "audio_config" in config
-    names = ["merger"]
-    # Qwen3's "deepstack" has further mergers.
-    list_name = "merger_list" if is_omni else "deepstack_merger_list"
-    for number, layer in enumerate(vision.get("deepstack_visual_indexes") or ()):
-        if int(layer) < depth:
-            names.append(f"{list_name}.{number}")
     up, down, norm = "linear_fc1", "linear_fc2", "norm"
-    if is_omni or "num_position_embeddings" not in vision:
+    if "audio_config" in config or "num_position_embeddings" not in vision:  # an Omni model, or before Qwen3-VL
         up, down, norm = "mlp.0", "mlp.2", "ln_q"
-
     mergers = []
-    for name in names:
+    for name in _merger_names(config):
         norm_module = module(f"{name}.{norm}", 1, hidden, kind="no_product")
         up_module = module(f"{name}.{up}", merged_width, merged_width)
         down_module = module(f"{name}.{down}", merged_width, output_width)
         mergers.append((norm_module, up_module, down_module))
     return tuple(mergers)
+
+
+def _merger_names(config: Mapping[str, Any]) -> list[str]:
+    """List the mergers: one after the tower, and in Qwen3's "deepstack" further ones after earlier layers."""
+    vision = config["vision_config"]
+    list_name = "merger_list" if "audio_config" in config else "deepstack_merger_list"
+    names = ["merger"]
+    for number, layer in enumerate(vision.get("deepstack_visual_indexes") or ()):
+        if int(layer) < _depth(vision):
+            names.append(f"{list_name}.{number}")
+    return names
 
 
 def _projector_widths(config: Mapping[str, Any], text_hidden: int) -> dict[str, int]:
@@ -149,9 +182,7 @@ def _projector_widths(config: Mapping[str, Any], text_hidden: int) -> dict[str, 
     visual words without and with its marks; ``text``: the language model.
     """
     vision = config["vision_config"]
-    feature_layers = config.get("vision_feature_layers") or config.get("vision_feature_layer")
-    num_layers = len(feature_layers) if isinstance(feature_layers, list | tuple) else 1
-    tower_width = _tower_width(vision) * num_layers
+    tower_width = _tower_width(vision) * _num_feature_layers(config)
     # MiniCPM-V merges 2 x 2 patches inside its tower, and 2 x 2 of the results here.
     merge = _merge_side(config) if _early_merge_layer(config) is None else 2
     out_width = int(vision.get("out_hidden_size") or text_hidden)
@@ -169,6 +200,12 @@ def _projector_widths(config: Mapping[str, Any], text_hidden: int) -> dict[str, 
         "vocabulary": vocabulary,
         "text": text_hidden,
     }
+
+
+def _num_feature_layers(config: Mapping[str, Any]) -> int:
+    """Return the number of the tower's layers whose outputs the projector reads, side by side."""
+    feature_layers = config.get("vision_feature_layers") or config.get("vision_feature_layer")
+    return len(feature_layers) if isinstance(feature_layers, list | tuple) else 1
 
 
 def _merge_side(config: Mapping[str, Any]) -> int:
@@ -212,23 +249,41 @@ def vision_patches(config: Mapping[str, Any]) -> VisionPatches:
     if not _tower_width(vision):
         return VisionPatches()
     family = family_of(config)
-    merge, patch_side = _merge_side(config), square_side(vision, "patch_size", 14)
     has_grids = not {"image_grid_thw", "target_sizes"}.isdisjoint(family.processor_inputs)
     has_grids |= bool(family.visual_inputs or vision.get("spatial_merge_size"))
     if has_grids or vision.get("model_type") == _PIXTRAL:
-        legacy_squares = float(_LEGACY_PICTURE_TOKENS * merge**4) if family.processor_inputs else 0.0
-        patches = VisionPatches(merge**2, merge**2, squares_per_token=legacy_squares)
-        full_layers = vision.get("fullatt_block_indexes")
-        if full_layers is None or not vision.get("window_size"):
-            return patches._replace(full_layers=range(_depth(vision)))
-        window_side = int(vision["window_size"]) // merge // patch_side * merge
-        return patches._replace(per_window=window_side**2, full_layers=set(map(int, full_layers)))
-    # A tower that resizes all pictures to tiles of one size.
+        return _patches_of_tokens(vision, _merge_side(config), is_legacy=bool(family.processor_inputs))
+    num_tokens = 0  # unknown
+    if not family.processor_inputs:
+        num_tokens = int(config.get("mm_tokens_per_image") or config.get("image_seq_length") or 0)
+    return _patches_of_tiles(vision, _merge_side(config), num_tokens)
+
+
+def _patches_of_tokens(vision: Mapping[str, Any], merge: int, *, is_legacy: bool) -> VisionPatches:
+    """Return the patches of a token of a tower whose pictures keep their shapes.
+
+    ``merge`` is the side of the square of patches that becomes a token. ``is_legacy``: caches may lack the sizes of
+    pictures.
+    """
+    legacy_squares = float(_LEGACY_PICTURE_TOKENS * merge**4) if is_legacy else 0.0
+    patches = VisionPatches(merge**2, merge**2, squares_per_token=legacy_squares)
+    full_layers = vision.get("fullatt_block_indexes")
+    if full_layers is None or not vision.get("window_size"):
+        return patches._replace(full_layers=range(_depth(vision)))
+    window_side = int(vision["window_size"]) // merge // square_side(vision, "patch_size", 14) * merge
+    return patches._replace(per_window=window_side**2, full_layers=set(map(int, full_layers)))
+
+
+def _patches_of_tiles(vision: Mapping[str, Any], merge: int, num_tokens: int) -> VisionPatches:
+    """Return the patches of a tile, for a tower that resizes all pictures to tiles of one size.
+
+    ``num_tokens`` are those of a tile, or 0 to compute them from ``merge``, the side of a token in patches.
+    """
+    patch_side = square_side(vision, "patch_size", 14)
     tile_side = square_side(vision, "image_size", patch_side) // patch_side
     positions = tile_side**2 + int(vision.get("model_type") in _CLASS_TOKEN_TOWERS)
-    tokens = (-(-tile_side // merge)) ** 2
-    if not family.processor_inputs:
-        tokens = int(config.get("mm_tokens_per_image") or config.get("image_seq_length") or tokens)
+    tokens_per_side = -(-tile_side // merge)  # rounded up
+    tokens = num_tokens or tokens_per_side**2
     return VisionPatches(
         tile_side**2,
         positions,
@@ -256,14 +311,7 @@ def audio_modules(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
 
     module = partial(new_module, "model.audio_tower.", part="vision tower", times=positions_per_token, has_bias=True)
     if channels:
-        # Each convolution halves the bins (height) and the frames (width).
-        height, in_channels = mel_bins, 1
-        for number, width in enumerate(_STRIDES, start=1):
-            height = (height - 1) // 2 + 1
-            outputs_per_token = height * width / _STRIDES[-1]
-            yield module(f"conv2d{number}", 9 * in_channels, channels, times=outputs_per_token, kind="convolution")
-            in_channels = channels
-        yield module("conv_out", channels * height, hidden)
+        yield from _qwen3_convolutions(module, mel_bins, channels, hidden)
         # An attention window has several chunks of 2 * n_window frames, each of 13 positions.
         chunks_per_window = int(audio.get("n_window_infer") or 8 * window) // (2 * window)
         window = chunks_per_window * _STRIDES[-1]
@@ -272,15 +320,8 @@ def audio_modules(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
         yield module("conv2", 3 * hidden, hidden, kind="convolution")
     mlp_width = int(audio.get("encoder_ffn_dim") or 4 * hidden)
     attention_flops = positions_per_token * 4 * hidden * window
-    for i in range(depth):
-        yield module(f"layers.{i}.self_attn_layer_norm", 1, hidden, kind="no_product", layer=i)
-        for name in ("k_proj", "v_proj", "q_proj"):
-            yield module(f"layers.{i}.self_attn.{name}", hidden, hidden, layer=i, shares_input=name != "k_proj")
-        yield module(f"layers.{i}.self_attn", kind="attention", layer=i, per_unit=attention_flops)
-        yield module(f"layers.{i}.self_attn.out_proj", hidden, hidden, layer=i)
-        yield module(f"layers.{i}.final_layer_norm", 1, hidden, kind="no_product", layer=i)
-        yield module(f"layers.{i}.fc1", hidden, mlp_width, layer=i)
-        yield module(f"layers.{i}.fc2", mlp_width, hidden, layer=i)
+    for layer in range(depth):
+        yield from _audio_layer(partial(module, layer=layer), f"layers.{layer}", hidden, mlp_width, attention_flops)
     yield module("ln_post", 1, hidden, kind="no_product")
     output_width = int(audio.get("output_dim") or hidden)
     if channels:
@@ -288,3 +329,26 @@ def audio_modules(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
         yield module("proj2", hidden, output_width, times=1.0, part="aligner")
     else:
         yield module("proj", hidden, output_width, times=1.0)
+
+
+def _qwen3_convolutions(module: Any, mel_bins: int, channels: int, hidden: int) -> Iterator[ModuleCost]:
+    """Yield the convolutions of Qwen3-Omni's tower; each halves the bins (height) and the frames (width)."""
+    height, in_channels = mel_bins, 1
+    for number, width in enumerate(_STRIDES, start=1):
+        height = (height - 1) // 2 + 1
+        outputs_per_token = height * width / _STRIDES[-1]
+        yield module(f"conv2d{number}", 9 * in_channels, channels, times=outputs_per_token, kind="convolution")
+        in_channels = channels
+    yield module("conv_out", channels * height, hidden)
+
+
+def _audio_layer(module: Any, name: str, hidden: int, mlp_width: int, attention_flops: float) -> Iterator[ModuleCost]:
+    """Yield the modules of the layer ``name`` of an audio tower; ``module`` makes one from its name and widths."""
+    yield module(f"{name}.self_attn_layer_norm", 1, hidden, kind="no_product")
+    for projection in ("k_proj", "v_proj", "q_proj"):
+        yield module(f"{name}.self_attn.{projection}", hidden, hidden, shares_input=projection != "k_proj")
+    yield module(f"{name}.self_attn", kind="attention", per_unit=attention_flops)
+    yield module(f"{name}.self_attn.out_proj", hidden, hidden)
+    yield module(f"{name}.final_layer_norm", 1, hidden, kind="no_product")
+    yield module(f"{name}.fc1", hidden, mlp_width)
+    yield module(f"{name}.fc2", mlp_width, hidden)
