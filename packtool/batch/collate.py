@@ -326,7 +326,30 @@ def collate_tree(
     # Any sample of a node has the node's tokens.
     node_samples = [slice_sample(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
     documents, media, num_padding = _load_with_fillers(node_samples, spec, towers, pad_to_multiple_of)
+    lengths = tuple(document.length for document in documents)
     fillers = documents[len(nodes) :]
+    positions = _node_positions(samples, nodes, spec)
+    positions += [sample_positions(document, spec) for document in fillers]
+    return TreeBatch(
+        **_tree_token_fields(documents, samples, nodes, spec, media),
+        **_key_fields([node.parent for node in nodes] + [ROOT] * len(fillers), lengths),
+        position_ids=joined_positions(positions, spec),
+        num_samples=len(samples),
+        num_padding=num_padding,
+        cu_seqlens=_cu_seqlens(lengths),
+        lengths=lengths,
+        sample_ends=_last_nodes(nodes, len(samples)),
+    )
+
+
+def _tree_token_fields(
+    documents: Sequence[EncodedSample],
+    samples: Sequence[EncodedSample],
+    nodes: Sequence[Node],
+    spec: InputSpec,
+    media: dict[str, Tensor],
+) -> dict[str, Any]:
+    """Return a ``TreeBatch``'s fields of tokens, targets, channels and media; ``documents`` are nodes and fillers."""
     channels = tuple(dict.fromkeys(sample.channel for sample in samples))
     labels, weights, target_counts = _tree_targets(samples, nodes, spec, channels)
     input_ids = np.concatenate([document.input_ids for document in documents], dtype=np.int64)
@@ -335,26 +358,21 @@ def collate_tree(
     weights = np.append(weights, np.zeros(num_filler_tokens, np.float32))
     fields = batch_fields(input_ids, labels, weights, media, spec)
     target_counts = target_counts[:, fields["target_positions"].numpy()]
-    lengths = tuple(document.length for document in documents)
-    parents = [node.parent for node in nodes] + [ROOT] * len(fillers)
+    return fields | {
+        "channels": channels,
+        "target_counts": torch.from_numpy(target_counts),
+        "num_sample_targets": int(target_counts.sum()),
+    }
+
+
+def _key_fields(parents: Sequence[int], lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of attention's keys of a ``TreeBatch``; arguments as for ``key_index``."""
     keys, key_lengths = key_index(parents, lengths)
-    positions = _node_positions(samples, nodes, spec)
-    positions += [sample_positions(document, spec) for document in fillers]
-    return TreeBatch(
-        **fields,
-        position_ids=joined_positions(positions, spec),
-        channels=channels,
-        num_samples=len(samples),
-        num_padding=num_padding,
-        cu_seqlens=_cu_seqlens(lengths),
-        lengths=lengths,
-        key_index=torch.from_numpy(keys),
-        cu_seqlens_k=_cu_seqlens(key_lengths),
-        key_lengths=key_lengths,
-        target_counts=torch.from_numpy(target_counts),
-        num_sample_targets=int(target_counts.sum()),
-        sample_ends=_last_nodes(nodes, len(samples)),
-    )
+    return {
+        "key_index": torch.from_numpy(keys),
+        "cu_seqlens_k": _cu_seqlens(key_lengths),
+        "key_lengths": key_lengths,
+    }
 
 
 def _node_positions(samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec) -> list[npt.NDArray[Any]]:
@@ -389,19 +407,27 @@ def _tree_targets(
         # One row for each sample of the node, one column for each of its tokens.
         label_rows = _node_rows(sample_labels, node)
         is_target = label_rows != IGNORE_INDEX
-        # All samples in which a token has a target have the same one. It exceeds IGNORE_INDEX, so it is the maximum.
-        node_labels = label_rows.max(axis=0, initial=IGNORE_INDEX)
-        assert (label_rows == node_labels)[is_target].all(), "a token has one label"
         weight_rows = is_target.astype(np.float32)
         if sample_weights is not None:
             weight_rows *= _node_rows(sample_weights, node)
         node_counts = np.zeros((len(channels), node.length), np.int64)
         for sample, is_sample_target in zip(node.samples, is_target, strict=True):
             node_counts[channel_numbers[sample]] += is_sample_target
-        labels.append(node_labels.astype(np.int64))
+        labels.append(_only_labels(label_rows))
         weights.append(weight_rows.sum(axis=0, dtype=np.float32))
         target_counts.append(node_counts)
     return np.concatenate(labels), np.concatenate(weights), np.concatenate(target_counts, axis=1)
+
+
+def _only_labels(label_rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Return the label of each token of a node, int64 (n,), from its labels in each sample, (samples, n).
+
+    All samples in which a token has a target have the same one. It exceeds IGNORE_INDEX, so it is the maximum.
+    """
+    labels = label_rows.max(axis=0, initial=IGNORE_INDEX)
+    is_target = label_rows != IGNORE_INDEX
+    assert (label_rows == labels)[is_target].all(), "a token has one label"
+    return labels.astype(np.int64)
 
 
 def _node_rows(sample_values: Sequence[npt.NDArray[Any]], node: Node) -> npt.NDArray[Any]:

@@ -386,12 +386,7 @@ class _Packing(NamedTuple):
 def _pack_samples(config: PackConfig, reader: CacheReader) -> _Packing:
     """Take the packs of ``--plan``, or pack all samples that are not too long."""
     if config.plan is not None:
-        saved = read_plan_of(reader, config.plan)
-        if saved.shared is not None:
-            problem = f"--plan {config.plan} has shared prefixes, which packs in files cannot have"
-            raise ConfigError(problem, _SHARED_REMEDY)
-        num_filtered = len(reader) - len(np.unique(saved.samples))
-        return _Packing(saved.samples, saved.offsets, max_tokens=saved.capacity, num_filtered=num_filtered)
+        return _read_packing(config.plan, reader)
     lengths = reader.index.length
     longest = int(lengths.max())
     max_length = min(config.max_length or longest, config.packing_length or longest)
@@ -403,6 +398,16 @@ def _pack_samples(config: PackConfig, reader: CacheReader) -> _Packing:
     plan = pack(lengths[kept], capacity, config, seed=config.seed, media_tokens=reader.index.media_tokens[kept])
     samples = kept[plan.samples]  # the plan numbers only the kept samples
     return _Packing(samples, plan.offsets, max_tokens=capacity, num_filtered=len(lengths) - len(kept))
+
+
+def _read_packing(path: str, reader: CacheReader) -> _Packing:
+    """Read the packs of a saved plan of the reader's caches."""
+    saved = read_plan_of(reader, path)
+    if saved.shared is not None:
+        problem = f"--plan {path} has shared prefixes, which packs in files cannot have"
+        raise ConfigError(problem, _SHARED_REMEDY)
+    num_filtered = len(reader) - len(np.unique(saved.samples))
+    return _Packing(saved.samples, saved.offsets, max_tokens=saved.capacity, num_filtered=num_filtered)
 
 
 def _load_spec(config: PackConfig, manifest: Manifest) -> InputSpec:

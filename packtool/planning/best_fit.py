@@ -307,7 +307,8 @@ def place_exact_fit(
     ranges: list[PackRange] = []
     num_packs = 0
     while unplaced.num:
-        count_by_length = Counter(_take_pack(unplaced, capacity, max_samples or capacity, evenness, noise_values))
+        pack_lengths = _take_pack(unplaced, capacity, max_samples or capacity, evenness, noise_values)
+        count_by_length = Counter(pack_lengths)
         # Further packs get the same lengths while there are enough samples.
         num_further = min(unplaced.counts.get(length, 0) // count for length, count in count_by_length.items())
         num_equal_packs = 1 + num_further
@@ -521,7 +522,7 @@ def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_sampl
     half = capacity // 2
     shorter = _CumulativeCounts.of(distinct[::-1], counts[::-1])
     # One bound for each k; arrays below are of the same shape.
-    k = np.concatenate(([0], distinct[::-1][distinct[::-1] <= half]))
+    k = np.concatenate(([0], shorter.lengths[shorter.lengths <= half]))
     num_up_to_half, tokens_up_to_half = shorter.up_to(half)
     num_paired, tokens_paired = shorter.up_to(capacity - k)
     _, tokens_below_k = shorter.up_to(k - 1)
@@ -532,7 +533,9 @@ def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_sampl
     short_tokens = tokens_up_to_half - tokens_below_k
     num_more = np.maximum(0, -((free_tokens - short_tokens) // capacity))  # for short samples, rounded up
     bound = int((num_alone + num_long + num_more).max())
-    return max(bound, math.ceil(num_samples / max_samples)) if max_samples else bound
+    if max_samples:
+        bound = max(bound, math.ceil(num_samples / max_samples))
+    return bound
 
 
 def _place_fewest(
@@ -563,12 +566,11 @@ def _place_fewest(
                 break
     if noise is None:
         return fewest, None, fewest.total_packs
-    if evenness is not None:
-        # With noise, exact fit may need a few more packs than without, so every epoch gets a few more.
-        num_packs = fewest.total_packs + 1 + int(fewest.total_packs * _SLACK)
-        if num_packs < best_fit.total_packs:
-            varied = exact_fit(evenness=evenness, noise=noise.tolist())
-            return varied if varied.total_packs <= num_packs else fewest, None, num_packs
+    # With noise, exact fit may need a few more packs than without, so every epoch gets a few more.
+    num_packs = fewest.total_packs + 1 + int(fewest.total_packs * _SLACK)
+    if evenness is not None and num_packs < best_fit.total_packs:
+        varied = exact_fit(evenness=evenness, noise=noise.tolist())
+        return varied if varied.total_packs <= num_packs else fewest, None, num_packs
     varied_best_fit = _vary_best_fit(distinct, counts, capacity, max_samples, noise, best_fit.total_packs)
     return *(varied_best_fit or (best_fit, None)), best_fit.total_packs
 

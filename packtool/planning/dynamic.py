@@ -216,7 +216,8 @@ def _place_in_bins(
     """Place the samples of S steps in bins, in all steps at once: the lightest bin with space of the lightest group.
 
     ``work``, (S, n), is that of each sample, and ``order``, (S, n), lists the samples of each step as they are placed.
-    Returns the bin of each sample, (S, n), and whether all samples of a step fit, (S,).
+    Returns the bin of each sample, (S, n), and whether all samples of a step fit, (S,): a sample that does not fit
+    overflows a bin.
     """
     num_steps = len(work)
     bins_per_group = num_bins // num_groups
@@ -232,9 +233,7 @@ def _place_in_bins(
         for limit, used in zip(limits, used_of_limits, strict=True):
             max_used = limit.maximum - limit.sizes[steps, sample]
             has_space &= used <= max_used[:, None, None]
-        # If no bin has space, these are group 0 and its bin 0, which overflows: the step does not fit.
-        group = np.where(has_space.any(axis=2), group_work, np.inf).argmin(axis=1)
-        bin_in_group = np.where(has_space[steps, group], bin_work[steps, group], np.inf).argmin(axis=1)
+        group, bin_in_group = _choose_bins(has_space, group_work, bin_work)
         chosen = steps, group, bin_in_group
         fits &= has_space[chosen]
         for limit, used in zip(limits, used_of_limits, strict=True):
@@ -244,6 +243,18 @@ def _place_in_bins(
         group_work[steps, group] += sample_work
         bin_of_sample[steps, sample] = group * bins_per_group + bin_in_group
     return bin_of_sample, fits
+
+
+def _choose_bins(has_space: npt.NDArray[np.bool_], group_work: Costs, bin_work: Costs) -> tuple[Int64Array, Int64Array]:
+    """Choose the lightest group with a bin that has space, (S,), and its lightest such bin, (S,).
+
+    ``group_work`` is (S, groups), the others (S, groups, bins of a group). If no bin has space, the result is group 0
+    and its bin 0.
+    """
+    steps = np.arange(len(has_space))
+    group = np.where(has_space.any(axis=2), group_work, np.inf).argmin(axis=1)
+    bin_in_group = np.where(has_space[steps, group], bin_work[steps, group], np.inf).argmin(axis=1)
+    return group, bin_in_group
 
 
 DEFAULT_MAX_TOKENS = 8192

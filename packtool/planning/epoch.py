@@ -239,10 +239,10 @@ def assign_packs(
         planned = imbalance(steps.rank_costs(trained_costs))
         in_turn = _imbalance_in_turn(packs, unit_costs, costs, options, tree_parts)
         balance = BalanceFigures(planned if in_turn is None else in_turn, planned, float(unit_costs.sum()))
-    if placement is not None and options.skrull is not None and unit_costs is not None:
-        work = None if towers is None else TowerWork(towers.flops[units.samples], towers.num_media[units.samples])
-        skrull = SkrullFigures.of(units, steps, placement, options.skrull, unit_costs, work)
-        fill = packs.num_tokens / max(skrull.num_tokens, 1)
+        if placement is not None and options.skrull is not None:
+            work = None if towers is None else towers.select(units.samples)
+            skrull = SkrullFigures.of(units, steps, placement, options.skrull, unit_costs, work)
+            fill = packs.num_tokens / max(skrull.num_tokens, 1)
     counted = trained_packs if placement is None else packs  # Skrull's trained packs are single samples
     num_cached = len(target_tokens)
     summary = summarize(counted, steps, options, num_cached=num_cached, fill=fill, balance=balance, skrull=skrull)

@@ -298,14 +298,22 @@ def _gated_delta_modules(text: Mapping[str, Any]) -> Iterator[ModuleSettings]:
         yield f"linear_attn.{name}", {"outputs": width, "shares_input": index > 0}
     kernel_size = int(text.get("linear_conv_kernel_dim") or 4)
     yield "linear_attn.conv1d", {"kind": "convolution", "inputs": kernel_size, "outputs": qkv_width}
-    # FLOPs of one position and head. With the positions of its chunk: products of keys and of queries with keys (4
-    # key_size), of scores with values (2 value_size), and the solution of a triangular system for keys and values
-    # (key_size + value_size). With the state, key_size x value_size: products of the key, the query and the value.
-    chunk_flops = _STATE_CHUNK * (4.0 * key_size + 2 * value_size + key_size + value_size)
-    state_flops = 3 * 2 * key_size * value_size
-    yield "linear_attn", {"kind": "attention", "outputs": 0, "per_unit": num_heads * (chunk_flops + state_flops)}
+    flops = num_heads * _delta_rule_flops(key_size, value_size)
+    yield "linear_attn", {"kind": "attention", "outputs": 0, "per_unit": flops}
     yield "linear_attn.norm", {"kind": "no_product", "inputs": 1, "outputs": value_size}
     yield "linear_attn.out_proj", {"inputs": value_width}
+
+
+def _delta_rule_flops(key_size: int, value_size: int) -> float:
+    """Return the FLOPs of the gated delta rule for one position and head.
+
+    With the positions of its chunk: products of keys and of queries with keys (4 key_size), of scores with values (2
+    value_size), and the solution of a triangular system for keys and values (key_size + value_size). With the state,
+    key_size x value_size: products of the key, the query and the value.
+    """
+    chunk_flops = _STATE_CHUNK * (4.0 * key_size + 2 * value_size + key_size + value_size)
+    state_flops = 3 * 2 * key_size * value_size
+    return chunk_flops + state_flops
 
 
 def _mlp_modules(text: Mapping[str, Any], layer: int) -> Iterator[ModuleSettings]:

@@ -299,24 +299,31 @@ def _count_draws(recipe: Recipe, candidates: list[Int64Array], amounts: IntArray
         for source, num in zip(recipe.sources, num_candidates, strict=True):
             counts_by_amount.append(num if source.amount is None else source.amount.of(num))
         return tuple(counts_by_amount)
-    is_taken = np.array([source.is_taken for source in recipe.sources])
     if amounts is None:
         sizes = np.array(num_candidates, float)
     else:
         sizes = np.array([int(amounts[samples].sum(dtype=np.int64)) for samples in candidates], float)
     _check_sizes(recipe, sizes)
+    counts = np.rint(np.minimum(_times_drawn(recipe, sizes) * num_candidates, MAX_AMOUNT))
+    min_counts = np.minimum(num_candidates, 1)  # at least one sample of each source that is not empty
+    return tuple(np.maximum(counts, min_counts).astype(np.int64).tolist())
+
+
+def _times_drawn(recipe: Recipe, sizes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Compute how often an epoch draws each source, (S,), from their ``sizes`` in the recipe's unit and their weights.
+
+    The epoch ends when the first, or the last, source has been drawn completely: that source is drawn once.
+    """
+    is_taken = np.array([source.is_taken for source in recipe.sources])
     if recipe.temperature is not None:
         weights = sizes ** (1 / recipe.temperature)
     else:
         weights = np.array([source.weight or 1.0 for source in recipe.sources], float)
-    # The epoch ends when the first, or the last, source has been drawn completely: that source is drawn once.
     sizes_per_weight = sizes[is_taken] / weights[is_taken]
     end = sizes_per_weight.min() if recipe.stop == "first" else sizes_per_weight.max()
     times_drawn = np.zeros(len(sizes))
     times_drawn[is_taken] = end / sizes_per_weight
-    counts = np.rint(np.minimum(times_drawn * num_candidates, MAX_AMOUNT))
-    min_counts = np.minimum(num_candidates, 1)  # at least one sample of each source that is not empty
-    return tuple(np.maximum(counts, min_counts).astype(np.int64).tolist())
+    return times_drawn
 
 
 def _check_sizes(recipe: Recipe, sizes: npt.NDArray[np.float64]) -> None:

@@ -121,20 +121,26 @@ def check_lengths(lengths: Lengths, capacity: int) -> Int32Array:
         return np.zeros(0, dtype=np.int32)
     if not np.issubdtype(array.dtype, np.integer):
         raise DataError(f"The lengths are of type {array.dtype}; whole numbers are expected.")
-    shortest, longest = int(array.min()), int(array.max())
+    _check_range(array, capacity)
+    return array.astype(np.int32, copy=False)
+
+
+def _check_range(lengths: IntArray, capacity: int) -> None:
+    """Check that lengths, of at least one sample, are from 1 to ``capacity`` tokens."""
+    shortest, longest = int(lengths.min()), int(lengths.max())
     if shortest <= 0:
+        num_empty = np.count_nonzero(lengths <= 0)
         raise DataError(
-            f"{np.count_nonzero(array <= 0):,} of {len(array):,} samples have no tokens "
-            f"(the smallest length is {shortest}).",
+            f"{num_empty:,} of {len(lengths):,} samples have no tokens (the smallest length is {shortest}).",
             "Remove them; packtool export never writes such rows.",
         )
     if longest > capacity:
+        num_too_long = np.count_nonzero(lengths > capacity)
         raise DataError(
-            f"{np.count_nonzero(array > capacity):,} of {len(array):,} samples are longer than a pack of "
-            f"{capacity:,} tokens; the longest has {longest:,}.",
+            f"{num_too_long:,} of {len(lengths):,} samples are longer than a pack of {capacity:,} tokens; "
+            f"the longest has {longest:,}.",
             f"Raise --packing-length to {longest}, or leave them out with --max-length {capacity}.",
         )
-    return array.astype(np.int32, copy=False)
 
 
 def to_offsets(sizes: IntArray) -> Int64Array:

@@ -83,13 +83,14 @@ def seeded_order(
     keys = np.empty(num, dtype=np.uint64)
     for start in range(0, num, CHUNK):
         chunk = keys[start : start + CHUNK]  # a view: the keys of the chunk are computed in place
+        stop = start + len(chunk)
         chunk[:] = bit_generator.random_raw(len(chunk))
         chunk >>= number_bits + value_bits
         if descending_by is not None and value_bits:
-            below_largest = (largest - descending_by[start : start + CHUNK]).astype(np.uint64)
+            below_largest = (largest - descending_by[start:stop]).astype(np.uint64)
             chunk |= below_largest << random_bits
         chunk <<= number_bits
-        chunk |= np.arange(start, start + len(chunk), dtype=np.uint64)
+        chunk |= np.arange(start, stop, dtype=np.uint64)
     keys.sort()
     number_mask = (np.uint64(1) << number_bits) - np.uint64(1)
     keys &= number_mask

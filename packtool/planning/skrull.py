@@ -94,13 +94,19 @@ def schedule_step(
     options.check(lengths)
     lengths, costs = np.asarray(lengths), np.asarray(flops, dtype=np.float64)
     padded = -(-lengths // alignment) * alignment  # rounded up
-    local = times.loads(lengths, costs)
-    sharded = times.loads(padded, costs, size)
-    capacity = options.bucket_size * size
-    step = _Step(lengths.tolist(), padded.tolist(), local, sharded, size, capacity, times)
-    work = [load.flops for load in local]
+    step = _Step(
+        sizes=lengths.tolist(),
+        padded=padded.tolist(),
+        local=times.loads(lengths, costs),
+        sharded=times.loads(padded, costs, size),
+        num_ranks=size,
+        capacity=options.bucket_size * size,
+        times=times,
+    )
+    work = [load.flops for load in step.local]
     heaviest_first = sorted(range(len(work)), key=lambda i: -work[i])
-    return [step.schedule_rank(sequences) for sequences in assign_to_lightest(heaviest_first, work, num_ranks)]
+    sequences_of_ranks = assign_to_lightest(heaviest_first, work, num_ranks)
+    return [step.schedule_rank(sequences) for sequences in sequences_of_ranks]
 
 
 @dataclass(frozen=True)

@@ -328,12 +328,12 @@ def _assign_steps_evenly(costs: Costs, num_ranks: int) -> Int64Array:
     """Assign packs as ``assign_evenly`` does, all steps at once."""
     num_steps, num_packs = costs.shape
     packs_per_rank = num_packs // num_ranks
-    heaviest_first = np.argsort(-costs, axis=1, kind="stable")
     rank_packs = np.empty((num_steps, num_ranks, packs_per_rank), dtype=np.int64)
     rank_work = np.zeros((num_steps, num_ranks))
     # In each round every rank gets one of the heaviest packs left: the rank with the least work gets the heaviest.
+    heaviest_first = np.argsort(-costs, axis=1, kind="stable").reshape(num_steps, packs_per_rank, num_ranks)
     for number in range(packs_per_rank):
-        packs = heaviest_first[:, number * num_ranks : (number + 1) * num_ranks]
+        packs = heaviest_first[:, number]
         lightest_first = np.argsort(rank_work, axis=1, kind="stable")
         np.put_along_axis(rank_packs[:, :, number], lightest_first, packs, axis=1)
         old_work = np.take_along_axis(rank_work, lightest_first, axis=1)
@@ -442,8 +442,8 @@ def divide_evenly(
         heapq.heapreplace(heap, (group_work + work[item], group))
         for entry in too_full:
             heapq.heappush(heap, entry)
-    heaviest_first = sorted(heap, key=lambda entry: (-entry[0], entry[1]))
-    return [groups[group][::-1] for _, group in heaviest_first]
+    heap.sort(key=lambda entry: (-entry[0], entry[1]))  # the heaviest first
+    return [groups[group][::-1] for _, group in heap]
 
 
 def imbalance(rank_costs: Costs) -> Costs:

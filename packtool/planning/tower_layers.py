@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -143,12 +143,7 @@ def merger_modules(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[M
     module = partial(new_module, "model.visual.", part="aligner", times=tokens, has_bias=True)
     projector = family_of(config).projector
     if projector != Family.projector:
-        widths = _projector_widths(config, text_hidden)
-        modules = []
-        for number, pair in enumerate(projector):
-            inputs, outputs = pair.split()
-            modules.append(module(f"merger.{number}", widths[inputs], widths[outputs]))
-        return (tuple(modules),)
+        return (_projector_modules(module, projector, _projector_widths(config, text_hidden)),)
     output_width = int(vision.get("out_hidden_size") or text_hidden)
     merged_width = hidden * _merge_side(config) ** 2
     up, down, norm = "linear_fc1", "linear_fc2", "norm"
@@ -161,6 +156,15 @@ def merger_modules(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[M
         down_module = module(f"{name}.{down}", merged_width, output_width)
         mergers.append((norm_module, up_module, down_module))
     return tuple(mergers)
+
+
+def _projector_modules(module: Any, projector: Sequence[str], widths: Mapping[str, int]) -> tuple[ModuleCost, ...]:
+    """Return the modules of a projector, each given by the names of its input and output width."""
+    modules = []
+    for number, pair in enumerate(projector):
+        inputs, outputs = pair.split()
+        modules.append(module(f"merger.{number}", widths[inputs], widths[outputs]))
+    return tuple(modules)
 
 
 def _merger_names(config: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from packtool.planning.pack_plan import Costs, Int64Array, IntArray, PackPlan, invert_order
 from packtool.planning.skrull import SHARDED
@@ -33,6 +34,10 @@ class TowerWork:
     num_media: IntArray
     logits: Int64Array | None = None
 
+    def select(self, samples: Int64Array) -> TowerWork:
+        """Return the work for some samples, given by their positions, (n,); without logits."""
+        return TowerWork(self.flops[samples], self.num_media[samples])
+
 
 def assign_heaviest_first(
     weights: Sequence[float] | Costs, loads: Sequence[float] | Costs, groups: Int64Array | None = None
@@ -48,17 +53,21 @@ def assign_heaviest_first(
     owners = np.zeros(len(weights), np.int64)
     if groups is None:
         groups = np.zeros(len(weights), np.int64)
-    # Sort by group, and in a group by weight. In round r every group assigns its item r.
-    by_group = np.lexsort((-weights, groups))
-    group_sizes = np.bincount(groups, minlength=len(rank_loads))
+    for items in _rounds(weights, groups, len(rank_loads)):
+        owners[items] = rank_loads[groups[items]].argmin(axis=1)
+        rank_loads[groups[items], owners[items]] += weights[items]
+    return owners
+
+
+def _rounds(weights: Costs, groups: Int64Array, num_groups: int) -> list[Int64Array]:
+    """Divide items (n,) into rounds with at most one item of each group: in round r its item r by weight."""
+    by_group = np.lexsort((-weights, groups))  # and in a group the heaviest first
+    group_sizes = np.bincount(groups, minlength=num_groups)
     group_starts = np.cumsum(group_sizes) - group_sizes
     round_of = np.arange(len(by_group)) - np.repeat(group_starts, group_sizes)
     by_round = by_group[np.argsort(round_of, kind="stable")]
     round_stops = np.cumsum(np.bincount(round_of))
-    for items in np.split(by_round, round_stops[:-1]):
-        owners[items] = rank_loads[groups[items]].argmin(axis=1)
-        rank_loads[groups[items], owners[items]] += weights[items]
-    return owners
+    return np.split(by_round, round_stops[:-1])
 
 
 def _assign_media(
@@ -139,12 +148,8 @@ class Media:
         samples = np.flatnonzero(num_media > 0)
         counts = num_media[samples]
         n, sums = counts.astype(np.float64), tokens[samples].astype(np.float64)
-        mean = sums / n
-        deviation = np.maximum(squares[samples] / patches_per_token**2 - sums**2 / n, 0)
-        all_but_one_each = sums - (n - 1)
-        samuelson_bound = mean + np.sqrt((n - 1) / n * deviation)
-        largest = np.where(num_videos[samples] > 0, all_but_one_each, samuelson_bound)
-        largest = np.minimum(largest, np.maximum(all_but_one_each, mean))
+        square_sums = squares[samples] / patches_per_token**2
+        largest = _largest_tokens(n, sums, square_sums, num_videos[samples] > 0)
         other = (sums - largest) / np.maximum(n - 1, 1)  # tokens of each medium but the largest
         other_squares = (other * patches_per_token) ** 2
         # The media of each sample, the largest first.
@@ -170,6 +175,19 @@ class Media:
         added = np.repeat(samples, counts), zeros, zeros, sounds
         columns = zip((self.samples, self.tokens, self.squares, self.sounds), added, strict=True)
         return Media(*map(np.concatenate, columns))
+
+
+def _largest_tokens(n: Costs, sums: Costs, square_sums: Costs, has_videos: npt.NDArray[np.bool_]) -> Costs:
+    """Estimate the tokens of the largest medium of each sample, as ``Media.of_samples`` explains; (S,).
+
+    ``n`` are the media of each sample, ``sums`` and ``square_sums`` the sums of their tokens and squared tokens.
+    """
+    mean = sums / n
+    deviation = np.maximum(square_sums - sums**2 / n, 0)
+    all_but_one_each = sums - (n - 1)
+    samuelson_bound = mean + np.sqrt((n - 1) / n * deviation)
+    largest = np.where(has_videos, all_but_one_each, samuelson_bound)
+    return np.minimum(largest, np.maximum(all_but_one_each, mean))
 
 
 @dataclass(frozen=True, eq=False)
