@@ -196,18 +196,19 @@ def _load_rank_media(
     if not spec.has_vision:
         return {}, {}
     media, encoding_ranks = _assign_media(documents, ranks, spec, split)
+    media_kinds = [spec.family.taken_as(each.kind) for each in media]
+    routed_kinds = _routed_kinds(set(media_kinds), towers)
     inputs = load_media(with_rank_media(documents, ranks, spec, split), spec)
     input_ids = np.concatenate([document.input_ids for document in documents])
-    media_kinds = np.array([spec.family.taken_as(each.kind) for each in media], object)
-    num_tokens = np.array([each.medium.num_tokens for each in media], np.int64)
-    routed_kinds = _routed_kinds(set(media_kinds), towers)
     routes: dict[str, FeatureRoute] = {}
     for kind in spec.family.kinds:
         if kind in routed_kinds:
-            is_kind = media_kinds == kind
             positions = np.flatnonzero(input_ids == spec.pad_ids[kind])  # of the kind's placeholder tokens
-            source_ranks = np.repeat(encoding_ranks[is_kind], num_tokens[is_kind])  # the encoding rank of each
-            routes[kind] = route_features(positions, source_ranks, tokens_by_rank, split.rank)
+            source_ranks: list[int] = []  # the encoding rank of each placeholder token
+            for each, media_kind, rank in zip(media, media_kinds, encoding_ranks.tolist(), strict=True):
+                if media_kind == kind:
+                    source_ranks += [rank] * each.medium.num_tokens
+            routes[kind] = route_features(positions, np.array(source_ranks, np.int64), tokens_by_rank, split.rank)
             inputs = _with_blank_medium(inputs, kind, spec)
     return inputs, routes
 
@@ -246,12 +247,15 @@ def with_rank_media(
     rank_media: dict[tuple[int, MediaKind], list[Any]] = defaultdict(list)  # by number of the sample, and kind
     for each, rank in zip(media, encoding_ranks, strict=True):
         if rank == split.rank:
-            rank_media[each.document, each.kind].append(each.medium)
+            medium = each.medium
+            if isinstance(medium, EncodedVideo):
+                medium = dataclasses.replace(medium, audio=None)
+            rank_media[each.document, each.kind].append(medium)
     results = []
     for number, sample in enumerate(samples):
         images = tuple(rank_media[number, "image"])
+        videos = tuple(rank_media[number, "video"])
         sounds = tuple(rank_media[number, "audio"])
-        videos = tuple(dataclasses.replace(video, audio=None) for video in rank_media[number, "video"])
         results.append(dataclasses.replace(sample, images=images, videos=videos, audios=sounds))
     return results
 

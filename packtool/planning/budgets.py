@@ -208,8 +208,12 @@ class _Packer:
         self._stops: list[int] = stops.tolist()  # of groups in ``_sorted_samples``; lowered as samples are packed
         self._group_sizes: list[int] = (stops - starts).tolist()
         self._class_of_group: list[int] = sorted_classes[starts].tolist()
-        self._group_by_length: list[dict[int, int]] = [{} for _ in self._max_density]  # nonempty groups of each class
-        for group, length in enumerate(sorted_lengths[starts].tolist()):
+        self._index_groups(sorted_lengths[starts].tolist())
+
+    def _index_groups(self, group_lengths: list[int]) -> None:
+        """Make the indexes of each class by length: the nonempty groups, and the set of their lengths."""
+        self._group_by_length: list[dict[int, int]] = [{} for _ in self._max_density]
+        for group, length in enumerate(group_lengths):
             self._group_by_length[self._class_of_group[group]][length] = group
         self._lengths_in_class = [LengthSet(group_by_length) for group_by_length in self._group_by_length]
 
@@ -271,7 +275,8 @@ class _Packer:
         if not slots_are_scarce:
             max_length = max(free_tokens - min_gap, 0)
             min_length = max(free_tokens - max_gap, 1)
-            for density_class in range(densest, max(densest - _MAX_CLASSES_TRIED, -1), -1):
+            last_class = max(densest - _MAX_CLASSES_TRIED, -1)  # exclusive
+            for density_class in range(densest, last_class, -1):
                 length = self._lengths_in_class[density_class].at_most(max_length)
                 if length >= min_length:
                     return self._group_by_length[density_class][length]

@@ -357,28 +357,40 @@ def _pack_wide_trees(
     is_wide = sizes >= MIN_BRANCHES
     for start, size in zip(starts[is_wide].tolist(), sizes[is_wide].tolist(), strict=True):
         tree = slice(start, start + size)
-        # Of the samples after the first one, the one that shares least shares the trunk only, and begins a branch.
-        fork_index = start + 1 + int(shared[tree][1:].argmin())
-        trunk_tokens, trunk_prefix = int(shared[fork_index]), shared_prefixes[fork_index]
-        branches = np.flatnonzero(shared[tree] <= trunk_tokens)  # first sample of each branch, relative to ``start``
-        own_tokens = lengths[tree] - np.maximum(shared[tree], trunk_tokens)  # that each sample adds to the trunk
-        packs = _pack_branches(np.add.reduceat(own_tokens, branches), capacity - trunk_tokens)
-        if packs is None:
-            continue
-        branch_order, first_branches = packs
-        members, branch_offsets = gather_groups(np.append(branches, size), branch_order)
-        # Move the branches.
-        positions[tree] = start + members
-        shared[tree] = shared[start + members]
-        shared_prefixes[tree] = shared_prefixes[start + members]
-        # The first sample of a branch shares the trunk with the sample before it, but nothing if it begins a pack.
-        branch_starts = start + branch_offsets[:-1]
-        shared[branch_starts] = trunk_tokens
-        shared_prefixes[branch_starts] = trunk_prefix
-        pack_starts = branch_starts[first_branches]
-        shared[pack_starts] = 0
-        shared_prefixes[pack_starts] = NOTHING
+        order = _pack_wide_tree(lengths[tree], shared[tree], shared_prefixes[tree], capacity)
+        if order is not None:
+            positions[tree] = start + order
     return positions, shared, shared_prefixes
+
+
+def _pack_wide_tree(
+    lengths: IntArray, shared: Int32Array, shared_prefixes: Int64Array, capacity: int
+) -> Int64Array | None:
+    """Distribute the branches of one tree over packs, as ``_pack_wide_trees`` does.
+
+    Returns the new order of its samples, (n,), and changes ``shared`` and ``shared_prefixes``, (n,), in place; or None
+    without changes.
+    """
+    # Of the samples after the first one, the one that shares least shares the trunk only, and begins a branch.
+    fork_index = 1 + int(shared[1:].argmin())
+    trunk_tokens, trunk_prefix = int(shared[fork_index]), shared_prefixes[fork_index]
+    branches = np.flatnonzero(shared <= trunk_tokens)  # first sample of each branch
+    own_tokens = lengths - np.maximum(shared, trunk_tokens)  # that each sample adds to the trunk
+    packs = _pack_branches(np.add.reduceat(own_tokens, branches), capacity - trunk_tokens)
+    if packs is None:
+        return None
+    branch_order, first_branches = packs
+    order, branch_offsets = gather_groups(np.append(branches, len(shared)), branch_order)
+    shared[:] = shared[order]
+    shared_prefixes[:] = shared_prefixes[order]
+    # The first sample of a branch shares the trunk with the sample before it, but nothing if it begins a pack.
+    branch_starts = branch_offsets[:-1]
+    shared[branch_starts] = trunk_tokens
+    shared_prefixes[branch_starts] = trunk_prefix
+    pack_starts = branch_starts[first_branches]
+    shared[pack_starts] = 0
+    shared_prefixes[pack_starts] = NOTHING
+    return order
 
 
 def _pack_branches(branch_tokens: Int64Array, space: int) -> tuple[Int64Array, Int64Array] | None:
