@@ -105,12 +105,8 @@ def fill_slots(
     assert placement_starts[-1] == num_samples
     for start in range(0, num_samples, CHUNK):
         stop = min(start + CHUNK, num_samples)
-        # The placement of each sample in this chunk, (n,), and the sample's number in it.
-        first_placement = int(np.searchsorted(placement_starts, start, side="right")) - 1
-        end_placement = int(np.searchsorted(placement_starts, stop, side="left"))
-        bounds: Int64Array = np.clip(placement_starts[first_placement : end_placement + 1], start, stop)
-        placement = np.repeat(np.arange(first_placement, end_placement), bounds[1:] - bounds[:-1])
-        index = np.arange(start, stop) - placement_starts[placement]
+        placement = _find_placements(placement_starts, start, stop)  # of each sample in this chunk, (n,)
+        index = np.arange(start, stop) - placement_starts[placement]  # the sample's number in the placement
         # Sample i of a placement with n samples per pack goes to pack i // n of the placement, and there to slot i % n.
         samples_per_pack = placements.samples_per_pack[placement]
         pack_in_placement = index // samples_per_pack
@@ -121,6 +117,14 @@ def fill_slots(
         samples[positions] = grouped_samples[start:stop]
         lengths[positions] = placements.length[placement]
     return samples, lengths
+
+
+def _find_placements(placement_starts: Int64Array, start: int, stop: int) -> Int64Array:
+    """Return the placements of the samples ``start`` to ``stop`` - 1, (n,), from the first sample of each, (P + 1,)."""
+    first = int(np.searchsorted(placement_starts, start, side="right")) - 1
+    end = int(np.searchsorted(placement_starts, stop, side="left"))
+    bounds: Int64Array = np.clip(placement_starts[first : end + 1], start, stop)
+    return np.repeat(np.arange(first, end), np.diff(bounds))
 
 
 _LENGTH_BITS = 10

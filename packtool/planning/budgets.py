@@ -273,13 +273,9 @@ class _Packer:
         # The densest class whose samples could fill all free tokens within the free media tokens; -1 if there is none.
         densest = bisect_right(self._max_density, free_media / free_tokens) - 1
         if not slots_are_scarce:
-            max_length = max(free_tokens - min_gap, 0)
-            min_length = max(free_tokens - max_gap, 1)
-            last_class = max(densest - _MAX_CLASSES_TRIED, -1)  # exclusive
-            for density_class in range(densest, last_class, -1):
-                length = self._lengths_in_class[density_class].at_most(max_length)
-                if length >= min_length:
-                    return self._group_by_length[density_class][length]
+            filling_group = self._filling_group(densest, max(free_tokens - max_gap, 1), max(free_tokens - min_gap, 0))
+            if filling_group >= 0:
+                return filling_group
         # From ``densest`` down to the class with least media, and then the denser classes.
         for density_class in (*range(densest, -1, -1), *range(densest + 1, len(self._max_density))):
             max_length = free_tokens
@@ -293,4 +289,13 @@ class _Packer:
                     length = self._lengths_in_class[density_class].nearest(free_tokens // free_slots, length)
                 return self._group_by_length[density_class][length]
             self._min_length[density_class] = max_length + 1  # the class has no shorter sample
+        return -1
+
+    def _filling_group(self, densest: int, min_length: int, max_length: int) -> int:
+        """Return the group of the longest samples of these lengths in the class ``densest``, or in one below; or -1."""
+        last_class = max(densest - _MAX_CLASSES_TRIED, -1)  # exclusive
+        for density_class in range(densest, last_class, -1):
+            length = self._lengths_in_class[density_class].at_most(max_length)
+            if length >= min_length:
+                return self._group_by_length[density_class][length]
         return -1

@@ -209,21 +209,18 @@ def _part_flops(
     num_recomputed = math.inf if recomputes is True else recomputes
     # Gradients flow back to the output of a module, the input of the next, if anything up to it is trained.
     gradients = [has_gradient]
+    recomputed_layers: set[int] = set()  # those with a gradient of their output
     for module in modules:
         gradients.append(gradients[-1] or training.get(module.name, Trainable()).any)
-    input_gradients, output_gradients = gradients[:-1], gradients[1:]
-    # The last module of a layer decides, since later entries of the dict replace earlier ones.
-    layer_has_gradient = {module.layer: flag for module, flag in zip(modules, output_gradients, strict=True)}
+        if module.layer is not None and module.layer < num_recomputed and gradients[-1]:
+            recomputed_layers.add(module.layer)
     per_unit = per_square = per_window = 0.0
     has_input_gradient = has_gradient
-    for module, follows_gradient in zip(modules, input_gradients, strict=True):
+    for module, follows_gradient in zip(modules, gradients[:-1], strict=True):
         # Modules with a shared input, such as Q, K and V, need its gradient only if the first of them does.
         if not module.shares_input:
             has_input_gradient = follows_gradient
-        num_forward = 1.0
-        is_recomputed = module.layer is not None and module.layer < num_recomputed
-        if is_recomputed and layer_has_gradient[module.layer]:
-            num_forward = 2.0
+        num_forward = 2.0 if module.layer in recomputed_layers else 1.0
         if module.kind == "attention":
             passes = num_forward + _ATTENTION_BACKWARD * follows_gradient
             per_unit += passes * module.per_unit

@@ -174,10 +174,7 @@ def order_mixture_packs(
         return seeded_order(num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS)
     keys = _similarity_keys(vectors)
     order = seeded_order(num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, descending_by=keys)
-    # Round to integers of limited size, whose sums are exact in any order.
-    maxima = vectors.max(axis=0)
-    vectors *= _STEPS_PER_MEAN * np.minimum(1, _MAX_STEPS / np.maximum(maxima, 1))
-    np.rint(vectors, out=vectors)
+    _round_to_steps(vectors)
     num_windows = -(-num_packs // _WINDOW_PACKS)
     num_halvings = max(0, int(np.log2(num_packs / num_windows / _PART_PACKS)))
     num_parts = num_windows << num_halvings
@@ -191,6 +188,13 @@ def order_mixture_packs(
         parts = _halve_parts(parts, vectors, num_windows, RandomStream.MIX_COINS + 1 + level, seed, epoch)
     order = _order_parts(parts.reshape(num_windows, -1, packs_per_part), vectors)
     return order[order < num_packs]
+
+
+def _round_to_steps(vectors: Vectors) -> None:
+    """Round vectors (K, S), in place, to integers of limited size, whose sums are exact in any order."""
+    maxima = vectors.max(axis=0)
+    vectors *= _STEPS_PER_MEAN * np.minimum(1, _MAX_STEPS / np.maximum(maxima, 1))
+    np.rint(vectors, out=vectors)
 
 
 def _similarity_keys(vectors: Vectors) -> Int64Array:
@@ -311,8 +315,11 @@ def _divide_into_windows(order: Int64Array, num_windows: int, vectors: Vectors, 
     sums = np.zeros((num_windows, vectors.shape[1]))
     windows = np.empty((num_windows, len(rounds)), np.int64)
     for number, (packs, window_order) in enumerate(zip(rounds, window_orders, strict=True)):
-        left, right = window_order[:num_pairs], window_order[num_pairs:num_paired]
-        first, second = packs[:num_paired:2], packs[1:num_paired:2]
+        # Pairs of windows, and the two packs that each pair gets, (pairs,) each.
+        left = window_order[:num_pairs]
+        right = window_order[num_pairs:num_paired]
+        first = packs[:num_paired:2]
+        second = packs[1:num_paired:2]
         difference = vectors[first] - vectors[second]
         is_swapped = _is_swapped(sums[left] - sums[right], difference, bool(breaks_ties[number]))
         windows[left, number] = np.where(is_swapped, second, first)

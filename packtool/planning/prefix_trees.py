@@ -324,12 +324,21 @@ def _split_trees(shared: Int32Array, limits: list[_Limit], max_samples: int) -> 
     for start, tree_stop in zip(tree_starts[~fits].tolist(), tree_stops[~fits].tolist(), strict=True):
         while start < tree_stop:
             group_starts.append(start)
-            stop = min(start + max_samples, tree_stop)
-            for limit, total in zip(limits, totals, strict=True):
-                max_total = limit.maximum - int(limit.values[start]) + int(total[start])
-                stop = min(stop, int(np.searchsorted(total, max_total, side="right")))
-            start = max(stop, start + 1)
+            max_stop = min(start + max_samples, tree_stop)
+            start = max(_end_of_group(start, max_stop, limits, totals), start + 1)
     return np.sort(np.array(group_starts, np.int64))
+
+
+def _end_of_group(start: int, max_stop: int, limits: list[_Limit], totals: list[Int64Array]) -> int:
+    """Return where a group from ``start`` on ends: before the first sample that exceeds a limit, or at ``max_stop``.
+
+    ``totals`` are, for each limit, the cumulative sums of what samples add, (N,).
+    """
+    stop = max_stop
+    for limit, total in zip(limits, totals, strict=True):
+        max_total = limit.maximum - int(limit.values[start]) + int(total[start])
+        stop = min(stop, int(np.searchsorted(total, max_total, side="right")))
+    return stop
 
 
 MIN_BRANCHES = 64
