@@ -266,8 +266,23 @@ class MediaCache:
         Then evict the oldest entries until ``num_bytes`` are free; with ``includes_active``, also entries that active
         runs read again.
         """
-        active_runs = {_run_number(run.name) for run in os.scandir(self._runs) if not _is_unlocked(run.path)}
-        evictable = []  # modification time, path and size of each entry
+        active_runs: set[int] = set()
+        if not includes_active:
+            active_runs = {_run_number(run.name) for run in os.scandir(self._runs) if not _is_unlocked(run.path)}
+        for _, path, size in self._count_entries(state, active_runs):
+            if num_bytes <= 0:
+                break
+            os.remove(path)
+            state.used_bytes -= size
+            num_bytes -= size
+
+    def _count_entries(self, state: _State, active_runs: set[int]) -> list[tuple[int, str, int]]:
+        """Set ``state.used_bytes``, and delete unfinished entries without a writer.
+
+        Returns the modification time, path and bytes of each entry that may be evicted, the oldest first: finished, and
+        not last read by one of ``active_runs``.
+        """
+        evictable = []
         state.used_bytes = 0
         for entry in os.scandir(self._entries):
             is_unfinished = entry.name.endswith(_PART)
@@ -278,15 +293,9 @@ class MediaCache:
             size = _disk_bytes(entry.stat().st_size)
             state.used_bytes += size
             last_run = modified_ns % _MS  # _touch stores the number of the run in the last digits
-            if not is_unfinished and (includes_active or last_run not in active_runs):
+            if not is_unfinished and last_run not in active_runs:
                 evictable.append((modified_ns, entry.path, size))
-        evictable.sort()
-        for _, path, size in evictable:
-            if num_bytes <= 0:
-                break
-            os.remove(path)
-            state.used_bytes -= size
-            num_bytes -= size
+        return sorted(evictable)
 
     @contextmanager
     def _locked(self) -> Iterator[_State]:

@@ -368,14 +368,17 @@ def _next_lengths(
         length = unplaced.at_most(max(free_tokens - min_gap, 0))
         if length >= max(free_tokens - max_gap, 1):
             return (length,)
-    if free_slots == 2 or (free_slots > 2 and not slots_are_scarce):
+    takes_pairs = free_slots >= 2 and (free_slots == 2 or not slots_are_scarce)
+    if takes_pairs:
         pair = unplaced.pair(free_tokens, int(free_tokens * _PAIR_SPREAD * noise))
         if pair is not None:
             return pair
-    longest = unplaced.at_most(free_tokens)
-    if longest < 0:
+    length = unplaced.at_most(free_tokens)
+    if length < 0:
         return ()
-    return (unplaced.nearest(free_tokens // free_slots, longest),) if slots_are_scarce else (longest,)
+    if slots_are_scarce:
+        length = unplaced.nearest(free_tokens // free_slots, length)
+    return (length,)
 
 
 class _UnplacedSamples(LengthSet):

@@ -74,6 +74,7 @@ def check_media_tokens(
             f"{max_media_tokens:,}; the largest has {largest:,}.",
             f"Raise --max-media-tokens-per-pack to {largest}, or export with smaller media (--max-pixels).",
         )
+    # A pack of ``capacity`` tokens cannot have more media tokens than that.
     tokens_limit_media = max_media_tokens >= capacity and bool((media_tokens <= lengths).all())
     if largest == 0 or tokens_limit_media:
         return None

@@ -276,25 +276,25 @@ class ModelSizes:
         """Compute the sizes of a model's language model from its ``config.json``; errors as of ``CostModel.of_config``.
 
         For each token, a layer keeps two residuals, the results of two norms and the projected output of attention (5
-        h values); queries before and after RoPE and the result of attention (3 q); keys before and after RoPE and
-        values (3 kv); gate, up, the activated gate and the product (4 times the MLP's width, of the token's experts).
-        Flash attention keeps no scores, and no logits are kept.
+        times the model's width); queries before and after RoPE and the result of attention (3 times the width of
+        queries); keys before and after RoPE and values (3 times that of keys); gate, up, the activated gate and the
+        product (4 times the MLP's width, of the token's experts). Flash attention keeps no scores, and no logits are
+        kept.
         """
         config = thinker_of(config)
         text = text_config_of(config)
         hidden, num_layers = int(text["hidden_size"]), int(text["num_hidden_layers"])
         attention = attention_widths(text)
         mlp = expert_widths(text)
-        q, kv = attention.queries, attention.keys
         token_mlp_width = mlp.expert * mlp.experts_per_token + mlp.shared_expert
         return cls(
             cost=CostModel.of_config(config),
             num_parameters=_num_parameters(config, text),
             num_layers=num_layers,
-            kept_bytes=_BYTES * (5 * hidden + 3 * q + 3 * kv + 4 * token_mlp_width),
+            kept_bytes=_BYTES * (5 * hidden + 3 * attention.queries + 3 * attention.keys + 4 * token_mlp_width),
             input_bytes=_BYTES * hidden,
-            query_bytes=_BYTES * q,
-            kv_bytes=_BYTES * 2 * kv,
+            query_bytes=_BYTES * attention.queries,
+            kv_bytes=_BYTES * 2 * attention.keys,
             num_heads=attention.num_heads,
             num_key_heads=attention.num_key_heads,
         )

@@ -151,7 +151,7 @@ def _number_by_rank(
             rounds = _heaviest_first(bins, bin_work).reshape(-1, num // num_ranks, num_ranks)
             rank_bins = rounds.transpose(0, 2, 1)  # a rank has one bin of each round
         by_rank = _heaviest_first(rank_bins, bin_work)  # (steps, ranks, bins of a rank)
-        new_numbers[by_rank.reshape(-1, num)] = bins
+        new_numbers[by_rank.reshape(-1, num)] = bins  # a step keeps its numbers, in another order
     return new_numbers
 
 

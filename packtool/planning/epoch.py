@@ -332,7 +332,7 @@ def _join_micro_batches(samples: PackPlan, assignment: StepAssignment) -> tuple[
 
 
 def _round_robin_rank_costs(costs: Costs, samples_per_step: int, num_ranks: int) -> Costs:
-    """Sum the work of each rank in each step, (S, W), if the samples (N,) of a step went to the ranks in turn."""
+    """Sum the work of ranks, (steps, ranks), if the samples (N,) of each step went to the ranks in turn."""
     step, index_in_step = np.divmod(np.arange(len(costs)), samples_per_step)
     rank_costs = np.zeros((-(-len(costs) // samples_per_step), num_ranks))
     np.add.at(rank_costs, (step, index_in_step % num_ranks), costs)

@@ -56,12 +56,10 @@ class SkrullOptions:
 class PlanOptions(StepOptions):
     """Options of an epoch's plan with their resolved values.
 
-    Symbols: B is ``--per-device-train-batch-size``, packs (or padded rows) of a micro-batch, G is
-    ``--gradient-accumulation-steps``, micro-batches of a step on each rank, W is ``world_size``, data-parallel ranks.
-
     Args:
         max_length: longer samples are left out.
         packing: False makes every sample a pack of its own, for padded batches.
+        world_size: number of data-parallel ranks.
         cost: needed for balancing, and for figures.
         skrull: if given, Skrull assigns the samples of each step, and packs only group samples into steps.
     """
@@ -75,7 +73,7 @@ class PlanOptions(StepOptions):
 
     @property
     def packs_per_step(self) -> int:
-        """Packs (or padded rows) of a full optimizer step over all ranks, W * G * B."""
+        """Packs (or padded rows) of a full optimizer step over all ranks."""
         return self.world_size * self.gradient_accumulation_steps * self.per_device_train_batch_size
 
     @property

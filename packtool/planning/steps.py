@@ -171,7 +171,7 @@ class StepPlan:
         return bounds.astype(np.int64, copy=False)
 
     def rank_costs(self, costs: Costs) -> Costs:
-        """Sum the costs (K,) of packs by step and rank; (S, W)."""
+        """Sum the costs (K,) of packs by step and rank; (steps, ranks)."""
         return _sums_between(costs[self.order], self.micro_batch_offsets[self.rank_bounds])
 
     def micro_batch_sums(self, per_pack: npt.NDArray[Any]) -> Costs:
@@ -179,7 +179,7 @@ class StepPlan:
         return _sums_between(per_pack[self.order], self.micro_batch_offsets).astype(np.float64)
 
     def rank_sums(self, per_micro_batch: npt.NDArray[Any]) -> Costs:
-        """Sum values of micro-batches, (C,), by step and rank; (S, W)."""
+        """Sum values of micro-batches, (C,), by step and rank; (steps, ranks)."""
         return _sums_between(per_micro_batch, self.rank_bounds).astype(np.float64)
 
     @cached_property
@@ -207,11 +207,11 @@ def assign_balanced(
 ) -> StepAssignment:
     """Assign the packs of an epoch to optimizer steps, ranks and micro-batches.
 
-    A step takes the next W * G * B packs (symbols as in ``PlanOptions``), in the packer's random order. Without
-    balancing, pack ``i`` of a step is assigned to rank ``i % W``; ``within-step`` gives the ranks equal work;
-    ``window`` also exchanges packs between steps near each other. The last step takes the remaining packs: it has as
-    few micro-batches as its ranks need, and the packs of a rank are spread evenly over them. A rank without packs has
-    empty micro-batches. Cost: O(K), and O(K log K) with balancing.
+    A step takes the next ``options.packs_per_step`` packs, in the packer's random order. Without balancing, the packs
+    of a step are assigned to the ranks in turn; ``within-step`` gives the ranks equal work; ``window`` also exchanges
+    packs between steps near each other. The last step takes the remaining packs: it has as few micro-batches as its
+    ranks need, and the packs of a rank are spread evenly over them. A rank without packs has empty micro-batches. Cost:
+    O(K), and O(K log K) with balancing.
 
     ``costs``, (K,), is the work of each pack, needed for balancing. ``tree_parts`` are prefix trees in several packs;
     these packs are reordered to be in one step, or in different ones.
@@ -307,12 +307,12 @@ _PACKS_AT_ONCE = 1 << 20  # bounds the temporaries of the swaps
 
 
 def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
-    """Assign each step's packs to ranks, equally many to each, by their costs (S, n); n is a multiple of W.
+    """Assign each step's packs to ranks, equally many to each, by their costs, (steps, packs of a step).
 
     Ties go to the lower rank and the earlier pack, so the result is the same on every machine. Cost: O(K log K) for K
-    packs, and at most 16 swaps a step of O((n / W)^2) for its n packs and W ranks.
+    packs, and at most 16 swaps a step of O(n^2) for the n packs of a rank.
 
-    Returns int64 (S, W, n / W): the columns of ``costs`` of each step and rank, the heaviest first.
+    Returns int64 (steps, ranks, packs of a rank): the columns of ``costs`` of each step and rank, the heaviest first.
     """
     num_steps, num_packs = costs.shape
     assert num_packs % num_ranks == 0, "every rank of a step has equally many packs"
@@ -350,7 +350,8 @@ def _assign_steps_evenly(costs: Costs, num_ranks: int) -> Int64Array:
 def _swap_in_place(costs: Costs, rank_packs: Int64Array) -> None:
     """Swap pairs of packs between the heaviest and the lightest rank of each step, at most ``_MAX_SWAPS`` times.
 
-    Changes ``costs`` and ``rank_packs``, (S, W, n / W), in place. A step is done when no swap makes it more even.
+    Changes ``costs`` and ``rank_packs``, (steps, ranks, packs of a rank), in place. A step is done when no swap makes
+    it more even.
     """
     steps = np.arange(len(rank_packs))  # the u steps that are not done yet
     for _ in range(_MAX_SWAPS):
@@ -374,9 +375,9 @@ def _swap_in_place(costs: Costs, rank_packs: Int64Array) -> None:
 
 
 def _gaps_after_swap(heavy_costs: Costs, light_costs: Costs, gap: Costs) -> Costs:
-    """Compute the gap of work between two ranks after swapping a pack of each, for all pairs: (u, n / W * n / W).
+    """Compute the gap of work between two ranks after swapping a pack of each, for all pairs: (steps, n * n).
 
-    The costs, (u, n / W), are of the packs of the heavy and the light rank of u steps, and ``gap``, (u,), is now.
+    The costs, (steps, n), are of the n packs of the heavy and of the light rank; ``gap``, (steps,), is the gap now.
     """
     # A swap that moves work d from the heavy to the light rank leaves a gap of |gap - 2 d|.
     moved_work = heavy_costs[:, :, None] - light_costs[:, None, :]
@@ -435,7 +436,7 @@ def divide_evenly(
         while heap and free[heap[0][1]] < sizes[item]:
             too_full.append(heapq.heappop(heap))
         if not heap:
-            return None
+            return None  # no group has enough space
         group_work, group = heap[0]
         groups[group].append(item)
         free[group] -= sizes[item]
@@ -447,6 +448,6 @@ def divide_evenly(
 
 
 def imbalance(rank_costs: Costs) -> Costs:
-    """Divide the work of the slowest rank by the mean rank's, (S,), from (S, W): 1 for a step without work."""
+    """Divide the slowest rank's work by the mean, (steps,), from (steps, ranks): 1 for a step without work."""
     mean = rank_costs.mean(axis=1)
     return np.divide(rank_costs.max(axis=1), mean, out=np.ones(len(mean)), where=mean > 0)

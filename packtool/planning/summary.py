@@ -187,7 +187,7 @@ def computed_tokens(single_samples: PackPlan, steps: StepPlan, placement: Int64A
 def device_costs(
     steps: StepPlan, placement: Int64Array, flops: Costs, sequence_parallel_size: int, towers: TowerWork | None = None
 ) -> Costs:
-    """Sum the FLOPs of every device in every step, (S, W N); each of W data-parallel ranks has N devices.
+    """Sum the FLOPs of every device in every step, (steps, devices); each data-parallel rank has equally many devices.
 
     ``flops``, (K,), are of single samples, placed by Skrull. ``towers`` are the towers' part of them: of a sharded
     sample, each image is computed by one device.
@@ -197,14 +197,13 @@ def device_costs(
     num_groups = steps.num_steps * steps.world_size
     group = steps.rank_of_micro_batch[steps.micro_batch_of]
     work = flops[steps.order]
-    is_local = placement != SHARDED
+    is_sharded = placement == SHARDED
+    is_local = ~is_sharded
     device = group[is_local] * size + placement[is_local]
     local_work = np.bincount(device, work[is_local], num_groups * size)
     # All devices of a group have equal parts of its sharded samples, except for images.
-    sharded_work = work[~is_local]
-    if towers is not None:
-        sharded_work = sharded_work - towers.flops[steps.order][~is_local]
-    shared_work = np.bincount(group[~is_local], sharded_work, num_groups) / size
+    evenly_shared = work if towers is None else work - towers.flops[steps.order]
+    shared_work = np.bincount(group[is_sharded], evenly_shared[is_sharded], num_groups) / size
     costs = local_work.reshape(num_groups, size) + shared_work[:, None]
     if towers is not None:
         costs += shared_tower_costs(steps, placement, towers, size)

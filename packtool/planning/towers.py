@@ -78,14 +78,17 @@ def _assign_media(
     ``placement``, (n,), is that of the sample: its rank, or ``SHARDED``. ``shape`` is the number of micro-batches, and
     of the ranks that share one.
     """
-    owners, is_sharded, loads = placement.copy(), placement == SHARDED, np.zeros(shape)
-    np.add.at(loads, (micro_batch_of[~is_sharded], placement[~is_sharded]), weights[~is_sharded])
+    is_sharded = placement == SHARDED
+    is_local = ~is_sharded
+    loads = np.zeros(shape)  # work of each rank in each micro-batch
+    np.add.at(loads, (micro_batch_of[is_local], placement[is_local]), weights[is_local])
+    owners = placement.copy()
     owners[is_sharded] = assign_heaviest_first(weights[is_sharded], loads, micro_batch_of[is_sharded])
     return owners
 
 
 def shared_tower_costs(steps: StepPlan, placement: Int64Array, work: TowerWork, sequence_parallel_size: int) -> Costs:
-    """Sum the FLOPs of the images of sharded samples on each device in each step, (S W, N).
+    """Sum the FLOPs of the images of sharded samples on each device, (steps x data-parallel ranks, N).
 
     The images of a sample are assumed to be equal, as their sizes are unknown here. ``steps`` and ``placement``, (K,),
     are of single samples, and ``work`` is by the numbers in ``steps.order``; N ranks share a micro-batch. The work of
@@ -101,7 +104,7 @@ def shared_tower_costs(steps: StepPlan, placement: Int64Array, work: TowerWork, 
     shape = steps.num_micro_batches_of_all_ranks, sequence_parallel_size
     owners = _assign_media(image_flops, image_batches, image_placement, shape)
     is_sharded = image_placement == SHARDED
-    batch_costs = np.zeros(shape)
+    batch_costs = np.zeros(shape)  # of each device in each micro-batch
     np.add.at(batch_costs, (image_batches[is_sharded], owners[is_sharded]), image_flops[is_sharded])
     costs = np.zeros((steps.num_steps * steps.world_size, sequence_parallel_size))
     np.add.at(costs, steps.rank_of_micro_batch, batch_costs)
@@ -223,7 +226,7 @@ class MediaShares:
         positions = position_of[media.samples[selected]]
         micro_batch_of = steps.micro_batch_of[positions]
         shape = steps.num_micro_batches_of_all_ranks, size
-        if placement is None:
+        if placement is None:  # without Skrull, all ranks share each sample
             placement = np.full(len(steps.order), SHARDED, np.int64)
         owners = _assign_media(work[selected], micro_batch_of, placement[positions], shape)
         return cls(media, selected, micro_batch_of, owners, shape)
