@@ -212,8 +212,8 @@ def place_best_fit(
         num_left = packer.fill_open_packs(length, count)
         if num_left:
             packer.fill_new_packs(length, num_left)
-    open_packs = itertools.chain.from_iterable(packer.open_packs.values())
-    return Placements.from_rows(packer.placements, [*packer.full_packs, *open_packs])
+    packs = itertools.chain(packer.full_packs, *packer.open_packs.values())
+    return Placements.from_rows(packer.placements, list(packs))
 
 
 class _BestFit:
@@ -368,8 +368,7 @@ def _next_lengths(
         length = unplaced.at_most(max(free_tokens - min_gap, 0))
         if length >= max(free_tokens - max_gap, 1):
             return (length,)
-    takes_pairs = free_slots >= 2 and (free_slots == 2 or not slots_are_scarce)
-    if takes_pairs:
+    if free_slots == 2 or (free_slots > 2 and not slots_are_scarce):
         pair = unplaced.pair(free_tokens, int(free_tokens * _PAIR_SPREAD * noise))
         if pair is not None:
             return pair
