@@ -249,7 +249,7 @@ _TRANSLATED = (TrainConfig, ExportConfig, PlanConfig)
 _COMMON_OPTIONS: dict[str, tuple[ArgumentKind, Any, dict[str, Any]]] = {
     "config": ("single", str | None, {"metavar": "FILE", "help": "Read options from this YAML or JSON file."}),
     "from": ("single", str | None, {"metavar": "TOOL", "help": _FROM_HELP}),
-    "set": ("list", list[str] | None, {"metavar": "KEY=VALUE", "help": "Set one option; may be repeated."}),
+    "set": ("list", list[str] | None, {"metavar": "KEY=VALUE", "help": "Set an option by its YAML name; repeatable."}),
     "json": ("switch", bool, {"help": "Print one JSON document on stdout; messages go to stderr."}),
     "debug": ("switch", bool, {"help": _DEBUG_HELP}),
 }

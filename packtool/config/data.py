@@ -59,7 +59,7 @@ class AccessOptions(Settings):
     """Access policy for media referenced by rows and caches, which may come from untrusted authors."""
 
     media_access: MediaAccess = access_option(
-        "root", "Let rows read media near their data file (root), locally (local), or anywhere (any)."
+        "root", "Allow media from the data file's folder (root), any local file (local), or anywhere (any)."
     )
     max_media_bytes: Bytes | None = access_option(
         None, "Refuse media files larger than this; default is 4GB, and 500MB for images.", minimum=None
@@ -136,7 +136,7 @@ class BoxOptions(Settings):
     """Format of boxes, points and polygons; by default, that of the row and the model's family."""
 
     bbox_type: BboxType | None = picture_option(
-        None, "Read box coordinates in JSON text as pixels (real), fractions (norm1) or thousandths (norm1000)."
+        None, "Read box coordinates in answers as pixels (real), fractions (norm1) or thousandths (norm1000)."
     )
     bbox_format: Literal["legacy", "new"] | None = picture_option(
         None, "Write boxes as Qwen2-VL's tokens (legacy) or as JSON lists (new).", env="QWENVL_BBOX_FORMAT"

@@ -39,7 +39,7 @@ class PackOptions(Settings):
         None, "Pack random groups of N samples separately; default packs all samples together."
     )
     packing_batch_size: int = packing_option(
-        1000, "Pack batches of N samples with --packing-algorithm binpacking.", env="PACKING_BATCH_SIZE", minimum=1
+        1000, "Pack each N samples separately with --packing-algorithm binpacking.", env="PACKING_BATCH_SIZE", minimum=1
     )
     look_ahead: int = packing_option(
         64, "Let --packing-algorithm sequential look N samples ahead; 0 keeps the exact order.", minimum=0
@@ -127,8 +127,10 @@ class ParallelOptions(Settings):
     sequence_parallel_type: SequenceParallelType = parallel_option(
         "auto", "Exchange attention heads (ulysses) or keys and values (ring, allgather) between GPUs."
     )
-    ulysses_size: int | None = parallel_option(None, "Use Ulysses over N GPUs, combined with --ring-size.")
-    ring_size: int | None = parallel_option(None, "Use ring attention over N GPUs, combined with --ulysses-size.")
+    ulysses_size: int | None = parallel_option(
+        None, "Exchange attention heads among N GPUs (Ulysses), inside a ring of --ring-size."
+    )
+    ring_size: int | None = parallel_option(None, "Pass keys and values around a ring of N GPUs (ring attention).")
 
     @property
     def sequence_parallel_ranks(self) -> int:

@@ -44,7 +44,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     max_steps: int | None = training_option(None, "Plan a run of N optimizer steps, instead of --num-train-epochs.")
     sweep: str | None = option(None, "Compare these packing lengths, such as 4096,8192,16K.")
     fit: Bytes | None = option(None, "Find the fastest settings that fit into this GPU memory, such as 80GB.")
-    hardware: str | None = model_option(None, "Estimate times for this GPU: h100, h200, a100, 910b, or a file.")
+    hardware: str | None = model_option(None, "Estimate times for this GPU: h100, h200, a100, 910b, or a YAML file.")
     tflops: float | None = model_option(None, "Estimate times for GPUs with this many peak TFLOP/s.", minimum=0.001)
     mfu: float = model_option(0.4, "Assume this fraction of the peak TFLOP/s in training.", minimum=0.001, maximum=1.0)
     media: bool = option(False, "Measure media loading here and estimate the loading processes that training needs.")

@@ -22,7 +22,7 @@ BASELINE: StrategyName = "packed-shared"
 class StrategyOptions(Settings):
     """Batch sizes of the strategies, and the seed."""
 
-    sequences_per_rank: int = step_option(64, "Use N sequences per step for each data-parallel rank.", minimum=1)
+    sequences_per_rank: int = step_option(64, "Train N sequences per step for each group of GPUs.", minimum=1)
     padded_batch_size: int = step_option(4, "Use N sequences per micro-batch in the strategy padded.")
     shared_batch_size: int = step_option(
         1, "Use N sequences per micro-batch in the strategies context-parallel and sorted.", minimum=1
@@ -45,7 +45,7 @@ class SimulateConfig(StrategyOptions):
         None, "Draw sample lengths as in Wikipedia, LMSYS-Chat-1M or ChatQA2-Long-SFT."
     )
     max_length: Tokens | None = option(
-        None, "Drop samples above N tokens; default is what fits into a group's memory.", minimum=2
+        None, "Drop samples above N tokens; default is the maximum that fits into memory.", minimum=2
     )
     steps: int | None = option(None, "Simulate N optimizer steps; default is at most 32.", minimum=1)
     strategies: tuple[str, ...] = option(STRATEGIES, "Compare these training strategies.")

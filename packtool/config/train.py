@@ -66,7 +66,9 @@ class OptimizerOptions(Settings):
         "Use muon, adam_mini, or an optimizer of transformers, such as adamw_torch, adafactor or sgd.",
     )
     adam_beta1: float = optimizer_option(0.9, "Set Adam's beta1 (mean gradient).", minimum=0.0, maximum=1.0)
-    adam_beta2: float = optimizer_option(0.999, "Set Adam's beta2 (mean squared gradient).", minimum=0.0, maximum=1.0)
+    adam_beta2: float = optimizer_option(
+        0.999, "Set Adam's beta2 (decay of squared gradients).", minimum=0.0, maximum=1.0
+    )
     adam_epsilon: float = optimizer_option(1e-8, "Set Adam's epsilon, added to the denominator.", minimum=0.0)
     weight_decay: float = optimizer_option(0.1, "Set the weight decay of AdamW.", minimum=0.0)
     warmup_ratio: float = optimizer_option(
@@ -83,7 +85,7 @@ class OptimizerOptions(Settings):
         0.0, "Add the router's load-balancing loss with this weight (mixture of experts only).", minimum=0.0
     )
     neftune_noise_alpha: float | None = optimizer_option(
-        None, "Add NEFTune noise with this alpha to embeddings; default is none.", minimum=0.0
+        None, "Add noise of this strength (NEFTune's alpha) to embeddings; default is none.", minimum=0.0
     )
 
     def num_warmup_steps(self, num_steps: int) -> int:
@@ -228,7 +230,7 @@ class TrainConfig(
         None, "Weight each loss by its prediction's entropy to this power (EAFT).", minimum=0.0
     )
     asft_alpha: float | None = training_option(
-        None, "Like --enable-dft-loss, plus this times the divergence from the initial model (ASFT).", minimum=0.0
+        None, "Use the ASFT loss: DFT, plus X times the divergence from the initial model.", minimum=0.0
     )
     eaft_top_k: int = training_option(20, "Compute EAFT's entropy from the K most likely tokens.", minimum=2)
     eaft_divisor: float = training_option(3.0, "Divide EAFT's entropy by this; axolotl divides by 1.", minimum=1e-6)
@@ -242,7 +244,7 @@ class TrainConfig(
     )
     qat_group_size: int | None = memory_option(None, "Scale groups of N weights together (--qat with int4).", minimum=1)
     qat_start_step: int = memory_option(0, "Start the rounding of --qat after N steps.", minimum=0)
-    fp8: bool = memory_option(False, "Multiply the language model's matrices in float8.")
+    fp8: bool = memory_option(False, "Compute the language model's matrix products in float8.")
     use_liger_kernel: bool = memory_option(False, "Use Liger kernels for norms, RoPE and SwiGLU.")
     torch_compile: bool = memory_option(False, "Compile the language model's layers with torch.compile.")
     torch_compile_backend: str = memory_option(
