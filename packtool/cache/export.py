@@ -54,8 +54,11 @@ _MAX_NOTES = 20  # sources with a note each; of more sources only the progress i
 _PROGRESS_SOURCES = 20  # sources per step of the progress
 
 
-def export(config: ExportConfig, progress: Progress) -> ExportSummary:
-    """Encode all rows of all datasets into ``config.output_dir``; raise a PacktoolError if that is impossible."""
+def export(config: ExportConfig, progress: Progress, drops: list[str] | None = None) -> ExportSummary:
+    """Encode all rows of all datasets into ``config.output_dir``; raise a PacktoolError if that is impossible.
+
+    ``drops`` receives lines for ``dropped.jsonl`` of a dry run, at most 1,000 of each task; all rows may be dropped.
+    """
     if not config.max_length:
         length = default_max_length(ModelFiles.load(config.model, config.chat_template).config)
         config = dataclasses.replace(config, max_length=length)
@@ -65,7 +68,7 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     spec, num_proc = config.encode_spec, config.dataset_num_proc
     ray = RayExecutor(spec, num_proc, config.ray_address) if config.executor == "ray" else None
     with ray or Executor(spec, num_proc, start_at_rows) as executor, output_dir.delayed_gc() as enable_gc:
-        return _Export(config, progress, executor).run(enable_gc)
+        return _Export(config, progress, executor, drops).run(enable_gc)
 
 
 def _summary_of_finished(directory: str, manifest: Manifest) -> ExportSummary:
@@ -131,8 +134,8 @@ def _have_responses(tasks: Sequence[Task]) -> bool:
 class _Export:
     """An export: scans the sources, runs the tasks and publishes the cache."""
 
-    def __init__(self, config: ExportConfig, progress: Progress, executor: Executor) -> None:
-        self.config, self.progress, self.executor = config, progress, executor
+    def __init__(self, config: ExportConfig, progress: Progress, executor: Executor, drops: list[str] | None) -> None:
+        self.config, self.progress, self.executor, self.drops = config, progress, executor, drops
         self.started = time.perf_counter()
         self.files = ModelFiles.load(config.model, config.chat_template, config.chat_template_kwargs)
         self.specs = sources_of(config)
@@ -231,7 +234,10 @@ class _Export:
         results = self._run_tasks(self.tasks, {}, self._task_settings(directory=None), lambda: None)
         ordered = [results[task.number] for task in self.tasks]
         manifest = output_dir.build_manifest(self.identity, self.sources, ordered)
-        output_dir.refuse_empty(manifest, ordered, None)
+        if self.drops is None:
+            output_dir.refuse_empty(manifest, ordered, None)
+        else:
+            self.drops.extend(line for result in ordered for line in result.drops)
         return self._summary(manifest, ordered, {}, f"{DROPPED_NAME} of a run without --dry-run")
 
     def _write(self, directory: str, lock: DirectoryLock) -> ExportSummary:

@@ -48,6 +48,7 @@ from packtool.rows.source import RowBlocks, ScannedSource, Source
 
 TASKS_DIR = ".tasks"
 BATCH_ROWS = 128
+_MAX_KEPT_DROPS = 1000
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class TaskResult:
         dropped_sha256: of the task's part of ``dropped.jsonl``; empty if it dropped nothing.
         first_dropped: description of the first dropped row for each reason.
         channels: names; the task's part of the index stores their positions here.
+        drops: lines for ``dropped.jsonl``, at most 1,000; only of tasks that write nothing.
     """
 
     number: int
@@ -136,10 +138,13 @@ class TaskResult:
     first_dropped: dict[str, str] = field(default_factory=dict)
     splits: dict[str, SplitResult] = field(default_factory=dict)
     channels: list[str] = field(default_factory=list)
+    drops: list[str] = field(default_factory=list)
 
     def to_json(self) -> bytes:
         """Return the content of the marker file."""
-        return json.dumps(asdict(self)).encode()
+        values = asdict(self)
+        del values["drops"]  # in the task's part of dropped.jsonl
+        return json.dumps(values).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> TaskResult:
@@ -280,6 +285,7 @@ class _Outputs:
         result.channels = list(self._channel_codes)
         directory = self._directory
         if directory is None:
+            result.drops = self._drops[:_MAX_KEPT_DROPS]
             return result
         is_locked = self._settings.is_locked
         if is_locked is not None and not is_locked():

@@ -1,16 +1,20 @@
-"""``packtool export`` and ``packtool import``."""
+"""``packtool export``, ``packtool import`` and ``packtool check``."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from packtool.cli.options import Invocation, terminal_progress
+from packtool.cli.options import Invocation, interruptible_progress, terminal_progress
+from packtool.config.commands import CheckConfig
 from packtool.config.data import ExportConfig, ImportConfig
-from packtool.errors import ConfigError
+from packtool.config.settings import part_of
+from packtool.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from packtool.cache.manifest import ExportSummary
@@ -85,3 +89,38 @@ def run_import(config: ImportConfig, invocation: Invocation) -> None:
             raise ConfigError(problem, "Give --max-length.")
         config = dataclasses.replace(config, max_length=max_length)
     run_export(config, invocation)
+
+
+def run_check(config: CheckConfig, invocation: Invocation) -> None:
+    """Encode all rows without writing a cache, and report the dropped ones; DataError if there are too many."""
+    from packtool.cache.executor import block_pandas
+    from packtool.cache.export import export
+    from packtool.report.check import check_figures, markdown_lines, verdict
+    from packtool.rows.hubs import with_local_copies
+
+    block_pandas()
+    drops: list[str] = []
+    export_config = with_local_copies(part_of(ExportConfig, config, output_dir="", dry_run=True))
+    with interruptible_progress() as progress:
+        summary = export(export_config, progress, drops)
+    figures = check_figures(summary, drops, config.num_allowed(summary.num_rows))
+    lines = markdown_lines(figures, config.max_dropped)
+    invocation.show(figures, lines)
+    _report_check(config, figures, lines)
+    if not figures["passed"]:
+        raise DataError(verdict(figures, config.max_dropped), "packtool explain CODE explains a reason.", code="D009")
+
+
+def _report_check(config: CheckConfig, figures: Mapping[str, Any], lines: Sequence[str]) -> None:
+    """Write the files that the options name, and print annotations; ``lines`` are the summary in Markdown."""
+    from packtool import storage
+    from packtool.report.check import github_lines, gitlab_report
+    from packtool.terminal import show
+
+    if config.markdown is not None:
+        storage.publish(config.markdown, ("\n".join(lines) + "\n").encode())
+    if config.gitlab is not None:
+        storage.publish(config.gitlab, json.dumps(gitlab_report(figures), indent=1).encode())
+    if config.github:
+        for line in github_lines(figures):
+            show(line, error=True)

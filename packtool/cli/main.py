@@ -18,7 +18,7 @@ from typing import Any
 import typer
 
 from packtool import errors
-from packtool.cli.export import run_export, run_import
+from packtool.cli.export import run_check, run_export, run_import
 from packtool.cli.inspect import run_explain, run_inspect, run_schema
 from packtool.cli.options import Invocation, PanelCommand, UnknownOptions, command_of, option_kinds, rewrite_arguments
 from packtool.cli.plan import run_pack, run_plan, run_simulate
@@ -26,6 +26,7 @@ from packtool.cli.train import run_demo_command, run_eval, run_merge, run_train,
 from packtool.cli.translate import run_translate
 from packtool.config.codes import INTERNAL_ERROR
 from packtool.config.commands import (
+    CheckConfig,
     DemoConfig,
     EvalConfig,
     ExplainConfig,
@@ -106,6 +107,7 @@ app = typer.Typer(
 _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "export": (ExportConfig, run_export, "Tokenize rows into a cache."),
     "import": (ImportConfig, run_import, "Make a cache from data that another tool has tokenized."),
+    "check": (CheckConfig, run_check, "Check rows in CI, without writing a cache."),
     "train": (TrainConfig, run_train, "Train on packed samples; set NPROC_PER_NODE=8 to use 8 GPUs."),
     "sft": (TrainConfig, run_train, "Alias of train."),
     "eval": (EvalConfig, run_eval, "Compute loss, perplexity and accuracy of every sample."),
@@ -124,6 +126,7 @@ _SETTINGS = {name: settings for name, (settings, _, _) in _COMMANDS.items()}
 # Option of a command's positional values, and how the usage line shows them.
 _POSITIONAL = {
     "import": ("--dataset", "PREPARED..."),
+    "check": ("--dataset", "ROWS..."),
     "explain": ("--code", "[CODE]"),
     "inspect": ("--directory", "CACHE|OUTPUT_DIR"),
     "pack": ("--cached-dataset", "CACHE..."),

@@ -1,17 +1,28 @@
-"""Settings of ``packtool inspect``, ``explain``, ``schema``, ``verify``, ``eval``, ``merge`` and ``demo``."""
+"""Settings of the commands without a file of their own, from ``packtool check`` to ``packtool demo``."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from packtool.config.conflicts import Settings
-from packtool.config.data import AccessOptions, CacheOptions, MediaCacheOptions
+from packtool.config.data import (
+    DATASET_HELP,
+    AccessOptions,
+    CacheOptions,
+    EncodeSpec,
+    MediaCacheOptions,
+    RowOptions,
+    row_option_problems,
+)
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType, QuantizationOptions
 from packtool.config.packages import PackageOptions
 from packtool.config.packing import SEQUENCE_PARALLELISM, LaunchOptions, ParallelOptions, SharingOptions
 from packtool.config.settings import REQUIRED, Tokens, flag, option, speed_option
 from packtool.constants import TRAIN_SPLIT
+
+_THRESHOLD = re.compile(r"\d+|\d+(\.\d+)?%")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +55,32 @@ class ExplainConfig(Settings):
     """Settings of ``packtool explain``."""
 
     code: str = option("", "Explain this code, such as R002, or its name; default lists all codes.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig(RowOptions, EncodeSpec, PackageOptions):
+    """Settings of ``packtool check``."""
+
+    COMMON_OPTIONS: ClassVar[tuple[str, ...]] = (
+        *("dataset", "model", "max_dropped", "markdown", "gitlab", "github", "max_length", "truncation_strategy"),
+    )
+
+    dataset: tuple[str, ...] = option(REQUIRED, DATASET_HELP)
+    max_dropped: str = option("0", "Fail if more than this number of rows is dropped, or percentage, such as 1%.")
+    markdown: str | None = option(None, "Write the summary to this Markdown file.")
+    gitlab: str | None = option(None, "Write a code quality report for GitLab to this JSON file.")
+    github: bool = option(False, "Print annotations for GitHub on stderr.", env="GITHUB_ACTIONS")
+
+    def value_problems(self) -> list[str]:
+        problems = row_option_problems(self.expand_turns, self.loss_scale, self.chat_template_kwargs)
+        if _THRESHOLD.fullmatch(self.max_dropped) is None:
+            problems.append(f"--max-dropped {self.max_dropped}: give a number of rows, or a percentage such as 1%")
+        return problems
+
+    def num_allowed(self, num_rows: int) -> int:
+        """Return how many of ``num_rows`` rows may be dropped."""
+        number = float(self.max_dropped.removesuffix("%"))
+        return int(number * num_rows / 100) if self.max_dropped.endswith("%") else int(number)
 
 
 SchemaName = Literal["train", "export", "mixture"]

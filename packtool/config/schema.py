@@ -158,8 +158,16 @@ def _mixture_schema() -> Schema:
         "temperature": {**_POSITIVE, "description": "Weights are size^(1/T): 1 keeps proportions, more evens them."},
         "unit": {**_UNIT, "description": "Unit of the sizes for temperature."},
     }
-    stage: dict[str, Schema] = {
-        **recipe,
+    stages: Schema = {"type": "array", "minItems": 1, "items": _closed_object({**recipe, **_stage_values()})}
+    return {
+        **_closed_object({**recipe, "stages": stages}),
+        "anyOf": [{"required": ["sources"]}, {"required": ["stages"]}],
+    }
+
+
+def _stage_values() -> dict[str, Schema]:
+    """Return the schemas of the keys that only a stage has."""
+    return {
         "until": {
             "type": ["integer", "string", "null"],
             "minimum": 1,
@@ -168,9 +176,4 @@ def _mixture_schema() -> Schema:
         },
         "packing_length": {**_LENGTH, "description": "Maximum tokens of a pack in this stage."},
         "sequence_parallel_size": {"type": ["integer", "null"], "minimum": 1, "description": "Processes per sequence."},
-    }
-    stages: Schema = {"type": "array", "minItems": 1, "items": _closed_object(stage)}
-    return {
-        **_closed_object({**recipe, "stages": stages}),
-        "anyOf": [{"required": ["sources"]}, {"required": ["stages"]}],
     }

@@ -54,7 +54,6 @@ def lock_of(inputs: Inputs, batch_shape: BatchShape) -> dict[str, Any]:
     assert reader is not None, "checked with the settings"
     if files is None:
         raise ConfigError("--lock: the model of the caches cannot be read here", "Give --model.", code="M001")
-    packs, steps = inputs.fingerprints(batch_shape)
     lock: dict[str, Any] = {
         "format": _FORMAT,
         "versions": {"packtool": VERSION, "python": platform.python_version(), **_versions(_PACKAGES)},
@@ -62,11 +61,17 @@ def lock_of(inputs: Inputs, batch_shape: BatchShape) -> dict[str, Any]:
         "options": _options(config),
         "model": _model_digests(files.directory),
         "caches": {str(number): _cache_values(manifest) for number, manifest in enumerate(reader.manifests)},
-        "plan": {"packs": packs, "steps": steps, **batch_shape._asdict()},
+        "plan": _plan_values(inputs, batch_shape),
     }
     if config.mix is not None:
         lock["mix"] = hashlib.sha256(storage.read_bytes(config.mix)).hexdigest()
     return lock
+
+
+def _plan_values(inputs: Inputs, batch_shape: BatchShape) -> dict[str, Any]:
+    """Return fingerprints of packs and steps, and the ranks and micro-batches that they are assigned to."""
+    packs, steps = inputs.fingerprints(batch_shape)
+    return {"packs": packs, "steps": steps, **batch_shape._asdict()}
 
 
 def _versions(packages: tuple[str, ...]) -> dict[str, str]:
