@@ -192,13 +192,15 @@ def _compare_text(
         for number in range(options.repeat):
             mine.append(_export(model, rows, work / f"cache{number}", options.num_proc))
             peer.append(_peer(model, rendered, options.num_proc))
-        print(f"text, {title}: {len(lines) * options.copies:,} rows, {mine[0]['tokens']:,} tokens")
+        counts = f"{len(lines) * options.copies:,} rows, {mine[0]['tokens']:,} tokens"
+        print(f"text, {title}: {counts}, with {options.num_proc} processes")
         for unit in ("wall", "cpu"):
-            ratio = statistics.median(theirs[unit] / ours[unit] for ours, theirs in zip(mine, peer, strict=True))
+            ratios = sorted(theirs[unit] / ours[unit] for ours, theirs in zip(mine, peer, strict=True))
             ours, theirs = (statistics.median(run["tokens"] / run[unit] for run in runs) for runs in (mine, peer))
             print(f"  packtool export   {ours:12,.0f} tokens per {unit} second, everything included")
             print(f"  bare tokenizers   {theirs:12,.0f} tokens per {unit} second")
-            print(f"  export has {ratio:.2f} of the bare tokenizers' throughput with {options.num_proc} processes")
+            spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f} in {len(ratios)} rounds"
+            print(f"  export has {statistics.median(ratios):.2f} of the bare tokenizers' throughput ({spread})")
 
 
 def tiny_files(options: argparse.Namespace) -> None:

@@ -197,8 +197,7 @@ class Encoder:
             if isinstance(item, Dropped):
                 continue
             chunks = item.expanded.chunks
-            loss_scale = parse_loss_scale(item.sample.loss_scale or self.spec.loss_scale)
-            if not loss_scale.rules and not item.expanded.media_ranges:
+            if not self._loss_scale(item.sample).rules and not item.expanded.media_ranges:
                 for i, chunk in enumerate(chunks):
                     ends = self._chunk_tokenizer.ends(chunks, i, max_length) if len(chunk.text) > min_chars else None
                     if ends is not None:
@@ -397,27 +396,37 @@ class Encoder:
     def _weights(self, rendered: _Rendered, tokens: JoinedTokens, turns: Sequence[LocatedTurn]) -> Weights | None:
         """Return the weight of each token, float32 (L,), 0 for no target; None if all tokens of the turns weigh 1."""
         sample = rendered.sample
-        scale = parse_loss_scale(loss_scale_of(sample.loss_scale or self.spec.loss_scale, self._is_hybrid_thinking))
+        scale = self._loss_scale(sample)
         has_own_loss = any(turn.message.loss is not None or turn.message.loss_scale is not None for turn in turns)
         if scale.base == "default" and not scale.rules and not has_own_loss:
             return None
         weights = np.full(len(tokens.ids), 1 if scale.base == "all" else 0, np.float32)
         for turn in turns:
             start, end = turn.span
-            # A turn with a loss setting of its own follows only some of the rules.
-            turn_scale = scale if turn.message.loss is None else scale.of_marked_turns
             if not is_trained(turn.message, scale, is_last=turn is turns[-1]):
                 weights[start:end] = 0
                 continue
-            factor = 1.0 if turn.message.loss_scale is None else turn.message.loss_scale
-            weights[start:end] = factor
-            if sample.is_text:  # rules are about the answers of conversations
-                continue
-            if turn_scale.rules:
-                weights[start:end] = factor * self._rule_weights(rendered.expanded, tokens, turn, turn_scale)
-            if TRAIN_NEWLINE in turn_scale.rules:
-                weights[end : end + self._num_blank_tokens(rendered.expanded, tokens, turn)] = factor
+            weights[start:end] = 1 if turn.message.loss_scale is None else turn.message.loss_scale
+            if not sample.is_text:  # rules are about the answers of conversations
+                self._apply_rules(weights, rendered.expanded, tokens, turn, scale)
         return weights
+
+    def _loss_scale(self, sample: Sample) -> LossScale:
+        """Return the loss scale of a sample, with the rule that models with hybrid thinking add."""
+        return parse_loss_scale(loss_scale_of(sample.loss_scale or self.spec.loss_scale, self._is_hybrid_thinking))
+
+    def _apply_rules(
+        self, weights: Weights, expanded: ExpandedChunks, tokens: JoinedTokens, turn: LocatedTurn, scale: LossScale
+    ) -> None:
+        """Apply the rules of a loss scale to the tokens of a trained turn, which have equal ``weights`` before."""
+        start, end = turn.span
+        weight = weights[start]
+        if turn.message.loss is not None:  # a turn with a loss setting of its own follows only these rules
+            scale = scale.of_marked_turns
+        if scale.rules:
+            weights[start:end] *= self._rule_weights(expanded, tokens, turn, scale)
+        if TRAIN_NEWLINE in scale.rules:
+            weights[end : end + self._num_blank_tokens(expanded, tokens, turn)] = weight
 
     def _num_blank_tokens(self, expanded: ExpandedChunks, tokens: JoinedTokens, turn: LocatedTurn) -> int:
         """Count the tokens of the white space that follows the control token at the end of a turn; 0 for other text."""
@@ -491,10 +500,7 @@ class Encoder:
             # The answer starts after the header's tokens. A blank at its start may merge with the header's last: the
             # merged token is the answer's.
             start = text_start + self._header_length(rendered.chunks[turn.first].control, turn.header, ids)
-            last_chunk, end = len(expanded.chunks) - 1, len(tokens.ids)  # for a turn that ends with the conversation
-            if turn.last < len(rendered.chunks):  # the turn ends with the control token of chunk ``turn.last``
-                last_chunk = expanded.first_expanded[turn.last]
-                end = tokens.text_starts[last_chunk]
+            last_chunk, end = _locate_end(rendered, tokens, turn)
             if end > start:
                 message = answers[number] if has_all_answers else Turn("assistant", content="")
                 header = () if sample.part is None else self._header_span(sample, text_start, ids)
@@ -516,6 +522,14 @@ class Encoder:
         if ids[: len(header_ids)] == header_ids:  # fast path for nearly all turns
             return len(header_ids)
         return common_prefix_length(header_ids, ids)
+
+
+def _locate_end(rendered: _Rendered, tokens: JoinedTokens, turn: TurnChunks) -> tuple[int, int]:
+    """Return the last expanded chunk of a turn, and the end of the turn among the tokens."""
+    if turn.last == len(rendered.chunks):  # the turn ends with the conversation
+        return len(rendered.expanded.chunks) - 1, len(tokens.ids)
+    last_chunk = rendered.expanded.first_expanded[turn.last]  # its control token ends the turn
+    return last_chunk, tokens.text_starts[last_chunk]
 
 
 def _load_tokenizer(files: ModelFiles) -> Tokenizer:

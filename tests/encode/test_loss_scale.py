@@ -206,6 +206,20 @@ def test_empty_thoughts_of_hybrid_models_carry_no_loss(
     assert any("default+keep_empty_think trains it" in line for line in warnings) == (template != CHATML)
 
 
+@pytest.mark.parametrize("strategy", ["left", "right"])
+def test_long_answers_of_hybrid_models_are_truncated(text_model: ModelMaker, strategy: str) -> None:
+    """Only the ends of very long texts are tokenized, but not with a rule, which the model adds here."""
+    turns = (Turn("user", "Why?"), Turn("assistant", "So it is, and so on. " * 99))
+    sample = Sample(turns, (), "rows.jsonl", 0)
+    model = text_model("text-qwen3")
+    (all_tokens,) = encoder_for(model, max_length=9999).encode([sample])
+    (truncated,) = encoder_for(model, max_length=40, truncation_strategy=strategy).encode([sample])
+    assert isinstance(all_tokens, list), all_tokens
+    assert isinstance(truncated, list), truncated
+    expected = all_tokens[0].input_ids[-40:] if strategy == "left" else all_tokens[0].input_ids[:40]
+    assert truncated[0].input_ids.tolist() == expected.tolist()
+
+
 def test_templates_and_the_rule_of_ms_swift(text_model: ModelMaker, data: Path) -> None:
     """Qwen3's template writes an empty block before each last answer without thoughts."""
     hybrid = {
