@@ -96,21 +96,31 @@ class BoxWriter:
         objects = sample.objects or Objects()
         objects = replace(objects, unit=objects.unit or self._json_unit)  # the unit of coordinates in JSON
         has_json_boxes = objects.unit is not None and any(_KEYS.search(text) for text in _texts(sample))
-        form: BoxForm | None = None  # None if there is nothing to write into the texts
         try:
             if objects.names or objects.boxes or has_json_boxes:
-                form = self._known_form()
-                images: Any = [self._measure("image", ref) for ref in sample.images]
-                sample = _SampleWriter(form, self._limits, images, objects).fill(sample)
-            is_well_formed = not any(_is_broken(text, self._box_tokens) for text in _texts(sample))
-            if form is not None and form.notation == "tokens" and not is_well_formed:
-                tokens = ", ".join(self._box_tokens.all)
-                detail = f"the row's texts or names contain some of {tokens} outside boxes and names"
-                raise RowProblem("invalid_objects", detail)
+                sample, is_well_formed = self._fill(sample, objects)
+            else:
+                is_well_formed = self._is_well_formed(sample)
         except (MediaProblem, RowProblem) as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
         kept_tokens = self._control_tokens.intersection(self._box_tokens.all) if is_well_formed else frozenset[str]()
         return replace(sample, objects=None, control=kept_tokens)
+
+    def _fill(self, sample: Sample, objects: Objects) -> tuple[Sample, bool]:
+        """Write boxes and names into a sample's texts; return it, and whether all control tokens are well-formed."""
+        form = self._known_form()
+        images: Any = [self._measure("image", ref) for ref in sample.images]
+        sample = _SampleWriter(form, self._limits, images, objects).fill(sample)
+        is_well_formed = self._is_well_formed(sample)
+        if form.notation == "tokens" and not is_well_formed:
+            tokens = ", ".join(self._box_tokens.all)
+            detail = f"the row's texts or names contain some of {tokens} outside boxes and names"
+            raise RowProblem("invalid_objects", detail)
+        return sample, is_well_formed
+
+    def _is_well_formed(self, sample: Sample) -> bool:
+        """Return whether the control tokens of boxes and names in a sample's texts form complete boxes and names."""
+        return not any(_is_broken(text, self._box_tokens) for text in _texts(sample))
 
     def _may_have_boxes(self, sample: Sample) -> bool:
         """Return whether the texts of a row with pictures contain control tokens or JSON keys of boxes."""

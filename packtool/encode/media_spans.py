@@ -88,22 +88,31 @@ def expand_media(
             continue
         number = num_media[kind]
         num_media[kind] += 1
-        begin: _TextPosition | None = None  # set at the medium's first segment
-        num_tokens_left = max_length + 1
-        for segment in segments_of(media[kind][number], number):
-            if isinstance(segment, str):
-                begin = begin or _end_of_text(expanded)
-                _append_text(expanded, segment)
-            elif segment.times:
-                num_tokens = min(segment.times, num_tokens_left)
-                num_tokens_left -= num_tokens
-                num_omitted += segment.times - num_tokens
-                begin = begin or _TextPosition(len(expanded), num_chars=None)  # before the control token
-                expanded.append(Chunk(segment.token, media_kind="", text="", times=num_tokens))
-        begin = begin or _TextPosition(len(expanded), num_chars=None)
+        begin, num_left_out = _append_medium(expanded, segments_of(media[kind][number], number), max_length + 1)
+        num_omitted += num_left_out
         ranges.append(_MediumRange(kind, number, begin, _end_of_text(expanded)))
         _append_text(expanded, chunk.text)  # the text after the medium
     return ExpandedChunks(expanded, first_expanded, ranges, num_omitted)
+
+
+def _append_medium(chunks: list[Chunk], segments: Sequence[MediaSegment], max_tokens: int) -> tuple[_TextPosition, int]:
+    """Append the tokens and texts of a medium, with at most ``max_tokens`` control tokens.
+
+    Return the position where the medium begins, and the number of control tokens that are left out.
+    """
+    begin: _TextPosition | None = None  # set at the medium's first segment
+    num_omitted = 0
+    for segment in segments:
+        if isinstance(segment, str):
+            begin = begin or _end_of_text(chunks)
+            _append_text(chunks, segment)
+        elif segment.times:
+            num_tokens = min(segment.times, max_tokens)
+            max_tokens -= num_tokens
+            num_omitted += segment.times - num_tokens
+            begin = begin or _TextPosition(len(chunks), num_chars=None)  # before the control token
+            chunks.append(Chunk(segment.token, media_kind="", text="", times=num_tokens))
+    return begin or _TextPosition(len(chunks), num_chars=None), num_omitted
 
 
 def _end_of_text(chunks: Sequence[Chunk]) -> _TextPosition:
@@ -146,30 +155,40 @@ def join_tokens(
             ids += [control_ids[chunk.control]] * chunk.times
         text_starts.append(len(ids))
         ids += text_ids
-
-    # A medium may begin or end within a chunk's text. The tokens outside of it are then those that the text before or
-    # after the medium has when it is tokenized alone, too; a token with characters of both belongs to the medium.
-    def start_index(begin: _TextPosition) -> int:
-        chunk, text_start = expanded.chunks[begin.chunk_index], text_starts[begin.chunk_index]
-        if begin.num_chars is None:  # the medium begins with the chunk's control tokens
-            return text_start - chunk.times
-        text_before = chunk.text[: begin.num_chars]
-        ids_before = encode_text(chunk._replace(text=text_before)) if text_before else []
-        return text_start + common_prefix_length(ids_before, ids_by_chunk[begin.chunk_index])
-
-    def end_index(end: _TextPosition) -> int:
-        chunk, text_start = expanded.chunks[end.chunk_index], text_starts[end.chunk_index]
-        if not end.num_chars:  # the medium ends before the chunk's text
-            return text_start
-        text_after = chunk.text[end.num_chars :]
-        ids_after = encode_text(chunk._replace(text=text_after)) if text_after else []
-        text_ids = ids_by_chunk[end.chunk_index]
-        return text_start + len(text_ids) - common_prefix_length(ids_after[::-1], text_ids[::-1])
-
-    spans = [
-        Span(kind, number, start_index(begin), end_index(end)) for kind, number, begin, end in expanded.media_ranges
-    ]
+    spans = []
+    for kind, number, begin, end in expanded.media_ranges:
+        begin_chunk, end_chunk = begin.chunk_index, end.chunk_index
+        num_before = _num_ids_before(expanded.chunks[begin_chunk], begin, ids_by_chunk[begin_chunk], encode_text)
+        num_until_end = _num_ids_until(expanded.chunks[end_chunk], end, ids_by_chunk[end_chunk], encode_text)
+        spans.append(Span(kind, number, text_starts[begin_chunk] + num_before, text_starts[end_chunk] + num_until_end))
     return JoinedTokens(ids, text_starts, spans)
+
+
+# A medium may begin or end within a chunk's text. The tokens outside of it are then those that the text before or
+# after the medium has when it is tokenized alone, too; a token with characters of both belongs to the medium.
+def _num_ids_before(
+    chunk: Chunk, begin: _TextPosition, text_ids: Sequence[int], encode_text: Callable[[Chunk], Sequence[int]]
+) -> int:
+    """Return the number of ids of a chunk's text before the medium that begins in it.
+
+    Negative for a medium that begins with the chunk's control tokens, which are before the text.
+    """
+    if begin.num_chars is None:
+        return -chunk.times
+    text_before = chunk.text[: begin.num_chars]
+    ids_before = encode_text(chunk._replace(text=text_before)) if text_before else []
+    return common_prefix_length(ids_before, text_ids)
+
+
+def _num_ids_until(
+    chunk: Chunk, end: _TextPosition, text_ids: Sequence[int], encode_text: Callable[[Chunk], Sequence[int]]
+) -> int:
+    """Return the number of ids of a chunk's text up to the end of the medium that ends in it."""
+    if not end.num_chars:  # the medium ends before the chunk's text
+        return 0
+    text_after = chunk.text[end.num_chars :]
+    ids_after = encode_text(chunk._replace(text=text_after)) if text_after else []
+    return len(text_ids) - common_prefix_length(ids_after[::-1], text_ids[::-1])
 
 
 def common_prefix_length(a: Sequence[object], b: Sequence[object]) -> int:
@@ -230,21 +249,31 @@ def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
         return []
     sounds = [sound for sound, _, _ in sounds_in_order(sample, tokens)]
     media: dict[MediaKind, list[Any]] = {"image": [*sample.images], "video": [*sample.videos], "audio": sounds}
-    pad_spans: dict[MediaKind, list[tuple[int, int]]] = {}
-    for kind, pad in tokens.pads.items():
-        pad_spans[kind] = _pad_spans(sample.input_ids == pad, [medium.num_tokens for medium in media[kind]])
-    sound_spans = zip(sounds, pad_spans.get("audio", ()), strict=False)  # empty without a token for sounds
-    track_spans = iter([span for sound, span in sound_spans if _is_track(sound)])  # in the order of their videos
     spans = []
-    for kind, spans_of_kind in pad_spans.items():
-        for medium, (start, stop) in zip(media[kind], spans_of_kind, strict=True):
+    track_spans = []  # in the order of their videos
+    for kind, pad in tokens.pads.items():
+        num_pads = [medium.num_tokens for medium in media[kind]]
+        pad_spans = _pad_spans(sample.input_ids == pad, num_pads)
+        for medium, (start, stop) in zip(media[kind], pad_spans, strict=True):
+            span = MediumSpan(medium, start, stop)
             if isinstance(medium, EncodedAudio) and _is_track(medium):
-                continue
-            if isinstance(medium, EncodedVideo) and medium.audio is not None:
-                track_start, track_stop = next(track_spans)
-                start, stop = min(start, track_start), max(stop, track_stop)
-            spans.append(MediumSpan(medium, start, stop))
+                track_spans.append(span)
+            else:
+                spans.append(span)
+    spans = _with_tracks(spans, track_spans)
     return sorted(spans, key=lambda span: span.start)
+
+
+def _with_tracks(spans: Sequence[MediumSpan], track_spans: Sequence[MediumSpan]) -> list[MediumSpan]:
+    """Extend the span of each video with a sound track by that of the track; both are in the order of the videos."""
+    remaining_tracks = iter(track_spans)
+    extended = []
+    for span in spans:
+        if isinstance(span.medium, EncodedVideo) and span.medium.audio is not None:
+            track = next(remaining_tracks)
+            span = MediumSpan(span.medium, min(span.start, track.start), max(span.stop, track.stop))
+        extended.append(span)
+    return extended
 
 
 def _is_track(sound: EncodedAudio) -> bool:

@@ -169,11 +169,7 @@ class ModelFiles:
                 "generation prompt of this chat template already contains the empty thinking block, so the block is "
                 f"not trained; --loss-scale {spec.loss_scale}+keep_empty_think trains it"
             )
-        if self.chat_template_kwargs:
-            known_names = template_variables(self.chat_template)
-            for name in sorted(self.chat_template_kwargs.keys() - known_names):
-                hint = did_you_mean(name, sorted(known_names))
-                warnings.append(f"--chat-template-kwargs: the chat template does not use {name!r}{hint}")
+        warnings += self._unknown_kwargs_warnings()
         if self.end_mark:
             warnings.append(
                 "the chat template writes no end of turn after an answer, and generation stops at "
@@ -189,6 +185,17 @@ class ModelFiles:
             keeps = "the chat template keeps the thinking of earlier turns"
             warnings.append(f"--expand-turns auto changes nothing: {keeps}")
         return tuple(warnings)
+
+    def _unknown_kwargs_warnings(self) -> list[str]:
+        """Return a warning for each of ``--chat-template-kwargs`` that the chat template does not read."""
+        if not self.chat_template_kwargs:
+            return []
+        known_names = template_variables(self.chat_template)
+        warnings = []
+        for name in sorted(self.chat_template_kwargs.keys() - known_names):
+            hint = did_you_mean(name, sorted(known_names))
+            warnings.append(f"--chat-template-kwargs: the chat template does not use {name!r}{hint}")
+        return warnings
 
     def _stop_tokens(self) -> tuple[str, ...]:
         stops = (_read_json(self.directory, "generation_config.json") or {}).get("eos_token_id")
@@ -240,6 +247,11 @@ def _tokenizer_json(directory: str) -> str:
             "Copy the tokenizer's files from the model that this one was trained from, or save a tokenizer there with "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...).",
         )
+    return _converted_tokenizer(directory)
+
+
+def _converted_tokenizer(directory: str) -> str:
+    """Return the text of the ``tokenizer.json`` that transformers makes from other tokenizer files."""
     from transformers import AutoTokenizer
 
     try:

@@ -12,6 +12,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from packtool.config.data import EncodeSpec
 from packtool.encode.encoded import EncodedSample, IntArray
@@ -54,19 +55,12 @@ class PreparedRows:
         if scale.rules:
             detail = f"--loss-scale {loss_scale} has a rule for the assistant's text, and the row consists of tokens"
             raise RowProblem("labels_given", detail)
-        is_unknown = (tokens.ids < 0) | (tokens.ids >= self._num_ids)
-        if is_unknown.any():
-            index = int(np.argmax(is_unknown))  # of the first unknown token
-            max_id = f"{self._num_ids - 1:,}"
-            detail = f"token {index:,} is {tokens.ids[index]}, and the largest id of the model's tokenizer is {max_id}"
-            raise RowProblem("token_out_of_range", detail)
+        self._check_ids(tokens.ids)
         ids = tokens.ids.astype(np.int32)
         _check_unchanged(tokens, media)
         spans = self._locate_media(ids, media)
         borders = [*tokens.starts.tolist(), len(ids)]  # where the row's samples begin and end
-        if any(span.start < border < span.end for border in borders for span in spans):
-            detail = "the row is a pack of several samples, and a medium begins in one of them and ends in another"
-            raise RowProblem("media_tokens", detail)
+        _check_within_borders(spans, borders)
         row = Tokenized(sample, ids, turns=_NO_TURNS, spans=spans, media=media)
         channels = tokens.channels or [sample.channel] * len(tokens.starts)
         samples = []
@@ -76,6 +70,15 @@ class PreparedRows:
             # The tokens that ``take`` has removed are those of the row's other samples: none is truncated.
             samples.append(replace(tokenized, turns=turns, weights=weights, num_removed=0))
         return samples
+
+    def _check_ids(self, ids: npt.NDArray[np.int64]) -> None:
+        """Raise RowProblem if the tokenizer does not have one of the ids."""
+        is_unknown = (ids < 0) | (ids >= self._num_ids)
+        if is_unknown.any():
+            index = int(np.argmax(is_unknown))  # of the first unknown token
+            max_id = f"{self._num_ids - 1:,}"
+            detail = f"token {index:,} is {ids[index]}, and the largest id of the model's tokenizer is {max_id}"
+            raise RowProblem("token_out_of_range", detail)
 
     def _locate_media(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[Span]:
         """Locate the media among the tokens, ascending; raise RowProblem if their placeholder tokens do not match."""
@@ -94,36 +97,56 @@ class PreparedRows:
         spans = []
         for span in media_spans(sample, self._tokens):
             kind = kind_by_medium[id(span.medium)]
-            number = num_located[kind]
+            start, end = self._check_tokens(ids, span, kind, num_located[kind])
+            spans.append(Span(kind, num_located[kind], start, end))
             num_located[kind] += 1
-            segments = self._media.segments(span.medium, number)
-            expected_ids: list[int] = []
-            for segment in segments:
-                if isinstance(segment, str):
-                    expected_ids.append(_TEXT)
-                else:
-                    expected_ids += [self._control_ids[segment.token]] * segment.times
-            if self._pad_runs(ids[span.start : span.stop].tolist()) != self._pad_runs(expected_ids):
-                detail = f"the placeholder tokens of {kind} {number} differ in number or order from those needed"
-                raise RowProblem("media_tokens", detail)
-            start, end = self._extend_by_delimiters(ids, span, segments)
-            spans.append(Span(kind, number, start, end))
         return spans
 
+    def _check_tokens(self, ids: IntArray, span: MediumSpan, kind: MediaKind, number: int) -> tuple[int, int]:
+        """Return [start, end) of a medium with its delimiters; raise RowProblem if its placeholder tokens differ.
+
+        ``number`` is the index of the medium among those of its kind.
+        """
+        segments = self._media.segments(span.medium, number)
+        expected_ids = self._ids_of(segments)
+        if self._pad_runs(ids[span.start : span.stop].tolist()) != self._pad_runs(expected_ids):
+            detail = f"the placeholder tokens of {kind} {number} differ in number or order from those needed"
+            raise RowProblem("media_tokens", detail)
+        return self._extend_by_delimiters(ids, span, segments)
+
+    def _ids_of(self, segments: Sequence[MediaSegment]) -> list[int]:
+        """Return the ids of a medium's control tokens, with ``_TEXT`` for each text between them."""
+        ids: list[int] = []
+        for segment in segments:
+            if isinstance(segment, str):
+                ids.append(_TEXT)
+            else:
+                ids += [self._control_ids[segment.token]] * segment.times
+        return ids
+
     def _check_num_pads(self, sample: EncodedSample, kind: MediaKind) -> None:
-        pads = self._tokens.pads
-        pad = pads.get(kind)
-        # Several kinds may have the same placeholder token.
-        kinds = [kind] if pad is None else [each for each in MEDIA_KINDS if pads.get(each) == pad]
-        needed = [medium.num_tokens for each in kinds for medium in getattr(sample, f"{each}s")]
-        if kind == "audio":
-            needed += [video.audio.num_tokens for video in sample.videos if video.audio is not None]
+        """Raise RowProblem if a sample has more or fewer placeholder tokens than its media of a kind need."""
+        pad = self._tokens.pads.get(kind)
+        needed = self._needed_pads(sample, kind)
         if pad is None and needed:
             detail = f"the model's config.json has no placeholder token for {kind}s, so they cannot be located"
             raise RowProblem("media_tokens", detail)
         num_pads = 0 if pad is None else int((sample.input_ids == pad).sum())
         if num_pads != sum(needed):
             raise RowProblem("media_tokens", _pads_message(kind, num_pads, needed))
+
+    def _needed_pads(self, sample: EncodedSample, kind: MediaKind) -> list[int]:
+        """Return the numbers of placeholder tokens of all media that have the same placeholder token as a kind."""
+        pads = self._tokens.pads
+        kinds = [kind]
+        if kind in pads:
+            kinds = [each for each in MEDIA_KINDS if pads.get(each) == pads[kind]]
+        needed: list[int] = []
+        for each in kinds:
+            needed += [medium.num_tokens for medium in getattr(sample, f"{each}s")]
+        if kind == "audio":
+            needed += [video.audio.num_tokens for video in sample.videos if video.audio is not None]
+        return needed
 
     def _can_distinguish_sounds(self, sample: EncodedSample) -> bool:
         """Return whether the opening tokens match the numbers of the sample's sounds and of its sound tracks."""
@@ -168,6 +191,14 @@ class PreparedRows:
         return num_tokens
 
 
+def _check_within_borders(spans: Sequence[Span], borders: Sequence[int]) -> None:
+    """Raise RowProblem if a medium crosses a border between the samples of a row."""
+    for border in borders:
+        if any(span.start < border < span.end for span in spans):
+            detail = "the row is a pack of several samples, and a medium begins in one of them and ends in another"
+            raise RowProblem("media_tokens", detail)
+
+
 def _check_unchanged(tokens: PreparedTokens, media: Mapping[str, Sequence[Medium]]) -> None:
     """Raise RowProblem if the size of a medium differs from the one that the row gives."""
     for kind, described in tokens.measured.items():
@@ -184,18 +215,23 @@ def _targets(tokens: PreparedTokens, start: int, stop: int, base: Base) -> tuple
 
     Turns are the runs of targets; ``base`` of the loss scale may train other tokens, by their weights.
     """
-    trained = np.ones(stop - start, bool) if tokens.trained is None else tokens.trained[start:stop]
-    weights = None if tokens.weights is None else np.where(trained, tokens.weights[start:stop], np.float32(0))
-    if weights is not None and (weights[trained] == 1).all():
-        weights = None
-    runs = np.flatnonzero(np.diff(trained, prepend=False, append=False)).astype(np.int32)
+    trained = np.ones(stop - start, bool)
+    if tokens.trained is not None:
+        trained = tokens.trained[start:stop]
+    weights = None
+    if tokens.weights is not None:
+        weights = np.where(trained, tokens.weights[start:stop], np.float32(0))
+        if (weights[trained] == 1).all():
+            weights = None
+    # The borders of the runs: where ``trained`` changes, with False before the first and after the last token.
+    borders = np.flatnonzero(np.diff(trained, prepend=False, append=False)).astype(np.int32)
     if base == "default":
-        return runs, weights
+        return borders, weights
     base_weights = np.full(stop - start, float(base == "all"), np.float32)
-    if base == "last_round" and len(runs):
-        last_run = slice(*runs[-2:])
-        base_weights[last_run] = 1 if weights is None else weights[last_run]
-    return runs, base_weights
+    if base == "last_round" and len(borders):
+        last_start, last_stop = borders[-2:]
+        base_weights[last_start:last_stop] = 1 if weights is None else weights[last_start:last_stop]
+    return borders, base_weights
 
 
 def _pads_message(kind: str, num_pads: int, needed: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ calls. Each response becomes a sample with the same turns before it; these are t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from packtool.constants import MEDIA_MARKS
 from packtool.encode.encoded import EncodedRow, EncodedSample
 from packtool.encode.loss_scale import EMPTY_THINKING, KEEP_EMPTY_THINK, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.targets import TurnFinder
+from packtool.encode.targets import TurnChunks, TurnFinder
 from packtool.encode.template import REASONING_NAMES, ChatTemplate, TemplateFailure
 from packtool.encode.tokenize import Chunk
 from packtool.rows.forms.columns import RowProblem
@@ -87,31 +87,30 @@ class RowSplitter:
         trained = [index for index in answers if _is_trained(sample.turns[index], index in trained_by_scale)]
         if scale.base == "all" or not trained or answers == [last_turn]:
             return [sample]
-        # One entry for each sample to return: the index of its last turn, and the indexes of the turns that it trains.
         trained_by_end = {index: {index} for index in trained}
         if self._spec.expand_turns == "auto":
-            try:
-                template, finder = self._template_of(sample)
-            except RowProblem:  # raised again when the sample is rendered, which drops it
-                return [sample]
-            if not any(_may_lose_text(template, sample.turns[index]) for index in answers):
-                return [sample]
-            if len(trained) > 1:
-                ignores_empty = KEEP_EMPTY_THINK not in scale.rules
-                trained_by_end = self._group_turns(sample, finder, answers, trained, ignores_empty=ignores_empty)
+            ignores_empty = KEEP_EMPTY_THINK not in scale.rules
+            trained_by_end = self._needed_samples(sample, answers, trained, ignores_empty=ignores_empty)
         if not trained_by_end or list(trained_by_end) == [last_turn]:
             return [sample]
         if len(trained_by_end) == 1:  # one sample trains all turns, but the conversation has more turns after them
             (end,) = trained_by_end
             return [_conversation_until(sample, end)]
-        samples = []
-        response_part = sample.part or RowPart()
-        for end, trained_turns in trained_by_end.items():
-            conversation = _conversation_until(sample, end)
-            turns = _train_only(conversation.turns, trained_turns)
-            part = replace(response_part, turn=answers.index(end) + 1, num_turns=len(answers))
-            samples.append(replace(conversation, turns=turns, part=part))
-        return samples
+        return _samples_by_end(sample, trained_by_end, answers)
+
+    def _needed_samples(
+        self, sample: Sample, answers: Sequence[int], trained: Sequence[int], *, ignores_empty: bool
+    ) -> dict[int, set[int]]:
+        """Return the samples that ``--expand-turns auto`` needs, as ``_group_turns``; none if one sample is enough."""
+        try:
+            template, finder = self._template_of(sample)
+        except RowProblem:  # raised again when the sample is rendered, which drops it
+            return {}
+        if not any(_may_lose_text(template, sample.turns[index]) for index in answers):
+            return {}
+        if len(trained) == 1:
+            return {index: {index} for index in trained}
+        return self._group_turns(sample, finder, answers, trained, ignores_empty=ignores_empty)
 
     def _group_turns(
         self,
@@ -149,16 +148,33 @@ class RowSplitter:
             chunks = chunks[: turns[-1].last]  # without the token that ends the turn, which may differ after the last
             if ignores_empty:
                 _, header_text = finder.header[-1]
-                for turn in turns:
-                    first_chunk = chunks[turn.first]
-                    answer = _EMPTY_THINKING.sub("", first_chunk.text[len(header_text) :])
-                    chunks[turn.first] = first_chunk._replace(text=header_text + answer)
+                _remove_empty_thinking(chunks, turns, header_text)
             is_prefix_of_group = chunks == group_chunks[: len(chunks)]
             if not groups or not is_prefix_of_group:
                 group_end, group_chunks = index, chunks
                 groups[group_end] = set()
             groups[group_end].add(index)
         return dict(reversed(groups.items()))
+
+
+def _samples_by_end(sample: Sample, trained_by_end: Mapping[int, set[int]], answers: Sequence[int]) -> list[Sample]:
+    """Return one sample for each index of a turn that ends one, which trains the turns with these indexes."""
+    samples = []
+    response_part = sample.part or RowPart()
+    for end, trained_turns in trained_by_end.items():
+        conversation = _conversation_until(sample, end)
+        turns = _train_only(conversation.turns, trained_turns)
+        part = replace(response_part, turn=answers.index(end) + 1, num_turns=len(answers))
+        samples.append(replace(conversation, turns=turns, part=part))
+    return samples
+
+
+def _remove_empty_thinking(chunks: list[Chunk], turns: Sequence[TurnChunks], header_text: str) -> None:
+    """Remove an empty thinking block, in place, from the beginning of each answer, which follows ``header_text``."""
+    for turn in turns:
+        first_chunk = chunks[turn.first]
+        answer = _EMPTY_THINKING.sub("", first_chunk.text[len(header_text) :])
+        chunks[turn.first] = first_chunk._replace(text=header_text + answer)
 
 
 def join_results(

@@ -91,18 +91,14 @@ class TurnFinder:
         except TemplateFailure as error:
             raise ConfigError(f"the chat template does not render a question and its answer: {error}") from error
         single_answer = _find_answer(one_turn, _ANSWERS[0])
-        first_answer, second_answer = (_find_answer(two_turns, answer) for answer in _ANSWERS)
+        first_answer = _find_answer(two_turns, _ANSWERS[0])
+        second_answer = _find_answer(two_turns, _ANSWERS[1])
         answers = (single_answer, first_answer, second_answer)
         header, prompt_rest = _infer_header(question, question_and_prompt, answers)
         ends = frozenset(answer.next_control for answer in answers)
         ends |= _ends_before_tools(template, escaper, ends, question)
-        tail: list[str] = []
-        if len(ends) == 1:
-            # The tail follows an end whether or not another turn comes next.
-            controls_at_stop = _controls_after(one_turn, single_answer.chunk_index + 1)
-            controls_before_turn = _controls_after(two_turns, first_answer.chunk_index + 1)
-            tail = controls_at_stop[: common_prefix_length(controls_at_stop, controls_before_turn)]
-        finder = cls(header, prompt_rest, ends, tuple(tail))
+        tail = _common_tail(single_answer, first_answer) if len(ends) == 1 else ()
+        finder = cls(header, prompt_rest, ends, tail)
         if not (finder._finds(one_turn, _ANSWERS[:1]) and finder._finds(two_turns, _ANSWERS)):
             raise _no_control_tokens()
         return finder
@@ -199,13 +195,8 @@ def _infer_header(
     if not prompt or not all(chunk.control for chunk in prompt):
         raise _no_control_tokens()
     header = _control_text_pairs(prompt)
-    opening_token = prompt[0].control
-    for chunks, answer, answer_index, _ in answers:
-        # The answer's turn begins at the last opening token before the answer; without one, in the answer's chunk.
-        openings = [i for i in range(answer_index + 1) if chunks[i].control == opening_token]
-        start = openings[-1] if openings else answer_index
-        text_before_answer = chunks[answer_index].text.partition(answer)[0]
-        opening_chunks = [*chunks[start:answer_index], chunks[answer_index]._replace(text=text_before_answer)]
+    for answer in answers:
+        opening_chunks = _chunks_before_answer(answer, opening_token=prompt[0].control)
         header = _common_pairs(header, _control_text_pairs(opening_chunks))
     if not header or any(_QUESTION in text for _, text in header):
         raise _no_control_tokens()
@@ -214,6 +205,27 @@ def _infer_header(
         _, header_text = header[-1]
         prompt_rest = prompt[-1].text.removeprefix(header_text)
     return tuple(header), prompt_rest
+
+
+def _chunks_before_answer(answer: _ProbeAnswer, opening_token: str) -> list[Chunk]:
+    """Return the chunks of an answer's turn up to the answer, whose own chunk ends before it.
+
+    The turn begins at the last opening token before the answer; without one, in the answer's chunk.
+    """
+    start = answer.chunk_index
+    for index, chunk in enumerate(answer.chunks[: answer.chunk_index + 1]):
+        if chunk.control == opening_token:
+            start = index
+    answer_chunk = answer.chunks[answer.chunk_index]
+    text_before_answer = answer_chunk.text.partition(answer.answer)[0]
+    return [*answer.chunks[start : answer.chunk_index], answer_chunk._replace(text=text_before_answer)]
+
+
+def _common_tail(last_answer: _ProbeAnswer, earlier_answer: _ProbeAnswer) -> tuple[str, ...]:
+    """Return the control tokens that follow an answer's end whether or not another turn comes next."""
+    controls_at_stop = _controls_after(last_answer.chunks, last_answer.chunk_index + 1)
+    controls_before_turn = _controls_after(earlier_answer.chunks, earlier_answer.chunk_index + 1)
+    return tuple(controls_at_stop[: common_prefix_length(controls_at_stop, controls_before_turn)])
 
 
 def _prompt_chunks(question: list[Chunk], question_and_prompt: list[Chunk]) -> list[Chunk]:
@@ -358,18 +370,22 @@ class TargetChoice:
         for start, end in turns:
             is_target[start:end] = True
         if self.pads:
-            # Exclude placeholder tokens, and everything between a medium's marks, such as timestamps: the tokens up to
-            # which more media are opened than were closed before.
-            ids = sample.input_ids
-            is_closing = _is_in(ids, self.closing)
-            num_opened = np.cumsum(_is_in(ids, self.opening))
-            num_closed_before: npt.NDArray[Any] = np.cumsum(is_closing) - is_closing
-            is_target &= ~((num_opened > num_closed_before) | _is_in(ids, self.pads))
+            is_target &= ~self._is_medium(sample.input_ids)
         if self.among_targets:
             is_target &= sample.labels != IGNORE_INDEX
         if sample.num_truncated:
             is_target[:1] = False
         return is_target
+
+    def _is_medium(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Return bool (L,), true for placeholder tokens, and everything between a medium's marks, such as timestamps.
+
+        Between marks are the tokens up to which more media are opened than were closed before.
+        """
+        is_closing = _is_in(ids, self.closing)
+        num_opened = np.cumsum(_is_in(ids, self.opening))
+        num_closed_before: npt.NDArray[Any] = np.cumsum(is_closing) - is_closing
+        return (num_opened > num_closed_before) | _is_in(ids, self.pads)
 
     def __call__(self, sample: EncodedSample) -> EncodedSample:
         """Return the sample with labels for these targets; former targets keep their weights, new ones weigh 1."""

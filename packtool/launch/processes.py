@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from packtool.errors import ConfigError
 from packtool.launch.world import World, is_launched
@@ -109,19 +110,22 @@ def launch_command(
     if processes.total == 1 and not launches_single:
         return None
     options = ["--nnodes", str(processes.num_nodes), "--nproc-per-node", str(processes.per_node)]
-    is_single_machine = processes.num_nodes == 1
-    if is_single_machine:
-        address = _THIS_MACHINE
-        options += ["--local-addr", address]
+    if processes.num_nodes == 1:
+        options += ["--local-addr", _THIS_MACHINE]
     else:
-        address = processes.address or _THIS_MACHINE
         options += ["--rdzv-conf", f"timeout={max_wait or _DEFAULT_WAIT_SECONDS}"]
-    if is_single_machine and processes.port is None:
-        options.append("--standalone")  # torchrun chooses a free port
-    else:
-        options += ["--node-rank", str(processes.node_rank), "--master-addr", address]
-        options += ["--master-port", str(processes.port or _DEFAULT_PORT)]
+    options += _meeting_options(processes)
     return [sys.executable, "-m", "packtool.launch.torchrun", *options, "--module", "packtool", *arguments]
+
+
+def _meeting_options(processes: Processes) -> list[str]:
+    """Return torchrun's options for the address at which the processes meet."""
+    is_single_machine = processes.num_nodes == 1
+    if is_single_machine and processes.port is None:
+        return ["--standalone"]  # torchrun chooses a free port
+    address = _THIS_MACHINE if is_single_machine else processes.address or _THIS_MACHINE
+    options = ["--node-rank", str(processes.node_rank), "--master-addr", address]
+    return [*options, "--master-port", str(processes.port or _DEFAULT_PORT)]
 
 
 def set_passive_omp_wait() -> None:
@@ -153,17 +157,22 @@ def end_with_launcher() -> None:
     else:
         threading.Thread(target=kill_after_parent, daemon=True).start()
     # The launcher may have ended before this call: then the parent has changed, or no process has the launcher's id.
-    has_ended = os.getppid() != parent
-    launcher_id = os.environ.get(_LAUNCHER, "")
-    if launcher_id.isdecimal():
-        try:
-            os.kill(int(launcher_id), 0)  # sends no signal, only checks that the process exists
-        except ProcessLookupError:
-            has_ended = True
-        except OSError:
-            pass  # it exists, but may not receive signals from this process
-    if has_ended:
+    if os.getppid() != parent or _has_launcher_ended():
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _has_launcher_ended() -> bool:
+    """Return whether no process has the id of the launcher, which the environment names if packtool started it."""
+    launcher_id = os.environ.get(_LAUNCHER, "")
+    if not launcher_id.isdecimal():
+        return False
+    try:
+        os.kill(int(launcher_id), 0)  # sends no signal, only checks that the process exists
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass  # it exists, but may not receive signals from this process
+    return False
 
 
 def launch_if_requested(
@@ -246,21 +255,28 @@ def is_printed_elsewhere(message: str, environ: Mapping[str, str] | None = None)
     environ = os.environ if environ is None else environ
     if environ.get("WORLD_SIZE") == "1" or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
-    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # here: most never need torch
+    from torch.distributed import DistError  # here: most never need torch
 
-    rank = environ.get("RANK", "")
     attempt = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     key = f"packtool/said/{attempt}/{hashlib.sha256(message.encode()).hexdigest()}"
+    rank = environ.get("RANK", "")
     try:
-        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        # Connect a plain socket first, because torch would print a stack trace if the store is gone.
-        socket.create_connection((host, port), _STORE_SECONDS).close()
-        timeout = timedelta(seconds=_STORE_SECONDS)
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = _connect_to_store(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
         # The first process sets the key to its rank; every process gets the rank of the first one.
-        return bool(store.compare_set(key, "", rank) != rank.encode())
+        first_rank = store.compare_set(key, "", rank)
+        return bool(first_rank != rank.encode())
     except (DistError, RuntimeError, KeyError, ValueError, OSError):
         return False  # better printed twice than never
+
+
+def _connect_to_store(host: str, port: int) -> Any:
+    """Return torchrun's store, a TCPStore."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    # Connect a plain socket first, because torch would print a stack trace if the store is gone.
+    socket.create_connection((host, port), _STORE_SECONDS).close()
+    timeout = timedelta(seconds=_STORE_SECONDS)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 from torch.distributed.run import main as torchrun
 
@@ -94,13 +94,16 @@ class SignalForwarder:
         """Forward a signal to the ranks; raise a SignalException if there are none, or at the second Ctrl-C."""
         if os.getpid() != self._process:  # between fork and exec of a rank
             return
-        again, now = bool(self.received), time.monotonic()
+        now = time.monotonic()
         self._handled_at = now
-        if again and number == signal.SIGINT and now - self._at > _SAME_KEY_SECONDS:
+        is_first = not self.received
+        if not is_first and number == signal.SIGINT and now - self._at > _SAME_KEY_SECONDS:
             raise SignalException(f"process {self._process} was interrupted twice", signal.SIGINT)
-        if not again:
-            self.received, self._at = number, now
-        if not (_signal_ranks(number) or again):
+        if is_first:
+            self.received = number
+            self._at = now
+        has_ranks = _signal_ranks(number)
+        if is_first and not has_ranks:
             problem = f"process {self._process} received a signal before any rank was started"
             raise SignalException(problem, signal.Signals(number))
 
@@ -153,10 +156,8 @@ class Nodes:
         self._has_server = False
         self._had_ranks = False
         self._begin = time.monotonic()
-        self._waiting_since: float | None = self._begin
-        self._last_status = ""
-        self._status_interval = _FIRST_LINE_SECONDS
-        self._next_status = self._begin + self._status_interval
+        self._wait_timer = _WaitTimer(self._begin)
+        self._last_status = ""  # the last printed one
         self._thread = threading.Thread(target=self._exchange_until_leaving, daemon=True)
 
     @property
@@ -198,11 +199,7 @@ class Nodes:
         deadline = time.monotonic() + _LEAVE_SECONDS
         while time.monotonic() < deadline:
             self._exchange()
-            failures = self._failures()
-            succeeded = [rank for rank, record in self._other_nodes() if record["end"] and not record["end"]["code"]]
-            # The store ends with node 0, so node 0 waits until all others have ended too.
-            can_leave = self.rank > 0 or len(failures) + len(succeeded) == self.num_nodes - 1
-            if can_leave and (failures or not is_cause_unknown):
+            if self._can_leave() and (self._failures() or not is_cause_unknown):
                 break
             time.sleep(_BEAT_SECONDS / 2)
         if is_cause_unknown:
@@ -211,6 +208,13 @@ class Nodes:
                     show(f"{self.title}: {failure}", error=True)
         minutes = (time.monotonic() - self._begin) / 60
         show(f"{self.title}: ended with exit code {code} after {minutes:.1f} min", error=True)
+
+    def _can_leave(self) -> bool:
+        """Return whether the others do not need this machine: the store ends with node 0, which has to be the last."""
+        if self.rank > 0:
+            return True
+        succeeded = [rank for rank, record in self._other_nodes() if record["end"] and not record["end"]["code"]]
+        return len(self._failures()) + len(succeeded) == self.num_nodes - 1
 
     def _exchange_until_leaving(self) -> None:
         """Exchange records every second until ``leave`` is called; runs in a thread."""
@@ -256,15 +260,7 @@ class Nodes:
         """
         with contextlib.ExitStack() as sockets:
             if self.rank == 0 and not self._has_server:
-                try:
-                    sockets.enter_context(socket.create_server(("", self.port)))
-                except OSError as error:
-                    if error.errno == errno.EADDRINUSE:
-                        self._port_error = ConfigError(
-                            f"the processes cannot meet: MASTER_PORT={self.port} is in use on this machine",
-                            "Another job may have the port: set MASTER_PORT to a free port, the same on every machine.",
-                        )
-                    raise
+                sockets.enter_context(self._listen())
             sockets.enter_context(socket.create_connection((self.address, self.port), _STORE_SECONDS))
         is_server = self.rank == 0
         self._has_server = is_server
@@ -272,26 +268,41 @@ class Nodes:
         options = {"wait_for_workers": False, "multi_tenant": True}  # torchrun shares this server
         return TCPStore(self.address, self.port, is_master=is_server, timeout=timeout, **options)
 
+    def _listen(self) -> socket.socket:
+        """Return a plain server at the port; sets ``_port_error`` and raises an OSError if the port is in use."""
+        try:
+            return socket.create_server(("", self.port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                self._port_error = ConfigError(
+                    f"the processes cannot meet: MASTER_PORT={self.port} is in use on this machine",
+                    "Another job may have the port: set MASTER_PORT to a free port, the same on every machine.",
+                )
+            raise
+
     def _read_records(self, store: TCPStore) -> None:
         """Read all records into ``_state``, on node 0. Once all launchers are live with equal settings, the run begins.
 
         ``_state["met"]`` then has their ids, which stay the same. A record's ``beat`` counts its updates; ``silent`` is
         the time since the last one in seconds.
         """
-        now = time.monotonic()
         nodes = {}
         for rank in map(str, range(self.num_nodes)):
-            if not store.check([_NODE + rank]):
-                continue
-            record = load_json(store.get(_NODE + rank))
-            id_and_beat = record["id"], record["beat"]
-            if rank not in self._seen or self._seen[rank][0] != id_and_beat:
-                self._seen[rank] = id_and_beat, now
-            _, changed_at = self._seen[rank]
-            nodes[rank] = record | {"silent": now - changed_at}
+            if store.check([_NODE + rank]):
+                record = load_json(store.get(_NODE + rank))
+                nodes[rank] = record | {"silent": self._seconds_since_update(rank, record)}
         self._state["nodes"] = nodes
         if self._state["met"] is None and not self._missing_nodes() and not self._unequal_settings():
             self._state["met"] = {rank: record["id"] for rank, record in nodes.items()}
+
+    def _seconds_since_update(self, rank: str, record: dict[str, Any]) -> float:
+        """Return the seconds since the launcher of node ``rank`` wrote another record than before."""
+        now = time.monotonic()
+        id_and_beat = record["id"], record["beat"]
+        if rank not in self._seen or self._seen[rank][0] != id_and_beat:
+            self._seen[rank] = id_and_beat, now
+        _, changed_at = self._seen[rank]
+        return now - changed_at
 
     def _missing_nodes(self) -> list[int]:
         """Return the numbers of the machines without a live launcher."""
@@ -351,19 +362,14 @@ class Nodes:
 
     def _print_status(self) -> None:
         """Print what this launcher waits for, if anything: after 5 seconds, then less often, at least once a minute."""
-        status, now = self._status(), time.monotonic()
+        status = self._status()
         if not status:
-            self._waiting_since = None
+            self._wait_timer.stop()
             return
-        if self._waiting_since is None:
-            self._waiting_since, self._status_interval = now, _FIRST_LINE_SECONDS
-            self._next_status = now + self._status_interval
-        if now >= self._next_status:
-            waited = f"{now - self._waiting_since:.0f} s of at most {self.limit:g}: {_OPTION}"
-            show(f"{self.title}: {status} ({waited})", error=True)
+        seconds = self._wait_timer.seconds_if_due(time.monotonic())
+        if seconds is not None:
+            show(f"{self.title}: {status} ({seconds:.0f} s of at most {self.limit:g}: {_OPTION})", error=True)
             self._last_status = status
-            self._status_interval = min(2 * self._status_interval, _MAX_LINE_SECONDS)
-            self._next_status = now + self._status_interval
 
     def _end_stuck_ranks(self) -> None:
         """End this machine's ranks some time after another machine has ended, if they do not end themselves.
@@ -379,12 +385,7 @@ class Nodes:
         self._failed_since = self._failed_since or now
         if self._had_ranks and not has_ranks:
             return  # they have ended, and torchrun is about to return
-        # A machine that only does not answer may come back within the limit; one with an exit code does not.
-        wait_seconds = self.limit
-        has_exit_code = any(record["end"] and record["end"]["code"] for _, record in self._other_nodes())
-        if has_exit_code or not has_ranks:
-            wait_seconds = min(_GRACE_SECONDS, self.limit)
-        seconds_late = now - self._failed_since - wait_seconds
+        seconds_late = now - self._failed_since - self._seconds_to_wait(has_ranks)
         if seconds_late < 0:
             return
         if has_ranks:
@@ -392,6 +393,43 @@ class Nodes:
         else:
             show(f"packtool: error: {self.failure()}", error=True)
             os._exit(ConfigError.exit_code)
+
+    def _seconds_to_wait(self, has_ranks: bool) -> float:
+        """Return the seconds after the failure of another machine in which this one may still continue or end itself.
+
+        A machine that only does not answer may come back within the limit; one with an exit code does not.
+        """
+        has_exit_code = any(record["end"] and record["end"]["code"] for _, record in self._other_nodes())
+        if has_exit_code or not has_ranks:
+            return min(_GRACE_SECONDS, self.limit)
+        return self.limit
+
+
+class _WaitTimer:
+    """Times the lines about a wait: the first after 5 seconds, then less often, at least one in a minute."""
+
+    def __init__(self, now: float) -> None:
+        self._start(now)
+
+    def _start(self, now: float) -> None:
+        self._is_waiting = True
+        self._waiting_since = now
+        self._interval = _FIRST_LINE_SECONDS
+        self._next_line_at = now + self._interval
+
+    def stop(self) -> None:
+        """End the wait."""
+        self._is_waiting = False
+
+    def seconds_if_due(self, now: float) -> float | None:
+        """Return the seconds that the wait has lasted if a line is due, else None. Without a wait, one begins now."""
+        if not self._is_waiting:
+            self._start(now)
+        if now < self._next_line_at:
+            return None
+        self._interval = min(2 * self._interval, _MAX_LINE_SECONDS)
+        self._next_line_at = now + self._interval
+        return now - self._waiting_since
 
 
 def _names_of_ranks(rank: int, record: dict[str, Any]) -> str:
@@ -411,22 +449,17 @@ def run_torchrun(arguments: Sequence[str]) -> int:
     # The failed process has printed the problem; torchrun would add a table and a stack trace.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     forwarder = SignalForwarder()
-    options = get_args_parser().parse_args(arguments)
-    _, num_nodes = parse_min_max_nnodes(options.nnodes)
-    nodes: Nodes | None = None
-    if num_nodes > 1:
-        limit = float(options.rdzv_conf.removeprefix("timeout="))  # as ``launch_command`` writes it
-        address, port, per_node = options.master_addr, options.master_port, int(options.nproc_per_node)
-        nodes = Nodes(num_nodes, options.node_rank, per_node, address, port, limit=limit)
+    nodes = _nodes_of(arguments)
     try:
         if nodes is not None:
             nodes.meet()
         code, reason = _run_ranks(arguments, forwarder)
     except DistError as error:
+        problem = str(error).splitlines()[0]
         if nodes is not None:
-            raise nodes.failure(str(error).splitlines()[0]) from error
+            raise nodes.failure(problem) from error
         raise ConfigError(
-            f"the processes cannot meet: {str(error).splitlines()[0]}",
+            f"the processes cannot meet: {problem}",
             "Another job may have the port: set MASTER_PORT to a free port, or leave it out.",
         ) from error
     except SignalException as error:
@@ -436,16 +469,23 @@ def run_torchrun(arguments: Sequence[str]) -> int:
     return code
 
 
+def _nodes_of(arguments: Sequence[str]) -> Nodes | None:
+    """Return the connection to the launchers of other machines, from the arguments of torchrun; None on one machine."""
+    options = get_args_parser().parse_args(arguments)
+    _, num_nodes = parse_min_max_nnodes(options.nnodes)
+    if num_nodes == 1:
+        return None
+    limit = float(options.rdzv_conf.removeprefix("timeout="))  # as ``launch_command`` writes it
+    per_node = int(options.nproc_per_node)
+    return Nodes(num_nodes, options.node_rank, per_node, options.master_addr, options.master_port, limit=limit)
+
+
 def _run_ranks(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[int, str]:
     """Run torchrun; return the exit code, and the reason of a failure if no rank has printed it."""
     try:
         torchrun(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments])
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        # If a rank was killed, the others fail too, and torchrun may notice one of them first: take the killed one.
-        for failed_rank, rank_failure in error.failures.items():
-            if rank_failure.exitcode < 0 and rank_failure.exitcode != -signal.SIGTERM:
-                rank, failure = failed_rank, rank_failure
+        rank, failure = _first_failure(error)
         code = int(failure.exitcode)  # -n for a rank that was ended by signal n
         forwarded_signal = forwarder.received  # 0 for none
         if forwarded_signal and code in (-forwarded_signal, _SIGNAL_BASE + forwarded_signal):
@@ -460,6 +500,18 @@ def _run_ranks(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[in
         show(f"packtool: {reason}; all others were stopped.\n{advice}", error=True)
         return _SIGNAL_BASE - code, reason
     return 0, ""
+
+
+def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """Return the rank that caused the failure of a run, and its failure.
+
+    If a rank was killed, the others fail too, and torchrun may notice one of them first: take the killed one.
+    """
+    rank, failure = error.get_first_failure()
+    for failed_rank, rank_failure in error.failures.items():
+        if rank_failure.exitcode < 0 and rank_failure.exitcode != -signal.SIGTERM:
+            rank, failure = failed_rank, rank_failure
+    return rank, failure
 
 
 def run_launcher(arguments: Sequence[str]) -> int:

@@ -52,26 +52,33 @@ def load_audio(
     """
     ref = MediaRef(path, data, policy=policy)
     tolerance = int(_TOLERANCE_SECONDS * sampling_rate)
-    chunks, num_decoded = [], 0
+    max_samples = None if num_samples is None else num_samples + tolerance
     try:
-        with open_container(ref) as container:
-            stream = first_stream(container, "audio", ref)
-            for chunk in _decode_mono(container, stream, sampling_rate):
-                chunks.append(chunk)
-                num_decoded += len(chunk)
-                is_too_long = num_samples is not None and num_decoded > num_samples + tolerance
-                if is_too_long:
-                    break  # the error below
+        sound = _decode_sound(ref, sampling_rate, max_samples)
     except MediaProblem as problem:
         raise media_error(problem) from problem
-    sound = np.concatenate(chunks) if chunks else np.zeros(0, np.float32)
     if num_samples is None:
         return sound
+    num_decoded = len(sound)
     if abs(num_decoded - num_samples) > tolerance:
         now = "more" if num_decoded > num_samples else f"{num_decoded / sampling_rate:.2f} s"
         raise changed_since_export(ref, f"{num_samples / sampling_rate:.2f} s of sound", now)
-    num_missing = max(num_samples - len(sound), 0)
+    num_missing = max(num_samples - num_decoded, 0)
     return np.pad(sound[:num_samples], (0, num_missing))
+
+
+def _decode_sound(ref: MediaRef, sampling_rate: int, max_samples: int | None) -> npt.NDArray[np.float32]:
+    """Return a sound as mono, float32 (samples,); decoding stops after more than ``max_samples``."""
+    chunks = [np.zeros(0, np.float32)]  # so that a file without sound gives an empty array
+    num_decoded = 0
+    with open_container(ref) as container:
+        stream = first_stream(container, "audio", ref)
+        for chunk in _decode_mono(container, stream, sampling_rate):
+            chunks.append(chunk)
+            num_decoded += len(chunk)
+            if max_samples is not None and num_decoded > max_samples:
+                break
+    return np.concatenate(chunks)
 
 
 def _declared_seconds(container: Any, stream: Any) -> float | None:

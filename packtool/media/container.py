@@ -161,18 +161,23 @@ def check_end(container: Any, stream: Any, ref: MediaRef) -> None:
             detail = f"the file is truncated: its table of contents ends at byte {end:,}, and it has {container.size:,}"
             raise MediaProblem("media_unreadable", f"{label(ref)}: {detail}")
         return
-    # All times are in seconds.
+    declared = float(stream.duration * stream.time_base)
+    decoded = _decoded_seconds(container, stream, declared)
+    if decoded < declared - _TOLERANCE_SECONDS:
+        detail = f"the file is truncated: its header declares {declared:.2f} s, and it has {decoded:.2f} s"
+        raise MediaProblem("media_unreadable", f"{label(ref)}: {detail}")
+
+
+def _decoded_seconds(container: Any, stream: Any, declared: float) -> float:
+    """Return the seconds of a sound by decoding its end: the last of the ``declared`` seconds, and what follows."""
     start = float((stream.start_time or 0) * stream.time_base)
-    declared_duration = float(stream.duration * stream.time_base)
-    seek_time = max(start + declared_duration - _LAST_SECONDS, start)
+    seek_time = max(start + declared - _LAST_SECONDS, start)
     container.seek(int(seek_time / stream.time_base), stream=stream)
-    duration = 0.0
+    end = 0.0
     for frame in container.decode(stream):
         if frame.pts is not None:
-            duration = float(frame.pts * frame.time_base) - start + frame.samples / frame.sample_rate
-    if duration < declared_duration - _TOLERANCE_SECONDS:
-        detail = f"the file is truncated: its header declares {declared_duration:.2f} s, and it has {duration:.2f} s"
-        raise MediaProblem("media_unreadable", f"{label(ref)}: {detail}")
+            end = float(frame.pts * frame.time_base) - start + frame.samples / frame.sample_rate
+    return end
 
 
 def is_indexed(container: Any) -> bool:

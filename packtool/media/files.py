@@ -98,18 +98,24 @@ def _open_file(ref: MediaRef, first_block: int, is_image: bool) -> BinaryIO:
         return io.BytesIO(data)
     check_allowed(ref)
     if storage.is_remote(ref.path):
-        bounds = storage.Bounds(max_bytes, ref.policy.stores, storage.retries_for(storage.store_name(ref.path)))
-        return storage.open_read(ref.path, first_block, bounds)
+        retries = storage.retries_for(storage.store_name(ref.path))
+        return storage.open_read(ref.path, first_block, storage.Bounds(max_bytes, ref.policy.stores, retries))
+    state = _local_state(ref, ref.path)
+    _check_size(ref, state.st_size, max_bytes)
+    return storage.open_read(ref.path, first_block)
+
+
+def _local_state(ref: MediaRef, path: str) -> os.stat_result:
+    """Return the status of a local medium; raise MediaProblem if it is missing or no regular file."""
     try:
-        state = os.stat(storage.normalize(ref.path))
+        state = os.stat(storage.normalize(path))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MediaProblem("media_missing", f"{label(ref)}: there is no such file") from error
     except OSError as error:
         raise MediaProblem("media_unreadable", f"{label(ref)}: {error.strerror or error}") from error
     if not stat.S_ISREG(state.st_mode):  # opening a pipe would wait for its writer, and a device may have no end
         raise MediaProblem("media_unreadable", f"{label(ref)}: not a regular file")
-    _check_size(ref, state.st_size, max_bytes)
-    return storage.open_read(ref.path, first_block)
+    return state
 
 
 def _check_size(ref: MediaRef, num_bytes: int, max_bytes: int) -> None:
@@ -135,20 +141,23 @@ def _remote_problem(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaP
     # A bucket refuses all keys if the credentials are wrong, but also missing keys; a web server refuses single files.
     is_bucket = not store.startswith("http")
     may_be_store_failure = error.fault == "unreachable" or (error.fault == "refused" and is_bucket)
-    if not may_be_store_failure:
-        storage.record_success(store)
-    else:
+    if may_be_store_failure:
         num_failures = storage.record_failure(store)
-        max_failures = ref.policy.max_failures  # 0 for no limit
-        if 0 < max_failures <= num_failures:
-            if max_failures == 1:
-                return error
-            return StoreDownError(
-                f"{storage.origin(ref.path)}: {num_failures} media in a row could not be read; the last error: "
-                f"{error.message}",
-                f"{error.remedy or 'Check the store.'} --max-media-failures 0 drops any number of such rows.",
-            )
+        if 0 < ref.policy.max_failures <= num_failures:  # 0 for no limit
+            return _store_down(ref.path, error, num_failures, ref.policy.max_failures)
+    else:
+        storage.record_success(store)
     return MediaProblem(_REASONS.get(error.fault, "media_unreadable"), error.message)
+
+
+def _store_down(path: str, error: RemoteError, num_failures: int, max_failures: int) -> PacktoolError:
+    """Return the error of a store that has failed too often in a row; with a limit of 1, the failure itself."""
+    if max_failures == 1:
+        return error
+    return StoreDownError(
+        f"{storage.origin(path)}: {num_failures} media in a row could not be read; the last error: {error.message}",
+        f"{error.remedy or 'Check the store.'} --max-media-failures 0 drops any number of such rows.",
+    )
 
 
 def label(ref: MediaRef) -> str:
@@ -193,12 +202,7 @@ def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, 
     try:
         check_allowed(ref)
         if storage.is_remote(path):
-            with open_medium(ref, first_block=1, is_image=is_image) as file:
-                tag = getattr(getattr(file, "raw", None), "tag", "")  # ``raw`` is storage's remote file
-                if not tag:
-                    return None
-                size = file.seek(0, io.SEEK_END)
-                return f"{path} {size} {tag}"
+            return _remote_state(ref, is_image)
         state = _stat(path)
     except (OSError, PacktoolError, ValueError):
         return None  # loading the medium reports the problem
@@ -208,6 +212,16 @@ def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, 
         return None
     # Device and inode are not included, because they may change when the machine restarts.
     return f"{os.path.abspath(storage.normalize(path))} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
+
+
+def _remote_state(ref: MediaRef, is_image: bool) -> str | None:
+    """Return address, size and entity tag of a remote file; None if the server sends no tag."""
+    with open_medium(ref, first_block=1, is_image=is_image) as file:
+        tag = getattr(getattr(file, "raw", None), "tag", "")  # ``raw`` is storage's remote file
+        if not tag:
+            return None
+        size = file.seek(0, io.SEEK_END)
+        return f"{ref.path} {size} {tag}"
 
 
 _Version = tuple[int, ...]

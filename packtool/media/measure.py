@@ -152,19 +152,9 @@ def _has_end_mark(image_format: str | None, file: BinaryIO, begin: int, size: in
 def _png_orientation(picture: PngImagePlugin.PngImageFile, file: BinaryIO) -> int:
     """Return the EXIF orientation of a PNG (1 to 8); 1, which is upright, if it has none.
 
-    The chunk ``eXIf`` is found by reading the headers of all chunks, since Pillow would decode the picture to find it.
     The position of ``file`` changes.
     """
-    data: bytes | None = None
-    file.seek(8)  # after the signature
-    while len(header := file.read(8)) == 8:
-        size, chunk_type = int.from_bytes(header[:4], "big"), header[4:]
-        if chunk_type == b"eXIf":
-            data = file.read(size)
-            break
-        if chunk_type == b"IEND":
-            break
-        file.seek(size + 4, os.SEEK_CUR)  # the chunk's data and checksum
+    data = _exif_chunk(file)
     if data is None:
         # ImageMagick stores the data as a text: three lines with its name and length, then hexadecimal digits.
         profile = picture.info.get("Raw profile type exif")
@@ -175,3 +165,19 @@ def _png_orientation(picture: PngImagePlugin.PngImageFile, file: BinaryIO) -> in
     exif = Image.Exif()
     exif.load(data)
     return int(exif.get(_ORIENTATION_TAG, 1))
+
+
+def _exif_chunk(file: BinaryIO) -> bytes | None:
+    """Return the data of the chunk ``eXIf`` of a PNG, or None.
+
+    Found by reading the headers of all chunks, since Pillow would decode the picture to find it.
+    """
+    file.seek(8)  # after the signature
+    while len(header := file.read(8)) == 8:
+        size, chunk_type = int.from_bytes(header[:4], "big"), header[4:]
+        if chunk_type == b"eXIf":
+            return file.read(size)
+        if chunk_type == b"IEND":
+            break
+        file.seek(size + 4, os.SEEK_CUR)  # the chunk's data and checksum
+    return None

@@ -79,12 +79,21 @@ def measure_video(ref: MediaRef) -> VideoSize:
         else:
             num_frames = _count_by_packets(ref)
             if not num_frames:  # then decode all frames
-                num_frames = 1 + sum(1 for _ in later_frames)
-        if not fps:
-            seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
-            fps = num_frames / seconds if seconds else _DEFAULT_FPS
+                num_frames = 1 + _count(later_frames)
         height, width = _upright_size(first_frame)
+        fps = fps or _mean_fps(stream, num_frames)
         return VideoSize(height, width, num_frames, fps, has_sound=bool(container.streams.audio))
+
+
+def _mean_fps(stream: Any, num_frames: int) -> float:
+    """Return frames per second by the duration of a stream; a default if the duration is unknown."""
+    seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
+    return num_frames / seconds if seconds else _DEFAULT_FPS
+
+
+def _count(frames: Iterable[Any]) -> int:
+    """Return the number of frames, without keeping them."""
+    return sum(1 for _ in frames)
 
 
 def _measure_listed_frames(ref: MediaRef) -> VideoSize:
@@ -129,21 +138,33 @@ def load_video(
     if frames:
         return _load_listed_frames(frames[: len(indices)], policy)
     ref = MediaRef(path, data, policy=policy)
-    numbers = sorted(set(indices))
-    pixels, missing = None, numbers
-    for frame_reader in (needed_frames, all_frames):
+    numbers = sorted(set(indices))  # a frame that is requested twice is decoded once
+    pixels, missing = _seek_frames(ref, numbers, shape)
+    if pixels is None or missing:
         try:
-            pixels, missing = _decode_frames(ref, numbers, frame_reader, shape)
+            pixels, missing = _decode_frames(ref, numbers, all_frames, shape)
         except MediaProblem as problem:
-            can_retry = frame_reader is needed_frames and problem.reason == "media_unreadable"
-            if not can_retry:
-                raise media_error(problem) from problem
-        if pixels is not None and not missing:
-            if len(numbers) == len(indices):
-                return pixels
-            rows = np.searchsorted(numbers, indices)  # a frame that is requested twice is decoded once
-            return pixels[rows]
-    raise changed_since_export(ref, f"a frame {numbers[-1]}", f"no frame {missing[-1]}")
+            raise media_error(problem) from problem
+    if pixels is None or missing:
+        raise changed_since_export(ref, f"a frame {numbers[-1]}", f"no frame {missing[-1]}")
+    if len(numbers) == len(indices):
+        return pixels
+    return pixels[np.searchsorted(numbers, indices)]
+
+
+def _seek_frames(
+    ref: MediaRef, numbers: Sequence[int], shape: tuple[int, int, int] | None
+) -> tuple[npt.NDArray[np.uint8] | None, list[int]]:
+    """Return the same as ``_decode_frames``, by seeking; None and all numbers if the file cannot be decoded that way.
+
+    A MediaError if the file cannot be opened, so that decoding it from the beginning would fail, too.
+    """
+    try:
+        return _decode_frames(ref, numbers, needed_frames, shape)
+    except MediaProblem as problem:
+        if problem.reason != "media_unreadable":
+            raise media_error(problem) from problem
+        return None, list(numbers)
 
 
 def _load_listed_frames(
@@ -180,16 +201,26 @@ def _decode_frames(
         stream = _video_stream(container, ref)
         try:
             for number, frame in frame_reader(container, stream, numbers, num_frames):
-                if pixels is None:  # the first frame decides the size
-                    size = _upright_size(frame)
-                    if shape is not None and size != shape[1:]:
-                        size = _first_frame_size(ref)
-                    pixels = np.empty((len(numbers), *size, 3), np.uint8)
+                if pixels is None:
+                    pixels = _empty_pixels(ref, len(numbers), frame, shape)
                 pixels[row_by_number[number]] = _to_rgb(frame, pixels.shape[1:3], converter)
                 missing.remove(number)
         except FrameNumbersUnknown:
             return None, list(numbers)
     return pixels, sorted(missing)
+
+
+def _empty_pixels(
+    ref: MediaRef, num_frames: int, frame: Any, shape: tuple[int, int, int] | None
+) -> npt.NDArray[np.uint8]:
+    """Return an array, uint8 (T, H, W, 3), in the size of the first requested frame.
+
+    If that frame differs from the measured ``shape``, in the size of the file's first frame.
+    """
+    size = _upright_size(frame)
+    if shape is not None and size != shape[1:]:
+        size = _first_frame_size(ref)
+    return np.empty((num_frames, *size, 3), np.uint8)
 
 
 def _to_rgb(frame: Any, size: tuple[int, ...], converter: VideoReformatter) -> npt.NDArray[np.uint8]:
@@ -262,8 +293,29 @@ _FORMATS_TO_SCAN = frozenset(("matroska", "webm"))  # without a table of content
 _NUMBERED_CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg")
 
 
+_Packet = tuple[int | None, int | None, bool, bool]
+"""Position in the file, time in units of the stream, is keyframe, is hidden."""
+
+
 class FrameNumbersUnknown(Exception):
     """Frames of a file cannot be numbered without decoding it from the beginning."""
+
+
+def _listed_packets(index: Any) -> Iterator[_Packet]:
+    """Yield the packets of a table of contents."""
+    for entry in index:
+        yield entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard
+
+
+def _read_packets(container: Any, stream: Any, *, uses_dts: bool) -> Iterator[_Packet]:
+    """Yield the packets of a file, which are read but not decoded.
+
+    ``uses_dts``: the time is that of decoding, as for seeking in formats with a table of contents, not that of display.
+    """
+    for packet in container.demux(stream):
+        if packet.size:  # the last packet is empty
+            time = packet.dts if uses_dts else packet.pts
+            yield packet.pos, time, packet.is_keyframe, packet.is_discard
 
 
 class _KeyframeDecoder:
@@ -298,23 +350,18 @@ class _KeyframeDecoder:
         has_index = is_indexed(container)
         index = index_of(stream) if has_index else ()
         if 0 < len(index) == stream.frames:  # the table of contents lists all packets
-            packets = ((entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard) for entry in index)
-            self._find_keyframes(packets, last_needed)
+            self._find_keyframes(_listed_packets(index), last_needed)
             return
         if not has_index and _FORMATS_TO_SCAN.isdisjoint(container.format.name.split(",")):
             raise FrameNumbersUnknown
-        # Read the packets without decoding them, then go back to the first keyframe. The last packet is empty.
-        demuxed = (packet for packet in container.demux(stream) if packet.size)
-        # Tables of contents, and seeking in them, use the decoding time of a packet (dts), not its time of display.
-        packets = ((p.pos, p.dts if has_index else p.pts, p.is_keyframe, p.is_discard) for p in demuxed)
-        self._find_keyframes(packets, last_needed)
+        # Read the packets without decoding them, then go back to the first keyframe.
+        self._find_keyframes(_read_packets(container, stream, uses_dts=has_index), last_needed)
         self._seek(self._seek_times[0])
 
-    def _find_keyframes(self, packets: Iterable[tuple[int | None, int | None, bool, bool]], last_needed: int) -> None:
+    def _find_keyframes(self, packets: Iterable[_Packet], last_needed: int) -> None:
         """Find the keyframes, and count the shown packets up to the keyframe after the last needed frame.
 
-        Sets ``keyframes``, ``num_packets`` and what ``_seek`` and ``start`` need. A packet is (position in the file,
-        time in units of the stream, is keyframe, is hidden).
+        Sets ``keyframes``, ``num_packets`` and what ``_seek`` and ``start`` need.
         """
         num_shown = 0
         latest_time = -(2**62)
@@ -330,7 +377,8 @@ class _KeyframeDecoder:
                 self._number_by_position[position] = num_shown
             elif not self.keyframes:  # decoders show nothing before the first keyframe
                 raise FrameNumbersUnknown
-            num_shown += 0 if is_hidden else 1
+            if not is_hidden:
+                num_shown += 1
             latest_time = max(latest_time, time)
             if is_keyframe and num_shown > last_needed + _MAX_REORDERED_PACKETS:
                 break
@@ -381,8 +429,9 @@ class _KeyframeDecoder:
             is_skipped = is_far and _is_leaf(packet, unit_prefix_bytes)
             if _is_shown(packet) and packet.pts >= first_time:
                 heappush(pending, (packet.pts, is_skipped))
-            frames = () if is_skipped else packet.decode()
-            for frame in frames:
+            if is_skipped:
+                continue
+            for frame in packet.decode():
                 if frame.pts is not None and frame.pts < first_time:
                     continue  # a leading picture, which belongs to the group before
                 # The earliest pending packet is the frame's, except for skipped packets, which return no frames.
@@ -430,6 +479,11 @@ def needed_frames(
     if first_frame is None or decoder.first_number != 0:  # decoders leave out leading pictures of the first keyframe
         raise FrameNumbersUnknown
     decoder.frames = chain([first_frame], decoder.frames)
+    yield from _seek_each(decoder, numbers)
+
+
+def _seek_each(decoder: _KeyframeDecoder, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """Yield (number, frame) of the needed frames from a started decoder, which seeks where that skips frames."""
     next_number = 0  # of the frame that the decoder would return next
     for needed_number in numbers:
         keyframe_index = bisect_right(decoder.keyframes, needed_number) - 1  # the last one that may be before the frame
@@ -474,12 +528,12 @@ def count_frames(container: Any, stream: Any) -> int:
     if len(decoder.keyframes) < _MIN_KEYFRAMES:
         raise FrameNumbersUnknown  # with so few keyframes, counting would not be faster than decoding
     decoder.start()
-    num_checked = sum(1 for _ in islice(decoder.frames, _MAX_REORDERED_PACKETS))
+    num_checked = _count(islice(decoder.frames, _MAX_REORDERED_PACKETS))
     if decoder.first_number != 0 or num_checked < _MAX_REORDERED_PACKETS:
         raise FrameNumbersUnknown
     min_last_number = decoder.keyframes[-1]  # minimum number of the last keyframe's frame
     decoder.start_before(len(decoder.keyframes) - 1, min_last_number)
-    num_frames = decoder.first_number + sum(1 for _ in decoder.frames)
+    num_frames = decoder.first_number + _count(decoder.frames)
     if num_frames <= min_last_number:  # the last group cannot be decoded
         raise FrameNumbersUnknown
     return num_frames

@@ -203,16 +203,7 @@ def _matching_paths(base: str, patterns: list[str]) -> Iterator[str]:
         return
     pattern, *deeper_patterns = patterns
     if pattern == "**":
-        if deeper_patterns:  # ``**`` may stand for no level
-            yield from _matching_paths(base, deeper_patterns)
-        for name, state in entries(base).items():
-            if name.startswith("."):
-                continue
-            is_directory = state is None
-            if is_directory:  # ``**`` stands for this level and perhaps for deeper ones
-                yield from _matching_paths(f"{base}/{name}", patterns)
-            if not deeper_patterns:
-                yield f"{base}/{name}"
+        yield from _paths_at_any_level(base, deeper_patterns)
     elif _glob.has_magic(pattern):
         matches = re.compile(translate(pattern)).match
         for name, state in entries(base).items():
@@ -222,6 +213,20 @@ def _matching_paths(base: str, patterns: list[str]) -> Iterator[str]:
                 yield from _matching_paths(f"{base}/{name}", deeper_patterns)
     elif deeper_patterns or exists(f"{base}/{pattern}"):
         yield from _matching_paths(f"{base}/{pattern}", deeper_patterns)
+
+
+def _paths_at_any_level(base: str, patterns: list[str]) -> Iterator[str]:
+    """Yield the paths that match ``patterns`` below ``base`` or any directory in it; without patterns, all paths."""
+    if patterns:
+        yield from _matching_paths(base, patterns)
+    for child, state in entries(base).items():
+        if child.startswith("."):
+            continue
+        is_directory = state is None
+        if is_directory:
+            yield from _paths_at_any_level(f"{base}/{child}", patterns)
+        if not patterns:
+            yield f"{base}/{child}"
 
 
 def make_directory(path: str) -> None:

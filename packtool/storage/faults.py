@@ -87,49 +87,76 @@ def storage_error(path: str, operation: str, error: BaseException) -> RemoteErro
 
 def _explain(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
     """Return the cause, the remedy and the fault (as in ``RemoteError``) of a failed request, without secrets."""
+    store_problem = _explain_store_failure(path, error)
+    if store_problem is not None:
+        cause, remedy = store_problem
+        return cause, remedy, "unreachable"
+    text = _message(error)
     error_class = type(error).__name__
-    text = scrubbed(" ".join(str(error).split())) or error_class
-    scheme = scheme_of(path)
+    keys, _, endpoint = _variables_of(path)
+    fault = _fault_of(error)
     code = code_of(error)
-    status = status_of(error)
-    bucket = masked(path).partition("://")[2].partition("/")[0]
-    keys, region, endpoint = _VARIABLES.get(scheme, _VARIABLES["http"])
-    # The fault of errors that the cases below do not decide.
-    fault: RemoteFault = "invalid"
-    if is_temporary(error) or "SSL" in error_class or "Certificate" in error_class:
-        fault = "unreachable"
-    elif status is not None and status >= 400:
-        fault = "refused"
-    if error_class in _NO_CREDENTIALS:
-        return f"no credentials ({text})", f"Set {keys} in the environment.", "unreachable"
-    if code == "NoSuchBucket":
-        return f"there is no bucket {bucket}", f"Create it, or check its name and {endpoint}.", "unreachable"
-    if code in _EXPIRED_KEY:
-        remedy = "Log in again, or renew the session token, and run again."
-        return f"the credentials have expired ({code})", remedy, "unreachable"
-    if code in _WRONG_KEY:
-        return f"the server does not accept the credentials ({code})", f"Check {keys}.", "unreachable"
-    if code == "RequestTimeTooSkewed":
-        cause = "this machine's clock is too far from the server's"
-        return cause, "Set the clock, for example with NTP.", "unreachable"
-    if code in _WRONG_REGION:
-        remedy = f"Set {region} to the bucket's region."
-        return f"the bucket is in another region ({text})", remedy, "unreachable"
-    if code in _DENIED or status in (401, 403):
-        if scheme in ("http", "https"):
+    if code in _DENIED or status_of(error) in (401, 403):
+        if scheme_of(path) in ("http", "https"):
             return f"the server refuses ({text})", "Check the address; a signed one may have expired.", fault
-        return f"access denied ({code})", f"Allow these credentials to access bucket {bucket}, or check {keys}.", fault
+        remedy = f"Allow these credentials to access bucket {_bucket_of(path)}, or check {keys}."
+        return f"access denied ({code})", remedy, fault
     if code in _MISSING:
         return "no such file", "Check the path.", "missing"
     if is_temporary(error):
-        num_tries = getattr(error, "tries", options().retries + 1)  # set by ``with_retries``
-        problem = "no answer in time" if error_class == "TimeoutError" else text
-        return (
-            f"given up after {num_tries} {'try' if num_tries == 1 else 'tries'}: {problem}",
-            f"Check network and {endpoint}, then run again; PACKTOOL_STORAGE_RETRIES and "
-            "PACKTOOL_STORAGE_TIMEOUT make it wait longer.",
-            fault,
-        )
+        remedy = f"Check network and {endpoint}, then run again; PACKTOOL_STORAGE_RETRIES and "
+        remedy += "PACKTOOL_STORAGE_TIMEOUT make it wait longer."
+        return _describe_attempts(error), remedy, fault
     if error_class == "TooManyRedirects":
         return "the address redirects in a loop", "Check the address.", fault
     return f"{error_class}: {text}", f"Check the path and {endpoint}.", fault
+
+
+def _fault_of(error: BaseException) -> RemoteFault:
+    """Return whether the store could not be reached, has refused the request, or neither."""
+    error_class = type(error).__name__
+    if is_temporary(error) or "SSL" in error_class or "Certificate" in error_class:
+        return "unreachable"
+    status = status_of(error)
+    return "refused" if status is not None and status >= 400 else "invalid"
+
+
+def _explain_store_failure(path: str, error: BaseException) -> tuple[str, str] | None:
+    """Return the cause and the remedy of an error that all requests to a bucket get; None for other errors."""
+    code = code_of(error)
+    keys, region, endpoint = _variables_of(path)
+    if type(error).__name__ in _NO_CREDENTIALS:
+        return f"no credentials ({_message(error)})", f"Set {keys} in the environment."
+    if code == "NoSuchBucket":
+        return f"there is no bucket {_bucket_of(path)}", f"Create it, or check its name and {endpoint}."
+    if code in _EXPIRED_KEY:
+        return f"the credentials have expired ({code})", "Log in again, or renew the session token, and run again."
+    if code in _WRONG_KEY:
+        return f"the server does not accept the credentials ({code})", f"Check {keys}."
+    if code == "RequestTimeTooSkewed":
+        return "this machine's clock is too far from the server's", "Set the clock, for example with NTP."
+    if code in _WRONG_REGION:
+        return f"the bucket is in another region ({_message(error)})", f"Set {region} to the bucket's region."
+    return None
+
+
+def _describe_attempts(error: BaseException) -> str:
+    """Describe a temporary error that remained after all attempts."""
+    num_tries = getattr(error, "tries", options().retries + 1)  # set by ``with_retries``
+    tries = "1 try" if num_tries == 1 else f"{num_tries} tries"
+    problem = "no answer in time" if type(error).__name__ == "TimeoutError" else _message(error)
+    return f"given up after {tries}: {problem}"
+
+
+def _message(error: BaseException) -> str:
+    """Return an error's message on one line and without secrets; the name of its class if it has no message."""
+    return scrubbed(" ".join(str(error).split())) or type(error).__name__
+
+
+def _bucket_of(path: str) -> str:
+    return masked(path).partition("://")[2].partition("/")[0]
+
+
+def _variables_of(path: str) -> tuple[str, str, str]:
+    """Return the variables to set for the credentials, region and endpoint of a path's store."""
+    return _VARIABLES.get(scheme_of(path), _VARIABLES["http"])

@@ -8,6 +8,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, BinaryIO, cast
 
 from packtool.errors import RemoteError, StorageError
@@ -106,70 +107,77 @@ class HttpStore:
         return result_of(path, "looking", self._find(path))
 
     async def _find(self, path: str) -> FileState | None:
-        """Return size and entity tag of a file, by reading its first byte; None if it does not exist."""
+        """Return size and entity tag of a file, by reading its first byte; None if it does not exist.
 
-        # Not by a HEAD request, because addresses that are signed for reading refuse it.
-        async def attempt() -> FileState | None:
-            async with await self._get(path, "bytes=0-0") as response:
-                if response.status == 416:  # the file has no first byte
-                    return FileState(0, _tag(response))
-                _check_status(response)
-                size = _size(response)
-                if size is None:  # the server does not send the size
-                    size = sum([len(chunk) async for chunk in response.content.iter_chunked(_CHUNK)])
-                return FileState(size, _tag(response))
-
+        Not by a HEAD request, because addresses that are signed for reading refuse it.
+        """
         try:
-            return await with_retries(attempt)
+            return await with_retries(partial(self._read_state, path))
         except HttpStatus as error:
             if is_missing(error):
                 return None
             raise
+
+    async def _read_state(self, path: str) -> FileState:
+        """Request a file's first byte, and return the size and entity tag of the file."""
+        async with await self._get(path, "bytes=0-0") as response:
+            if response.status == 416:  # the file has no first byte
+                return FileState(0, _tag(response))
+            _check_status(response)
+            size = _size(response)
+            if size is None:  # the server does not send the size
+                size = 0
+                async for chunk in response.content.iter_chunked(_CHUNK):
+                    size += len(chunk)
+            return FileState(size, _tag(response))
 
     def is_directory(self, path: str) -> bool:
         return False
 
     def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
         """Open a file for reading by range requests; download it if the server does not support them."""
+        retries = bounds.retries if bounds else None
 
         async def fetch(begin: int, stop: int) -> Range:
-            async def attempt() -> Range:
-                async with await self._get(path, f"bytes={begin}-{stop - 1}", bounds) as response:
-                    if response.status == 416 and begin == 0:  # the file is empty
-                        return Range(b"", 0, _tag(response))
-                    _check_status(response)
-                    size = _size(response)
-                    if response.status != 206 or size is None:
-                        raise _NoRanges(f"{masked(path)}: the server sends whole files only")
-                    data = b"".join([chunk async for chunk in _chunks(path, response, stop - begin)])
-                    check_complete(data, begin, response.headers.get("Content-Range", ""))
-                    return Range(data, size, _tag(response))
-
-            return await with_retries(attempt, num_bytes=stop - begin, retries=bounds.retries if bounds else None)
+            attempt = partial(self._read_range, path, begin, stop, bounds)
+            return await with_retries(attempt, num_bytes=stop - begin, retries=retries)
 
         try:
             return open_ranges(path, fetch, first_block)
         except _NoRanges:
             return result_of(path, "reading", self._download(path, bounds))
 
+    async def _read_range(self, path: str, begin: int, stop: int, bounds: Bounds | None) -> Range:
+        """Request the bytes [begin, stop) of a file; raise _NoRanges if the server sends all of it."""
+        async with await self._get(path, f"bytes={begin}-{stop - 1}", bounds) as response:
+            if response.status == 416 and begin == 0:  # the file is empty
+                return Range(b"", 0, _tag(response))
+            _check_status(response)
+            size = _size(response)
+            if response.status != 206 or size is None:
+                raise _NoRanges(f"{masked(path)}: the server sends whole files only")
+            data = b"".join([chunk async for chunk in _chunks(path, response, stop - begin)])
+            check_complete(data, begin, response.headers.get("Content-Range", ""))
+            return Range(data, size, _tag(response))
+
     async def _download(self, path: str, bounds: Bounds | None) -> BinaryIO:
         """Return a temporary file with the content; it is in memory up to 16 MiB."""
+        retries = bounds.retries if bounds else None
+        return await with_retries(partial(self._copy, path, bounds), num_bytes=_UNLIMITED, retries=retries)
 
-        async def attempt() -> BinaryIO:
-            copy = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115
-            try:
-                async with await self._get(path, None, bounds) as response:
-                    _check_status(response)
-                    async for chunk in _chunks(path, response, bounds.max_bytes if bounds else None):
-                        copy.write(chunk)
-            except BaseException:
-                copy.close()
-                raise
-            copy.seek(0)
-            return cast(BinaryIO, copy)
-
-        # The size is unknown, so the attempt has no time limit in effect. A silent or slow server ends it.
-        return await with_retries(attempt, num_bytes=_UNLIMITED, retries=bounds.retries if bounds else None)
+    async def _copy(self, path: str, bounds: Bounds | None) -> BinaryIO:
+        """Request a file, and write it to a temporary file."""
+        copy = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115
+        try:
+            async with await self._get(path, None, bounds) as response:
+                _check_status(response)
+                async for chunk in _chunks(path, response, bounds.max_bytes if bounds else None):
+                    copy.write(chunk)
+        except BaseException:
+            copy.close()
+            raise
+        copy.seek(0)
+        return cast(BinaryIO, copy)
 
     async def _get(self, path: str, byte_range: str | None = None, bounds: Bounds | None = None) -> Any:
         """Return aiohttp's context manager of a GET request."""

@@ -49,17 +49,8 @@ def normalize(path: str) -> str:
     match = _URL.match(path) if ":/" in path else None
     if match is None:
         return path
-    rest = path[match.end() :]  # after the first slash
     if match[1].lower() == "file":
-        if rest.startswith("/"):  # file://HOST/PATH, where the host may be empty
-            host, slash, local_path = rest[1:].partition("/")
-        else:  # file:/PATH
-            host, slash, local_path = "", "/", rest
-        if host not in ("", "localhost"):
-            raise StorageError(
-                f"{masked(path)}: a file:// path on another machine, {host}", "Mount it, or copy it here."
-            )
-        return slash + local_path.lstrip("/")
+        return _path_of_file_url(path, after_slash=path[match.end() :])
     scheme = scheme_of(path)
     if scheme not in REMOTE_SCHEMES:
         known = ", ".join(f"{name}://" for name in REMOTE_SCHEMES)
@@ -67,10 +58,20 @@ def normalize(path: str) -> str:
             f"{masked(path)}: unknown scheme {match[1]}://; supported are {known} and local paths",
             "Copy the data here first, or mount the bucket.",
         )
-    host_and_path = rest.lstrip("/")
+    host_and_path = path[match.end() :].lstrip("/")
     if not host_and_path:
         raise StorageError(f"{path}: the URL names no {'host' if scheme in ('http', 'https') else 'bucket'}")
     return f"{scheme}://{host_and_path}"
+
+
+def _path_of_file_url(url: str, after_slash: str) -> str:
+    """Return the local path of a ``file:`` URL, of which ``after_slash`` follows ``file:/``."""
+    if not after_slash.startswith("/"):  # file:/PATH
+        return "/" + after_slash.lstrip("/")
+    host, slash, local_path = after_slash[1:].partition("/")  # file://HOST/PATH, where the host may be empty
+    if host not in ("", "localhost"):
+        raise StorageError(f"{masked(url)}: a file:// path on another machine, {host}", "Mount it, or copy it here.")
+    return slash + local_path.lstrip("/")
 
 
 def join(base: str, *names: str) -> str:

@@ -204,38 +204,48 @@ def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]
         "retries": {"total_max_attempts": 1, "mode": "standard"},  # with_retries makes the only retries
         "max_pool_connections": _MAX_CONNECTIONS,
     }
-    # OSS and older servers reject the trailing checksums that botocore sends by default.
-    no_checksums = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
     if scheme == "oss":
-        if not settings.oss_endpoint:
-            raise RemoteError(
-                "oss://: OSS_ENDPOINT is not set",
-                "Set it, for example OSS_ENDPOINT=https://oss-cn-hangzhou.aliyuncs.com, with OSS_ACCESS_KEY_ID and "
-                "OSS_ACCESS_KEY_SECRET.",
-                "unreachable",
-            )
-        if not settings.oss_access_key_id or not settings.oss_access_key_secret:
-            raise RemoteError(
-                "oss://: no credentials",
-                "Set OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET in the environment.",
-                "unreachable",
-            )
-        config |= no_checksums | {"s3": {"addressing_style": "virtual"}, "signature_version": "s3v4"}
-        if settings.oss_region:
-            config["region_name"] = settings.oss_region
-        return {
-            "endpoint_url": settings.oss_endpoint,
-            "aws_access_key_id": settings.oss_access_key_id,
-            "aws_secret_access_key": settings.oss_access_key_secret,
-            "aws_session_token": settings.oss_session_token,
-            "config": config,
-        }
+        return _oss_credentials(settings) | {"config": config | _oss_config(settings)}
     if settings.s3_endpoint:
         if "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
-            config |= no_checksums
+            config |= _NO_CHECKSUMS
         if _needs_path_style(settings.s3_endpoint):
             config["s3"] = {"addressing_style": "path"}
     return {"config": config}
+
+
+# OSS and older servers reject the trailing checksums that botocore sends by default.
+_NO_CHECKSUMS = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
+
+
+def _oss_config(settings: StorageOptions) -> dict[str, Any]:
+    config = _NO_CHECKSUMS | {"s3": {"addressing_style": "virtual"}, "signature_version": "s3v4"}
+    if settings.oss_region:
+        config["region_name"] = settings.oss_region
+    return config
+
+
+def _oss_credentials(settings: StorageOptions) -> dict[str, Any]:
+    """Return endpoint and credentials of OSS as arguments of the client; raise an error if they are not set."""
+    if not settings.oss_endpoint:
+        raise RemoteError(
+            "oss://: OSS_ENDPOINT is not set",
+            "Set it, for example OSS_ENDPOINT=https://oss-cn-hangzhou.aliyuncs.com, with OSS_ACCESS_KEY_ID and "
+            "OSS_ACCESS_KEY_SECRET.",
+            "unreachable",
+        )
+    if not settings.oss_access_key_id or not settings.oss_access_key_secret:
+        raise RemoteError(
+            "oss://: no credentials",
+            "Set OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET in the environment.",
+            "unreachable",
+        )
+    return {
+        "endpoint_url": settings.oss_endpoint,
+        "aws_access_key_id": settings.oss_access_key_id,
+        "aws_secret_access_key": settings.oss_access_key_secret,
+        "aws_session_token": settings.oss_session_token,
+    }
 
 
 def _needs_path_style(endpoint: str) -> bool:

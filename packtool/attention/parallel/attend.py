@@ -458,32 +458,36 @@ def _ring_backward(call: Call, grad: Tensor, saved: AttentionTensors) -> Backwar
     if call.gathers_keys:
         return (yield from _gather_backward(call, grad, saved))
     ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
-    key_dim = saved.k.shape[-1]
     kv = torch.cat([saved.k, saved.v], dim=-1)
     wait_for_kv = start_ring_transfer(kv, ring) if ring_size > 1 else None
     yield
-    dq, dk, dv = call.kernel.bwd(grad, *saved, call.causal_block(call.layout.sharded))
+    own_gradients = call.kernel.bwd(grad, *saved, call.causal_block(call.layout.sharded))
     if wait_for_kv is None:
-        return dq, dk, dv
-    total_dq = dq.to(saved.lse.dtype)
-    dkv = torch.cat([dk, dv], dim=-1).to(saved.lse.dtype)
+        return own_gradients
+    own_dq, *own_dkv = own_gradients
+    dq = own_dq.to(saved.lse.dtype)
+    dkv = torch.cat(own_dkv, dim=-1).to(saved.lse.dtype)
     for hops in range(1, ring_size):
         kv = wait_for_kv()
         # The gradients of these keys so far arrive while this rank computes its own part of them.
         wait_for_dkv = start_ring_transfer(dkv, ring)
         if hops + 1 < ring_size:
             wait_for_kv = start_ring_transfer(kv, ring)
-        received = saved._replace(k=kv[..., :key_dim], v=kv[..., key_dim:])
-        query_rows, key_rows, (block_dq, *block_dkv) = _received_gradients(call, hops, grad, received)
-        total_dq = _add_to_rows(total_dq, query_rows, block_dq)
+        query_rows, key_rows, (block_dq, *block_dkv) = _received_gradients(call, hops, grad, saved, kv)
+        dq = _add_to_rows(dq, query_rows, block_dq)
         dkv = _add_to_rows(wait_for_dkv(), key_rows, torch.cat(block_dkv, dim=-1))
-    own_dkv = start_ring_transfer(dkv, ring)()
-    dtype = saved.q.dtype
-    return total_dq.to(dtype), own_dkv[..., :key_dim].to(dtype), own_dkv[..., key_dim:].to(dtype)
+    dkv = start_ring_transfer(dkv, ring)()  # home to the rank of the keys
+    dk, dv = _split_kv(dkv, saved.k.shape[-1])
+    return dq.to(saved.q.dtype), dk.to(saved.q.dtype), dv.to(saved.q.dtype)
+
+
+def _split_kv(kv: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
+    """Return K and V, or their gradients, (T, H, D) each, which are exchanged side by side."""
+    return kv[..., :key_dim], kv[..., key_dim:]
 
 
 def _received_gradients(
-    call: Call, hops: int, grad: Tensor, tensors: AttentionTensors
+    call: Call, hops: int, grad: Tensor, saved: AttentionTensors, kv: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Gradients]:
     """Return the gradients of this rank's queries, and of K and V that were received after ``hops`` transfers.
 
@@ -491,14 +495,14 @@ def _received_gradients(
     which keys: as in ``_merge_received_keys``.
     """
     layout = call.layout
+    q, _, _, out, lse = saved
+    k, v = _split_kv(kv, saved.k.shape[-1])
     if call.keys_come_from_lower_rank(hops):
         rows = layout.first_chunks
         block = call.full_block(layout.sharded, layout.chunk)
-        seen = tensors._replace(k=tensors.k[rows], v=tensors.v[rows])
-        return None, rows, call.kernel.bwd(grad, *seen, block)
+        return None, rows, call.kernel.bwd(grad, q, k[rows], v[rows], out, lse, block)
     rows = layout.second_chunks
     block = call.full_block(layout.chunk, layout.sharded)
-    q, k, v, out, lse = tensors
     return rows, None, call.kernel.bwd(grad[rows], q[rows], k, v, out[rows], lse[:, rows], block)
 
 
@@ -527,31 +531,26 @@ def _gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
 
 def _gather_backward(call: Call, grad: Tensor, saved: AttentionTensors) -> Backward:
     """``_ring_backward`` with K and V of all ring ranks gathered at once."""
-    key_dim = saved.k.shape[-1]
     # Gathered again, not saved: sequence parallelism is to avoid keeping K and V of all ranks and all layers.
     wait_for_kv = start_all_gather(torch.cat([saved.k, saved.v], dim=-1), call.parallel.ring)
     yield
     own_dq, own_dk, own_dv = call.kernel.bwd(grad, *saved, call.causal_block(call.layout.sharded))
     dq, gathered_dkv = _gathered_gradients(call, grad, saved, wait_for_kv(), own_dq)
-    summed_dkv = reduce_scatter_rows(gathered_dkv, call.parallel.ring)
-    dk = own_dk + summed_dkv[..., :key_dim]
-    dv = own_dv + summed_dkv[..., key_dim:]
+    dk, dv = _split_kv(reduce_scatter_rows(gathered_dkv, call.parallel.ring), saved.k.shape[-1])
     dtype = saved.q.dtype
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+    return dq.to(dtype), (own_dk + dk).to(dtype), (own_dv + dv).to(dtype)
 
 
 def _gathered_gradients(
     call: Call, grad: Tensor, saved: AttentionTensors, gathered_kv: Tensor, own_dq: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return ``own_dq`` plus the queries' gradients from the gathered keys, and the gradients of gathered K and V."""
-    key_dim = saved.k.shape[-1]
     sum_dtype = saved.lse.dtype
     dq = own_dq.to(sum_dtype)
     gathered_dkv = torch.zeros_like(gathered_kv, dtype=sum_dtype)
     for queries, documents, rows in call.layout.gathered:
-        kv = gathered_kv[rows]
-        out, lse = saved.out[queries], saved.lse[:, queries]
-        seen = AttentionTensors(saved.q[queries], kv[..., :key_dim], kv[..., key_dim:], out, lse)
+        k, v = _split_kv(gathered_kv[rows], saved.k.shape[-1])
+        seen = AttentionTensors(saved.q[queries], k, v, saved.out[queries], saved.lse[:, queries])
         block = call.full_block(call.layout.chunk, documents)
         block_dq, *block_dkv = call.kernel.bwd(grad[queries], *seen, block)
         dq = _add_to_rows(dq, queries, block_dq)

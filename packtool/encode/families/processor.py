@@ -119,12 +119,7 @@ class ProcessorVideos:
             raise MediaProblem("media_unsupported", f"{label(ref)}: this model's processor does not support clips")
         size = measure_video(ref)
         try:
-            if ref.frames:  # transformers does not sample the frames of a video that is given as pictures
-                indices = ref.frame_indices
-            elif self._processor.video_processor.do_sample_frames:
-                indices = self._sample_frames(size.num_frames, size.fps)
-            else:
-                indices = tuple(range(size.num_frames))
+            indices = self._frame_indices(ref, size.num_frames, size.fps)
             sampled = _SampledVideo(size.height, size.width, size.num_frames, size.fps, indices)
             segments, grid = self._segments_and_grid(sampled)
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
@@ -145,6 +140,14 @@ class ProcessorVideos:
             seconds_per_grid=size.num_frames / size.fps / num_steps,
             num_tokens=_token_counts(segments)[self._pad],
         )
+
+    def _frame_indices(self, ref: MediaRef, num_frames: int, fps: float) -> tuple[int, ...]:
+        """Return the indexes of the sampled frames: all of them, unless the processor samples frames of a file."""
+        if ref.frames:  # transformers does not sample the frames of a video that is given as pictures
+            return ref.frame_indices
+        if self._processor.video_processor.do_sample_frames:
+            return self._sample_frames(num_frames, fps)
+        return tuple(range(num_frames))
 
     def segments(self, video: EncodedVideo) -> list[MediaSegment]:
         """Return the tokens of a measured video."""
@@ -254,32 +257,43 @@ class ProcessorFamily(MediaEncoding):
         self._family = family
         self._patch_side = square_side(files.config.get("vision_config") or {}, "patch_size", 14)
         self._by_size: dict[tuple[int, int], tuple[list[MediaSegment], tuple[int, ...]]] = {}
-
-        # Find out how the processor writes several pictures of a row: each like a single one, numbered, or otherwise.
         single, _ = self._segments_and_grid(*_PROBE_SIZE)
         repeats_single = self._process([_PROBE_SIZE] * 2)[0] == [single] * 2
-        numbered = [_numbered(single, number) for number in range(_NUM_PROBES)]
-        self._is_numbered = not repeats_single and self._process([_PROBE_SIZE] * _NUM_PROBES)[0] == numbered
+        self._is_numbered = not repeats_single and self._numbers_pictures(single)
         self.one_picture_only = not repeats_single and not self._is_numbered
-
-        image_token = str(processor.image_token)
-        control_tokens = [image_token, *(segment.token for segment in single if not isinstance(segment, str))]
-        placeholders: dict[str, MediaKind] = {image_token: "image"}
+        self._videos = self._make_videos()
+        self._no_videos_reason = family.no_videos or "the processor or the tokenizer does not support videos"
         self.warnings = (
             f"{files.model_type} models are encoded by transformers' processor, which is slower than by headers: it "
             "processes a blank picture for each new size",
         )
-        self._videos: ProcessorVideos | None = None
-        self._no_videos_reason = family.no_videos or "the processor or the tokenizer does not support videos"
-        if not family.no_videos and self._pad is not None and has_videos(processor):
-            self._videos = ProcessorVideos(processor, self._pad)
-            video_token = str(processor.video_token)
-            control_tokens.append(video_token)
-            placeholders[video_token] = "video"
+        if self._videos is not None:
             self.warnings += self._videos.warnings
-        self.control_tokens = tuple(dict.fromkeys(control_tokens))  # without repetitions
+        kinds = self._kinds_by_token()
+        segment_tokens = [segment.token for segment in single if not isinstance(segment, str)]
+        self.control_tokens = tuple(
+            dict.fromkeys([str(processor.image_token), *segment_tokens, *kinds])
+        )  # without repetitions
         self.content_as_list = _accepts_content_lists(files)
-        self.placeholders = placeholders if self.content_as_list else {}
+        self.placeholders = kinds if self.content_as_list else {}
+
+    def _kinds_by_token(self) -> dict[str, MediaKind]:
+        """Return the tokens that stand for a picture and, if they are supported, a video."""
+        kinds: dict[str, MediaKind] = {str(self._processor.image_token): "image"}
+        if self._videos is not None:
+            kinds[str(self._processor.video_token)] = "video"
+        return kinds
+
+    def _numbers_pictures(self, single: list[MediaSegment]) -> bool:
+        """Return whether the processor writes the pictures of a row like a ``single`` one, but numbered."""
+        segments_by_picture, _ = self._process([_PROBE_SIZE] * _NUM_PROBES)
+        return segments_by_picture == [_numbered(single, number) for number in range(_NUM_PROBES)]
+
+    def _make_videos(self) -> ProcessorVideos | None:
+        """Return the encoding of videos; None if the family, the processor or the tokenizer does not support them."""
+        if self._family.no_videos or self._pad is None or not has_videos(self._processor):
+            return None
+        return ProcessorVideos(self._processor, self._pad)
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """Measure a picture by its header; count the tokens of a blank picture of the same size, by the processor."""
@@ -288,9 +302,12 @@ class ProcessorFamily(MediaEncoding):
         if kind != "image":
             reason = self._no_videos_reason if kind == "video" else "the model does not support sound"
             raise MediaProblem("media_unsupported", f"{label(ref)}: {reason}")
-        refuse_own_limits(ref)
+        return self._measure_image(ref)
+
+    def _measure_image(self, ref: MediaRef) -> EncodedImage:
         from packtool.media.measure import measure_image  # here, because other families need no PIL
 
+        refuse_own_limits(ref)
         height, width = measure_image(ref)
         try:
             segments, grid = self._segments_and_grid(height, width)

@@ -263,17 +263,7 @@ def image_limits(processor: Mapping[str, Any], options: MediaOptions) -> ImageLi
         )
     patch_size = int(processor.get("patch_size", 14))
     merge_size = int(processor.get("merge_size", 2))
-    # Options in pixels override options in tokens, and these override the settings (old names, then new ones).
-    size = processor.get("size") or {}
-    min_pixels = processor.get("min_pixels") or size.get("shortest_edge") or _DEFAULT_MIN_PIXELS
-    max_pixels = processor.get("max_pixels") or size.get("longest_edge") or _DEFAULT_MAX_PIXELS
-    pixels_per_token = (patch_size * merge_size) ** 2
-    if options.image_min_token_num is not None:
-        min_pixels = options.image_min_token_num * pixels_per_token
-    if options.image_max_token_num is not None:
-        max_pixels = options.image_max_token_num * pixels_per_token
-    min_pixels = options.min_pixels or min_pixels
-    max_pixels = options.max_pixels or max_pixels
+    min_pixels, max_pixels = _pixel_bounds(processor, options, pixels_per_token=(patch_size * merge_size) ** 2)
     if min_pixels > max_pixels:
         raise ConfigError(
             f"the minimum number of pixels of a picture ({min_pixels}) is above the maximum ({max_pixels})",
@@ -287,6 +277,21 @@ def image_limits(processor: Mapping[str, Any], options: MediaOptions) -> ImageLi
         merge_size=merge_size,
         temporal_patch_size=int(processor.get("temporal_patch_size", 2)),
     )
+
+
+def _pixel_bounds(processor: Mapping[str, Any], options: MediaOptions, pixels_per_token: int) -> tuple[Any, Any]:
+    """Return (min, max) pixels of a picture.
+
+    Options in pixels override options in tokens, and these override the settings (old names, then new ones).
+    """
+    size = processor.get("size") or {}
+    min_pixels = processor.get("min_pixels") or size.get("shortest_edge") or _DEFAULT_MIN_PIXELS
+    max_pixels = processor.get("max_pixels") or size.get("longest_edge") or _DEFAULT_MAX_PIXELS
+    if options.image_min_token_num is not None:
+        min_pixels = options.image_min_token_num * pixels_per_token
+    if options.image_max_token_num is not None:
+        max_pixels = options.image_max_token_num * pixels_per_token
+    return options.min_pixels or min_pixels, options.max_pixels or max_pixels
 
 
 def image_grid(height: int, width: int, limits: ImageLimits) -> tuple[int, int, int]:
@@ -346,13 +351,7 @@ class QwenVL(MediaEncoding):
         size = measure_video(ref)
         try:
             limits = video_limits_of(ref, self._videos)
-            if ref.clip is None:
-                num_frames = size.num_frames
-                # Frames that the row gives as pictures are sampled already.
-                indices = ref.frame_indices if ref.frames else sample_frames(num_frames, size.fps, limits)
-            else:
-                first_frame, num_frames = clip_frames(ref.clip, size.num_frames, size.fps)
-                indices = sample_clip(first_frame, num_frames, size.fps, limits)
+            num_frames, indices = _sample(ref, size.num_frames, size.fps, limits)
             grid = video_grid(size.height, size.width, len(indices), limits)
         except ValueError as error:
             raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
@@ -420,6 +419,16 @@ def video_bounds(height: int, width: int, num_taken: int, grid: Grid, limits: Vi
     return _find_bounds(grid_of, grid, limits.bounds(num_taken), limits.patch_size**2 * num_frames)
 
 
+def _sample(ref: MediaRef, num_frames: int, fps: float, limits: VideoLimits) -> tuple[int, tuple[int, ...]]:
+    """Return the number of frames of a video, or of the clip that its row selects, and the indexes to sample."""
+    if ref.clip is not None:
+        first_frame, num_clip_frames = clip_frames(ref.clip, num_frames, fps)
+        return num_clip_frames, sample_clip(first_frame, num_clip_frames, fps, limits)
+    if ref.frames:  # frames that the row gives as pictures are sampled already
+        return num_frames, ref.frame_indices
+    return num_frames, sample_frames(num_frames, fps, limits)
+
+
 def _find_bounds(
     grid_of: Callable[[Bounds], Grid], grid: Grid, default_bounds: Bounds, pixels_per_patch: int
 ) -> Bounds:
@@ -433,30 +442,9 @@ def _find_bounds(
         default_bounds: also returned if no bounds give the grid: then loading reports that the medium has changed.
         pixels_per_patch: pixels of a patch of one frame, in the unit of the bounds.
     """
-
-    def grid_or_none(bounds: Bounds) -> Grid | None:
-        try:
-            return grid_of(bounds)
-        except ValueError:
-            return None
-
-    def bisect(low: int, high: int, bounds_at: Callable[[int], Bounds]) -> Bounds | None:
-        """Return the bounds that give the grid, for one of the pixel numbers from ``low`` to ``high``."""
-        while low <= high:
-            middle = (low + high) // 2
-            candidate = grid_or_none(bounds_at(middle))
-            if candidate == grid:
-                return bounds_at(middle)
-            is_smaller = candidate is None or any(size < target for size, target in zip(candidate, grid, strict=True))
-            if is_smaller:
-                low = middle + 1
-            else:
-                high = middle - 1
-        return None
-
-    if grid_or_none(default_bounds) == grid:
+    if _grid_or_none(grid_of, default_bounds) == grid:
         return default_bounds
-    unbounded_grid = grid_or_none(_UNBOUNDED)
+    unbounded_grid = _grid_or_none(grid_of, _UNBOUNDED)
     if unbounded_grid == grid:
         return _UNBOUNDED
     lowest, highest = _UNBOUNDED
@@ -464,9 +452,37 @@ def _find_bounds(
     if unbounded_grid is not None:  # only maxima below the pixels of that grid and minima above them have an effect
         num_pixels = unbounded_grid[1] * unbounded_grid[2] * pixels_per_patch
         highest_max, lowest_min = num_pixels - 1, num_pixels + 1
-    by_max = bisect(lowest, highest_max, lambda max_pixels: (lowest, max_pixels))
-    by_min = None if by_max else bisect(lowest_min, highest, lambda min_pixels: (min_pixels, highest))
-    return by_max or by_min or default_bounds
+    max_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (lowest, pixels)), grid, lowest, highest_max)
+    if max_pixels is not None:
+        return lowest, max_pixels
+    min_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (pixels, highest)), grid, lowest_min, highest)
+    return default_bounds if min_pixels is None else (min_pixels, highest)
+
+
+def _grid_or_none(grid_of: Callable[[Bounds], Grid], bounds: Bounds) -> Grid | None:
+    """Return ``grid_of(bounds)``, or None if it raises a ValueError."""
+    try:
+        return grid_of(bounds)
+    except ValueError:
+        return None
+
+
+def _bisect(grid_at: Callable[[int], Grid | None], grid: Grid, low: int, high: int) -> int | None:
+    """Return a number of pixels from ``low`` to ``high`` at which ``grid_at`` returns ``grid``; None if there is none.
+
+    The sides of the grid grow with the number of pixels; None counts as smaller than any grid.
+    """
+    while low <= high:
+        middle = (low + high) // 2
+        candidate = grid_at(middle)
+        if candidate == grid:
+            return middle
+        is_smaller = candidate is None or any(size < target for size, target in zip(candidate, grid, strict=True))
+        if is_smaller:
+            low = middle + 1
+        else:
+            high = middle - 1
+    return None
 
 
 QWEN2_VL = Family(
