@@ -108,13 +108,11 @@ class _TowerHooks:
         positions: dict[str, Tensor] = {}  # of each kind's features in the flat embeddings, (N,)
         for inputs in towers.values():
             positions.update(inputs.positions)
-        flat = embeddings.flatten(0, 1)
-        for kind, levels in features.items():
-            flat = flat.index_copy(0, positions[kind], levels[0].to(flat.dtype))
         self._deepstack = _deepstack_inputs(features, positions)
-        media_names = self._media_names()
-        text_arguments = {name: value for name, value in kwargs.items() if name not in media_names}
-        return (), text_arguments | {"input_ids": None, "inputs_embeds": flat.view_as(embeddings)}
+        text_arguments = self._without_media(kwargs)
+        text_arguments["input_ids"] = None
+        text_arguments["inputs_embeds"] = _with_features(embeddings, features, positions)
+        return (), text_arguments
 
     def _exchange(self, features: Features, shard: SequenceShard) -> Features:
         """Exchange features with the ranks that share the sequence; return those of this rank's tokens."""
@@ -122,10 +120,11 @@ class _TowerHooks:
         ranks = self.parallel.of(shard.split)
         return {kind: exchange_features(levels, shard.routes[kind], ranks) for kind, levels in features.items()}
 
-    def _media_names(self) -> set[str]:
-        """Return the names of the forward's arguments that hold media, which the text tower does not take."""
+    def _without_media(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a forward call's arguments without those that hold media, which the text tower does not take."""
         visual_names = chain.from_iterable(self._visual_names.values())
-        return {"input_features", "feature_attention_mask", *self._processor_names, *visual_names}
+        media_names = {"input_features", "feature_attention_mask", *self._processor_names, *visual_names}
+        return {name: value for name, value in kwargs.items() if name not in media_names}
 
     def _run_towers(self, module: Any, towers: Mapping[Any, TowerInputs], kwargs: Mapping[str, Any]) -> Features:
         """Run each tower once on the media among a forward call's arguments, and return the features."""
@@ -166,6 +165,14 @@ class _TowerHooks:
             self._deepstack = None
             kwargs |= {"visual_pos_masks": positions, "deepstack_visual_embeds": levels}
         return args, kwargs
+
+
+def _with_features(embeddings: Tensor, features: Features, positions: Mapping[str, Tensor]) -> Tensor:
+    """Return embeddings (B, T, D) with the first level of the features at the flat positions, (N,), of each kind."""
+    flat = embeddings.flatten(0, 1)
+    for kind, levels in features.items():
+        flat = flat.index_copy(0, positions[kind], levels[0].to(flat.dtype))
+    return flat.view_as(embeddings)
 
 
 def _deepstack_inputs(features: Features, positions: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]] | None:

@@ -222,8 +222,7 @@ def _block_mask(
     shift = None  # for each query: index of its own token's key minus index of the query; None if always 0
     if key_lengths != lengths:
         document_of_key = _document_of_token(key_lengths).to(device)
-        shift_of_document = torch.tensor(key_lengths).cumsum(0) - torch.tensor(lengths).cumsum(0)
-        shift = shift_of_document.to(device)[document_of_query]
+        shift = _key_shifts(lengths, key_lengths).to(device)[document_of_query]
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Return whether the query of one index sees the key of another, a bool tensor, as FlexAttention requires."""
@@ -238,6 +237,11 @@ def _block_mask(
     # On CUDA compiled, because otherwise create_block_mask first builds a mask of every query with every key.
     create = torch.compile(flex.create_block_mask) if device.type == "cuda" else flex.create_block_mask
     return create(is_visible, B=None, H=None, Q_LEN=sum(lengths), KV_LEN=sum(key_lengths), device=device)
+
+
+def _key_shifts(lengths: Sequence[int], key_lengths: Sequence[int]) -> Tensor:
+    """Return, int64 (S,), for each document the index of its last key minus the index of its last query."""
+    return torch.tensor(key_lengths).cumsum(0) - torch.tensor(lengths).cumsum(0)
 
 
 def _document_of_token(lengths: Sequence[int]) -> Tensor:

@@ -164,7 +164,12 @@ def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[in
         if changed_media is None:
             return []
         changed_by_form.append(changed_media)
-    files = [file for medium in changed_by_form[0] for file in files_of(medium)]
+    return _readable_paths(changed_by_form[0])
+
+
+def _readable_paths(media: Iterable[Medium]) -> list[str]:
+    """Return the local files of media that can be read, each once."""
+    files = [file for medium in media for file in files_of(medium)]
     paths = dict.fromkeys(path for path, data in files if path and data is None)
     # ``content_name`` names a file that cannot be read by its address, "at PATH".
     return [path for path in paths if content_name(path, None) != f"at {path}"]

@@ -50,11 +50,7 @@ class PreparedRows:
         """Return the samples of a row with ``tokens``; RowProblem if these do not match the model or the media."""
         tokens = sample.tokens
         assert tokens is not None, "the row was tokenized elsewhere"
-        loss_scale = sample.loss_scale or self._spec.loss_scale
-        scale = parse_loss_scale(loss_scale)
-        if scale.rules:
-            detail = f"--loss-scale {loss_scale} has a rule for the assistant's text, and the row consists of tokens"
-            raise RowProblem("labels_given", detail)
+        base = self._loss_base(sample)
         self._check_ids(tokens.ids)
         ids = tokens.ids.astype(np.int32)
         _check_unchanged(tokens, media)
@@ -66,10 +62,19 @@ class PreparedRows:
         samples = []
         for (start, stop), channel in zip(pairwise(borders), channels, strict=True):
             tokenized = replace(row.take(np.arange(start, stop)), sample=replace(sample, channel=channel))
-            turns, weights = _targets(tokens, start, stop, scale.base)
+            turns, weights = _targets(tokens, start, stop, base)
             # The tokens that ``take`` has removed are those of the row's other samples: none is truncated.
             samples.append(replace(tokenized, turns=turns, weights=weights, num_removed=0))
         return samples
+
+    def _loss_base(self, sample: Sample) -> Base:
+        """Return the base of a row's loss scale; raise RowProblem for rules, which need the text of answers."""
+        loss_scale = sample.loss_scale or self._spec.loss_scale
+        scale = parse_loss_scale(loss_scale)
+        if scale.rules:
+            detail = f"--loss-scale {loss_scale} has a rule for the assistant's text, and the row consists of tokens"
+            raise RowProblem("labels_given", detail)
+        return scale.base
 
     def _check_ids(self, ids: npt.NDArray[np.int64]) -> None:
         """Raise RowProblem if the tokenizer does not have one of the ids."""

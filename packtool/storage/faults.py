@@ -91,25 +91,32 @@ def _explain(path: str, error: BaseException) -> tuple[str, str, RemoteFault]:
     if store_problem is not None:
         cause, remedy = store_problem
         return cause, remedy, "unreachable"
-    text = _message(error)
-    error_class = type(error).__name__
-    keys, _, endpoint = _variables_of(path)
-    fault = _fault_of(error)
-    code = code_of(error)
-    if code in _DENIED or status_of(error) in (401, 403):
-        if scheme_of(path) in ("http", "https"):
-            return f"the server refuses ({text})", "Check the address; a signed one may have expired.", fault
-        remedy = f"Allow these credentials to access bucket {_bucket_of(path)}, or check {keys}."
-        return f"access denied ({code})", remedy, fault
-    if code in _MISSING:
+    if code_of(error) in _MISSING and not _is_denied(error):
         return "no such file", "Check the path.", "missing"
+    cause, remedy = _explain_request(path, error)
+    return cause, remedy, _fault_of(error)
+
+
+def _is_denied(error: BaseException) -> bool:
+    return code_of(error) in _DENIED or status_of(error) in (401, 403)
+
+
+def _explain_request(path: str, error: BaseException) -> tuple[str, str]:
+    """Return the cause and the remedy of an error of a single request."""
+    keys, _, endpoint = _variables_of(path)
+    if _is_denied(error):
+        if scheme_of(path) in ("http", "https"):
+            return f"the server refuses ({_message(error)})", "Check the address; a signed one may have expired."
+        remedy = f"Allow these credentials to access bucket {_bucket_of(path)}, or check {keys}."
+        return f"access denied ({code_of(error)})", remedy
     if is_temporary(error):
         remedy = f"Check network and {endpoint}, then run again; PACKTOOL_STORAGE_RETRIES and "
         remedy += "PACKTOOL_STORAGE_TIMEOUT make it wait longer."
-        return _describe_attempts(error), remedy, fault
+        return _describe_attempts(error), remedy
+    error_class = type(error).__name__
     if error_class == "TooManyRedirects":
-        return "the address redirects in a loop", "Check the address.", fault
-    return f"{error_class}: {text}", f"Check the path and {endpoint}.", fault
+        return "the address redirects in a loop", "Check the address."
+    return f"{error_class}: {_message(error)}", f"Check the path and {endpoint}."
 
 
 def _fault_of(error: BaseException) -> RemoteFault:

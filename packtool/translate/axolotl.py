@@ -313,8 +313,10 @@ def _axolotl_qat(translation: Translation, settings: Any) -> None:
     if not isinstance(settings, dict):
         translation.refuse("qat", "expected an object with weight_dtype and activation_dtype")
         return
-    formats = (str(settings.get(f"{kind}_dtype")) for kind in ("activation", "weight"))
-    inputs, weights = (_QAT_FORMATS.get(each, each) for each in formats)
+    activation_dtype = str(settings.get("activation_dtype"))
+    weight_dtype = str(settings.get("weight_dtype"))
+    inputs = _QAT_FORMATS.get(activation_dtype, activation_dtype)
+    weights = _QAT_FORMATS.get(weight_dtype, weight_dtype)
     recipe = _QAT_RECIPES.get((inputs, weights))
     if recipe is None or is_true(settings.get("quantize_embedding")):
         known = ", ".join(_QAT_RECIPES.values())

@@ -388,24 +388,29 @@ def _unfrozen_layers(translation: Translation, values: dict[str, Any]) -> range:
 
 def _trl(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
     """Translate TRL's keys in ``values`` whose meaning depends on other keys, and remove them."""
+    evaluates = as_text(values.get("eval_strategy") or "no") != "no"
     subset = values.pop("dataset_config", None) or ""
     train_split = str(values.pop("dataset_train_split", None) or "train")
     test_split = str(values.pop("dataset_test_split", None) or "test")
-    evaluates = as_text(values.get("eval_strategy") or "no") != "no"
     dataset_name = values.pop("dataset_name", None)
     datasets = values.pop("datasets", None) or []
     if dataset_name:
-        rows = _trl_rows(str(dataset_name), subset, train_split)
-        translation.set("dataset", rows, "dataset_name")
+        train_rows = _trl_rows(str(dataset_name), subset, train_split)
         test_rows = _trl_rows(str(dataset_name), subset, test_split) if evaluates else []
-        if test_rows:
-            translation.set("val_dataset", test_rows, "dataset_name and dataset_test_split")
-        if "loss_scale" not in translation.values and _has_completions(rows[0]):
-            translation.set("loss_scale", "default", "dataset_name: only completions are trained")
+        _trl_dataset(translation, train_rows, test_rows)
     else:
         _trl_mixture(translation, datasets)
     if is_true(values.get("assistant_only_loss")) or is_true(values.get("completion_only_loss")):
         values["assistant_only_loss"] = True
+
+
+def _trl_dataset(translation: Translation, train_rows: list[str], test_rows: list[str]) -> None:
+    """Set the rows of ``dataset_name``, and train only completions if the rows have a prompt and a completion."""
+    translation.set("dataset", train_rows, "dataset_name")
+    if test_rows:
+        translation.set("val_dataset", test_rows, "dataset_name and dataset_test_split")
+    if "loss_scale" not in translation.values and _has_completions(train_rows[0]):
+        translation.set("loss_scale", "default", "dataset_name: only completions are trained")
 
 
 def _trl_mixture(translation: Translation, datasets: Any) -> None:

@@ -242,6 +242,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Return the output (T, Hq, D): first of the local documents, then of the sharded ones, as in q, k and v."""
         num_local = call.shard.num_local
         local_inputs = _local_inputs(call, q, k, v)
         sharded_forward = None
@@ -268,6 +269,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and v, and None for the call."""
         call: Call = ctx.call
         num_local = call.shard.num_local
         result, *saved = ctx.saved_tensors

@@ -55,16 +55,24 @@ def run_sharded(
     rank_channels = _channels_by_rank(net, (q, k, v, b, a), parallel.split.size)
     # Exchange all heads of this rank's tokens, (T / P, P, C), for this rank's heads of all tokens, (T, 1, C).
     received: Tensor = _ExchangeHeads.apply(rank_channels, parallel.group, _SCATTER)
-    # Rows arrive rank by rank; convolution and recurrence need them in the order of the documents.
-    row_of_token, token_of_row = _token_order(shard, received.device)
-    documents = Varlen.of_lengths(shard.sharded_lengths, received.device)
     # The forward of the layer's class, with a stand-in for the layer that has only this rank's heads.
     forward = partial(type(layer).forward, _RankHeads(net, parallel.split.size, parallel.split.rank))
-    states = run(forward, received[row_of_token].transpose(0, 1), documents)
+    states = _run_in_order(forward, received, shard, run)
     # Exchange back, for all heads of this rank's tokens.
-    out: Tensor = _ExchangeHeads.apply(states[0, token_of_row].unsqueeze(1), parallel.group, _GATHER)
+    out: Tensor = _ExchangeHeads.apply(states, parallel.group, _GATHER)
     gated = net.norm(out.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim))
     return net.out_proj(gated.reshape(*hidden_states.shape[:2], -1))
+
+
+def _run_in_order(forward: Callable[..., Tensor], received: Tensor, shard: SequenceShard, run: Recurrence) -> Tensor:
+    """Run a forward on the tokens of all ranks, (T, 1, C), which are received rank by rank; return them like that.
+
+    Convolution and recurrence need the tokens in the order of the documents.
+    """
+    row_of_token, token_of_row = _token_order(shard, received.device)
+    documents = Varlen.of_lengths(shard.sharded_lengths, received.device)
+    states = run(forward, received[row_of_token].transpose(0, 1), documents)
+    return states[0, token_of_row].unsqueeze(1)
 
 
 def _channels_by_rank(net: Any, projections: Sequence[Tensor], num_ranks: int) -> Tensor:
