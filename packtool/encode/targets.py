@@ -83,13 +83,7 @@ class TurnFinder:
     def infer(cls, template: ChatTemplate, vocabulary: ControlVocabulary) -> TurnFinder:
         """Infer from probe conversations how the template opens and ends a turn; ConfigError without control tokens."""
         escaper = ControlEscaper(vocabulary, strings=())  # only splits: the probes contain no control tokens
-        try:
-            question = escaper.split(template.render(_PROBE[:1]))
-            question_and_prompt = escaper.split(template.render(_PROBE[:1], add_generation_prompt=True))
-            one_turn = escaper.split(template.render(_PROBE[:2]))
-            two_turns = escaper.split(template.render(_PROBE))
-        except TemplateFailure as error:
-            raise ConfigError(f"the chat template does not render a question and its answer: {error}") from error
+        question, question_and_prompt, one_turn, two_turns = _render_probes(template, escaper)
         single_answer = _find_answer(one_turn, _ANSWERS[0])
         first_answer = _find_answer(two_turns, _ANSWERS[0])
         second_answer = _find_answer(two_turns, _ANSWERS[1])
@@ -177,6 +171,20 @@ def _added_role_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> list[str
     question_header = question.partition(_QUESTION)[0].rstrip()
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     return [token for token in added if question_header.endswith(token) or prompt.startswith(token)]
+
+
+def _render_probes(template: ChatTemplate, escaper: ControlEscaper) -> list[list[Chunk]]:
+    """Return the chunks of a question, the question with a generation prompt, one answered question, and two."""
+    try:
+        texts = [
+            template.render(_PROBE[:1]),
+            template.render(_PROBE[:1], add_generation_prompt=True),
+            template.render(_PROBE[:2]),
+            template.render(_PROBE),
+        ]
+    except TemplateFailure as error:
+        raise ConfigError(f"the chat template does not render a question and its answer: {error}") from error
+    return [escaper.split(text) for text in texts]
 
 
 def _infer_header(

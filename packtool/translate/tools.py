@@ -319,18 +319,19 @@ def _llama_factory_media(translation: Translation, values: dict[str, Any]) -> No
     Other models are resized by their own processors. A picture that LLaMA-Factory has resized is resized again to the
     limits of the processor, so these are kept where they are narrower.
     """
-    template = values.get("template") or local_model_config(values, "model_name_or_path").get("model_type")
-    if not _QWEN_MODELS.match(str(template)) or not translation.get("dataset"):
+    template = str(values.get("template") or local_model_config(values, "model_name_or_path").get("model_type"))
+    if not _QWEN_MODELS.match(template) or not translation.get("dataset"):
         return
     for kind, prefix in (("image", ""), ("video", "video_")):
         low, high = _processor_bounds(values, kind)
-        if kind == "video" and "omni" in str(template):  # at least 128 tokens per frame
-            low = 128 * (32 if str(template).startswith("qwen3") else 28) ** 2
+        if kind == "video" and "omni" in template:  # at least 128 tokens per frame
+            low = 128 * (32 if template.startswith("qwen3") else 28) ** 2
         for bound, default in zip(("min", "max"), _MEDIA_DEFAULTS[kind], strict=True):
             name = f"{kind}_{bound}_pixels"
             value = values.pop(name, None)
             pixels = min(max(int(translation.number(name, value, default)), low), high)
-            if bound == "max" or pixels > low:
+            is_minimum_of_processor = bound == "min" and pixels <= low
+            if not is_minimum_of_processor:
                 set_limit = translation.default if value is None else translation.set
                 set_limit(f"{prefix}{bound}_pixels", pixels, name)
             elif value is not None:
