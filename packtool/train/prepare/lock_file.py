@@ -53,7 +53,9 @@ def lock_of(inputs: Inputs, batch_shape: BatchShape) -> dict[str, Any]:
     config, reader, files = inputs.config, inputs.reader, inputs.files
     assert reader is not None, "checked with the settings"
     if files is None:
-        raise ConfigError("--lock: the model of the caches cannot be read here", "Give --model.", code="M001")
+        raise ConfigError(
+            "packtool plan --lock: the model of the caches cannot be read here", "Give --model.", code="M001"
+        )
     lock: dict[str, Any] = {
         "format": _FORMAT,
         "versions": {"packtool": VERSION, "python": platform.python_version(), **_versions(_PACKAGES)},
