@@ -105,10 +105,10 @@ def pack_within_budgets(
         noise = seeded_uniform(len(lengths), seed=seed, epoch=epoch, stream=stream + noise_stream)
         return place_within_budgets(lengths, media_tokens, limits, order, noise)
 
-    first_plan = pack_epoch(0) if epoch == 0 else None
     key = digest_arrays(hashlib.sha256(f"{limits} {seed} {stream}".encode()), lengths, media_tokens)
-    if key not in _num_packs_of_first_epoch:
-        first_plan = first_plan or pack_epoch(0)
+    first_plan = None
+    if epoch == 0 or key not in _num_packs_of_first_epoch:
+        first_plan = pack_epoch(0)
         _num_packs_of_first_epoch[key] = first_plan.num_packs
     num_first_packs = _num_packs_of_first_epoch[key]
     num_packs = min(num_first_packs + 2 + int(num_first_packs * _SLACK), len(lengths))

@@ -238,7 +238,8 @@ def assign_packs(
         assert trained_costs is not None, "there are costs of units"
         planned = imbalance(steps.rank_costs(trained_costs))
         in_turn = _imbalance_in_turn(packs, unit_costs, costs, options, tree_parts)
-        balance = BalanceFigures(planned if in_turn is None else in_turn, planned, float(unit_costs.sum()))
+        steps_before = planned if in_turn is None else in_turn
+        balance = BalanceFigures(steps_before, planned, float(unit_costs.sum()))
         if placement is not None and options.skrull is not None:
             work = None if towers is None else towers.select(units.samples)
             skrull = SkrullFigures.of(units, steps, placement, options.skrull, unit_costs, work)

@@ -239,15 +239,11 @@ def make_mixture(
     ``offsets``, int64 (S + 1,), are the first samples of the caches, and N; each cache is a source. The other arrays,
     (N,), are of all samples.
     """
-    candidates: list[Int64Array] = []
+    candidates = _candidates(recipe, offsets, lengths, max_length)
     num_filtered = 0
-    for source, (start, stop) in zip(recipe.sources, pairwise(offsets.tolist()), strict=True):
-        if not source.is_taken:
-            candidates.append(np.zeros(0, np.int64))
-            continue
-        allowed = _allowed_samples(source, lengths[start:stop], max_length, recipe.place)
-        candidates.append(allowed + start)
-        num_filtered += stop - start - len(allowed)
+    for source, samples, size in zip(recipe.sources, candidates, np.diff(offsets).tolist(), strict=True):
+        if source.is_taken:
+            num_filtered += size - len(samples)
     amounts = {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]
     counts = _count_draws(recipe, candidates, amounts)
     check_drawn(sum(counts), sum(map(len, candidates)), recipe.place or "an epoch")
@@ -267,6 +263,17 @@ def make_mixture(
         loss_weights=tuple(source.loss_weight for source in recipe.sources),
         loss_scales=loss_scales if any(scale is not None for scale in loss_scales) else (),
     )
+
+
+def _candidates(recipe: Recipe, offsets: Int64Array, lengths: IntArray, max_length: int) -> list[Int64Array]:
+    """Return the samples that may be drawn from each source; none of sources that are not taken."""
+    candidates: list[Int64Array] = []
+    for source, (start, stop) in zip(recipe.sources, pairwise(offsets.tolist()), strict=True):
+        if source.is_taken:
+            candidates.append(start + _allowed_samples(source, lengths[start:stop], max_length, recipe.place))
+        else:
+            candidates.append(np.zeros(0, np.int64))
+    return candidates
 
 
 def _allowed_samples(source: SourceRecipe, lengths: IntArray, max_length: int, place: str) -> Int64Array:

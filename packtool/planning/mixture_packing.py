@@ -175,7 +175,7 @@ def order_mixture_packs(
     keys = _similarity_keys(vectors)
     order = seeded_order(num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, descending_by=keys)
     _round_to_steps(vectors)
-    num_windows = -(-num_packs // _WINDOW_PACKS)
+    num_windows = -(-num_packs // _WINDOW_PACKS)  # rounded up
     num_halvings = max(0, int(np.log2(num_packs / num_windows / _PART_PACKS)))
     num_parts = num_windows << num_halvings
     # Empty packs make all parts equally long: each has the number ``num_packs``, and a vector of zeros.
