@@ -245,6 +245,10 @@ class Nodes:
             message = getattr(error, "strerror", None) or str(error)
             self._store_error = message.splitlines()[0]
             return
+        self._check_met()
+
+    def _check_met(self) -> None:
+        """Notice that all launchers have met, or that afterwards another run has taken the address."""
         # Once all have met, the state has the ids of this run's launchers: this one's, unless another run has the port.
         id_by_node = self._state["met"] or {}
         if id_by_node.get(str(self.rank)) == self._record["id"]:
