@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packtool.cli.options import Invocation, interruptible_progress, terminal_progress
 from packtool.config.plan import PackConfig, PlanConfig
@@ -58,6 +58,8 @@ def _plan(config: PlanConfig, invocation: Invocation) -> None:
     if config.model is not None:
         memory = _memory(config, plan.preview)
         summary["memory_gib"] = None if isinstance(memory, str) else memory.total
+        if not isinstance(memory, str) and (planned := _recomputation(config, plan.preview)):
+            summary["recomputation"] = [figures for figures, _ in planned]
     if config.media:
         summary["media"] = _loading_times(config, plan.preview).figures()
     show_json(summary)
@@ -134,6 +136,8 @@ def _print_memory(config: PlanConfig, preview: Preview) -> None:
     show(f"\n{memory.sentence()}")
     if config.hardware is not None:
         show(memory.sentence_on(read_hardware(config.hardware)))
+    for _, line in _recomputation(config, preview):
+        show(line)
 
 
 def _sweep(config: PlanConfig, invocation: Invocation) -> None:
@@ -166,6 +170,15 @@ def _memory(config: PlanConfig, preview: Preview) -> MemoryEstimate | str:
             return planned_memory(config, preview)
         except (ConfigError, UnsupportedModelError) as error:
             return f"memory per rank is unknown: {error.message}"
+
+
+def _recomputation(config: PlanConfig, preview: Preview) -> list[tuple[dict[str, Any] | None, str]]:
+    """Return figures and a line about the layers that ``--gradient-checkpointing auto`` recomputes, for each stage."""
+    with terminal_progress() as progress:
+        progress.start("planning recomputation", None)
+        from packtool.train.model.recompute import planned_layers
+
+        return planned_layers(config, preview)
 
 
 def _loading_times(config: PlanConfig, preview: Preview) -> LoadingTimes:

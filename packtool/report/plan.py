@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from packtool.config.settings import format_bytes
 from packtool.report.drawing import plural, render
 from packtool.report.tables import Line, aligned, percent, source_rows
 from packtool.train.prepare.timeline import stage_title
@@ -227,6 +228,11 @@ def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
         f"Add --dry-run --hardware {hardware or 'h100'} to check it on any machine. --json has all commands.",
         "Options given with --fit (--packing-length, --gradient-checkpointing, --fsdp, ...) are not changed.",
     ]
+    if (planned := figures["recomputation"]) is not None:
+        layers, memory = planned["recomputing_layers"], format_bytes(figures["fit"])
+        line = f"The first row with --gradient-checkpointing auto --memory-budget {memory}: {layers['min']} to "
+        line += f"{layers['max']} of {planned['layers']} layers recompute (median {layers['median']:g}), at most "
+        lines.append(f"{line}{planned['recomputed_flops']:.1%} more FLOPs than without; {planned['peak_gib']:.1f} GiB.")
     if figures["shareable"]:  # fraction of the tokens
         saving = f"Shared prefixes could save another {figures['shareable']:.0%} of the tokens."
         advice = "--fit does not consider them; packtool plan --share-prefix true shows their effect on a plan."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packtool.cache.lock import DirectoryLock
 from packtool.config.train import TrainConfig
@@ -83,13 +83,21 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
     recomputing_notes = recomputing_lines(config, config_with_recomputing)
     config = with_cache(config_with_recomputing, progress, check_without_rows)
     run = Run.of(_with_bucket(config, progress, world), world)
-    for line in _run_lines(run, recomputing_notes):
+    for line in _run_lines(run):
         progress.note(line)
     # Importing torch and transformers takes seconds; most errors of the user have been reported by now.
     with imported_at_once():
         from packtool.train.loop.checks import estimate_training, load_spec
         from packtool.train.loop.execute import execute
+        from packtool.train.model.load import has_gpu
 
+    # All layers recompute by default, unless the memory of the device tells how many have to.
+    if recomputing_notes and has_gpu(config):
+        auto: Any = "auto"
+        run = run.with_config(gradient_checkpointing=auto)
+        recomputing_notes = []
+    for line in recomputing_notes:
+        progress.note(line)
     spec = load_spec(run)
     if config.dry_run:
         estimate, model_notes = estimate_training(run, spec)
@@ -115,12 +123,11 @@ def _dry_run_result(
     return dataclasses.replace(run.expected(), num_parameters=num_parameters, num_trainable_parameters=num_trainable)
 
 
-def _run_lines(run: Run, recomputing_notes: Sequence[str]) -> tuple[str, ...]:
+def _run_lines(run: Run) -> tuple[str, ...]:
     """Describe the settings, the schedule and the resume point of a run."""
     return (
         *settings_lines(run.config),
         *run.source.lines(run.config),
-        *recomputing_notes,
         *sequence_parallel_lines(run.world, run.axes),
         *run.length_lines(),
         *run.notes,

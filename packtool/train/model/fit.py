@@ -28,7 +28,6 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, DataError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.planning.epoch import EpochPlan
-from packtool.planning.pack_plan import PackPlan
 from packtool.planning.towers import MediaShares
 from packtool.progress import Progress
 from packtool.simulate.hardware import read_hardware
@@ -36,9 +35,16 @@ from packtool.simulate.machine import Constants
 from packtool.train.model.load import model_without_weights, resolve_dtype
 from packtool.train.model.memory import CachedTracer, MemoryEstimate, PassTracer, estimate_memory, parameter_sizes
 from packtool.train.model.precision import quantized_layers, saved_bytes
+from packtool.train.model.recompute import plan_layers
 from packtool.train.prepare.checkpoint import BatchShape
 from packtool.train.prepare.costs import ExpectedTime
-from packtool.train.prepare.figures import RankTokens, assign_media, media_of_caches, peak_memory_batches
+from packtool.train.prepare.figures import (
+    RankTokens,
+    assign_media,
+    media_of_caches,
+    peak_memory_batches,
+    tokens_per_micro_batch,
+)
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.parallelism import axes_of
 from packtool.train.prepare.result import option_words
@@ -163,7 +169,7 @@ class Fit:
         self.budget = config.fit * Constants().usable_memory
         self.proposals: list[Proposal] = []
         self.num_settings = self.num_tried = 0
-        self._packs: dict[int, PackPlan] = {}  # by packing length
+        self._packs: dict[int, Any] = {}  # a PackPlan for each packing length
         # Each plan, sequence parallelism and model is made once, because many settings have the same.
         self._plan = cache(self._make_plan)
         self._axes = cache(self._make_axes)
@@ -189,7 +195,27 @@ class Fit:
             "num_too_large": self.num_tried - len(self.proposals),
             "shareable": 0.0 if shared is None else shared.saved,
             "proposals": [each.figures(self.config.world_size, self.hardware.gpus_per_node) for each in self.proposals],
+            "recomputation": self._recomputation(self.proposals[0]),
         }
+
+    def _recomputation(self, proposal: Proposal) -> dict[str, Any] | None:
+        """Return the figures of ``--gradient-checkpointing auto`` in place of a proposal's ``true``; takes seconds.
+
+        None if the proposal keeps its activations, if the user has set the option, or if layers cannot be planned.
+        """
+        if not proposal.run.gradient_checkpointing or self.config.gradient_checkpointing is not None:
+            return None
+        assert self.config.fit is not None
+        dtype = resolve_dtype(self._model_config, proposal.run, on_gpu=True)
+        configs, world_size = [(proposal.run, proposal.axes)], self.config.world_size
+        settings: dict[str, Any] = {"dtype": dtype, "world_size": world_size, "budget": float(self.config.fit)}
+        try:
+            layers = plan_layers(configs, proposal.micro_batches, self._model_config, **settings)
+        except UnsupportedModelError:
+            return None
+        assert proposal.run.packing_length is not None
+        plan, _ = self._plan(proposal.run.packing_length, proposal.run.sequence_parallel_ranks)
+        return layers.figures(tokens_per_micro_batch(plan, self.inputs))
 
     def accepted_runs(self) -> list[TrainConfig]:
         """Return a run for each combination of settings that training accepts; raise a ConfigError if there is none.

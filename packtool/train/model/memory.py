@@ -40,7 +40,6 @@ from packtool.train.model.sharding import expert_weights, shards_weights
 from packtool.train.model.trace import PassBytes, trace_pass
 from packtool.train.prepare.costs import with_recomputing
 from packtool.train.prepare.figures import RankTokens, longest_micro_batches, peak_memory_batches
-from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.parallelism import axes_of, with_shares, zero_stage
 from packtool.train.prepare.preview import Preview
 
@@ -333,11 +332,23 @@ class CachedTracer:
         return self._traces.setdefault((repr(relevant), dtype), {})
 
 
-def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
-    """Estimate the memory of a rank that trains a plan on GPUs, as ``packtool train --dry-run`` does; takes seconds.
+class PlannedRun(NamedTuple):
+    """A run that trains an epoch of a plan on GPUs, without weights.
 
-    With stages, return the largest estimate over their packing lengths and sequence parallel sizes.
+    Args:
+        micro_batches: those of a rank that may need most memory.
     """
+
+    config: TrainConfig
+    axes: Axes
+    model: PreTrainedConfig
+    dtype: torch.dtype
+    plan: EpochPlan
+    micro_batches: tuple[RankTokens, ...]
+
+
+def planned_runs(config: PlanConfig, preview: Preview) -> list[PlannedRun]:
+    """Return the runs of a plan, one for each packing length and sequence parallel size of its stages."""
     plan_by_shape = {}
     for stage in preview.timeline.stages:
         shape = stage.inputs.options.packing_length, stage.inputs.sequence_parallel_size
@@ -350,30 +361,37 @@ def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
         model = model_config(files.directory)
     except ValueError as error:
         raise UnsupportedModelError(str(error).splitlines()[0], "Use a model that transformers supports.") from error
-    estimates = []
+    runs = []
     for (packing_length, sequence_parallel_size), plan in plan_by_shape.items():
         run = part_of(TrainConfig, config, model=config.model, packing_length=packing_length)
-        run = with_shares(with_recomputing(run), sequence_parallel_size)
-        estimates.append(_plan_memory(run, config.world_size, plan, preview.inputs, model))
+        run = with_recomputing(run, knows_memory=config.hardware is not None)
+        run = with_shares(run, sequence_parallel_size)
+        world = World(size=config.world_size, sequence_parallel_size=run.sequence_parallel_ranks)
+        axes = axes_of(run, world, files, preview.inputs.lengths, trained=True)
+        dtype = resolve_dtype(model, run, on_gpu=True)
+        micro_batches = peak_memory_batches(run, plan, preview.inputs)
+        runs.append(PlannedRun(run, axes, model, dtype, plan, micro_batches))
+    return runs
+
+
+def planned_memory(config: PlanConfig, preview: Preview) -> MemoryEstimate:
+    """Estimate the memory of a rank that trains a plan on GPUs, as ``packtool train --dry-run`` does; takes seconds.
+
+    With stages, return the largest estimate over their packing lengths and sequence parallel sizes.
+    """
+    estimates = [
+        estimate_memory(
+            run.config,
+            model_without_weights(run.config, run.model, run.dtype),
+            run.model,
+            dtype=run.dtype,
+            world_size=config.world_size,
+            micro_batches=run.micro_batches,
+            axes=run.axes,
+        )
+        for run in planned_runs(config, preview)
+    ]
     return max(estimates, key=lambda estimate: estimate.total)
-
-
-def _plan_memory(
-    run: TrainConfig, world_size: int, plan: EpochPlan, inputs: Inputs, model: PreTrainedConfig
-) -> MemoryEstimate:
-    """Estimate the memory of a rank that trains an epoch on GPUs with the settings ``run``."""
-    assert inputs.files is not None, "--model names them"
-    dtype = resolve_dtype(model, run, on_gpu=True)
-    world = World(size=world_size, sequence_parallel_size=run.sequence_parallel_ranks)
-    return estimate_memory(
-        run,
-        model_without_weights(run, model, dtype),
-        model,
-        dtype=dtype,
-        world_size=world_size,
-        micro_batches=peak_memory_batches(run, plan, inputs),
-        axes=axes_of(run, world, inputs.files, inputs.lengths, trained=True),
-    )
 
 
 def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainConfig:

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 from packtool.attention.parallel.axes import Axes
 from packtool.batch.batch import Batch, TreeBatch
 from packtool.batch.spec import InputSpec
+from packtool.config.plan import PlanConfig
 from packtool.config.settings import format_bytes
 from packtool.config.train import TrainConfig
 from packtool.constants import CHUNK_LOGITS
@@ -33,12 +34,14 @@ from packtool.simulate.hardware import read_hardware
 from packtool.simulate.machine import Constants
 from packtool.train.model.load import model_without_weights
 from packtool.train.model.loss import base_model
-from packtool.train.model.memory import device_bytes, estimate_memory, traced_bytes, traced_pass
+from packtool.train.model.memory import device_bytes, estimate_memory, planned_runs, traced_bytes, traced_pass
 from packtool.train.model.trace import PassBytes
 from packtool.train.model.trainable import switchable_layers, tower_prefixes
 from packtool.train.prepare.cached import CachedSource
+from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.figures import RankTokens, num_fillers, tokens_per_micro_batch
 from packtool.train.prepare.parallelism import zero_stage
+from packtool.train.prepare.preview import Preview
 from packtool.train.prepare.run import Run
 
 _GIB = 2**30
@@ -92,12 +95,16 @@ class LayerPlan:
         budget: bytes that a pass may use, besides weights, gradients and optimizer.
         keeping, recomputing: bounds of passes in which no layer of the language model recomputes, and in which all do.
         saved_shares: share of the saved bytes that the first k of L layers save, float (L + 1,), from 0 to 1.
+        fixed: bytes of weights, gradients and optimizer.
+        layer_flops: upper bound of the FLOPs of recomputing all layers, relative to a pass that keeps all activations.
     """
 
     budget: float
     keeping: PassBound
     recomputing: PassBound
     saved_shares: npt.NDArray[np.float64]
+    fixed: float = 0.0
+    layer_flops: float = 0.0
 
     def num_layers(self, **tokens: Any) -> Any:
         """Number of layers of the language model that must recompute."""
@@ -109,13 +116,40 @@ class LayerPlan:
         """Return whether a pass may exceed the budget although all layers of the language model recompute."""
         return self.recomputing(**tokens) > self.budget
 
+    def peak(self, **tokens: Any) -> Any:
+        """Bound of the bytes of a rank in a pass with these tokens, weights, gradients and optimizer included."""
+        kept_bytes = self.keeping(**tokens)
+        saved_bytes = np.maximum(kept_bytes - self.recomputing(**tokens), 0.0)
+        return self.fixed + kept_bytes - self.saved_shares[self.num_layers(**tokens)] * saved_bytes
+
+    def figures(self, tokens: Mapping[str, Any]) -> dict[str, Any]:
+        """Figures of micro-batches with these ``tokens``, arrays (C,), by their names in JSON."""
+        layers, total_layers = self.num_layers(**tokens), len(self.saved_shares) - 1
+        recomputed_share = np.average(layers, weights=tokens["computed"]) / total_layers
+        return {
+            "layers": total_layers,
+            "recomputing_layers": {
+                "min": int(layers.min()),
+                "median": float(np.median(layers)),
+                "max": int(layers.max()),
+            },
+            "recomputed_flops": self.layer_flops * float(recomputed_share),
+            "peak_gib": float(np.max(self.peak(**tokens))) / _GIB,
+            "budget_gib": (self.fixed + self.budget) / _GIB,
+            "num_exceeding": int(np.sum(self.exceeds(**tokens))),
+        }
+
     def line(self, tokens: Mapping[str, Any]) -> str:
-        """Describe the plan for micro-batches with these ``tokens``."""
-        layers = self.num_layers(**tokens)
-        line = f"gradient checkpointing auto: {layers.min()} to {layers.max()} of {len(self.saved_shares) - 1} layers "
-        line += f"recompute in a micro-batch; its activations may use {self.budget / _GIB:,.2f} GiB"
-        if num_exceeding := int(np.sum(self.exceeds(**tokens))):
-            line += f"; {num_exceeding:,} micro-batches may need more and recompute the towers, too"
+        """Describe the plan for micro-batches with these ``tokens``, arrays (C,)."""
+        figures = self.figures(tokens)
+        layers = figures["recomputing_layers"]
+        line = (
+            f"gradient checkpointing auto: {layers['min']} to {layers['max']} of {figures['layers']} layers recompute "
+        )
+        line += f"in a micro-batch (median {layers['median']:g}), {figures['recomputed_flops']:.1%} more FLOPs than "
+        line += f"without; peak {figures['peak_gib']:,.2f} of {figures['budget_gib']:,.2f} GiB"
+        if figures["num_exceeding"]:
+            line += f"; {figures['num_exceeding']:,} micro-batches may need more and recompute the towers, too"
         return line
 
 
@@ -142,12 +176,46 @@ def plan_run(run: Run, spec: InputSpec, dtype: torch.dtype, budget: float | None
     try:
         plan = plan_layers(configs, peaks, spec.config, dtype=dtype, world_size=run.world.size, budget=budget)
     except UnsupportedModelError as error:
-        return None, f"gradient checkpointing auto: all layers recompute, because {error.message}"
-    tokens: dict[str, Any] = {kind: np.array([getattr(batch, kind) for batch in peaks]) for kind in _KINDS}
+        return None, _all_layers_line(error)
+    tokens = _tokens_of_batches(peaks)
     # Rows of a stream are not read yet, and padding is not in the plan.
     if run.config.removes_padding and isinstance(run.source, CachedSource):
         tokens = dict(tokens_per_micro_batch(run.source.timeline.stretch(run.start).plan, run.source.inputs))
     return plan, plan.line(tokens)
+
+
+def planned_layers(config: PlanConfig, preview: Preview) -> list[tuple[dict[str, Any] | None, str]]:
+    """Plan the layers that recompute in the runs of a plan that do so by ``auto``; takes seconds.
+
+    Returns:
+        for each run, the figures of all micro-batches by their names in JSON, or None if all layers recompute; and a
+        line for the user.
+    """
+    planned: list[tuple[dict[str, Any] | None, str]] = []
+    for run in planned_runs(config, preview):
+        if not run.config.plans_recomputation:
+            continue
+        settings: dict[str, Any] = {"dtype": run.dtype, "world_size": config.world_size}
+        budget = budget_of(dataclasses.replace(run.config, dry_run=True))
+        try:
+            plan = plan_layers([(run.config, run.axes)], run.micro_batches, run.model, **settings, budget=budget)
+        except UnsupportedModelError as error:
+            planned.append((None, _all_layers_line(error)))
+            continue
+        tokens = _tokens_of_batches(run.micro_batches)
+        if run.config.removes_padding and preview.inputs.reader is not None:
+            tokens = dict(tokens_per_micro_batch(run.plan, preview.inputs))
+        planned.append((plan.figures(tokens), plan.line(tokens)))
+    return planned
+
+
+def _all_layers_line(error: UnsupportedModelError) -> str:
+    return f"gradient checkpointing auto: all layers recompute, because {error.message}"
+
+
+def _tokens_of_batches(batches: Sequence[RankTokens]) -> dict[str, Any]:
+    """Return the numbers of tokens of micro-batches, an array (C,) for each kind."""
+    return {kind: np.array([getattr(batch, kind) for batch in batches]) for kind in _KINDS}
 
 
 def plan_layers(
@@ -179,7 +247,19 @@ def plan_layers(
     saved_bytes = np.maximum(kept_bytes - recomputed_bytes, 0.0)  # by each layer, (L,)
     saved_shares = np.concatenate(([0.0], np.cumsum(saved_bytes))) / max(saved_bytes.sum(), 1.0)
     saved_shares[-1] = 1.0
-    return LayerPlan(pass_budget, keeping, recomputing, saved_shares)
+    layer_flops = _layer_flops(config, model_config)
+    return LayerPlan(pass_budget, keeping, recomputing, saved_shares, fixed, layer_flops)
+
+
+def _layer_flops(config: TrainConfig, model_config: PreTrainedConfig) -> float:
+    """Return the FLOPs of recomputing all layers relative to a pass without, for text of which half are targets.
+
+    This is an upper bound: attention counts less, and torch does not recompute the last product of a layer.
+    """
+    every_layer = dataclasses.replace(config, gradient_checkpointing=True, memory_budget=None)
+    costs = RunCosts.of(every_layer, model_config.to_dict())
+    pass_flops = costs.model.per_token + costs.model.per_target_token / 2
+    return (costs.hardware.per_token - costs.model.per_token) / pass_flops
 
 
 def _trace_passes(

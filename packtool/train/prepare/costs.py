@@ -47,22 +47,24 @@ MAX_PARAMETERS = 100_000_000
 """Parameters of the largest model that keeps its activations by default."""
 
 
-def with_recomputing(config: TrainConfig) -> TrainConfig:
+def with_recomputing(config: TrainConfig, *, knows_memory: bool = False) -> TrainConfig:
     """Decide ``--gradient-checkpointing`` by the size of the model.
 
     Recomputation takes about a third more time and saves nearly all activations, for which models of billions of
-    parameters have no memory. With ``--memory-budget``, only as many layers as necessary recompute.
+    parameters have no memory. Only as many layers as necessary recompute with ``--memory-budget``, and if the memory of
+    the device is known (``knows_memory``).
     """
     if config.gradient_checkpointing is not None:
         return config
+    auto: Any = "auto"
     if config.memory_budget is not None:
-        auto: Any = "auto"
         return dataclasses.replace(config, gradient_checkpointing=auto)
     try:
         num_parameters = ModelSizes.of_config(ModelFiles.load(config.model).config).num_parameters
     except (KeyError, TypeError, ValueError):  # a configuration of unknown form, which need not be small
         num_parameters = MAX_PARAMETERS + 1
-    return dataclasses.replace(config, gradient_checkpointing=num_parameters > MAX_PARAMETERS)
+    recomputes = num_parameters > MAX_PARAMETERS
+    return dataclasses.replace(config, gradient_checkpointing=auto if recomputes and knows_memory else recomputes)
 
 
 def recomputing_lines(config: TrainConfig, decided: TrainConfig) -> list[str]:

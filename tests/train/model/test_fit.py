@@ -17,6 +17,7 @@ from packtool.cli.main import run
 from packtool.config.plan import PlanConfig
 from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.progress import SilentProgress
+from packtool.report.plan import fit_lines
 from packtool.simulate.machine import Constants
 from packtool.train.loop import checks
 from packtool.train.model import memory
@@ -226,3 +227,26 @@ def test_each_pass_is_traced_once(tiny: TinyWorld, monkeypatch: pytest.MonkeyPat
     assert at_least(computed=99, vision=10) == at_least(computed=200, vision=9) == 0
     trace(config, none, none, RankTokens(computed=50), Axes(1, 2))
     assert not at_least(computed=60)
+
+
+def test_planned_recomputation_of_the_first_proposal(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless it keeps all activations, or the user has set the option."""
+    options: dict[str, Any] = {"world_size": 1, "packing_length": 512}
+    totals = [
+        find_fit(plan_config(tiny, GIB, **options, gradient_checkpointing=value), SilentProgress()).proposals[0].memory
+        for value in (True, False)
+    ]
+    low, high = (estimate.total * GIB / Constants().usable_memory for estimate in totals if estimate is not None)
+    config = plan_config(tiny, int((low + high) / 2), **options)
+    fit = find_fit(config, SilentProgress())
+    assert fit.proposals[0].run.gradient_checkpointing is True
+    figures = fit.figures()
+    planned = figures["recomputation"]
+    assert planned["layers"] == 2
+    assert planned["budget_gib"] == pytest.approx(fit.budget / GIB)
+    assert planned["peak_gib"] <= planned["budget_gib"] or planned["num_exceeding"], "or towers recompute, too"
+    assert any("--gradient-checkpointing auto --memory-budget" in line for line in fit_lines(figures, None))
+    fixed = find_fit(plan_config(tiny, GIB, **options, gradient_checkpointing=True), SilentProgress())
+    assert fixed.figures()["recomputation"] is None
+    roomy = find_fit(plan_config(tiny, GIB, **options), SilentProgress())
+    assert roomy.figures()["recomputation"] is None

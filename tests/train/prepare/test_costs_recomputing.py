@@ -34,6 +34,10 @@ def test_recomputation_depends_on_the_size_of_the_model(tiny: TinyWorld, tmp_pat
         resolved_config = with_recomputing(train_config)
         assert resolved_config.gradient_checkpointing is decided
         assert bool(recomputing_lines(train_config, resolved_config)) == (requested is None)
+    for requested, decided in ((None, "auto"), (False, False), (True, True)):
+        train_config = tiny.config("out", model=str(tmp_path), gradient_checkpointing=requested)
+        assert with_recomputing(train_config, knows_memory=True).gradient_checkpointing == decided
+    assert with_recomputing(tiny.config("out"), knows_memory=True).gradient_checkpointing is False, "a small model"
 
 
 @pytest.mark.parametrize("form", [{"n_embd": 1600, "n_layer": 48}, {"hidden_size": 64, "intermediate_size": [64, 128]}])
@@ -49,3 +53,7 @@ def test_a_run_reports_recomputation(tiny: TinyWorld, tmp_path: Path, monkeypatc
     progress = Noted()
     train(tiny.config(tmp_path, dry_run=True), progress)
     assert any("--gradient-checkpointing false keeps them" in line for line in progress.lines)
+    planned = Noted()
+    train(tiny.config(tmp_path, dry_run=True, hardware="h100"), planned)
+    assert any("gradient checkpointing auto: 0 to 0 of 2 layers" in line for line in planned.lines)
+    assert not any("--gradient-checkpointing false keeps them" in line for line in planned.lines)
