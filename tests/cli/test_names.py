@@ -39,7 +39,7 @@ EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9", "-
         ("train --rows-per-shard 9", "an option of packtool export"),
         ("train --packin_length 9", "No such option: --packin-length; did you mean --packing-length?"),
         ("train --packing_algorithm bestfit", "none of best_fit, binpacking, sequential; did you mean 'best_fit'?"),
-        ("inspect --expand auto", "did you mean --expand-turns? It is an option of packtool export, import, check, train"),
+        ("inspect --expand auto", "option of packtool export, import, check, train"),
         ("inspect --directry x", "did you mean --directory? ["),
         ("export --packing true", "remove the option: packtool train packs"),
         ("export --num_train_epochs 3", "an option of packtool train"),
