@@ -33,6 +33,8 @@ _LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_ro
 _LATENT |= {"num_key_value_heads": 4, "head_dim": 8}
 _SPECIAL = {
     "dots1": {"n_routed_experts": 4},
+    # By default 0.1, which ranks that share a sequence refuse.
+    "seed_oss": {"attention_dropout": 0.0},
     "modernbert-decoder": {"num_hidden_layers": 6},  # the dense layer of its head is not counted
 }
 LATENT_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
