@@ -21,6 +21,8 @@ import json
 import os
 import shutil
 import time
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -215,19 +217,26 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
         return None
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            header = load_json(arrays[_HEADER].tobytes())
-            sources = _read_sources([*header["sources"], *header["retired"]], arrays)
-            num_sources = len(header["sources"])
-            change = None
-            if header["change"] is not None:
-                change = _read_change(header["change"], arrays, [source.num for source in sources[:num_sources]])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            return _ledger_of(arrays)
+    # A shortened file is no zip file, or ends within an array.
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise MismatchError(f"{path} cannot be read: {error}", "Give another checkpoint.") from error
+
+
+def _ledger_of(arrays: Any) -> Ledger:
+    """The ledger in the arrays of its file."""
+    header = load_json(arrays[_HEADER].tobytes())
+    num_sources = len(header["sources"])
+    all_sources = _read_sources([*header["sources"], *header["retired"]], arrays)
+    sources, retired = all_sources[:num_sources], all_sources[num_sources:]
+    change = None
+    if header["change"] is not None:
+        change = _read_change(header["change"], arrays, [source.num for source in sources])
     return Ledger(
         step=header["step"],
         epoch=header["epoch"],
-        sources=tuple(sources[:num_sources]),
-        retired=tuple(sources[num_sources:]),
+        sources=tuple(sources),
+        retired=tuple(retired),
         change=change,
         stage=None if header.get("stage") is None else tuple(header["stage"]),
     )

@@ -197,3 +197,31 @@ def test_a_ledger_survives_writing_and_is_small(tmp_path: Path) -> None:
     (tmp_path / "packtool_ledger.npz").write_bytes(b"something else")
     with pytest.raises(MismatchError, match="cannot be read"):
         read_ledger(str(tmp_path))
+
+
+@settings(max_examples=60, deadline=None)
+@given(damage=st.one_of(st.floats(0, 0.999), st.tuples(st.floats(0, 0.999), st.integers(1, 255))))
+def test_damaged_ledger_is_refused_or_read_completely(
+    damage: float | tuple[float, int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A ledger file cut at any byte, or with any byte changed: the ledger itself, or an error that names the file."""
+    directory = tmp_path_factory.mktemp("ledger")
+    ledger = Ledger(step=7, epoch=3, sources=(SourceLedger.begin("/a", "f", 200),))
+    write_ledger(str(directory), ledger)
+    file = directory / "packtool_ledger.npz"
+    content = bytearray(file.read_bytes())
+    if isinstance(damage, float):
+        del content[int(damage * len(content)) :]
+    else:
+        position, change = damage
+        content[int(position * len(content))] ^= change
+    file.write_bytes(content)
+    read_back, message = None, ""
+    try:
+        read_back = read_ledger(str(directory))
+    except MismatchError as error:
+        message = str(error)
+    if read_back is None:
+        assert "packtool_ledger.npz cannot be read" in message
+    else:
+        assert (read_back.step, read_back.epoch, len(read_back.sources)) == (7, 3, 1)
