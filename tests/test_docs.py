@@ -145,6 +145,13 @@ def test_option_details_name_existing_options(monkeypatch: pytest.MonkeyPatch) -
         assert details.replace("|", "\\|") in page, f"{option} is no option of {commands}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_have_a_title_and_text(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert len(lines) > 10
+
+
 def test_lines_are_short() -> None:
     """Text is wrapped; tables, links and commands may be longer."""
     for page in (*PAGES, *(DOCS.parent / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))):
