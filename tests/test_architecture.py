@@ -242,6 +242,8 @@ def test_json_is_read_in_one_place() -> None:
 # Limits of the whole package, and what to do at each: raising one needs a line in CHANGELOG.md with the reason.
 MAX_LINES, MAX_FILES, MAX_DATACLASSES = 65_500, 252, 240
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 60, 9
+# Expressions and statements of a function, and their mean over functions of 18 to 55 lines.
+MAX_NODES, MAX_MEAN_NODES = 250, 125
 
 
 def test_the_package_is_small() -> None:
@@ -284,6 +286,19 @@ def test_files_and_functions_are_small() -> None:
         if (count := len(arguments.args) + len(arguments.kwonlyargs) + len(arguments.posonlyargs)) > MAX_PARAMETERS:
             violations.append(f"{location}: {count} parameters: pass the object that holds them")
     assert not violations
+
+
+def test_functions_do_one_thing() -> None:
+    """Dense functions cannot be changed safely after one reading: split them where a step has a name."""
+    sizes = {}
+    for location, function in _functions():
+        assert function.end_lineno is not None
+        if 18 <= function.end_lineno - function.lineno + 1 <= 55:
+            sizes[location] = sum(isinstance(node, (ast.expr, ast.stmt)) for node in ast.walk(function))
+    dense = [f"{location}: {size} expressions and statements" for location, size in sizes.items() if size > MAX_NODES]
+    assert not dense
+    mean = sum(sizes.values()) / len(sizes)
+    assert mean <= MAX_MEAN_NODES, f"{mean:.1f} on average: split the largest functions"
 
 
 def test_the_wheel_has_every_file() -> None:
