@@ -11,10 +11,11 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from packtool.errors import ConfigError, PacktoolError
+from packtool.errors import ConfigError, PacktoolError, raise_together
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.loop import execute
+from packtool.train.loop.checks import checks_without_rows
 from packtool.train.run import train
 from tests.train.test_run import Recording
 from tests.train.tiny import TinyWorld
@@ -143,3 +144,21 @@ def test_log_reports_the_effective_batch_size(tiny: TinyWorld, tmp_path: Path) -
     assert "optimizer steps: 10, as without packing; each has the 4 samples that it has without packing" in plan(
         samples_per_step=4
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "option"),
+    [
+        ({"asft_alpha": 0.1}, "--asft-alpha"),
+        ({"router_aux_loss_coef": 0.1}, "--router-aux-loss-coef"),
+        ({"train_from_scratch": True}, "--train-from-scratch true"),
+    ],
+)
+def test_zero3_in_a_file_is_refused_like_its_name(
+    tiny: TinyWorld, tmp_path: Path, settings: dict[str, Any], option: str
+) -> None:
+    file = tmp_path / "deepspeed.json"
+    file.write_text('{"zero_optimization": {"stage": 3}}')
+    config = tiny.config(tmp_path / "out", deepspeed=str(file), **settings)
+    with pytest.raises(ConfigError, match=f"{option} cannot be combined with ZeRO-3"):
+        raise_together(checks_without_rows(config))

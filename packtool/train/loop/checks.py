@@ -261,6 +261,7 @@ def _model_checks(config: TrainConfig, model_config: PreTrainedConfig) -> list[C
     checks: list[Callable[[], object]] = [
         partial(quantization_config, config, model_config, dtype),
         partial(_check_compilation, config),
+        partial(_check_zero3, config),
     ]
     if config.use_liger_kernel or config.shares_experts:
         checks.append(partial(_check_experts_and_liger, config, model_config))
@@ -277,6 +278,21 @@ def _check_compilation(config: TrainConfig) -> None:
             "which is not supported",
             "Shard weights with --fsdp full_shard instead, or leave out --torch-compile.",
         )
+
+
+def _check_zero3(config: TrainConfig) -> None:
+    """Raise if an option needs complete weights, and ``--deepspeed`` is a JSON file that shards them.
+
+    The names zero3 and zero3_offload are refused with the settings, by ``conflicts.tsv``.
+    """
+    needs_weights = {
+        "--asft-alpha": config.asft_alpha is not None,
+        "--router-aux-loss-coef": bool(config.router_aux_loss_coef),
+        "--train-from-scratch true": config.train_from_scratch,
+    }
+    refused = [option for option, is_given in needs_weights.items() if is_given]
+    if refused and zero_stage(config) == 3:
+        raise ConfigError(f"{', '.join(refused)} cannot be combined with ZeRO-3", "Use --deepspeed zero2.")
 
 
 def _check_experts_and_liger(config: TrainConfig, model_config: PreTrainedConfig) -> None:
@@ -313,8 +329,6 @@ def _empty_model(
     ActiveLayers.of(model, config)
     if config.optim == "adam_mini":
         refuse_adam_mini(model)
-    if config.asft_alpha is not None and zero_stage(config) == 3:
-        raise ConfigError("--asft-alpha cannot be combined with ZeRO-3", "Use --deepspeed zero2.")
     return model, args
 
 
