@@ -56,6 +56,8 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny: TinyWorld) -> TinyWorl
 
 @pytest.fixture(scope="module")
 def two_processes(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # A first backward pass after torch's compiler is imported starts threads, which forks do not have.
+    torch.ones(1, requires_grad=True).sum().backward()
     # Here once, and not in each rank: it takes seconds.
     check_backend("aot_eager", torch.device("cpu"))
     importlib.import_module("torch._inductor.pattern_matcher")
