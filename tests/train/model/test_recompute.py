@@ -20,7 +20,6 @@ from packtool.batch.spec import InputSpec, auto_class
 from packtool.cli.main import run as cli
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, UnsupportedModelError
-from packtool.progress import SilentProgress
 from packtool.train.model.loss import LossFunction
 from packtool.train.model.recompute import LayerPlan, LayerSwitch, PassBound, plan_layers
 from packtool.train.model.trace import run_pass, set_traced_attention
@@ -39,6 +38,7 @@ from tests.train.model.switched import (
     switched_model,
     traced_peak,
 )
+from tests.train.test_compiled import RecordingProgress
 from tests.train.tiny import TinyWorld, read_metrics
 
 
@@ -227,22 +227,12 @@ PLANNED: dict[str, Any] = {"memory_budget": 7_000_000}
 """A budget within which the micro-batches of ``RUN`` recompute none, one or both layers."""
 
 
-class Recording(SilentProgress):
-    """Keeps what a run says."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, message: str) -> None:
-        self.lines.append(message)
-
-
 def test_planned_run_equals_one_without_recomputation(
     tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By default with --memory-budget; a dry run says the same, and a plan shows its own."""
     runs = {"none": {"gradient_checkpointing": False}, "all": {"gradient_checkpointing": True}, "planned": PLANNED}
-    progress = Recording()
+    progress = RecordingProgress()
     for name, options in runs.items():
         train(tiny.config(tmp_path / name, **RUN | options), progress)
     lines = {name: read_metrics(tmp_path / name) for name in runs}
@@ -255,7 +245,7 @@ def test_planned_run_equals_one_without_recomputation(
         assert weights[0] == weights[1]
     planned = [line for line in progress.lines if line.startswith("gradient checkpointing auto")]
     assert "0 to 2 of 2 layers recompute" in planned[0]
-    dry = Recording()
+    dry = RecordingProgress()
     train(tiny.config(tmp_path / "dry", **RUN | PLANNED, dry_run=True), dry)
     assert planned[0] in dry.lines
     words = ["plan", tiny.cache, "--model", tiny.model, "--packing-length", "300", "--memory-budget", "7MB", "--json"]
@@ -268,7 +258,7 @@ def test_planned_run_equals_one_without_recomputation(
 
 
 def test_unknown_memory_recomputes_all_layers(tiny: TinyWorld, tmp_path: Path) -> None:
-    progress = Recording()
+    progress = RecordingProgress()
     train(tiny.config(tmp_path, gradient_checkpointing="auto", max_steps=1, save_strategy="no"), progress)
     assert (
         "gradient checkpointing auto: all layers recompute, because the memory of the device is unknown"
