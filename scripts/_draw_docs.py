@@ -115,7 +115,7 @@ def tree() -> Iterator[Box | Word]:
     yield word(20, 26, f"{len(new)} rows of {num_whole} tokens, as a tree")
     for branch, place, text in tokens:
         tall = branch.num_samples * cell
-        x, y = 20 + place * cell, 38 + branch.first * cell
+        x, y = 20 + place * cell, 38 + branch.first_sample * cell
         yield box(x, y, cell, tall, colours[branch], f"in {branch.num_samples} rows")
         yield word(x + cell / 2, y + tall / 2 + 4, text, "middle", 12, PAPER)
     left = 370

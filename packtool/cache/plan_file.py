@@ -42,7 +42,7 @@ class SavedPlan:
         samples: int64 (N,), position of each sample in the caches, in pack order.
         offsets: int64 (K + 1,): pack ``k`` has the samples from ``offsets[k]`` up to ``offsets[k + 1]``.
         lengths: int32 (N,), tokens of each sample, without its shared prefix.
-        shared: int32 (N,), tokens of each sample's shared prefix; None for a plan without shared prefixes.
+        shared_tokens: int32 (N,), tokens of each sample's shared prefix; None for a plan without shared prefixes.
         locations: int32 (N, 3): 0-based step of the first epoch, data-parallel rank, and micro-batch of the rank in the
             step; None if the packs are not assigned.
         capacity: maximum tokens of a pack.
@@ -56,7 +56,7 @@ class SavedPlan:
     samples: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int32]
-    shared: npt.NDArray[np.int32] | None = None
+    shared_tokens: npt.NDArray[np.int32] | None = None
     locations: npt.NDArray[np.int32] | None = None
     capacity: int
     max_length: int
@@ -68,7 +68,7 @@ class SavedPlan:
 
     @property
     def format(self) -> str:
-        return _FORMAT if self.shared is None else _SHARED_FORMAT
+        return _FORMAT if self.shared_tokens is None else _SHARED_FORMAT
 
 
 def write_plan(path: str, plan: SavedPlan) -> None:
@@ -80,9 +80,9 @@ def write_plan(path: str, plan: SavedPlan) -> None:
     if plan.locations is not None:
         schema = pa.schema([*schema, *_LOCATIONS])
         columns.extend(plan.locations.T)
-    if plan.shared is not None:
+    if plan.shared_tokens is not None:
         schema = schema.append(_SHARED)
-        columns.append(plan.shared)
+        columns.append(plan.shared_tokens)
     schema = schema.with_metadata({_METADATA_KEY: _metadata(plan)})
     storage.publish(path, arrow_bytes(_batches(columns, schema), schema))
 
@@ -136,7 +136,7 @@ def _plan_of_columns(
         samples=columns["sample"].astype(np.int64),
         offsets=np.append(pack_starts, len(columns["pack"])).astype(np.int64),
         lengths=columns["length"].astype(np.int32),
-        shared=columns["shared"].astype(np.int32) if has_shared else None,
+        shared_tokens=columns["shared"].astype(np.int32) if has_shared else None,
         locations=locations,
         **metadata,
     )

@@ -403,7 +403,7 @@ def _pack_samples(config: PackConfig, reader: CacheReader) -> _Packing:
 def _read_packing(path: str, reader: CacheReader) -> _Packing:
     """Read the packs of a saved plan of the reader's caches."""
     saved = read_plan_of(reader, path)
-    if saved.shared is not None:
+    if saved.shared_tokens is not None:
         problem = f"--plan {path} has shared prefixes, which packs in files cannot have"
         raise ConfigError(problem, _SHARED_REMEDY)
     num_filtered = len(reader) - len(np.unique(saved.samples))

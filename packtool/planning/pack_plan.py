@@ -31,7 +31,7 @@ class PackPlan:
         offsets: int64 (K + 1,).
         lengths: int32 (N,), tokens of ``samples``; with shared prefixes, the tokens that each sample adds to its pack.
         capacity: maximum tokens of a pack.
-        shared: int32 (N,), prefix tokens that each sample shares with the sample before it, not part of ``lengths``;
+        shared_tokens: int32 (N,), prefix tokens that each sample shares with the sample before it, not in ``lengths``;
             None without shared prefixes.
         mixture: fingerprint of the mixture that drew the samples; empty where every sample occurs once.
     """
@@ -40,7 +40,7 @@ class PackPlan:
     offsets: Int64Array
     lengths: Int32Array
     capacity: int
-    shared: Int32Array | None = None
+    shared_tokens: Int32Array | None = None
     mixture: str = ""
 
     @property
@@ -54,7 +54,7 @@ class PackPlan:
     @property
     def full_lengths(self) -> Int32Array:
         """Tokens of each sample including its shared prefix; int32 (N,)."""
-        return self.lengths if self.shared is None else self.lengths + self.shared
+        return self.lengths if self.shared_tokens is None else self.lengths + self.shared_tokens
 
     def pack(self, index: int) -> Int64Array:
         """Return the samples of a pack, (n,); a view, not a copy."""
@@ -76,7 +76,9 @@ class PackPlan:
         A sample with a shared prefix adds (prefix + own)^2 - prefix^2.
         """
         squares = np.square(self.full_lengths, dtype=np.int64)
-        return self.sums_per_pack(squares if self.shared is None else squares - np.square(self.shared, dtype=np.int64))
+        return self.sums_per_pack(
+            squares if self.shared_tokens is None else squares - np.square(self.shared_tokens, dtype=np.int64)
+        )
 
     @cached_property
     def num_tokens(self) -> int:
@@ -96,7 +98,7 @@ class PackPlan:
     def fingerprint(self) -> str:
         """sha256 in hex over all arrays: equal for equal plans only."""
         digest = hashlib.sha256(f"packtool pack plan 1, capacity {self.capacity}\n{self.mixture}".encode())
-        shared = () if self.shared is None else (self.shared,)
+        shared = () if self.shared_tokens is None else (self.shared_tokens,)
         return digest_arrays(digest, self.samples, self.offsets, self.lengths, *shared)
 
 
@@ -182,13 +184,13 @@ def build_plan(order: Int64Array, sizes: IntArray, lengths: Int32Array, capacity
 def select_packs(plan: PackPlan, order: Int64Array) -> PackPlan:
     """Select the packs numbered ``order``, int64 (k,), in that order: all K packs, or a part of them."""
     members, offsets = gather_groups(plan.offsets, order)
-    shared = None if plan.shared is None else plan.shared[members]
+    shared = None if plan.shared_tokens is None else plan.shared_tokens[members]
     return PackPlan(plan.samples[members], offsets, plan.lengths[members], plan.capacity, shared, plan.mixture)
 
 
 def split_into_samples(plan: PackPlan) -> PackPlan:
     """Make every sample a pack of its own, in the same order."""
-    assert plan.shared is None, "a single sample has no shared prefix"
+    assert plan.shared_tokens is None, "a single sample has no shared prefix"
     return replace(plan, offsets=np.arange(plan.num_samples + 1, dtype=np.int64))
 
 

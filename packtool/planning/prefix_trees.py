@@ -16,8 +16,8 @@ split, packed and counted as a sequence of numbers: the sum of ``length - shared
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -70,23 +70,23 @@ class PrefixTrees:
     Args:
         samples: int64 (N,), group after group, each in depth-first order of a tree or of a part of one.
         offsets: int64 (G + 1,), first sample of each group in ``samples``, and N.
-        shared: int32 (N,), tokens that each sample shares with the one before it; 0 for a group's first.
-        prefixes: int64 (N,), index of that prefix among the M prefixes, or ``NOTHING``.
+        shared_tokens: int32 (N,), tokens that each sample shares with the one before it; 0 for a group's first.
+        shared_prefixes: int64 (N,), index of that prefix among the M prefixes, or ``NOTHING``.
         tree_ids: int64 (N,), equal for all samples of a tree, in whichever groups; ``NOTHING`` without a tree.
         parts: required placement of the groups of one tree.
     """
 
     samples: Int64Array
     offsets: Int64Array
-    shared: Int32Array
-    prefixes: Int64Array
+    shared_tokens: Int32Array
+    shared_prefixes: Int64Array
     tree_ids: Int64Array
     parts: PartPlacement = "any"
 
     @property
     def num_shared_tokens(self) -> int:
         """Tokens that are not computed again."""
-        return int(self.shared.sum(dtype=np.int64))
+        return int(self.shared_tokens.sum(dtype=np.int64))
 
     def saved(self, lengths: IntArray) -> float:
         """Return the fraction of tokens, 0 to 1, that need not be computed; ``lengths`` (n,) are by sample number."""
@@ -98,15 +98,15 @@ class PrefixTrees:
         ``values``, (n,), are of samples including their prefixes, such as media tokens; ``prefix_values``, (M,), of
         prefixes.
         """
-        has_prefix = self.prefixes != NOTHING
+        has_prefix = self.shared_prefixes != NOTHING
         added = np.zeros(len(values), np.int64)
         added[self.samples] = values[self.samples]
-        added[self.samples[has_prefix]] -= prefix_values[self.prefixes[has_prefix]]
+        added[self.samples[has_prefix]] -= prefix_values[self.shared_prefixes[has_prefix]]
         return added
 
     def new_tokens(self, lengths: IntArray) -> Int32Array:
         """Return the tokens that each sample adds to its group: int32 (N,), in the order of ``samples``."""
-        return (lengths[self.samples] - self.shared).astype(np.int32)
+        return (lengths[self.samples] - self.shared_tokens).astype(np.int32)
 
     def sums_per_group(self, values: IntArray) -> Int64Array:
         """Sum ``values`` (N,), in the order of ``samples``, over each group; int64 (G,)."""
@@ -115,8 +115,8 @@ class PrefixTrees:
     def expand(self, groups: PackPlan, lengths: IntArray) -> PackPlan:
         """Build a plan of samples from packs of groups; ``lengths`` (n,) are by sample number."""
         members, starts = gather_groups(self.offsets, groups.samples)
-        new = self.new_tokens(lengths)[members]
-        return PackPlan(self.samples[members], starts[groups.offsets], new, groups.capacity, self.shared[members])
+        new, shared = self.new_tokens(lengths)[members], self.shared_tokens[members]
+        return PackPlan(self.samples[members], starts[groups.offsets], new, groups.capacity, shared)
 
 
 def plan_trees(
@@ -132,9 +132,9 @@ def plan_trees(
 ) -> PrefixTrees:
     """Build prefix trees, and split those that do not fit into a pack: a pure function, the same on every machine.
 
-    Each further part of a tree computes its prefix again. Trees are split in depth-first order. If tokens are the only
-    limit, wide trees are split where their branches fit best. Ties go to the first sample. Cost: O(M log M) for M
-    prefixes, times the depth of the deepest tree.
+    Each group of a split tree computes its prefix again. Trees are split in depth-first order. If tokens are the only
+    limit, wide trees are split where their branches fit best. Cost: O(M log M) for M prefixes, times the depth of the
+    deepest tree.
 
     Args:
         lengths: (N,), tokens of each sample.
@@ -147,90 +147,114 @@ def plan_trees(
     assert len(lengths) == prefixes.num_samples
     forest = _Forest.from_prefixes(prefixes, min_shared)
     fits = lengths <= (capacity if max_length is None else max_length)
-    order, shared, shared_prefixes = _sort_by_tree(forest, fits)
-    tree_ids = forest.roots()[order]  # stays valid, because samples are only reordered within their tree below
+    walk = _DepthFirst.of(forest, np.flatnonzero(fits))
     if max_media_tokens is None and max_samples is None:
-        positions, shared, shared_prefixes = _pack_wide_trees(lengths[order], shared, shared_prefixes, capacity)
-        order = order[positions]
-    limits = [_Limit(lengths[order].astype(np.int64), shared, capacity)]
+        _pack_wide_trees(walk, lengths, capacity)
+    samples = walk.samples
+    limits = [_Limit(lengths[samples], walk.shared_tokens, capacity)]
     if media_tokens is not None and max_media_tokens is not None:
         sample_media, prefix_media = media_tokens
-        shared_media = np.append(prefix_media, 0)[shared_prefixes]  # ``NOTHING``, -1, selects the appended 0
-        limits.append(_Limit(sample_media[order].astype(np.int64), shared_media, max_media_tokens))
-    group_starts = _split_trees(shared, limits, max_samples or max(len(order), 1))
-    shared[group_starts] = 0
-    shared_prefixes[group_starts] = NOTHING
-    offsets = np.append(group_starts, len(order))
-    return PrefixTrees(order.astype(np.int64), offsets, shared, shared_prefixes, tree_ids)
+        shared_media = np.append(prefix_media, 0)[walk.shared_prefixes]  # ``NOTHING``, -1, selects the appended 0
+        limits.append(_Limit(sample_media[samples], shared_media, max_media_tokens))
+    group_starts = _split_trees(walk.shared_tokens, limits, max_samples or max(len(samples), 1))
+    walk.set_shared(group_starts, 0, NOTHING)
+    offsets = np.append(group_starts, len(samples))
+    return PrefixTrees(samples, offsets, walk.shared_tokens, walk.shared_prefixes, forest.roots()[samples])
 
 
-def _sort_by_tree(forest: _Forest, fits: npt.NDArray[np.bool_]) -> tuple[Int64Array, Int32Array, Int64Array]:
-    """Sort the samples flagged by ``fits``, (N,), depth first in each tree, and the trees by their first samples.
+@dataclass(frozen=True, eq=False)
+class _DepthFirst:
+    """N samples, tree after tree, each in depth-first order, with the prefix that each shares with the one before it.
 
-    Returns the samples, (n,), and what each shares with the one before it: the number of tokens, 0 at the beginning of
-    a tree, and the index of the prefix, or ``NOTHING``.
+    Args:
+        samples: int64 (N,).
+        shared_tokens: int32 (N,), tokens of the shared prefix; 0 for the first sample of a tree.
+        shared_prefixes: int64 (N,), index of the shared prefix among all prefixes, or ``NOTHING``.
     """
-    # By the preorder number of the longest node of each sample, then by sample number.
-    order = np.argsort(forest.preorder()[forest.ends], kind="stable")
-    order = order[fits[order]]
-    ends = forest.ends[order]
-    common_nodes = np.full(len(order), NOTHING, np.int64)
-    common_nodes[1:] = forest.common_ancestors(ends[:-1], ends[1:])
-    shared, shared_prefixes = forest.lengths[common_nodes], forest.prefixes[common_nodes]
-    starts = np.flatnonzero(shared == 0)
-    if len(starts) == 0:
-        return order, shared, shared_prefixes
-    first_samples = np.minimum.reduceat(order, starts)
-    tree_sizes = np.diff(np.append(starts, len(order)))
-    by_tree = np.argsort(np.repeat(first_samples, tree_sizes), kind="stable")
-    return order[by_tree], shared[by_tree], shared_prefixes[by_tree]
+
+    samples: Int64Array
+    shared_tokens: Int32Array
+    shared_prefixes: Int64Array
+
+    @classmethod
+    def of(cls, forest: _Forest, samples: Int64Array) -> _DepthFirst:
+        """Sort samples, (N,), which ascend: trees by their lowest sample, and samples at the same node by number."""
+        samples = samples[np.argsort(forest.preorder()[forest.last_nodes[samples]], kind="stable")]
+        nodes = forest.last_nodes[samples]
+        common_nodes = np.full(len(samples), NOTHING, np.int64)
+        common_nodes[1:] = forest.common_ancestors(nodes[:-1], nodes[1:])
+        # A sample without a common node begins a tree: ``NOTHING``, -1, selects the last element, 0 tokens.
+        shared_tokens, shared_prefixes = forest.tokens[common_nodes], forest.prefixes[common_nodes]
+        tree_starts = np.flatnonzero(shared_tokens == 0)
+        tree_sizes = np.diff(np.append(tree_starts, len(samples)))
+        first_samples = np.minimum.reduceat(samples, tree_starts)
+        by_tree = np.argsort(np.repeat(first_samples, tree_sizes), kind="stable")
+        return cls(samples[by_tree], shared_tokens[by_tree], shared_prefixes[by_tree])
+
+    def tree(self, start: int, stop: int) -> _DepthFirst:
+        """Return a view of the tree at these positions: changes of the view change these samples."""
+        tree = slice(start, stop)
+        return _DepthFirst(self.samples[tree], self.shared_tokens[tree], self.shared_prefixes[tree])
+
+    def reorder(self, positions: Int64Array) -> None:
+        """Move all samples in place; ``positions``, (N,), are their old positions in the new order."""
+        for values in (self.samples, self.shared_tokens, self.shared_prefixes):
+            values[:] = values[positions]
+
+    def set_shared(self, positions: Int64Array, tokens: int, prefix: int) -> None:
+        """Set, in place, what the samples at ``positions`` share with the one before them."""
+        self.shared_tokens[positions] = tokens
+        self.shared_prefixes[positions] = prefix
 
 
 def rebuild_trees(packs: PackPlan, prefixes: Prefixes, *, min_shared: int) -> PrefixTrees | None:
     """Rebuild the trees of a plan made with ``min_shared``, each pack a group; None if its prefixes were others."""
-    assert packs.shared is not None, "the plan has shared prefixes"
+    assert packs.shared_tokens is not None, "the plan has shared prefixes"
     # Sample and prefix length in one number, ascending.
     keys = prefixes.owners() << 31 | prefixes.lengths
-    has_prefix = packs.shared > 0
-    wanted_keys = (packs.samples << 31 | packs.shared + 1)[has_prefix]
+    has_prefix = packs.shared_tokens > 0
+    wanted_keys = (packs.samples << 31 | packs.shared_tokens + 1)[has_prefix]
     indices = np.searchsorted(keys, wanted_keys)
     if (indices == len(keys)).any() or (keys[indices] != wanted_keys).any():
         return None
     shared_prefixes = np.full(packs.num_samples, NOTHING, np.int64)
     shared_prefixes[has_prefix] = indices
     tree_ids = _Forest.from_prefixes(prefixes, min_shared).roots()[packs.samples]
-    return PrefixTrees(packs.samples, packs.offsets, packs.shared, shared_prefixes, tree_ids)
+    return PrefixTrees(packs.samples, packs.offsets, packs.shared_tokens, shared_prefixes, tree_ids)
 
 
 @dataclass(frozen=True, eq=False)
 class _Forest:
-    """The H prefixes of more than one sample; the last element of the arrays of nodes stands for ``NOTHING``."""
+    """H nodes, each a prefix of several samples; arrays of nodes have a further, last element for ``NOTHING``, -1."""
 
-    parents: Int64Array  # (H + 1,), the next shorter prefix of the same samples
-    lengths: Int32Array  # (H + 1,), tokens that samples with the prefix share
+    parents: Int64Array  # (H + 1,), the next shorter prefix of the same samples, or ``NOTHING``
+    tokens: Int32Array  # (H + 1,), tokens that samples with the prefix share; 0 for ``NOTHING``
     prefixes: Int64Array  # (H + 1,), index of the prefix among all, in the first sample that has it
-    ends: Int64Array  # (N,), the longest node of each sample
+    last_nodes: Int64Array  # (N,), the longest shared prefix of each sample, or ``NOTHING``
 
     @classmethod
     def from_prefixes(cls, prefixes: Prefixes, min_shared: int) -> _Forest:
-        """Find the prefixes with more than ``min_shared`` tokens that several samples have, by equal hashes."""
-        shared = _repeated_prefixes(prefixes, min_shared)  # (X,)
-        # Prefixes with equal hashes are one node: ``node_of``, (X,), is the node of each shared prefix, and ``first``,
-        # (H,), the position in ``shared`` of each node's first prefix.
-        _, first, node_of = np.unique(prefixes.hashes[shared], return_index=True, return_inverse=True)
-        # Renumber the nodes by first occurrence, so that a parent's number is below its children's.
+        """Make one node of all prefixes with the same hash, if they have more than ``min_shared`` tokens."""
+        repeated = _repeated_prefixes(prefixes, min_shared)  # indices of prefixes, (X,), sample after sample
+        _, first, node_of = np.unique(prefixes.hashes[repeated], return_index=True, return_inverse=True)
+        # Number the nodes in the order in which ``repeated`` lists them first, so parents come before their children.
         by_first = np.argsort(first)
-        first, node_of = first[by_first], invert_order(by_first)[node_of]
-        # The parent of a node is the shared prefix before it, if that is of the same sample.
-        owners = prefixes.owners()[shared]
-        parents = np.full(len(first) + 1, NOTHING, np.int64)
-        if len(first):
-            has_parent = (first > 0) & (owners[first - 1] == owners[first])
-            parents[:-1][has_parent] = node_of[first[has_parent] - 1]
-        ends = np.full(prefixes.num_samples, NOTHING, np.int64)
-        ends[owners] = node_of  # the last assignment of a sample stays: its longest prefix
-        lengths = np.append(prefixes.lengths[shared[first]] - 1, 0).astype(np.int32)
-        return cls(parents, lengths, np.append(shared[first], NOTHING), ends)
+        first = first[by_first]  # (H,), index of each node in ``repeated``
+        node_of = invert_order(by_first)[node_of]  # (X,), node of each prefix in ``repeated``
+        # A sample lists its prefixes from short to long: the parent of a node is the one before it in the sample.
+        samples = prefixes.owners()[repeated]
+        parent_of = np.append(NOTHING, node_of)[:-1]
+        parent_of[np.diff(samples, prepend=NOTHING) > 0] = NOTHING  # the shortest of each sample
+        last_nodes = np.full(prefixes.num_samples, NOTHING, np.int64)
+        last_nodes[samples] = node_of  # of several nodes of a sample, the last one stays
+        first_prefixes = repeated[first]
+        return cls(
+            parents=np.append(parent_of[first], NOTHING),
+            # Not the last token of a prefix, which may have to predict two continuations.
+            tokens=np.append(prefixes.lengths[first_prefixes] - 1, 0).astype(np.int32),
+            prefixes=np.append(first_prefixes, NOTHING),
+            last_nodes=last_nodes,
+        )
 
     def depths(self) -> Int64Array:
         """Count the ancestors of each node, (H + 1,); -1 for ``NOTHING``."""
@@ -243,8 +267,8 @@ class _Forest:
         return depths
 
     def roots(self) -> Int64Array:
-        """Find the root above the longest node of each sample, or ``NOTHING``; (N,)."""
-        roots = self.ends
+        """Find the root above the last node of each sample, or ``NOTHING``; (N,)."""
+        roots = self.last_nodes
         while ((above := self.parents[roots]) != NOTHING).any():
             roots = np.where(above == NOTHING, roots, above)
         return roots
@@ -295,111 +319,89 @@ def _repeated_prefixes(prefixes: Prefixes, min_shared: int) -> Int64Array:
     return long[np.isin(prefixes.hashes[long], repeated_hashes, kind="sort")]
 
 
-class _Limit(NamedTuple):
-    """Maximum tokens, or media tokens, of a group.
+class _Limit:
+    """Maximum tokens, or media tokens, of a group: consecutive samples of one tree in depth-first order.
 
-    ``values``, (N,), are of samples in depth-first order; ``shared``, (N,), is the part of them that each sample shares
-    with the one before it, which is counted for the first sample of a group only.
+    A group has all tokens of its first sample, and of each other sample those that it does not share with the sample
+    before it. ``amounts`` (N,) are tokens of full samples, ``shared`` (N,) those shared with the sample before.
     """
 
-    values: Int64Array
-    shared: IntArray
-    maximum: int
+    def __init__(self, amounts: IntArray, shared: IntArray, maximum: int) -> None:
+        self._amounts = amounts.astype(np.int64)
+        self._added_up_to = np.cumsum(self._amounts - shared)  # by each sample and all before it, (N,)
+        self._maximum = maximum
+
+    def allows(self, starts: Int64Array, stops: Int64Array) -> npt.NDArray[np.bool_]:
+        """Return for groups of samples from ``starts`` to ``stops`` - 1, (G,), whether they are within the limit."""
+        added_by_others = self._added_up_to[stops - 1] - self._added_up_to[starts]
+        return self._amounts[starts] + added_by_others <= self._maximum
+
+    def max_stop(self, start: int) -> int:
+        """Return where the longest group from ``start`` on ends: at the first sample that would exceed the limit."""
+        max_added_up_to = self._maximum - int(self._amounts[start]) + int(self._added_up_to[start])
+        return int(np.searchsorted(self._added_up_to, max_added_up_to, side="right"))
 
 
-def _split_trees(shared: Int32Array, limits: list[_Limit], max_samples: int) -> Int64Array:
-    """Return the first samples of groups, int64 (G,): of each tree, and wherever a group would exceed a limit.
+def _split_trees(shared_tokens: Int32Array, limits: list[_Limit], max_samples: int) -> Int64Array:
+    """Divide each tree into groups within all limits; return the first samples of the groups, int64 (G,), ascending.
 
-    ``shared``, (N,), is what each sample in depth-first order shares with the one before it; ``max_samples`` is a
-    further limit. A single sample is a group even if it exceeds a limit.
+    ``shared_tokens``, (N,), are 0 where a tree begins. A single sample is a group even if it exceeds a limit.
     """
-    tree_starts = np.flatnonzero(shared == 0)
-    tree_stops = np.append(tree_starts, len(shared))[1:]
-    # A group from i to j has values[i], shared prefix included, and what the others add: total[j] - total[i].
-    totals = [np.cumsum(limit.values - limit.shared) for limit in limits]
+    tree_starts = np.flatnonzero(shared_tokens == 0)
+    tree_stops = np.append(tree_starts, len(shared_tokens))[1:]
     fits = tree_stops - tree_starts <= max_samples
-    for limit, total in zip(limits, totals, strict=True):
-        fits &= total[tree_stops - 1] - total[tree_starts] + limit.values[tree_starts] <= limit.maximum
+    for limit in limits:
+        fits &= limit.allows(tree_starts, tree_stops)
     group_starts = tree_starts[fits].tolist()
     for start, tree_stop in zip(tree_starts[~fits].tolist(), tree_stops[~fits].tolist(), strict=True):
         while start < tree_stop:
             group_starts.append(start)
-            max_stop = min(start + max_samples, tree_stop)
-            start = max(_end_of_group(start, max_stop, limits, totals), start + 1)
+            stop = min(start + max_samples, tree_stop, *(limit.max_stop(start) for limit in limits))
+            start = max(stop, start + 1)
     return np.sort(np.array(group_starts, np.int64))
-
-
-def _end_of_group(start: int, max_stop: int, limits: list[_Limit], totals: list[Int64Array]) -> int:
-    """Return where a group from ``start`` on ends: before the first sample that exceeds a limit, or at ``max_stop``.
-
-    ``totals`` are, for each limit, the cumulative sums of what samples add, (N,).
-    """
-    stop = max_stop
-    for limit, total in zip(limits, totals, strict=True):
-        max_total = limit.maximum - int(limit.values[start]) + int(total[start])
-        stop = min(stop, int(np.searchsorted(total, max_total, side="right")))
-    return stop
 
 
 MIN_BRANCHES = 64
 """Branches of a tree from which they are packed by best fit."""
 
 
-def _pack_wide_trees(
-    lengths: IntArray, shared: Int32Array, shared_prefixes: Int64Array, capacity: int
-) -> tuple[Int64Array, Int32Array, Int64Array]:
-    """Distribute the branches of wide trees over packs, each with the trunk, by best-fit decreasing.
+def _pack_wide_trees(walk: _DepthFirst, lengths: IntArray, capacity: int) -> None:
+    """Distribute the branches of wide trees over packs, each with the trunk, by best-fit decreasing; in place.
 
-    Splitting in depth-first order would waste half a branch a pack, since a wide tree is alone in its packs::
+    The trunk is the prefix that all samples of a tree share; a branch is consecutive samples that share more than that.
+    Each pack becomes a tree of its own. Splitting in depth-first order would waste space::
 
         branches      5 4 2 3 1 3 beside a trunk of 2, packs of 8 tokens
         depth-first   2 5 | 2 4 2 | 2 3 1 | 2 3       four packs
         best fit      2 5 1 | 2 4 2 | 2 3 3           three
-
-    The trunk is the prefix that all samples of a tree share; a branch is consecutive samples that share more than that.
-    All arrays, (N,), are of samples in depth-first order. Returns the position of each sample of the new order in the
-    old one, and ``shared`` and ``shared_prefixes`` of the new order, in which each pack is a tree of its own.
     """
-    positions, shared, shared_prefixes = np.arange(len(shared)), shared.copy(), shared_prefixes.copy()
-    starts = np.flatnonzero(shared == 0)
-    sizes = np.diff(np.append(starts, len(shared)))
-    is_wide = sizes >= MIN_BRANCHES
-    for start, size in zip(starts[is_wide].tolist(), sizes[is_wide].tolist(), strict=True):
-        tree = slice(start, start + size)
-        order = _pack_wide_tree(lengths[tree], shared[tree], shared_prefixes[tree], capacity)
-        if order is not None:
-            positions[tree] = start + order
-    return positions, shared, shared_prefixes
+    tree_offsets = np.append(np.flatnonzero(walk.shared_tokens == 0), len(walk.samples))
+    for index in np.flatnonzero(np.diff(tree_offsets) >= MIN_BRANCHES).tolist():
+        tree = walk.tree(*tree_offsets[index : index + 2].tolist())
+        _pack_wide_tree(tree, lengths[tree.samples], capacity)
 
 
-def _pack_wide_tree(
-    lengths: IntArray, shared: Int32Array, shared_prefixes: Int64Array, capacity: int
-) -> Int64Array | None:
-    """Distribute the branches of one tree over packs, as ``_pack_wide_trees`` does.
+def _pack_wide_tree(tree: _DepthFirst, lengths: IntArray, capacity: int) -> None:
+    """Distribute the branches of one tree over packs, in place; no change if it fits into one, or has few branches.
 
-    Returns the new order of its samples, (n,), and changes ``shared`` and ``shared_prefixes``, (n,), in place; or None
-    without changes.
+    ``lengths``, (n,), are of the samples of the tree, which are two or more.
     """
-    # Of the samples after the first one, the one that shares least shares the trunk only, and begins a branch.
-    fork_index = 1 + int(shared[1:].argmin())
-    trunk_tokens, trunk_prefix = int(shared[fork_index]), shared_prefixes[fork_index]
-    branches = np.flatnonzero(shared <= trunk_tokens)  # first sample of each branch
-    own_tokens = lengths - np.maximum(shared, trunk_tokens)  # that each sample adds to the trunk
-    packs = _pack_branches(np.add.reduceat(own_tokens, branches), capacity - trunk_tokens)
+    # All samples share the trunk, and the first sample of a branch shares no more than that.
+    fork = 1 + int(tree.shared_tokens[1:].argmin())
+    trunk_tokens, trunk_prefix = int(tree.shared_tokens[fork]), int(tree.shared_prefixes[fork])
+    branch_starts = np.flatnonzero(tree.shared_tokens <= trunk_tokens)
+    tokens_beside_trunk = lengths - np.maximum(tree.shared_tokens, trunk_tokens)  # that each sample adds, (n,)
+    branch_tokens = np.add.reduceat(tokens_beside_trunk, branch_starts)
+    packs = _pack_branches(branch_tokens, capacity - trunk_tokens)
     if packs is None:
-        return None
-    branch_order, first_branches = packs
-    order, branch_offsets = gather_groups(np.append(branches, len(shared)), branch_order)
-    shared[:] = shared[order]
-    shared_prefixes[:] = shared_prefixes[order]
-    # The first sample of a branch shares the trunk with the sample before it, but nothing if it begins a pack.
-    branch_starts = branch_offsets[:-1]
-    shared[branch_starts] = trunk_tokens
-    shared_prefixes[branch_starts] = trunk_prefix
-    pack_starts = branch_starts[first_branches]
-    shared[pack_starts] = 0
-    shared_prefixes[pack_starts] = NOTHING
-    return order
+        return
+    branch_order, pack_starts = packs
+    positions, branch_offsets = gather_groups(np.append(branch_starts, len(lengths)), branch_order)
+    tree.reorder(positions)
+    # A branch shares the trunk with the branch before it in its pack.
+    new_branch_starts = branch_offsets[:-1]
+    tree.set_shared(new_branch_starts, trunk_tokens, trunk_prefix)
+    tree.set_shared(new_branch_starts[pack_starts], 0, NOTHING)
 
 
 def _pack_branches(branch_tokens: Int64Array, space: int) -> tuple[Int64Array, Int64Array] | None:
@@ -412,24 +414,24 @@ def _pack_branches(branch_tokens: Int64Array, space: int) -> tuple[Int64Array, I
     if len(fits) < MIN_BRANCHES or branch_tokens.sum() <= space:
         return None
     packs = pack_histogram(branch_tokens[fits].astype(np.int32), space, shuffle=False, seed=0, epoch=0)
-    too_long = np.setdiff1d(np.arange(len(branch_tokens)), fits)
+    too_long = np.flatnonzero(branch_tokens > space)
     order = np.concatenate([fits[packs.samples], too_long])
-    first_branches = np.append(packs.offsets[:-1], np.arange(len(fits), len(order)))
-    return order, first_branches
+    pack_starts = np.append(packs.offsets[:-1], np.arange(len(fits), len(order)))
+    return order, pack_starts
 
 
 def select_samples(trees: PrefixTrees, is_selected: npt.NDArray[np.bool_]) -> PrefixTrees:
     """Keep flagged samples, (n,), at least one; two that become neighbors share what all between them shared."""
     positions: IntArray = np.flatnonzero(is_selected[trees.samples])
     # The minimum shared since the previous kept sample: tokens and position are compared as one number.
-    keys = trees.shared.astype(np.int64) * len(is_selected) + np.arange(len(trees.samples))
+    keys = trees.shared_tokens.astype(np.int64) * len(is_selected) + np.arange(len(trees.samples))
     starts = np.append(0, positions[:-1] + 1)
     sources = np.minimum.reduceat(keys[: positions[-1] + 1], starts) % len(is_selected)
     offsets = np.unique(np.searchsorted(positions, trees.offsets))
-    shared, prefixes = trees.shared[sources], trees.prefixes[sources]
-    shared[offsets[:-1]], prefixes[offsets[:-1]] = 0, NOTHING
-    samples, tree_ids = trees.samples[positions], trees.tree_ids[positions]
-    return replace(trees, samples=samples, offsets=offsets, shared=shared, prefixes=prefixes, tree_ids=tree_ids)
+    walk = _DepthFirst(trees.samples[positions], trees.shared_tokens[sources], trees.shared_prefixes[sources])
+    walk.set_shared(offsets[:-1], 0, NOTHING)
+    tree_ids = trees.tree_ids[positions]
+    return PrefixTrees(walk.samples, offsets, walk.shared_tokens, walk.shared_prefixes, tree_ids, trees.parts)
 
 
 @dataclass(frozen=True)
@@ -437,20 +439,20 @@ class Branch:
     """Tokens that occur once in a pack: a prefix of several samples, or the rest of one sample.
 
     Args:
-        first, last: the samples that have them, in pack order, ``last`` excluded.
-        start, stop: their positions, the same in each of these samples.
+        first_sample, stop_sample: the samples that have them, in pack order, ``stop_sample`` excluded.
+        start, stop: positions of the tokens, the same in each of these samples.
         parent: index of the branch that they continue, earlier in the list; or ``NOTHING``.
     """
 
-    first: int
-    last: int
+    first_sample: int
+    stop_sample: int
     start: int
     stop: int
     parent: int
 
     @property
     def num_samples(self) -> int:
-        return self.last - self.first
+        return self.stop_sample - self.first_sample
 
     @property
     def num_tokens(self) -> int:
@@ -461,37 +463,37 @@ def find_branches(new_tokens: IntArray, shared: IntArray | None = None) -> list[
     """List the branches of one pack, each after its parent, in the order of their tokens in the pack.
 
     ``new_tokens``, (S,), are what each sample adds to the pack, 1 or more. ``shared``, (S,), is the prefix that it
-    shares with the sample before it, shorter than either sample; None if nothing is shared. Cost: each sample is
-    visited once for each prefix that it shares.
+    shares with the sample before it, shorter than either sample; None if nothing is shared.
     """
     shared_tokens = [0] * len(new_tokens) if shared is None else shared.tolist()
-    lengths = [new + old for new, old in zip(new_tokens.tolist(), shared_tokens, strict=True)]
     shared_tokens.append(0)  # nothing is shared beyond the end of the pack
     branches: list[Branch] = []
     path: list[int] = []  # indices of the branches that make up the current sample, from its beginning
-    for sample, length in enumerate(lengths):
+    for sample, num_new in enumerate(new_tokens.tolist()):
+        # Leave the branches that end behind the prefix shared with the sample before.
         while path and branches[path[-1]].stop > shared_tokens[sample]:
             path.pop()
-        end_of_prefix = _ends_of_prefixes(sample, length, shared_tokens)
-        for stop in sorted(end_of_prefix):
-            start, parent = (branches[path[-1]].stop, path[-1]) if path else (0, NOTHING)
+        stop_samples = _stop_samples(sample, shared_tokens[sample] + num_new, shared_tokens)
+        for prefix_length, stop_sample in sorted(stop_samples.items()):
+            parent = path[-1] if path else NOTHING
+            start = branches[parent].stop if path else 0
             path.append(len(branches))
-            branches.append(Branch(first=sample, last=end_of_prefix[stop], start=start, stop=stop, parent=parent))
+            branches.append(Branch(sample, stop_sample, start, prefix_length, parent))
     return branches
 
 
-def _ends_of_prefixes(sample: int, length: int, shared_tokens: list[int]) -> dict[int, int]:
-    """Return, for each prefix of a sample that is new in the pack, the first following sample that does not share it.
+def _stop_samples(sample: int, length: int, shared_tokens: list[int]) -> dict[int, int]:
+    """Find the prefixes of a sample that the sample before it does not have, the whole sample among them.
 
-    Prefixes are given by their lengths; the longest is the sample itself. ``shared_tokens`` is what each sample shares
-    with the one before it, with a 0 at the end.
+    Returns by length of the prefix, the longest first, the first following sample that does not share it.
+    ``shared_tokens`` is what each sample of the pack shares with the one before it, with a 0 at the end.
     """
-    end_of_prefix: dict[int, int] = {}
+    stop_samples: dict[int, int] = {}
     prefix_length = length
     following = sample + 1
     while prefix_length > shared_tokens[sample] and following < len(shared_tokens):
         if prefix_length > shared_tokens[following]:
-            end_of_prefix[prefix_length] = following
+            stop_samples[prefix_length] = following
             prefix_length = shared_tokens[following]
         following += 1
-    return end_of_prefix
+    return stop_samples

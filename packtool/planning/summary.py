@@ -171,7 +171,7 @@ def pack_costs(packs: PackPlan, cost: CostModel, target_tokens: IntArray, towers
     targets = packs.sums_per_pack(logits[packs.samples])
     windows = np.zeros(packs.num_packs, np.int64)
     if cost.per_window:  # the model has layers with windows
-        windows = packs.sums_per_pack(cost.window_squares(packs.full_lengths, packs.shared))
+        windows = packs.sums_per_pack(cost.window_squares(packs.full_lengths, packs.shared_tokens))
     attention = cost.attention_of(packs.sum_squares_per_pack(), windows)
     return cost(packs.tokens_per_pack(), attention, targets, tower_flops)
 

@@ -420,7 +420,7 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
 def _content_of_pack(plan: SavedPlan, pack: int) -> tuple[list[int], list[Branch]]:
     """Return the samples of a pack, as positions in the cache, and their branches."""
     in_pack = slice(int(plan.offsets[pack]), int(plan.offsets[pack + 1]))
-    shared = None if plan.shared is None else plan.shared[in_pack]
+    shared = None if plan.shared_tokens is None else plan.shared_tokens[in_pack]
     return plan.samples[in_pack].tolist(), find_branches(plan.lengths[in_pack], shared)
 
 
@@ -441,7 +441,7 @@ def _branch_figures(
     prefix_numbers: dict[int, int | None] = {NOTHING: None}  # number of a prefix by the index of its branch
     pack_start = 0  # start of the branch in the pack; ``branch.start`` is its start in each of its samples
     for index, branch in enumerate(branches):
-        branch_samples = samples[branch.first : branch.last]
+        branch_samples = samples[branch.first_sample : branch.stop_sample]
         figures = {
             "start": pack_start,
             "end": pack_start + branch.num_tokens,
@@ -452,9 +452,9 @@ def _branch_figures(
         }
         if branch.num_samples > 1:
             prefix_numbers[index] = len(prefixes)
-            prefixes.append({"samples": list(sample_numbers[branch.first : branch.last]), **figures})
+            prefixes.append({"samples": list(sample_numbers[branch.first_sample : branch.stop_sample]), **figures})
         else:
-            origin = _origin_figures(sample_numbers[branch.first], branch_samples[0])
+            origin = _origin_figures(sample_numbers[branch.first_sample], branch_samples[0])
             sample_figures.append({**origin, **figures})
         pack_start += branch.num_tokens
     return prefixes, sample_figures

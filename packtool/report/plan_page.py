@@ -192,7 +192,7 @@ def _fill_card(figures: Mapping[str, Any]) -> Card:
 def _shared_content(packs: PackPlan, figures: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return savings by shared prefixes, and up to two trees as (name, note, branches); None if nothing is shared."""
     savings = figures["shared_prefixes"]
-    if savings is None or packs.shared is None:
+    if savings is None or packs.shared_tokens is None:
         return None
     tokens = f"{savings['tokens_saved']:,} of {savings['tokens_without']:,}"
     headline: list[Card] = [(percent(savings["token_share_saved"]), "of the tokens saved", tokens)]
@@ -203,7 +203,7 @@ def _shared_content(packs: PackPlan, figures: Mapping[str, Any]) -> dict[str, An
     headline.append((f"{figures['steps_per_epoch']:,}", "optimizer steps", steps))
     sizes = f"of {savings['samples_per_tree']:.1f} samples on average, {savings['largest_tree']:,} at most"
     headline.append((f"{savings['num_trees']:,}", "prefix trees", sizes))
-    return {"headline": headline, "trees": _example_trees(packs, packs.shared)}
+    return {"headline": headline, "trees": _example_trees(packs, packs.shared_tokens)}
 
 
 def _example_trees(packs: PackPlan, shared: npt.NDArray[np.integer[Any]]) -> list[tuple[str, str, list[Branch]]]:
@@ -240,7 +240,9 @@ def _tree_note(packs: PackPlan, start: int, stop: int) -> str:
 
 def _branches(packs: PackPlan, start: int, stop: int) -> list[Branch]:
     """Return the branches (shared prefixes, and tokens that one sample adds) of samples ``start`` to ``stop - 1``."""
-    return find_branches(packs.lengths[start:stop], None if packs.shared is None else packs.shared[start:stop])
+    return find_branches(
+        packs.lengths[start:stop], None if packs.shared_tokens is None else packs.shared_tokens[start:stop]
+    )
 
 
 def _maxima(values: npt.NDArray[np.float64]) -> list[float]:
@@ -476,11 +478,11 @@ def tree_drawing(branches: Sequence[Branch]) -> Drawing:
     shapes = []
     for branch in branches:
         x, width = branch.start / longest * AXIS_LENGTH, branch.num_tokens / longest * AXIS_LENGTH
-        y, height = branch.first * _LINE_PITCH, _height(branch.num_samples)
+        y, height = branch.first_sample * _LINE_PITCH, _height(branch.num_samples)
         sharing = f"shared by {branch.num_samples:,} samples" if branch.num_samples > 1 else "of one sample"
         hint = f"{branch.num_tokens:,} tokens {sharing}"
         shapes.append(Box(x, y, width, height, f"s {_branch_style(branch)}", hint))
-    num_lines = max(branch.last for branch in branches)
+    num_lines = max(branch.stop_sample for branch in branches)
     return Drawing("tree", "samples that share prefixes, to scale", shapes, _height(num_lines), in_pixels=True)
 
 
@@ -490,7 +492,7 @@ def _height(num_lines: int) -> int:
 
 
 def _branch_style(branch: Branch) -> str:
-    return _colour(branch.first % _NUM_COLOURS) if branch.num_samples == 1 else _PREFIX_STYLE
+    return _colour(branch.first_sample % _NUM_COLOURS) if branch.num_samples == 1 else _PREFIX_STYLE
 
 
 def blocks_drawing(

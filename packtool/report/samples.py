@@ -101,10 +101,10 @@ class ShownPacks:
         """Return the samples and shared prefixes of a pack, for the page's script."""
         members = self._slice(number)
         samples = self._plan.samples[members].tolist()
-        shared = None if self._plan.shared is None else self._plan.shared[members]
+        shared = None if self._plan.shared_tokens is None else self._plan.shared_tokens[members]
         branches = []
         for branch in find_branches(self._plan.lengths[members], shared):
-            sample = samples[branch.first] if branch.num_samples == 1 else None  # None for a shared prefix
+            sample = samples[branch.first_sample] if branch.num_samples == 1 else None  # None for a shared prefix
             branches.append((sample, branch.num_tokens, branch.num_samples))
         return {"number": number, "samples": len(samples), "parts": branches}
 
@@ -116,7 +116,7 @@ class ShownPacks:
             "shown": len(self.numbers),
             "all": len(self._plan.offsets) - 1,
             "capacity": self._plan.capacity,
-            "sharesPrefixes": self._plan.shared is not None,
+            "sharesPrefixes": self._plan.shared_tokens is not None,
             "ranks": ranks,
             "places": [_base64(column) for column in placement],
             "steps": {name: _base64(column) for name, column in self._steps().items()},

@@ -113,7 +113,7 @@ class SampleAmounts(NamedTuple):
         """Subtract from each sample's amounts those of the prefix which it shares with the sample before."""
         trees, prefixes = sharing
         shared_tokens = np.zeros(len(self.targets), np.int64)
-        shared_tokens[trees.samples] = trees.shared
+        shared_tokens[trees.samples] = trees.shared_tokens
         targets = trees.added(self.targets, prefixes.target_tokens)
         return SampleAmounts(
             shared_tokens=shared_tokens,

@@ -54,7 +54,7 @@ def test_a_tree_is_in_one_micro_batch(sizes: list[list[int]], num_ranks: int) ->
     without_trees = plan_evaluation(lengths, num_ranks=num_ranks, max_tokens=64)
     plan = dataclasses.replace(without_trees, trees=trees)
     shared = np.zeros(len(lengths), np.int64)
-    shared[trees.samples] = trees.shared
+    shared[trees.samples] = trees.shared_tokens
     result = [batch for rank in range(num_ranks) for batch in plan.micro_batches(rank)]
     assert len({len(plan.micro_batches(rank)) for rank in range(num_ranks)}) == 1
     assert sorted(sample for batch in result for sample in batch) == list(range(len(lengths)))

@@ -53,7 +53,7 @@ def test_trees_match_the_diagram() -> None:
     trees, lengths = planned_trees(rows, [[5, 7], [5, 7], [5, 7], [5], [5]])
     assert trees.samples.tolist() == [1, 3, 0, 2, 4]
     assert lengths[trees.samples].tolist() == [8, 9, 7, 7, 5]
-    assert trees.shared.tolist() == [0, 4, 4, 6, 0]
+    assert trees.shared_tokens.tolist() == [0, 4, 4, 6, 0]
     assert trees.new_tokens(lengths).tolist() == [8, 5, 3, 1, 5]
     assert trees.offsets.tolist() == [0, 4, 5]
     assert trees.sums_per_group(trees.new_tokens(lengths)).tolist() == [17, 5]
@@ -80,10 +80,10 @@ def test_branches_match_the_diagram() -> None:
 def test_branches_hold_every_token_of_every_sample(rows: Rows) -> None:
     trees, lengths = planned_trees(rows)
     new = trees.new_tokens(lengths)
-    branches = find_branches(new, trees.shared)
+    branches = find_branches(new, trees.shared_tokens)
     assert sum(branch.num_tokens for branch in branches) == new.sum()
     for place, sample in enumerate(trees.samples):
-        branches_of_sample = [branch for branch in branches if branch.first <= place < branch.last]
+        branches_of_sample = [branch for branch in branches if branch.first_sample <= place < branch.stop_sample]
         assert [branch.start for branch in branches_of_sample] == [
             0,
             *(branch.stop for branch in branches_of_sample[:-1]),
@@ -97,7 +97,10 @@ def test_branches_hold_every_token_of_every_sample(rows: Rows) -> None:
             *(branches.index(branch) for branch in branches_of_sample[:-1]),
         ]
         for branch in branches_of_sample:
-            inside = {tuple(rows[row_index][: branch.stop]) for row_index in trees.samples[branch.first : branch.last]}
+            inside = {
+                tuple(rows[row_index][: branch.stop])
+                for row_index in trees.samples[branch.first_sample : branch.stop_sample]
+            }
             assert len(inside) == 1
 
 
@@ -140,8 +143,8 @@ def test_groups_respect_the_second_budget(media: list[int], of_prefix: int, max_
 
 def test_short_prefixes_are_not_shared() -> None:
     rows = [[1, 1, 1, 2], [1, 1, 1, 3]]
-    assert planned_trees(rows, [[3], [3]], min_shared=2)[0].shared.tolist() == [0, 2]
-    assert planned_trees(rows, [[3], [3]], min_shared=3)[0].shared.tolist() == [0, 0]
+    assert planned_trees(rows, [[3], [3]], min_shared=2)[0].shared_tokens.tolist() == [0, 2]
+    assert planned_trees(rows, [[3], [3]], min_shared=3)[0].shared_tokens.tolist() == [0, 0]
 
 
 def test_media_of_a_prefix_count_once() -> None:
@@ -173,7 +176,7 @@ def test_no_samples_and_no_prefixes() -> None:
     assert trees.expand(pack([], 10, seed=0), lengths).num_packs == 0
     trees, lengths = planned_trees([[1], [1]], [[], []])
     assert trees.samples.tolist() == [0, 1]
-    assert trees.prefixes.tolist() == [NOTHING, NOTHING]
+    assert trees.shared_prefixes.tolist() == [NOTHING, NOTHING]
     assert trees.expand(pack([1, 1], 10, seed=0), lengths).num_samples == 2
 
 
@@ -231,9 +234,9 @@ def test_rest_of_an_epoch_keeps_shared_prefixes() -> None:
     reassigned = assign_packs(remaining, np.ones(36, np.int64), options_for(30, world_size=1))
     assert reassigned.summary.num_samples == remaining.num_samples
     assert reassigned.packs.sum_squares_per_pack().sum() == remaining.sum_squares_per_pack().sum()
-    assert remaining.shared is not None
-    unlike = dataclasses.replace(remaining, shared=np.zeros_like(remaining.shared))
-    assert unlike.fingerprint != remaining.fingerprint != dataclasses.replace(remaining, shared=None).fingerprint
+    assert remaining.shared_tokens is not None
+    unlike = dataclasses.replace(remaining, shared_tokens=np.zeros_like(remaining.shared_tokens))
+    assert unlike.fingerprint != remaining.fingerprint != dataclasses.replace(remaining, shared_tokens=None).fingerprint
 
 
 def test_groups_are_in_the_order_of_their_first_samples() -> None:
@@ -283,7 +286,7 @@ def test_neighbors_share_their_longest_common_prefix(
     for place in range(len(rows)):
         before, here = (rows[int(trees.samples[at])] for at in (max(place - 1, 0), place))
         num_common = _alike(before, here) - 1 if place else 0
-        assert trees.shared[place] == (0 if place in starts else num_common)
+        assert trees.shared_tokens[place] == (0 if place in starts else num_common)
         assert place in starts or num_common >= min_shared
     tokens, sizes = trees.sums_per_group(trees.new_tokens(lengths)), np.diff(trees.offsets)
     assert (tokens <= capacity).all()
@@ -308,7 +311,7 @@ def test_shared_prefixes_are_equal(rows: Rows, data: st.DataObject) -> None:
     trees, lengths = planned_trees(rows, ends)
     for place in range(1, len(rows)):
         one, other = (rows[int(row_index)] for row_index in trees.samples[place - 1 : place + 1])
-        assert trees.shared[place] <= max(_alike(one, other) - 1, 0)
+        assert trees.shared_tokens[place] <= max(_alike(one, other) - 1, 0)
     replanned, _ = planned_trees(rows, ends)
     assert replanned.samples.tolist() == trees.samples.tolist()
     assert trees.expand(pack(trees.sums_per_group(trees.new_tokens(lengths)), 1000, seed=1), lengths).num_tokens == int(

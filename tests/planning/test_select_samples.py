@@ -20,11 +20,11 @@ def test_selected_neighbors_share_the_prefix_of_the_removed_ones(rows: Rows, dat
     expected, last, min_shared = [], -1, 0
     group = np.repeat(np.arange(len(trees.offsets) - 1), np.diff(trees.offsets))
     for at, sample in enumerate(trees.samples):
-        min_shared = min(min_shared, int(trees.shared[at]))
+        min_shared = min(min_shared, int(trees.shared_tokens[at]))
         if stay[sample]:
             expected.append(min_shared if last == group[at] else 0)
             last, min_shared = group[at], len(rows[sample])
-    assert result.shared.tolist() == expected
+    assert result.shared_tokens.tolist() == expected
     assert result.offsets[-1] == len(remaining_samples)
-    assert (result.shared[result.offsets[:-1]] == 0).all()
+    assert (result.shared_tokens[result.offsets[:-1]] == 0).all()
     assert (result.sums_per_group(result.new_tokens(lengths)) > 0).all()

@@ -28,11 +28,11 @@ def planned_trees(tails: list[list[int]], capacity: int, **options: int) -> tupl
 def test_packs_match_the_diagram(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_trees, "MIN_BRANCHES", 2)
     lengths, capacity = np.array([5, 4, 2, 3, 1, 3]) + 2, 8
-    shared, result = np.array([0, 2, 2, 2, 2, 2], np.int32), np.array([-1, 7, 7, 7, 7, 7])
-    places, shared, result = prefix_trees._pack_wide_trees(lengths, shared, result, capacity)
-    assert places.tolist() == [0, 4, 1, 2, 3, 5]
-    assert shared.tolist() == [0, 2, 0, 2, 0, 2]
-    assert result.tolist() == [-1, 7, -1, 7, -1, 7]
+    walk = prefix_trees._DepthFirst(np.arange(6), np.array([0, 2, 2, 2, 2, 2], np.int32), np.array([-1, 7, 7, 7, 7, 7]))
+    prefix_trees._pack_wide_trees(walk, lengths, capacity)
+    assert walk.samples.tolist() == [0, 4, 1, 2, 3, 5]
+    assert walk.shared_tokens.tolist() == [0, 2, 0, 2, 0, 2]
+    assert walk.shared_prefixes.tolist() == [-1, 7, -1, 7, -1, 7]
 
 
 @settings(max_examples=40)
@@ -45,16 +45,16 @@ def test_every_sample_once_and_no_pack_over_capacity(tails: list[list[int]], cap
     assert sorted(trees.samples.tolist()) == list(range(len(lengths)))
     tokens = trees.sums_per_group(trees.new_tokens(lengths))
     assert (tokens <= capacity).all()
-    assert ((trees.shared == 0) == np.isin(np.arange(len(lengths)), trees.offsets)).all()
+    assert ((trees.shared_tokens == 0) == np.isin(np.arange(len(lengths)), trees.offsets)).all()
     # As many rows a tree as there are keeps to the walk.
     walk, _ = planned_trees(tails, capacity, max_samples=len(lengths))
     assert len(trees.offsets) <= len(walk.offsets)
     # Neighbours have no more in common than their branch, and no less than the trunk.
     branch = np.repeat(np.arange(len(tails)), [max(len(tail) - 1, 1) for tail in tails])[trees.samples]
     same = branch[1:] == branch[:-1]
-    assert np.isin(trees.shared[1:][~same], [0, TRUNK]).all()
+    assert np.isin(trees.shared_tokens[1:][~same], [0, TRUNK]).all()
     firsts = np.array([tail[0] for tail in tails])[branch[1:]]
-    assert (trees.shared[1:][same] <= TRUNK + firsts[same]).all()
+    assert (trees.shared_tokens[1:][same] <= TRUNK + firsts[same]).all()
     replanned, _ = planned_trees(tails, capacity)
     assert replanned.samples.tolist() == trees.samples.tolist()
 

@@ -366,7 +366,7 @@ def test_a_pack_with_shared_prefixes_is_drawn_in_its_order(cache: str, tmp_path:
         samples=np.arange(3),
         offsets=np.array([0, 3]),
         lengths=(lengths - shared).astype(np.int32),
-        shared=shared,
+        shared_tokens=shared,
         capacity=4000,
         max_length=4000,
         seed=0,

@@ -120,5 +120,5 @@ def test_tree_respects_max_rows(specs: Any, model: Path) -> None:
         trees = sharing(model, max_rows=max_rows).find_trees(samples, CAPACITY)
         assert trees is not None
         assert np.diff(trees[0].offsets).max() == (max_rows or QUESTIONS)
-        assert trees[0].shared[trees[0].shared > 0].min() >= MIN_SHARED
+        assert trees[0].shared_tokens[trees[0].shared_tokens > 0].min() >= MIN_SHARED
         assert SampleAmounts.of(samples, trees).media_tokens.sum() == 0

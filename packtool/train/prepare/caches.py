@@ -305,7 +305,7 @@ def _row_option_pairs(manifest: Manifest, config: TrainConfig, files: ModelFiles
 
 def packs_of(saved: SavedPlan) -> PackPlan:
     """The packs of a saved plan."""
-    return PackPlan(saved.samples, saved.offsets, saved.lengths, saved.capacity, saved.shared)
+    return PackPlan(saved.samples, saved.offsets, saved.lengths, saved.capacity, saved.shared_tokens)
 
 
 def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> None:
@@ -313,7 +313,7 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
     path = config.plan
     if packs_of(saved).fingerprint != saved.plan:
         raise MismatchError(f"--plan {path} is damaged: its packs differ from those that were saved", "Save it again.")
-    shares_prefixes = "false" if saved.shared is None else "true"
+    shares_prefixes = "false" if saved.shared_tokens is None else "true"
     # Pairs of the plan's value and this run's; options that are not set take the plan's.
     pairs = {
         "caches": (saved.cache, reader.fingerprint),
@@ -330,7 +330,7 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
             f"--plan {path} does not fit this run:\n{differences}",
             f"Leave --plan out, or make another plan:\n  {_plan_command(saved, config)}",
         )
-    if saved.shared is not None and config.sharing_conflicts:
+    if saved.shared_tokens is not None and config.sharing_conflicts:
         raise MismatchError(
             f"--plan {path} shares prefixes, which cannot be combined with {config.sharing_conflicts[0]}",
             "Leave that option out, or make the plan again with --share-prefix false.",

@@ -349,7 +349,7 @@ def tokens_per_micro_batch(plan: EpochPlan, inputs: Inputs) -> dict[str, Costs]:
         "computed": packs.tokens_per_pack(),
         "vision": media_per_pack - audio_per_pack,
         "audio": audio_per_pack,
-        "keys": np.zeros(packs.num_packs, np.int64) if packs.shared is None else max_keys_per_pack(packs),
+        "keys": np.zeros(packs.num_packs, np.int64) if packs.shared_tokens is None else max_keys_per_pack(packs),
     }
     return {name: steps.micro_batch_sums(tokens) for name, tokens in per_pack.items()}
 
@@ -373,5 +373,5 @@ def max_keys_per_pack(packs: PackPlan) -> Int64Array:
     A document is a node of a prefix tree, and its keys reach from the root to its end. Each sample is a node, and n
     samples with a common prefix may have n - 1 forks: collation compares tokens and may find more than the plan has.
     """
-    assert packs.shared is not None, "packs with shared prefixes"
-    return packs.sums_per_pack(packs.full_lengths) + packs.sums_per_pack(packs.shared)
+    assert packs.shared_tokens is not None, "packs with shared prefixes"
+    return packs.sums_per_pack(packs.full_lengths) + packs.sums_per_pack(packs.shared_tokens)

@@ -272,7 +272,7 @@ class Preview:
             samples=packs.samples,
             offsets=packs.offsets,
             lengths=packs.lengths,
-            shared=packs.shared,
+            shared_tokens=packs.shared_tokens,
             locations=locations,
             capacity=packs.capacity,
             max_length=self.options.max_length,

@@ -73,9 +73,9 @@ class SharedPrefixes:
         logits = np.zeros(len(target_tokens), np.int64)
         prefix_targets, trees = self.prefixes.prefixes.target_tokens, self.trees
         samples, targets = trees.samples, target_tokens[trees.samples]
-        has_prefix = trees.prefixes != NOTHING
+        has_prefix = trees.shared_prefixes != NOTHING
         shared = np.zeros(len(samples), np.int64)
-        shared[has_prefix] = prefix_targets[trees.prefixes[has_prefix]]  # negative if unknown
+        shared[has_prefix] = prefix_targets[trees.shared_prefixes[has_prefix]]  # negative if unknown
         is_exact = (targets == self.index.target_tokens[samples]) & (shared >= 0)
         new = trees.new_tokens(self.index.length)
         logits[samples] = np.where(is_exact, np.maximum(targets - shared, 0), np.minimum(targets, new))
@@ -100,7 +100,7 @@ class SharedPrefixes:
         assert towers.logits is not None, "made with it"
         lengths = self.index.length.astype(np.int64)
         shared = np.zeros_like(lengths)
-        shared[self.trees.samples] = self.trees.shared
+        shared[self.trees.samples] = self.trees.shared_tokens
         return cost(lengths - shared, cost.attention(lengths, shared), towers.logits, towers.flops)
 
     def line(self, cost: CostModel, num_steps: int = 0, num_steps_whole: int = 0) -> str:
@@ -211,7 +211,7 @@ def load_shared_prefixes(
 
     ``parts`` is the plan's placement of trees that are divided into several packs, or empty.
     """
-    if packs.shared is None:
+    if packs.shared_tokens is None:
         return None
     if problem := _problem_of_model(model):
         raise UnsupportedModelError(

@@ -266,7 +266,9 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
             f"--packing-length {capacity}: no two samples share a pack, so there is nothing to compare",
             "Raise it so that the two shortest samples fit into a pack.",
         )
-    shared_tokens = np.zeros(plan.num_packs, np.int64) if plan.shared is None else plan.sums_per_pack(plan.shared)
+    shared_tokens = (
+        np.zeros(plan.num_packs, np.int64) if plan.shared_tokens is None else plan.sums_per_pack(plan.shared_tokens)
+    )
     media_tokens = plan.sums_per_pack(reader.index.media_tokens[plan.samples])
     has_prefix = shared_tokens[candidates] > 0
     has_media = media_tokens[candidates] > 0

@@ -71,7 +71,7 @@ def test_keys_of_packs_with_trees(tiny: TinyWorld, tmp_path: Path) -> None:
     world = make_alike_world(tiny, tmp_path / "alike")
     run = Run.of(world.config(tmp_path / "out"), World())
     packs = run.timeline.first.packs
-    assert packs.shared is not None
+    assert packs.shared_tokens is not None
     spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
     max_keys, num_keys = max_keys_per_pack(packs), []
     for pack_index in range(packs.num_packs):

@@ -54,7 +54,7 @@ def test_auto_shares_if_it_saves_enough(alike_world: TinyWorld, tiny: TinyWorld,
     assert run.source.min_shared == MIN_SHARED
     assert run.state.shares_prefixes
     assert unshared.source.min_shared is None
-    assert unshared.timeline.first.packs.shared is None
+    assert unshared.timeline.first.packs.shared_tokens is None
     assert run.timeline.first.summary.num_samples == unshared.timeline.first.summary.num_samples
     assert run.timeline.first.summary.num_target_tokens == unshared.timeline.first.summary.num_target_tokens
     assert run.timeline.first.summary.longest == unshared.timeline.first.summary.longest
@@ -100,7 +100,7 @@ def test_copies_of_an_image_are_shared(alike_world: TinyWorld, tmp_path: Path) -
         assert isinstance(batch, TreeBatch)
     both = prepared(world, tmp_path, cached_dataset=(alike_world.cache, world.cache))
     assert both.source.inputs.shared is not None
-    assert both.source.inputs.shared.trees.num_shared_tokens > 2 * packs.shared.sum()  # type: ignore[union-attr]
+    assert both.source.inputs.shared.trees.num_shared_tokens > 2 * packs.shared_tokens.sum()  # type: ignore[union-attr]
 
 
 def test_added_tokens_and_costs_are_counted(alike_world: TinyWorld, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_saved_plan_decides_whether_prefixes_are_shared(alike_world: TinyWorld
     config = plan_config(alike_world, save=path)
     preview(config).save(config.save)
     saved = read_plan(path)
-    assert saved.shared is not None
+    assert saved.shared_tokens is not None
     assert saved.format == "packtool plan 2"
     direct, run = prepared(alike_world, tmp_path), prepared(alike_world, tmp_path, plan=path, packing_length=None)
     assert run.timeline.first.packs.fingerprint == direct.timeline.first.packs.fingerprint
