@@ -30,7 +30,7 @@ from packtool.planning.pack_plan import (
 )
 from packtool.planning.prefix_trees import PrefixTrees
 from packtool.planning.shuffle import RandomStream, of_window, seeded_order
-from packtool.planning.tree_parts import separate_parts
+from packtool.planning.tree_parts import separate_groups
 
 _DEFAULT_OPTIONS = PackOptions()
 _MIN_SAMPLES_FOR_PROCESSES = 200_000
@@ -51,7 +51,6 @@ def pack(
 
     The samples that share a pack and the order of packs are drawn from ``seed`` and ``epoch``; every epoch has equally
     many packs. Without shuffling, and always with ``sequential``, the order of the cache is kept as far as possible.
-    Windows and the batches of ``binpacking`` are drawn from ``seed`` only, or are consecutive where the order is kept.
 
     ``lengths`` are tokens, (N,); ``media_tokens``, (N,), are needed with ``max_media_tokens_per_pack``. Samples without
     tokens, or that exceed a budget of a pack, are a DataError; options out of range a ConfigError.
@@ -59,10 +58,11 @@ def pack(
     if problems := [*bound_problems(options), *options.problems(PackOptions)]:
         raise ConfigError.from_problems(problems)
     lengths = check_lengths(lengths, capacity)
-    limiting_media = check_media_tokens(media_tokens, lengths, options.max_media_tokens_per_pack, capacity)
+    # None if no pack can exceed the limit, so that packing need not look at media.
+    media_tokens = check_media_tokens(media_tokens, lengths, options.max_media_tokens_per_pack, capacity)
     if options.packing_algorithm == "binpacking":
         return _pack_in_batches(lengths, capacity, options, seed, epoch)
-    job = _Job(lengths, limiting_media, capacity, options, seed, epoch)
+    job = _Job(lengths, media_tokens, capacity, options, seed, epoch)
     if options.packing_window is None or len(lengths) <= options.packing_window:
         return _pack_job(job)
     return _pack_windows(job, options.packing_window)
@@ -78,19 +78,20 @@ def pack_trees(
     epoch: int = 0,
     media_tokens: IntArray | None = None,
 ) -> PackPlan:
-    """Pack the groups of prefix trees, each like one sample whose length is the number of its computed tokens.
+    """Pack the groups of prefix trees, each like one sample; return packs of samples.
 
-    ``lengths``, (N,), include prefixes; ``media_tokens``, (N,), are what each sample adds to its group. Each group has
-    at most ``capacity`` tokens. Further arguments are as for ``pack``. Returns packs of samples.
+    ``lengths``, (n,), are tokens of each sample with its prefix; ``media_tokens``, (n,), are those that it adds to its
+    group; both are by sample number. A group has at most ``capacity`` tokens. Further arguments are as for ``pack``.
     """
-    assert options.max_samples_per_pack is None, "a group is packed as one, however many samples it has"
+    assert options.max_samples_per_pack is None, "packing counts a group as one sample"
     group_media = None if media_tokens is None else trees.sums_per_group(media_tokens[trees.samples])
     group_tokens = trees.sums_per_group(trees.new_tokens(lengths))
     packs_of_groups = pack(group_tokens, capacity, options, seed=seed, epoch=epoch, media_tokens=group_media)
-    if trees.parts == "apart":
-        tree_of_group = trees.tree_ids[trees.offsets[:-1]]
+    if trees.part_placement == "apart":
+        first_of_groups = trees.offsets[:-1]
+        tree_of_group = trees.tree_ids[first_of_groups]
         max_media = options.max_media_tokens_per_pack
-        packs_of_groups = separate_parts(packs_of_groups, tree_of_group, group_media, max_media)
+        packs_of_groups = separate_groups(packs_of_groups, tree_of_group, group_media, max_media)
     return trees.expand(packs_of_groups, lengths)
 
 
@@ -167,8 +168,8 @@ def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
 def _pack_in_batches(lengths: Int32Array, capacity: int, options: PackOptions, seed: int, epoch: int) -> PackPlan:
     """Pack batches of samples with ``binpacking.to_constant_volume``.
 
-    The last pack of a batch, if not full, is packed again with the next batch. Chains of 64 batches are independent, so
-    that packs do not depend on the number of processes.
+    The last pack of a batch, if not full, is packed again with the next batch of the same chain. A chain has
+    ``BATCHES_PER_CHAIN`` batches, with any number of processes, so this number does not change the packs.
     """
     num_samples = len(lengths)
     order = np.arange(num_samples, dtype=np.int64)
@@ -179,11 +180,11 @@ def _pack_in_batches(lengths: Int32Array, capacity: int, options: PackOptions, s
     assert len(packed) == num_samples == pack_sizes.sum(), "binpacking neither loses samples nor makes empty packs"
     plan = build_plan(packed, pack_sizes, lengths, capacity)
     if options.shuffle:
-        # Equally long samples trade places at random, in place, so that every epoch has other packs.
-        longest_first = np.argsort(-plan.lengths, kind="stable")
+        # Shuffle samples of equal length, so that every epoch has other packs.
+        positions_longest_first = np.argsort(-plan.lengths, kind="stable")
         stream = RandomStream.WITHIN_LENGTH_OF_BATCHES
-        shuffled = seeded_order(num_samples, seed=seed, epoch=epoch, stream=stream, descending_by=lengths)
-        plan.samples[longest_first] = shuffled
+        samples_longest_first = seeded_order(num_samples, seed=seed, epoch=epoch, stream=stream, descending_by=lengths)
+        plan.samples[positions_longest_first] = samples_longest_first
     return _order_packs(plan, options, seed, epoch)
 
 
@@ -192,38 +193,47 @@ def _pack_chains(
 ) -> tuple[Int64Array, Int64Array]:
     """Pack samples (N,) in chains of batches, in this order; return samples in pack order, and the sizes of packs."""
     chain_size = options.packing_batch_size * BATCHES_PER_CHAIN
-    jobs = []
+    chains = []
     for start in range(0, len(order), chain_size):
         samples = order[start : start + chain_size]
-        jobs.append((samples, lengths[samples], capacity, options.packing_batch_size))
+        chains.append(_Chain(samples, lengths[samples], capacity, options.packing_batch_size))
     num_proc = options.packing_num_proc if len(order) >= _MIN_SAMPLES_FOR_CHAIN_PROCESSES else 1
     packed, pack_sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]  # there may be no chain
-    for chain_samples, chain_sizes in map_on_processes(_pack_chain, jobs, num_proc):
+    for chain_samples, chain_sizes in map_on_processes(_pack_chain, chains, num_proc):
         packed.append(chain_samples)
         pack_sizes.append(chain_sizes)
     return np.concatenate(packed), np.concatenate(pack_sizes)
 
 
-def _pack_chain(job: tuple[Int64Array, Int32Array, int, int]) -> tuple[Int64Array, Int64Array]:
+class _Chain(NamedTuple):
+    """Samples, (n,), with their lengths, (n,), that are packed in consecutive batches."""
+
+    samples: Int64Array
+    lengths: Int32Array
+    capacity: int
+    batch_size: int
+
+
+def _pack_chain(chain: _Chain) -> tuple[Int64Array, Int64Array]:
+    """Pack the batches of a chain; return samples in pack order, (n,), and the number of samples in each pack, (K,)."""
     # Slow to import, and rarely needed.
     from binpacking.to_constant_volume import to_constant_volume
 
-    samples, lengths, capacity, batch_size = job
-    items = list(zip(samples.tolist(), lengths.tolist(), strict=True))
-    packs: list[list[tuple[int, int]]] = []
-    carried: list[tuple[int, int]] = []
-    for start in range(0, len(items), batch_size):
-        batch = to_constant_volume([*carried, *items[start : start + batch_size]], capacity, weight_pos=1)
-        carried = []
-        if start + batch_size < len(items) and sum(length for _, length in batch[-1]) < capacity:
-            carried = batch.pop()
-        packs += batch
+    items = list(zip(chain.samples.tolist(), chain.lengths.tolist(), strict=True))
     packed: list[int] = []
     pack_sizes: list[int] = []
-    for each in packs:
-        if each:  # of an empty list ``to_constant_volume`` makes one empty pack
-            packed += [sample for sample, _ in each]
-            pack_sizes.append(len(each))
+    carried: list[tuple[int, int]] = []  # samples of the pack that is packed again, with their lengths
+    for start in range(0, len(items), chain.batch_size):
+        stop = start + chain.batch_size
+        packs = to_constant_volume([*carried, *items[start:stop]], chain.capacity, weight_pos=1)
+        carried = []
+        is_last_batch = stop >= len(items)
+        last_pack_tokens = sum(length for _, length in packs[-1])
+        if not is_last_batch and last_pack_tokens < chain.capacity:
+            carried = packs.pop()
+        for pack_items in packs:
+            packed += [sample for sample, _ in pack_items]
+            pack_sizes.append(len(pack_items))
     return np.array(packed, dtype=np.int64), np.array(pack_sizes, dtype=np.int64)
 
 
@@ -251,7 +261,7 @@ def map_on_processes(
         if uses_this_process:
             result_stream: Iterator[Result] = map(function, jobs)
         else:
-            pool = stack.enter_context(WorkerPool[Job, Result](num_proc, _make_runner, function))
+            pool = stack.enter_context(WorkerPool[Job, Result](num_proc, _same_function, function))
             result_stream = pool.map(jobs)
         try:
             for result in result_stream:
@@ -265,7 +275,8 @@ def map_on_processes(
     return results
 
 
-def _make_runner(report: object, function: Callable[[Job], Result]) -> Callable[[Job], Result]:
+def _same_function(report: object, function: Callable[[Job], Result]) -> Callable[[Job], Result]:
+    """Return the function that runs the jobs of a worker, which reports nothing before it is done."""
     return function
 
 
@@ -288,10 +299,8 @@ def place_sequential(
 ) -> tuple[Int64Array, Int64Array]:
     """Start each pack with the first waiting sample, and fill it from the ``look_ahead`` samples waiting after it.
 
-    A pack takes the sample that leaves least space together with the longest second sample that then fits, of the few
-    longest that fit (Gupta and Ho 1999, as in exact fit). With ``look_ahead`` 0 this is next fit. When a sample is
-    packed, at most ``look_ahead`` earlier samples still wait, and a sample waits for at most ``look_ahead + 1`` packs.
-    Cost: O(log look_ahead) searches a sample, about four microseconds.
+    The next sample of a pack is the one that, alone or with a second one, leaves the fewest tokens free (as in exact
+    fit: Gupta and Ho 1999). With ``look_ahead`` 0 this is next fit. No sample overtakes more than ``look_ahead`` ones.
 
     ``lengths`` and ``media_tokens`` (None for no limit), (N,), are in order; no sample exceeds ``limits``. Returns
     samples in pack order, int64 (N,), and the number of samples in each pack, (K,).
@@ -359,7 +368,7 @@ class _Queue:
 
     def take(self, index: int) -> int:
         """Remove and return the sample at an index of ``_waiting``."""
-        sample = self._sample(index)
+        sample = self._sample_at(index)
         del self._waiting[index]
         self._packed[sample] = 1
         return sample
@@ -367,45 +376,50 @@ class _Queue:
     def best(self, free: int, free_media: int) -> int:
         """Find the index in ``_waiting`` of the sample that best fills free tokens and media tokens; -1 if none fits.
 
-        The longest sample that fits is compared with pairs: the longest samples, each with the longest second sample
-        that then still fits. The result is the one that leaves the fewest tokens free, of a pair the first sample.
+        The longest sample that fits is compared with pairs: each of the longest samples that fit, with the longest
+        second sample that then still fits. Of a pair, the result is the longer sample.
         """
-        index = best_index = self._longest_fitting(free, free_media)
-        if index < 0:
+        longest = self._longest_fitting(free, free_media)
+        if longest < 0:
             return -1
-        min_left = free - self._length(index)
+        best, min_left = longest, free - self._length_at(longest)
+        first = longest  # index of the longer sample of a pair
         for _ in range(_MAX_ATTEMPTS):
-            # Stop where no tokens are left, or the samples are too short to be the longer one of a full pair.
-            if min_left == 0 or index < 0 or 2 * self._length(index) < free:
+            if min_left == 0 or first < 0:
                 break
-            free_after = free - self._length(index)
-            media_after = free_media - self.media[self._sample(index)]
-            second_index = self._longest_fitting(free_after, media_after, excluded=index)
-            if second_index >= 0 and free_after - self._length(second_index) < min_left:
-                best_index = index
-                min_left = free_after - self._length(second_index)
-            index = self._last_fitting(index - 1, free_media)
-        return best_index
+            first_length = self._length_at(first)
+            if first_length < free - first_length:
+                break  # the longer sample of a pair that fills the space has at least half of it
+            free_after_first = free - first_length
+            media_after_first = free_media - self._media_at(first)
+            second = self._longest_fitting(free_after_first, media_after_first, excluded=first)
+            if second >= 0 and free_after_first - self._length_at(second) < min_left:
+                best, min_left = first, free_after_first - self._length_at(second)
+            first = self._skip_too_much_media(first - 1, free_media)
+        return best
 
     def _longest_fitting(self, free: int, free_media: int, excluded: int = -1) -> int:
         """Find the index of the longest sample that fits, the earliest of equally long ones; or -1."""
         index = bisect_right(self._waiting, (free + 1) * self._num - 1) - 1
         if index == excluded:
             index -= 1
-        return self._last_fitting(index, free_media)
+        return self._skip_too_much_media(index, free_media)
 
-    def _last_fitting(self, index: int, free_media: int) -> int:
-        """Find the last index, from ``index`` down, of a sample whose media tokens fit; or -1."""
+    def _skip_too_much_media(self, index: int, free_media: int) -> int:
+        """Find the next index, from ``index`` down, of a sample whose media tokens fit; or -1."""
         if self._has_media:
-            while index >= 0 and self.media[self._sample(index)] > free_media:
+            while index >= 0 and self._media_at(index) > free_media:
                 index -= 1
         return index
 
     def _key(self, sample: int) -> int:
         return self.lengths[sample] * self._num + self._num - 1 - sample
 
-    def _sample(self, index: int) -> int:
+    def _sample_at(self, index: int) -> int:
         return self._num - 1 - self._waiting[index] % self._num
 
-    def _length(self, index: int) -> int:
+    def _length_at(self, index: int) -> int:
         return self._waiting[index] // self._num
+
+    def _media_at(self, index: int) -> int:
+        return self.media[self._sample_at(index)]

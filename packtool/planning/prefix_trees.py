@@ -73,7 +73,7 @@ class PrefixTrees:
         shared_tokens: int32 (N,), tokens that each sample shares with the one before it; 0 for a group's first.
         shared_prefixes: int64 (N,), index of that prefix among the M prefixes, or ``NOTHING``.
         tree_ids: int64 (N,), equal for all samples of a tree, in whichever groups; ``NOTHING`` without a tree.
-        parts: required placement of the groups of one tree.
+        part_placement: required placement of the groups of one tree.
     """
 
     samples: Int64Array
@@ -81,7 +81,7 @@ class PrefixTrees:
     shared_tokens: Int32Array
     shared_prefixes: Int64Array
     tree_ids: Int64Array
-    parts: PartPlacement = "any"
+    part_placement: PartPlacement = "any"
 
     @property
     def num_shared_tokens(self) -> int:
@@ -431,7 +431,7 @@ def select_samples(trees: PrefixTrees, is_selected: npt.NDArray[np.bool_]) -> Pr
     walk = _DepthFirst(trees.samples[positions], trees.shared_tokens[sources], trees.shared_prefixes[sources])
     walk.set_shared(offsets[:-1], 0, NOTHING)
     tree_ids = trees.tree_ids[positions]
-    return PrefixTrees(walk.samples, offsets, walk.shared_tokens, walk.shared_prefixes, tree_ids, trees.parts)
+    return PrefixTrees(walk.samples, offsets, walk.shared_tokens, walk.shared_prefixes, tree_ids, trees.part_placement)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class TreeParts:
     @classmethod
     def of(cls, packs: PackPlan, trees: PrefixTrees | None) -> TreeParts | None:
         """Find the parts in a plan of all or some samples of the trees; None if there are none to place."""
-        if trees is None or trees.parts == "any" or not packs.num_samples:
+        if trees is None or trees.part_placement == "any" or not packs.num_samples:
             return None
         num_samples = 1 + max(int(trees.samples.max(initial=0)), int(packs.samples.max()))
         tree_of_sample = np.full(num_samples, NOTHING, np.int64)
@@ -49,7 +49,7 @@ class TreeParts:
         tree, pack = np.divmod(keys, packs.num_packs)
         is_same = tree[1:] == tree[:-1]
         is_split = np.append(is_same, False) | np.append(False, is_same)
-        return cls(tree[is_split], pack[is_split], trees.parts) if is_split.any() else None
+        return cls(tree[is_split], pack[is_split], trees.part_placement) if is_split.any() else None
 
     def figures(self, step_of: IntArray) -> dict[str, int]:
         """Count split trees, and how many are in one step or meet in one; ``step_of`` (K,) is that of each pack."""
@@ -191,7 +191,7 @@ class _TreesOfSteps:
         return self._trees[self._starts[pack] : self._starts[pack + 1]]
 
 
-def separate_parts(
+def separate_groups(
     packs: PackPlan, tree_of_group: Int64Array, media_tokens: IntArray | None, max_media_tokens: int | None
 ) -> PackPlan:
     """Swap groups of samples between packs so that no pack has two groups of one tree, as far as possible.

@@ -68,7 +68,7 @@ class IntervalSharing:
         )
         if trees.saved(lengths) <= self.min_saving:
             return None
-        return PrefixSharing(replace(trees, parts=self.parts), prefixes)
+        return PrefixSharing(replace(trees, part_placement=self.parts), prefixes)
 
 
 class PrefixSharing(NamedTuple):

@@ -17,7 +17,7 @@ from packtool.planning.options import PlanOptions
 from packtool.planning.pack_plan import PackPlan, select_packs
 from packtool.planning.packing import pack_trees
 from packtool.planning.prefix_trees import NOTHING, PrefixTrees, plan_trees, rebuild_trees, select_samples
-from packtool.planning.tree_parts import TreeParts, separate_parts
+from packtool.planning.tree_parts import TreeParts, separate_groups
 from tests.planning.test_prefix_trees import options_for, prefixes_of
 
 CAPACITY = 30
@@ -49,7 +49,7 @@ def planned_epoch(
     each: list[int], parts: str, options: PlanOptions, **arguments: Any
 ) -> tuple[Any, PrefixTrees, np.ndarray]:
     lengths, trees, _ = questions(each)
-    trees = replace(trees, parts=parts)  # type: ignore[arg-type]
+    trees = replace(trees, part_placement=parts)  # type: ignore[arg-type]
     targets = np.ones(len(lengths), np.int64)
     return plan_epoch(lengths, targets, options, seed=3, trees=trees, **arguments), trees, lengths
 
@@ -91,12 +91,12 @@ def test_rest_of_an_epoch_keeps_trees_in_one_step_with_other_ranks() -> None:
 
 def test_trees_of_a_saved_plan_and_of_a_part_of_the_data() -> None:
     lengths, trees, prefixes = questions([8] * 8 + [1] * 30)
-    trees, options = replace(trees, parts="together"), options_for(CAPACITY, gradient_accumulation_steps=2)
+    trees, options = replace(trees, part_placement="together"), options_for(CAPACITY, gradient_accumulation_steps=2)
     targets = np.ones(len(lengths), np.int64)
     plan = plan_epoch(lengths, targets, options, seed=3, trees=trees)
     result = rebuild_trees(plan.packs, prefixes, min_shared=5)
     assert result is not None
-    reassigned = assign_packs(plan.packs, targets, options, trees=replace(result, parts="together"))
+    reassigned = assign_packs(plan.packs, targets, options, trees=replace(result, part_placement="together"))
     assert reassigned.fingerprint == plan.fingerprint
     untrained = np.flatnonzero(np.arange(len(lengths)) % 5)
     selected = select_samples(trees, np.isin(np.arange(len(lengths)), untrained))
@@ -109,7 +109,7 @@ def test_plans_without_split_trees_do_not_change() -> None:
         options = options_for(CAPACITY)
         plan, _, _ = planned_epoch([4] * 12 + [1] * 9, parts, options)
         assert plan.fingerprint == planned_epoch([4] * 12 + [1] * 9, "any", options)[0].fingerprint
-        assert TreeParts.of(plan.packs, replace(questions([4] * 12 + [1] * 9)[1], parts=parts)) is None  # type: ignore[arg-type]
+        assert TreeParts.of(plan.packs, replace(questions([4] * 12 + [1] * 9)[1], part_placement=parts)) is None  # type: ignore[arg-type]
 
 
 def test_trees_split_by_max_rows_are_in_different_packs_and_steps() -> None:
@@ -120,7 +120,7 @@ def test_trees_split_by_max_rows_are_in_different_packs_and_steps() -> None:
     trees = plan_trees(lengths, prefixes, **arguments)
     targets, met = np.ones(len(rows), np.int64), []
     for parts in ("any", "apart"):
-        split_trees = replace(trees, parts=parts)  # type: ignore[arg-type]
+        split_trees = replace(trees, part_placement=parts)  # type: ignore[arg-type]
         worst = 0
         for seed in range(8):
             plan = plan_epoch(lengths, targets, options_for(40), seed=seed, trees=split_trees)
@@ -138,13 +138,13 @@ def test_exchanges_keep_the_media_budget() -> None:
     """Two groups of one tree in a pack, and others of as many tokens that have too many media."""
     groups = PackPlan(np.arange(6), np.array([0, 2, 4, 6]), np.full(6, 5, np.int32), 10)
     trees, media = np.array([7, 7, 8, NOTHING, NOTHING, NOTHING]), np.array([1, 1, 9, 9, 2, 1])
-    free = separate_parts(groups, trees, None, None)
+    free = separate_groups(groups, trees, None, None)
     assert all(Counter(trees[free.pack(k)].tolist())[7] < 2 for k in range(3))
-    bounded = separate_parts(groups, trees, media, 3)
+    bounded = separate_groups(groups, trees, media, 3)
     assert sorted(bounded.pack(1).tolist()) == [2, 3]
     assert [int(media[bounded.pack(k)].sum()) for k in (0, 2)] in ([2, 3], [3, 2])
     assert all(Counter(trees[bounded.pack(k)].tolist())[7] < 2 for k in range(3))
-    assert separate_parts(groups, np.full(6, NOTHING), None, None) is groups
+    assert separate_groups(groups, np.full(6, NOTHING), None, None) is groups
 
 
 def parts_of(packs_of_trees: list[list[int]], placement: str) -> TreeParts:
@@ -207,7 +207,7 @@ def test_impossible_separation_terminates(monkeypatch: pytest.MonkeyPatch) -> No
     parts = parts_of([list(range(12))] * 2, "apart")
     assert parts.reorder(np.arange(12), 4).tolist() == list(range(12))
     groups = PackPlan(np.arange(8), np.array([0, 4, 8]), np.full(8, 5, np.int32), 20)
-    assert separate_parts(groups, np.zeros(8, np.int64), None, None).samples.tolist() == list(range(8))
+    assert separate_groups(groups, np.zeros(8, np.int64), None, None).samples.tolist() == list(range(8))
 
 
 def test_media_budget_splits_trees() -> None:
@@ -221,14 +221,14 @@ def test_media_budget_splits_trees() -> None:
         media_tokens=(media, np.full(len(prefixes.lengths), 1)),
         max_media_tokens=9,
     )
-    trees = replace(trees, parts="together")
+    trees = replace(trees, part_placement="together")
     options = options_for(CAPACITY, max_media_tokens_per_pack=9, gradient_accumulation_steps=2)
     added = trees.added(media, np.full(len(prefixes.lengths), 1))
     targets = np.ones(len(lengths), np.int64)
     plan = plan_epoch(lengths, targets, options, seed=1, trees=trees, media_tokens=added)
     assert TreeParts.of(plan.packs, trees) is not None
     assert all(len(set(steps)) == 1 for steps in steps_of_trees(plan, trees).values())
-    split_trees = replace(trees, parts="apart")
+    split_trees = replace(trees, part_placement="apart")
     packs = pack_trees(split_trees, lengths, CAPACITY, options, seed=1, media_tokens=added)
     assert packs.sums_per_pack(added[packs.samples]).max() <= 9
     selected = select_packs(packs, np.arange(1))

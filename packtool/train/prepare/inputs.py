@@ -119,7 +119,7 @@ class Inputs:
             max_media_tokens=self.config.max_media_tokens_per_pack,
         )
         if shared is not None:
-            trees = dataclasses.replace(shared.trees, parts=part_placement(self.config))
+            trees = dataclasses.replace(shared.trees, part_placement=part_placement(self.config))
             shared = dataclasses.replace(shared, trees=trees)
         return shared, no_sharing_reason
 

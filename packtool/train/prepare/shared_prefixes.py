@@ -225,7 +225,7 @@ def load_shared_prefixes(
             "--plan shares prefixes that the caches do not record", "Make it again with packtool plan --save."
         )
     placements: dict[str, PartPlacement] = {"together": "together", "apart": "apart"}
-    return SharedPrefixes(reader.index, prefixes, replace(trees, parts=placements.get(parts, "any")))
+    return SharedPrefixes(reader.index, prefixes, replace(trees, part_placement=placements.get(parts, "any")))
 
 
 def part_placement(config: TrainConfig | PlanConfig) -> PartPlacement:
