@@ -213,8 +213,8 @@ def assign_balanced(
     ranks need, and the packs of a rank are spread evenly over them. A rank without packs has empty micro-batches. Cost:
     O(K), and O(K log K) with balancing.
 
-    ``costs``, (K,), is the work of each pack, needed for balancing. ``tree_parts`` are prefix trees in several packs;
-    these packs are reordered to be in one step, or in different ones.
+    ``costs``, (K,), is the work of each of the K packs, needed for balancing. ``tree_parts``: prefix trees in several
+    packs, and whether these packs must come into one step, or into different steps.
     """
     world_size, packs_per_micro_batch = options.world_size, options.per_device_train_batch_size
     check_counts(
@@ -230,16 +230,18 @@ def assign_balanced(
     num_full_steps = packs.num_packs // options.packs_per_step
     num_in_full_steps = num_full_steps * options.packs_per_step
     full_steps = order[:num_in_full_steps].reshape(num_full_steps, options.packs_per_step)
-    full_steps = _sort_by_rank(full_steps, costs, world_size)
-    remaining = order[num_in_full_steps:]
-    last_order, last_sizes = _assign_last_step(remaining, world_size, packs_per_micro_batch, costs)
-    micro_batches_per_step = world_size * options.gradient_accumulation_steps
-    full_sizes = np.full(num_full_steps * micro_batches_per_step, packs_per_micro_batch, dtype=np.int64)
-    num_micro_batches = [micro_batches_per_step] * num_full_steps
-    if len(remaining):
-        num_micro_batches.append(len(last_sizes))
-    order = np.concatenate((full_steps.reshape(-1), last_order))
-    return StepAssignment(order, np.append(full_sizes, last_sizes), np.array(num_micro_batches, dtype=np.int64))
+    last_step = order[num_in_full_steps:]
+    last_order, last_sizes = _assign_last_step(last_step, world_size, packs_per_micro_batch, costs)
+    num_per_full_step = world_size * options.gradient_accumulation_steps
+    micro_batches_per_step = [num_per_full_step] * num_full_steps
+    if len(last_step):
+        micro_batches_per_step.append(len(last_sizes))
+    full_sizes = np.full(num_full_steps * num_per_full_step, packs_per_micro_batch, dtype=np.int64)
+    return StepAssignment(
+        order=np.concatenate((_sort_by_rank(full_steps, costs, world_size).reshape(-1), last_order)),
+        micro_batch_sizes=np.append(full_sizes, last_sizes),
+        micro_batches_per_step=np.array(micro_batches_per_step, dtype=np.int64),
+    )
 
 
 def check_counts(**counts: int) -> None:
@@ -290,11 +292,10 @@ def _assign_last_step(
     if costs is None:
         rank_packs = [packs[rank::world_size] for rank in range(world_size)]
     else:
-        # Imaginary packs without work, with indices from n on, give all ranks equally many packs; then remove them.
-        padded_costs = np.zeros(max_per_rank * world_size)
-        padded_costs[: len(packs)] = costs[packs]
-        rank_indices = assign_evenly(padded_costs[None], world_size)[0]
-        rank_packs = [packs[indices[indices < len(packs)]] for indices in rank_indices]
+        # All ranks need equally many packs: add packs without work, and remove them again, by their indices from n on.
+        padded_costs = np.pad(costs[packs], (0, max_per_rank * world_size - len(packs)))
+        (indices_of_ranks,) = assign_evenly(padded_costs.reshape(1, -1), world_size)  # of a single step
+        rank_packs = [packs[indices[indices < len(packs)]] for indices in indices_of_ranks]
     sizes: list[int] = []
     for own_packs in rank_packs:
         sizes += map(len, np.array_split(own_packs, num_micro_batches))
@@ -325,53 +326,49 @@ def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
 
 
 def _assign_steps_evenly(costs: Costs, num_ranks: int) -> Int64Array:
-    """Assign packs as ``assign_evenly`` does, all steps at once."""
+    """Assign packs as ``assign_evenly`` does, all steps at once; ``costs`` are (steps, packs of a step)."""
     num_steps, num_packs = costs.shape
     packs_per_rank = num_packs // num_ranks
     rank_packs = np.empty((num_steps, num_ranks, packs_per_rank), dtype=np.int64)
     rank_work = np.zeros((num_steps, num_ranks))
+    steps = np.arange(num_steps)[:, None]
     # In each round every rank gets one of the heaviest packs left: the rank with the least work gets the heaviest.
     heaviest_first = np.argsort(-costs, axis=1, kind="stable").reshape(num_steps, packs_per_rank, num_ranks)
     for number in range(packs_per_rank):
-        packs = heaviest_first[:, number]
-        lightest_first = np.argsort(rank_work, axis=1, kind="stable")
-        np.put_along_axis(rank_packs[:, :, number], lightest_first, packs, axis=1)
-        old_work = np.take_along_axis(rank_work, lightest_first, axis=1)
-        added_work = np.take_along_axis(costs, packs, axis=1)
-        np.put_along_axis(rank_work, lightest_first, old_work + added_work, axis=1)
+        packs = heaviest_first[:, number]  # (steps, ranks)
+        lightest_ranks_first = np.argsort(rank_work, axis=1, kind="stable")
+        rank_packs[steps, lightest_ranks_first, number] = packs
+        rank_work[steps, lightest_ranks_first] += costs[steps, packs]
     if packs_per_rank <= 1 or num_ranks == 1:
         return rank_packs
-    pack_costs = np.take_along_axis(costs, rank_packs.reshape(costs.shape), axis=1).reshape(rank_packs.shape)
-    _swap_in_place(pack_costs, rank_packs)
+    pack_costs = costs[steps[:, :, None], rank_packs]
+    _even_out_by_swaps(pack_costs, rank_packs)
     # The heaviest pack of each rank first: micro-batches that run at the same time then have similar work, too.
     return np.take_along_axis(rank_packs, np.argsort(-pack_costs, axis=2, kind="stable"), axis=2)
 
 
-def _swap_in_place(costs: Costs, rank_packs: Int64Array) -> None:
-    """Swap pairs of packs between the heaviest and the lightest rank of each step, at most ``_MAX_SWAPS`` times.
+def _even_out_by_swaps(costs: Costs, rank_packs: Int64Array) -> None:
+    """Swap packs of the heaviest and the lightest rank of each step, while that helps, at most ``_MAX_SWAPS`` times.
 
-    Changes ``costs`` and ``rank_packs``, (steps, ranks, packs of a rank), in place. A step is done when no swap makes
-    it more even.
+    Changes ``rank_packs`` and their ``costs``, (steps, ranks, packs of a rank), in place.
     """
-    steps = np.arange(len(rank_packs))  # the u steps that are not done yet
+    packs_per_rank = rank_packs.shape[2]
+    steps = np.arange(len(rank_packs))  # the u steps that swaps still make more even
     for _ in range(_MAX_SWAPS):
         loads = costs[steps].sum(axis=2)
-        heavy, light = loads.argmax(axis=1), loads.argmin(axis=1)  # ranks, (u,)
-        rows = np.arange(len(steps))
-        gap = loads[rows, heavy] - loads[rows, light]
-        gap_after = _gaps_after_swap(costs[steps, heavy], costs[steps, light], gap)
-        best_pair = gap_after.argmin(axis=1)
-        is_better = gap_after[rows, best_pair] < gap * (1 - 1e-9)
+        heavy_rank, light_rank = loads.argmax(axis=1), loads.argmin(axis=1)  # (u,)
+        gap = loads.max(axis=1) - loads.min(axis=1)
+        gaps_after = _gaps_after_swap(costs[steps, heavy_rank], costs[steps, light_rank], gap)
+        best_pair = gaps_after.argmin(axis=1)  # heavy pack * packs_per_rank + light pack
+        is_better = gaps_after.min(axis=1) < gap * (1 - 1e-9)
         if not is_better.any():
             return
         steps = steps[is_better]
-        heavy_pack, light_pack = np.divmod(best_pair[is_better], rank_packs.shape[2])
-        in_heavy = steps, heavy[is_better], heavy_pack
-        in_light = steps, light[is_better], light_pack
-        for array in (rank_packs, costs):
-            from_heavy = array[in_heavy].copy()
-            array[in_heavy] = array[in_light]
-            array[in_light] = from_heavy
+        heavy_pack, light_pack = np.divmod(best_pair[is_better], packs_per_rank)
+        heavy = steps, heavy_rank[is_better], heavy_pack
+        light = steps, light_rank[is_better], light_pack
+        rank_packs[heavy], rank_packs[light] = rank_packs[light], rank_packs[heavy]
+        costs[heavy], costs[light] = costs[light], costs[heavy]
 
 
 def _gaps_after_swap(heavy_costs: Costs, light_costs: Costs, gap: Costs) -> Costs:
@@ -422,9 +419,9 @@ def divide_evenly(
 ) -> list[list[int]] | None:
     """Divide items into groups of at most ``capacity`` and about equal work; None if an item fits in no group.
 
-    The heaviest item comes first; each goes to the group with the least work among those with enough space. Ties go to
-    the later item and the lower group. ``sizes`` and ``work`` are of the items, (n,). Returns the items of each group
-    by ascending work, and the groups, of which some may be empty, by descending work.
+    One after the other, the heaviest first, items go to the group with the least work that has enough space. Ties go to
+    the later item and the lower group. ``sizes`` and ``work`` are of the items, (n,). Returns the items of each group,
+    the lightest first; the group with the most work comes first, and groups may be empty.
     """
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     free = [capacity] * num_groups

@@ -119,15 +119,15 @@ class TreeParts:
         attempts_left = _MAX_ATTEMPTS
         stride = max(packs_per_step // _MAX_ATTEMPTS_PER_STEP, 1)
         for pack in self._repeated_packs(steps.step_of):
-            first_index = steps.step_of[pack] * packs_per_step
+            if attempts_left <= 0:
+                break
             if steps.is_alone(pack):
                 continue  # an earlier swap moved the other pack
+            first_index = steps.step_of[pack] * packs_per_step
             for other_index in _nearby_indices(first_index, len(order), packs_per_step, stride):
                 attempts_left -= 1
                 if steps.swap(pack, other_index):
                     break
-            if attempts_left <= 0:
-                break
         return np.array(steps.order, np.int64)
 
     def _repeated_packs(self, step_of: list[int]) -> list[int]:
@@ -194,27 +194,27 @@ class _TreesOfSteps:
 def separate_groups(
     packs: PackPlan, tree_of_group: Int64Array, media_tokens: IntArray | None, max_media_tokens: int | None
 ) -> PackPlan:
-    """Swap groups of samples between packs so that no pack has two groups of one tree, as far as possible.
+    """Swap groups between packs so that no pack has two groups of one tree, as far as possible.
 
-    ``packs`` are packs of groups. ``tree_of_group``, (G,), may be ``NOTHING``; ``media_tokens``, (G,), are None without
-    a limit. Groups of about equal tokens are swapped, and no pack exceeds its limits.
+    The samples and lengths of ``packs`` are groups and their tokens. ``tree_of_group``, (G,), may be ``NOTHING``;
+    ``media_tokens``, (G,), are None without a limit. Only groups of about equal tokens are swapped.
     """
     groups = _GroupsOfPacks(packs, tree_of_group, media_tokens, max_media_tokens)
     repeated = groups.repeated_positions()
     if not repeated:
         return packs
-    by_tokens = np.argsort(packs.lengths, kind="stable")
-    rank_of_position = invert_order(by_tokens)  # where ``by_tokens`` lists each position
+    positions_by_tokens = np.argsort(packs.lengths, kind="stable")
+    index_by_tokens = invert_order(positions_by_tokens)  # of each position in ``positions_by_tokens``
     attempts_left = _MAX_ATTEMPTS
     for position in repeated:
-        if groups.is_alone(position):
-            continue  # an earlier swap moved the other group
-        for rank in _nearby_indices(int(rank_of_position[position]), len(by_tokens), width=1, stride=1):
-            attempts_left -= 1
-            if groups.swap(position, int(by_tokens[rank])):
-                break
         if attempts_left <= 0:
             break
+        if groups.is_alone(position):
+            continue  # an earlier swap moved the other group
+        for index in _nearby_indices(int(index_by_tokens[position]), packs.num_samples):
+            attempts_left -= 1
+            if groups.swap(position, int(positions_by_tokens[index])):
+                break
     return replace(packs, samples=groups.groups, lengths=groups.tokens.astype(np.int32))
 
 
@@ -278,7 +278,7 @@ def _distinct(lists: Iterable[list[int]]) -> list[list[int]]:
     return list({id(each): each for each in lists}.values())
 
 
-def _nearby_indices(start: int, num: int, width: int, stride: int) -> list[int]:
+def _nearby_indices(start: int, num: int, width: int = 1, stride: int = 1) -> list[int]:
     """List indices below ``num``, the nearest to the ``width`` indices from ``start`` on, without these."""
     indices = []
     for distance in range(0, _MAX_ATTEMPTS_PER_PACK * stride, stride):
