@@ -61,7 +61,8 @@ def load_audio(
         return sound
     num_decoded = len(sound)
     if abs(num_decoded - num_samples) > tolerance:
-        now = "more" if num_decoded > num_samples else f"{num_decoded / sampling_rate:.2f} s"
+        is_longer = num_decoded > num_samples  # then decoding stopped early, and the length is unknown
+        now = "more" if is_longer else f"{num_decoded / sampling_rate:.2f} s"
         raise changed_since_export(ref, f"{num_samples / sampling_rate:.2f} s of sound", now)
     num_missing = max(num_samples - num_decoded, 0)
     return np.pad(sound[:num_samples], (0, num_missing))

@@ -151,8 +151,8 @@ def _end_by_xing(file: BinaryIO, head: bytes) -> int:
 def check_end(container: Any, stream: Any, ref: MediaRef) -> None:
     """Raise MediaProblem if a stream is shorter than its header declares, because the file was truncated.
 
-    For mp4 and mov, the table of contents is compared with the size of the file. For other formats, whose stream must
-    be audio, the last second is decoded; afterwards the container cannot be decoded from the beginning.
+    For mp4 and mov, the table of contents is compared with the size of the file. In other formats the stream must be a
+    sound; its last second is decoded, and afterwards the container cannot be decoded from the beginning.
     """
     if is_indexed(container):
         last_entries = index_of(stream)[-_LAST_ENTRIES:]

@@ -39,14 +39,14 @@ class MediaProblem(Problem):
 def open_medium(
     ref: MediaRef, first_block: int = storage.HEADER_BLOCK, *, is_image: bool = False
 ) -> Iterator[BinaryIO]:
-    """Open the encoded file of a medium; errors of the code in the ``with`` block also become MediaProblem.
+    """Open the encoded file of a medium, for a ``with`` block that decodes it.
 
     ``first_block`` is the number of bytes that are read first from a remote file.
 
     Raises:
-        MediaProblem: if the file may not be opened, does not exist, is not a regular file, is empty, too large or
-            cannot be decoded.
-        StorageError: if its store has failed ``policy.max_failures`` times in a row.
+        MediaProblem: if the file may not be opened, does not exist, is not a regular file, is empty or too large; also
+            for any error of the ``with`` block that is not packtool's, because decoders raise any type.
+        StorageError: if the medium's store has failed ``ref.policy.max_failures`` times in a row.
     """
     try:
         with _open_file(ref, first_block, is_image) as file:
@@ -66,13 +66,13 @@ def open_medium(
     except RemoteError as error:
         problem = _remote_problem(ref, error)
         if problem is error:
-            raise
+            raise  # the same error, without a cause
         raise problem from error
     except StorageError as error:
         raise MediaProblem("media_unreadable", error.message) from error
     except PacktoolError:
         raise
-    except Exception as error:  # decoders raise any type on damaged files
+    except Exception as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise MediaProblem("media_unreadable", f"{label(ref)}: {storage.scrubbed(reason)}") from error
 
@@ -127,7 +127,7 @@ def _check_size(ref: MediaRef, num_bytes: int, max_bytes: int) -> None:
 def _remote_problem(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaProblem:
     """Return the exception for a remote failure: a problem of this medium, or an error of its store for all media.
 
-    The outcome is recorded in the store's count of consecutive failures.
+    Counts consecutive failures of the store, or resets the count. Files refused by a local limit leave it unchanged.
     """
     assert ref.path is not None, "embedded bytes cannot fail remotely"
     try:
@@ -142,9 +142,10 @@ def _remote_problem(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaP
     is_bucket = not store.startswith("http")
     may_be_store_failure = error.fault == "unreachable" or (error.fault == "refused" and is_bucket)
     if may_be_store_failure:
-        num_failures = storage.record_failure(store)
-        if 0 < ref.policy.max_failures <= num_failures:  # 0 for no limit
-            return _store_down(ref.path, error, num_failures, ref.policy.max_failures)
+        num_failures, max_failures = storage.record_failure(store), ref.policy.max_failures
+        has_limit = max_failures > 0
+        if has_limit and num_failures >= max_failures:
+            return _store_down(ref.path, error, num_failures, max_failures)
     else:
         storage.record_success(store)
     return MediaProblem(_REASONS.get(error.fault, "media_unreadable"), error.message)
@@ -166,7 +167,7 @@ def label(ref: MediaRef) -> str:
 
 
 SETTLED_SECONDS = 2.0
-"""A file that changed more recently may change again without a new timestamp."""
+"""Seconds after which a change of a file surely gives it a new timestamp."""
 _PIECE_BYTES, _NUM_PIECES = 4096, 4
 _CHUNK_BYTES = 1 << 20
 _DIGEST_BYTES = 16
@@ -191,30 +192,31 @@ def content_digest(path: str | None, data: bytes | None, policy: MediaPolicy) ->
 
 
 def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, is_image: bool) -> str | None:
-    """Return a text that changes whenever the content may change; None if unknown or not allowed.
+    """Return a text that changes whenever the content may change; None if changes might be missed, or on any error.
 
     It consists of the hash of embedded bytes; the path, size and times of a local file; or the address, size and entity
-    tag (or date) of a remote file, which needs one short request.
+    tag (or date) of a remote file, which needs one short request. Errors are reported when the medium is loaded.
     """
-    if data is not None or path is None:
+    is_embedded = path is None or data is not None  # embedded bytes may keep the path of their file
+    if is_embedded:
         return hashlib.sha256(data or b"").hexdigest()
     ref = MediaRef(path, policy=policy)
     try:
         check_allowed(ref)
         if storage.is_remote(path):
-            return _remote_state(ref, is_image)
+            return _remote_state(ref, is_image=is_image)
         state = _stat(path)
     except (OSError, PacktoolError, ValueError):
-        return None  # loading the medium reports the problem
+        return None
     if state is None or state.st_size > policy.max_file_bytes(is_image):
         return None
     if time.time() - max(state.st_mtime, state.st_ctime) < SETTLED_SECONDS:
-        return None
+        return None  # the file may change again without a new timestamp
     # Device and inode are not included, because they may change when the machine restarts.
     return f"{os.path.abspath(storage.normalize(path))} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
 
 
-def _remote_state(ref: MediaRef, is_image: bool) -> str | None:
+def _remote_state(ref: MediaRef, *, is_image: bool) -> str | None:
     """Return address, size and entity tag of a remote file; None if the server sends no tag."""
     with open_medium(ref, first_block=1, is_image=is_image) as file:
         tag = getattr(getattr(file, "raw", None), "tag", "")  # ``raw`` is storage's remote file

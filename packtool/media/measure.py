@@ -80,7 +80,7 @@ def changed_since_export(ref: MediaRef, before: str, now: str) -> MediaError:
 
 
 _ORIENTATION_TAG = 0x0112
-_SIDEWAYS = (5, 6, 7, 8)
+_SIDEWAYS_ORIENTATIONS = (5, 6, 7, 8)
 _END_MARKS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND", "JPEG2000": b"\xff\xd9"}
 _END_BYTES = 1024
 # Offsets and sizes of a TIFF's strips and tiles.
@@ -103,9 +103,9 @@ def measure_image(image: MediaRef) -> tuple[int, int]:
 
 
 def _measure(file: BinaryIO, size: int, can_decode: bool) -> tuple[int, int]:
-    """Return (height, width) of a picture, and check that its file of ``size`` bytes is complete.
+    """Return (height, width) of an upright picture, and check that its file of ``size`` bytes is complete.
 
-    Without ``can_decode``, the picture is not decoded to check the end of a format that declares no length.
+    The file is complete if it has its declared length, its format's end mark, or else, with ``can_decode``, decodes.
     """
     picture = open_picture(file)
     width, height = picture.size
@@ -114,14 +114,14 @@ def _measure(file: BinaryIO, size: int, can_decode: bool) -> tuple[int, int]:
     if isinstance(picture, PngImagePlugin.PngImageFile):
         orientation = _png_orientation(picture, file)
     elif picture.format == "TIFF":
-        orientation = 1  # Pillow's TIFF reader has swapped the sides already
+        orientation = 1  # ``picture.size`` is upright already
     else:
         orientation = picture.getexif().get(_ORIENTATION_TAG, 1)
     if declared is not None and declared > size:
         raise ValueError(f"the file is truncated: it declares {declared:,} bytes and has {size:,}")
     if declared is None and can_decode and not _has_end_mark(picture.format, file, header_stop, size):
         picture.load()  # raises an error if the file is truncated
-    return (width, height) if orientation in _SIDEWAYS else (height, width)
+    return (width, height) if orientation in _SIDEWAYS_ORIENTATIONS else (height, width)
 
 
 def _declared_bytes(picture: Any, file: BinaryIO) -> int | None:

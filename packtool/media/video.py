@@ -20,8 +20,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import chain, islice
-from typing import Any
+from itertools import chain, islice, pairwise
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -60,25 +60,25 @@ class VideoSize:
 
 
 def measure_video(ref: MediaRef) -> VideoSize:
-    """Measure the first video stream of a file: by its header if that gives the number of frames, else by decoding.
+    """Measure the first video stream of a file, or a video that is a list of images.
 
-    The number of frames is taken only from headers of mp4 and mov, and only if it matches the duration: Matroska files
-    declare none, and avi files often a wrong one.
+    The number of frames is taken from the header of mp4 and mov if it matches the duration. Other headers declare none,
+    or often a wrong one; then the frames are counted by seeking or by decoding all. Truncated files are refused.
     """
-    if ref.frames:
+    if ref.frames:  # a list of images
         return _measure_listed_frames(ref)
     with open_container(ref, check_length=True) as container:
         stream = _video_stream(container, ref)
         fps = float(stream.average_rate or 0)
-        first_frame, later_frames, can_trust_packets = decode_from_start(container, stream)
+        first_frame, later_frames, starts_complete = decode_from_start(container, stream)
         if first_frame is None:
             raise MediaProblem("media_unreadable", f"{label(ref)}: no frame can be decoded")
-        num_frames = _declared_frames(container, stream) if can_trust_packets else None
+        num_frames = _declared_frames(container, stream) if starts_complete else None
         if num_frames is not None:
             check_end(container, stream, ref)
         else:
-            num_frames = _count_by_packets(ref)
-            if not num_frames:  # then decode all frames
+            num_frames = _count_by_seeking(ref)
+            if num_frames is None:  # then decode all frames
                 num_frames = 1 + _count(later_frames)
         height, width = _upright_size(first_frame)
         fps = fps or _mean_fps(stream, num_frames)
@@ -127,10 +127,10 @@ def load_video(
 
     Args:
         path, data: file or URL of the video, or its encoded bytes.
-        frames: (path, data) of each image of a video that is listed as frames; else empty.
-        indices: indexes of the T requested frames, ascending. Of ``frames``, the first T are loaded.
-        shape: measured number of frames (of the clip, if there is one), H and W. Frames that differ in size from the
-            first one of the file are scaled to that; without a shape, to the first requested one.
+        frames: (path, data) of each image of a video that is a list of images, of which the first T are loaded.
+        indices: indexes of the T requested frames, ascending.
+        shape: number of frames (of the clip, for a clip), H and W when the video was measured; None if unknown. All
+            frames are scaled to the size of the first requested one; if that is not (H, W), to the file's first one.
 
     Raises:
         MediaError: if the file is missing, cannot be decoded, or has fewer frames.
@@ -185,18 +185,20 @@ def _decode_frames(
     frame_reader: Callable[..., Iterator[tuple[int, Any]]],
     shape: tuple[int, int, int] | None,
 ) -> tuple[npt.NDArray[np.uint8] | None, list[int]]:
-    """Decode the frames with these ``numbers``, which ascend, by ``needed_frames`` or ``all_frames``.
+    """Decode the frames with these numbers, ascending and distinct.
 
-    ``shape`` is that of ``load_video``. Return the frames, uint8 (T, H, W, 3), and the numbers of missing frames. The
-    frames are None if the file has none of them, or the reader cannot number them.
+    ``frame_reader`` is ``needed_frames`` to seek, or ``all_frames`` to decode from the beginning. ``shape`` is the
+    measured number of frames of the video or its clip, H and W.
+
+    Return the frames, uint8 (T, H, W, 3), and the numbers of missing frames. The frames are None if the file has none
+    of them, or if the reader cannot number them.
     """
     pixels: npt.NDArray[np.uint8] | None = None
     missing = set(numbers)
     row_by_number = {number: row for row, number in enumerate(numbers)}
-    # Frames of a clip mostly begin after frame 0; then the measured number of frames may be the clip's, not the file's.
+    # Without frame 0 this may be a clip, whose shape does not tell the number of the file's frames.
     num_frames = shape[0] if shape is not None and numbers[0] == 0 else None
-    # One converter for all frames: creating it takes longer than converting a frame.
-    converter = VideoReformatter()
+    converter = VideoReformatter()  # creating it takes longer than converting a frame
     with open_container(ref) as container:
         stream = _video_stream(container, ref)
         try:
@@ -247,7 +249,7 @@ def _first_frame_size(ref: MediaRef) -> tuple[int, int]:
         return _upright_size(next(container.decode(_video_stream(container, ref))))
 
 
-def _count_by_packets(ref: MediaRef) -> int | None:
+def _count_by_seeking(ref: MediaRef) -> int | None:
     """Return the number of frames of a file without decoding all of them; None if that is not possible."""
     with open_container(ref) as container:
         stream = _video_stream(container, ref)
@@ -283,11 +285,12 @@ MIN_SKIPPED = 4
 
 # Packets after a keyframe among which its leading pictures are: H.264 and HEVC reorder at most 16 frames.
 _MAX_REORDERED_PACKETS = 32
-_ALL_PACKETS = 2**62  # as the last needed frame: count the packets of the entire file
+_NUM_CHECKED_FRAMES = 32
+_NO_LIMIT = 2**62
 _MIN_KEYFRAMES = 3
-# Codecs whose decoder returns a frame even for a damaged packet. Videos of others are decoded completely by export,
-# which finds the damage.
-_CODECS_HIDING_DAMAGE = ("h264",)
+# Codecs whose frames ``count_frames`` counts without decoding all. Their decoders hide damage: they return a frame even
+# for a damaged packet. Decoders of other codecs find it, so export decodes all frames.
+_COUNTED_CODECS = ("h264",)
 _FORMATS_TO_SCAN = frozenset(("matroska", "webm"))  # without a table of contents; all packets are read to count them
 # Codecs with one frame per packet. VP8 is not among them, because some of its packets show nothing.
 _NUMBERED_CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg")
@@ -318,15 +321,20 @@ def _read_packets(container: Any, stream: Any, *, uses_dts: bool) -> Iterator[_P
             yield packet.pos, time, packet.is_keyframe, packet.is_discard
 
 
+class _PendingPacket(NamedTuple):
+    time: int
+    is_skipped: bool
+
+
 class _KeyframeDecoder:
     """Decodes a video from its keyframes, and numbers the frames.
 
     Args:
         container: an opened file at its beginning.
-        last_needed: number of the last needed frame; packets long after it need not be counted.
+        last_needed: number of the last needed frame; packets after the keyframe that follows it are not counted.
 
     Attributes:
-        keyframes: for each keyframe in decoding order, the number of shown packets before it, ascending: the minimum
+        min_numbers: for each keyframe in decoding order, the number of shown packets before it, ascending: the minimum
             number that its frame can have.
         num_packets: number of counted packets that are shown.
         first_number: number of the first frame of ``frames``.
@@ -340,52 +348,55 @@ class _KeyframeDecoder:
 
     def __init__(self, container: Any, stream: Any, last_needed: int) -> None:
         self._container, self._stream = container, stream
-        self.keyframes: list[int] = []
-        self._seek_times: list[int] = []  # for each keyframe, a time just before the next keyframe
-        self._number_by_position: dict[int, int] = {}  # values of ``keyframes`` by position in the file
-        self.num_packets = self.first_number = self.next_needed = 0
+        self.min_numbers: list[int] = []
+        self._min_number_by_position: dict[int, int] = {}  # by a keyframe's position in the file
+        self._seek_times: list[int] = []  # seeking to the n-th time finds the n-th keyframe
+        self.num_packets = 0
+        self.first_number = 0
+        self.next_needed = 0
         self.frames: Iterator[tuple[int, Any]] = iter(())
         if stream.codec_context.codec.canonical_name not in _NUMBERED_CODECS:
             raise FrameNumbersUnknown
-        has_index = is_indexed(container)
-        index = index_of(stream) if has_index else ()
-        if 0 < len(index) == stream.frames:  # the table of contents lists all packets
-            self._find_keyframes(_listed_packets(index), last_needed)
+        has_table = is_indexed(container)
+        table_of_contents = index_of(stream) if has_table else ()
+        lists_all_packets = 0 < len(table_of_contents) == stream.frames
+        if lists_all_packets:
+            self._find_keyframes(_listed_packets(table_of_contents), last_needed)
             return
-        if not has_index and _FORMATS_TO_SCAN.isdisjoint(container.format.name.split(",")):
+        if not has_table and _FORMATS_TO_SCAN.isdisjoint(container.format.name.split(",")):
             raise FrameNumbersUnknown
-        # Read the packets without decoding them, then go back to the first keyframe.
-        self._find_keyframes(_read_packets(container, stream, uses_dts=has_index), last_needed)
-        self._seek(self._seek_times[0])
+        self._find_keyframes(_read_packets(container, stream, uses_dts=has_table), last_needed)
+        self._seek(self._seek_times[0])  # back to the first keyframe
 
     def _find_keyframes(self, packets: Iterable[_Packet], last_needed: int) -> None:
-        """Find the keyframes, and count the shown packets up to the keyframe after the last needed frame.
+        """Find the keyframes, and count the shown packets, up to a keyframe that is surely after frame ``last_needed``.
 
-        Sets ``keyframes``, ``num_packets`` and what ``_seek`` and ``start`` need.
+        Called once; sets ``min_numbers``, ``num_packets``, ``_min_number_by_position`` and ``_seek_times``.
         """
         num_shown = 0
-        latest_time = -(2**62)
+        keyframe_times: list[int] = []
+        latest_time = -_NO_LIMIT
         for position, time, is_keyframe, is_hidden in packets:
             if time is None:
                 raise FrameNumbersUnknown
             if is_keyframe:
-                if position is None or position < 0 or position in self._number_by_position:
+                if position is None or position < 0 or position in self._min_number_by_position:
                     raise FrameNumbersUnknown  # the keyframe could not be recognized after seeking
-                if self.keyframes:
-                    self._seek_times.append(time - 1)  # seeking moves back from here to the keyframe before
-                self.keyframes.append(num_shown)
-                self._number_by_position[position] = num_shown
-            elif not self.keyframes:  # decoders show nothing before the first keyframe
+                keyframe_times.append(time)
+                self.min_numbers.append(num_shown)
+                self._min_number_by_position[position] = num_shown
+            elif not keyframe_times:  # decoders show nothing before the first keyframe
                 raise FrameNumbersUnknown
             if not is_hidden:
                 num_shown += 1
             latest_time = max(latest_time, time)
             if is_keyframe and num_shown > last_needed + _MAX_REORDERED_PACKETS:
                 break
-        self._seek_times.append(latest_time)
-        self.num_packets = num_shown
-        if not self.keyframes:
+        if not keyframe_times:
             raise FrameNumbersUnknown
+        # Seeking finds the last keyframe before a time, so a keyframe is found from just before the next one.
+        self._seek_times = [*(time - 1 for time in keyframe_times[1:]), latest_time]
+        self.num_packets = num_shown
 
     def _seek(self, time: int) -> None:
         """Move to the last keyframe at or before a time, in units of the stream."""
@@ -399,10 +410,10 @@ class _KeyframeDecoder:
         packets = self._container.demux(self._stream)
         first_packets = list(islice(packets, _MAX_REORDERED_PACKETS))
         keyframe = first_packets[0]
-        if keyframe.pts is None or keyframe.pos not in self._number_by_position:
+        if keyframe.pts is None or keyframe.pos not in self._min_number_by_position:
             raise FrameNumbersUnknown
         num_leading = sum(1 for packet in first_packets if _is_shown(packet) and packet.pts < keyframe.pts)
-        self.first_number = self.next_needed = self._number_by_position[keyframe.pos] + num_leading
+        self.first_number = self.next_needed = self._min_number_by_position[keyframe.pos] + num_leading
         self.frames = self._decode(chain(first_packets, packets), keyframe.pts, self.first_number)
 
     def start_before(self, keyframe_index: int, number: int) -> None:
@@ -417,28 +428,27 @@ class _KeyframeDecoder:
     def _decode(self, packets: Iterable[Any], first_time: int, first_number: int) -> Iterator[tuple[int, Any]]:
         """Decode packets that begin with a keyframe, and yield (number, frame) from the keyframe's frame on.
 
-        Frames must match the shown packets one by one, in order of time; otherwise they cannot be numbered.
-        ``first_time`` and ``first_number`` are those of the keyframe's frame.
+        ``first_time`` and ``first_number`` are those of the keyframe's frame. Shown packets are numbered in order of
+        time; each must give one frame of the same time, except packets that are skipped to save time.
         """
-        number = first_number  # of the next frame in order of time
+        number = first_number  # of the earliest pending packet
         unit_prefix_bytes = self._unit_prefix_bytes()
-        pending: list[tuple[int, bool]] = []  # heap of (time, is skipped) of the packets without a number so far
+        pending: list[_PendingPacket] = []  # a heap of the shown packets whose frame was not yielded so far
         for packet_index, packet in enumerate(packets):
-            # Reordering moves a frame by a few packets only, so the needed one is not among those skipped.
-            is_far = packet_index < self.next_needed - first_number - _MAX_REORDERED_PACKETS
-            is_skipped = is_far and _is_leaf(packet, unit_prefix_bytes)
+            # Reordering moves a frame by fewer packets than this margin, so the needed frame itself is not skipped.
+            is_far_ahead = first_number + packet_index + _MAX_REORDERED_PACKETS < self.next_needed
+            is_skipped = is_far_ahead and _is_leaf(packet, unit_prefix_bytes)
             if _is_shown(packet) and packet.pts >= first_time:
-                heappush(pending, (packet.pts, is_skipped))
+                heappush(pending, _PendingPacket(packet.pts, is_skipped))
             if is_skipped:
                 continue
             for frame in packet.decode():
                 if frame.pts is not None and frame.pts < first_time:
                     continue  # a leading picture, which belongs to the group before
-                # The earliest pending packet is the frame's, except for skipped packets, which return no frames.
-                while pending and pending[0][1]:
+                while pending and pending[0].is_skipped:
                     heappop(pending)
                     number += 1
-                if not pending or frame.pts != heappop(pending)[0] or frame.is_corrupt:
+                if not pending or frame.pts != heappop(pending).time or frame.is_corrupt:
                     raise FrameNumbersUnknown
                 if frame.pts == first_time and not frame.key_frame:
                     raise FrameNumbersUnknown
@@ -466,17 +476,18 @@ def needed_frames(
     Raises:
         FrameNumbersUnknown: if frames cannot be numbered this way; the container cannot be used afterwards.
     """
-    max_gap = np.diff(numbers, prepend=0).max()
+    max_gap = max(number - before for before, number in pairwise([0, *numbers]))
     if max_gap <= MIN_SKIPPED:  # seeking would skip nothing
         yield from all_frames(container, stream, numbers)
         return
-    last_counted = numbers[-1] if num_frames is None else _ALL_PACKETS
-    decoder = _KeyframeDecoder(container, stream, last_counted)
-    if num_frames not in (None, decoder.num_packets):
+    decoder = _KeyframeDecoder(container, stream, numbers[-1] if num_frames is None else _NO_LIMIT)
+    if num_frames is not None and num_frames != decoder.num_packets:
         raise FrameNumbersUnknown
     decoder.start()
+    if decoder.first_number != 0:  # the file begins with pictures that decoders leave out
+        raise FrameNumbersUnknown
     first_frame = next(decoder.frames, None)  # even if it is not needed: this checks that it matches its packet
-    if first_frame is None or decoder.first_number != 0:  # decoders leave out leading pictures of the first keyframe
+    if first_frame is None:
         raise FrameNumbersUnknown
     decoder.frames = chain([first_frame], decoder.frames)
     yield from _seek_each(decoder, numbers)
@@ -486,8 +497,8 @@ def _seek_each(decoder: _KeyframeDecoder, numbers: Sequence[int]) -> Iterator[tu
     """Yield (number, frame) of the needed frames from a started decoder, which seeks where that skips frames."""
     next_number = 0  # of the frame that the decoder would return next
     for needed_number in numbers:
-        keyframe_index = bisect_right(decoder.keyframes, needed_number) - 1  # the last one that may be before the frame
-        if decoder.keyframes[keyframe_index] - next_number >= MIN_SKIPPED:
+        keyframe_index = bisect_right(decoder.min_numbers, needed_number) - 1  # the last that may be before the frame
+        if decoder.min_numbers[keyframe_index] - next_number >= MIN_SKIPPED:
             decoder.start_before(keyframe_index, needed_number)
         decoder.next_needed = needed_number  # the decoder skips frames before it where possible
         for number, frame in decoder.frames:
@@ -500,9 +511,9 @@ def _seek_each(decoder: _KeyframeDecoder, numbers: Sequence[int]) -> Iterator[tu
 def decode_from_start(container: Any, stream: Any) -> tuple[Any, Iterator[Any], bool]:
     """Decode a container from its beginning.
 
-    Return the first frame (None if there is none), an iterator over the others, and whether each packet of the header
-    is one frame. That is not the case if the file begins in the middle of a group: then the first frame does not belong
-    to the first shown packet, or is no keyframe although no hidden packets come before it.
+    Return the first frame (None if there is none), an iterator over the others, and whether the file starts complete:
+    not in the middle of a group of frames, whose packets give no frames without the group's keyframe. Then the first
+    frame belongs to the first shown packet, and is a keyframe unless hidden packets come before it.
     """
     packets = container.demux(stream)
     first_packets = list(islice(packets, _MAX_REORDERED_PACKETS))
@@ -511,28 +522,31 @@ def decode_from_start(container: Any, stream: Any) -> tuple[Any, Iterator[Any], 
     first_frame = next(frames, None)
     if first_frame is None or not shown_times or None in shown_times or first_frame.pts != min(shown_times):
         return first_frame, frames, False
-    can_trust_packets = bool(first_frame.key_frame or first_packets[0].is_discard)
-    return first_frame, frames, can_trust_packets
+    starts_complete = bool(first_frame.key_frame or first_packets[0].is_discard)
+    return first_frame, frames, starts_complete
 
 
 def count_frames(container: Any, stream: Any) -> int:
-    """Count the frames of a video by its packets; only the first 32 frames and the last group are decoded.
+    """Count the packets before the last keyframe, and the frames decoded from there on.
 
-    There the frames must match the packets one by one. In a truncated file, only frames that can be decoded count.
-    ``container`` is an opened file at its beginning. FrameNumbersUnknown if all frames must be decoded to count them;
-    the container cannot be used afterwards.
+    Decoding checks the first frames of the file, too. In a truncated file, only frames that can be decoded count.
+    ``container`` is an opened file at its beginning, which cannot be used afterwards.
+
+    Raises:
+        FrameNumbersUnknown: if all frames must be decoded to count them.
     """
-    if stream.codec_context.codec.canonical_name not in _CODECS_HIDING_DAMAGE:
-        raise FrameNumbersUnknown  # only decoding all frames finds damage in videos of other codecs
-    decoder = _KeyframeDecoder(container, stream, _ALL_PACKETS)
-    if len(decoder.keyframes) < _MIN_KEYFRAMES:
+    if stream.codec_context.codec.canonical_name not in _COUNTED_CODECS:
+        raise FrameNumbersUnknown
+    decoder = _KeyframeDecoder(container, stream, _NO_LIMIT)
+    num_keyframes = len(decoder.min_numbers)
+    if num_keyframes < _MIN_KEYFRAMES:
         raise FrameNumbersUnknown  # with so few keyframes, counting would not be faster than decoding
     decoder.start()
-    num_checked = _count(islice(decoder.frames, _MAX_REORDERED_PACKETS))
-    if decoder.first_number != 0 or num_checked < _MAX_REORDERED_PACKETS:
+    num_checked = _count(islice(decoder.frames, _NUM_CHECKED_FRAMES))
+    if decoder.first_number != 0 or num_checked < _NUM_CHECKED_FRAMES:
         raise FrameNumbersUnknown
-    min_last_number = decoder.keyframes[-1]  # minimum number of the last keyframe's frame
-    decoder.start_before(len(decoder.keyframes) - 1, min_last_number)
+    min_last_number = decoder.min_numbers[-1]
+    decoder.start_before(num_keyframes - 1, min_last_number)
     num_frames = decoder.first_number + _count(decoder.frames)
     if num_frames <= min_last_number:  # the last group cannot be decoded
         raise FrameNumbersUnknown
