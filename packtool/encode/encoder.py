@@ -99,13 +99,12 @@ class Encoder:
         self._has_template_kwargs = bool(files.chat_template_kwargs)
         self._end_of_text = files.template_variables.get("eos_token", "")
         self._start_of_text = _start_of_text(self._tokenizer, files)
-        resolved_spec = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
-        self._row_splitter = RowSplitter(resolved_spec, self._template_of, self._render_chunks)
         self.warnings = (*self._media.warnings, *files.option_warnings(spec))
-        # Caches: templates by a row's own template arguments, media by file, token ids by header.
-        self._row_templates: dict[str, tuple[ChatTemplate, TurnFinder]] = {}
+        self._row_templates: dict[str, tuple[ChatTemplate, TurnFinder]] = {}  # by a row's own template arguments
         self._measured_media: dict[tuple[object, ...], Medium] = {}
-        self._header_ids: dict[tuple[str, str], list[int]] = {}
+        self._ids_by_header: dict[tuple[str, str], list[int]] = {}
+        splitter_spec = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
+        self._row_splitter = RowSplitter(splitter_spec, self._template_of, self._render_chunks)
 
     def _load_template(self, files: ModelFiles) -> tuple[ControlVocabulary, ChatTemplate | None, TurnFinder | None]:
         """Return the model's control tokens, its chat template and the turn finder; None for both without a template.
@@ -150,7 +149,7 @@ class Encoder:
         return [join_results(row, [next(results) for _ in row]) if isinstance(row, list) else row for row in rows]
 
     def _encode_split(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
-        """Encode samples that need no further splitting; the texts of all are tokenized in one call."""
+        """Encode samples as they are; the texts of all are tokenized in one call."""
         items = [self._render_or_drop(sample) for sample in samples]
         ends_by_chunk = self._tokenize_ends(items)
         ids_by_chunk = self._tokenize_chunks(items, ends_by_chunk)
@@ -161,10 +160,9 @@ class Encoder:
                 results.append(item)
                 continue
             stop = start + len(item.expanded.chunks)
-            num_omitted = 0
-            if ends_by_chunk:
-                num_omitted = sum(ends_by_chunk[i].num_omitted for i in range(start, stop) if i in ends_by_chunk)
-            results.append(truncate(self._tokenize(item, ids_by_chunk[start:stop], num_omitted), self.spec))
+            num_omitted = sum(ends.num_omitted for i, ends in ends_by_chunk.items() if start <= i < stop)
+            tokenized = self._tokenize(item, ids_by_chunk[start:stop], num_omitted)
+            results.append(truncate(tokenized, self.spec))
             start = stop
         return results
 
@@ -191,15 +189,16 @@ class Encoder:
         if self.spec.truncation_strategy not in ("left", "right"):
             return ends_by_chunk
         max_length = self.spec.max_length
-        min_chars = 2 * _CHARS_PER_TOKEN * max_length
-        start = 0  # index of the sample's first chunk among those of all samples
+        min_chars = 2 * max_length * _CHARS_PER_TOKEN  # of both ends
+        start = 0  # index of the sample's first expanded chunk among those of all samples
         for item in items:
             if isinstance(item, Dropped):
                 continue
             chunks = item.expanded.chunks
-            if not self._loss_scale(item.sample).rules and not item.expanded.media_ranges:
-                for i, chunk in enumerate(chunks):
-                    ends = self._chunk_tokenizer.ends(chunks, i, max_length) if len(chunk.text) > min_chars else None
+            needs_all_tokens = item.expanded.media_ranges or self._loss_scale(item.sample).rules
+            for i, chunk in enumerate(chunks):
+                if not needs_all_tokens and len(chunk.text) > min_chars:
+                    ends = self._chunk_tokenizer.ends(chunks, i, max_length)
                     if ends is not None:
                         ends_by_chunk[start + i] = ends
             start += len(chunks)
@@ -308,7 +307,7 @@ class Encoder:
         return chunks
 
     def _render_conversation(self, sample: Sample, escaper: ControlEscaper, texts: Sequence[str]) -> list[Chunk]:
-        """Render a conversation with these escaped texts of its turns by the chat template, and split it."""
+        """Render a conversation by the chat template, and split it; ``texts`` are the escaped contents of its turns."""
         template, _ = self._template_of(sample)
         try:
             messages = []
@@ -378,7 +377,7 @@ class Encoder:
         tokens = join_tokens(rendered.expanded, ids_by_chunk, self._vocabulary.ids, self._encode_one)
         turns = self._locate_turns(rendered, tokens, ids_by_chunk)
         borders = None
-        if sample.part is not None:  # other samples of the row may share the tokens up to these positions
+        if sample.part is not None:  # the row has other samples, which may begin with the same tokens up to a border
             positions = {position for turn in turns for position in (*turn.header, *turn.span)}
             borders = np.array(sorted(positions), np.int32)
         trainable_spans = [turn.span for turn in turns if turn.message.loss is not False]
@@ -389,7 +388,7 @@ class Encoder:
             spans=tokens.spans,
             media=rendered.media,
             weights=self._weights(rendered, tokens, turns),
-            num_removed=rendered.expanded.num_omitted + num_omitted,
+            num_removed=rendered.expanded.num_omitted_controls + num_omitted,
             borders=borders,
         )
 
@@ -442,7 +441,7 @@ class Encoder:
     ) -> Weights:
         """Return the weight of each token of a turn's span, float32: the rules' weight of the token's first character.
 
-        Rules apply to the text of the answer, in which a medium's control token stands once for all its repetitions.
+        Rules apply to the text of the answer.
         """
         text, token_indices, first_chars = self._turn_text(expanded, tokens, turn)
         # The chunks begin with the turn's header. Keep the tokens of the span, which begins with the answer.
@@ -460,11 +459,12 @@ class Encoder:
         """Join the control tokens and texts of a turn's chunks, from its header to the token that ends it.
 
         Return the joined text, and for each of its tokens the index in ``tokens.ids``, and the index in the text of its
-        first character.
+        first character. A control token that is repeated for a medium is in the text only once.
         """
         joined_text = ""
         token_indices: list[int] = []
         first_chars: list[int] = []
+        _, turn_end = turn.span
         for chunk_index in range(turn.first_chunk, turn.last_chunk + 1):
             chunk = expanded.chunks[chunk_index]
             text_start = tokens.text_starts[chunk_index]
@@ -472,8 +472,7 @@ class Encoder:
                 token_indices += range(text_start - chunk.times, text_start)
                 first_chars += [len(joined_text)] * chunk.times
                 joined_text += chunk.control
-            # The last chunk's control token ends the turn, so its text follows the turn, unless it is the only chunk.
-            if chunk_index < turn.last_chunk or turn.first_chunk == turn.last_chunk:
+            if text_start < turn_end:  # not the text after the control token that ends the turn
                 offsets = self._chunk_tokenizer.offsets(chunk.text)
                 token_indices += range(text_start, text_start + len(offsets))
                 first_chars += [len(joined_text) + char for char, _ in offsets]
@@ -491,34 +490,35 @@ class Encoder:
         if sample.is_text:
             return locate_texts(sample, rendered.chunks, expanded, tokens)
         answers = [turn for turn in sample.turns if turn.role == "assistant"]
-        has_all_answers = len(answers) == len(rendered.turns)
+        if len(answers) != len(rendered.turns):  # the template has added turns: it is unknown which ones are the row's
+            answers = [Turn("assistant", content="")] * len(rendered.turns)
         located = []
-        for number, turn in enumerate(rendered.turns):
+        for message, turn in zip(answers, rendered.turns, strict=True):
             first_chunk = expanded.first_expanded[turn.first]
             text_start = tokens.text_starts[first_chunk]
             ids = ids_by_chunk[first_chunk]
-            # The answer starts after the header's tokens. A blank at its start may merge with the header's last: the
-            # merged token is the answer's.
             start = text_start + self._header_length(rendered.chunks[turn.first].control, turn.header, ids)
             last_chunk, end = _locate_end(rendered, tokens, turn)
             if end > start:
-                message = answers[number] if has_all_answers else Turn("assistant", content="")
-                header = () if sample.part is None else self._header_span(sample, text_start, ids)
+                has_siblings = sample.part is not None
+                header = self._header_span(sample, text_start, ids) if has_siblings else ()
                 located.append(LocatedTurn(message, (start, end), first_chunk, last_chunk, header))
         return located
 
     def _header_span(self, sample: Sample, text_start: int, ids: Sequence[int]) -> tuple[int, ...]:
         """Return [start, end) of a turn's header among the tokens; ``ids`` are those of the text at ``text_start``."""
-        # A line break at the start of the answer may merge with the header's.
         _, finder = self._template_of(sample)
         control, header = finder.header[-1]
         return text_start, text_start + self._header_length(control, header, ids)
 
     def _header_length(self, control: str, header: str, ids: Sequence[int]) -> int:
-        """Return how many of the first ``ids`` of the text after a control token belong to the turn's header."""
-        header_ids = self._header_ids.get((control, header))
+        """Return how many of the first ``ids`` of the text after a control token belong to the turn's header.
+
+        A token that merges the header's last characters with the answer's first ones belongs to the answer.
+        """
+        header_ids = self._ids_by_header.get((control, header))
         if header_ids is None:  # a template has one or two
-            header_ids = self._header_ids[control, header] = self._encode_one(Chunk(control, "", header))
+            header_ids = self._ids_by_header[control, header] = self._encode_one(Chunk(control, "", header))
         if ids[: len(header_ids)] == header_ids:  # fast path for nearly all turns
             return len(header_ids)
         return common_prefix_length(header_ids, ids)

@@ -52,13 +52,13 @@ class ExpandedChunks(NamedTuple):
         chunks: the expanded chunks; a medium becomes several of them, or text at the end of the chunk before.
         first_expanded: for each rendered chunk, the index of its first expanded chunk.
         media_ranges: of each medium, in order.
-        num_omitted: control tokens left out of media that no sample can hold.
+        num_omitted_controls: control tokens left out of media that no sample can hold.
     """
 
     chunks: list[Chunk]
     first_expanded: list[int]
     media_ranges: list[_MediumRange]
-    num_omitted: int
+    num_omitted_controls: int
 
 
 def expand_media(
@@ -71,14 +71,14 @@ def expand_media(
 
     Args:
         media: by kind, in the order of their chunks.
-        segments_of: returns the segments of a medium, given the medium and its index among those of its kind.
-        max_length: maximum tokens of a sample. Of a medium with more control tokens, only ``max_length + 1`` are
-            inserted, so that memory does not depend on limits that a row sets.
+        segments_of: returns the texts and runs of tokens of a medium, given it and its index among its kind.
+        max_length: maximum tokens of a sample. At most ``max_length + 1`` control tokens of a medium are inserted,
+            enough to recognize a medium that is too large.
     """
     expanded: list[Chunk] = []
     first_expanded: list[int] = []
     ranges: list[_MediumRange] = []
-    num_omitted = 0
+    num_omitted_controls = 0
     num_media = dict.fromkeys(media, 0)  # media expanded so far, by kind
     for chunk in rendered:
         first_expanded.append(len(expanded))
@@ -88,31 +88,31 @@ def expand_media(
             continue
         number = num_media[kind]
         num_media[kind] += 1
-        begin, num_left_out = _append_medium(expanded, segments_of(media[kind][number], number), max_length + 1)
-        num_omitted += num_left_out
-        ranges.append(_MediumRange(kind, number, begin, _end_of_text(expanded)))
-        _append_text(expanded, chunk.text)  # the text after the medium
-    return ExpandedChunks(expanded, first_expanded, ranges, num_omitted)
+        segments = [each for each in segments_of(media[kind][number], number) if isinstance(each, str) or each.times]
+        begins_with_text = bool(segments) and isinstance(segments[0], str)
+        begin = _end_of_text(expanded) if begins_with_text else _TextPosition(len(expanded), num_chars=None)
+        num_omitted_controls += _append_segments(expanded, segments, max_controls=max_length + 1)
+        ranges.append(_MediumRange(kind, number, begin, end=_end_of_text(expanded)))
+        text_after_medium = chunk.text
+        _append_text(expanded, text_after_medium)
+    return ExpandedChunks(expanded, first_expanded, ranges, num_omitted_controls)
 
 
-def _append_medium(chunks: list[Chunk], segments: Sequence[MediaSegment], max_tokens: int) -> tuple[_TextPosition, int]:
-    """Append the tokens and texts of a medium, with at most ``max_tokens`` control tokens.
+def _append_segments(chunks: list[Chunk], segments: Sequence[MediaSegment], max_controls: int) -> int:
+    """Append the texts of a medium and up to ``max_controls`` of its control tokens; return the number of the others.
 
-    Return the position where the medium begins, and the number of control tokens that are left out.
+    A run of control tokens becomes a chunk even if none of them are left, so that the texts around it stay separate.
     """
-    begin: _TextPosition | None = None  # set at the medium's first segment
     num_omitted = 0
     for segment in segments:
         if isinstance(segment, str):
-            begin = begin or _end_of_text(chunks)
             _append_text(chunks, segment)
-        elif segment.times:
-            num_tokens = min(segment.times, max_tokens)
-            max_tokens -= num_tokens
-            num_omitted += segment.times - num_tokens
-            begin = begin or _TextPosition(len(chunks), num_chars=None)  # before the control token
-            chunks.append(Chunk(segment.token, media_kind="", text="", times=num_tokens))
-    return begin or _TextPosition(len(chunks), num_chars=None), num_omitted
+        else:
+            num_appended = min(segment.times, max_controls)
+            max_controls -= num_appended
+            num_omitted += segment.times - num_appended
+            chunks.append(Chunk(segment.token, media_kind="", text="", times=num_appended))
+    return num_omitted
 
 
 def _end_of_text(chunks: Sequence[Chunk]) -> _TextPosition:
@@ -156,17 +156,17 @@ def join_tokens(
         text_starts.append(len(ids))
         ids += text_ids
     spans = []
-    for kind, number, begin, end in expanded.media_ranges:
-        begin_chunk, end_chunk = begin.chunk_index, end.chunk_index
-        num_before = _num_ids_before(expanded.chunks[begin_chunk], begin, ids_by_chunk[begin_chunk], encode_text)
-        num_until_end = _num_ids_until(expanded.chunks[end_chunk], end, ids_by_chunk[end_chunk], encode_text)
-        spans.append(Span(kind, number, text_starts[begin_chunk] + num_before, text_starts[end_chunk] + num_until_end))
+    for medium in expanded.media_ranges:
+        first, last = medium.begin.chunk_index, medium.end.chunk_index
+        offset = _begin_offset(expanded.chunks[first], medium.begin, ids_by_chunk[first], encode_text)
+        end_offset = _end_offset(expanded.chunks[last], medium.end, ids_by_chunk[last], encode_text)
+        spans.append(Span(medium.kind, medium.number, text_starts[first] + offset, text_starts[last] + end_offset))
     return JoinedTokens(ids, text_starts, spans)
 
 
 # A medium may begin or end within a chunk's text. The tokens outside of it are then those that the text before or
 # after the medium has when it is tokenized alone, too; a token with characters of both belongs to the medium.
-def _num_ids_before(
+def _begin_offset(
     chunk: Chunk, begin: _TextPosition, text_ids: Sequence[int], encode_text: Callable[[Chunk], Sequence[int]]
 ) -> int:
     """Return the number of ids of a chunk's text before the medium that begins in it.
@@ -180,7 +180,7 @@ def _num_ids_before(
     return common_prefix_length(ids_before, text_ids)
 
 
-def _num_ids_until(
+def _end_offset(
     chunk: Chunk, end: _TextPosition, text_ids: Sequence[int], encode_text: Callable[[Chunk], Sequence[int]]
 ) -> int:
     """Return the number of ids of a chunk's text up to the end of the medium that ends in it."""
@@ -243,14 +243,15 @@ def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[tuple[En
 def media_spans(sample: EncodedSample, tokens: MediaTokens) -> list[MediumSpan]:
     """Locate the media of a sample by their placeholder tokens; return the spans in the order of the tokens.
 
-    Media whose kind has no placeholder token are left out. A sound track has no span of its own: it is in its video's.
+    Media whose kind the model cannot be trained on have no placeholder tokens, and no span. The span of a video
+    includes its sound track.
     """
     if not (sample.images or sample.videos or sample.audios):
         return []
-    sounds = [sound for sound, _, _ in sounds_in_order(sample, tokens)]
+    sounds = [sound for sound, _, _ in sounds_in_order(sample, tokens)]  # the row's sounds and the videos' tracks
     media: dict[MediaKind, list[Any]] = {"image": [*sample.images], "video": [*sample.videos], "audio": sounds}
     spans = []
-    track_spans = []  # in the order of their videos
+    track_spans = []  # sound tracks, in the order of their videos
     for kind, pad in tokens.pads.items():
         num_pads = [medium.num_tokens for medium in media[kind]]
         pad_spans = _pad_spans(sample.input_ids == pad, num_pads)

@@ -79,7 +79,7 @@ class RowSplitter:
         return samples
 
     def _split_turns(self, sample: Sample) -> list[Sample]:
-        """Return one sample for each trained turn that needs its own; the conversation itself if one is enough."""
+        """Return beginnings of a conversation as samples that together train its turns, or the conversation itself."""
         last_turn = len(sample.turns) - 1
         answers = [index for index, turn in enumerate(sample.turns) if turn.role == "assistant"]
         scale = parse_loss_scale(sample.loss_scale or self._spec.loss_scale)
@@ -87,19 +87,20 @@ class RowSplitter:
         trained = [index for index in answers if _is_trained(sample.turns[index], index in trained_by_scale)]
         if scale.base == "all" or not trained or answers == [last_turn]:
             return [sample]
-        trained_by_end = {index: {index} for index in trained}
         if self._spec.expand_turns == "auto":
             ignores_empty = KEEP_EMPTY_THINK not in scale.rules
-            trained_by_end = self._needed_samples(sample, answers, trained, ignores_empty=ignores_empty)
-        if not trained_by_end or list(trained_by_end) == [last_turn]:
+            trained_by_end = self._needed_samples(sample, answers, trained, ignores_empty_thinking=ignores_empty)
+        else:
+            trained_by_end = {index: {index} for index in trained}
+        ends = list(trained_by_end)  # indexes of the turns that end a sample
+        if not ends or ends == [last_turn]:
             return [sample]
-        if len(trained_by_end) == 1:  # one sample trains all turns, but the conversation has more turns after them
-            (end,) = trained_by_end
-            return [_conversation_until(sample, end)]
+        if len(ends) == 1:  # one sample trains all turns, but the conversation has more turns after them
+            return [_conversation_until(sample, ends[0])]
         return _samples_by_end(sample, trained_by_end, answers)
 
     def _needed_samples(
-        self, sample: Sample, answers: Sequence[int], trained: Sequence[int], *, ignores_empty: bool
+        self, sample: Sample, answers: Sequence[int], trained: Sequence[int], *, ignores_empty_thinking: bool
     ) -> dict[int, set[int]]:
         """Return the samples that ``--expand-turns auto`` needs, as ``_group_turns``; none if one sample is enough."""
         try:
@@ -110,7 +111,7 @@ class RowSplitter:
             return {}
         if len(trained) == 1:
             return {index: {index} for index in trained}
-        return self._group_turns(sample, finder, answers, trained, ignores_empty=ignores_empty)
+        return self._group_turns(sample, finder, answers, trained, ignores_empty_thinking=ignores_empty_thinking)
 
     def _group_turns(
         self,
@@ -119,7 +120,7 @@ class RowSplitter:
         answers: Sequence[int],
         trained: Sequence[int],
         *,
-        ignores_empty: bool,
+        ignores_empty_thinking: bool,
     ) -> dict[int, set[int]]:
         """Group trained turns into the fewest samples in which each is rendered as at the end of a conversation.
 
@@ -128,33 +129,33 @@ class RowSplitter:
 
         Args:
             answers, trained: indexes of the assistant's turns, and of those that are trained; ascending.
-            ignores_empty: renderings that differ only by empty thinking blocks are equal.
+            ignores_empty_thinking: renderings that differ only by empty thinking blocks are equal.
 
         Returns:
             by the index of the turn that ends a sample, ascending: the indexes of the turns that the sample trains.
             Empty if the turns cannot be found in the rendered text.
         """
-        groups: dict[int, set[int]] = {}
-        group_end = -1  # index of the last turn of the newest group
-        group_chunks: list[Chunk] = []  # of the conversation up to that turn
+        trained_by_end: dict[int, set[int]] = {}
+        end = -1  # index of the turn that ends the newest sample
+        sample_chunks: list[Chunk] = []  # the newest sample, rendered
         for index in reversed(trained):
             try:
                 chunks = self._render(_conversation_until(sample, index))
             except RowProblem:
                 return {}
             turns = finder.find(chunks)
-            if len(turns) != answers.index(index) + 1:
+            num_answers = answers.index(index) + 1  # up to this turn
+            if len(turns) != num_answers:
                 return {}
             chunks = chunks[: turns[-1].last]  # without the token that ends the turn, which may differ after the last
-            if ignores_empty:
-                _, header_text = finder.header[-1]
-                _remove_empty_thinking(chunks, turns, header_text)
-            is_prefix_of_group = chunks == group_chunks[: len(chunks)]
-            if not groups or not is_prefix_of_group:
-                group_end, group_chunks = index, chunks
-                groups[group_end] = set()
-            groups[group_end].add(index)
-        return dict(reversed(groups.items()))
+            if ignores_empty_thinking:
+                chunks = _without_empty_thinking(chunks, turns, header_text=finder.header[-1][1])
+            is_prefix = chunks == sample_chunks[: len(chunks)]
+            if not trained_by_end or not is_prefix:
+                end, sample_chunks = index, chunks
+                trained_by_end[end] = set()
+            trained_by_end[end].add(index)
+        return dict(reversed(trained_by_end.items()))
 
 
 def _samples_by_end(sample: Sample, trained_by_end: Mapping[int, set[int]], answers: Sequence[int]) -> list[Sample]:
@@ -169,12 +170,14 @@ def _samples_by_end(sample: Sample, trained_by_end: Mapping[int, set[int]], answ
     return samples
 
 
-def _remove_empty_thinking(chunks: list[Chunk], turns: Sequence[TurnChunks], header_text: str) -> None:
-    """Remove an empty thinking block, in place, from the beginning of each answer, which follows ``header_text``."""
+def _without_empty_thinking(chunks: Sequence[Chunk], turns: Sequence[TurnChunks], header_text: str) -> list[Chunk]:
+    """Return chunks without empty thinking blocks at the beginning of answers, which follow ``header_text``."""
+    shortened = list(chunks)
     for turn in turns:
         first_chunk = chunks[turn.first]
         answer = _EMPTY_THINKING.sub("", first_chunk.text[len(header_text) :])
-        chunks[turn.first] = first_chunk._replace(text=header_text + answer)
+        shortened[turn.first] = first_chunk._replace(text=header_text + answer)
+    return shortened
 
 
 def join_results(
@@ -190,10 +193,10 @@ def join_results(
             dropped.append(replace(result, part=sample.part))
         else:
             row += result
-    first = results[0]
-    if isinstance(first, Dropped) and not row:
-        detail = f"{samples[0].part}: {first.detail}; all other samples of the row are dropped, too"
-        return replace(first, detail=detail)
+    first_result = results[0]
+    if isinstance(first_result, Dropped) and len(dropped) == len(samples):
+        detail = f"{samples[0].part}: {first_result.detail}; all other samples of the row are dropped, too"
+        return replace(first_result, detail=detail)
     row.left_out = tuple(dropped)
     return row
 

@@ -192,21 +192,23 @@ def _infer_header(
 ) -> tuple[_Header, str]:
     """Return the header that opens every assistant turn, and the text of the generation prompt after it.
 
-    The header is what the generation prompt and the chunks before each answer have in common. ``question`` and
-    ``question_and_prompt`` are the chunks of a conversation without an answer, without and with the generation prompt.
+    The header is the common prefix of the generation prompt and of the chunks that end before each answer. ``question``
+    and ``question_and_prompt`` are a conversation without an answer, without and with the generation prompt.
     """
     has_prompt = question != question_and_prompt
     if has_prompt:
         prompt = _prompt_chunks(question, question_and_prompt)
-    else:  # the answer's own chunk opens it: by a header as in other templates, or by the question's "[/INST]"
-        prompt = [answers[0].chunks[answers[0].chunk_index]]
+    else:  # the answer's chunk begins with a header, or with the token that ends the question ("[/INST]")
+        first_answer = answers[0]
+        prompt = [first_answer.chunks[first_answer.chunk_index]]
     if not prompt or not all(chunk.control for chunk in prompt):
         raise _no_control_tokens()
+    opening_token = prompt[0].control
     header = _control_text_pairs(prompt)
     for answer in answers:
-        opening_chunks = _chunks_before_answer(answer, opening_token=prompt[0].control)
-        header = _common_pairs(header, _control_text_pairs(opening_chunks))
-    if not header or any(_QUESTION in text for _, text in header):
+        header = _common_pairs(header, _control_text_pairs(_chunks_before_answer(answer, opening_token)))
+    has_question = any(_QUESTION in text for _, text in header)
+    if not header or has_question:
         raise _no_control_tokens()
     prompt_rest = ""
     if has_prompt and len(header) == len(prompt):

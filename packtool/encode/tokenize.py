@@ -48,6 +48,7 @@ class Chunk(NamedTuple):
     Args:
         control: text of the control token; "" for the text before the first one.
         media_kind: "image", "video" or "audio" if the control token stands for a medium, else "".
+        times: how often the control token is repeated.
     """
 
     control: str
@@ -229,12 +230,12 @@ class WordTokenizer:
 
     def num_words(self, text: str, enough: int) -> int:
         """Count the words of a text, each of at least one token, up to ``enough``; 0 if they cannot be counted."""
-        if not self._is_safe(text) or self._added_pattern.search(text):
+        if not self._can_split(text) or self._added_pattern.search(text):
             return 0
         return sum(1 for _ in islice(self._iterate(text), enough))
 
-    def _is_safe(self, text: str) -> bool:
-        """Return whether this module certainly splits a text into the same words as the library."""
+    def _can_split(self, text: str) -> bool:
+        """Return whether ``_iterate`` and ``_split`` certainly split a text into the same words as the library."""
         is_ascii = text.isascii()
         # Most texts are ASCII with line breaks; a check for these alone is several times as fast.
         if not (is_ascii and text.replace("\n", "").isprintable()) and _UNSAFE.search(text):
@@ -244,9 +245,9 @@ class WordTokenizer:
     def ends(self, text: str, num_ids: int) -> TextEnds | None:
         """Tokenize a long text in little memory; keep at least the first and the last ``num_ids`` ids.
 
-        None if the library must tokenize the text.
+        None if this class cannot tokenize the text.
         """
-        if not self._is_safe(text):
+        if not self._can_split(text):
             return None
         words = self._iterate_ids(text)
         head: list[int] = []
@@ -255,7 +256,7 @@ class WordTokenizer:
             if len(head) >= num_ids:
                 break
         # Tokenize the remaining words in batches, and keep the last ids.
-        tail = deque[int](maxlen=num_ids)
+        tail = deque[int](maxlen=num_ids)  # drops the ids before the last ones
         num_after_head = 0
         while batch := list(islice(words, _WORDS_PER_BATCH)):
             batch_ids = list(chain.from_iterable(batch))
@@ -273,7 +274,7 @@ class WordTokenizer:
 
     def encode(self, text: str) -> list[int] | None:
         """Return the ids of a text; None if the library must tokenize it."""
-        if not self._is_safe(text):
+        if not self._can_split(text):
             return None
         ids: list[int] = []
         for i, part in enumerate(self._added_pattern.split(text) if self._added else [text]):
@@ -341,9 +342,10 @@ def _safe_chars() -> str:
 
 @cache
 def _translated(pattern: str, chars: str) -> str:
-    """Return an expression with ``\\p{L}``, ``\\p{N}``, ``\\s`` and ``\\S`` replaced by ranges of ``chars``.
+    """Return a pattern in which ``\\p{L}``, ``\\p{N}``, ``\\s`` and ``\\S`` are replaced by the characters they match.
 
-    Python's ``re`` does not support Unicode categories, but is twice as fast as the ``regex`` module, which does.
+    Only characters of ``chars`` are considered. Python's ``re`` does not support Unicode categories, but is twice as
+    fast as the ``regex`` module, which does.
     """
     by_category: dict[str, list[str]] = {}  # characters by the first letter of their category: L, N, ...
     for char in chars:
@@ -355,7 +357,7 @@ def _translated(pattern: str, chars: str) -> str:
     for token in re.findall(r"\\p\{[LN]\}|\\.|.", pattern, re.DOTALL):
         if token in ("[", "]"):
             is_in_brackets = token == "["
-        if token == r"\S":
+        if token == r"\S":  # ``_is_supported`` has refused it within brackets
             token = f"[^{spaces}]"
         elif token in ranges:
             token = ranges[token] if is_in_brackets else f"[{ranges[token]}]"
