@@ -317,10 +317,8 @@ class _Export:
         """Recreate the damaged files of the finished cache."""
         manifest = output_dir.find_same(directory, self.identity, self.specs)
         if manifest is None:
-            raise ConfigError(
-                f"--repair: {directory} holds no finished cache",
-                "Leave out --repair: the export then resumes or starts.",
-            )
+            message = f"--repair: {directory} holds no finished cache"
+            raise ConfigError(message, "Leave out --repair: the export then resumes or starts.")
         damaged = [file for file, problem, _ in check_all(directory, manifest) if problem]
         for file in damaged:
             self.progress.note(f"{file} is damaged and will be recreated")

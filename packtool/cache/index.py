@@ -27,10 +27,8 @@ def _read_table(path: str, sha256: str | None, copy: str | None) -> pa.Table:
     """Read an Arrow file, or its local copy; raise a MismatchError if its SHA-256 is another than a given one."""
     data = storage.read_bytes(copy or path)
     if sha256 and hashlib.sha256(data).hexdigest() != sha256:
-        raise MismatchError(
-            f"{path} is damaged: its SHA-256 differs from the one in the manifest",
-            "Copy the cache again. packtool inspect CACHE --verify lists all damaged files.",
-        )
+        message = f"{path} is damaged: its SHA-256 differs from the one in the manifest"
+        raise MismatchError(message, "Copy the cache again. packtool inspect CACHE --verify lists all damaged files.")
     return pa.ipc.open_file(pa.BufferReader(data)).read_all()
 
 

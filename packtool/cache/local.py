@@ -334,10 +334,8 @@ class LocalCopies:
             with suppress(FileNotFoundError):
                 os.utime(copy)  # its time of modification is the time of its last use
         except OSError as error:
-            raise StorageError(
-                f"{self.directory}: {error.strerror or error} (while copying {storage.masked(path)})",
-                "Give a --cache-dir on a local disk with enough space.",
-            ) from error
+            message = f"{self.directory}: {error.strerror or error} (while copying {storage.masked(path)})"
+            raise StorageError(message, "Give a --cache-dir on a local disk with enough space.") from error
         return copy
 
     def _fetch(self, path: str, copy: str, file: BinaryIO, size: int, sha256: str | None) -> None:
@@ -356,10 +354,8 @@ class LocalCopies:
                     difference = f"{num_bytes} bytes, the manifest says {size}"
                 else:
                     difference = f"the SHA-256 {digest}, the manifest says {sha256}"
-                raise StorageError(
-                    f"{storage.masked(path)}: the download has {difference}",
-                    "Copy the cache again, or export it again.",
-                )
+                message = f"{storage.masked(path)}: the download has {difference}"
+                raise StorageError(message, "Copy the cache again, or export it again.")
             file.flush()
             os.fsync(file.fileno())
             os.replace(copy + _UNFINISHED, copy)

@@ -334,10 +334,8 @@ class Manifest(InputCounts):
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             detail = str(error) if isinstance(error, ManifestError) else repr(error)
             raise MismatchError(f"{path} is broken: {detail}", "Copy the cache again, or export it again.") from error
-        raise MismatchError(
-            f"{directory} has cache format {str(version)[:20]}, this packtool reads format {FORMAT_VERSION}",
-            "Export it again.",
-        )
+        message = f"{directory} has cache format {str(version)[:20]}, this packtool reads format {FORMAT_VERSION}"
+        raise MismatchError(message, "Export it again.")
 
 
 def _no_cache_error(directory: str) -> MismatchError:
@@ -350,10 +348,8 @@ def _no_cache_error(directory: str) -> MismatchError:
         )
     is_there = storage.is_remote(directory) or storage.is_directory(directory)
     problem = f"it has no {MANIFEST_NAME}" if is_there else "the directory does not exist"
-    return MismatchError(
-        f"{directory} is no finished cache: {problem}",
-        "Run packtool export with this --output-dir to create or finish it.",
-    )
+    message = f"{directory} is no finished cache: {problem}"
+    return MismatchError(message, "Run packtool export with this --output-dir to create or finish it.")
 
 
 # Patterns of names and digests, by kind. Any other name in a manifest could lead out of the cache's directory.

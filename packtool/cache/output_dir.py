@@ -125,10 +125,8 @@ def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -
     lines = differences(asdict(manifest.identity), asdict(identity)) + _source_differences(manifest.sources, specs)
     if lines:
         list_of_differences = "\n".join(f"  - {line}" for line in lines)
-        raise MismatchError(
-            f"{directory} holds a finished cache with other settings:\n{list_of_differences}",
-            "Give another --output-dir; --overwrite would delete the existing files.",
-        )
+        message = f"{directory} holds a finished cache with other settings:\n{list_of_differences}"
+        raise MismatchError(message, "Give another --output-dir; --overwrite would delete the existing files.")
     return manifest
 
 
@@ -215,10 +213,8 @@ def _clear_unfinished(directory: str, *, keep_tasks: bool) -> None:
 
 
 def _other_export_error(directory: str, num_finished: int) -> MismatchError:
-    return MismatchError(
-        f"{directory} holds {num_finished} finished shards of an export with other settings or rows",
-        "Give another --output-dir; --overwrite would delete the existing files.",
-    )
+    message = f"{directory} holds {num_finished} finished shards of an export with other settings or rows"
+    return MismatchError(message, "Give another --output-dir; --overwrite would delete the existing files.")
 
 
 def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
@@ -390,10 +386,8 @@ def publish_cache(
     check()
     manifest = replace(manifest, splits=splits)
     if not storage.publish_new(storage.join(directory, MANIFEST_NAME), manifest.to_json()):
-        raise MismatchError(
-            f"{directory}: another export published a cache there at the same time",
-            "Give each export an --output-dir of its own.",
-        )
+        message = f"{directory}: another export published a cache there at the same time"
+        raise MismatchError(message, "Give each export an --output-dir of its own.")
     remove_leftovers(directory, manifest)
 
 

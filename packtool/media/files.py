@@ -197,8 +197,7 @@ def content_state(path: str | None, data: bytes | None, policy: MediaPolicy, *, 
     It consists of the hash of embedded bytes; the path, size and times of a local file; or the address, size and entity
     tag (or date) of a remote file, which needs one short request. Errors are reported when the medium is loaded.
     """
-    is_embedded = path is None or data is not None  # embedded bytes may keep the path of their file
-    if is_embedded:
+    if path is None or data is not None:  # embedded bytes may keep the path of their file
         return hashlib.sha256(data or b"").hexdigest()
     ref = MediaRef(path, policy=policy)
     try:

@@ -73,10 +73,8 @@ def changed_since_export(ref: MediaRef, before: str, now: str) -> MediaError:
     Bytes in a cache are damaged, since they cannot change; a file may be damaged or changed.
     """
     what = "is damaged" if ref.path is None else "is damaged, or has changed since the export"
-    return MediaError(
-        f"{label(ref)} {what}: the export counted {before}, and now there is {now}",
-        f"Restore the file, or {EXPORT_AGAIN}",
-    )
+    message = f"{label(ref)} {what}: the export counted {before}, and now there is {now}"
+    return MediaError(message, f"Restore the file, or {EXPORT_AGAIN}")
 
 
 _ORIENTATION_TAG = 0x0112

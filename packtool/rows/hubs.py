@@ -104,10 +104,8 @@ def _downloaded_dataset(option: str, argument: str, config: ExportConfig | Train
     if is_local or hub_id(name) is None or (config.dataset_info and name.count("/") != 1):
         return argument
     if ":" in name:
-        raise ConfigError(
-            f"{option} {argument}: a subset or split of a ModelScope dataset cannot be selected",
-            "Remove the colon and the text after it to read all files, or pass the files.",
-        )
+        message = f"{option} {argument}: a subset or split of a ModelScope dataset cannot be selected"
+        raise ConfigError(message, "Remove the colon and the text after it to read all files, or pass the files.")
     return download_dataset(option, name) + mark + amount
 
 
@@ -129,10 +127,8 @@ def _download(option: str, function: str, name: str, **settings: Any) -> str:
     try:
         return str(getattr(snapshot_download, function)(name, **settings))
     except Exception as error:  # of the hub or the network
-        raise ConfigError(
-            f"{option} {name}: there is no such directory, and it cannot be downloaded from ModelScope: {error}",
-            "Check the name and the network connection, or pass a local directory.",
-        ) from error
+        message = f"{option} {name}: there is no such directory, and it cannot be downloaded from ModelScope: {error}"
+        raise ConfigError(message, "Check the name and the network connection, or pass a local directory.") from error
 
 
 @cache

@@ -135,10 +135,8 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
     the errors of ``scan_sources``. ConfigError if a sample of the rows is requested, which needs their number.
     """
     if spec.is_sampled:
-        raise ConfigError(
-            f"--dataset {spec.name}: a sample cannot be drawn from a stream, whose number of rows is unknown",
-            "Remove --streaming true, or the # and the number after it.",
-        )
+        message = f"--dataset {spec.name}: a sample cannot be drawn from a stream, whose number of rows is unknown"
+        raise ConfigError(message, "Remove --streaming true, or the # and the number after it.")
     scanner = _Scanner(spec)
     taken_blocks: list[RowBlock] = []  # removed from ``scanner.blocks`` while the form is detected
 
@@ -276,8 +274,6 @@ def _has_lines(source: Source, head: bytes) -> bool:
     """Return whether a .json file has one object per line; raise DataError if it is a single object."""
     start = head[:_HEAD_BYTES].removeprefix(codecs.BOM_UTF8).lstrip()
     if start.partition(b"\n")[0].strip() == b"{":
-        raise DataError(
-            f"{source.label}: the file is one JSON object; it must be one array of rows, or one object per line",
-            "Write the array of rows inside this object to a file of its own.",
-        )
+        message = f"{source.label}: the file is one JSON object; it must be one array of rows, or one object per line"
+        raise DataError(message, "Write the array of rows inside this object to a file of its own.")
     return start.startswith(b"{")

@@ -410,17 +410,13 @@ class MegatronReader:
         except OSError as error:
             raise StorageError(f"{label} cannot be read: {error.strerror or error}", "Check the disk.") from error
         if len(data) != stop - offset:
-            raise DataError(
-                f"{label}: the .bin file ends before byte {stop:,}, which the index refers to",
-                "Both files must come from the same run: copy them again.",
-            )
+            message = f"{label}: the .bin file ends before byte {stop:,}, which the index refers to"
+            raise DataError(message, "Both files must come from the same run: copy them again.")
         return np.frombuffer(data, number_type)
 
     def _index_error(self, detail: str) -> DataError:
-        return DataError(
-            f"{self._source.label} cannot be read as a Megatron index: {detail}",
-            "Create the .idx file and its .bin file again.",
-        )
+        message = f"{self._source.label} cannot be read as a Megatron index: {detail}"
+        return DataError(message, "Create the .idx file and its .bin file again.")
 
 
 _Members = dict[str, tarfile.TarInfo]

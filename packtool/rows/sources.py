@@ -437,10 +437,8 @@ def _files_in(folder: str, option: str) -> list[str]:
     """Return the files of rows below a folder: those that its metadata list, for a saved dataset or packs, else all."""
     names = storage.list_names(folder)
     if MANIFEST_NAME in names:
-        raise DataError(
-            f"{option} {storage.masked(folder)} is a cache written by packtool export, not rows",
-            "Pass it to packtool train instead.",
-        )
+        message = f"{option} {storage.masked(folder)} is a cache written by packtool export, not rows"
+        raise DataError(message, "Pass it to packtool train instead.")
     if _DICT_NAME in names:
         split, _ = _split_of(folder, option)
         return _files_in(storage.join(folder, split), option)
@@ -505,10 +503,8 @@ def _split_of(folder: str, option: str) -> tuple[str, list[str]]:
     if "train" in splits:
         return "train", splits
     if len(splits) != 1:
-        raise DataError(
-            f"{option} {storage.masked(folder)} has no split train; its splits are {', '.join(splits) or 'none'}",
-            "Pass the folder of one split.",
-        )
+        message = f"{option} {storage.masked(folder)} has no split train; its splits are {', '.join(splits) or 'none'}"
+        raise DataError(message, "Pass the folder of one split.")
     return str(splits[0]), splits
 
 

@@ -54,10 +54,8 @@ def normalize(path: str) -> str:
     scheme = scheme_of(path)
     if scheme not in REMOTE_SCHEMES:
         known = ", ".join(f"{name}://" for name in REMOTE_SCHEMES)
-        raise StorageError(
-            f"{masked(path)}: unknown scheme {match[1]}://; supported are {known} and local paths",
-            "Copy the data here first, or mount the bucket.",
-        )
+        message = f"{masked(path)}: unknown scheme {match[1]}://; supported are {known} and local paths"
+        raise StorageError(message, "Copy the data here first, or mount the bucket.")
     host_and_path = path[match.end() :].lstrip("/")
     if not host_and_path:
         raise StorageError(f"{path}: the URL names no {'host' if scheme in ('http', 'https') else 'bucket'}")

@@ -201,10 +201,8 @@ def encoded_blocks(
         try:
             yield from pool.map(blocks, num_ahead=num_ahead)
         except WorkerDied:
-            raise PacktoolError(
-                "a worker process that encodes rows died; it was killed or ran out of memory",
-                f"To use less memory, decrease --dataset-num-proc. {advice}.",
-            ) from None
+            message = "a worker process that encodes rows died; it was killed or ran out of memory"
+            raise PacktoolError(message, f"To use less memory, decrease --dataset-num-proc. {advice}.") from None
         except StoreDownError as error:
             raise error.with_resume_advice(f"{advice}.") from error
 
@@ -316,10 +314,8 @@ def read_stream_state(directory: str, rank: int) -> StreamState:
             counts=InputCounts(rows=0, marks_added=0, dropped=dropped, parts_left_out=parts_left_out),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MismatchError(
-            f"{directory}: the stream state of rank {rank} is missing or damaged: {error}",
-            "Pass another checkpoint to --resume-from-checkpoint.",
-        ) from error
+        message = f"{directory}: the stream state of rank {rank} is missing or damaged: {error}"
+        raise MismatchError(message, "Pass another checkpoint to --resume-from-checkpoint.") from error
 
 
 def _read_samples(path: str, num_samples: int) -> list[EncodedSample]:

@@ -236,6 +236,13 @@ def test_anthropic_blocks_are_parsed() -> None:
     assert [ref.data or ref.path for ref in sample.images] == [b"hi", "https://host/a.png"]
 
 
+def test_tool_calls_beside_tool_results_are_kept() -> None:
+    parts = [{"type": "tool_result", "tool_use_id": "t1", "content": "one"}, {"type": "tool_use", "name": "f"}]
+    sample = read({"messages": [user("q"), assistant(parts), user("q2"), assistant("a")]})
+    assert [turn.role for turn in sample.turns] == ["user", "tool", "assistant", "user", "assistant"]
+    assert sample.turns[2].extra["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+
+
 def test_system_prompt_of_the_row_takes_precedence() -> None:
     plain = {"messages": [user("q")]}
     assert text(read({**plain, "system": "row"}, system="option"))[0] == ("system", "row")
@@ -387,6 +394,12 @@ def test_first_available_column_of_several_for_a_name_is_read() -> None:
         assert detect(rows, named, None, "rows.json") == ("text", (("text", expected),))
     with pytest.raises(DataError, match="has no column 'chapter'"):
         detect([{"body": "a"}], named, None, "rows.json")
+
+
+def test_a_missing_column_is_no_error_if_another_one_for_its_name_is_given_in_reverse_order() -> None:
+    named = (("title", "query"), ("query", "absent"))
+    row = {"title": "q", "response": "r"}
+    assert detect([row], named, None, "rows.json") == ("query", (("query", "title"), ("response", "response")))
 
 
 @pytest.mark.parametrize(

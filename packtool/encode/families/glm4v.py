@@ -16,7 +16,7 @@ from packtool.encode.families.processor import (
     ProcessorVideos,
     load_processor,
     refuse_options,
-    refuse_own_limits,
+    refuse_row_limits,
 )
 from packtool.encode.families.qwen_vl import QwenVL, image_limits, resize_together
 from packtool.encode.families.record import BoxForm, Family, MediaLimits, MediaSegment, Medium, TokenRun, Towers
@@ -56,7 +56,7 @@ class Glm4v(QwenVL):
         return [TokenRun(opening), *self._processor_videos.segments(medium), TokenRun(closing)]
 
     def _picture_grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
-        refuse_own_limits(ref)
+        refuse_row_limits(ref)
         limits = self._images
         new_height, new_width = resize_together(
             height, width, limits.temporal_patch_size, limits, limits.min_pixels, limits.max_pixels

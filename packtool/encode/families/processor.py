@@ -66,7 +66,7 @@ def split_processor_text(processor_text: str, special: re.Pattern[str]) -> list[
     return [*segments, processor_text[end:]] if end < len(processor_text) else segments
 
 
-def refuse_own_limits(ref: MediaRef) -> None:
+def refuse_row_limits(ref: MediaRef) -> None:
     """Raise MediaProblem if a row gives limits for a medium of a model whose processor determines sizes."""
     if ref.limits:
         detail = f"its row has {ref.limits[0][0]}, and this model's processor ignores limits of rows"
@@ -114,7 +114,7 @@ class ProcessorVideos:
         """Measure a video by its header, and sample its frames."""
         from packtool.media.video import measure_video  # here, because most rows need no PyAV
 
-        refuse_own_limits(ref)
+        refuse_row_limits(ref)
         if ref.clip is not None:
             raise MediaProblem("media_unsupported", f"{label(ref)}: this model's processor does not support clips")
         size = measure_video(ref)
@@ -123,10 +123,9 @@ class ProcessorVideos:
             sampled = _SampledVideo(size.height, size.width, size.num_frames, size.fps, indices)
             segments, grid = self._segments_and_grid(sampled)
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
-            raise MediaProblem(
-                "media_size", f"{label(ref)}: the model's processor cannot process it: {error}"
-            ) from error
-        num_steps = grid[0] if grid else len(indices)
+            detail = f"{label(ref)}: the model's processor cannot process it: {error}"
+            raise MediaProblem("media_size", detail) from error
+        num_steps = grid[0] if grid else len(indices)  # along the grid's axis of time; without a grid, of frames
         return EncodedVideo(
             path=ref.path,
             data=ref.data,
@@ -181,7 +180,7 @@ def has_videos(processor: Any) -> bool:
 def process_video(
     processor: Any, frames: Any, num_frames: int, fps: float, indices: Sequence[int]
 ) -> tuple[str, Mapping[str, Any]]:
-    """Run a processor on the sampled frames of a video; return its text for the video, and all its outputs.
+    """Run a processor on the sampled frames of a video; return the text that it writes for it, and all its outputs.
 
     ``frames`` are uint8 (T, 3, H, W), on torch's meta device if only their size is needed; ``indices`` are their
     indexes in the video, which has ``num_frames`` frames at ``fps`` per second.
@@ -191,7 +190,7 @@ def process_video(
     outputs: Mapping[str, Any] = processor(
         text=[processor.video_token],
         videos=[frames],
-        return_text_replacement_offsets=True,
+        return_text_replacement_offsets=True,  # with the texts that replace the placeholders
         videos_kwargs={"return_tensors": "pt", "do_sample_frames": False, "video_metadata": [metadata]},
         text_kwargs={"return_tensors": None},
     )
@@ -218,10 +217,8 @@ def _media_texts(processor: Any, outputs: Mapping[str, Any], counts: Sequence[in
     """Return the processor's text for each medium of each row; ConfigError if it does not give these texts."""
     texts = outputs.get("text_replacement_offsets")
     if not texts or [len(row) for row in texts] != list(counts):
-        raise ConfigError(
-            f"{type(processor).__name__} does not return the text that it writes for a {kind}",
-            "Use a newer transformers, or a model of another family.",
-        )
+        message = f"{type(processor).__name__} does not return the text that it writes for a {kind}"
+        raise ConfigError(message, "Use a newer transformers, or a model of another family.")
     return [[str(each["replacement"]) for each in row] for row in texts]
 
 
@@ -256,11 +253,13 @@ class ProcessorFamily(MediaEncoding):
         self._pad = None if pad_id is None else str(processor.tokenizer.convert_ids_to_tokens(pad_id))
         self._family = family
         self._patch_side = square_side(files.config.get("vision_config") or {}, "patch_size", 14)
-        self._by_size: dict[tuple[int, int], tuple[list[MediaSegment], tuple[int, ...]]] = {}
-        single, _ = self._segments_and_grid(*_PROBE_SIZE)
-        repeats_single = self._process([_PROBE_SIZE] * 2)[0] == [single] * 2
-        self._is_numbered = not repeats_single and self._numbers_pictures(single)
-        self.one_picture_only = not repeats_single and not self._is_numbered
+        self._results_by_size: dict[tuple[int, int], tuple[list[MediaSegment], tuple[int, ...]]] = {}
+        # The processor writes the pictures of a row like a single one, or with their numbers, or otherwise.
+        single_picture, _ = self._segments_and_grid(*_PROBE_SIZE)
+        two_pictures, _ = self._process([_PROBE_SIZE] * 2)
+        is_repeated = two_pictures == [single_picture] * 2
+        self._is_numbered = not is_repeated and self._numbers_pictures(single_picture)
+        self.one_picture_only = not is_repeated and not self._is_numbered
         self._videos = self._make_videos()
         self._no_videos_reason = family.no_videos or "the processor or the tokenizer does not support videos"
         self.warnings = (
@@ -269,15 +268,14 @@ class ProcessorFamily(MediaEncoding):
         )
         if self._videos is not None:
             self.warnings += self._videos.warnings
-        kinds = self._kinds_by_token()
-        segment_tokens = [segment.token for segment in single if not isinstance(segment, str)]
-        self.control_tokens = tuple(
-            dict.fromkeys([str(processor.image_token), *segment_tokens, *kinds])
-        )  # without repetitions
+        kind_by_placeholder = self._kind_by_placeholder()
+        picture_tokens = [segment.token for segment in single_picture if not isinstance(segment, str)]
+        distinct_tokens = dict.fromkeys([str(processor.image_token), *picture_tokens, *kind_by_placeholder])
+        self.control_tokens = tuple(distinct_tokens)
         self.content_as_list = _accepts_content_lists(files)
-        self.placeholders = kinds if self.content_as_list else {}
+        self.placeholders = kind_by_placeholder if self.content_as_list else {}
 
-    def _kinds_by_token(self) -> dict[str, MediaKind]:
+    def _kind_by_placeholder(self) -> dict[str, MediaKind]:
         """Return the tokens that stand for a picture and, if they are supported, a video."""
         kinds: dict[str, MediaKind] = {str(self._processor.image_token): "image"}
         if self._videos is not None:
@@ -307,7 +305,7 @@ class ProcessorFamily(MediaEncoding):
     def _measure_image(self, ref: MediaRef) -> EncodedImage:
         from packtool.media.measure import measure_image  # here, because other families need no PIL
 
-        refuse_own_limits(ref)
+        refuse_row_limits(ref)
         height, width = measure_image(ref)
         try:
             segments, grid = self._segments_and_grid(height, width)
@@ -330,11 +328,11 @@ class ProcessorFamily(MediaEncoding):
     def _segments_and_grid(self, height: int, width: int) -> tuple[list[MediaSegment], tuple[int, ...]]:
         """Return the tokens of a picture of this size, and its grid (``EncodedImage.grid``)."""
         size = height, width
-        if size not in self._by_size:
+        if size not in self._results_by_size:
             (segments,), outputs = self._process([size])
             grid = _tower_grid(outputs, self._patch_side) if self._family.processor_inputs else ()
-            self._by_size[size] = segments, grid
-        return self._by_size[size]
+            self._results_by_size[size] = segments, grid
+        return self._results_by_size[size]
 
     def _process(self, sizes: list[tuple[int, int]]) -> tuple[list[list[MediaSegment]], Mapping[str, Any]]:
         """Return the tokens of each picture of a row of these sizes (height, width), and the processor's outputs."""
@@ -429,8 +427,8 @@ def _family(
 ) -> Family:
     """Return the record of a family whose media are encoded by ``ProcessorFamily``.
 
-    ``inputs``: outputs of the processor for pictures that the model takes in addition to ``pixel_values``. The other
-    arguments are as in ``Family`` and ``Towers``; ``no_videos`` is "" for a family with videos.
+    ``inputs``: outputs of the processor for pictures that the model takes in addition to ``pixel_values``;
+    ``no_videos``: why videos are refused, "" if they are not. Other arguments are fields of ``Family`` and ``Towers``.
     """
     return Family(
         title=title,

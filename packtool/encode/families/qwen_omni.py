@@ -48,10 +48,8 @@ class QwenOmni(QwenVL):
         self.limits = MediaLimits(self._images, self._videos, self._audios)
         variables = files.template_variables
         if missing := [f"{name}_token" for name in _TOKENS if f"{name}_token" not in variables]:
-            raise ConfigError(
-                f"tokenizer_config.json does not have {', '.join(missing)}",
-                "Take tokenizer_config.json from the model's own repository.",
-            )
+            message = f"tokenizer_config.json does not have {', '.join(missing)}"
+            raise ConfigError(message, "Take tokenizer_config.json from the model's own repository.")
         image, video, audio, *marks = (variables[f"{name}_token"] for name in _TOKENS)
         self._pads = {"image": image, "video": video, "audio": audio}
         self._opening, self._closing, self._audio_opening, self._audio_closing = marks

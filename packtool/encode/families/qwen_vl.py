@@ -257,10 +257,8 @@ _DEFAULT_MAX_PIXELS = 28 * 28 * 1280
 def image_limits(processor: Mapping[str, Any], options: MediaOptions) -> ImageLimits:
     """Return the limits on pictures: those of the processor's settings, overridden by the user's options."""
     if not processor:
-        raise ConfigError(
-            "the model has no image processor settings, so the patches of a picture cannot be counted",
-            "Put the model's preprocessor_config.json beside config.json.",
-        )
+        message = "the model has no image processor settings, so the patches of a picture cannot be counted"
+        raise ConfigError(message, "Put the model's preprocessor_config.json beside config.json.")
     patch_size = int(processor.get("patch_size", 14))
     merge_size = int(processor.get("merge_size", 2))
     min_pixels, max_pixels = _pixel_bounds(processor, options, pixels_per_token=(patch_size * merge_size) ** 2)
@@ -308,10 +306,8 @@ class QwenVL(MediaEncoding):
 
     def __init__(self, files: ModelFiles, options: MediaOptions, family: Family) -> None:
         if options.use_audio_in_video:
-            raise ConfigError(
-                f"--use-audio-in-video (USE_AUDIO_IN_VIDEO): {files.model_type} models do not support sound",
-                "Leave it out, or give an Omni model.",
-            )
+            message = f"--use-audio-in-video (USE_AUDIO_IN_VIDEO): {files.model_type} models do not support sound"
+            raise ConfigError(message, "Leave it out, or give an Omni model.")
         self._images = image_limits(files.processor, options)
         self._videos = video_limits(files.video_processor, options, is_qwen3=family.is_qwen3)
         self.limits = MediaLimits(self._images, self._videos)

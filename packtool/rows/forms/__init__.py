@@ -71,32 +71,26 @@ def _detect(keys: _Keys, filled: _Keys, named: Pairs, formatting: str | None, wh
     form = next((form for form in FORMS.values() if form.fits(columns, formatting)), None)
     if form is None:
         known = "\n".join(f"  - {form.shown}" for form in FORMS.values())
-        raise DataError(
-            f"{where}: the rows have no known form; their keys are: {listed(keys)}\nKnown forms:\n{known}",
-            "Name the columns with --columns, for example --columns query=title response=body",
-        )
+        message = f"{where}: the rows have no known form; their keys are: {listed(keys)}\nKnown forms:\n{known}"
+        raise DataError(message, "Name the columns with --columns, for example --columns query=title response=body")
     return form.name, tuple(sorted(columns.columns.items()))
 
 
 def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, str]:
-    """Check the columns that the user named, and return the file's names by packtool's names.
+    """Check the columns that the user named, and return the file's names by packtool's names; "" disables a column.
 
-    ``named`` has (packtool's name, the file's name) or the reverse, as in ms-swift; ``keys`` are the file's columns. If
-    a name is listed several times, because files differ, the first of its columns that the file has counts.
+    ``named`` has (packtool's name, the file's name) or the reverse; ``keys`` are the file's columns. Of several columns
+    with the same name of packtool's, the first one that the file has is returned.
     """
     columns: dict[str, str] = {}
-    for name, column in named:
-        is_in_order = name in NAMES and column in keys
-        is_reversed = column in NAMES and (name in keys or name not in NAMES)
-        if is_reversed and not is_in_order:
-            name, column = column, name
+    pairs = [_in_order(pair, keys) for pair in named]
+    for name, column in pairs:
         if name not in NAMES:
-            raise DataError(
-                f"--columns {name}={column}: unknown column name {name!r}{did_you_mean(name, NAMES)}",
-                f"Known names are {', '.join(NAMES)}.",
-            )
+            message = f"--columns {name}={column}: unknown column name {name!r}{did_you_mean(name, NAMES)}"
+            raise DataError(message, f"Known names are {', '.join(NAMES)}.")
         if column and column not in keys:
-            if any(other_name == name and other in keys for other_name, other in named):
+            has_other = any(other_name == name and other in keys for other_name, other in pairs)
+            if has_other:
                 continue
             raise DataError(
                 f"--columns {name}={column}: {where} has no column {column!r} in its first rows"
@@ -108,6 +102,14 @@ def _named_columns(named: Pairs, keys: Sequence[str], where: str) -> dict[str, s
     return columns
 
 
+def _in_order(pair: tuple[str, str], keys: Sequence[str]) -> tuple[str, str]:
+    """Return (packtool's name, the file's name) from a pair that may be in the reverse order, as in ms-swift."""
+    name, column = pair
+    is_in_order = name in NAMES and column in keys
+    is_reversed = column in NAMES and (name in keys or name not in NAMES)
+    return (column, name) if is_reversed and not is_in_order else (name, column)
+
+
 def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     """Convert row ``number`` (0-based) to a sample, by the form of its source or, if unknown, by the row's own form."""
     form_name, columns = source.form, source.columns
@@ -115,7 +117,7 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         form_name, columns = _form_of_row(row, source)
     form = FORMS[form_name]
     fields = Fields(row, columns)
-    inline = InlineMedia(source)  # media in the messages are added while the contents are read
+    inline = InlineMedia(source)  # reading a message adds its media
     content = formatted_prompt(form, fields, inline, source.prompt_format)
     if content is None:
         content = form.read(fields, inline)
@@ -125,9 +127,11 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     tools = _tools(fields)
     common["tools"] = tools
     if isinstance(content, Segments):
-        common |= {"control": content.control, "ends_text": content.ends_text}
+        common["control"] = content.control
+        common["ends_text"] = content.ends_text
         return _sample_of_turns(content.turns, fields, inline, common, is_text=True)
-    is_text = form is TEXT or (_is_single_answer(content) and tools is None and fields.get("system") is None)
+    has_context = tools is not None or fields.get("system") is not None
+    is_text = form is TEXT or (_is_single_answer(content) and not has_context)
     return _sample_of_turns(content, fields, inline, common, is_text=is_text)
 
 
@@ -196,10 +200,9 @@ def _is_single_answer(turns: Sequence[Turn]) -> bool:
 
 
 def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
-    """Check that the first rows of a file do not have their media in a column with an unknown name.
+    """Raise DataError, with the option to pass, if a file seems to have its media in a column with an unknown name.
 
-    DataError, with the option that names the column, if no row can be used, and each row that has media placeholders
-    without media seems to have these media in the same unknown column.
+    Then none of its first rows can be used, and the rows that lack media all seem to have them in the same column.
     """
     lone_marks: list[LoneMark] = []
     for number, row in enumerate(rows):
@@ -211,9 +214,9 @@ def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
         except RowProblem:
             pass  # the row is dropped later
         except BaseException as error:
-            unexpected_drop(source.label, number, error)  # raises an error that the row has not caused
-    columns = {problem.column for problem in lone_marks}  # "" stands for no such column
-    if len(columns) == 1 and "" not in columns:
+            unexpected_drop(source.label, number, error)  # raises the error unless the row may be its cause
+    suspected_columns = {problem.column for problem in lone_marks}  # "" for a row without one
+    if len(suspected_columns) == 1 and "" not in suspected_columns:
         kind, column = lone_marks[0].kind, lone_marks[0].column
         mark = MEDIA_MARKS[kind]
         raise DataError(
@@ -226,8 +229,8 @@ def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
 def _with_system(turns: list[Turn], fields: Fields, source: Source) -> list[Turn]:
     """Return the turns, with a system prompt in front if they have none.
 
-    It is the value of the row's column ``system``, else the one of ``--system``. RowProblem if the first other turn is
-    not the user's; the chat template checks the order of later turns.
+    The prompt is the row's column ``system``, or else ``--system``. RowProblem unless the first turn after a system
+    prompt is the user's; the chat template checks the order of later turns.
     """
     roles = [turn.role for turn in turns if turn.role != "system"]
     if not roles:

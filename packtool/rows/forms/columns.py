@@ -187,22 +187,21 @@ class Columns:
         return name in self._keys
 
     def find(self, name: str, as_name: str | None = None) -> str | None:
-        """Return the file's name of column ``name``, None if there is none, and store it in ``columns``.
+        """Return the file's name of column ``name``, by the user or by its usual names; None if there is none.
 
-        It is stored as ``as_name`` if the form uses the column under another name, and a column that the user named
-        ``as_name`` is returned instead. DataError if several columns have a usual name of ``name``, and none ``name``
-        itself.
+        The name is stored in ``columns`` under ``as_name``, by default ``name``: packtool's column from which the form
+        reads the values. If the user named that one but not ``name``, its name is returned.
+        DataError if several columns have a usual name of ``name``, and none ``name`` itself.
         """
         stored_name = as_name or name
         if name in self.columns:
             self.columns[stored_name] = self.columns[name]
         elif stored_name not in self.columns:
             candidates = self._candidates(name)
-            if name not in self._keys and len(candidates) > 1:
-                raise DataError(
-                    f"{self._where}: several columns could be the {name}: {', '.join(candidates)}",
-                    f"Choose one, for example --columns {name}={candidates[0]}",
-                )
+            has_own_name = name in self._keys  # then it is the first candidate
+            if len(candidates) > 1 and not has_own_name:
+                message = f"{self._where}: several columns could be the {name}: {', '.join(candidates)}"
+                raise DataError(message, f"Choose one, for example --columns {name}={candidates[0]}")
             if candidates:
                 self.columns[stored_name] = candidates[0]
         return self.columns.get(stored_name)

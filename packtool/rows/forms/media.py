@@ -30,7 +30,7 @@ from packtool.rows.sample import MediaKind, MediaRef, Turn
 from packtool.rows.source import Pairs, Source
 
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
-CLIP = ("video_start", "video_end")
+CLIP_KEYS = ("video_start", "video_end")
 """Keys of qwen-vl-utils for the clip of a video, in seconds."""
 _MEDIUM_KEYS = ("url", "path", "data")
 _MIN_BASE64 = 1024  # characters; a shorter text is a path
@@ -42,11 +42,11 @@ LIMITS: dict[str, tuple[str, ...]] = {
 """Size limits that a row may set for a medium, by kind, with the names of qwen-vl-utils."""
 _MIN_FPS, _MAX_FPS = 1e-6, 1e6
 _MAX_MINIMUM = 2**53  # of min_pixels and min_frames; max_pixels and max_frames have no upper bound
-FIXED = ("resized_height", "resized_width", "nframes")
+UNSUPPORTED_LIMITS = ("resized_height", "resized_width", "nframes")
 """Other size settings of qwen-vl-utils, which are not supported."""
 _MAX_NESTING = 8
 _MAX_SECONDS = 1_000_000  # times in milliseconds are stored as int32
-_PER_SECOND = 1000
+_MILLISECONDS_PER_SECOND = 1000
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
 
 
@@ -104,8 +104,8 @@ def _refs_of_column(fields: Fields, name: str, kind: MediaKind, source: Source) 
 def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: int = 0) -> MediaRef:
     """Read a medium: a path, a URL, a data URI, base64, bytes, an object, or a list of the frames of a video.
 
-    Objects and lists of frames contain media in turn; ``depth`` counts those around ``value``. ``position`` is the
-    number of the medium in its list, for messages.
+    Objects and lists of frames contain media themselves; ``depth`` is the number of objects and lists around ``value``.
+    ``position`` is the number of the medium in its list, for messages.
     """
     name = f"{kind} {position}"
     if depth > _MAX_NESTING:
@@ -144,8 +144,8 @@ def _ref_from_object(kind: str, name: str, value: Mapping[str, Any], source: Sou
     if isinstance(text, str):
         is_base64 = ":" not in text  # a data URI or a URL has a colon
         return MediaRef(path=None, data=_decoded(name, text)) if is_base64 else _ref_from_text(name, text, source)
-    keys = (*_MEDIUM_KEYS, kind, f"{kind}_url", "frames")
-    inner_value = next((value[key] for key in keys if value.get(key)), None)
+    content_keys = (*_MEDIUM_KEYS, kind, f"{kind}_url", "frames")
+    inner_value = next((value[key] for key in content_keys if value.get(key)), None)
     if inner_value is None:
         raise RowProblem("invalid_media", f"{name} has no bytes, path or URL; its keys are: {listed(value)}")
     ref = media_ref(kind, inner_value, source, depth=depth + 1)
@@ -164,24 +164,26 @@ def _with_frame_times(kind: str, name: str, value: Mapping[str, Any], ref: Media
 
 
 def _milliseconds(name: str, value: Mapping[str, Any], ref: MediaRef) -> tuple[int, ...]:
-    """Return the time of each frame of video ``ref``, from the list ``seconds`` of its object ``value``.
+    """Return the milliseconds of each frame of a video that is a list of frames; () if its object has no times.
 
-    Empty if the object has no such list: a file has no listed frames, and its ``seconds`` may be its length.
+    ``value`` is the object of the video ``ref``; ``name`` is for messages.
     """
-    times = value.get("seconds")
-    milliseconds_per_unit = _PER_SECOND
-    if is_measured(value) and value.get("fps") == _PER_SECOND:
-        times = value.get("indices")  # packtool's caches and packs store the milliseconds here
-        milliseconds_per_unit = 1
-    elif times is not None and value.get("fps", value.get("sample_fps")) is not None:
-        raise RowProblem("invalid_seconds", f"{name} has both fps and seconds; give one of them")
-    if times is None or (not ref.frames and not is_list(times)):
+    # Packtool's caches and packs store such a video as one of 1,000 frames per second: its indexes are milliseconds.
+    if is_measured(value) and value.get("fps") == _MILLISECONDS_PER_SECOND:
+        times, factor = value.get("indices"), 1
+    else:
+        times, factor = value.get("seconds"), _MILLISECONDS_PER_SECOND
+        has_rate = value.get("fps", value.get("sample_fps")) is not None
+        if times is not None and has_rate:
+            raise RowProblem("invalid_seconds", f"{name} has both fps and seconds; give one of them")
+    is_length_of_file = not ref.frames and not is_list(times)
+    if times is None or is_length_of_file:
         return ()
     if not is_list(times) or len(times) != len(ref.frames):
         count = f"{len(times)} times" if is_list(times) else shown(times)
         raise RowProblem("invalid_seconds", f"{name} has {count} as seconds for {len(ref.frames)} listed frames")
-    _check_times(name, times, max_time=_MAX_SECONDS * _PER_SECOND / milliseconds_per_unit)
-    return tuple(round(time * milliseconds_per_unit) for time in times)
+    _check_times(name, times, max_time=_MAX_SECONDS * _MILLISECONDS_PER_SECOND / factor)
+    return tuple(round(time * factor) for time in times)
 
 
 def _check_times(name: str, times: Sequence[Any], max_time: float) -> None:
@@ -193,18 +195,18 @@ def _check_times(name: str, times: Sequence[Any], max_time: float) -> None:
             detail = f"{name} has {shown(time)} in seconds; they must be numbers from 0 to {_MAX_SECONDS:,}"
             raise RowProblem("invalid_seconds", detail)
         if number <= previous:
-            raise RowProblem(
-                "invalid_seconds", f"{name} has {number:g} after {previous:g} in seconds; they must ascend"
-            )
+            detail = f"{name} has {number:g} after {previous:g} in seconds; they must ascend"
+            raise RowProblem("invalid_seconds", detail)
         previous = number
 
 
 def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool) -> list[tuple[str, float]]:
     """Return (name, value) of the size limits in a medium's object; ``name`` is for messages.
 
-    ``has_frames``: the video is a list of frames, whose ``fps`` is the rate of these frames and not a limit.
+    ``fps`` is the rate of the frames, not a limit, in a list of frames (``has_frames``) and in a measured video.
     """
-    unsupported_keys = FIXED if kind == "video" else (*FIXED, *CLIP)
+    unsupported_keys = UNSUPPORTED_LIMITS if kind == "video" else (*UNSUPPORTED_LIMITS, *CLIP_KEYS)
+    fps_is_limit = not has_frames and not is_measured(value)
     for key in unsupported_keys:
         if value.get(key) is not None:
             supported = ", ".join(LIMITS[kind]) or "none"
@@ -216,8 +218,7 @@ def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool)
             continue
         if key != "fps":
             limits.append((key, _size_limit(name, key, limit)))
-        elif not has_frames and not is_measured(value):
-            # In a video that packtool measured, too, fps is no limit but the rate of the file.
+        elif fps_is_limit:
             limits.append((key, _frame_rate(name, limit, "media_limits")))
     return limits
 
@@ -249,7 +250,7 @@ def _frame_rate(name: str, value: Any, reason: str) -> float:
 
 def _clipped(ref: MediaRef, name: str, value: Mapping[str, Any]) -> MediaRef:
     """Return a video restricted to its clip from ``video_start`` to ``video_end`` (seconds), if the object has one."""
-    bounds = {key: value[key] for key in CLIP if value.get(key) is not None}
+    bounds = {key: value[key] for key in CLIP_KEYS if value.get(key) is not None}
     if not bounds:
         return ref
     if ref.frames:
@@ -259,7 +260,7 @@ def _clipped(ref: MediaRef, name: str, value: Mapping[str, Any]) -> MediaRef:
     for key, number in seconds.items():
         if number is None or number < 0:
             raise RowProblem("invalid_media", f"{name} has {shown(bounds[key])} as {key}, not a number of seconds")
-    start, end = (seconds.get(key) for key in CLIP)
+    start, end = (seconds.get(key) for key in CLIP_KEYS)
     if end is not None and end <= (start or 0.0):
         raise RowProblem("invalid_media", f"{name} has a clip from {start or 0:g} s to {end:g} s")
     return replace(ref, clip=(start, end))
@@ -343,7 +344,7 @@ def with_marks(turns: list[Turn], media: Mapping[MediaKind, Sequence[MediaRef]])
     """Add missing marks such as ``<image>``, one for each medium; return the turns and the number of added marks.
 
     Added marks precede the text of the first user turn: videos, then audio, then images, as in ms-swift. RowProblem if
-    the texts have more marks of a kind than the row has media; marks of a kind without media are left to ``lone_mark``.
+    the texts have more marks of a kind than the row has media, unless it has none: then the marks may be plain text.
     """
     added_marks = ""
     num_added = 0
@@ -421,19 +422,21 @@ def lone_mark(
     is_text: bool,
     holds_media: bool = True,
 ) -> str:
-    """Return a kind of media of which a question has a mark such as ``<image>``, but the row no medium; "" for none.
+    """Return the first kind of media that a question has a mark for, such as ``<image>``, but the row lacks; or "".
 
-    The caller drops the row if the model supports this kind; for other models the mark is plain text. LoneMark if no
-    model must be trained on the row, because it has lost the medium: its column for this kind is empty, or the medium
-    seems to be in a column with an unknown name.
+    If the model supports this kind, the caller drops the row; otherwise the mark is plain text.
 
     Args:
         is_text: the turns are a pretraining text or segments, which have no questions.
-        holds_media: whether a column of the row's file could contain media.
+        holds_media: whether a column of the row's file could contain media. If not, the row itself is checked: in a row
+            that could not contain media, marks are plain text.
+
+    Raises:
+        LoneMark: if the row has lost media, because their column is empty, or seems to have an unknown name.
     """
-    lone_kind = ""
     if not any("<" in turn.content for turn in turns):
-        return lone_kind
+        return ""
+    lone_kinds: list[MediaKind] = []
     for kind in MEDIA_KINDS:
         mark = MEDIA_MARKS[kind]
         num_marks = sum(turn.content.count(mark) for turn in turns)
@@ -441,9 +444,10 @@ def lone_mark(
             continue
         is_in_question = not is_text and any(turn.role == "user" and mark in turn.content for turn in turns)
         _check_not_lost(fields, kind, num_marks, is_in_question=is_in_question)
-        if is_in_question and not lone_kind and (holds_media or could_hold_media(fields.row)):
-            lone_kind = kind
-    return lone_kind
+        if is_in_question:
+            lone_kinds.append(kind)
+    may_lack_media = bool(lone_kinds) and (holds_media or could_hold_media(fields.row))
+    return lone_kinds[0] if may_lack_media else ""
 
 
 def _check_not_lost(fields: Fields, kind: str, num_marks: int, *, is_in_question: bool) -> None:

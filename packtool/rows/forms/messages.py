@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from packtool.constants import ROLES
 from packtool.rows.forms.columns import NAMES, Columns, Fields, RowProblem, finite, is_list, listed, parse_cell, shown
-from packtool.rows.forms.media import CLIP, FIXED, LIMITS, InlineMedia
+from packtool.rows.forms.media import CLIP_KEYS, LIMITS, UNSUPPORTED_LIMITS, InlineMedia
 from packtool.rows.sample import Response, Turn
 from packtool.rows.source import Pairs, Source
 
@@ -139,9 +139,8 @@ def _train_flag(label: str, part: Mapping[str, Any]) -> Any:
     """Return whether a text part is trained, as in axolotl: true, false, or None if it does not say."""
     is_trained = _first_value(part, ("train", "weight"))
     if is_trained not in (None, 0, 1):  # true and false are equal to 1 and 0
-        raise RowProblem(
-            "invalid_row", f"{label} has a text part with train {shown(is_trained)}; it must be true or false"
-        )
+        detail = f"{label} has a text part with train {shown(is_trained)}; it must be true or false"
+        raise RowProblem("invalid_row", detail)
     return is_trained
 
 
@@ -182,7 +181,8 @@ def _medium_of_part(label: str, part_type: str, part: Mapping[str, Any]) -> Any:
     """Return the medium of a part, with its limits and clip, for ``media_ref``; None if the row's columns have it."""
     kind = _MEDIA_TYPES[part_type]
     value = next((part[key] for key in (part_type, kind, f"{kind}_url", *_MEDIUM_KEYS) if part.get(key)), None)
-    limits = {key: part[key] for key in (*LIMITS[kind], *FIXED, *CLIP, "seconds") if part.get(key) is not None}
+    limit_keys = (*LIMITS[kind], *UNSUPPORTED_LIMITS, *CLIP_KEYS, "seconds")
+    limits = {key: part[key] for key in limit_keys if part.get(key) is not None}
     if isinstance(value, Mapping):
         if value.get("type") == "base64" or (part_type == "input_audio" and "data" in value):
             if not isinstance(value.get("data"), str):
@@ -212,8 +212,9 @@ _PAIR_KEYS = (
     ("user", ("user", "human", "input", "query", "question")),
     ("assistant", ("assistant", "gpt", "bot", "output", "response", "answer")),
 )
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Keys of a message that are passed to chat templates; others are ignored.
-_MESSAGE_KEYS = ("reasoning_content", "thinking", "reasoning", "name", "tool_call_id")
+_MESSAGE_KEYS = (*_REASONING_KEYS, "name", "tool_call_id")
 
 MAX_LOSS_SCALE = 10_000
 """Maximum loss weight of a token; far larger weights are mistakes and make a float32 loss infinite."""
@@ -238,7 +239,7 @@ class _Tags(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _tags_of(pairs: Pairs) -> _Tags:
-    """Return the usual names, changed by the ``tags`` of ``dataset_info.json``."""
+    """Return the names of roles and keys: the usual ones, changed by the ``tags`` of ``dataset_info.json``."""
     tags = dict(pairs)
     named_roles = {_normalized(role): TAG_NAMES[name] for name, role in tags.items() if name in TAG_NAMES}
     role_keys = (tags["role_tag"],) if "role_tag" in tags else _ROLE_KEYS
@@ -249,7 +250,7 @@ def _tags_of(pairs: Pairs) -> _Tags:
 def turns_of(messages: Any, inline: InlineMedia) -> list[Turn]:
     """Return the turns of a list of messages, and add media in their contents to ``inline``.
 
-    Consecutive tool calls, or a text of the assistant and the calls after it, become one turn.
+    Consecutive messages with tool calls become one turn, together with a text of the assistant before them.
     """
     if not is_list(messages) or not messages:
         problem = "is empty" if not messages else f"is a {type(messages).__name__}, not a list of messages"
@@ -294,7 +295,7 @@ def _add_call(turns: list[Turn], call_turn: Turn, *, is_after_call: bool) -> Non
 
 
 def _plain_turn(message: Any, tags: _Tags) -> Turn | None:
-    """Return the turn of a message with only a role and a text, as most are; None for other messages."""
+    """Return the turn of a message that consists of a role and a text, as most messages; None for all others."""
     if type(message) is not dict or len(message) != 2:
         return None
     for role_key, content_key in zip(tags.role_keys, tags.content_keys, strict=False):
@@ -340,23 +341,24 @@ def _turns_of_message(
     calls = _tool_calls(label, message)
     if calls:
         extra["tool_calls"] = calls
-    if value is None and extra.keys() & {"tool_calls", "reasoning_content", "thinking", "reasoning"}:
-        value = ""  # such a message needs no content
+    if value is None and any(key in extra for key in ("tool_calls", *_REASONING_KEYS)):
+        value = ""  # a message with tool calls or reasoning needs no content
     content = content_of(f"{label} ({role})", value, inline, is_tool=role == "tool")
     if content.tool_calls:
         extra["tool_calls"] = [*calls, *content.tool_calls]
     if content.reasoning:
         extra.setdefault("reasoning_content", content.reasoning)
-    if content.results and not content.text:
+    has_answer = content.text or any(key in extra for key in ("tool_calls", *_REASONING_KEYS))
+    if content.results and not has_answer:
         return content.results
     loss, loss_scale = _loss(label, message)
-    flag_of_parts = _flag_of_parts(label, content)
-    if flag_of_parts is not None:
-        loss = flag_of_parts
+    train_flag = _train_flag_of_parts(label, content)
+    if train_flag is not None:
+        loss = train_flag
     return [*content.results, Turn(role, content.text, extra, loss, loss_scale)]
 
 
-def _flag_of_parts(label: str, content: Content) -> bool | None:
+def _train_flag_of_parts(label: str, content: Content) -> bool | None:
     """Return the flag ``train`` that all text parts of a message have; None if they have none."""
     if len(content.trained) > 1:
         detail = f"{label} trains only a part of its texts ('train'); packtool trains or masks entire messages"

@@ -26,6 +26,7 @@ JSON_KEY = '_2d"'
 ROUNDING = 1e-6
 """Tolerance for coordinates outside of an image because of rounding, as a fraction of its side."""
 _MAX_COORDINATES: Mapping[BboxType, float] = {"norm1": 1, "norm1000": 1000}
+_DEFAULT_UNIT: BboxType = "real"  # pixels
 
 
 def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Objects | None:
@@ -33,11 +34,10 @@ def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Object
     value = fields.parsed("objects")
     row_unit = fields.get("bbox_type")
     if not value:
-        # With images or an empty column, a mark for a box or a name is an error; in other rows it is plain text.
-        may_have_marks = any(BOX_MARK in turn.content or NAME_MARK in turn.content or turn.extra for turn in turns)
-        if may_have_marks and (num_images or fields.has("objects")):
+        # Without objects, marks are plain text, unless the row has images or an empty column for objects.
+        if num_images or fields.has("objects"):
             _check_num_marks(fields, turns, Objects())
-        has_json_boxes = row_unit and any(JSON_KEY in text for turn in turns for text in turn.texts)
+        has_json_boxes = row_unit and _has_text_with(JSON_KEY, turns)
         return Objects(unit=_unit(row_unit)) if has_json_boxes else None
     if isinstance(value, Mapping):
         objects = _read_object(value, num_images, row_unit)
@@ -46,7 +46,8 @@ def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Object
     else:
         raise RowProblem("invalid_objects", f"'objects' is {shown(value)}, not an object or a list of objects")
     _check_num_marks(fields, turns, objects)
-    return objects if objects != Objects() else None
+    is_empty = objects == Objects()
+    return None if is_empty else objects
 
 
 def corners_of(value: Any, label: str, unit: BboxType) -> tuple[float, ...]:
@@ -68,7 +69,7 @@ def corners_of(value: Any, label: str, unit: BboxType) -> tuple[float, ...]:
 
 
 def _read_object(value: Mapping[str, Any], num_images: int, row_unit: Any) -> Objects:
-    """Read ms-swift's format, one object with lists; ``row_unit`` is the row's ``bbox_type``, used if it has none."""
+    """Read ms-swift's format, one object with lists; ``row_unit`` is the row's ``bbox_type``, for objects without."""
     unit = _unit(value.get("bbox_type") or row_unit)
     names = _list_of(value, "ref")
     boxes = _list_of(value, "bbox")
@@ -84,19 +85,20 @@ def _read_object(value: Mapping[str, Any], num_images: int, row_unit: Any) -> Ob
     if len(image_ids) != len(boxes):
         detail = f"'objects' has {len(boxes)} bbox but {len(image_ids)} image_id; write one image_id for each bbox"
         raise RowProblem("invalid_objects", detail)
-    regions = []
+    regions_by_mark = []
     for number, (box, image_id) in enumerate(zip(boxes, image_ids, strict=True)):
-        regions.append(_regions(box, f"'bbox' {number} of 'objects'", image_id, unit or "real", num_images))
-    return Objects(tuple(names), tuple(regions))
+        label = f"'bbox' {number} of 'objects'"
+        regions_by_mark.append(_regions_of_mark(box, label, image_id, unit or _DEFAULT_UNIT, num_images))
+    return Objects(tuple(names), tuple(regions_by_mark))
 
 
 def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: int) -> Objects:
     """Read ms-swift's format before version 3: a list with an object for each name and its box.
 
-    Its texts may have marks for names only, or for boxes only; then the result lacks the other kind.
+    If the turns have marks for names only, or for boxes only, the result has only these.
     """
     names: list[str] = []
-    boxes: list[tuple[Region, ...]] = []
+    regions_by_mark: list[tuple[Region, ...]] = []
     for number, value in enumerate(values):
         label = f"'objects' {number}"
         if not isinstance(value, Mapping):
@@ -107,22 +109,22 @@ def _read_object_list(values: Sequence[Any], turns: Sequence[Turn], num_images: 
         if caption is not None:
             _check_name(caption, f"'caption' of {label}")
             names.append(caption)
-        unit = _unit(value.get("bbox_type")) or "real"
-        boxes.append(_regions(value.get("bbox"), f"'bbox' of {label}", image, unit, num_images))
-    has_name_marks = _have_mark(turns, NAME_MARK)
-    has_box_marks = _have_mark(turns, BOX_MARK)
+        unit = _unit(value.get("bbox_type")) or _DEFAULT_UNIT
+        regions_by_mark.append(_regions_of_mark(value.get("bbox"), f"'bbox' of {label}", image, unit, num_images))
+    has_name_marks = _has_text_with(NAME_MARK, turns)
+    has_box_marks = _has_text_with(BOX_MARK, turns)
     if has_box_marks and not has_name_marks:
-        return Objects(boxes=tuple(boxes))
+        return Objects(boxes=tuple(regions_by_mark))
     if has_name_marks and not has_box_marks:
         return Objects(tuple(names))
-    return Objects(tuple(names), tuple(boxes))
+    return Objects(tuple(names), tuple(regions_by_mark))
 
 
-def _have_mark(turns: Sequence[Turn], mark: str) -> bool:
-    return any(mark in text for turn in turns for text in turn.texts)
+def _has_text_with(part: str, turns: Sequence[Turn]) -> bool:
+    return any(part in text for turn in turns for text in turn.texts)
 
 
-def _regions(value: Any, label: str, image: int, unit: BboxType, num_images: int) -> tuple[Region, ...]:
+def _regions_of_mark(value: Any, label: str, image: int, unit: BboxType, num_images: int) -> tuple[Region, ...]:
     """Read the region of one mark, or a list of regions."""
     _check_image(image, f"{label}: its image", num_images)
     has_several = is_list(value) and len(value) > 0 and all(map(is_list, value))

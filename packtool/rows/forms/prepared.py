@@ -28,7 +28,7 @@ TOKENS = "tokens"
 
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
-_MASKS = ("completion_mask", "assistant_masks")
+_TARGET_MASKS = ("completion_mask", "assistant_masks")
 # Names of columns in which other tools store sample boundaries in ways that are not supported.
 _UNSUPPORTED_BOUNDARIES = re.compile(
     r"cu_?seq|seq(uence)?_?len|seq_?(start|idx)|segment|boundar|packing|(doc|sequence)\w*_ids?$"
@@ -40,7 +40,7 @@ def _fits(columns: Columns, formatting: str | None) -> bool:
     return formatting in (None, TOKENS) and columns.find("input_ids") is not None
 
 
-def _read_tokens(fields: Fields, inline: InlineMedia) -> PreparedTokens:
+def _read_tokens(fields: Fields, _: InlineMedia) -> PreparedTokens:
     """Read the tokens of a row without padding, their targets and weights, and the samples of a pack."""
     ids = _column(fields, "input_ids", None)
     if ids is None or not len(ids):
@@ -50,16 +50,15 @@ def _read_tokens(fields: Fields, inline: InlineMedia) -> PreparedTokens:
     is_first, kept = _check_boundaries(_boundaries(fields, mask, kept), kept)
     trained = _trained(fields, ids, is_first)
     weights = _weights(fields, len(ids))
-    # The first token of a sample may be padding; then the sample starts at its next kept token.
-    sample_numbers = np.cumsum(is_first)[kept]  # of each kept token, from 1
-    starts = np.append(0, np.flatnonzero(np.diff(sample_numbers)) + 1)
+    starts = np.flatnonzero(_starts_sample(is_first, kept))
     _check_padding(kept, starts)
+    kept_samples = np.cumsum(is_first)[kept][starts] - 1
     return PreparedTokens(
         ids=ids[kept],
         trained=None if trained is None else trained[kept],
         weights=None if weights is None else weights[kept],
         starts=starts,
-        channels=_channels(fields, sample_numbers[starts] - 1, int(is_first.sum())),
+        channels=_channels(fields, kept_samples, num_samples=int(is_first.sum())),
         measured=_measured_media(fields),
     )
 
@@ -99,7 +98,7 @@ def _check_padding(kept: _Bools, starts: _Ints) -> None:
 
 
 def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _Bools]:
-    """Return, for each column that has sample boundaries, a mask of the first token of each sample, bool (L,).
+    """Return masks of the first token of each sample, bool (L,), by the names of the columns that determine them.
 
     Empty if the row is not a pack. ``mask`` is ``attention_mask``, int64 (L,), which may number the samples of a pack;
     ``kept`` is true for tokens that are not padding, bool (L,).
@@ -115,7 +114,7 @@ def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _
         is_new_number = np.diff(mask[kept], prepend=-1) != 0  # -1, so that the first token counts, too
         boundaries["attention_mask"] = _mask_at(kept_indices[is_new_number], length)
     restarts = _position_restarts(fields, kept_indices, length)
-    if len(restarts) > 1:
+    if len(restarts) > 1:  # else the positions are those of a single sample
         boundaries["position_ids"] = _mask_at(restarts, length)
     if not boundaries:
         _refuse_unsupported_boundaries(fields)
@@ -147,24 +146,22 @@ def _position_restarts(fields: Fields, kept_indices: _Ints, length: int) -> _Int
     value: Any = fields.parsed("position_ids")
     if value is None:
         return kept_indices[:1]
-    array = _as_array(value)
-    is_ragged = array.dtype == object
-    axes = np.zeros((0, 0)) if is_ragged else np.atleast_2d(np.squeeze(array))
+    axes = np.atleast_2d(np.squeeze(_as_array(value)))  # some rows have further axes of size 1
     if axes.dtype.kind not in "iuf" or axes.ndim != 2 or len(axes) not in (1, 3, 4) or axes.shape[1] != length:
         detail = f"'position_ids' is {shown(value)}, not one number for each of {length:,} tokens, or 3 or 4 such lists"
         raise RowProblem("invalid_tokens", detail)
     axes = axes[:, kept_indices]
-    if len(axes) == 3:  # without text positions, only the first token of a sample is 0 on all axes
+    if len(axes) == 3:  # t, h, w
         is_restart = (axes == 0).all(0)
     else:
-        positions = axes[0]
-        is_restart = positions == 0
-        _check_steps(positions, is_restart, kept_indices)
+        text_positions = axes[0]
+        is_restart = text_positions == 0
+        _check_steps_of_1(text_positions, is_restart, kept_indices)
     is_restart[0] = True  # the first sample may begin with other positions
     return kept_indices[is_restart]
 
 
-def _check_steps(positions: npt.NDArray[Any], is_restart: _Bools, token_numbers: _Ints) -> None:
+def _check_steps_of_1(positions: npt.NDArray[Any], is_restart: _Bools, token_numbers: _Ints) -> None:
     """Raise RowProblem unless text positions increase by 1 between restarts; arrays of all kept tokens, (K,) each."""
     steps = np.diff(positions.astype(np.float64))
     jumps = np.flatnonzero(~is_restart[1:] & (steps != 1)) + 1
@@ -184,24 +181,33 @@ def _mask_at(indices: _Ints, length: int) -> _Bools:
 def _check_boundaries(boundaries: Mapping[str, _Bools], kept: _Bools) -> tuple[_Bools, _Bools]:
     """Check that the boundaries of all columns agree, and drop samples of a single token.
 
-    If all samples have a single token, all are kept. ``boundaries`` are masks of the first token of each sample by
-    column, and empty if the row is one sample; ``kept`` is true for tokens that are not padding; bool (L,) each.
-    Return the mask of first tokens, which may be padding, and the mask of kept tokens without dropped samples.
+    If all samples have a single token, all are kept.
+
+    Args:
+        boundaries: by column, the mask of the first token of each sample, bool (L,); empty if the row is one sample.
+        kept: true for tokens that are not padding, bool (L,).
+
+    Returns:
+        the mask of first tokens, which may be padding, and ``kept`` without the tokens of dropped samples.
     """
     if not boundaries:
         return _mask_at(np.flatnonzero(kept)[:1], len(kept)), kept
     kept = _without_single_tokens(boundaries, kept)
     (reference_name, is_first), *other_columns = boundaries.items()
-    # Columns may count padding differently, so compare only whether the sample changes from a kept token to the next.
-    is_change = np.diff(np.cumsum(is_first)[kept]) != 0
+    starts_sample = _starts_sample(is_first, kept)  # columns may count padding differently, so compare only kept tokens
     for name, is_first_by_other in other_columns:
-        is_other_change = np.diff(np.cumsum(is_first_by_other)[kept]) != 0
-        differences = np.flatnonzero(is_change != is_other_change)
+        differences = np.flatnonzero(starts_sample != _starts_sample(is_first_by_other, kept))
         if len(differences):
-            token = int(np.flatnonzero(kept)[differences[0] + 1])
+            token = int(np.flatnonzero(kept)[differences[0]])
             detail = f"{reference_name!r} and {name!r} disagree on whether a sample begins at token {token:,}"
             raise RowProblem("unknown_boundaries", detail)
     return is_first, kept
+
+
+def _starts_sample(is_first: _Bools, kept: _Bools) -> _Bools:
+    """Return which of the K kept tokens are the first kept ones of their sample, bool (K,)."""
+    sample_numbers = np.cumsum(is_first)[kept]  # from 1
+    return np.diff(sample_numbers, prepend=0) != 0
 
 
 def _without_single_tokens(boundaries: Mapping[str, _Bools], kept: _Bools) -> _Bools:
@@ -230,14 +236,14 @@ def _refuse_unsupported_boundaries(fields: Fields) -> None:
             raise RowProblem("unknown_boundaries", detail)
 
 
-def _channels(fields: Fields, numbers: _Ints, count: int) -> tuple[str | None, ...] | None:
-    """Return channels of kept samples, by ``numbers`` in a pack of ``count``; None if ``channel`` is no such list."""
+def _channels(fields: Fields, kept_samples: _Ints, num_samples: int) -> tuple[str | None, ...] | None:
+    """Return the channels of the samples with these indexes in a pack; None if ``channel`` is not a list."""
     channels = fields.get("channel")
     if not isinstance(channels, list):
         return None
-    if len(channels) != count:
-        raise RowProblem("invalid_tokens", f"'channel' has {len(channels):,} values for {count:,} samples")
-    return tuple(None if channels[i] is None else str(channels[i]) for i in numbers)
+    if len(channels) != num_samples:
+        raise RowProblem("invalid_tokens", f"'channel' has {len(channels):,} values for {num_samples:,} samples")
+    return tuple(None if channels[i] is None else str(channels[i]) for i in kept_samples)
 
 
 def _trained(fields: Fields, ids: _Ints, is_first: _Bools) -> _Bools | None:
@@ -248,7 +254,7 @@ def _trained(fields: Fields, ids: _Ints, is_first: _Bools) -> _Bools | None:
     """
     length = len(ids)
     labels = _column(fields, "labels", length)
-    masks = [_mask(fields, name, length) for name in _MASKS]
+    masks = [_mask(fields, name, length) for name in _TARGET_MASKS]
     masks.append(_nemo_mask(fields, is_first))
     if labels is None and all(mask is None for mask in masks):
         return None
@@ -267,7 +273,7 @@ def _nemo_mask(fields: Fields, is_first: _Bools) -> _Ints | None:
 
     None if the row has no such column, or the user has named it as a mask of targets.
     """
-    if "loss_mask" in chain.from_iterable(map(fields.names, _MASKS)):
+    if "loss_mask" in chain.from_iterable(map(fields.names, _TARGET_MASKS)):
         return None
     is_before_target = _mask(fields, "loss_mask", len(is_first))
     if is_before_target is None:
@@ -301,9 +307,8 @@ def _check_labels(ids: _Ints, labels: _Ints, trained: npt.NDArray[np.bool_]) -> 
     has_label = trained[:-1]
     if has_label.any() and (labels[:-1][has_label] == ids[1:][has_label]).all():
         detail = "each label is the next token, so the labels are already shifted"
-        raise RowProblem(
-            "labels_shifted", f"{detail}; each label must be at its own token, because the loss shifts them"
-        )
+        detail = f"{detail}; each label must be at its own token, because the loss shifts them"
+        raise RowProblem("labels_shifted", detail)
     token = int(differences[0])
     detail = (
         f"the label of token {token:,} is {labels[token]}; it must be the token itself ({ids[token]}) or {IGNORE_INDEX}"

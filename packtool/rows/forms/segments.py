@@ -98,7 +98,7 @@ def formatted_prompt(
 
     A row whose question is a list of messages is a conversation: it keeps the chat template, as in TRL. Media in the
     texts are added to ``inline``. ``prompt_format`` has the formats of questions with an input and without one, a
-    single format for both, or none.
+    single format for both, or none. The answer ends with the tokenizer's end-of-text token.
     """
     if not prompt_format or form not in (ALPACA, QUERY):
         return None
@@ -113,7 +113,8 @@ def formatted_prompt(
     # In the form of question and answer, a column named ``input`` is the question itself, not an input to it.
     texts["input"] = "" if form is QUERY else _optional_text(fields, "input", inline)
     texts["system"] = _optional_text(fields, "system", inline)
-    text_format = prompt_format[0 if texts["input"] else -1]
+    with_input, without_input = prompt_format[0], prompt_format[-1]
+    text_format = with_input if texts["input"] else without_input
     prompt = _NAMES.sub(lambda match: texts[match[1]], text_format)
     turns = [Turn("user", prompt), Turn("assistant", content_of(f"{answer_name!r}", answer, inline).text)]
     return Segments(turns, control=frozenset(_CONTROL.findall(text_format)), ends_text=True)
