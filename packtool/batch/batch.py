@@ -155,6 +155,8 @@ class TreeBatch(PackedBatch):
         key_lengths: the S lengths of the documents' keys, on the host.
         channels: the C different channels of the samples, as a document may belong to samples of several.
         target_counts: int64 (C, N), the number of labels of the samples of each channel that each target stands for.
+        sample_targets: int64 (2, M), of the M labels of the samples, which targets stand for: the sample's number, and
+            the target's index in ``target_positions``.
         sample_ends: the last document of each sample.
     """
 
@@ -162,13 +164,13 @@ class TreeBatch(PackedBatch):
     cu_seqlens_k: Tensor
     key_lengths: tuple[int, ...]
     target_counts: Tensor
-    num_sample_targets: int
+    sample_targets: Tensor
     sample_ends: tuple[int, ...]
 
     @property
     def num_target_tokens(self) -> int:
         """Labels of the samples; those of a prefix count once for each sample that begins with it."""
-        return self.num_sample_targets
+        return self.sample_targets.shape[1]
 
     def sample_index(self) -> Tensor:
         """Positions of the samples' tokens, each sample complete, one after the other, int64 (T',)."""

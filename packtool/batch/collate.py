@@ -351,17 +351,20 @@ def _tree_token_fields(
 ) -> dict[str, Any]:
     """Return a ``TreeBatch``'s fields of tokens, targets, channels and media; ``documents`` are nodes and fillers."""
     channels = tuple(dict.fromkeys(sample.channel for sample in samples))
-    labels, weights, target_counts = _tree_targets(samples, nodes, spec, channels)
+    labels, weights, (sample_numbers, target_tokens) = _tree_targets(samples, nodes, spec)
     input_ids = np.concatenate([document.input_ids for document in documents], dtype=np.int64)
     num_filler_tokens = len(input_ids) - len(labels)
     labels = np.append(labels, np.full(num_filler_tokens, IGNORE_INDEX))
     weights = np.append(weights, np.zeros(num_filler_tokens, np.float32))
     fields = batch_fields(input_ids, labels, weights, media, spec)
-    target_counts = target_counts[:, fields["target_positions"].numpy()]
+    targets = np.searchsorted(fields["target_positions"].numpy(), target_tokens)
+    channel_of_sample = np.array([channels.index(sample.channel) for sample in samples])
+    target_counts = np.zeros((len(channels), len(fields["target_positions"])), np.int64)
+    np.add.at(target_counts, (channel_of_sample[sample_numbers], targets), 1)
     return fields | {
         "channels": channels,
         "target_counts": torch.from_numpy(target_counts),
-        "num_sample_targets": int(target_counts.sum()),
+        "sample_targets": torch.from_numpy(np.stack((sample_numbers, targets))),
     }
 
 
@@ -392,17 +395,17 @@ def _last_nodes(nodes: Sequence[Node], num_samples: int) -> tuple[int, ...]:
 
 
 def _tree_targets(
-    samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec, channels: Sequence[str | None]
+    samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Return labels (T,), loss weights (T,) and target counts (C, T) of the tokens of a prefix tree's nodes.
+    """Return labels (T,) and loss weights (T,) of a prefix tree's tokens, and the samples' M labels (2, M).
 
-    The weight of a token is the sum of its weights in all samples of its node. Its count for each of the C channels is
-    the number of that channel's samples in which the token has a target.
+    The weight of a token is the sum of its weights in all samples of its node. The columns of the last result are
+    pairs: the number of a sample, and the position in the tree of a token that has a label in that sample.
     """
     sample_labels = [shifted_labels(sample) for sample in samples]
     sample_weights = shifted_weights(samples, spec)  # None if every label has weight 1
-    channel_numbers = [channels.index(sample.channel) for sample in samples]
-    labels, weights, target_counts = [], [], []
+    labels, weights, sample_labels_at = [], [], []
+    node_start = 0  # position of the node's first token
     for node in nodes:
         # One row for each sample of the node, one column for each of its tokens.
         label_rows = _node_rows(sample_labels, node)
@@ -410,13 +413,12 @@ def _tree_targets(
         weight_rows = is_target.astype(np.float32)
         if sample_weights is not None:
             weight_rows *= _node_rows(sample_weights, node)
-        node_counts = np.zeros((len(channels), node.length), np.int64)
-        for sample, is_sample_target in zip(node.samples, is_target, strict=True):
-            node_counts[channel_numbers[sample]] += is_sample_target
+        rows, columns = np.nonzero(is_target)
+        sample_labels_at.append(np.stack((np.array(node.samples, np.int64)[rows], node_start + columns)))
+        node_start += node.length
         labels.append(_only_labels(label_rows))
         weights.append(weight_rows.sum(axis=0, dtype=np.float32))
-        target_counts.append(node_counts)
-    return np.concatenate(labels), np.concatenate(weights), np.concatenate(target_counts, axis=1)
+    return np.concatenate(labels), np.concatenate(weights), np.concatenate(sample_labels_at, axis=1)
 
 
 def _only_labels(label_rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

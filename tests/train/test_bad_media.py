@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -15,6 +16,7 @@ from packtool.cache import task
 from packtool.cache.reader import CacheReader
 from packtool.errors import MediaError
 from packtool.progress import SilentProgress
+from packtool.train.prepare.sample_losses import losses_by_epoch
 from packtool.train.run import train
 from tests.batch.reduced import make_picture
 from tests.train.test_gradients import DESCENT, check_same_step
@@ -95,3 +97,8 @@ def test_skipped_samples_leave_no_trace_in_the_step(
     assert sorted(line["row"] for line in lines) == list(BAD_ROWS)
     assert all("png" in line["message"] for line in lines)
     check_same_step(tmp_path / "skipped", tmp_path / "without")
+    # A skipped sample has no loss, and those behind it in a micro-batch have their own.
+    (losses,), (expected,) = (
+        [*losses_by_epoch(str(tmp_path / name / "history"))[0].values()] for name in ("skipped", "without")
+    )
+    np.testing.assert_allclose(losses, np.insert(expected, np.array(BAD_ROWS) - np.arange(3), np.nan), rtol=2e-3)

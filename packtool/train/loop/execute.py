@@ -381,6 +381,8 @@ class RunCallback(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs: dict[str, Any] = kwargs["logs"]
+        if "loss" in logs:
+            self._gather_losses()
         if self.report is not None and logs.keys() & {"loss", "eval_loss"}:
             self.report.write_line(state.global_step, logs, str(args.output_dir), self.trainer.loader.media_reads)
 
@@ -389,6 +391,7 @@ class RunCallback(TrainerCallback):
         checkpoint = _checkpoint(args, state)
         self.steps.save(checkpoint, state.global_step)
         if self._record is not None:
+            self._gather_losses()
             skipped = self._gather_new_skipped() if self.run.config.on_bad_media == "skip" else []
             if state.is_world_process_zero:
                 with saving(checkpoint):
@@ -397,6 +400,14 @@ class RunCallback(TrainerCallback):
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             self._finish_checkpoint(checkpoint, str(args.output_dir), state)
+
+    def _gather_losses(self) -> None:
+        """Gather the losses of the samples that all ranks trained since the last call; all ranks call this."""
+        if self.trainer.sample_losses is None or self._record is None:
+            return
+        gathered = self.trainer.sample_losses.gather(self.run.world.size)
+        if self.run.world.is_first:
+            self._record.losses.add(self.watch.skipped_steps, *gathered)
 
     def _gather_new_skipped(self) -> list[tuple[int, int]]:
         """Gather step and number of each sample that any rank skipped since the last checkpoint; all ranks call this.
@@ -437,6 +448,9 @@ class RunCallback(TrainerCallback):
         write_run_state(checkpoint, run_state, recorded_options(run.config))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._gather_losses()
+        if self._record is not None and self.run.world.is_first:
+            self._record.losses.write()
         if self.report is not None:
             self._progress.finish()
 

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -209,6 +210,49 @@ class Meter:
             for name, channel_sums in rank_sums.items():
                 global_sums[name] += channel_sums
         return global_sums
+
+
+class SampleLosses:
+    """Sums of this rank's target losses for each sample, kept on the device until they are gathered."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []  # of each sample, 0-based
+        self._samples: list[int] = []  # positions in the caches
+        self._sums: list[Tensor] = []  # of each micro-batch: sum of losses, and targets, of each sample, (2, S)
+
+    @torch.no_grad()
+    def add(self, step: int, planned_samples: Sequence[int], losses: TargetLosses, batch: Batch) -> None:
+        """Add a micro-batch of a step, without waiting for the device.
+
+        Losses are without weights. A target in a shared prefix counts for each sample in which it has a label. Of
+        sequences that several ranks share, each rank adds its own targets.
+
+        Args:
+            planned_samples: positions in the caches, in the order of the batch, including skipped samples.
+        """
+        skipped = {sample.sample for sample in batch.skipped}
+        samples = [sample for sample in planned_samples if sample not in skipped]
+        target_losses = losses.losses.detach().float()
+        if isinstance(batch, TreeBatch):
+            sample_numbers, targets = batch.sample_targets
+            target_losses = target_losses[targets]
+        else:
+            sample_numbers = batch.documents_of(losses.positions)  # samples come before fillers, which have no targets
+        figures = torch.stack((target_losses, torch.ones_like(target_losses)))
+        self._sums.append(figures.new_zeros(2, len(samples)).index_add_(1, sample_numbers, figures))
+        self._samples += samples
+        self._steps += [step] * len(samples)
+
+    def gather(self, num_processes: int) -> list[npt.NDArray[Any]]:
+        """Return the sums of all ranks since the last call, and forget them; all ranks call this.
+
+        Returns:
+            steps, samples, sums of losses, and targets, (M,) each. A step may have several elements of a sample.
+        """
+        sums = torch.cat(self._sums or [torch.zeros(2, 0)], dim=1)
+        columns = np.array(self._steps, np.int64), np.array(self._samples, np.int64), *sums.cpu().numpy()
+        self._steps, self._samples, self._sums = [], [], []
+        return list(map(np.concatenate, zip(*all_gather_objects(columns, num_processes), strict=True)))
 
 
 def _target_figures(losses: TargetLosses, batch: Batch) -> Tensor:

@@ -33,11 +33,11 @@ class TrainingStep:
 
     Args:
         figures: of the whole step, over all ranks and micro-batches.
-        num_micro_batches: the same on every rank.
+        planned: the samples of each micro-batch; every rank has as many micro-batches.
     """
 
     figures: StepFigures
-    num_micro_batches: int
+    planned: Sequence[MicroBatch]
     micro_batches: Iterator[Batch]
 
 
@@ -83,7 +83,7 @@ class StepLoader:
         for number, step in zip(range(run.start, run.timeline.num_steps), steps, strict=False):
             figures = step.begin()
             self._current = step.micro_batches
-            yield TrainingStep(figures, len(step.micro_batches), self._step_batches(batches, step, number))
+            yield TrainingStep(figures, step.micro_batches, self._step_batches(batches, step, number))
             if self.steps.ended:
                 return
 

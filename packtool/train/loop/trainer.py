@@ -33,7 +33,7 @@ from packtool.batch.batch import B, Batch, PackedBatch, PaddedBatch, ShardedBatc
 from packtool.cache.evaluation_file import plain_json
 from packtool.train.evaluate.per_sample import evaluate
 from packtool.train.loop.checks import refuse_adam_mini, refused_by_transformers
-from packtool.train.loop.log import Meter
+from packtool.train.loop.log import Meter, SampleLosses
 from packtool.train.loop.step_loader import StepLoader, TrainingStep
 from packtool.train.loop.watch import StepWatch
 from packtool.train.model.active_layers import ActiveLayers
@@ -154,6 +154,7 @@ class PackTrainer(Trainer):
 
     Attributes:
         skipped: (step, sample) of this rank's samples whose media could not be loaded; steps are 0-based.
+        sample_losses: losses of this rank's samples; None if they are not kept.
     """
 
     def __init__(
@@ -187,6 +188,8 @@ class PackTrainer(Trainer):
         self.active_layers = ActiveLayers.of(model, config)
         self.skipped: list[tuple[int, SkippedSample]] = []
         self.meter = Meter(by_channel=loader.run.source.logs_channels)
+        keeps_losses = config.sample_losses and loader.run.ledger is not None
+        self.sample_losses = SampleLosses() if keeps_losses else None
         self._copies = DeviceCopies(args.device)
 
     def get_train_dataloader(self) -> Any:
@@ -212,14 +215,14 @@ class PackTrainer(Trainer):
         step_mean = StepMean(figures.units, self.args.world_size)
         total = torch.zeros((), device=self.args.device)
         skipped: list[SkippedSample] = []
-        for number, host_batch in enumerate(self.meter.timed(inputs.micro_batches), start=1):
-            is_last = number == inputs.num_micro_batches
+        for number, host_batch in enumerate(self.meter.timed(inputs.micro_batches)):
+            is_last = number == len(inputs.planned) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             if self.switch is not None:
                 self.switch.set_for(host_batch)
             batch = self._copies.to_device(host_batch)
             with self._micro_batch_context(model, batch, figures, is_last=is_last):
-                total += self._train_micro_batch(model, batch, step_mean)
+                total += self._train_micro_batch(model, batch, step_mean, inputs.planned[number].samples)
             skipped += batch.skipped
         self.skipped += [(self.state.global_step, sample) for sample in skipped]
         if self.config.on_bad_media == "skip":
@@ -271,8 +274,13 @@ class PackTrainer(Trainer):
         target_tokens = figures.target_tokens - num_skipped_targets
         return dataclasses.replace(figures, units=units, target_tokens=target_tokens)
 
-    def _train_micro_batch(self, model: nn.Module, batch: Batch, step_mean: StepMean) -> Tensor:
-        """Run forward and backward of a micro-batch; return its contribution to the step's mean loss, 0-d, detached."""
+    def _train_micro_batch(
+        self, model: nn.Module, batch: Batch, step_mean: StepMean, planned_samples: Sequence[Any]
+    ) -> Tensor:
+        """Run forward and backward of a micro-batch; return its contribution to the step's mean loss, 0-d, detached.
+
+        ``planned_samples`` are the samples of its ``MicroBatch``, including skipped ones.
+        """
         model.train()
         optimizer: Any = self.optimizer
         if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers have training and evaluation modes
@@ -282,6 +290,8 @@ class PackTrainer(Trainer):
         with self.compute_loss_context_manager():
             losses = self._weighted_losses(model, batch)
             self.meter.add_losses(losses, batch)
+            if self.sample_losses is not None:
+                self.sample_losses.add(self.state.global_step, planned_samples, losses, batch)
             loss = step_mean.contribution(losses.weighted_sum())
         interval = self.args.torch_empty_cache_steps
         if interval is not None and self.state.global_step % interval == 0:

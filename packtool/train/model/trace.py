@@ -167,7 +167,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
         cu_seqlens_k=torch.tensor([0, num_keys], dtype=torch.int32),
         key_lengths=(num_keys,),
         target_counts=torch.ones(1, num_targets, dtype=torch.int64),
-        num_sample_targets=num_targets,
+        sample_targets=torch.stack((torch.zeros(num_targets, dtype=torch.int64), torch.arange(num_targets))),
         sample_ends=(0,),
     )
 

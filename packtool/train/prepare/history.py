@@ -5,6 +5,7 @@ OUTPUT_DIR/history/
     mix-120.yaml                recipe of --mix, with absolute paths, of the segment that starts after step 120
     ledger-120.npz              ledger of all samples trained before a change of the data after step 120
     rows-<fingerprint>.npz      file and row of each sample of a cache
+    losses-0.npz                mean loss of each sample in the first epoch, see ``sample_losses``
 
 A plan is a pure function of options and caches, so the history is enough to plan any step again.
 ``packtool_ledger.npz`` in a checkpoint, and ``ledger-120.npz``, are archives of numpy arrays, megabytes for 100M
@@ -47,6 +48,7 @@ from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.opening import open_to_train
 from packtool.train.prepare.output_dir import HISTORY, METRICS_NAME
 from packtool.train.prepare.result import non_default_options
+from packtool.train.prepare.sample_losses import LossRecord, discard_later_losses
 from packtool.train.prepare.timeline import EpochStretch, Timeline
 
 _RUN = "run.json"
@@ -290,10 +292,13 @@ class RunRecord:
     Args:
         ledger: of all samples trained before this start; the attribute includes steps up to the last checkpoint.
         checkpoint: that the run resumes from, if any.
+        losses: of samples; written with each checkpoint.
     """
 
-    def __init__(self, ledger: Ledger, timeline: Timeline, segment: Segment, checkpoint: str | None) -> None:
-        self.ledger, self._checkpoint = ledger, checkpoint
+    def __init__(
+        self, ledger: Ledger, timeline: Timeline, segment: Segment, checkpoint: str | None, losses: LossRecord
+    ) -> None:
+        self.ledger, self._checkpoint, self.losses = ledger, checkpoint, losses
         self._timeline, self._segment = timeline, segment
 
     def begin(self, output_dir: str) -> None:
@@ -306,6 +311,7 @@ class RunRecord:
         storage.publish(os.path.join(folder, _RUN), (json.dumps(content, indent=1) + "\n").encode())
         if self.ledger.change is not None:
             write_ledger(folder, self.ledger, ledger_name(self.ledger.change.step))
+        discard_later_losses(folder, None if self._checkpoint is None else read_ledger(self._checkpoint))
 
     def _copy_earlier_segments(self, output_dir: str) -> list[Segment]:
         """Return the segments before this one, and copy their history if it is that of another output directory."""
@@ -335,6 +341,7 @@ class RunRecord:
                 read_origins(reader, cache).write(path)
         self.ledger = ledger_after(self.ledger, self._timeline, step, skipped, left_out)
         write_ledger(checkpoint, self.ledger)
+        self.losses.write()
 
 
 def _with_recipe_copy(segment: Segment, folder: str) -> Segment:
