@@ -81,7 +81,7 @@ class _RowOfPacks:
         return [*self._closed, *(entry for shelf in self._shelves.values() for entry in shelf)]
 
     def _shelve(self, free: int, packs: PackRange) -> None:
-        if free < self._shortest or packs.num_samples == self._max_samples:
+        if free < self._shortest or packs.samples_per_pack == self._max_samples:
             self._closed.append(packs)
             return
         shelf = self._shelves.setdefault(free, [])

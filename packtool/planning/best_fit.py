@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from packtool.planning.pack_plan import (
     Costs,
     Int32Array,
     Int64Array,
     PackPlan,
-    gather_groups,
     invert_order,
     sort_by_sample,
     split_to_count,
@@ -28,11 +25,11 @@ from packtool.planning.shuffle import CHUNK, RandomStream, seeded_order, seeded_
 
 
 class PackRange(NamedTuple):
-    """Consecutive packs that hold ``num_samples`` samples each."""
+    """Consecutive packs that hold ``samples_per_pack`` samples each."""
 
     first_pack: int
     num_packs: int
-    num_samples: int
+    samples_per_pack: int
 
 
 class Placement(NamedTuple):
@@ -47,7 +44,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Placements:
-    """All ``Placement``s in the order in which the lengths were placed, as columns; int64 (P,) each.
+    """All P ``Placement``s, those of the longest samples first, as columns; int64 (P,) each.
 
     ``pack_sizes``, int64 (K,), are the numbers of samples of all packs.
     """
@@ -61,9 +58,10 @@ class Placements:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Placement], ranges: Iterable[PackRange]) -> Placements:
-        """Build placements; ``ranges`` are all packs, in any order."""
+        """Build placements from ``rows`` and from ``ranges``, which are all packs; both may be in any order."""
         table = np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, len(Placement._fields))
-        first_pack, num_packs, first_slot, samples_per_pack, length = np.ascontiguousarray(table.T)
+        longest_first = np.argsort(-table[:, Placement._fields.index("length")], kind="stable")
+        first_pack, num_packs, first_slot, samples_per_pack, length = np.ascontiguousarray(table[longest_first].T)
         packs = np.fromiter(itertools.chain.from_iterable(sorted(ranges)), np.int64).reshape(-1, len(PackRange._fields))
         pack_sizes = np.repeat(packs[:, 2], packs[:, 1])
         return cls(first_pack, num_packs, first_slot, samples_per_pack, length, pack_sizes)
@@ -90,17 +88,17 @@ def count_lengths(lengths: Int32Array) -> tuple[Int64Array, Int64Array]:
 
 
 def fill_slots(
-    grouped_samples: Int64Array, placements: Placements, pack_starts: Int64Array
+    longest_first: Int64Array, placements: Placements, pack_starts: Int64Array
 ) -> tuple[Int64Array, Int32Array]:
     """Assign samples to the slots of their lengths; return ``samples`` and ``lengths`` of the plan, (N,) each.
 
-    ``grouped_samples``, (N,), are sample numbers in the order of the placements: each placement takes as many as it has
-    slots. ``pack_starts``, (K,), is the first position of each pack of ``placements`` in the plan.
+    ``longest_first``, (N,), are the numbers of samples, the longest first. ``pack_starts``, (K,), is the position in
+    the plan of the first sample of each pack.
     """
-    num_samples = len(grouped_samples)
+    num_samples = len(longest_first)
     samples = np.empty(num_samples, dtype=np.int64)
     lengths = np.empty(num_samples, dtype=np.int32)
-    # Placement p takes ``grouped_samples[placement_starts[p] : placement_starts[p + 1]]``.
+    # Placement p takes ``longest_first[placement_starts[p] : placement_starts[p + 1]]``.
     placement_starts = to_offsets(placements.num_packs * placements.samples_per_pack)
     assert placement_starts[-1] == num_samples
     for start in range(0, num_samples, CHUNK):
@@ -114,7 +112,7 @@ def fill_slots(
         pack = placements.first_pack[placement] + pack_in_placement
         slot = placements.first_slot[placement] + slot_in_placement
         positions = pack_starts[pack] + slot
-        samples[positions] = grouped_samples[start:stop]
+        samples[positions] = longest_first[start:stop]
         lengths[positions] = placements.length[placement]
     return samples, lengths
 
@@ -135,7 +133,7 @@ class LengthSet:
     """Set of lengths that finds the nearest length above or below another.
 
     A set bit in ``_words`` is a length, one in ``_top`` a word that is not empty, so a search takes two shifts at any
-    capacity. ``longest`` bounds lengths added later, if above the initial ones.
+    capacity. Lengths added later must not exceed the longest initial one or, without initial ones, ``longest``.
     """
 
     def __init__(self, lengths: Iterable[int] = (), longest: int = 0) -> None:
@@ -159,12 +157,12 @@ class LengthSet:
             self._top ^= 1 << word
 
     def longest(self) -> int:
-        """Return the longest length, or -1."""
+        """Return the longest length; -1 if the set is empty."""
         word = self._top.bit_length() - 1
         return (word << _LENGTH_BITS) + self._words[word].bit_length() - 1 if word >= 0 else -1
 
-    def at_most(self, length: int) -> int:
-        """Return the longest length up to ``length``, which is 0 or more; or -1."""
+    def longest_up_to(self, length: int) -> int:
+        """Return the longest length up to ``length``, which is 0 or more; -1 if there is none."""
         if length >= self._longest:
             return self.longest()
         index = length >> _LENGTH_BITS
@@ -177,8 +175,8 @@ class LengthSet:
             word = self._words[index]
         return (index << _LENGTH_BITS) + word.bit_length() - 1
 
-    def at_least(self, length: int) -> int:
-        """Return the shortest length from ``length`` on, which is 0 or more; or -1."""
+    def shortest_from(self, length: int) -> int:
+        """Return the shortest length of at least ``length``, which is 0 or more; -1 if there is none."""
         if length > self._longest:
             return -1
         index = length >> _LENGTH_BITS
@@ -187,22 +185,33 @@ class LengthSet:
             above = self._top >> (index + 1)
             if not above:
                 return -1
-            index += (above & -above).bit_length()
+            index += 1 + _lowest_bit(above)
             word = self._words[index]
-        return (index << _LENGTH_BITS) + (word & -word).bit_length() - 1
+        return (index << _LENGTH_BITS) + _lowest_bit(word)
 
-    def nearest(self, length: int, longest: int) -> int:
-        """Return the length nearest to ``length`` up to ``longest``, which is in the set."""
-        below, above = self.at_most(min(length, longest)), self.at_least(length)
-        if above < 0 or above > longest:
+    def longest_between(self, min_length: int, max_length: int) -> int:
+        """Return the longest length from ``min_length`` to ``max_length``; -1 if there is none."""
+        length = self.longest_up_to(max_length) if max_length > 0 else -1
+        return length if length >= min_length else -1
+
+    def nearest(self, length: int, max_length: int) -> int:
+        """Return the length nearest to ``length`` of those up to ``max_length``, which is in the set."""
+        below = self.longest_up_to(min(length, max_length))
+        above = self.shortest_from(length)
+        if above < 0 or above > max_length:
             return below
         return above if below < 0 or above - length < length - below else below
+
+
+def _lowest_bit(bits: int) -> int:
+    """Return the index of the lowest bit that is set."""
+    return (bits & -bits).bit_length() - 1
 
 
 def place_best_fit(
     lengths: Sequence[int], counts: Sequence[int], capacity: int, max_samples: int | None = None
 ) -> Placements:
-    """Place one length after the other where its samples fit most tightly, or in new packs.
+    """Place the samples of one length after the other where they fit most tightly, or in new packs.
 
     ``lengths`` are distinct, from 1 to ``capacity``; with the longest first, this is best-fit decreasing. ``counts``
     are the numbers of samples of each length, 1 or more.
@@ -222,63 +231,63 @@ class _BestFit:
     def __init__(self, capacity: int, max_samples: int, shortest: int) -> None:
         self._capacity, self._max_samples, self._shortest = capacity, max_samples, shortest
         self.open_packs: dict[int, list[PackRange]] = {}  # packs by their number of free tokens
-        self._free_tokens = LengthSet(longest=capacity)  # the keys of ``open_packs``
+        self._open_keys = LengthSet(longest=capacity)  # the keys of ``open_packs``
         self.full_packs: list[PackRange] = []
         self.placements: list[Placement] = []
         self._num_packs = 0
 
     def fill_open_packs(self, length: int, count: int) -> int:
         """Place samples in open packs, those with the least sufficient space first; return how many do not fit."""
-        free = self._free_tokens.at_least(length)
-        while count and free >= 0:
-            count = self._fill(self.open_packs[free], free, length, count)
-            if not self.open_packs[free]:
-                del self.open_packs[free]
-                self._free_tokens.remove(free)
-            free = self._free_tokens.at_least(free + 1)  # filled packs have less space now
+        free_tokens = self._open_keys.shortest_from(length)
+        while count and free_tokens >= 0:
+            count = self._fill(self.open_packs[free_tokens], free_tokens, length, count)
+            if not self.open_packs[free_tokens]:
+                del self.open_packs[free_tokens]
+                self._open_keys.remove(free_tokens)
+            free_tokens = self._open_keys.shortest_from(free_tokens + 1)  # filled packs have less space now
         return count
 
     def fill_new_packs(self, length: int, count: int) -> None:
         """Place samples in as many new packs as they need."""
         num_new_packs = math.ceil(count / min(self._capacity // length, self._max_samples))
-        new_packs = PackRange(first_pack=self._num_packs, num_packs=num_new_packs, num_samples=0)
+        new_packs = PackRange(first_pack=self._num_packs, num_packs=num_new_packs, samples_per_pack=0)
         self._fill([new_packs], self._capacity, length, count)
         self._num_packs += num_new_packs
 
-    def _fill(self, ranges: list[PackRange], free: int, length: int, count: int) -> int:
-        """Place up to ``count`` samples in packs with ``free`` tokens each; return the number of samples left over.
+    def _fill(self, ranges: list[PackRange], free_tokens: int, length: int, count: int) -> int:
+        """Place up to ``count`` samples in packs with ``free_tokens`` each; return the number of samples left over.
 
-        Filled packs move from ``ranges`` to ``open_packs`` or ``full_packs``.
+        Filled packs move from ``ranges``, which is changed in place, to ``open_packs`` or ``full_packs``.
         """
         while ranges and count:
-            first_pack, num_packs, num_samples = ranges.pop()
-            # Every pack takes as many samples as fit; if fewer are left, one pack takes all of them.
-            per_pack = min(free // length, self._max_samples - num_samples, count)
+            first_pack, num_packs, first_slot = ranges.pop()
+            # Each pack takes as many samples as fit. If fewer are left, one pack takes them all.
+            per_pack = min(free_tokens // length, self._max_samples - first_slot, count)
             num_filled = min(count // per_pack, num_packs)
             if num_filled < num_packs:
-                ranges.append(PackRange(first_pack + num_filled, num_packs - num_filled, num_samples))
-            self.placements.append(Placement(first_pack, num_filled, num_samples, per_pack, length))
+                ranges.append(PackRange(first_pack + num_filled, num_packs - num_filled, first_slot))
+            self.placements.append(Placement(first_pack, num_filled, first_slot, per_pack, length))
             count -= num_filled * per_pack
-            filled = PackRange(first_pack, num_filled, num_samples + per_pack)
-            free_after = free - per_pack * length
-            if free_after < self._shortest or filled.num_samples == self._max_samples:
+            filled = PackRange(first_pack, num_filled, first_slot + per_pack)
+            free_after = free_tokens - per_pack * length
+            if free_after < self._shortest or filled.samples_per_pack == self._max_samples:
                 self.full_packs.append(filled)
             elif free_after in self.open_packs:
                 self.open_packs[free_after].append(filled)
             else:
                 self.open_packs[free_after] = [filled]
-                self._free_tokens.add(free_after)
+                self._open_keys.add(free_after)
         return count
 
 
 MAX_BITS_FOR_PAIRS = 1 << 17
 """Longer lengths are packed without looking for pairs: their bit sets would be too large to be fast."""
 
-GAP = 1e-3
+MAX_GAP_SHARE = 1e-3
 """Share of the capacity that may stay free where one sample fills a pack: short samples are saved for longer gaps."""
-HEAD_SPREAD = 0.02
-"""Maximum change of the first choice by noise, as a share of its length."""
-_PAIR_SPREAD = 0.25  # the same for the choice of a pair
+MAX_SHORTENING = 0.02
+"""Share of the longest unplaced sample by which noise shortens the first sample of a pack, at most."""
+_MAX_PAIR_OFFSET = 0.25  # share of a pair by which noise makes its longer sample exceed half of the pair, at most
 
 
 def place_exact_fit(
@@ -287,161 +296,167 @@ def place_exact_fit(
     capacity: int,
     *,
     max_samples: int | None = None,
-    evenness: float = 0.0,
+    scarcity_factor: float = 0.0,
     noise: Sequence[float] = (0.0,),
 ) -> Placements:
     """Fill packs one after the other so that little space stays free; packs of the same lengths are filled at once.
 
     Gupta and Ho 1999, "A new heuristic algorithm for the one-dimensional bin-packing problem", fill each bin with the
     subset that leaves least space; this considers subsets of two samples only. Of all pairs that fill a pack exactly,
-    it takes the two most similar lengths. Cost: one filled pack for each distinct length, or a few times that.
+    it takes the two most similar lengths.
 
     Args:
         lengths: distinct, from 1 to ``capacity``.
         counts: number of samples of each length, 1 or more.
-        evenness: where ``max_samples`` makes the sample slots of a pack scarce, the pack takes samples of mean size.
-            Slots are scarce if the free tokens per free slot are at least 1 / evenness of the mean remaining length.
-            With 0 slots are never scarce, and short samples remain for the last packs.
-        noise: numbers from 0 to 1, one for each choice, used cyclically. They vary which samples share a pack; 0 makes
-            the best choice.
+        scarcity_factor: the larger, the sooner a pack takes samples of mean length as ``max_samples`` leaves few
+            slots. With 0 it never does: the longest samples that fit come first, and the last packs get short ones.
+        noise: numbers from 0 to 1, which the choices use in turn, again and again. 0 makes the best choice, 1 deviates
+            most from it, so that other samples share a pack.
     """
     unplaced = _UnplacedSamples(lengths, counts)
     noise_values = itertools.cycle(noise)
     placements: list[Placement] = []
     ranges: list[PackRange] = []
     num_packs = 0
-    while unplaced.num:
-        pack_lengths = _take_pack(unplaced, capacity, max_samples or capacity, evenness, noise_values)
-        count_by_length = Counter(pack_lengths)
-        # Further packs get the same lengths while there are enough samples.
-        num_further = min(unplaced.counts.get(length, 0) // count for length, count in count_by_length.items())
-        num_equal_packs = 1 + num_further
-        num_samples = 0
+    while unplaced.num_samples:
+        count_by_length = _take_pack(unplaced, capacity, max_samples or capacity, scarcity_factor, noise_values)
+        # Repeat the pack while there are enough samples of its lengths.
+        num_repeats = min(unplaced.counts.get(length, 0) // count for length, count in count_by_length.items())
+        first_slot = 0
         for length, count in count_by_length.items():
-            if num_further:
-                unplaced.take(length, num_further * count)
-            placements.append(Placement(num_packs, num_equal_packs, num_samples, count, length))
-            num_samples += count
-        ranges.append(PackRange(num_packs, num_equal_packs, num_samples))
-        num_packs += num_equal_packs
-    # ``fill_slots`` gets the samples grouped by length, the longest first, and needs placements in that order.
-    placements.sort(key=lambda placement: -placement.length)
+            if num_repeats:
+                unplaced.take(length, num_repeats * count)
+            placements.append(Placement(num_packs, 1 + num_repeats, first_slot, count, length))
+            first_slot += count
+        ranges.append(PackRange(num_packs, 1 + num_repeats, samples_per_pack=first_slot))
+        num_packs += 1 + num_repeats
     return Placements.from_rows(placements, ranges)
 
 
+def slots_are_scarce(
+    free_tokens: int, free_slots: int, num_unplaced: int, unplaced_tokens: int, scarcity_factor: float
+) -> bool:
+    """Return whether a pack has so few free slots, under its limit of samples, that short samples would waste them.
+
+    They are scarce if the free tokens per free slot, times ``scarcity_factor``, are at least the mean length of the
+    unplaced samples.
+    """
+    return free_slots > 1 and free_tokens * scarcity_factor * num_unplaced >= unplaced_tokens * free_slots
+
+
 def _take_pack(
-    unplaced: _UnplacedSamples, capacity: int, max_samples: int, evenness: float, noise_values: Iterator[float]
-) -> list[int]:
-    """Remove the samples of one pack from ``unplaced``; return their lengths, the longest first."""
-    first_length = unplaced.longest()
-    if noise := next(noise_values):  # begin with a somewhat shorter sample
-        first_length = unplaced.at_least(first_length - int(first_length * HEAD_SPREAD * noise))
+    unplaced: _UnplacedSamples, capacity: int, max_samples: int, scarcity_factor: float, noise_values: Iterator[float]
+) -> dict[int, int]:
+    """Remove the samples of one pack from ``unplaced``; return the number of each length, the longest first.
+
+    Each choice of a sample, or of two, takes the next of the ``noise_values``.
+    """
+    longest = unplaced.longest()
+    first_length = unplaced.shortest_from(longest - int(longest * MAX_SHORTENING * next(noise_values)))
     unplaced.take(first_length, 1)
-    pack_lengths = [first_length]
+    count_by_length = {first_length: 1}
     free_tokens = capacity - first_length
     free_slots = max_samples - 1
-    max_gap = int(capacity * GAP)
-    while free_tokens and free_slots and unplaced.num:
-        lengths = _next_lengths(unplaced, free_tokens, free_slots, evenness, max_gap, next(noise_values))
+    max_gap = int(capacity * MAX_GAP_SHARE)
+    while free_tokens and free_slots and unplaced.num_samples:
+        lengths = _next_lengths(unplaced, free_tokens, free_slots, scarcity_factor, max_gap, next(noise_values))
         if not lengths:
             break
         for length in lengths:
             unplaced.take(length, 1)
-        pack_lengths += lengths
-        free_tokens -= sum(lengths)
-        free_slots -= len(lengths)
-    return sorted(pack_lengths, reverse=True)
+            count_by_length[length] = count_by_length.get(length, 0) + 1
+            free_tokens -= length
+            free_slots -= 1
+    return dict(sorted(count_by_length.items(), reverse=True))
 
 
 def _next_lengths(
-    unplaced: _UnplacedSamples, free_tokens: int, free_slots: int, evenness: float, max_gap: int, noise: float
+    unplaced: _UnplacedSamples, free_tokens: int, free_slots: int, scarcity_factor: float, max_gap: int, noise: float
 ) -> tuple[int, ...]:
     """Choose the lengths of the one or two samples that a pack takes next; () if none fits.
 
-    The first choice is a sample that leaves at most ``max_gap`` tokens free, the second are two samples that fill the
-    pack exactly, the last is the longest that fits. If slots are scarce (``evenness`` of ``place_exact_fit``), it is
-    two samples that fill the pack and its last two slots, or else the sample nearest to the mean space of a slot.
+    The first choice is one sample that leaves at most ``max_gap`` tokens free, the second are two samples that fill the
+    pack exactly, the last is the longest that fits. If slots are scarce, the choice is two samples that fill the pack
+    and its last two slots, or else the sample nearest to the mean space of a slot. ``noise``, 0 to 1, makes gaps
+    longer and pairs less similar.
     """
-    slots_are_scarce = free_slots > 1 and free_tokens * evenness * unplaced.num >= unplaced.num_tokens * free_slots
-    if not slots_are_scarce:
-        min_gap = int(max_gap * noise)
-        length = unplaced.at_most(max(free_tokens - min_gap, 0))
-        if length >= max(free_tokens - max_gap, 1):
-            return (length,)
-    if free_slots == 2 or (free_slots > 2 and not slots_are_scarce):
-        pair = unplaced.pair(free_tokens, int(free_tokens * _PAIR_SPREAD * noise))
-        if pair is not None:
+    if slots_are_scarce(free_tokens, free_slots, unplaced.num_samples, unplaced.num_tokens, scarcity_factor):
+        if free_slots == 2 and (pair := unplaced.pair(free_tokens, noise)):
             return pair
-    length = unplaced.at_most(free_tokens)
-    if length < 0:
-        return ()
-    if slots_are_scarce:
-        length = unplaced.nearest(free_tokens // free_slots, length)
-    return (length,)
+        longest_fitting = unplaced.longest_up_to(free_tokens)
+        if longest_fitting < 0:
+            return ()
+        return (unplaced.nearest(free_tokens // free_slots, longest_fitting),)
+    filling = unplaced.longest_between(free_tokens - max_gap, free_tokens - int(max_gap * noise))
+    if filling >= 0:
+        return (filling,)
+    if free_slots >= 2 and (pair := unplaced.pair(free_tokens, noise)):
+        return pair
+    longest_fitting = unplaced.longest_up_to(free_tokens)
+    return (longest_fitting,) if longest_fitting >= 0 else ()
 
 
 class _UnplacedSamples(LengthSet):
-    """Unplaced samples by length; ``_bits`` and its mirror image find pairs."""
+    """Unplaced samples by length.
+
+    Bit x of ``_bits``, and bit 2 * longest - x of ``_mirrored_bits``, is set if samples of x tokens are left.
+    """
 
     def __init__(self, lengths: Sequence[int], counts: Sequence[int]) -> None:
         super().__init__(lengths)
         self.counts = dict(zip(lengths, counts, strict=True))
-        self.num = sum(counts)
+        self.num_samples = sum(counts)
         self.num_tokens = sum(length * count for length, count in self.counts.items())
-        self._has_pairs = self._longest <= MAX_BITS_FOR_PAIRS
-        self._bits = self._mirror = 0
-        if self._has_pairs:
+        self._has_bits = self._longest <= MAX_BITS_FOR_PAIRS
+        self._bits = self._mirrored_bits = 0
+        if self._has_bits:
             digits = bytearray(b"0") * (self._longest + 1)
             for length in lengths:
                 digits[length] = ord("1")
-            self._mirror = int(digits.decode(), 2)
+            self._mirrored_bits = int(digits.decode(), 2) << self._longest
             self._bits = int(digits[::-1].decode(), 2)
 
     def take(self, length: int, num: int) -> None:
+        """Remove ``num`` samples, 1 or more, of this length."""
         self.counts[length] -= num
-        self.num -= num
+        self.num_samples -= num
         self.num_tokens -= num * length
         if not self.counts[length]:
             del self.counts[length]
             self.remove(length)
-            if self._has_pairs:
+            if self._has_bits:
                 self._bits ^= 1 << length
-                self._mirror ^= 1 << (self._longest - length)
+                self._mirrored_bits ^= 1 << (2 * self._longest - length)
 
-    def pair(self, total: int, min_distance: int) -> tuple[int, int] | None:
-        """Find the two most similar lengths with a sum of ``total``; return the longer one first, or None.
+    def pair(self, total: int, noise: float) -> tuple[int, int] | None:
+        """Find two samples of ``total`` tokens together, of lengths as similar as possible; None if there are none.
 
-        The longer one has at least ``min_distance`` tokens more than half of ``total``, if there is such a pair.
+        Returns the longer length first. ``noise``, 0 to 1, makes it exceed half of ``total``, where such pairs exist.
         """
-        if not self._has_pairs or total > 2 * self._longest:
+        if not self._has_bits or total > 2 * self._longest:
             return None
-        # Bit x of ``_bits``, and bit longest - x of ``_mirror``, are set if samples of x tokens are left. Bit x of the
-        # shifted mirror is set if samples of total - x tokens are left. So bit x of both is a pair (x, total - x).
-        shift = self._longest - total
-        shifted_mirror = self._mirror >> shift if shift >= 0 else self._mirror << -shift
-        pair_bits = self._bits & shifted_mirror
-        min_longer = (total + 1) // 2 + min_distance
-        longer_bits = pair_bits >> min_longer
-        if not longer_bits:
-            min_longer -= min_distance
+        # Bit x of the shifted mirror is set if samples of total - x tokens are left.
+        pair_bits = self._bits & (self._mirrored_bits >> (2 * self._longest - total))
+        half = (total + 1) // 2
+        min_offset = int(total * _MAX_PAIR_OFFSET * noise)
+        if 2 * half == total and self.counts.get(half) == 1:
+            pair_bits ^= 1 << half  # two equal lengths need two samples
+        for min_longer in (half + min_offset, half):
             longer_bits = pair_bits >> min_longer
-        while longer_bits:
-            lowest_bit = longer_bits & -longer_bits
-            longer = min_longer + lowest_bit.bit_length() - 1
-            if 2 * longer != total or self.counts[longer] > 1:  # two equal lengths need two samples
+            if longer_bits:
+                longer = min_longer + _lowest_bit(longer_bits)
                 return longer, total - longer
-            longer_bits ^= lowest_bit
         return None
 
 
 MIN_SAMPLES_PER_LENGTH = 10
-"""Samples per distinct length below which a strict order would repeat packs in every epoch: see ``_place_fewest``."""
+"""Samples per distinct length below which every epoch would have much the same packs, were there no noise."""
 
 MAX_EXCESS = 1e-4
 """Share of packs over the lower bound that does not justify a second attempt."""
 
-_SLACK = 4e-4
-_EVENNESS = (1.5, 2.0, 3.0, 1e9, 1.0, 0.0)
+_SLACK = 4e-4  # share of packs that noise may cost with exact fit
+_SCARCITY_FACTORS = (1.5, 2.0, 3.0, 1e9, 1.0, 0.0)  # the first that needs few enough packs is used
 
 
 def pack_histogram(
@@ -461,133 +476,109 @@ def pack_histogram(
     more than the lower bound, exact fit is tried, too. The sample for each slot, and the order of packs, are drawn
     from ``seed`` and ``epoch``. The number of packs depends on the lengths only, so every epoch has equally many.
 
-    Cost: O(N log N) to sort N integers, and some 30,000 group steps for 10,000 distinct lengths. Peak memory: 30 bytes
-    a sample at four samples a pack and 55 at one, of which 14 and 20 remain in the plan.
+    Cost: that of sorting N integers, and 30 to 55 bytes a sample.
 
-    ``lengths``, (N,), are checked. Without ``shuffle`` nothing is drawn at random, and the order of the cache is kept;
-    ``stream`` is an offset of the random streams.
+    ``lengths``, (N,), are from 1 to ``capacity``. Without ``shuffle`` nothing is drawn at random, and the order of the
+    cache is kept as far as possible. ``stream`` is added to the numbers of the random streams.
     """
     distinct, counts = count_lengths(lengths)
-    if max_samples is not None and len(distinct) and capacity // int(distinct[-1]) <= max_samples:
-        max_samples = None  # not even the shortest samples reach the limit
+    shortest = int(distinct.min(initial=capacity))
+    if max_samples is not None and capacity // shortest <= max_samples:
+        max_samples = None  # not even packs of the shortest samples reach the limit
     noise = None
     if shuffle and len(lengths) < MIN_SAMPLES_PER_LENGTH * len(distinct):
         noise = seeded_uniform(len(distinct), seed=seed, epoch=epoch, stream=stream + RandomStream.JITTER)
-    placements, length_order, num_packs = _place_fewest(distinct, counts, capacity, max_samples, noise)
-    pack_sizes = placements.pack_sizes
+    placements, num_packs = _place_in_fewest_packs(distinct, counts, capacity, max_samples, noise)
+    if not shuffle:
+        longest_first = np.argsort(-lengths, kind="stable").astype(np.int64, copy=False)
+        return sort_by_sample(_fill_packs(longest_first, placements, np.arange(placements.total_packs), capacity))
     draw_order = partial(seeded_order, seed=seed, epoch=epoch)
-    if shuffle:
-        # Samples of each length in random order, the lengths in the order of the placements.
-        samples = draw_order(len(lengths), stream=stream + RandomStream.WITHIN_LENGTH, descending_by=lengths)
-        if length_order is not None:
-            positions, _ = gather_groups(to_offsets(counts), length_order)
-            samples = samples[positions]
-        pack_order = draw_order(len(pack_sizes), stream=stream + RandomStream.PACK_ORDER)
-        return split_to_count(_fill_packs(samples, placements, pack_order, capacity), num_packs)
-    longest_first = np.argsort(-lengths, kind="stable").astype(np.int64, copy=False)
-    return sort_by_sample(_fill_packs(longest_first, placements, np.arange(len(pack_sizes)), capacity))
+    longest_first = draw_order(len(lengths), stream=stream + RandomStream.WITHIN_LENGTH, descending_by=lengths)
+    pack_order = draw_order(placements.total_packs, stream=stream + RandomStream.PACK_ORDER)
+    packs = _fill_packs(longest_first, placements, pack_order, capacity)
+    return split_to_count(packs, num_packs)
 
 
-def _fill_packs(grouped_samples: Int64Array, placements: Placements, pack_order: Int64Array, capacity: int) -> PackPlan:
-    """Fill the packs of ``placements``, (K,), with samples, (N,) as for ``fill_slots``, in the order of the packs."""
+def _fill_packs(longest_first: Int64Array, placements: Placements, pack_order: Int64Array, capacity: int) -> PackPlan:
+    """Fill the K packs of ``placements`` with N samples, and order the packs by ``pack_order``, (K,)."""
     offsets = to_offsets(placements.pack_sizes[pack_order])
     pack_starts = offsets[:-1][invert_order(pack_order)]  # of each pack of the placements
-    samples, lengths = fill_slots(grouped_samples, placements, pack_starts)
+    samples, lengths = fill_slots(longest_first, placements, pack_starts)
     return PackPlan(samples, offsets, lengths, capacity)
 
 
-class _CumulativeCounts(NamedTuple):
-    """The number of samples shorter than each length, and their tokens, (D + 1,): the last is of all samples.
-
-    ``lengths``, (D,), are distinct and ascending.
-    """
-
-    lengths: Int64Array
-    num_shorter: Int64Array
-    tokens_shorter: Int64Array
-
-    @classmethod
-    def of(cls, lengths: Int64Array, counts: Int64Array) -> _CumulativeCounts:
-        return cls(lengths, to_offsets(counts), to_offsets(lengths * counts))
-
-    def up_to(self, length: npt.NDArray[np.int64] | int) -> tuple[Int64Array, Int64Array]:
-        """Return the number of samples of at most ``length`` tokens, and their tokens."""
-        index = np.searchsorted(self.lengths, length, side="right")
-        return self.num_shorter[index], self.tokens_shorter[index]
-
-
 def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None = None) -> int:
-    """Compute a lower bound of the number of packs, from distinct lengths, descending, and samples of each, (D,).
+    """Compute a lower bound of the number of packs.
+
+    ``distinct``, (D,), are the lengths, the longest first, and ``counts``, (D,), the number of samples of each.
 
     Martello and Toth 1990, "Lower bounds and reduction procedures for the bin packing problem" (their L2): samples
-    longer than half a pack need a pack each. For any ``k``, samples from ``k`` tokens to half a pack cannot use the
-    space beside samples longer than ``capacity - k``. The result is the largest of the bounds for all ``k``.
+    longer than half a pack need a pack each. All other samples of at least some length need further packs, unless they
+    fit in the gaps beside the long samples; gaps shorter than that length are useless for them. The result is the
+    largest of the bounds for all such lengths.
     """
-    if len(distinct) == 0:
-        return 0
-    half = capacity // 2
-    shorter = _CumulativeCounts.of(distinct[::-1], counts[::-1])
-    # One bound for each k; arrays below are of the same shape.
-    k = np.concatenate(([0], shorter.lengths[shorter.lengths <= half]))
-    num_up_to_half, tokens_up_to_half = shorter.up_to(half)
-    num_paired, tokens_paired = shorter.up_to(capacity - k)
-    _, tokens_below_k = shorter.up_to(k - 1)
-    num_samples = int(counts.sum())
-    num_alone = num_samples - num_paired  # longer than capacity - k
-    num_long = num_paired - num_up_to_half  # longer than half, with space for samples of k tokens
-    free_tokens = num_long * capacity - (tokens_paired - tokens_up_to_half)
-    short_tokens = tokens_up_to_half - tokens_below_k
-    num_more = np.maximum(0, -((free_tokens - short_tokens) // capacity))  # for short samples, rounded up
-    bound = int((num_alone + num_long + num_more).max())
+    is_long = distinct > capacity // 2
+    num_long = int(counts[is_long].sum())
+    gaps = capacity - distinct[is_long]  # free tokens beside a sample of each long length, ascending
+    gap_tokens = to_offsets(gaps * counts[is_long])  # of all packs with the shortest i gaps
+    # One bound for each other length as the minimum, (k,): of tokens to place, and those that gaps can take.
+    min_length = distinct[~is_long]
+    tokens = np.cumsum(min_length * counts[~is_long])
+    usable_tokens = gap_tokens[-1] - gap_tokens[np.searchsorted(gaps, min_length)]
+    num_further_packs = -((usable_tokens - tokens) // capacity)  # rounded up
+    bound = num_long + int(num_further_packs.max(initial=0))
     if max_samples:
-        bound = max(bound, math.ceil(num_samples / max_samples))
+        bound = max(bound, math.ceil(int(counts.sum()) / max_samples))
     return bound
 
 
-def _place_fewest(
+def _place_in_fewest_packs(
     distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None, noise: Costs | None
-) -> tuple[Placements, Int64Array | None, int]:
+) -> tuple[Placements, int]:
     """Place by best fit or, where that needs fewer packs, by exact fit.
 
-    ``distinct``, (D,), are the lengths, the longest first, and ``counts`` the samples of each. ``noise``, (D,), from 0
-    to 1, varies which lengths share a pack.
+    ``distinct``, (D,), are the lengths, the longest first, and ``counts``, (D,), the number of samples of each.
+    ``noise``, (D,), from 0 to 1, varies which lengths share a pack; None varies nothing.
 
-    Returns:
-        Placements, the order (D,) of distinct lengths in them (None: the longest first), and the number of packs that
-        every epoch has, whatever its noise: it is no less than that of the placements.
+    Returns placements, and the number of packs of every epoch: the placements may need fewer, depending on the noise.
     """
     lengths = distinct.tolist()
     best_fit = place_best_fit(lengths, counts.tolist(), capacity, max_samples)
     exact_fit = partial(place_exact_fit, lengths, counts.tolist(), capacity, max_samples=max_samples)
     enough_packs = int(min_packs(distinct, counts, capacity, max_samples) * (1 + MAX_EXCESS))
     fewest = best_fit
-    evenness = None  # of exact fit, if it needs fewer packs than best fit
+    best_factor = None  # the scarcity factor of exact fit, if that needs fewer packs than best fit
     if best_fit.total_packs > enough_packs and (max_samples or lengths[0] <= MAX_BITS_FOR_PAIRS):
-        candidates = _EVENNESS if max_samples else (0.0,)
-        for candidate in candidates:
-            exact = exact_fit(evenness=candidate)
+        for factor in _SCARCITY_FACTORS if max_samples else (0.0,):
+            exact = exact_fit(scarcity_factor=factor)
             if exact.total_packs < fewest.total_packs:
-                fewest, evenness = exact, candidate
+                fewest, best_factor = exact, factor
             if fewest.total_packs <= enough_packs:
                 break
     if noise is None:
-        return fewest, None, fewest.total_packs
+        return fewest, fewest.total_packs
     # With noise, exact fit may need a few more packs than without, so every epoch gets a few more.
     num_packs = fewest.total_packs + 1 + int(fewest.total_packs * _SLACK)
-    if evenness is not None and num_packs < best_fit.total_packs:
-        varied = exact_fit(evenness=evenness, noise=noise.tolist())
-        return varied if varied.total_packs <= num_packs else fewest, None, num_packs
-    varied_best_fit = _vary_best_fit(distinct, counts, capacity, max_samples, noise, best_fit.total_packs)
-    return *(varied_best_fit or (best_fit, None)), best_fit.total_packs
+    if best_factor is not None and num_packs < best_fit.total_packs:
+        varied = exact_fit(scarcity_factor=best_factor, noise=noise.tolist())
+        if varied.total_packs > num_packs:
+            varied = fewest
+        return varied, num_packs
+    return _vary_best_fit(best_fit, distinct, counts, capacity, max_samples, noise), best_fit.total_packs
 
 
 def _vary_best_fit(
-    distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None, noise: Costs, num_packs: int
-) -> tuple[Placements, Int64Array] | None:
-    """Place by best fit, the longest first, with the most noise that needs ``num_packs``; None if all needs more.
+    best_fit: Placements,
+    distinct: Int64Array,
+    counts: Int64Array,
+    capacity: int,
+    max_samples: int | None,
+    noise: Costs,
+) -> Placements:
+    """Place by best fit with the most noise that needs no more packs than ``best_fit``, which has no noise.
 
-    Returns placements, and the order (D,) of distinct lengths in them. On 3,000 lognormal lengths, the strict order
-    repeats 69 % of its packs in the next epoch, with noise 7 %.
+    Noise makes the order of the lengths less strict. On 3,000 lognormal lengths, the strict order repeats 69 % of its
+    packs in the next epoch, with noise 7 %.
     """
     # The more samples a length has, the less noise is needed, and the more packs it costs.
     rarity = len(counts) / int(counts.sum())
@@ -595,6 +586,6 @@ def _vary_best_fit(
         max_change = 0.1 * rarity * rarity / divisor
         order = np.argsort(-distinct * (1 + max_change * noise), kind="stable")
         varied = place_best_fit(distinct[order].tolist(), counts[order].tolist(), capacity, max_samples)
-        if varied.total_packs == num_packs:
-            return varied, order
-    return None
+        if varied.total_packs == best_fit.total_packs:
+            return varied
+    return best_fit

@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_right
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from packtool.errors import ConfigError, DataError
-from packtool.planning.best_fit import GAP, HEAD_SPREAD, LengthSet
+from packtool.planning.best_fit import MAX_GAP_SHARE, MAX_SHORTENING, LengthSet, slots_are_scarce
 from packtool.planning.pack_plan import (
     Costs,
     Int32Array,
@@ -36,10 +37,11 @@ from packtool.planning.shuffle import RandomStream, seeded_order, seeded_uniform
 
 _NUM_CLASSES = 16
 _MAX_SUBSET = 20_000
-_EVENNESS = (1.5, 2.0, 4.0, 1e9, 0.0)
+_SCARCITY_FACTORS = (1.5, 2.0, 4.0, 1e9, 0.0)
 _MAX_CLASSES_TRIED = 4
-_SLACK = 3e-4
-_HEAD_STREAMS = (RandomStream.JITTER, RandomStream.BUDGET_JITTER_2, RandomStream.BUDGET_JITTER_3)  # one an attempt
+_SLACK, _SLACK_PACKS = 3e-4, 2
+"""Share of packs, and number of packs, by which every epoch may exceed the packs that epoch 0 needs."""
+_NOISE_STREAMS = (RandomStream.JITTER, RandomStream.BUDGET_JITTER_2, RandomStream.BUDGET_JITTER_3)  # one an attempt
 
 
 class PackLimits(NamedTuple):
@@ -56,9 +58,10 @@ _num_packs_of_first_epoch: dict[str, int] = {}
 def check_media_tokens(
     media_tokens: IntArray | None, lengths: Int32Array, max_media_tokens: int | None, capacity: int
 ) -> Int32Array | None:
-    """Check the media tokens of samples, (N,), and return them as int32; None if no pack can exceed the limit.
+    """Check that no sample, of N, has more than ``max_media_tokens``, which limits the media tokens of a pack.
 
-    ``lengths``, (N,), include media tokens; a pack holds ``capacity`` tokens and ``max_media_tokens``.
+    Returns ``media_tokens`` as int32 (N,), or None if the packer can ignore them: without a limit, and where no pack of
+    ``capacity`` tokens can exceed it. ``lengths``, (N,), include media tokens.
     """
     if max_media_tokens is None or len(lengths) == 0:
         return None
@@ -74,9 +77,8 @@ def check_media_tokens(
             f"{max_media_tokens:,}; the largest has {largest:,}.",
             f"Raise --max-media-tokens-per-pack to {largest}, or export with smaller media (--max-pixels).",
         )
-    # A pack of ``capacity`` tokens cannot have more media tokens than that.
-    tokens_limit_media = max_media_tokens >= capacity and bool((media_tokens <= lengths).all())
-    if largest == 0 or tokens_limit_media:
+    capacity_limits_media = max_media_tokens >= capacity and bool((media_tokens <= lengths).all())
+    if largest == 0 or capacity_limits_media:
         return None
     return media_tokens.astype(np.int32, copy=False)
 
@@ -91,33 +93,32 @@ def pack_within_budgets(
     epoch: int,
     stream: int,
 ) -> PackPlan:
-    """Pack by best fit within ``limits``; lengths (N,) are checked.
+    """Pack N samples within ``limits``, with different packs in every epoch.
 
-    Every epoch has the number of packs of epoch 0, which is remembered in this process, and a few more, so that the
-    random order of a later epoch fits. Further arguments are as for ``best_fit.pack_histogram``.
+    Every epoch has equally many packs: those that epoch 0 needs, whose number this process remembers, and a few more,
+    because a later epoch may need more. Arguments are as for ``best_fit.pack_histogram``; ``media_tokens`` are (N,).
     """
     if not shuffle:
         order = np.arange(len(lengths), dtype=np.int64)
         return sort_by_sample(place_within_budgets(lengths, media_tokens, limits, order, noise=None))
 
-    def pack_epoch(epoch: int, noise_stream: int = _HEAD_STREAMS[0]) -> PackPlan:
-        order = seeded_order(len(lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.BUDGET_ORDER)
-        noise = seeded_uniform(len(lengths), seed=seed, epoch=epoch, stream=stream + noise_stream)
+    @cache
+    def attempt(attempt_epoch: int, noise_stream: int) -> PackPlan:
+        order = seeded_order(len(lengths), seed=seed, epoch=attempt_epoch, stream=stream + RandomStream.BUDGET_ORDER)
+        noise = seeded_uniform(len(lengths), seed=seed, epoch=attempt_epoch, stream=stream + noise_stream)
         return place_within_budgets(lengths, media_tokens, limits, order, noise)
 
     key = digest_arrays(hashlib.sha256(f"{limits} {seed} {stream}".encode()), lengths, media_tokens)
-    first_plan = None
-    if epoch == 0 or key not in _num_packs_of_first_epoch:
-        first_plan = pack_epoch(0)
-        _num_packs_of_first_epoch[key] = first_plan.num_packs
+    if key not in _num_packs_of_first_epoch:
+        _num_packs_of_first_epoch[key] = attempt(0, _NOISE_STREAMS[0]).num_packs
     num_first_packs = _num_packs_of_first_epoch[key]
-    num_packs = min(num_first_packs + 2 + int(num_first_packs * _SLACK), len(lengths))
-    plan = first_plan
-    if epoch > 0:
-        # The first of several random packings with few enough packs, else the packing of epoch 0.
-        attempts = (pack_epoch(epoch, noise_stream) for noise_stream in _HEAD_STREAMS)
-        plan = next((attempt for attempt in attempts if attempt.num_packs <= num_packs), first_plan)
-    plan = plan or pack_epoch(0)
+    num_packs = min(num_first_packs + _SLACK_PACKS + int(num_first_packs * _SLACK), len(lengths))
+    for noise_stream in _NOISE_STREAMS:
+        plan = attempt(epoch, noise_stream)
+        if plan.num_packs <= num_packs:
+            break
+    else:
+        plan = attempt(0, _NOISE_STREAMS[0])
     order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
     return split_to_count(select_packs(plan, order), num_packs)
 
@@ -128,36 +129,34 @@ def place_within_budgets(
     """Fill packs one after the other, within hard limits; return them in the order in which they were filled.
 
     Each pack begins with the largest remaining sample, by the larger of its shares of the two budgets. While there is
-    space, ``_Packer._next_group`` chooses its next sample. Where sample slots are scarce, the pack takes samples of
-    mean size: ``evenness`` of ``place_exact_fit`` is then the value that needs the fewest packs for up to 20,000 of the
-    samples. Cost: about six microseconds a sample.
+    space, ``_Packer._next_group`` chooses the next sample. Cost: about six microseconds a sample.
 
-    All arrays are (N,): ``order`` lists the samples; of equally long ones of a density class, the earlier one is taken
-    first. ``noise``, from 0 to 1, varies the first sample of packs.
+    All arrays are (N,). ``order`` lists the samples: of equally long ones in a density class, the first is taken first.
+    ``noise``, from 0 to 1, varies which samples begin packs, and how full packs become; None varies nothing.
     """
     size = np.maximum(lengths / limits.tokens, media_tokens / limits.media_tokens)
     if noise is not None:
-        size *= 1 - HEAD_SPREAD * noise
-    evenness = 0.0
-    can_reach_max_samples = len(lengths) > 0 and limits.samples * int(lengths.min()) < limits.tokens
-    if can_reach_max_samples:
+        size *= 1 - MAX_SHORTENING * noise
+    scarcity_factor = 0.0
+    shortest = int(lengths.min(initial=limits.tokens))
+    if limits.samples * shortest < limits.tokens:  # packs can reach the limit of samples
         subset = order[:: math.ceil(len(order) / _MAX_SUBSET)]  # evenly spaced samples
-        evenness = _best_evenness(lengths[subset], media_tokens[subset], limits, size[subset])
-    packer = _Packer(lengths, media_tokens, order, limits, evenness)
-    samples, pack_sizes = packer.pack(heads=np.argsort(-size, kind="stable"), noise=noise)
+        scarcity_factor = _best_scarcity_factor(lengths[subset], media_tokens[subset], limits, size[subset])
+    packer = _Packer(lengths, media_tokens, order, limits, scarcity_factor)
+    samples, pack_sizes = packer.pack(largest_first=np.argsort(-size, kind="stable"), noise=noise)
     return build_plan(samples, pack_sizes, lengths, limits.tokens)
 
 
-def _best_evenness(lengths: Int32Array, media_tokens: Int32Array, limits: PackLimits, size: Costs) -> float:
-    """Return the evenness that needs the fewest packs for these samples; all arrays are (n,)."""
+def _best_scarcity_factor(lengths: Int32Array, media_tokens: Int32Array, limits: PackLimits, size: Costs) -> float:
+    """Return the factor, of ``slots_are_scarce``, that needs the fewest packs for these samples; arrays are (n,)."""
     largest_first = np.argsort(-size, kind="stable")
 
-    def count_packs(evenness: float) -> int:
-        packer = _Packer(lengths, media_tokens, np.arange(len(lengths)), limits, evenness)
-        _, pack_sizes = packer.pack(heads=largest_first)
+    def count_packs(scarcity_factor: float) -> int:
+        packer = _Packer(lengths, media_tokens, np.arange(len(lengths)), limits, scarcity_factor)
+        _, pack_sizes = packer.pack(largest_first)
         return len(pack_sizes)
 
-    return min(_EVENNESS, key=count_packs)
+    return min(_SCARCITY_FACTORS, key=count_packs)
 
 
 def _density_classes(density: Costs) -> tuple[Costs, Int64Array]:
@@ -179,10 +178,10 @@ class _Packer:
     """
 
     def __init__(
-        self, lengths: Int32Array, media_tokens: Int32Array, order: Int64Array, limits: PackLimits, evenness: float
+        self, lengths: Int32Array, media_tokens: Int32Array, order: Int64Array, limits: PackLimits, scarcity: float
     ) -> None:
         self._limits = limits
-        self._evenness = evenness
+        self._scarcity_factor = scarcity
         self._lengths: list[int] = lengths.tolist()
         self._media: list[int] = media_tokens.tolist()
         self._num_left = len(lengths)
@@ -218,38 +217,49 @@ class _Packer:
             self._group_by_length[self._class_of_group[group]][length] = group
         self._lengths_in_class = [LengthSet(group_by_length) for group_by_length in self._group_by_length]
 
-    def pack(self, heads: Int64Array, noise: Costs | None = None) -> tuple[Int64Array, Int64Array]:
-        """Return samples in pack order and the sizes of packs, each beginning with the next unpacked of ``heads``."""
+    def pack(self, largest_first: Int64Array, noise: Costs | None = None) -> tuple[Int64Array, Int64Array]:
+        """Pack all samples; return samples in pack order, (N,), and the sizes of packs.
+
+        A pack begins with the next unpacked sample of ``largest_first``, (N,). ``noise``, (N,), varies how many tokens
+        it should leave free.
+        """
         packed: list[int] = []
         sizes: list[int] = []
-        # Tokens that may stay free in a pack whose last sample is chosen; noise varies which gap is aimed at.
-        max_gap = int(self._limits.tokens * GAP)
-        min_gaps = np.zeros(len(heads)) if noise is None else (max_gap + 1) * noise
-        for head, min_gap in zip(heads.tolist(), min_gaps.astype(np.int64).tolist(), strict=True):
-            if not self._is_packed[head]:
-                before = len(packed)
-                self._fill(head, packed, min_gap, max_gap)
-                sizes.append(len(packed) - before)
+        max_gap = int(self._limits.tokens * MAX_GAP_SHARE)
+        min_gaps = np.zeros(len(largest_first)) if noise is None else (max_gap + 1) * noise
+        for sample, min_gap in zip(largest_first.tolist(), min_gaps.astype(np.int64).tolist(), strict=True):
+            if not self._is_packed[sample]:
+                num_before = len(packed)
+                self._fill_pack(sample, packed, min_gap, max_gap)
+                sizes.append(len(packed) - num_before)
         return np.array(packed, dtype=np.int64), np.array(sizes, dtype=np.int64)
 
-    def _fill(self, sample: int, packed: list[int], min_gap: int, max_gap: int) -> None:
-        """Append the samples of one pack to ``packed``, beginning with ``sample``; gaps are as for ``_next_group``."""
+    def _fill_pack(self, first_sample: int, packed: list[int], min_gap: int, max_gap: int) -> None:
+        """Append the samples of one pack to ``packed``, beginning with ``first_sample``.
+
+        The last sample of a pack should leave ``min_gap`` to ``max_gap`` tokens free.
+        """
         free_tokens, free_media, free_slots = self._limits
+        sample = first_sample
         while True:
             packed.append(sample)
             self._remove(sample)
             free_tokens -= self._lengths[sample]
             free_media -= self._media[sample]
             free_slots -= 1
+            # Without free media tokens, samples without media still fit.
             if not (free_tokens and free_slots and self._num_left):
                 return
             group = self._next_group(free_tokens, free_media, free_slots, min_gap, max_gap)
-            if group < 0:
+            if group is None:
                 return
-            # Take the last unpacked sample; packed ones before the end were the first samples of their packs.
-            while self._is_packed[self._sorted_samples[self._stops[group] - 1]]:
-                self._stops[group] -= 1
-            sample = self._sorted_samples[self._stops[group] - 1]
+            sample = self._last_unpacked(group)
+
+    def _last_unpacked(self, group: int) -> int:
+        """Return the last unpacked sample of a nonempty group."""
+        while self._is_packed[self._sorted_samples[self._stops[group] - 1]]:
+            self._stops[group] -= 1
+        return self._sorted_samples[self._stops[group] - 1]
 
     def _remove(self, sample: int) -> None:
         length, group = self._lengths[sample], self._group_of[sample]
@@ -262,41 +272,44 @@ class _Packer:
             self._lengths_in_class[density_class].remove(length)
             del self._group_by_length[density_class][length]
 
-    def _next_group(self, free_tokens: int, free_media: int, free_slots: int, min_gap: int, max_gap: int) -> int:
-        """Choose the group that a pack takes its next sample from, or -1 if no sample fits.
+    def _next_group(self, free_tokens: int, free_media: int, free_slots: int, min_gap: int, max_gap: int) -> int | None:
+        """Choose the group that a pack takes its next sample from; None if no sample fits.
 
-        First a sample that leaves from ``min_gap`` to ``max_gap`` tokens free, unless slots are scarce (``evenness`` of
-        ``place_exact_fit``); else the longest that fits, or with scarce slots the nearest to the mean space of a slot.
+        The first choice is a sample that leaves ``min_gap`` to ``max_gap`` tokens free, the second the longest that
+        fits. Where slots are scarce, the choice is the sample nearest to the mean space of a slot.
         """
-        slots_are_scarce = (
-            free_slots > 1 and free_tokens * self._evenness * self._num_left >= self._tokens_left * free_slots
+        has_scarce_slots = slots_are_scarce(
+            free_tokens, free_slots, self._num_left, self._tokens_left, self._scarcity_factor
         )
         # The densest class whose samples could fill all free tokens within the free media tokens; -1 if there is none.
-        densest = bisect_right(self._max_density, free_media / free_tokens) - 1
-        if not slots_are_scarce:
-            filling_group = self._filling_group(densest, max(free_tokens - max_gap, 1), max(free_tokens - min_gap, 0))
-            if filling_group >= 0:
+        filling_class = bisect_right(self._max_density, free_media / free_tokens) - 1
+        if not has_scarce_slots:
+            filling_group = self._filling_group(filling_class, free_tokens - max_gap, free_tokens - min_gap)
+            if filling_group is not None:
                 return filling_group
-        # From ``densest`` down to the class with least media, and then the denser classes.
-        for density_class in (*range(densest, -1, -1), *range(densest + 1, len(self._max_density))):
+        less_dense = range(filling_class, -1, -1)
+        denser = range(filling_class + 1, len(self._max_density))
+        for density_class in (*less_dense, *denser):
             max_length = free_tokens
-            if density_class > densest:
+            if density_class > filling_class:
                 max_length = int(free_media / self._max_density[density_class])
             if max_length < self._min_length[density_class]:
                 continue
-            length = self._lengths_in_class[density_class].at_most(max_length)
-            if length > 0:
-                if slots_are_scarce:
-                    length = self._lengths_in_class[density_class].nearest(free_tokens // free_slots, length)
-                return self._group_by_length[density_class][length]
-            self._min_length[density_class] = max_length + 1  # the class has no shorter sample
-        return -1
+            lengths = self._lengths_in_class[density_class]
+            length = lengths.longest_up_to(max_length)
+            if length < 0:
+                self._min_length[density_class] = max_length + 1
+                continue
+            if has_scarce_slots:
+                length = lengths.nearest(free_tokens // free_slots, max_length=length)
+            return self._group_by_length[density_class][length]
+        return None
 
-    def _filling_group(self, densest: int, min_length: int, max_length: int) -> int:
-        """Return the group of the longest samples of these lengths in the class ``densest``, or in one below; or -1."""
-        last_class = max(densest - _MAX_CLASSES_TRIED, -1)  # exclusive
-        for density_class in range(densest, last_class, -1):
-            length = self._lengths_in_class[density_class].at_most(max_length)
-            if length >= min_length:
+    def _filling_group(self, filling_class: int, min_length: int, max_length: int) -> int | None:
+        """Return the group of the longest samples of these lengths in ``filling_class`` or one below; None if none."""
+        last_class = max(filling_class - _MAX_CLASSES_TRIED, -1)  # exclusive
+        for density_class in range(filling_class, last_class, -1):
+            length = self._lengths_in_class[density_class].longest_between(min_length, max_length)
+            if length >= 0:
                 return self._group_by_length[density_class][length]
-        return -1
+        return None

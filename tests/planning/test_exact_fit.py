@@ -37,16 +37,21 @@ def pack_sums(placements: Placements) -> list[list[int]]:
     capacity=st.integers(1, 60) | st.sampled_from([1024, 40_000]),
     parts=st.lists(st.floats(0, 1), max_size=100),
     max_samples=st.none() | st.integers(1, 6),
-    evenness=st.sampled_from([0.0, 1.0, 2.0, 1e9]),
+    scarcity_factor=st.sampled_from([0.0, 1.0, 2.0, 1e9]),
     noise=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=5),
 )
 def test_everything_is_placed_within_limits(
-    capacity: int, parts: list[float], max_samples: int | None, evenness: float, noise: list[float]
+    capacity: int, parts: list[float], max_samples: int | None, scarcity_factor: float, noise: list[float]
 ) -> None:
     lengths = [max(1, round(part * capacity)) for part in parts]
     counts = Counter(lengths)
     placements = place_exact_fit(
-        list(counts), list(counts.values()), capacity, max_samples=max_samples, evenness=evenness, noise=noise
+        list(counts),
+        list(counts.values()),
+        capacity,
+        max_samples=max_samples,
+        scarcity_factor=scarcity_factor,
+        noise=noise,
     )
     packs = pack_sums(placements)
     assert sorted(length for pack in packs for length in pack) == sorted(lengths)
@@ -62,9 +67,9 @@ def test_pairs_fill_packs() -> None:
 
 def test_scarce_slots_are_filled_evenly() -> None:
     lengths = list(range(100, 0, -1))
-    even = place_exact_fit(lengths, [1] * 100, 110, max_samples=2, evenness=1e9)
+    even = place_exact_fit(lengths, [1] * 100, 110, max_samples=2, scarcity_factor=1e9)
     assert even.total_packs <= 56
-    tight = place_exact_fit([50, 10, 1], [10, 20, 60], 100, max_samples=3, evenness=1e9)
+    tight = place_exact_fit([50, 10, 1], [10, 20, 60], 100, max_samples=3, scarcity_factor=1e9)
     assert tight.total_packs <= 31
 
 

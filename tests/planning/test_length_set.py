@@ -20,10 +20,10 @@ def test_nearest_lengths(lengths: set[int], num_removed: int, target_length: int
         lengths.remove(length)
     assert (length_set.longest() >= 0) == bool(lengths)
     assert length_set.longest() == max(lengths, default=-1)
-    assert length_set.at_most(target_length) == max(
+    assert length_set.longest_up_to(target_length) == max(
         (length for length in lengths if length <= target_length), default=-1
     )
-    assert length_set.at_least(target_length) == min(
+    assert length_set.shortest_from(target_length) == min(
         (length for length in lengths if length >= target_length), default=-1
     )
     for longest in lengths:
