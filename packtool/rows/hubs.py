@@ -45,18 +45,18 @@ def hub_files(name: str, subset: str | None = None, split: str | None = None, fo
     """
     import datasets  # here, because it takes a second and most exports do not need it
 
-    identifier = name
+    dataset_id = name
     if not os.path.isdir(name):
-        identifier, subset_in_name, split_in_name = f"{name}::".split(":")[:3]  # "" for missing ones
+        dataset_id, subset_in_name, split_in_name, *_ = *name.split(":"), "", ""
         subset = subset_in_name or subset
         split = split_in_name or split
     split = split or "train"
     try:
-        dataset = datasets.load_dataset(identifier, subset, split=split, data_dir=folder)
+        dataset = datasets.load_dataset(dataset_id, subset, split=split, data_dir=folder)
     except Exception as error:  # of the hub, the network, or the code that reads the dataset
         in_folder = f", folder {folder}" if folder else ""
-        selection = f"{identifier} (subset {subset or 'default'}, split {split}{in_folder})"
-        raise _cannot_load_error(name, identifier, selection, error) from error
+        selection = f"{dataset_id} (subset {subset or 'default'}, split {split}{in_folder})"
+        raise _cannot_load_error(name, dataset_id, selection, error) from error
     files = [file["filename"] for file in dataset.cache_files]
     if not files:
         message = f"--dataset {name}: the datasets package stores this dataset without files"
@@ -64,14 +64,14 @@ def hub_files(name: str, subset: str | None = None, split: str | None = None, fo
     return files
 
 
-def _cannot_load_error(name: str, identifier: str, selection: str, error: Exception) -> DataError:
+def _cannot_load_error(name: str, dataset_id: str, selection: str, error: Exception) -> DataError:
     """Return the error for a name that is neither a file nor a dataset of the hub."""
     first_line = str(error).strip().partition("\n")[0]
     return DataError(
         f"--dataset {name}: there is no such file, and the Hugging Face dataset {selection} cannot be loaded: "
         f"{type(error).__name__}: {first_line}",
         "Check the path or id; id:subset:split selects a subset and a split. Without a network, HF_HUB_OFFLINE=1 "
-        f"uses datasets downloaded before.{modelscope_remedy(identifier)}",
+        f"uses datasets downloaded before.{modelscope_remedy(dataset_id)}",
     )
 
 

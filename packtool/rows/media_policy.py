@@ -41,7 +41,7 @@ class MediaPolicy:
         store = storage.store_name(path)  # "" for a local file
         if store:
             scheme = store.partition("//")[0]
-            if self.stores is None or store in self.stores or scheme in self.stores:
+            if self.stores is None or not self.stores.isdisjoint((store, scheme)):
                 return None
             return f"{storage.origin(path)} is not named on the command line; --media-access any allows it"
         if self.roots is None:

@@ -217,9 +217,8 @@ def _check_unchanged(source: Source) -> None:
     try:
         state = storage.stat(source.path)
     except StorageError as error:
-        raise DataError(
-            f"{source.label} was deleted after its scan: {error.message}", "Run the export again."
-        ) from error
+        message = f"{source.label} was deleted after its scan: {error.message}"
+        raise DataError(message, "Run the export again.") from error
     if state.size != source.size:
         raise changed_error(source, f"it had {source.size} bytes and now has {state.size}")
     if storage.is_remote(source.path) and source.modified and state.modified not in ("", source.modified):
@@ -242,23 +241,21 @@ _HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
 def check_encoding(path: str, head: bytes) -> None:
     """Check that a text file is UTF-8; DataError names the probable encoding and a command for conversion.
 
-    Only the first 128 KiB of ``head``, the beginning of the file, are checked. If at most half of their rows are
-    invalid, the file passes; only these rows are dropped later.
+    Only the first 128 KiB of ``head``, the beginning of the file, are checked. The file passes if at most half of the
+    rows are invalid; these rows are dropped later.
     """
     head = head[:_HEAD_BYTES]
     if b"\0" not in head and _is_utf8(head):
         return
     mark_name = next((name for mark, name in _ENCODING_MARKS if head.startswith(mark)), None)
-    name = mark_name or _utf_by_zeros(head)
-    if name is None:
-        if _is_mostly_utf8(head):
-            return
-        name = _probable_encoding(head)
-    problem = f"the file is {name}"
+    utf_name = mark_name or _utf_by_zeros(head)
+    if utf_name is None and _is_mostly_utf8(head):
+        return
+    name = utf_name or _probable_encoding(head)
     remedy = f"Convert the file: iconv -f {name} -t UTF-8 FILE > NEW_FILE"
-    if not name.startswith("UTF"):  # a guess
-        problem = f"most rows are not UTF-8; the encoding may be {name}"
+    if utf_name is None:
         remedy += " (file -i FILE may identify the encoding)"
+    problem = f"the file is {name}" if utf_name else f"most rows are not UTF-8; the encoding may be {name}"
     raise DataError(f"{path}: {problem}. Rows must be UTF-8", remedy)
 
 

@@ -43,10 +43,10 @@ def parse_json(text: str | bytes) -> Any:
         except UnicodeDecodeError as error:
             raise JsonProblem("invalid_text", f"not UTF-8: {error}") from error
     try:
-        # The scanner is fast, but it takes no blanks before the value, and stops after the value without an error. The
-        # slower decoder parses the text again in these cases.
-        value, end = _scan(text, 0) if text[:1] in _OPENING else (None, -1)
-        is_complete = end == len(text) or (end >= 0 and not text[end:].strip(_BLANKS))
+        # The fast scanner takes no blanks before the value, and ignores text after it; for these the decoder is used.
+        can_scan = text[:1] in _OPENING
+        value, end = _scan(text, 0) if can_scan else (None, 0)
+        is_complete = can_scan and (end == len(text) or not text[end:].strip(_BLANKS))
         if not is_complete:
             value = _decoder.decode(text)
     except JsonProblem:  # from ``_unique_keys``
@@ -57,7 +57,7 @@ def parse_json(text: str | bytes) -> Any:
         raise JsonProblem("invalid_json", f"a value is missing or invalid at character {error.value}") from error
     except ValueError as error:
         raise JsonProblem("invalid_json", str(error)) from error
-    # Both checks read the parsed value, so quick searches of the text come first.
+    # Quick searches of the text come first, because both checks go through the entire value.
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
         raise JsonProblem("invalid_json", _TOO_DEEP)
     if _SURROGATE.search(text) and not is_utf8_text(value):

@@ -31,7 +31,8 @@ def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list
     labels_by_description: dict[str, list[str]] = {}
     for item in scanned:
         source = item.source
-        if source.form == PREPARED.name:
+        has_tokens = source.form == PREPARED.name
+        if has_tokens:
             description = _describe_tokens(source, item.blocks)
         elif takes_tokens and source.form is not None:
             description = (

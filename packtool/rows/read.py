@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import groupby, islice, repeat
+from itertools import chain, groupby, islice, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -129,7 +129,7 @@ def scan(spec: SourceSpec, seed: int = 42) -> ScannedSource:
 
 
 def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
-    """Open a file for streaming; return its source with the form of its rows, and all of its blocks in order.
+    """Open a file for streaming; return its source, whose form of rows is detected, and all of its blocks in order.
 
     The file is read up to the first block with usable rows, and further while the blocks are iterated, which may raise
     the errors of ``scan_sources``. ConfigError if a sample of the rows is requested, which needs their number.
@@ -138,10 +138,9 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
         message = f"--dataset {spec.name}: a sample cannot be drawn from a stream, whose number of rows is unknown"
         raise ConfigError(message, "Remove --streaming true, or the # and the number after it.")
     scanner = _Scanner(spec)
-    taken_blocks: list[RowBlock] = []  # removed from ``scanner.blocks`` while the form is detected
+    taken_blocks: list[RowBlock] = []  # by the detection of the form, which happens first
 
-    def blocks_for_detection() -> Iterator[RowBlock]:
-        yield from taken_blocks
+    def take_blocks() -> Iterator[RowBlock]:
         for block in scanner.blocks:
             taken_blocks.append(block)
             yield block
@@ -152,8 +151,7 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
             yield from scanner.blocks
 
     try:
-        taken_blocks += islice(scanner.blocks, 1)  # ``detect_form`` needs the beginning of the file in memory
-        return scanner.detect_form(blocks_for_detection()), all_blocks()
+        return scanner.detect_form(take_blocks()), all_blocks()
     except BaseException:
         scanner.close()
         raise
@@ -212,7 +210,8 @@ class _Scanner:
         """Open a text file; the blocks are found, and the content is hashed, while they are iterated."""
         source = self._source
         self._text = open_text(source.path, source.compression)
-        file = self._file = HashedFile(self._text, source.label)
+        file = HashedFile(self._text, source.label)
+        self._file = file
         try:
             # Many tools write one object per line and call it .json.
             if source.kind == "json" and _has_lines(source, file.peek(CHUNK_BYTES)):
@@ -235,18 +234,19 @@ class _Scanner:
     def detect_form(self, blocks: Iterable[RowBlock]) -> Source:
         """Return the source with the form of the first block that has usable rows; with no form if none has.
 
-        At least one of the file's blocks must have been taken from ``self.blocks``, so that the beginning of the file
-        is in memory and is not read again.
+        ``blocks`` are all blocks of the file from its first one on; only the needed ones are taken.
         """
         source = self._source
+        blocks = iter(blocks)
+        first_blocks = list(islice(blocks, 1))  # finding a block keeps the beginning of a text file in memory
         if source.kind == "txt":
             form, columns = detect([{"text": ""}], (), None, source.label)
             return source.replaced(form=form, columns=columns)
         head = b"" if self._file is None else self._file.take_head()
         try:
-            for block in blocks:
-                # The bytes of the block; b"" if they are not in memory, or if the file is binary.
-                text = head[block.start : block.stop] if block.stop <= len(head) else b""
+            for block in chain(first_blocks, blocks):
+                is_in_memory = block.stop <= len(head)
+                text = head[block.start : block.stop] if is_in_memory else b""
                 numbered_rows = PARSERS[source.kind](source, block, text) if text else read_block(source, block)
                 rows = [row for _, row in numbered_rows if isinstance(row, dict)]
                 if rows:

@@ -48,6 +48,7 @@ from packtool.rows.source import BLOCK_ROWS, NumberedRow, RowBlock, Source, equa
 from packtool.rows.text_files import parse_row, too_large
 
 _BATCH_BYTES = 1 << 23
+_COPY_BYTES = 1 << 22  # in memory at once
 _MAX_BATCH_ROWS = 1024
 _ARROW_FILE_MAGIC = b"ARROW1"
 
@@ -74,9 +75,9 @@ class TableReader:
         if len(set(names)) < len(names):
             duplicate = next(name for name in names if names.count(name) > 1)
             raise DataError(f"{source.label} has two columns {shown(duplicate)}", "Give each column its own name.")
-        self._iterator: Iterator[pa.RecordBatch] | None = None
-        self._batch: pa.RecordBatch | None = None
-        self._first = self._stop = 0  # range of the rows in the batch
+        self._batches_after: Iterator[pa.RecordBatch] = iter(())  # the batches after ``_batch``
+        self._batch: pa.RecordBatch | None = None  # the last one read
+        self._batch_start = self._batch_stop = 0  # its rows
 
     def _open(self) -> None:
         """Open ``self._file`` as a table, and set ``schema``."""
@@ -113,12 +114,10 @@ class TableReader:
         """
         source, number = self._source, block.start
         for batch in self.read(block.start, block.stop):
-            # Rows are converted together if that succeeds. Batches that are converted row by row are large ones with
-            # images, so that they are not in memory twice, and those with a value that cannot be converted, so that
-            # only its row is dropped.
             rows = None
-            if batch.nbytes < min(_BATCH_BYTES, source.max_row_bytes):
-                with suppress(*_VALUE_ERRORS):
+            is_small = batch.nbytes < min(_BATCH_BYTES, source.max_row_bytes)
+            if is_small:  # large batches, such as images, would be in memory twice
+                with suppress(*_VALUE_ERRORS):  # converted one by one, only the rows with an error are dropped
                     rows = _as_python(batch)
             for position in range(batch.num_rows):
                 if rows is not None:
@@ -130,27 +129,27 @@ class TableReader:
 
     def read(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Yield rows [start, stop) as record batches; raise DataError if the file has become shorter."""
-        first_of_group, batches = self._batches_from(start)
-        # Resume the open iterator, unless it is past ``start`` or before the row group with ``start``.
-        if self._iterator is None or start < self._first or first_of_group >= self._stop:
-            self._iterator = batches
-            self._batch = None
-            self._first = self._stop = first_of_group
+        group_start, batches_of_group = self._batches_from(start)
+        has_read_past = start < self._batch_start
+        has_read_group = group_start < self._batch_stop
+        if self._batch is None or has_read_past or not has_read_group:  # else continue from the last batch
+            self._batches_after, self._batch = batches_of_group, None
+            self._batch_start = self._batch_stop = group_start
         while start < stop:
-            if self._batch is None or start >= self._stop:  # rows before ``start`` are skipped batch by batch
+            if self._batch is None or start >= self._batch_stop:  # rows before ``start`` are skipped batch by batch
                 with self._data_errors():
-                    self._batch = next(self._iterator or iter(()), None)
+                    self._batch = next(self._batches_after, None)
                 if self._batch is None:
-                    self._iterator = None
-                    raise changed_error(self._source, f"it ends at row {self._stop}")
-                self._first, self._stop = self._stop, self._stop + self._batch.num_rows
+                    raise changed_error(self._source, f"it ends at row {self._batch_stop}")
+                self._batch_start = self._batch_stop
+                self._batch_stop += self._batch.num_rows
                 continue
-            batch = self._batch.slice(start - self._first, stop - start)
+            batch = self._batch.slice(start - self._batch_start, stop - start)
             yield batch
             start += batch.num_rows
 
     def close(self) -> None:
-        self._iterator = self._batch = None
+        self._batches_after, self._batch = iter(()), None
         self._file.close()
 
     @contextmanager
@@ -230,7 +229,7 @@ def _seekable(source: Source) -> Any:
     copy = tempfile.TemporaryFile()  # noqa: SIM115
     try:
         with open_text(source.path, source.compression) as file:
-            shutil.copyfileobj(file, copy, 1 << 22)
+            shutil.copyfileobj(file, copy, length=_COPY_BYTES)
     except BaseException:
         copy.close()
         raise
@@ -353,16 +352,19 @@ class MegatronReader:
             return []
         # The index has three arrays: sizes (4 bytes) and offsets (8) of the sequences, and borders of documents (8).
         num_sequences = self._num_sequences
-        borders = self._index_numbers(12 * num_sequences + 8 * start, stop - start + 1, "<i8")
+        borders_start = (4 + 8) * num_sequences
+        borders = self._index_numbers(borders_start + 8 * start, stop - start + 1, "<i8")
         first_sequence, stop_sequence = int(borders[0]), int(borders[-1])
         if first_sequence < 0 or stop_sequence > num_sequences or (np.diff(borders) < 0).any():
             raise self._index_error(f"documents {start} to {stop} are outside of its {num_sequences} sequences")
         sequences = self._sequences(first_sequence, stop_sequence)
         documents = []
-        no_tokens = np.zeros(0, self._token_type)  # a document may have no sequences
+        no_tokens = np.zeros(0, self._token_type)
         for begin, end in pairwise((borders - first_sequence).tolist()):
-            is_single = end == begin + 1  # then nothing is copied
-            documents.append(sequences[begin] if is_single else np.concatenate([no_tokens, *sequences[begin:end]]))
+            if end == begin + 1:  # a single sequence, which is not copied
+                documents.append(sequences[begin])
+            else:  # several sequences, or none
+                documents.append(np.concatenate([no_tokens, *sequences[begin:end]]))
         return documents
 
     def _sequences(self, first: int, stop: int) -> list[npt.NDArray[Any]]:
@@ -479,15 +481,14 @@ class TarReader:
                 for member in archive:
                     if member.isreg() and not member.issparse():
                         yield member
-                end = archive.offset  # of the last member
+                end = archive.offset  # after the last member
             # A complete tar file has an empty block after the last member; tarfile does not require it.
             self._file.seek(end)
             if self._file.read(tarfile.BLOCKSIZE) != _EMPTY_BLOCK:
                 raise DataError(f"{self._source.label} is damaged or truncated at byte {end:,}", remedy)
         except OSError as error:
-            raise StorageError(
-                f"{self._source.label} cannot be read: {error.strerror or error}", "Check the disk."
-            ) from error
+            message = f"{self._source.label} cannot be read: {error.strerror or error}"
+            raise StorageError(message, "Check the disk.") from error
         except (tarfile.TarError, ValueError, RecursionError) as error:
             raise DataError(f"{self._source.label} cannot be read as a tar file: {error}", remedy) from error
 
@@ -502,7 +503,7 @@ class TarReader:
             names = ", ".join(sorted(members)[:8])
             return Dropped(source.label, number, "unknown_form", f"the pack has no .json file; its files are {names}")
         is_too_large = document.size > source.max_row_bytes
-        row = parse_row(source, number, None if is_too_large else self._read(document))
+        row = too_large(source, number) if is_too_large else parse_row(source, number, self._read(document))
         if isinstance(row, Dropped):
             return row
         for entry in _media_entries(row):

@@ -328,15 +328,15 @@ def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) 
     num_existing = int(block_sizes.sum())
     if not num_existing:
         return list(sources)
-    num_repeats, num_to_draw = divmod(num_rows, num_existing)
-    num_drawn = _draw_counts(block_sizes, num_to_draw, rng)
-    # Decide which rows, for some thousand blocks at a time, because the draw needs a table of their rows.
-    chunks = []
+    num_repeats, remainder = divmod(num_rows, num_existing)
+    drawn_by_block = _draw_counts(block_sizes, remainder, rng)
+    # Draw the rows of some thousand blocks at a time, because that needs a table of these rows.
+    positions = []
     for first in range(0, len(block_sizes), _BLOCKS_PER_DRAW):
-        chunk = slice(first, first + _BLOCKS_PER_DRAW)
-        chunks.append(_draw_positions(block_sizes[chunk], num_drawn[chunk], num_repeats, rng))
-    num_used = num_drawn + num_repeats * block_sizes
-    return _pick_by_source(sources, num_used, np.concatenate(chunks))
+        blocks_of_draw = slice(first, first + _BLOCKS_PER_DRAW)
+        positions.append(_draw_positions(block_sizes[blocks_of_draw], drawn_by_block[blocks_of_draw], num_repeats, rng))
+    used_by_block = drawn_by_block + num_repeats * block_sizes
+    return _pick_by_source(sources, used_by_block, np.concatenate(positions))
 
 
 def _draw_counts(block_sizes: np.ndarray, num_to_draw: int, rng: np.random.Generator) -> np.ndarray:

@@ -192,11 +192,11 @@ def _location_problems(entry: Mapping[str, Any]) -> list[str]:
         )
     if location_key in ("cloud_file_name", "file_name"):
         for key in ("subset", "split"):
-            # Files have no splits, so all of their rows are the split train.
-            allowed = (None, "", "train") if key == "split" else (None, "")
-            if entry.get(key) not in allowed:
+            value = entry.get(key)
+            is_all_rows = key == "split" and value == "train"  # files have no other splits
+            if value not in (None, "") and not is_all_rows:
                 problems.append(
-                    f" has {key} {entry[key]!r}, which is only for datasets of a hub; remove {key} and set "
+                    f" has {key} {value!r}, which is only for datasets of a hub; remove {key} and set "
                     f"{location_key} to the files of that {key}"
                 )
     folder = entry.get("folder")
@@ -217,9 +217,9 @@ _OUTPUT_MARKERS = (MANIFEST_NAME, ".tasks/export.json", "history/run.json")
 def sources_of(config: ExportConfig) -> list[SourceSpec]:
     """Return the files of rows in the order of the arguments, those of the val split last.
 
-    An argument is the first of these that exists: a name in ``--dataset-info``, a file or folder, a pattern, an id of
-    the hub. At its end, ``#1000``, ``#20%`` or ``#2.5x`` draws that number, fraction or multiple of its rows, and
-    ``#first1000`` or ``#first20%`` takes the first ones, unless a file has exactly this name. Folders and patterns skip
+    An argument is looked up as a name in ``--dataset-info``, a file or folder, a pattern, and an id of the hub. At its
+    end, ``#1000``, ``#20%`` or ``#2.5x`` draws that number, fraction or multiple of its rows, and ``#first1000`` or
+    ``#first20%`` takes the first ones, unless a file has exactly this name. Folders and patterns skip
     ``config.output_dir``, caches and training runs.
 
     Raises:
@@ -234,7 +234,7 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
     specs: list[SourceSpec] = []
     for group, (name, option, split) in enumerate(arguments):
         paths, spec_fields = _resolve(name, option, info, common)
-        if not config.per_dataset_loss_scale:
+        if not config.per_dataset_loss_scale:  # ``--loss-scale`` applies to all
             spec_fields["loss_scale"] = None
         spec = replace(common, name=name, split=split, group=group, **spec_fields)
         specs += [spec.replaced(path=path) for path in _outside_output(paths, config.output_dir)]
@@ -265,19 +265,18 @@ def _outside_output(paths: list[str], output_dir: str | None) -> list[str]:
 
 
 def unread_splits(config: ExportConfig) -> list[str]:
-    """Return a message for each saved ``DatasetDict`` in ``--dataset`` of which only one split is read."""
+    """Return a message for each saved ``DatasetDict`` in ``--dataset`` with splits that no argument reads."""
     messages = []
     arguments = {storage.normalize(argument) for argument in (*config.dataset, *config.val_dataset)}
     for name in config.dataset:
-        path = name if _exists(name) else _without_amount(name)
+        path = name if _exists(name) else _without_amount(name)  # without "#1000", for example
         if not _exists(storage.join(path, _DICT_NAME)):
             continue
         used_split, splits = _split_of(path, "--dataset")
         unread = []
         for split in dict.fromkeys(splits):
-            # The folder of another split may be an argument of its own.
-            is_argument = storage.normalize(storage.join(path, split)) in arguments
-            if split != used_split and not is_argument:
+            has_own_argument = storage.normalize(storage.join(path, split)) in arguments
+            if split != used_split and not has_own_argument:
                 unread.append(split)
         if unread:
             messages.append(
@@ -359,14 +358,14 @@ def _files_of_entry(entry: Mapping[str, Any], info: DatasetInfo, option: str, na
     if location_key == "file_name":
         location = storage.join(storage.parent(info.path), location)
     if folder is None:
-        return _files(location, option, None)
+        return _files(location, option, info=None)
     if not storage.is_directory(location):
         raise DataError(
             f"{option} {name}: its --dataset-info entry has the folder {folder!r}, but {storage.masked(location)} is "
             "not a directory",
             "Remove folder, or set file_name to a directory.",
         )
-    return _files(storage.join(location, folder), option, None)
+    return _files(storage.join(location, folder), option, info=None)
 
 
 def _exists(name: str) -> bool:
@@ -526,9 +525,8 @@ def _columns(items: Sequence[str]) -> Pairs:
             continue
         name, equals, column = item.partition("=")
         if not equals or not name:
-            raise ConfigError(
-                f"--columns {item}: it must be name=column", "For example --columns query=title response=body"
-            )
+            message = f"--columns {item}: it must be name=column"
+            raise ConfigError(message, "For example --columns query=title response=body")
         pairs.append((name, column))
     return tuple(pairs)
 

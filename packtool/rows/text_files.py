@@ -30,17 +30,14 @@ CHUNK_BYTES = 1 << 23
 # First bytes of a line that may be blank, perhaps after a byte order mark.
 _MAY_BE_BLANK = np.isin(np.arange(256), [*b" \t\r\n\v\f", codecs.BOM_UTF8[0]])
 
-Line = bytes | int
-"""A line, or the number of bytes of a line that is too long to be kept in memory.
-
-Also used for a chunk of whole lines.
-"""
+LinesOrSize = bytes | int
+"""Whole lines, or the number of bytes of a single line that is too long to be kept in memory."""
 
 
 def find_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock]:
-    """Yield blocks of up to 64 lines and about 8 MiB; DataError if the file is not UTF-8.
+    """Yield blocks of at most ``BLOCK_ROWS`` lines and about ``CHUNK_BYTES``; DataError if the file is not UTF-8.
 
-    A line above ``max_bytes`` is not kept in memory and becomes a block of its own.
+    A line above ``max_bytes`` is not kept in memory and becomes a block of its own. Line numbers count blank lines.
     """
     block_start = first_row = 0  # byte offset and line number at which the next block begins
     chunk_start = chunk_row = 0  # byte offset and line number at which the chunk begins
@@ -77,19 +74,19 @@ def _line_ends(chunk: bytes) -> tuple[np.ndarray, np.ndarray]:
     return line_ends, is_blank
 
 
-def _chunks_of_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[Line]:
-    """Yield the file as chunks of whole lines, of about 8 MiB; for each line above ``max_bytes``, only its size."""
+def _chunks_of_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[LinesOrSize]:
+    """Yield the file as chunks of whole lines, about ``CHUNK_BYTES`` each; of a line above ``max_bytes`` the size."""
     check_encoding(path, file.peek(CHUNK_BYTES))
     while chunk := file.read(CHUNK_BYTES):
         if chunk.endswith(b"\n"):
             yield chunk
             continue
         line_rest = file.readline(max_bytes)
-        is_complete = len(line_rest) < max_bytes or line_rest.endswith(b"\n")  # shorter at the end of the file
-        if is_complete:
+        is_too_long = len(line_rest) == max_bytes and not line_rest.endswith(b"\n")
+        if not is_too_long:
             yield chunk + line_rest
             continue
-        # The last line of the chunk is too long: yield the lines before it, then read to its end without keeping it.
+        # Yield the lines before the one that is too long, then read to its end without keeping it.
         line_start = chunk.rfind(b"\n") + 1
         if line_start:
             yield chunk[:line_start]
@@ -151,7 +148,7 @@ _Record = tuple[int, list[str] | str]
 
 
 def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tuple[tuple[str, ...], Iterator[RowBlock]]:
-    """Return the column names of a csv or tsv file, and its blocks of up to 64 records and about 8 MiB.
+    """Return the column names of a csv or tsv file, and its blocks: ``BLOCK_ROWS`` records or about ``CHUNK_BYTES``.
 
     An invalid record is a block of its own; a quote that is not closed within ``max_bytes`` counts as never closed.
     DataError if the header is invalid or names a column twice.
@@ -162,7 +159,7 @@ def find_records(path: str, file: HashedFile, kind: str, max_bytes: int) -> tupl
     header_stop = 0
     for num_bytes, fields in records:
         header_stop += num_bytes
-        if isinstance(fields, str):
+        if isinstance(fields, str):  # an error message
             raise DataError(f"{path}: the header is invalid: {fields}", "The first line must name the columns.")
         if fields:
             header = fields
@@ -180,13 +177,12 @@ def _column_names(path: str, header: Sequence[str]) -> tuple[str, ...]:
         raise DataError(f"{path}: the header is not UTF-8: {error}", "Save the file as UTF-8.") from error
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
-        raise DataError(
-            f"{path}: the header names {', '.join(map(repr, duplicates))} twice", "Give each column its own name."
-        )
+        message = f"{path}: the header names {', '.join(map(repr, duplicates))} twice"
+        raise DataError(message, "Give each column its own name.")
     return names
 
 
-def _lines_of_chunks(chunks: Iterable[Line]) -> Iterator[Line]:
+def _lines_of_chunks(chunks: Iterable[LinesOrSize]) -> Iterator[LinesOrSize]:
     """Yield the lines of chunks of whole lines, with their line ends; sizes of lines that are too long as they are."""
     for chunk in chunks:
         if isinstance(chunk, int):
@@ -229,7 +225,7 @@ def _blocks(records: Iterator[_Record], offset: int) -> Iterator[RowBlock]:
         yield RowBlock(start, offset, first_row, num_rows)
 
 
-def _records(lines: Iterable[Line], kind: str, max_bytes: int) -> Iterator[_Record]:
+def _records(lines: Iterable[LinesOrSize], kind: str, max_bytes: int) -> Iterator[_Record]:
     """Yield csv records. An invalid record consists of its first line only; the next line begins a new record."""
     csv.field_size_limit(sys.maxsize)  # max_bytes limits whole records instead
     feed = _LineFeed(lines, max_bytes)
@@ -255,13 +251,13 @@ class _LineFeed(Iterator[str]):
         ended_in_record: whether the lines ended within a record.
     """
 
-    def __init__(self, lines: Iterable[Line], max_bytes: int) -> None:
-        self._lines, self._pushed_back, self._max_bytes = iter(lines), deque[Line](), max_bytes
+    def __init__(self, lines: Iterable[LinesOrSize], max_bytes: int) -> None:
+        self._lines, self._pushed_back, self._max_bytes = iter(lines), deque[LinesOrSize](), max_bytes
         self._record_bytes = 0
-        self.record: list[Line] = []
+        self.record: list[LinesOrSize] = []
         self.ended_in_record = False
 
-    def skip_line(self) -> Line:
+    def skip_line(self) -> LinesOrSize:
         """Remove the first line of an invalid record and return it; the other lines are fed again."""
         first, *rest = self.record
         self._pushed_back.extendleft(reversed(rest))
@@ -282,7 +278,7 @@ class _LineFeed(Iterator[str]):
         return line.decode("latin-1")
 
 
-def _num_bytes(line: Line) -> int:
+def _num_bytes(line: LinesOrSize) -> int:
     return line if isinstance(line, int) else len(line)
 
 
@@ -295,7 +291,7 @@ _BRACKETS, _IN_STRINGS, _AFTER_ELEMENT = re.compile(r'[\[\]{}"]'), re.compile(r'
 
 
 def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBlock]:
-    """Yield blocks of up to 64 elements of a JSON array and about 8 MiB.
+    """Yield blocks of at most ``BLOCK_ROWS`` elements of a JSON array and about ``CHUNK_BYTES``.
 
     An element above ``max_bytes`` is not kept in memory and becomes a block of its own. DataError, with the row, if
     the file is not an array or the array is invalid.
@@ -319,28 +315,28 @@ def find_elements(path: str, file: HashedFile, max_bytes: int) -> Iterator[RowBl
 
 def _blocks_of_array(text: _JsonText, max_bytes: int) -> Iterator[RowBlock]:
     """Yield blocks of elements of an array; ``text`` is at first after its [ and at the end after its ]."""
-    block_start = block_stop = text.bytes_read
-    first_row = row = num_rows = 0  # ``row`` numbers all elements; the others are of the current block
+    block_start = block_stop = text.bytes_read  # from the first element of the block to the separator after the last
+    num_elements = num_rows = 0  # of the array so far, and of the block
     text.skip_space()
     is_empty = text.peek() == "]"
-    separator = text.take() if is_empty else ","  # the character before the next element
+    separator = text.take() if is_empty else ","
     while separator == ",":
         element_start = text.bytes_read
-        text.skip_element(row)
+        text.skip_element(num_elements)
         is_too_long = text.bytes_read - element_start > max_bytes
-        if num_rows and is_too_long:
-            yield RowBlock(block_start, block_stop, first_row, num_rows)
-            block_start, first_row, num_rows = element_start, row, 0
-        row += 1
+        if num_rows and is_too_long:  # the element begins a block of its own
+            yield RowBlock(block_start, block_stop, num_elements - num_rows, num_rows)
+            block_start, num_rows = element_start, 0
+        num_elements += 1
         num_rows += 1
         block_stop, separator = text.take_separator()
         if separator not in (",", "]"):
             detail = f"expected , or ] but found {separator!r}" if separator else "the file ends inside the array"
-            raise text.error(row, detail)
+            raise text.error(num_elements, detail)
         is_full = num_rows == BLOCK_ROWS or block_stop - block_start >= CHUNK_BYTES
         if is_full or is_too_long or separator == "]":
-            yield RowBlock(block_start, block_stop, first_row, num_rows)
-            block_start, first_row, num_rows = text.bytes_read, row, 0
+            yield RowBlock(block_start, block_stop, num_elements - num_rows, num_rows)
+            block_start, num_rows = text.bytes_read, 0
 
 
 def _elements(source: Source, data: bytes) -> Iterator[bytes | None]:
@@ -362,7 +358,7 @@ def _elements(source: Source, data: bytes) -> Iterator[bytes | None]:
 
 
 class _JsonText:
-    """Scanner of a JSON file that moves forward and keeps only a section of the text in memory.
+    """Scanner of a JSON file that moves forward and keeps only a section of the text in memory, one character per byte.
 
     An element of more than ``max_bytes`` is skipped without keeping it in memory.
     """
@@ -426,7 +422,8 @@ class _JsonText:
                 # The element is invalid, or it continues after the text in memory. If it continues, the error is near
                 # the end of this text, except for an unterminated string, whose error is where the string begins.
                 is_near_end = error.pos + _MAX_TOKEN_CHARS > len(self._text)
-                if not is_near_end and not error.msg.startswith("Unterminated string"):
+                may_continue = is_near_end or error.msg.startswith("Unterminated string")
+                if not may_continue:
                     raise self.error(row, str(error)) from error
                 if len(self._text) - self._position > self._max_bytes:
                     self._skip_unparsed(row)
@@ -438,10 +435,10 @@ class _JsonText:
             except (ValueError, RecursionError):  # too many digits, or nested too deep
                 self._skip_unparsed(row)
                 return
-            if end == len(self._text) and self._read(num_bytes):
-                continue  # a number at the end of the text may continue
-            self._position = end
-            return
+            ends_with_text = end == len(self._text)  # then the element may be a number that continues
+            if not ends_with_text or not self._read(num_bytes):
+                self._position = end
+                return
 
     def _skip_unparsed(self, row: int) -> None:
         """Move past an element by its brackets and quotes alone, without keeping it in memory."""
@@ -454,7 +451,8 @@ class _JsonText:
             mark = self._find(_IN_STRINGS if is_in_string else _BRACKETS, row)
             self.take()
             if mark == "\\":  # skip the escaped character, which may be a quote
-                if not self.peek() and not self._read(CHUNK_BYTES):
+                is_in_memory = bool(self.peek())
+                if not is_in_memory and not self._read(CHUNK_BYTES):
                     raise self.error(row, "the file ends inside a string")
                 self.take()
             elif mark == '"':
