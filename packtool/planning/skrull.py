@@ -48,17 +48,16 @@ class PlacedMicroBatch(NamedTuple):
 
 
 def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAssignment:
-    """Assign samples to ranks and micro-batches; a step trains the samples of ``options.packs_per_step`` packs.
+    """Assign single samples, not packs; a step trains the samples of ``options.packs_per_step`` packs.
 
-    The result assigns the N single samples, and has their placement. The ranks of a step have equally many
-    micro-batches: empty ones are added at the end of each rank. ``flops``, (N,), are of the samples in the order of
-    ``packs.samples``. Cost: about 10 us a sample.
+    The ranks of a step have equally many micro-batches: empty ones are added at the end of each rank. ``flops``, (S,),
+    are of the samples in the order of ``packs.samples``. Cost: about 10 us a sample.
     """
     assert options.skrull is not None
     options.skrull.check(packs.lengths)
     num_ranks = options.world_size
     order: list[int] = []
-    placement: list[int] = []
+    placement: list[int] = []  # of each sample in ``order``: the rank that it is local to, or ``SHARDED``
     micro_batch_sizes: list[int] = []
     micro_batches_per_step: list[int] = []
     # The samples of each step are consecutive; each step begins with the first sample of its first pack.
@@ -89,23 +88,24 @@ def schedule_step(
 
     Returns the micro-batches of each of ``num_ranks`` data-parallel ranks, in lists that may differ in length.
     """
-    size, alignment, times = options.sequence_parallel_size, options.alignment, options.times
-    check_counts(num_ranks=num_ranks, sequence_parallel_size=size, alignment=alignment)
+    group_size, alignment, times = options.sequence_parallel_size, options.alignment, options.times
+    check_counts(num_ranks=num_ranks, sequence_parallel_size=group_size, alignment=alignment)
     options.check(lengths)
-    lengths, costs = np.asarray(lengths), np.asarray(flops, dtype=np.float64)
-    padded = -(-lengths // alignment) * alignment  # rounded up
+    lengths, flops = np.asarray(lengths), np.asarray(flops, dtype=np.float64)
+    padded_lengths = -(-lengths // alignment) * alignment  # rounded up
     step = _Step(
         sizes=lengths.tolist(),
-        padded=padded.tolist(),
-        local=times.loads(lengths, costs),
-        sharded=times.loads(padded, costs, size),
-        num_ranks=size,
-        capacity=options.bucket_size * size,
+        padded_sizes=padded_lengths.tolist(),
+        local_loads=times.loads(lengths, flops),
+        sharded_loads=times.loads(padded_lengths, flops, group_size),
+        group_size=group_size,
+        capacity=options.bucket_size * group_size,
         times=times,
     )
-    work = [load.flops for load in step.local]
-    heaviest_first = sorted(range(len(work)), key=lambda i: -work[i])
-    sequences_of_ranks = assign_to_lightest(heaviest_first, work, num_ranks)
+    # Data-parallel ranks get equal work before it is known which sequences are sharded.
+    local_work = [load.flops for load in step.local_loads]
+    heaviest_first = sorted(range(len(local_work)), key=lambda i: -local_work[i])
+    sequences_of_ranks = assign_to_lightest(heaviest_first, local_work, num_ranks)
     return [step.schedule_rank(sequences) for sequences in sequences_of_ranks]
 
 
@@ -114,37 +114,37 @@ class _Step:
     """The sequences of a step; plain lists, which are faster than arrays for a few ranks."""
 
     sizes: list[int]  # tokens
-    padded: list[int]  # tokens of sharded ones
-    local: list[Load]  # work on one rank
-    sharded: list[Load]  # summed over all ranks that share it
-    num_ranks: int  # N, that share a micro-batch
-    capacity: int  # C N, in N-ths of a token, so that a sharded sequence takes an integer number of them
+    padded_sizes: list[int]  # tokens, if sharded
+    local_loads: list[Load]  # work of each sequence on one rank
+    sharded_loads: list[Load]  # work of each sequence if sharded, summed over the ranks
+    group_size: int  # N, the ranks that share a micro-batch
+    capacity: int  # C N: tokens of a micro-batch, and units of a rank. A unit is 1/N token: so shares are integers
     times: StepTime
 
     def schedule_rank(self, sequences: list[int]) -> list[PlacedMicroBatch]:
-        """Divide a data-parallel rank's sequences into micro-batches, the fastest of several ways; most work first."""
+        """Divide a data-parallel rank's sequences into micro-batches: the fastest division, most work first."""
         if not sequences:
             return []
         ascending = sorted(sequences, key=lambda i: (self.sizes[i], i))
         fewest = self._fewest_micro_batches(ascending, self._place)
         assert fewest is not None, "each sequence fits alone"
         candidates = [fewest]
-        if self.num_ranks > 1:
+        if self.group_size > 1:
             all_sharded = self._fewest_micro_batches(ascending, self._shard_all)
             if all_sharded:
                 candidates.append(all_sharded)
-            # Up to twice as many micro-batches, until every sequence that fits into a rank's bucket can be local.
+            # To make all short sequences local may take more micro-batches, up to twice as many.
             for num_batches in range(len(fewest), 2 * len(fewest) + 1):
-                short_local = self._make_short_local(ascending, num_batches)
-                if short_local:
-                    candidates.append(short_local)
+                short_are_local = self._divide_with_short_local(ascending, num_batches)
+                if short_are_local:
+                    candidates.append(short_are_local)
                     break
         fastest = min(candidates, key=lambda batches: sum(batch.seconds for batch in batches))
         return sorted(fastest, key=self._local_work, reverse=True)
 
     def _local_work(self, batch: PlacedMicroBatch) -> float:
         """Sum the FLOPs of a micro-batch's sequences, each on one rank."""
-        return math.fsum(self.local[i].flops for i in batch.samples)
+        return math.fsum(self.local_loads[i].flops for i in batch.samples)
 
     def _fewest_micro_batches(
         self, ascending: list[int], place: Callable[[list[int]], PlacedMicroBatch | None]
@@ -162,14 +162,14 @@ class _Step:
     def _divisions(self, ascending: list[int], num: int) -> Iterator[list[list[int]]]:
         """Divide into ``num`` micro-batches: as in the paper, each of short and long ones; then evenly by tokens."""
         yield [ascending[first::num] for first in range(num)]
-        yield [batch[::-1] for batch in assign_to_lightest(reversed(ascending), self.padded, num)]
+        yield [batch[::-1] for batch in assign_to_lightest(reversed(ascending), self.padded_sizes, num)]
 
-    def _make_short_local(self, ascending: list[int], num_batches: int) -> list[PlacedMicroBatch] | None:
+    def _divide_with_short_local(self, ascending: list[int], num_batches: int) -> list[PlacedMicroBatch] | None:
         """Make sequences that fit into a rank's bucket local, and shard the others; None if they do not fit.
 
         The local sequences give about equal work to all ranks of all micro-batches.
         """
-        bucket_size = self.capacity // self.num_ranks
+        bucket_size = self.capacity // self.group_size
         short = [i for i in ascending if self.sizes[i] <= bucket_size]
         long = [i for i in ascending if self.sizes[i] > bucket_size]
         batches = self._place_short(short, num_batches, bucket_size)
@@ -178,93 +178,93 @@ class _Step:
         for sequence in reversed(long):
             emptiest = max(batches, key=_PartialPlacement.total_free)
             emptiest.shard(sequence)
-        if any(min(batch.free) < 0 for batch in batches):
+        if not all(batch.fits() for batch in batches):
             return None
         return [batch.best_placement() for batch in batches if batch.placement]
 
     def _place_short(self, short: list[int], num_batches: int, bucket_size: int) -> list[_PartialPlacement] | None:
         """Divide sequences evenly among all ranks of ``num_batches`` micro-batches; None if they do not fit."""
         short_sizes = [self.sizes[i] for i in short]
-        short_work = [self.local[i].flops for i in short]
+        short_work = [self.local_loads[i].flops for i in short]
         # One bucket for each rank of each micro-batch, with indices into ``short``.
-        buckets = divide_evenly(short_sizes, short_work, num_batches * self.num_ranks, bucket_size)
+        buckets = divide_evenly(short_sizes, short_work, num_batches * self.group_size, bucket_size)
         if buckets is None:
             return None
         batches = [_PartialPlacement(self) for _ in range(num_batches)]
         for number, bucket in enumerate(buckets):
-            batch_index, rank = divmod(number, self.num_ranks)
+            batch_index, rank = divmod(number, self.group_size)
             for index in bucket:
                 batches[batch_index].place_locally(short[index], rank)
         return batches
 
     def _shard_all(self, ascending: list[int]) -> PlacedMicroBatch | None:
-        tokens = sum(self.padded[i] for i in ascending)
+        tokens = sum(self.padded_sizes[i] for i in ascending)
         if tokens > self.capacity:
             return None
-        work = Load.sum(self.sharded[i] for i in ascending)
-        seconds = self.times.micro_batch([NO_LOAD], work, tokens, self.num_ranks)
+        work = Load.sum(self.sharded_loads[i] for i in ascending)
+        seconds = self.times.micro_batch([NO_LOAD], work, tokens, self.group_size)
         return PlacedMicroBatch(ascending, [SHARDED] * len(ascending), seconds)
 
     def _place(self, ascending: list[int]) -> PlacedMicroBatch | None:
         """Make each sequence local or sharded; None if they do not fit into one micro-batch."""
         batch = _PartialPlacement(self)
         placed = batch.best_placement() if all(map(batch.add, ascending)) else None
-        if self.num_ranks == 1:
+        if self.group_size == 1:
             return placed
         max_seconds = math.inf if placed is None else placed.seconds
         return self.shard_longest(ascending, max_seconds) or placed
 
     def shard_longest(self, ascending: list[int], max_seconds: float) -> PlacedMicroBatch | None:
-        """Try to shard the 0, 1, ... longest sequences; return the fastest placement, None if all need ``max_seconds``.
+        """Shard the longest sequences, as many as is fastest; None if no placement takes less than ``max_seconds``.
 
         The other sequences are local: longest first, each to the rank with the least work so far (LPT: Graham 1969,
-        "Bounds on multiprocessing timing anomalies"). Ties go to fewer sharded sequences, and the lower rank. Cost:
-        O(n log N) for each number of sharded sequences whose lower bound is below the best time so far.
+        "Bounds on multiprocessing timing anomalies"). Ties go to fewer sharded sequences, and the lower rank.
         """
         longest_first = ascending[::-1]
         best = None
-        free_per_rank = self.capacity  # in N-ths of a token
+        free_units = self.capacity  # of each rank
         sharded, sharded_tokens = NO_LOAD, 0
-        local = Load.sum(self.local[i] for i in longest_first)
+        local = Load.sum(self.local_loads[i] for i in longest_first)  # of all ranks
         for num_sharded in range(len(longest_first) + 1):
             if num_sharded:
-                # Shard one more sequence.
                 sequence = longest_first[num_sharded - 1]
-                free_per_rank -= self.padded[sequence]
-                sharded = sharded.plus(self.sharded[sequence])
-                sharded_tokens += self.padded[sequence]
-                local = local.minus(self.local[sequence])
-            if free_per_rank < 0:
+                free_units -= self.padded_sizes[sequence]
+                sharded = sharded.plus(self.sharded_loads[sequence])
+                sharded_tokens += self.padded_sizes[sequence]
+                local = local.minus(self.local_loads[sequence])
+            if free_units < 0:
                 break
-            even = Load(local.flops / self.num_ranks, local.attention / self.num_ranks)
-            even_flops = even.flops + sharded.flops / self.num_ranks
-            if even_flops / self.times.flops_per_second >= max_seconds:
-                break  # sharding more sequences only makes more work
-            # Lower bound of the time: one rank has the longest local sequence, and even loads take the least time.
-            longest = self.local[longest_first[num_sharded]] if num_sharded < len(longest_first) else NO_LOAD
-            if self.times.micro_batch([longest, even], sharded, sharded_tokens, self.num_ranks) >= max_seconds:
+            mean_local = Load(local.flops / self.group_size, local.attention / self.group_size)
+            mean_flops = mean_local.flops + sharded.flops / self.group_size
+            if mean_flops / self.times.flops_per_second >= max_seconds:
+                break  # sharding makes more work, so this only gets worse
+            # Lower bound: some rank has the longest local sequence, and some rank at least the mean load.
+            local_sequences = longest_first[num_sharded:]
+            longest_local = self.local_loads[local_sequences[0]] if local_sequences else NO_LOAD
+            min_loads = [longest_local, mean_local]
+            if self.times.micro_batch(min_loads, sharded, sharded_tokens, self.group_size) >= max_seconds:
                 continue
-            placed = self.assign_local(longest_first[num_sharded:], free_per_rank)
-            if placed is None:
+            assigned = self.assign_local(local_sequences, free_units)
+            if assigned is None:
                 continue
-            ranks, loads = placed
-            seconds = self.times.micro_batch(loads, sharded, sharded_tokens, self.num_ranks)
+            ranks, rank_loads = assigned
+            seconds = self.times.micro_batch(rank_loads, sharded, sharded_tokens, self.group_size)
             if seconds < max_seconds:
                 max_seconds = seconds
                 best = PlacedMicroBatch(ascending, ranks[::-1] + [SHARDED] * num_sharded, seconds)
         return best
 
-    def assign_local(self, descending: list[int], free: int) -> tuple[list[int], list[Load]] | None:
+    def assign_local(self, descending: list[int], free_units: int) -> tuple[list[int], list[Load]] | None:
         """Return the rank of each local sequence, and the work of each rank; None if the sequences do not fit."""
-        free_of_rank, loads = [free] * self.num_ranks, [NO_LOAD] * self.num_ranks
-        lightest = [(0.0, rank) for rank in range(self.num_ranks)]
+        free_of_rank, loads = [free_units] * self.group_size, [NO_LOAD] * self.group_size
+        lightest = [(0.0, rank) for rank in range(self.group_size)]
         ranks = []
         for sequence in descending:
             rank = lightest[0][1]
-            free_of_rank[rank] -= self.sizes[sequence] * self.num_ranks
+            free_of_rank[rank] -= self.sizes[sequence] * self.group_size
             if free_of_rank[rank] < 0:
                 return None
-            loads[rank] = loads[rank].plus(self.local[sequence])
+            loads[rank] = loads[rank].plus(self.local_loads[sequence])
             heapq.heapreplace(lightest, (loads[rank].flops, rank))
             ranks.append(rank)
         return ranks, loads
@@ -274,18 +274,21 @@ class _PartialPlacement:
     """Placement of a micro-batch's sequences on its ranks, while it is built."""
 
     def __init__(self, step: _Step) -> None:
-        self.step, self.ranks = step, range(step.num_ranks)
-        self.free = [step.capacity] * step.num_ranks  # in N-ths of a token; below 0 only between two roll-backs
-        self.load = [NO_LOAD] * step.num_ranks
-        self.local: list[list[int]] = [[] for _ in self.ranks]  # by ascending length
-        self.placement: dict[int, int] = {}
+        self.step = step
+        self.free = [step.capacity] * step.group_size  # units of each rank; below 0 where sequences do not fit
+        self.loads = [NO_LOAD] * step.group_size  # of each rank's local sequences
+        self.local: list[list[int]] = [[] for _ in range(step.group_size)]  # each rank's sequences, longest last
+        self.placement: dict[int, int] = {}  # rank of each sequence, or ``SHARDED``
         self.sharded, self.sharded_tokens = NO_LOAD, 0
 
     def total_free(self) -> int:
         return sum(self.free)
 
+    def fits(self) -> bool:
+        return min(self.free) >= 0
+
     def seconds(self) -> float:
-        return self.step.times.micro_batch(self.load, self.sharded, self.sharded_tokens, self.step.num_ranks)
+        return self.step.times.micro_batch(self.loads, self.sharded, self.sharded_tokens, self.step.group_size)
 
     def add(self, sequence: int) -> bool:
         """Place a sequence that is no shorter than those placed before; return False if it fits nowhere.
@@ -293,61 +296,65 @@ class _PartialPlacement:
         It becomes local to the rank with the least work, else to the rank with the most space, else sharded. While it
         fits nowhere, the longest local sequence of the fullest rank is sharded, and all is tried again.
         """
-        needed = self.step.sizes[sequence] * self.step.num_ranks  # in N-ths of a token, as ``free``
+        units_if_local = self.step.sizes[sequence] * self.step.group_size
+        units_if_sharded = self.step.padded_sizes[sequence]  # on every rank
         while True:
-            if min(self.free) >= 0:
-                lightest_rank = self.load.index(min(self.load))
+            if self.fits():
+                lightest_rank = self.loads.index(min(self.loads))
                 emptiest_rank = self.free.index(max(self.free))
                 for rank in (lightest_rank, emptiest_rank):
-                    if self.free[rank] >= needed:
+                    if self.free[rank] >= units_if_local:
                         self.place_locally(sequence, rank)
                         return True
-                if self.step.num_ranks > 1 and min(self.free) >= self.step.padded[sequence]:
+                if self.step.group_size > 1 and min(self.free) >= units_if_sharded:
                     self.shard(sequence)
                     return True
-            fullest = self.free.index(min(self.free))
-            if self.step.num_ranks == 1 or not self.local[fullest]:
+            fullest_rank = self.free.index(min(self.free))
+            if self.step.group_size == 1 or not self.local[fullest_rank]:
                 return False
-            self._roll_back(fullest)
+            self._shard_longest_of(fullest_rank)
 
     def best_placement(self) -> PlacedMicroBatch:
-        """Return the current placement, or a faster one that shards more sequences of the busiest rank, one by one."""
+        """Return this placement, or a faster one with more sharded sequences; changes this object to find it.
+
+        Sequences are sharded one by one, the longest of the busiest rank each time, until this has not helped for as
+        many times as there are ranks.
+        """
         step = self.step
-        placement = dict(self.placement)
+        placement = self.placement.copy()
         min_seconds = self.seconds()
-        rolled_back: list[int] = []  # sequences
-        num_best = 0  # roll-backs of the fastest placement
-        while step.num_ranks > 1:
-            busiest = self.load.index(max(self.load))
-            # One roll-back for every rank without a gain: more sharding would only make work.
-            if not self.local[busiest] or len(rolled_back) - num_best >= step.num_ranks:
+        newly_sharded: list[int] = []
+        num_in_best = 0  # the fastest placement shards as many of ``newly_sharded``
+        while step.group_size > 1 and len(newly_sharded) < num_in_best + step.group_size:
+            busiest_rank = self.loads.index(max(self.loads))
+            if not self.local[busiest_rank]:
                 break
-            rolled_back.append(self._roll_back(busiest))
+            newly_sharded.append(self._shard_longest_of(busiest_rank))
             seconds = self.seconds()
-            if seconds < min_seconds and min(self.free) >= 0:
-                min_seconds, num_best = seconds, len(rolled_back)
-        placement |= dict.fromkeys(rolled_back[:num_best], SHARDED)
+            if seconds < min_seconds and self.fits():
+                min_seconds, num_in_best = seconds, len(newly_sharded)
+        placement |= dict.fromkeys(newly_sharded[:num_in_best], SHARDED)
         ascending = sorted(placement, key=lambda i: (step.sizes[i], i))
         return PlacedMicroBatch(ascending, [placement[i] for i in ascending], min_seconds)
 
     def place_locally(self, sequence: int, rank: int) -> None:
-        self.free[rank] -= self.step.sizes[sequence] * self.step.num_ranks
-        self.load[rank] = self.load[rank].plus(self.step.local[sequence])
+        self.free[rank] -= self.step.sizes[sequence] * self.step.group_size
+        self.loads[rank] = self.loads[rank].plus(self.step.local_loads[sequence])
         self.local[rank].append(sequence)
         self.placement[sequence] = rank
 
     def shard(self, sequence: int) -> None:
-        padded = self.step.padded[sequence]
+        padded = self.step.padded_sizes[sequence]
         self.free = [free - padded for free in self.free]
-        self.sharded = self.sharded.plus(self.step.sharded[sequence])
+        self.sharded = self.sharded.plus(self.step.sharded_loads[sequence])
         self.sharded_tokens += padded
         self.placement[sequence] = SHARDED
 
-    def _roll_back(self, rank: int) -> int:
-        """Shard the longest local sequence of a rank, which gets S tokens back; every rank loses S / N."""
+    def _shard_longest_of(self, rank: int) -> int:
+        """Shard the longest local sequence of a rank, and return it."""
         sequence = self.local[rank].pop()
-        self.free[rank] += self.step.sizes[sequence] * self.step.num_ranks
+        self.free[rank] += self.step.sizes[sequence] * self.step.group_size
         # Added up again: a difference of floats would leave a rest on an empty rank.
-        self.load[rank] = Load.sum(self.step.local[i] for i in self.local[rank])
+        self.loads[rank] = Load.sum(self.step.local_loads[i] for i in self.local[rank])
         self.shard(sequence)
         return sequence

@@ -45,7 +45,7 @@ def test_no_number_of_sharded_sequences_is_faster(sizes: list[int], num_ranks: i
     best = step.shard_longest(falling[::-1], math.inf)
     seconds = []
     for num in range(len(sizes) + 1):
-        free = step.capacity - sum(step.padded[i] for i in falling[:num])
+        free = step.capacity - sum(step.padded_sizes[i] for i in falling[:num])
         placed = step.assign_local(falling[num:], free) if free >= 0 else None
         if placed is not None:
             ranks, loads = placed
@@ -53,8 +53,8 @@ def test_no_number_of_sharded_sequences_is_faster(sizes: list[int], num_ranks: i
             for sequence, rank in zip(falling[num:], ranks, strict=True):
                 tokens[rank] += step.sizes[sequence]
             assert max(tokens) * num_ranks <= free
-            shared = Load.sum(step.sharded[i] for i in falling[:num])
-            seconds.append(TIMES.micro_batch(loads, shared, sum(step.padded[i] for i in falling[:num]), num_ranks))
+            shared = Load.sum(step.sharded_loads[i] for i in falling[:num])
+            seconds.append(TIMES.micro_batch(loads, shared, sum(step.padded_sizes[i] for i in falling[:num]), num_ranks))
     assert (best is None) == (not seconds)
     if best is not None:
         assert best.seconds == pytest.approx(min(seconds))
