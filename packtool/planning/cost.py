@@ -223,9 +223,9 @@ def _part_flops(
         num_forward = 2.0 if module.layer in recomputed_layers else 1.0
         if module.kind == "attention":
             passes = num_forward + _ATTENTION_BACKWARD * follows_gradient
-            per_unit += passes * module.per_unit
-            per_square += passes * module.per_square
-            per_window += passes * module.per_window
+            per_unit += passes * module.flops_per_unit
+            per_square += passes * module.flops_per_square
+            per_window += passes * module.flops_per_window
             continue
         weights = training[module.name].weights
         num_passes = num_forward + has_input_gradient
@@ -243,9 +243,9 @@ def _adapter_flops(module: ModuleCost, rank: int, num_forward: float, num_passes
     """
     # An adapter is two trained products: inputs to rank (for embeddings a lookup, without FLOPs), and rank to outputs,
     # whose input always needs a gradient.
-    to_rank = 0.0 if module.kind == "no_product" else module.inputs * (num_passes + 1)
+    to_rank = 0.0 if module.kind == "no_matmul" else module.inputs * (num_passes + 1)
     to_outputs = module.outputs * (num_forward + 1 + 1)
-    return 2 * module.times * rank * (to_rank + to_outputs)
+    return 2 * module.uses_per_unit * rank * (to_rank + to_outputs)
 
 
 @dataclass(frozen=True, kw_only=True)

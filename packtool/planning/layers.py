@@ -34,12 +34,12 @@ class ModelLayers:
     """Parts of a model; each is a tuple of its modules in the order of the forward pass.
 
     Args:
-        language: for each token; ``per_square`` for the square of a sample's length.
+        language: for each token; ``flops_per_square`` for the square of a sample's length.
         head: for each token with logits.
         is_tied: the head's weights are those of the embeddings, the first module of ``language``.
         window, in_chunks: as in ``CostModel``; 0 without layers that have windows.
-        vision: the tower, for each token of images and videos, or for each tile; ``per_square`` for the square of a
-            frame's patches.
+        vision: the tower, for each token of images and videos, or for each tile; ``flops_per_square`` for the square of
+            the patches of a frame.
         tile_squares: (patches of a tile)^2 if tiles are the unit of ``vision`` and ``mergers``; otherwise 0.
         squares_per_token: estimate of (patches)^2 per token for older caches that lack them; 0 if all caches have them.
         mergers: for the same tokens, from outputs of the tower to the text's width; one reads the last layer, others
@@ -89,7 +89,7 @@ class ModelLayers:
         return (*self.audio, *self.audio_aligner, *self.vision, *mergers, *language, self.head)
 
 
-_ADAPTABLE = "linear", "convolution", "no_product"  # by name; all-linear selects linear modules only
+_ADAPTABLE = "linear", "convolution", "no_matmul"  # by name; all-linear selects linear modules only
 
 
 @dataclass(frozen=True)
@@ -165,17 +165,17 @@ def _language_modules(text: Mapping[str, Any], prefix: str) -> Iterator[ModuleCo
     hidden = int(text["hidden_size"])
 
     module = partial(new_module, f"{prefix}.", part="language model")
-    yield module("embed_tokens", int(text.get("vocab_size") or 0), hidden, kind="no_product")
+    yield module("embed_tokens", int(text.get("vocab_size") or 0), hidden, kind="no_matmul")
     for i, layer_type in enumerate(_layer_types(text)):
-        yield module(f"layers.{i}.input_layernorm", 1, hidden, kind="no_product", layer=i)
+        yield module(f"layers.{i}.input_layernorm", 1, hidden, kind="no_matmul", layer=i)
         if layer_type in _LINEAR_TYPES and text.get("linear_num_value_heads"):
             mixer = _gated_delta_modules(text)
         else:
             mixer = _attention_modules(text, layer_type)
-        norm: ModuleSettings = ("post_attention_layernorm", {"kind": "no_product", "inputs": 1})
+        norm: ModuleSettings = ("post_attention_layernorm", {"kind": "no_matmul", "inputs": 1})
         for name, settings in (*mixer, norm, *_mlp_modules(text, i)):
             yield module(f"layers.{i}.{name}", **{"inputs": hidden, "outputs": hidden, "layer": i, **settings})
-    yield module("norm", 1, hidden, kind="no_product")
+    yield module("norm", 1, hidden, kind="no_matmul")
 
 
 ModuleSettings = tuple[str, dict[str, Any]]
@@ -235,9 +235,9 @@ def _attention_modules(text: Mapping[str, Any], layer_type: str) -> Iterator[Mod
     yield from projections(text, widths)
     flops = {}  # linear layers without sizes of their own have no FLOPs of attention
     if layer_type in _SLIDING_TYPES:
-        flops = {"per_window": float(widths.queries + widths.outputs)}
+        flops = {"flops_per_window": float(widths.queries + widths.outputs)}
     elif layer_type not in _LINEAR_TYPES:
-        flops = {"per_square": float(widths.queries + widths.outputs)}
+        flops = {"flops_per_square": float(widths.queries + widths.outputs)}
     yield "self_attn", {"kind": "attention", "outputs": 0, **flops}
     yield "self_attn.o_proj", {"inputs": widths.outputs}
 
@@ -272,7 +272,7 @@ def _query_modules(text: Mapping[str, Any], widths: AttentionWidths) -> Iterator
     # In Qwen3-Next and Qwen3.5, ``q_proj`` also computes a gate for the output, as wide as the queries.
     has_gate = bool(text.get("linear_num_value_heads"))
     q_outputs = 2 * widths.queries if has_gate else widths.queries
-    norm = {"kind": "no_product", "inputs": 1, "outputs": head_size}
+    norm = {"kind": "no_matmul", "inputs": 1, "outputs": head_size}
     yield "self_attn.q_proj", {"outputs": q_outputs, "has_bias": has_bias}
     yield "self_attn.k_proj", {"outputs": widths.keys, "shares_input": True, "has_bias": has_bias}
     yield "self_attn.v_proj", {"outputs": widths.keys, "shares_input": True, "has_bias": has_bias}
@@ -299,8 +299,8 @@ def _gated_delta_modules(text: Mapping[str, Any]) -> Iterator[ModuleSettings]:
     kernel_size = int(text.get("linear_conv_kernel_dim") or 4)
     yield "linear_attn.conv1d", {"kind": "convolution", "inputs": kernel_size, "outputs": qkv_width}
     flops = num_heads * _delta_rule_flops(key_size, value_size)
-    yield "linear_attn", {"kind": "attention", "outputs": 0, "per_unit": flops}
-    yield "linear_attn.norm", {"kind": "no_product", "inputs": 1, "outputs": value_size}
+    yield "linear_attn", {"kind": "attention", "outputs": 0, "flops_per_unit": flops}
+    yield "linear_attn.norm", {"kind": "no_matmul", "inputs": 1, "outputs": value_size}
     yield "linear_attn.out_proj", {"inputs": value_width}
 
 
@@ -327,7 +327,7 @@ def _mlp_modules(text: Mapping[str, Any], layer: int) -> Iterator[ModuleSettings
         else:
             yield from _swiglu("mlp", width)
         return
-    experts = {"kind": "tensor", "times": experts_per_token, "num_experts": num_experts}
+    experts = {"kind": "tensor", "uses_per_unit": experts_per_token, "num_experts": num_experts}
     # Router (``gate``), shared expert and experts have the same input.
     yield "mlp.gate", {"kind": "tensor", "outputs": num_experts}
     yield "mlp.experts.gate_up_proj", experts | {"outputs": 2 * expert_width, "shares_input": True}

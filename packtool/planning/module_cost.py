@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from packtool.config.model import ModelPart
 
-ModuleKind = Literal["linear", "convolution", "tensor", "no_product", "attention"]
+ModuleKind = Literal["linear", "convolution", "tensor", "no_matmul", "attention"]
 """Linear modules, convolutions, weights without a torch module of their own (experts, routers), modules without
 products (norms, embeddings), and attention, which has no weights."""
 
@@ -18,12 +18,12 @@ class ModuleCost:
     """A module and its forward work for one unit of its part.
 
     Args:
-        times: number of uses for a unit.
+        uses_per_unit: uses for a unit of work: a token, or a tile of a picture.
         shares_input: its input is that of the module before.
         layer: number of its layer; None outside of layers.
-        per_unit: FLOPs of attention for each unit, whatever the length: states, and windows of towers.
-        per_square: FLOPs of attention per unit of the sum of squares, halved for causal attention.
-        per_window: FLOPs of attention in windows per unit of ``CostModel.window_squares``.
+        flops_per_unit: FLOPs of attention for each unit, whatever the length: states, and windows of towers.
+        flops_per_square: FLOPs of attention per unit of the sum of squares, halved for causal attention.
+        flops_per_window: FLOPs of attention in windows per unit of ``CostModel.window_squares``.
     """
 
     name: str
@@ -31,19 +31,19 @@ class ModuleCost:
     kind: ModuleKind = "linear"
     inputs: int = 0
     outputs: int = 0
-    times: float = 1.0
+    uses_per_unit: float = 1.0
     num_experts: int = 1
     has_bias: bool = False
     shares_input: bool = False
     layer: int | None = None
-    per_unit: float = 0.0
-    per_square: float = 0.0
-    per_window: float = 0.0
+    flops_per_unit: float = 0.0
+    flops_per_square: float = 0.0
+    flops_per_window: float = 0.0
 
     @property
     def num_products(self) -> float:
         """Multiply-adds with weights for one unit."""
-        return 0.0 if self.kind == "no_product" else self.times * self.inputs * self.outputs
+        return 0.0 if self.kind == "no_matmul" else self.uses_per_unit * self.inputs * self.outputs
 
     @property
     def num_weights(self) -> int:

@@ -15,10 +15,10 @@ _GATED = ("silu", "swish")
 _PIXTRAL = "pixtral"
 _LEGACY_PICTURE_TOKENS = 1024  # assumed for caches that lack the sizes of pictures
 _CLASS_TOKEN_TOWERS = ("clip_vision_model", "internvl_vision")  # an additional position in each tile
-_OUTPUT_WIDE_TOWERS = ("glm4v_vision", "glm4v_moe_vision")  # MLPs of ``out_hidden_size``
+_GLM4V_TOWERS = ("glm4v_vision", "glm4v_moe_vision")  # MLPs of ``out_hidden_size``; the merger's are as configured
 _MERGE_SETTINGS = ("spatial_merge_size", "merge_kernel_size", "downsample_factor", "scale_factor", "hidden_stride")
-# Qwen3-Omni: three convolutions of stride 2 over 100 mel frames leave 13 positions, each of an eighth of the bins.
-_STRIDES = (50, 25, 13)
+_QWEN3_CHUNK_WIDTHS = (50, 25, 13)
+"""Positions of a chunk of 100 mel frames after each convolution of Qwen3-Omni; each also halves the mel bins."""
 
 
 def _depth(vision: Mapping[str, Any]) -> int:
@@ -47,16 +47,17 @@ class _VisionNames(NamedTuple):
         vision: Mapping[str, Any] = config["vision_config"]
         hidden = _tower_width(vision)
         mlp_width = int(vision.get("intermediate_size") or hidden * float(vision.get("mlp_ratio") or 4))
-        if vision.get("model_type") in _OUTPUT_WIDE_TOWERS:
+        if vision.get("model_type") in _GLM4V_TOWERS:
             mlp_width = int(vision["out_hidden_size"])
         num_heads = first_setting(vision, "num_heads", "num_attention_heads") or 1
         num_key_heads = first_setting(vision, "num_key_value_heads") or num_heads
-        qkv_outputs = {"qkv": hidden + 2 * hidden * num_key_heads // num_heads}
-        # Towers before Qwen3-VL have other names, and the tower of Qwen2.5-Omni has separate modules for Q, K and V.
-        is_before_qwen3 = "num_position_embeddings" not in vision
-        if is_before_qwen3 and "audio_config" in config:
-            qkv_outputs = {"q": hidden, "k": hidden, "v": hidden}
-        up, down = ("fc1", "fc2") if is_before_qwen3 else ("linear_fc1", "linear_fc2")
+        key_and_value_width = 2 * hidden * num_key_heads // num_heads
+        qkv_outputs = {"qkv": hidden + key_and_value_width}
+        up, down = "linear_fc1", "linear_fc2"
+        if "num_position_embeddings" not in vision:  # towers before Qwen3-VL
+            up, down = "fc1", "fc2"
+            if "audio_config" in config:  # Qwen2.5-Omni
+                qkv_outputs = {"q": hidden, "k": hidden, "v": hidden}
         is_gated = str(vision.get("hidden_act")) in _GATED or vision.get("model_type") == _PIXTRAL
         if is_gated:
             up, down = "up_proj", "down_proj"
@@ -64,30 +65,34 @@ class _VisionNames(NamedTuple):
 
 
 def vision_modules(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
-    """Yield the modules of the vision tower; ``times`` are its positions per unit."""
+    """Yield the modules of the vision tower with their work for the unit of ``vision_patches``."""
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     hidden = _tower_width(vision)
     if not hidden:
         return
     patches = vision_patches(config)
-    module = partial(new_module, "model.visual.", part="vision tower", times=float(patches.positions), has_bias=True)
+    num_patches, num_positions = float(patches.num_patches), float(patches.num_positions)
+    module = partial(new_module, "model.visual.", part="vision tower", uses_per_unit=num_positions, has_bias=True)
     values_per_patch = _values_per_patch(vision)
-    yield module("patch_embed.proj", values_per_patch, hidden, kind="convolution", times=float(patches.per_unit))
-    num_positions = int(vision.get("num_position_embeddings") or 0)
-    if num_positions:
-        yield module("pos_embed", num_positions, hidden, kind="no_product")
+    yield module("patch_embed.proj", values_per_patch, hidden, kind="convolution", uses_per_unit=num_patches)
+    num_embeddings = int(vision.get("num_position_embeddings") or 0)
+    if num_embeddings:
+        yield module("pos_embed", num_embeddings, hidden, kind="no_matmul")
     names = _VisionNames.of_config(config)
     merge_layer = _early_merge_layer(config)
-    share = 1.0  # of the positions that reach a layer
     for layer in range(_depth(vision)):
-        block = partial(module, layer=layer, times=patches.positions * share)
-        attention_flops = {"per_square": 4.0 * hidden * share**2}
-        if layer not in patches.full_layers:
-            attention_flops = {"per_unit": patches.positions * 4.0 * hidden * patches.per_window}
+        is_merged = merge_layer is not None and layer > merge_layer
+        share = 1 / 4 if is_merged else 1.0  # of the positions that reach this layer
+        block = partial(module, layer=layer, uses_per_unit=num_positions * share)
+        # Scores and sums of values are 2 FLOPs each, for every pair of positions and every channel.
+        if layer in patches.full_layers:
+            attention_flops = {"flops_per_square": 4.0 * hidden * share**2}
+        else:
+            num_pairs = num_positions * share * patches.positions_per_window
+            attention_flops = {"flops_per_unit": 4.0 * hidden * num_pairs}
         yield from _vision_layer(block, f"blocks.{layer}", names, attention_flops)
         if layer == merge_layer:
-            yield from _early_merger_modules(module, hidden, names.mlp_width, patches.positions)
-            share = 1 / 4
+            yield from _early_merger_modules(module, hidden, names.mlp_width, patches.num_positions)
 
 
 def _values_per_patch(vision: Mapping[str, Any]) -> int:
@@ -101,12 +106,12 @@ def _vision_layer(
 ) -> Iterator[ModuleCost]:
     """Yield the modules of the layer ``name`` of a vision tower; ``module`` makes one from its name and widths."""
     hidden, mlp_width = names.hidden, names.mlp_width
-    yield module(f"{name}.norm1", 1, hidden, kind="no_product")
+    yield module(f"{name}.norm1", 1, hidden, kind="no_matmul")
     for index, (qkv_name, outputs) in enumerate(names.qkv_outputs.items()):
         yield module(f"{name}.attn.{qkv_name}", hidden, outputs, shares_input=index > 0)
     yield module(f"{name}.attn", kind="attention", **attention_flops)
     yield module(f"{name}.attn.proj", hidden, hidden)
-    yield module(f"{name}.norm2", 1, hidden, kind="no_product")
+    yield module(f"{name}.norm2", 1, hidden, kind="no_matmul")
     if names.is_gated:
         yield module(f"{name}.mlp.gate_proj", hidden, mlp_width)
     yield module(f"{name}.mlp.{names.up}", hidden, mlp_width, shares_input=names.is_gated)
@@ -124,34 +129,35 @@ def _early_merge_layer(config: Mapping[str, Any]) -> int | None:
 def _early_merger_modules(module: Any, hidden: int, mlp_width: int, positions: int) -> Iterator[ModuleCost]:
     """Yield the modules that merge 2 x 2 patches: attention within the square, then an MLP over its four patches."""
     yield module("vit_merger.attn.qkv", hidden, 3 * hidden)
-    yield module("vit_merger.attn", kind="attention", per_unit=positions * 4.0 * hidden * 4)
+    yield module("vit_merger.attn", kind="attention", flops_per_unit=positions * 4.0 * hidden * 4)
     yield module("vit_merger.attn.proj", hidden, hidden)
-    yield module("vit_merger.linear_1", 4 * hidden, 4 * mlp_width, times=positions / 4)
-    yield module("vit_merger.linear_2", 4 * mlp_width, hidden, times=positions / 4)
+    yield module("vit_merger.linear_1", 4 * hidden, 4 * mlp_width, uses_per_unit=positions / 4)
+    yield module("vit_merger.linear_2", 4 * mlp_width, hidden, uses_per_unit=positions / 4)
 
 
 def merger_modules(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[ModuleCost, ...], ...]:
-    """Return the modules of each merger, which projects outputs of a layer of the vision tower to the text's width.
+    """Return the modules of each merger, which joins patches of the vision tower to tokens of the text's width.
 
-    A merger joins merge^2 patches to one token. The first one reads the last layer, others read earlier layers.
+    The first merger reads the last layer of the tower, others read earlier layers.
     """
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     hidden = _tower_width(vision)
     if not hidden:
         return ()
-    tokens = float(vision_patches(config).tokens)
-    module = partial(new_module, "model.visual.", part="aligner", times=tokens, has_bias=True)
-    projector = family_of(config).projector
-    if projector != Family.projector:
+    num_tokens = float(vision_patches(config).num_tokens)
+    module = partial(new_module, "model.visual.", part="aligner", uses_per_unit=num_tokens, has_bias=True)
+    projector, qwen_projector = family_of(config).projector, Family.projector
+    if projector != qwen_projector:
         return (_projector_modules(module, projector, _projector_widths(config, text_hidden)),)
     output_width = int(vision.get("out_hidden_size") or text_hidden)
     merged_width = hidden * _merge_side(config) ** 2
+    is_omni, is_before_qwen3 = "audio_config" in config, "num_position_embeddings" not in vision
     up, down, norm = "linear_fc1", "linear_fc2", "norm"
-    if "audio_config" in config or "num_position_embeddings" not in vision:  # an Omni model, or before Qwen3-VL
+    if is_omni or is_before_qwen3:
         up, down, norm = "mlp.0", "mlp.2", "ln_q"
     mergers = []
     for name in _merger_names(config):
-        norm_module = module(f"{name}.{norm}", 1, hidden, kind="no_product")
+        norm_module = module(f"{name}.{norm}", 1, hidden, kind="no_matmul")
         up_module = module(f"{name}.{up}", merged_width, merged_width)
         down_module = module(f"{name}.{down}", merged_width, output_width)
         mergers.append((norm_module, up_module, down_module))
@@ -179,27 +185,25 @@ def _merger_names(config: Mapping[str, Any]) -> list[str]:
 
 
 def _projector_widths(config: Mapping[str, Any], text_hidden: int) -> dict[str, int]:
-    """Return the widths that ``Family.projector`` names.
-
-    ``tower``: a patch, from each layer that is read; ``merged``: all patches of a token; ``out`` and ``wide``: output
-    and MLP of GLM's merger; ``aligned`` and ``gated``: before and after a gate; ``words`` and ``vocabulary``: Ovis'
-    visual words without and with its marks; ``text``: the language model.
-    """
+    """Return the widths that ``Family.projector`` names."""
     vision = config["vision_config"]
     tower_width = _tower_width(vision) * _num_feature_layers(config)
-    # MiniCPM-V merges 2 x 2 patches inside its tower, and 2 x 2 of the results here.
-    merge = _merge_side(config) if _early_merge_layer(config) is None else 2
+    # If MiniCPM-V has merged squares of 2 x 2 patches inside its tower, the projector merges 2 x 2 of these.
+    merge_side = 2 if _early_merge_layer(config) is not None else _merge_side(config)
     out_width = int(vision.get("out_hidden_size") or text_hidden)
-    mlp_width = int(vision.get("intermediate_size") or 0)
+    is_glm4v = vision.get("model_type") in _GLM4V_TOWERS
     aligned_width = int(config.get("alignment_intermediate_size") or text_hidden)
     vocabulary = int(vision.get("vocab_size") or 0)
     return {
-        "tower": tower_width,
-        "merged": tower_width * merge**2,
+        "tower": tower_width,  # a patch, from all layers that the projector reads
+        "merged": tower_width * merge_side**2,  # all patches of a token
+        # GLM's merger: its output and its MLP.
         "out": out_width,
-        "wide": mlp_width if vision.get("model_type") in _OUTPUT_WIDE_TOWERS else 3 * out_width,
+        "wide": int(vision.get("intermediate_size") or 0) if is_glm4v else 3 * out_width,
+        # A gated projector: before the gate, and after it.
         "aligned": aligned_width,
         "gated": aligned_width // 2,
+        # Ovis: probabilities of visual words, without and with the words that mark images.
         "words": vocabulary - int(vision.get("num_visual_indicator_tokens") or 5),
         "vocabulary": vocabulary,
         "text": text_hidden,
@@ -230,18 +234,18 @@ class VisionPatches(NamedTuple):
     """Patches of a unit of the vision tower: of a token if pictures keep their shapes, otherwise of a tile.
 
     Args:
-        per_unit: patches of the unit.
-        positions: the same with the class token of a tile.
-        tokens: output tokens of the unit.
-        per_window: positions of a window, or of a tile.
+        num_patches: patches of the unit.
+        num_positions: the same with the class token of a tile.
+        num_tokens: output tokens of the unit.
+        positions_per_window: positions of a window of attention; a tile is one window.
         full_layers: layers with attention to full frames; the others attend to windows.
         tile_squares, squares_per_token: as in ``ModelLayers``.
     """
 
-    per_unit: int = 1
-    positions: int = 1
-    tokens: int = 1
-    per_window: int = 0
+    num_patches: int = 1
+    num_positions: int = 1
+    num_tokens: int = 1
+    positions_per_window: int = 0
     full_layers: range | set[int] = range(0)
     tile_squares: int = 0
     squares_per_token: float = 0.0
@@ -275,84 +279,91 @@ def _patches_of_tokens(vision: Mapping[str, Any], merge: int, *, is_legacy: bool
     if full_layers is None or not vision.get("window_size"):
         return patches._replace(full_layers=range(_depth(vision)))
     window_side = int(vision["window_size"]) // merge // square_side(vision, "patch_size", 14) * merge
-    return patches._replace(per_window=window_side**2, full_layers=set(map(int, full_layers)))
+    return patches._replace(positions_per_window=window_side**2, full_layers=set(map(int, full_layers)))
 
 
 def _patches_of_tiles(vision: Mapping[str, Any], merge: int, num_tokens: int) -> VisionPatches:
-    """Return the patches of a tile, for a tower that resizes all pictures to tiles of one size.
+    """Return the patches of a tile, for a tower that resizes all pictures to square tiles of one size.
 
     ``num_tokens`` are those of a tile, or 0 to compute them from ``merge``, the side of a token in patches.
     """
-    patch_side = square_side(vision, "patch_size", 14)
-    tile_side = square_side(vision, "image_size", patch_side) // patch_side
-    positions = tile_side**2 + int(vision.get("model_type") in _CLASS_TOKEN_TOWERS)
-    tokens_per_side = -(-tile_side // merge)  # rounded up
-    tokens = num_tokens or tokens_per_side**2
+    patch_side = square_side(vision, "patch_size", 14)  # in pixels
+    image_side = square_side(vision, "image_size", patch_side)  # in pixels
+    patches_per_side = image_side // patch_side
+    num_patches = patches_per_side**2
+    has_class_token = vision.get("model_type") in _CLASS_TOKEN_TOWERS
+    num_positions = num_patches + int(has_class_token)
+    tokens_per_side = -(-patches_per_side // merge)  # rounded up
+    num_tokens = num_tokens or tokens_per_side**2
     return VisionPatches(
-        tile_side**2,
-        positions,
-        tokens,
-        per_window=positions,
-        tile_squares=tile_side**4,
-        squares_per_token=tile_side**4 / tokens,
+        num_patches,
+        num_positions,
+        num_tokens,
+        positions_per_window=num_positions,
+        tile_squares=num_patches**2,
+        squares_per_token=num_patches**2 / num_tokens,
     )
 
 
 def audio_modules(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
-    """Yield the modules of an audio tower and its projections; windows of attention count at their full width.
+    """Yield the modules of an audio tower, which ``--freeze-vit`` freezes, too, and of its projections.
 
-    The unit is an output token of the tower. ``part`` is "vision tower", since ``--freeze-vit`` freezes audio towers,
-    too. Only the tower of Qwen3-Omni has ``downsample_hidden_size``; others are like that of Qwen2.5-Omni.
+    Their work is for one output token; windows of attention count at their full width. Only the tower of Qwen3-Omni
+    has ``downsample_hidden_size``; others are like that of Qwen2.5-Omni.
     """
     hidden, depth = int(audio.get("d_model") or 0), int(audio.get("encoder_layers") or 0)
     if not hidden or not depth:
         return
     mel_bins = int(audio.get("num_mel_bins") or 128)
-    window = int(audio.get("n_window") or 100)  # positions, or for Qwen3-Omni half the frames of a chunk
+    n_window = int(audio.get("n_window") or 100)
     channels = int(audio.get("downsample_hidden_size") or 0)
+    is_qwen3 = channels > 0
     # In Qwen2.5-Omni, four frames make two positions of the tower, which are averaged to one token.
-    positions_per_token = 1.0 if channels else 2.0
-
-    module = partial(new_module, "model.audio_tower.", part="vision tower", times=positions_per_token, has_bias=True)
-    if channels:
+    frames_per_token = 4.0
+    positions_per_token = 1.0 if is_qwen3 else 2.0
+    module = partial(
+        new_module, "model.audio_tower.", part="vision tower", uses_per_unit=positions_per_token, has_bias=True
+    )
+    if is_qwen3:
         yield from _qwen3_convolutions(module, mel_bins, channels, hidden)
-        # An attention window has several chunks of 2 * n_window frames, each of 13 positions.
-        chunks_per_window = int(audio.get("n_window_infer") or 8 * window) // (2 * window)
-        window = chunks_per_window * _STRIDES[-1]
+        chunk_frames = 2 * n_window
+        window_frames = int(audio.get("n_window_infer") or 4 * chunk_frames)
+        positions_per_window = window_frames // chunk_frames * _QWEN3_CHUNK_WIDTHS[-1]
     else:
-        yield module("conv1", 3 * mel_bins, hidden, times=4.0, kind="convolution")
+        yield module("conv1", 3 * mel_bins, hidden, uses_per_unit=frames_per_token, kind="convolution")
         yield module("conv2", 3 * hidden, hidden, kind="convolution")
+        positions_per_window = n_window
     mlp_width = int(audio.get("encoder_ffn_dim") or 4 * hidden)
-    attention_flops = positions_per_token * 4 * hidden * window
+    attention_flops = positions_per_token * 4 * hidden * positions_per_window
     for layer in range(depth):
         yield from _audio_layer(partial(module, layer=layer), f"layers.{layer}", hidden, mlp_width, attention_flops)
-    yield module("ln_post", 1, hidden, kind="no_product")
+    yield module("ln_post", 1, hidden, kind="no_matmul")
     output_width = int(audio.get("output_dim") or hidden)
-    if channels:
-        yield module("proj1", hidden, hidden, times=1.0, part="aligner")
-        yield module("proj2", hidden, output_width, times=1.0, part="aligner")
+    if is_qwen3:
+        yield module("proj1", hidden, hidden, uses_per_unit=1.0, part="aligner")
+        yield module("proj2", hidden, output_width, uses_per_unit=1.0, part="aligner")
     else:
-        yield module("proj", hidden, output_width, times=1.0)
+        yield module("proj", hidden, output_width, uses_per_unit=1.0)
 
 
 def _qwen3_convolutions(module: Any, mel_bins: int, channels: int, hidden: int) -> Iterator[ModuleCost]:
     """Yield the convolutions of Qwen3-Omni's tower; each halves the bins (height) and the frames (width)."""
     height, in_channels = mel_bins, 1
-    for number, width in enumerate(_STRIDES, start=1):
+    for number, width in enumerate(_QWEN3_CHUNK_WIDTHS, start=1):
         height = (height - 1) // 2 + 1
-        outputs_per_token = height * width / _STRIDES[-1]
-        yield module(f"conv2d{number}", 9 * in_channels, channels, times=outputs_per_token, kind="convolution")
+        outputs_per_token = height * width / _QWEN3_CHUNK_WIDTHS[-1]
+        yield module(f"conv2d{number}", 9 * in_channels, channels, uses_per_unit=outputs_per_token, kind="convolution")
         in_channels = channels
     yield module("conv_out", channels * height, hidden)
 
 
 def _audio_layer(module: Any, name: str, hidden: int, mlp_width: int, attention_flops: float) -> Iterator[ModuleCost]:
     """Yield the modules of the layer ``name`` of an audio tower; ``module`` makes one from its name and widths."""
-    yield module(f"{name}.self_attn_layer_norm", 1, hidden, kind="no_product")
+    yield module(f"{name}.self_attn_layer_norm", 1, hidden, kind="no_matmul")
     for projection in ("k_proj", "v_proj", "q_proj"):
         yield module(f"{name}.self_attn.{projection}", hidden, hidden, shares_input=projection != "k_proj")
-    yield module(f"{name}.self_attn", kind="attention", per_unit=attention_flops)
+    yield module(f"{name}.self_attn", kind="attention", flops_per_unit=attention_flops)
     yield module(f"{name}.self_attn.out_proj", hidden, hidden)
-    yield module(f"{name}.final_layer_norm", 1, hidden, kind="no_product")
+    yield module(f"{name}.final_layer_norm", 1, hidden, kind="no_matmul")
     yield module(f"{name}.fc1", hidden, mlp_width)
     yield module(f"{name}.fc2", mlp_width, hidden)

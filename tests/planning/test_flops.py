@@ -233,7 +233,7 @@ def _found_and_counted(family: str, run: TrainConfig) -> tuple[float, float]:
         counted -= sum(counter.get_flop_counts()["Global"].get(op, 0) for op in left_out)
         layers = ModelLayers.of_config(_config(family))
         trained = run.train_type == "full"
-        result -= 3.5 * tokens * sum(step.per_unit for step in layers.language)
+        result -= 3.5 * tokens * sum(step.flops_per_unit for step in layers.language)
         narrow = sum(step.num_products for step in layers.language if step.kind == "convolution")
         result -= 2 * tokens * narrow * (3 if trained and not run.freeze_llm else 2)
         patches = sum(step.num_products for step in layers.vision if step.kind == "convolution")
@@ -249,7 +249,7 @@ def test_a_layer_with_a_state_costs_its_products_and_two_triangular_systems() ->
     counted = counter.get_flop_counts()["Global"][aten.bmm]
     solved = 2 * 4 * tokens * 64 * (16 + 16)  # layers, heads, half a square of each chunk, twice: multiply and add
     steps = ModelLayers.of_config(FAMILIES["qwen3_5_text"]).language
-    assert sum(step.per_unit for step in steps) * tokens == counted + solved
+    assert sum(step.flops_per_unit for step in steps) * tokens == counted + solved
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -54,7 +54,9 @@ def test_no_number_of_sharded_sequences_is_faster(sizes: list[int], num_ranks: i
                 tokens[rank] += step.sizes[sequence]
             assert max(tokens) * num_ranks <= free
             shared = Load.sum(step.sharded_loads[i] for i in falling[:num])
-            seconds.append(TIMES.micro_batch(loads, shared, sum(step.padded_sizes[i] for i in falling[:num]), num_ranks))
+            seconds.append(
+                TIMES.micro_batch(loads, shared, sum(step.padded_sizes[i] for i in falling[:num]), num_ranks)
+            )
     assert (best is None) == (not seconds)
     if best is not None:
         assert best.seconds == pytest.approx(min(seconds))

@@ -285,7 +285,7 @@ def media_of_caches(index: SplitIndex, model: Mapping[str, Any]) -> Media:
         index.patch_squares,
         index.num_images,
         index.num_videos,
-        patches_per_token=max(patches.per_unit // patches.tokens, 1),
+        patches_per_token=max(patches.num_patches // patches.num_tokens, 1),
     )
     if patches.tile_squares:  # squares of tiles are no squares of pictures; the cost model estimates tiles by tokens
         media = dataclasses.replace(media, squares=np.zeros(len(media.squares)))
