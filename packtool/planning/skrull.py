@@ -91,13 +91,13 @@ def schedule_step(
     group_size, alignment, times = options.sequence_parallel_size, options.alignment, options.times
     check_counts(num_ranks=num_ranks, sequence_parallel_size=group_size, alignment=alignment)
     options.check(lengths)
-    lengths, flops = np.asarray(lengths), np.asarray(flops, dtype=np.float64)
+    lengths, sequence_flops = np.asarray(lengths), np.asarray(flops, dtype=np.float64)
     padded_lengths = -(-lengths // alignment) * alignment  # rounded up
     step = _Step(
         sizes=lengths.tolist(),
         padded_sizes=padded_lengths.tolist(),
-        local_loads=times.loads(lengths, flops),
-        sharded_loads=times.loads(padded_lengths, flops, group_size),
+        local_loads=times.loads(lengths, sequence_flops),
+        sharded_loads=times.loads(padded_lengths, sequence_flops, group_size),
         group_size=group_size,
         capacity=options.bucket_size * group_size,
         times=times,
