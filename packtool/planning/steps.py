@@ -103,8 +103,8 @@ class StepPlan:
         return np.repeat(np.arange(self.num_micro_batches_of_all_ranks), self.micro_batch_sizes())
 
     @property
-    def rank_of_micro_batch(self) -> Int64Array:
-        """int64 (C,): step * W + rank of each micro-batch."""
+    def rank_step_of_micro_batch(self) -> Int64Array:
+        """int64 (C,): the rank-step (one rank in one step) of each micro-batch, numbered step * W + rank."""
         steps, ranks, _ = self._locate_micro_batches()
         return steps * self.world_size + ranks
 

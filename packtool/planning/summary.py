@@ -43,14 +43,13 @@ class BalanceFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class SkrullFigures:
-    """Figures of Skrull's placement.
+    """Figures of Skrull's placement: each sample is local to one device of a data-parallel rank, or sharded over all.
 
     Args:
         num_micro_batches: micro-batches with samples, over all data-parallel ranks.
         num_tokens: of all samples, and of the padding of sharded ones.
         num_local_tokens: of samples that are local to a rank.
-        mean, worst: work of the busiest device divided by the mean device's, in the mean and the worst step. Several
-            devices are a data-parallel rank, so this is no less than ``BalanceFigures``, which is about ranks.
+        mean, worst: work of the busiest device divided by the mean device's, in the mean and the worst step.
     """
 
     options: SkrullOptions
@@ -70,17 +69,14 @@ class SkrullFigures:
         flops: Costs,
         towers: TowerWork | None,
     ) -> SkrullFigures:
-        """Compute the figures of single samples that ``steps`` and ``placement`` assign.
-
-        ``flops``, (N,), are of each sample, and ``towers`` the towers' part of them.
-        """
+        """Compute the figures of packs of one sample each; further arguments as for ``device_costs``."""
         balance = imbalance(device_costs(steps, placement, flops, options.sequence_parallel_size, towers))
-        local = steps.order[placement != SHARDED]
+        local_samples = steps.order[placement != SHARDED]
         return cls(
             options=options,
             num_micro_batches=int(np.count_nonzero(steps.micro_batch_sizes())),
             num_tokens=int(computed_tokens(single_samples, steps, placement, options.alignment).sum()),
-            num_local_tokens=int(single_samples.lengths[local].sum(dtype=np.int64)),
+            num_local_tokens=int(single_samples.lengths[local_samples].sum(dtype=np.int64)),
             mean=float(balance.mean()),
             worst=float(balance.max()),
         )
@@ -187,24 +183,24 @@ def computed_tokens(single_samples: PackPlan, steps: StepPlan, placement: Int64A
 def device_costs(
     steps: StepPlan, placement: Int64Array, flops: Costs, sequence_parallel_size: int, towers: TowerWork | None = None
 ) -> Costs:
-    """Sum the FLOPs of every device in every step, (steps, devices); each data-parallel rank has equally many devices.
+    """Sum the FLOPs of each device in each step, (steps, devices); a rank has ``sequence_parallel_size`` devices.
 
-    ``flops``, (K,), are of single samples, placed by Skrull. ``towers`` are the towers' part of them: of a sharded
-    sample, each image is computed by one device.
+    ``steps`` assigns N single samples to ranks. ``placement``, (N,), in the order of ``steps.order``, is the device of
+    the rank that a sample is local to, or ``SHARDED`` for equal parts on all of them. ``flops``, (N,), are of each
+    sample, and ``towers`` the part of them in towers, where one device computes all of an image.
     """
     size = sequence_parallel_size
-    # Arrays of samples are in the order of ``steps.order``; a group is the devices of a data-parallel rank in a step.
-    num_groups = steps.num_steps * steps.world_size
-    group = steps.rank_of_micro_batch[steps.micro_batch_of]
-    work = flops[steps.order]
+    num_rank_steps = steps.num_steps * steps.world_size
+    # In the order of ``steps.order``, (N,):
+    rank_step = steps.rank_step_of_micro_batch[steps.micro_batch_of]
+    sample_flops = flops[steps.order]
     is_sharded = placement == SHARDED
     is_local = ~is_sharded
-    device = group[is_local] * size + placement[is_local]
-    local_work = np.bincount(device, work[is_local], num_groups * size)
-    # All devices of a group have equal parts of its sharded samples, except for images.
-    evenly_shared = work if towers is None else work - towers.flops[steps.order]
-    shared_work = np.bincount(group[is_sharded], evenly_shared[is_sharded], num_groups) / size
-    costs = local_work.reshape(num_groups, size) + shared_work[:, None]
+    device_step = rank_step[is_local] * size + placement[is_local]
+    local_flops = np.bincount(device_step, sample_flops[is_local], num_rank_steps * size)
+    evenly_shared = sample_flops if towers is None else sample_flops - towers.flops[steps.order]
+    shared_flops = np.bincount(rank_step[is_sharded], evenly_shared[is_sharded], num_rank_steps)
+    costs = local_flops.reshape(num_rank_steps, size) + (shared_flops / size)[:, None]
     if towers is not None:
         costs += shared_tower_costs(steps, placement, towers, size)
     return costs.reshape(steps.num_steps, steps.world_size * size)
@@ -232,7 +228,7 @@ def summarize(
     is_planned = np.zeros(num_cached, np.bool_)
     is_planned[packs.samples] = True
     num_distinct = int(np.count_nonzero(is_planned))
-    # Attention within samples, and attention that crosses them in whole packs.
+    # The work of attention within samples, and of attention over all tokens of a pack.
     sample_squares = float(packs.sum_squares_per_pack().sum())
     pack_squares = float(np.square(packs.tokens_per_pack().astype(np.float64)).sum())
     return PlanSummary(

@@ -44,9 +44,8 @@ def assign_heaviest_first(
 ) -> Int64Array:
     """Return the rank of each item, (n,): the heaviest item first, each to the rank with the least load so far (LPT).
 
-    Ties go to the earlier item and the lower rank. ``loads``, (N,), are the initial loads of the ranks. With
-    ``groups``, (n,), the group of each item, G groups of N ranks each are assigned at once, and ``loads`` is (G, N).
-    Cost: O(n N), in as many rounds as the largest group has items.
+    Ties go to the earlier item and the lower rank. ``loads``, (N,), are the initial loads of the ranks. To assign items
+    of G groups, each to the N ranks of its group, give the group of each item, ``groups`` (n,), and ``loads`` (G, N).
     """
     weights = np.asarray(weights, np.float64)
     rank_loads = np.array(loads, np.float64, ndmin=2)  # (G, N), a copy
@@ -88,26 +87,27 @@ def _assign_media(
 
 
 def shared_tower_costs(steps: StepPlan, placement: Int64Array, work: TowerWork, sequence_parallel_size: int) -> Costs:
-    """Sum the FLOPs of the images of sharded samples on each device, (steps x data-parallel ranks, N).
+    """Sum the FLOPs of the images of sharded samples by rank-step and device: (steps * data-parallel ranks, devices).
 
-    The images of a sample are assumed to be equal, as their sizes are unknown here. ``steps`` and ``placement``, (K,),
-    are of single samples, and ``work`` is by the numbers in ``steps.order``; N ranks share a micro-batch. The work of
-    local samples is not in the result, but images of sharded samples go to ranks with little of it.
+    A rank has ``sequence_parallel_size`` devices. In each micro-batch, these images go to the devices with the least
+    tower work, in which local samples count. Images of a sample are assumed to be equal: their sizes are unknown here.
+    ``steps`` and ``placement``, (N,), are of single samples, as in ``device_costs``; ``work`` is by sample.
     """
-    # Arrays of images, (I,): all images of sharded samples, and for each local sample one image with all its work.
     flops = work.flops[steps.order]
-    num_images = np.maximum(work.num_media[steps.order], 1)
-    num_images[(placement != SHARDED) | (flops == 0)] = 1
+    # A sharded sample has several images to assign. A local one, whose device is known, counts as one image.
+    has_images = (placement == SHARDED) & (flops != 0)
+    num_images = np.where(has_images, np.maximum(work.num_media[steps.order], 1), 1)
+    # Of each image, (I,):
     image_flops = np.repeat(flops / num_images, num_images)
     image_placement = np.repeat(placement, num_images)
-    image_batches = np.repeat(steps.micro_batch_of, num_images)
+    micro_batch = np.repeat(steps.micro_batch_of, num_images)
     shape = steps.num_micro_batches_of_all_ranks, sequence_parallel_size
-    owners = _assign_media(image_flops, image_batches, image_placement, shape)
+    device = _assign_media(image_flops, micro_batch, image_placement, shape)
     is_sharded = image_placement == SHARDED
-    batch_costs = np.zeros(shape)  # of each device in each micro-batch
-    np.add.at(batch_costs, (image_batches[is_sharded], owners[is_sharded]), image_flops[is_sharded])
+    costs_in_micro_batches = np.zeros(shape)
+    np.add.at(costs_in_micro_batches, (micro_batch[is_sharded], device[is_sharded]), image_flops[is_sharded])
     costs = np.zeros((steps.num_steps * steps.world_size, sequence_parallel_size))
-    np.add.at(costs, steps.rank_of_micro_batch, batch_costs)
+    np.add.at(costs, steps.rank_step_of_micro_batch, costs_in_micro_batches)
     return costs
 
 
@@ -137,30 +137,32 @@ class Media:
         *,
         patches_per_token: int,
     ) -> Media:
-        """Estimate single images and videos: of n images with M tokens and T squared tokens, the largest has at most
+        """Estimate single images and videos: one of each sample is the largest, the others are equal.
+
+        Of n media with M tokens and T squared tokens, the largest has
 
             M / n + sqrt((n - 1) / n * (T - M^2 / n))
 
-        tokens (Samuelson 1968, "How deviant can you be?"), and exactly as many if the others are equal, as assumed
-        here. In a sample with videos, whose squares are of frames, the largest is assumed to have all tokens but one
-        for each other medium.
+        tokens, or fewer if the others differ (Samuelson 1968, "How deviant can you be?"). In a sample with videos,
+        whose squares are of frames, the largest is assumed to have all tokens but one for each other medium.
 
         All arrays, (N,), are of the samples of a cache; ``squares`` are sums over frames of (patches of the frame)^2.
         """
         num_media = (num_images + num_videos).astype(np.int64)
         samples = np.flatnonzero(num_media > 0)
-        counts = num_media[samples]
-        n, sums = counts.astype(np.float64), tokens[samples].astype(np.float64)
-        square_sums = squares[samples] / patches_per_token**2
-        largest = _largest_tokens(n, sums, square_sums, num_videos[samples] > 0)
-        other = (sums - largest) / np.maximum(n - 1, 1)  # tokens of each medium but the largest
-        other_squares = (other * patches_per_token) ** 2
-        # The media of each sample, the largest first.
-        media_tokens = np.repeat(other, counts)
+        counts, sample_squares = num_media[samples], squares[samples]
+        sample_tokens = tokens[samples].astype(np.float64)
+        squared_tokens = sample_squares / patches_per_token**2
+        largest_tokens = _largest_tokens(counts, sample_tokens, squared_tokens, num_videos[samples] > 0)
+        num_others = counts - 1
+        other_tokens = (sample_tokens - largest_tokens) / np.maximum(num_others, 1)  # of each other medium
+        other_squares = (other_tokens * patches_per_token) ** 2
+        # One medium after the other, the largest of each sample first.
+        largest = np.cumsum(counts) - counts
+        media_tokens = np.repeat(other_tokens, counts)
+        media_tokens[largest] = largest_tokens
         media_squares = np.repeat(other_squares, counts)
-        first_media = np.cumsum(counts) - counts
-        media_tokens[first_media] = largest
-        media_squares[first_media] = np.maximum(squares[samples] - (n - 1) * other_squares, 0)
+        media_squares[largest] = np.maximum(sample_squares - num_others * other_squares, 0)
         no_sounds = np.zeros(len(media_tokens))
         return cls(np.repeat(samples, counts), media_tokens, media_squares, no_sounds)
 
@@ -180,15 +182,17 @@ class Media:
         return Media(*map(np.concatenate, columns))
 
 
-def _largest_tokens(n: Costs, sums: Costs, square_sums: Costs, has_videos: npt.NDArray[np.bool_]) -> Costs:
+def _largest_tokens(
+    num_media: IntArray, tokens: Costs, squared_tokens: Costs, has_videos: npt.NDArray[np.bool_]
+) -> Costs:
     """Estimate the tokens of the largest medium of each sample, as ``Media.of_samples`` explains; (S,).
 
-    ``n`` are the media of each sample, ``sums`` and ``square_sums`` the sums of their tokens and squared tokens.
+    ``tokens`` and ``squared_tokens``, (S,), are sums over the media of each sample, which are one or more.
     """
-    mean = sums / n
-    deviation = np.maximum(square_sums - sums**2 / n, 0)
-    all_but_one_each = sums - (n - 1)
-    samuelson_bound = mean + np.sqrt((n - 1) / n * deviation)
+    mean = tokens / num_media
+    squared_deviations = np.maximum(squared_tokens - tokens**2 / num_media, 0)
+    all_but_one_each = tokens - (num_media - 1)
+    samuelson_bound = mean + np.sqrt((num_media - 1) / num_media * squared_deviations)
     largest = np.where(has_videos, all_but_one_each, samuelson_bound)
     return np.minimum(largest, np.maximum(all_but_one_each, mean))
 
@@ -211,23 +215,30 @@ class MediaShares:
 
     @classmethod
     def of_plan(
-        cls, media: Media, work: Costs, packs: PackPlan, steps: StepPlan, size: int, placement: Int64Array | None
+        cls,
+        media: Media,
+        work: Costs,
+        packs: PackPlan,
+        steps: StepPlan,
+        sequence_parallel_size: int,
+        placement: Int64Array | None,
     ) -> MediaShares:
-        """Assign media by their work (n,), as ``collate_shard`` does: most work first, to the rank with the least.
+        """Assign media by their work, (n,): most work first, each to the rank with the least in its micro-batch.
 
-        ``packs``, ``steps`` and ``placement`` are of an ``EpochPlan``; ``size`` ranks share a micro-batch. Media of a
-        sample that is local to a rank belong to this rank.
+        Media of a sample that is local to a rank belong to this rank. ``steps`` assigns ``packs``; ``placement``, in
+        the order of ``steps.order``, is the rank that a sample is local to, or ``SHARDED``; None if all are sharded.
         """
-        # The position in ``steps.order`` of the pack of each sample, by sample number; -1 without a pack.
+        # By sample number: the position in ``steps.order`` of the sample's pack; -1 without a pack.
         num_samples = int(max(packs.samples.max(initial=-1), media.samples.max(initial=-1))) + 1
-        position_of = np.full(num_samples, -1, np.int64)
-        position_of[packs.samples] = np.repeat(invert_order(steps.order), np.diff(packs.offsets))
-        selected = np.flatnonzero(position_of[media.samples] >= 0)
-        positions = position_of[media.samples[selected]]
-        micro_batch_of = steps.micro_batch_of[positions]
-        shape = steps.num_micro_batches_of_all_ranks, size
-        if placement is None:  # without Skrull, all ranks share each sample
+        position_of_pack = invert_order(steps.order)
+        position_of_sample = np.full(num_samples, -1, np.int64)
+        position_of_sample[packs.samples] = np.repeat(position_of_pack, np.diff(packs.offsets))
+        selected = np.flatnonzero(position_of_sample[media.samples] >= 0)
+        positions = position_of_sample[media.samples[selected]]
+        if placement is None:
             placement = np.full(len(steps.order), SHARDED, np.int64)
+        micro_batch_of = steps.micro_batch_of[positions]
+        shape = steps.num_micro_batches_of_all_ranks, sequence_parallel_size
         owners = _assign_media(work[selected], micro_batch_of, placement[positions], shape)
         return cls(media, selected, micro_batch_of, owners, shape)
 
