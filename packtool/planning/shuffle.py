@@ -66,30 +66,29 @@ def seeded_order(
 ) -> npt.NDArray[np.int64]:
     """Order the numbers 0 to ``num`` - 1 at random; with ``descending_by``, by that value, and at random among equals.
 
-    Each number gets a 64-bit key, from the highest bits: largest value minus its value, random bits, the number itself.
-    The keys are sorted. Numbers with equal random bits stay ascending: 24 bits are random for 40 million lengths of up
-    to 10240. Only ``SeedSequence`` and ``random_raw`` are used, whose output numpy guarantees, so a resumed run has the
-    same order; numpy's ``permutation`` may change. Cost: 8 bytes a number, and about half the time of ``permutation``.
+    The order is that of 64-bit keys: from the highest bit, largest value minus the number's value, random bits, and the
+    number itself. Only ``SeedSequence`` and ``random_raw`` are used, whose output numpy guarantees, so a resumed run
+    has the same order; numpy's ``permutation`` may change, and takes twice as long.
 
     ``descending_by``, (num,), are values of 0 or more; the result is int64 (num,). ``stream`` is a ``RandomStream``,
-    possibly with the offset of a window.
+    plus ``of_window`` if a window is packed separately.
     """
     largest = int(descending_by.max()) if descending_by is not None and num else 0
     number_bits = np.uint64(max(num - 1, 0).bit_length())
     value_bits = np.uint64(largest.bit_length())
-    random_bits = np.uint64(64) - number_bits - value_bits
-    assert number_bits + value_bits < 64
+    assert number_bits + value_bits < 64, "there are random bits"
     bit_generator = _random_source(seed, epoch, stream)
     keys = np.empty(num, dtype=np.uint64)
     for start in range(0, num, CHUNK):
         chunk = keys[start : start + CHUNK]  # a view: the keys of the chunk are computed in place
         stop = start + len(chunk)
         chunk[:] = bit_generator.random_raw(len(chunk))
+        # Clear the bits of the value above, and those of the number below the random bits.
         chunk >>= number_bits + value_bits
+        chunk <<= number_bits
         if descending_by is not None and value_bits:
             below_largest = (largest - descending_by[start:stop]).astype(np.uint64)
-            chunk |= below_largest << random_bits
-        chunk <<= number_bits
+            chunk |= below_largest << (np.uint64(64) - value_bits)
         chunk |= np.arange(start, stop, dtype=np.uint64)
     keys.sort()
     number_mask = (np.uint64(1) << number_bits) - np.uint64(1)
