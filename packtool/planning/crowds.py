@@ -7,7 +7,7 @@ have ten in one of them, and then any window of steps with that pack has too man
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -63,13 +63,13 @@ class _Exchanges:
         return True
 
     def _exchange(self, crowded: int, partner: int, source: int) -> bool:
-        """Move slots of ``source`` into the partner's free space, or exchange them for one of its slots, if this fits.
+        """Move slots of ``source`` from a crowded pack to its partner; return whether any could be moved.
 
-        The crowded pack may be its own partner; nothing is moved then.
+        If the partner has too little free space, it returns one of its slots of other sources, the shortest possible.
         """
         sources = self._slots.sources
         partner_slots = self._slots_of(partner)
-        # The partner must not become crowded in turn.
+        # Half of the maximum leaves the partner far from crowded. The crowded pack itself has more, and is no partner.
         max_moved = self.max_counts[source] // 2 - self._count(partner_slots, source)
         if max_moved <= 0:
             return False
@@ -78,22 +78,16 @@ class _Exchanges:
         for returned in ([], *([slot] for slot in reversed(others))):
             remaining = [slot for slot in partner_slots if slot not in returned]
             for moved in self._selections(crowd, remaining, max_moved):
-                if self._try_exchange(crowded, partner, moved, returned):
+                new_crowded = [slot for slot in self._slots_of(crowded) if slot not in moved] + returned
+                if self._fits(new_crowded) and not self._is_crowded(new_crowded, sources[returned].tolist()):
+                    self._changed[partner] = remaining + moved
+                    self._changed[crowded] = new_crowded
                     return True
         return False
 
-    def _try_exchange(self, crowded: int, partner: int, moved: list[int], returned: list[int]) -> bool:
-        """Exchange slots, unless the crowded pack would exceed a budget or get a crowd of another source."""
-        new_partner = [slot for slot in self._slots_of(partner) if slot not in returned] + moved
-        new_crowded = [slot for slot in self._slots_of(crowded) if slot not in moved] + returned
-        if not self._fits(new_crowded):
-            return False
-        for source in self._slots.sources[returned].tolist():
-            if self._count(new_crowded, source) > self.max_counts[source]:
-                return False
-        self._changed[partner] = new_partner
-        self._changed[crowded] = new_crowded
-        return True
+    def _is_crowded(self, pack: list[int], sources: Sequence[int]) -> bool:
+        """Return whether a pack has too many slots of one of these sources."""
+        return any(self._count(pack, source) > self.max_counts[source] for source in sources)
 
     def _selections(self, crowd: list[int], pack: list[int], max_moved: int) -> Iterator[list[int]]:
         """Yield selections of slots that fit into a pack together: for each slot as the longest one, the next that fit.

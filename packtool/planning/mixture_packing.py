@@ -13,6 +13,7 @@ that both halves have as equal amounts of every source as possible. ``docs/how-i
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +25,11 @@ from packtool.planning.pack_plan import Int64Array, IntArray, PackPlan, build_pl
 from packtool.planning.packing import pack
 from packtool.planning.shuffle import RandomStream, seeded_order, seeded_uniform
 
-_GRAINS = (8, 1), (8, 4), (8, 16), (16, 4), (16, 16), (32, 4), (32, 16)
-"""Grains per pack, and long samples per one that takes short ones along; the evenest first, the tightest last."""
-_LONG = 1 / 16
-"""Share of a pack."""
+_JOINS_TO_TRY = (8, 1), (8, 4), (8, 16), (16, 4), (16, 16), (32, 4), (32, 16)
+"""Grains per pack, and long slots of which one is joined; the joins that spread sources best come first, and those that
+need the fewest packs last."""
+_MIN_LONG = 1 / 16
+"""Share of a pack from which on a slot is long."""
 _MAX_EXCESS, _MAX_EXCESS_PACKS = 0.005, 2
 """Share of packs that evenness may cost, and a further number of packs, which matters in small epochs only."""
 
@@ -38,9 +40,9 @@ def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -
     All budgets are kept, and every epoch has as many packs as the first. Cost: two to three times that of ``pack``, at
     most nine times.
 
-    Returns:
-        Packs of slots, and int64 (M,), for each slot the slot whose sample it gets: an item has the same slots in every
-        epoch, so the slots of items exchange samples of equal source and length.
+    Returns packs of slots, and ``donor_of_slot``, int64 (M,): each slot gets the sample that was drawn for its donor.
+    Donors have the same source and length. They make samples meet others, though items have the same slots in every
+    epoch.
     """
     capacity = options.packing_length
 
@@ -49,19 +51,22 @@ def pack_mixture(slots: Slots, options: PlanOptions, *, seed: int, epoch: int) -
 
     min_packs = pack_slots().num_packs  # the plan is not kept: it is large and rarely needed again
     max_packs = min_packs + int(min_packs * _MAX_EXCESS) + _MAX_EXCESS_PACKS
-    for grains_per_pack, long_per_joined in _GRAINS:
-        grain = max(capacity // grains_per_pack, 1)
-        items = _join_slots(slots, options, grain, long_per_joined)
+    for grains_per_pack, long_per_joined in _JOINS_TO_TRY:
+        items = _join_slots(slots, options, max(capacity // grains_per_pack, 1), long_per_joined)
         item_media, item_options = _item_budgets(items, slots, options)
         item_tokens = items.tokens_per_pack()
-        packs = pack(item_tokens, capacity, item_options, seed=seed, epoch=epoch, media_tokens=item_media)
-        if packs.num_packs <= max_packs:
-            # The slots of the packed items in pack order, still divided into items; then divided into packs.
-            packed_items = select_packs(items, packs.samples)
-            packs_of_slots = dataclasses.replace(packed_items, offsets=packed_items.offsets[packs.offsets])
-            sample_donors = _exchange_samples(items, slots, options, seed, epoch)
-            return relieve_crowds(packs_of_slots, slots, options), sample_donors
+        packs_of_items = pack(item_tokens, capacity, item_options, seed=seed, epoch=epoch, media_tokens=item_media)
+        if packs_of_items.num_packs <= max_packs:
+            donor_of_slot = _draw_donors(items, slots, options, seed, epoch)
+            return relieve_crowds(_replace_items(packs_of_items, items), slots, options), donor_of_slot
     return relieve_crowds(pack_slots(), slots, options), np.arange(len(slots.lengths))
+
+
+def _replace_items(packs_of_items: PackPlan, items: PackPlan) -> PackPlan:
+    """Replace the items in packs by their slots."""
+    ordered_items = select_packs(items, packs_of_items.samples)
+    first_slots = ordered_items.offsets[packs_of_items.offsets]  # a pack begins with the first slot of its first item
+    return dataclasses.replace(ordered_items, offsets=first_slots)
 
 
 def _item_budgets(items: PackPlan, slots: Slots, options: PlanOptions) -> tuple[Int64Array, PlanOptions]:
@@ -93,7 +98,7 @@ def _join_slots(slots: Slots, options: PlanOptions, grain: int, long_per_joined:
     sizes = _slot_sizes(slots, options)
     # An item is shorter than one and a half grains plus its last slot, and must fit into a pack.
     is_joined = sizes <= capacity - grain - grain // 2
-    is_long = is_joined & (sizes >= capacity * _LONG)
+    is_long = is_joined & (sizes >= capacity * _MIN_LONG)
     is_joined &= ~is_long | (np.cumsum(is_long) % long_per_joined == 0)
     joined, single = np.flatnonzero(is_joined), np.flatnonzero(~is_joined)
     joined_sizes = _slots_per_item(sizes[joined], grain)
@@ -126,8 +131,8 @@ def _slots_per_item(sizes: Int64Array, grain: int) -> Int64Array:
     return np.bincount(item_of_grain[grain_of_slot])
 
 
-def _exchange_samples(items: PackPlan, slots: Slots, options: PlanOptions, seed: int, epoch: int) -> Int64Array:
-    """Return for each slot the slot whose sample it gets, int64 (M,): in items another of equal source and length."""
+def _draw_donors(items: PackPlan, slots: Slots, options: PlanOptions, seed: int, epoch: int) -> Int64Array:
+    """Draw the slot whose sample each slot gets, int64 (M,): in items of several, one of equal source and length."""
     sizes = np.diff(items.offsets)
     is_joined = np.repeat(sizes > 1, sizes)
     if options.max_media_tokens_per_pack is not None:
@@ -139,20 +144,21 @@ def _exchange_samples(items: PackPlan, slots: Slots, options: PlanOptions, seed:
     following = np.arange(1, len(joined) + 1)
     last = np.flatnonzero(np.diff(keys[order], append=-1))
     following[last] = np.append(0, last[:-1] + 1)[: len(last)]
-    exchanged = np.arange(items.num_samples)
-    exchanged[joined[order]] = joined[order[following]]
-    return exchanged
+    donors = np.arange(items.num_samples)
+    donors[joined[order]] = joined[order[following]]
+    return donors
 
 
-Vectors = npt.NDArray[np.float32]
+Excess = npt.NDArray[np.float32]
+"""Amount of each of S sources in each of K packs, (K, S): divided by the source's mean over all packs, minus 1."""
 
 _WINDOW_PACKS = 4096
-"""Packs of the parts that an epoch is divided into at once; each of them is then halved."""
+"""Maximum packs of a window: an epoch is divided into windows, and every window is then halved repeatedly."""
 _PART_PACKS = 16
-"""Packs of the smallest parts."""
+"""Minimum packs of the smallest parts, which are not halved."""
 _STEPS_PER_MEAN, _MAX_STEPS = 256, 4096
-"""Vectors are rounded to steps of a source's mean, and limited to a maximum: sums and products are then exact, and the
-order is the same on every machine."""
+"""Steps per mean of a source, and maximum steps, to which excesses are rounded: sums and products are then exact, and
+the order is the same on every machine."""
 _SLICE = 1 << 18
 _AMOUNT_LEVELS = 1 << 16
 
@@ -168,151 +174,151 @@ def order_mixture_packs(
     ``source_of``, (N,), are the sources, 0 to S - 1, of the samples in pack order. ``amounts``, (N,), are what is
     spread: 1 for each sample, its tokens, or its target tokens.
     """
-    vectors = _excess_vectors(packs, source_of, amounts)
-    num_packs, num_sources = vectors.shape
+    excess = _excess_of_sources(packs, source_of, amounts)
+    num_packs, num_sources = excess.shape
     if num_packs < 3 or num_sources < 2:
         return seeded_order(num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS)
-    keys = _similarity_keys(vectors)
-    order = seeded_order(num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, descending_by=keys)
-    _round_to_steps(vectors)
-    num_windows = -(-num_packs // _WINDOW_PACKS)  # rounded up
+    keys = _similarity_keys(excess)
+    similar_adjacent = seeded_order(
+        num_packs, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, descending_by=keys
+    )
+    _round_in_place(excess)
+    num_windows = math.ceil(num_packs / _WINDOW_PACKS)
     num_halvings = max(0, int(np.log2(num_packs / num_windows / _PART_PACKS)))
-    num_parts = num_windows << num_halvings
-    # Empty packs make all parts equally long: each has the number ``num_packs``, and a vector of zeros.
-    packs_per_part = -(-num_packs // num_parts)
+    num_parts = num_windows * 2**num_halvings
+    # Empty packs, all numbered ``num_packs`` and without excess, make all parts equally long.
+    packs_per_part = math.ceil(num_packs / num_parts)
     num_empty = num_parts * packs_per_part - num_packs
-    order = np.append(order, np.full(num_empty, num_packs))
-    vectors = np.append(vectors, np.zeros((1, num_sources), np.float32), axis=0)
-    parts = _divide_into_windows(order, num_windows, vectors, seed, epoch)
-    for level in range(num_halvings):
-        parts = _halve_parts(parts, vectors, num_windows, RandomStream.MIX_COINS + 1 + level, seed, epoch)
-    order = _order_parts(parts.reshape(num_windows, -1, packs_per_part), vectors)
+    padded = np.append(similar_adjacent, np.full(num_empty, num_packs))
+    excess = np.append(excess, np.zeros((1, num_sources), np.float32), axis=0)
+    parts = _divide_into_windows(padded, num_windows, excess, seed, epoch)
+    for level in range(1, num_halvings + 1):
+        parts = _halve_parts(parts, excess, num_windows, RandomStream.MIX_COINS + level, seed, epoch)
+    order = _order_parts(parts.reshape(num_windows, -1, packs_per_part), excess)
     return order[order < num_packs]
 
 
-def _round_to_steps(vectors: Vectors) -> None:
-    """Round vectors (K, S), in place, to integers of limited size, whose sums are exact in any order."""
-    maxima = vectors.max(axis=0)
-    vectors *= _STEPS_PER_MEAN * np.minimum(1, _MAX_STEPS / np.maximum(maxima, 1))
-    np.rint(vectors, out=vectors)
+def _round_in_place(excess: Excess) -> None:
+    """Round ``excess``, (K, S), in place, to integers of limited size, whose sums are exact in any order."""
+    maxima = excess.max(axis=0)
+    excess *= _STEPS_PER_MEAN * np.minimum(1, _MAX_STEPS / np.maximum(maxima, 1))
+    np.rint(excess, out=excess)
 
 
-def _similarity_keys(vectors: Vectors) -> Int64Array:
-    """Return keys that sort similar packs next to each other, int64 (K,), from the excess of each source, (K, S).
+def _similarity_keys(excess: Excess) -> Int64Array:
+    """Return keys that sort similar packs next to each other, int64 (K,).
 
     The first digit is the main source of a pack, the second its excess relative to the largest of all packs.
     """
-    main_source = vectors.argmax(axis=1)
-    maxima = np.maximum(vectors.max(axis=0), 1e-9)
-    relative_excess = vectors[np.arange(len(vectors)), main_source] / maxima[main_source]
+    main_source = excess.argmax(axis=1)
+    maxima = np.maximum(excess.max(axis=0), 1e-9)
+    relative_excess = excess[np.arange(len(excess)), main_source] / maxima[main_source]
     levels = np.clip(relative_excess * (_AMOUNT_LEVELS - 1), 0, _AMOUNT_LEVELS - 1).astype(np.int64)
     return main_source * _AMOUNT_LEVELS + levels
 
 
-def _excess_vectors(packs: PackPlan, source_of: IntArray, amounts: IntArray) -> Vectors:
-    """Compute the amount of each source in each pack relative to its mean, minus 1, (K, S): 0 is even."""
+def _excess_of_sources(packs: PackPlan, source_of: IntArray, amounts: IntArray) -> Excess:
+    """Compute the excess of each source in each pack, (K, S)."""
     num_sources = int(source_of.max(initial=0)) + 1
-    vectors = np.empty((packs.num_packs, num_sources), np.float32)
+    excess = np.empty((packs.num_packs, num_sources), np.float32)
     for start in range(0, packs.num_packs, _SLICE):
         offsets = packs.offsets[start : start + _SLICE + 1]
         rows = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         members = slice(int(offsets[0]), int(offsets[-1]))
         cells = rows * num_sources + source_of[members]
         sums = np.bincount(cells, weights=amounts[members], minlength=(len(offsets) - 1) * num_sources)
-        vectors[start : start + _SLICE] = sums.reshape(-1, num_sources)
-    mean = vectors.mean(axis=0, dtype=np.float64)
-    vectors /= np.maximum(mean, 1e-9).astype(np.float32)
-    vectors -= 1
-    return vectors
+        excess[start : start + _SLICE] = sums.reshape(-1, num_sources)
+    mean = excess.mean(axis=0, dtype=np.float64)
+    excess /= np.maximum(mean, 1e-9).astype(np.float32)
+    excess -= 1
+    return excess
 
 
-def _halve_parts(
-    parts: Int64Array, vectors: Vectors, num_windows: int, stream: int, seed: int, epoch: int
-) -> Int64Array:
-    """Halve parts of packs, (P, n), in which similar packs are adjacent; return int64 (2 P, n / 2), in the same order.
+def _halve_parts(parts: Int64Array, excess: Excess, num_windows: int, stream: int, seed: int, epoch: int) -> Int64Array:
+    """Halve each of P parts, (P, n), of which all windows have equally many; return int64 (2 P, n / 2).
 
-    Of each adjacent pair one pack goes to each half, so that the sources of a window are even up to the middle of each
-    part. The parts of a window are consecutive; ``vectors``, (K + 1, S), are the excess of each source in each pack.
+    A part lists its packs, similar ones next to each other: of two adjacent packs, one goes to each half. It is chosen
+    so that the packs from the window's beginning to the middle of the part have little ``excess``, (K, S), of any
+    source. ``stream`` is that of the random numbers that choose between equals.
     """
     num_parts, num_packs = parts.shape
-    lead = _lead_at_middles(parts, vectors, num_windows)
-    breaks_ties = seeded_uniform(num_packs // 2 * num_parts, seed=seed, epoch=epoch, stream=stream) < 0.5
+    sums = _sums_up_to_middles(parts, excess, num_windows)
+    swaps_ties = seeded_uniform(num_packs // 2 * num_parts, seed=seed, epoch=epoch, stream=stream) < 0.5
     halves = np.empty((num_parts, 2, num_packs // 2), np.int64)
-    for pair, swaps_tie in enumerate(breaks_ties.reshape(-1, num_parts)):
+    for pair, swaps_tie in enumerate(swaps_ties.reshape(-1, num_parts)):
         # One pair of every part at once: packs (P,), and their difference (P, S).
         first, second = parts[:, 2 * pair], parts[:, 2 * pair + 1]
-        difference = vectors[first] - vectors[second]
-        is_swapped = _is_swapped(lead, difference, swaps_tie)
+        difference = excess[first] - excess[second]
+        is_swapped = _is_swapped(sums, difference, swaps_tie)
         halves[:, 0, pair] = np.where(is_swapped, second, first)
         halves[:, 1, pair] = np.where(is_swapped, first, second)
-        difference[is_swapped] *= -1
-        lead += difference
+        sums += np.where(is_swapped[:, None], -difference, difference)
     return halves.reshape(2 * num_parts, -1)
 
 
-def _lead_at_middles(parts: Int64Array, vectors: Vectors, num_windows: int) -> npt.NDArray[np.float64]:
+def _sums_up_to_middles(parts: Int64Array, excess: Excess, num_windows: int) -> npt.NDArray[np.float64]:
     """Return twice the excess of each source from a window's beginning to the middle of each part, (P, S).
 
-    It is what evenly halved parts would have; each pair of packs then adds or subtracts its difference.
+    The part counts half, as if it were halved evenly; each pair of its packs then adds or subtracts its difference.
     """
-    excess = vectors[parts].sum(axis=1, dtype=np.float64).reshape(num_windows, -1, vectors.shape[1])
-    excess -= np.rint(excess.mean(axis=1, keepdims=True))
+    sums = excess[parts].sum(axis=1, dtype=np.float64).reshape(num_windows, -1, excess.shape[1])
+    sums -= np.rint(sums.mean(axis=1, keepdims=True))
     # The excess up to the middle of a part is the mean of those up to its two ends.
-    up_to_end = excess.cumsum(axis=1)  # (windows, parts of a window, S)
-    lead = up_to_end.copy()
-    lead[:, 1:] += up_to_end[:, :-1]
-    return lead.reshape(len(parts), -1)
+    up_to_end = sums.cumsum(axis=1)  # (windows, parts of a window, S)
+    up_to_middle = up_to_end.copy()
+    up_to_middle[:, 1:] += up_to_end[:, :-1]
+    return up_to_middle.reshape(len(parts), -1)
 
 
 def _is_swapped(
-    lead: npt.NDArray[np.float64], difference: Vectors, swaps_tie: npt.NDArray[np.bool_] | bool
+    sums: npt.NDArray[np.float64], difference: Excess, swaps_tie: npt.NDArray[np.bool_] | bool
 ) -> npt.NDArray[np.bool_]:
-    """Choose the pairs of packs to swap, bool (n,): those whose ``difference``, (n, S), would make ``lead`` larger.
+    """Choose the pairs of packs to swap, bool (n,): those whose ``difference``, (n, S), would make ``sums`` larger.
 
-    Swapped pairs subtract their difference from the lead, others add it; ``swaps_tie`` decides where both are equal.
+    Swapped pairs subtract their difference from the sums, others add it; ``swaps_tie`` decides where both are equal.
     """
-    gain = np.einsum("ps,ps->p", lead, difference)
+    gain = np.einsum("ps,ps->p", sums, difference)
     return (gain > 0) | ((gain == 0) & swaps_tie)
 
 
-def _order_parts(parts: Int64Array, vectors: Vectors) -> Int64Array:
-    """Order the packs of parts, int64 (windows, parts, packs of a part), part after part; return int64 (n,).
+def _order_parts(parts: Int64Array, excess: Excess) -> Int64Array:
+    """Order the packs of each part, int64 (windows, parts, packs of a part); return all packs in order, int64 (n,).
 
-    The next pack of a part is the one that makes the sums of all sources in the window most even. All windows are
-    ordered at once. ``vectors`` are as for ``_halve_parts``.
+    The next pack of a part is the one that makes the sums of ``excess``, (K, S), in its window most even. All windows
+    are ordered at once.
     """
     num_windows, num_parts, num_packs = parts.shape
     windows = np.arange(num_windows)
     order = np.empty((num_windows, num_parts * num_packs), np.int64)
-    lead = np.zeros((num_windows, vectors.shape[1]))  # excess of each source in the ordered packs of a window
-    mean = np.rint(vectors[parts].sum(axis=(1, 2), dtype=np.float64) / (num_parts * num_packs))
+    sums = np.zeros((num_windows, excess.shape[1]))  # of the packs of a window that are in order
+    window_mean = np.rint(excess[parts].sum(axis=(1, 2), dtype=np.float64) / (num_parts * num_packs))
     for part in range(num_parts):
-        excess = vectors[parts[:, part]] - mean[:, None]  # (windows, packs, S)
-        squares = np.einsum("wps,wps->wp", excess, excess)
+        candidates = excess[parts[:, part]] - window_mean[:, None]  # (windows, packs, S)
+        squares = np.einsum("wps,wps->wp", candidates, candidates)
         for position in range(part * num_packs, (part + 1) * num_packs):
-            # The best pack has the least |lead + excess|^2; the constant |lead|^2 is left out.
-            distances = squares + 2 * np.einsum("wps,ws->wp", excess, lead)
+            # The best pack has the least |sums + candidate|^2; |sums|^2, which all have in common, is left out.
+            distances = squares + 2 * np.einsum("wps,ws->wp", candidates, sums)
             best = distances.argmin(axis=1)
             order[:, position] = parts[windows, part, best]
-            lead += excess[windows, best]
+            sums += candidates[windows, best]
             squares[windows, best] = np.inf  # never take the pack again
     return order.reshape(-1)
 
 
-def _divide_into_windows(order: Int64Array, num_windows: int, vectors: Vectors, seed: int, epoch: int) -> Int64Array:
+def _divide_into_windows(order: Int64Array, num_windows: int, excess: Excess, seed: int, epoch: int) -> Int64Array:
     """Divide packs (n,), in which similar ones are adjacent, into windows; return int64 (windows, n / windows).
 
-    In each round every window gets one pack: random pairs of windows get adjacent pairs of packs, assigned so that the
-    sums of sources become more even. ``vectors`` are as for ``_halve_parts``.
+    In each round every window gets one pack. Two adjacent packs go to two random windows; which of them goes to which
+    is chosen so that the windows have about equal sums of ``excess``, (K, S).
     """
     rounds = order.reshape(-1, num_windows)
     if num_windows == 1:
         return rounds.T.copy()
     window_orders = _draw_window_orders(len(rounds), num_windows, seed, epoch)
-    breaks_ties = seeded_uniform(len(rounds), seed=seed, epoch=epoch, stream=RandomStream.MIX_COINS) < 0.5
+    swaps_ties = seeded_uniform(len(rounds), seed=seed, epoch=epoch, stream=RandomStream.MIX_COINS) < 0.5
     num_pairs = num_windows // 2
     num_paired = 2 * num_pairs  # of an odd number of windows, one gets the last pack of the round
-    sums = np.zeros((num_windows, vectors.shape[1]))
+    sums = np.zeros((num_windows, excess.shape[1]))
     windows = np.empty((num_windows, len(rounds)), np.int64)
     for number, (packs, window_order) in enumerate(zip(rounds, window_orders, strict=True)):
         # Pairs of windows, and the two packs that each pair gets, (pairs,) each.
@@ -320,12 +326,12 @@ def _divide_into_windows(order: Int64Array, num_windows: int, vectors: Vectors, 
         right = window_order[num_pairs:num_paired]
         first = packs[:num_paired:2]
         second = packs[1:num_paired:2]
-        difference = vectors[first] - vectors[second]
-        is_swapped = _is_swapped(sums[left] - sums[right], difference, bool(breaks_ties[number]))
+        difference = excess[first] - excess[second]
+        is_swapped = _is_swapped(sums[left] - sums[right], difference, bool(swaps_ties[number]))
         windows[left, number] = np.where(is_swapped, second, first)
         windows[right, number] = np.where(is_swapped, first, second)
         windows[window_order[num_paired:], number] = packs[num_paired:]
-        sums += vectors[windows[:, number]]
+        sums += excess[windows[:, number]]
     return windows
 
 
