@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
+from functools import cache, cached_property, partial
 
 import numpy as np
 
 from packtool.errors import DataError
-from packtool.planning.cost import CostModel
 from packtool.planning.dynamic import assign_by_tokens, assign_samples
 from packtool.planning.mixture import Mixture
 from packtool.planning.mixture_packing import order_mixture_packs, pack_mixture
@@ -131,7 +130,7 @@ def plan_epoch(
             samples of ``trees``; None for all samples.
     """
     assert len(lengths) == len(target_tokens)
-    kept = _kept_samples(lengths, options.max_length, untrained)
+    kept = _kept_samples(lengths, options.max_length, untrained)  # an error if none is left
     if trees is not None:
         assert options.packing, "padded rows share nothing"
         capacity = options.packing_length
@@ -171,9 +170,10 @@ def plan_mixture(
     media_tokens: IntArray | None = None,
     towers: TowerWork | None = None,
 ) -> EpochPlan:
-    """Plan an epoch of a mixture: pack slots of maximum lengths, and fill each slot with a sample drawn for the epoch.
+    """Plan an epoch of a mixture: pack slots, and fill each slot with a sample drawn for the epoch.
 
-    ``media_tokens`` and ``towers``, (N,), are of all samples of the caches.
+    A slot has the length of the longest sample that may fill it. ``media_tokens`` and ``towers``, (N,), are of all
+    samples of the caches.
     """
     keeps_order = options.packing and options.packing_algorithm == "sequential"
     spreads_sources = options.shuffle and not keeps_order
@@ -215,40 +215,44 @@ def assign_packs(
     trees: PrefixTrees | None = None,
     keeps_steps: bool = False,
 ) -> EpochPlan:
-    """Assign existing packs to steps and ranks, and compute the figures; arguments as for ``plan_epoch``, (N,).
+    """Assign existing packs to steps and ranks, and compute the figures of the plan.
 
-    With ``keeps_steps``, steps take the packs in their order, also the parts of trees in several packs.
+    With ``samples_per_step``, steps take samples in the order of ``packs``, and the samples of each step are packed
+    anew. So a resumed epoch gives its steps the same samples as an uninterrupted one.
 
-    With ``samples_per_step``, ``packs`` only give the order in which steps take samples, and the samples of each step
-    are packed anew. So a resumed epoch gives its steps the same samples as an uninterrupted one.
+    Arguments are as for ``plan_epoch``, and ``keeps_steps``: steps take the packs in their order, even if that trains
+    the parts of a tree in other steps than the options ask for.
     """
     has_fixed_samples = options.samples_per_step is not None
     # Units are what is assigned to ranks: packs, or samples as packs of one.
     units = split_into_samples(packs) if has_fixed_samples or options.skrull is not None else packs
-    costs = _PackCosts(options.cost, target_tokens, towers)
-    unit_costs = costs.of(units)
+    costs_of: Callable[[PackPlan], Costs] | None = None
+    if options.cost is not None:
+        costs_of = cache(partial(pack_costs, cost=options.cost, target_tokens=target_tokens, towers=towers))
+    unit_costs = None if costs_of is None else costs_of(units)
     tree_parts = None if keeps_steps else TreeParts.of(packs, trees)
     trained_packs, assignment = _assign_units(packs, units, unit_costs, options, media_tokens, tree_parts)
     placement = assignment.placement
     steps = StepPlan.of(trained_packs, target_tokens, assignment, options.world_size)
-    fill = _fill_of(trained_packs, steps, options)
     balance = skrull = None
-    if unit_costs is not None:
-        trained_costs = unit_costs if trained_packs is units else costs.of(trained_packs)
-        assert trained_costs is not None, "there are costs of units"
-        planned = imbalance(steps.rank_costs(trained_costs))
-        in_turn = _imbalance_in_turn(packs, unit_costs, costs, options, tree_parts)
-        steps_before = planned if in_turn is None else in_turn
-        balance = BalanceFigures(steps_before, planned, float(unit_costs.sum()))
-        if placement is not None and options.skrull is not None:
-            work = None if towers is None else towers.select(units.samples)
-            skrull = SkrullFigures.of(units, steps, placement, options.skrull, unit_costs, work)
-            fill = packs.num_tokens / max(skrull.num_tokens, 1)
-    counted = trained_packs if placement is None else packs  # Skrull's trained packs are single samples
-    num_cached = len(target_tokens)
-    summary = summarize(counted, steps, options, num_cached=num_cached, fill=fill, balance=balance, skrull=skrull)
-    lasting = units if has_fixed_samples else packs
-    return EpochPlan(trained_packs, steps, summary, lasting, placement)
+    if costs_of is not None:
+        balance = _balance_figures(packs, units, trained_packs, steps, target_tokens, costs_of, options, tree_parts)
+    if options.skrull is not None and placement is not None and unit_costs is not None:
+        work = None if towers is None else towers.select(units.samples)
+        skrull = SkrullFigures.of(units, steps, placement, options.skrull, unit_costs, work)
+        fill = packs.num_tokens / max(skrull.num_tokens, 1)
+    else:
+        fill = _fill_of(trained_packs, steps, options)
+    summary = summarize(
+        trained_packs if placement is None else packs,  # Skrull's trained packs are single samples
+        steps,
+        options,
+        num_cached=len(target_tokens),
+        fill=fill,
+        balance=balance,
+        skrull=skrull,
+    )
+    return EpochPlan(trained_packs, steps, summary, lasting=units if has_fixed_samples else packs, placement=placement)
 
 
 def _fill_of(packs: PackPlan, steps: StepPlan, options: PlanOptions) -> float:
@@ -260,35 +264,28 @@ def _fill_of(packs: PackPlan, steps: StepPlan, options: PlanOptions) -> float:
     return 1.0  # dynamic batches have no padding
 
 
-class _PackCosts(NamedTuple):
-    """Inputs of the costs of packs, apart from the packs; ``model`` is None if no costs are to be computed."""
-
-    model: CostModel | None
-    target_tokens: IntArray
-    towers: TowerWork | None
-
-    def of(self, packs: PackPlan) -> Costs | None:
-        """Return the cost of each pack, (K,)."""
-        return None if self.model is None else pack_costs(packs, self.model, self.target_tokens, self.towers)
-
-
-def _imbalance_in_turn(
-    packs: PackPlan, unit_costs: Costs, costs: _PackCosts, options: PlanOptions, tree_parts: TreeParts | None
-) -> Costs | None:
-    """Return the imbalance of each step if packs, or samples, were assigned to the ranks in turn; None if they are.
-
-    ``unit_costs`` are of the packs or, with fixed samples or Skrull, of their samples.
-    """
-    if options.samples_per_step is not None:
-        return imbalance(_round_robin_rank_costs(unit_costs, options.samples_per_step, options.world_size))
+def _balance_figures(
+    packs: PackPlan,
+    units: PackPlan,
+    trained_packs: PackPlan,
+    steps: StepPlan,
+    target_tokens: IntArray,
+    costs_of: Callable[[PackPlan], Costs],
+    options: PlanOptions,
+    tree_parts: TreeParts | None,
+) -> BalanceFigures:
+    """Compare the planned ``steps`` of ``trained_packs`` with packs, or samples, that are assigned to ranks in turn."""
+    planned = imbalance(steps.rank_costs(costs_of(trained_packs)))
     is_balanced = options.balance != "none" and options.dynamic_batch_tokens is None
-    if options.skrull is None and not is_balanced:
-        return None
-    costs_of_packs = unit_costs if options.skrull is None else costs.of(packs)
-    assert costs_of_packs is not None, "there are costs of units"
-    in_turn = assign_balanced(packs, None, replace(options, balance="none"), tree_parts)
-    steps = StepPlan.of(packs, costs.target_tokens, in_turn, options.world_size)
-    return imbalance(steps.rank_costs(costs_of_packs))
+    if options.samples_per_step is not None:
+        in_turn = imbalance(_round_robin_rank_costs(costs_of(units), options.samples_per_step, options.world_size))
+    elif options.skrull is not None or is_balanced:
+        assignment = assign_balanced(packs, None, replace(options, balance="none"), tree_parts)
+        steps_in_turn = StepPlan.of(packs, target_tokens, assignment, options.world_size)
+        in_turn = imbalance(steps_in_turn.rank_costs(costs_of(packs)))
+    else:
+        in_turn = planned  # the plan assigns them in turn
+    return BalanceFigures(in_turn, planned, float(costs_of(units).sum()))
 
 
 def _assign_units(
@@ -301,10 +298,12 @@ def _assign_units(
 ) -> tuple[PackPlan, StepAssignment]:
     """Assign units to steps and ranks; return the packs that are trained, and their assignment.
 
-    Units are ``packs``, or their samples as packs of one; ``costs``, (U,), are of units.
+    Units are ``packs``, or their samples as packs of one; ``costs``, (U,), are of units. With ``samples_per_step``, the
+    samples of a micro-batch are trained as one pack.
     """
     if options.samples_per_step is not None:
-        return _join_micro_batches(units, assign_samples(units, costs, options, media_tokens))
+        assignment = assign_samples(units, costs, options, media_tokens)
+        return _join_micro_batches(units, assignment)
     if options.skrull is not None:
         assert costs is not None, "Skrull needs the costs of samples"
         return units, assign_skrull(packs, costs, options)
