@@ -85,6 +85,9 @@ class RowOptions(AccessOptions):
         (), "Rename columns of your data, as in query=title response=body, or as JSON."
     )
     system: str | None = row_option(None, "Add this system prompt to conversations without one.")
+    prompt_format: str | None = row_option(
+        None, "Write questions without messages as alpaca, as plain text, or as text with {instruction}."
+    )
     media_root: str | None = row_option(
         None, "Look up relative media paths in this folder first, then in the data file's folder.", env="ROOT_IMAGE_DIR"
     )

@@ -51,6 +51,7 @@ class ExportKeywords(TypedDict, total=False):
     dataset_info: Text | None
     columns: Texts | None
     system: Text | None
+    prompt_format: Text | None
     media_root: Text | None
     max_media_failures: int | None
     per_dataset_loss_scale: bool | None

@@ -223,7 +223,7 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
     ``config.output_dir``, caches and training runs.
 
     Raises:
-        ConfigError: ``--dataset-info`` or ``--columns`` is invalid.
+        ConfigError: ``--dataset-info``, ``--columns`` or ``--prompt-format`` is invalid.
         DataError: an argument does not exist, or has no files of rows.
         StorageError: a store cannot be read.
     """
@@ -242,13 +242,24 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
 
 
 def _common_spec(config: ExportConfig) -> SourceSpec:
-    """Return the settings of all sources; their paths, names, splits and groups are still missing."""
+    """Return the settings of all sources; their paths, names, splits and groups are still missing.
+
+    Raises:
+        ConfigError: ``--columns`` or ``--prompt-format`` is invalid.
+    """
+    prompt_format = {"prompt_format": config.prompt_format}
+    for problem in _prompt_format_problems(prompt_format):
+        raise ConfigError(
+            f"--prompt-format{problem.removeprefix(': prompt_format')}",
+            "Correct the option, or remove it to use the chat template.",
+        )
     return SourceSpec(
         path="",
         columns=_columns(config.columns),
         formatting=TOKENS if config.TAKES_TOKENS else None,
         media_root=config.media_root,
         system=config.system or None,
+        prompt_format=_prompt_format(prompt_format),
         media_access=config.media_access,
         max_media_bytes=config.max_media_bytes,
         max_media_failures=config.max_media_failures,
@@ -328,7 +339,7 @@ def _fields_of_entry(entry: Mapping[str, Any], common: SourceSpec) -> dict[str, 
         "formatting": formatting or common.formatting,
         "loss_scale": entry.get("loss_scale"),
         "system": entry.get("system") or common.system,
-        "prompt_format": _prompt_format(entry),
+        "prompt_format": _prompt_format(entry) or common.prompt_format,
     }
 
 

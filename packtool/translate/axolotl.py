@@ -183,9 +183,21 @@ def _axolotl_datasets(translation: Translation, name: str, value: Any) -> None:
         paths += _axolotl_paths(translation, name, entry)
     if paths:
         translation.set("val_dataset" if name == "test_datasets" else "dataset", paths, name)
+    _axolotl_prompt_format(translation, name, entries)
     pairs = _axolotl_columns(entries)
     if pairs:
         translation.set("columns", pairs, f"{name}, field_*")
+
+
+def _axolotl_prompt_format(translation: Translation, name: str, entries: Iterable[Mapping[str, Any]]) -> None:
+    """Translate types such as ``alpaca`` and ``alpaca:chat``, each a text in which axolotl writes the question."""
+    types = {entry["type"] for entry in entries if entry.get("type") in _PROMPT_FORMATS}
+    formats = sorted(types | {translation.values.get("prompt_format")} - {None})
+    if types and len(formats) == 1:
+        translation.set("prompt_format", formats[0], f"{name}, type")
+    elif types:
+        reason = "one run has one prompt format; set prompt_format of each dataset in a --dataset-info file"
+        translation.refuse(f"{name}, type: {', '.join(formats)}", reason)
 
 
 def _are_dataset_entries(value: Any) -> bool:
@@ -219,8 +231,10 @@ def _axolotl_rows(translation: Translation, name: str, entry: Mapping[str, Any])
     first_word = re.split("[:.]", row_type)[0] if isinstance(row_type, str) else ""
     if first_word not in _TYPES:
         translation.refuse(f"{name}, type: {row_type}", f"known are {', '.join(_TYPES)}; convert the rows to messages")
-    elif _TYPES[first_word]:
-        translation.omit(f"{name}, type: {row_type}", _TYPES[first_word])
+    elif first_word == "alpaca" and row_type not in _PROMPT_FORMATS:
+        translation.omit(
+            f"{name}, type: {row_type}", "rendered by the model's own chat template, not by axolotl's prompt"
+        )
     if _message_keys(entry) not in _MESSAGE_KEYS:
         translation.refuse(f"{name}, message_property_mappings", "name these keys in a --dataset-info file (tags)")
     trained_roles = split_list(entry.get("roles_to_train") or ["assistant"])
@@ -240,9 +254,9 @@ def _message_keys(entry: Mapping[str, Any]) -> tuple[Any, Any]:
     return entry.get("message_field_role", "role"), entry.get("message_field_content", "content")
 
 
-# First words of types, with a remark for the report.
-_TYPES = dict.fromkeys(("chat_template", "sharegpt", "alpaca", "completion", "pretrain", "input_output"), "")
-_TYPES["alpaca"] = "rendered by the model's own chat template, not by axolotl's prompt"
+# First words of types.
+_PROMPT_FORMATS = ("alpaca", "alpaca:chat", "alpaca:chatml", "alpaca:phi")
+_TYPES = ("chat_template", "sharegpt", "alpaca", "completion", "pretrain", "input_output")
 _SLICE = re.compile(r"(\w*)(?:\[:(\d+%?)\])?")
 
 

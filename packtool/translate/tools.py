@@ -406,12 +406,16 @@ def _trl(translation: Translation, values: dict[str, Any], environ: Mapping[str,
 
 
 def _trl_dataset(translation: Translation, train_rows: list[str], test_rows: list[str]) -> None:
-    """Set the rows of ``dataset_name``, and train only completions if the rows have a prompt and a completion."""
+    """Set the rows of ``dataset_name``; if they have prompts and completions, also the loss and the prompt's format."""
     translation.set("dataset", train_rows, "dataset_name")
     if test_rows:
         translation.set("val_dataset", test_rows, "dataset_name and dataset_test_split")
-    if "loss_scale" not in translation.values and _has_completions(train_rows[0]):
+    head = _head_of_json(train_rows[0])
+    has_completions = '"prompt"' in head and '"completion"' in head
+    if has_completions and "loss_scale" not in translation.values:
         translation.set("loss_scale", "default", "dataset_name: only completions are trained")
+    if has_completions and re.search(r'"prompt"\s*:\s*"', head):
+        translation.set("prompt_format", "plain", "dataset_name: prompts are text, not messages")
 
 
 def _trl_mixture(translation: Translation, datasets: Any) -> None:
@@ -438,13 +442,12 @@ def _trl_rows(name: str, subset: str, split: str) -> list[str]:
     return [f"{name}:{subset}:{split}".removesuffix("::train")]
 
 
-def _has_completions(path: str) -> bool:
-    """Return whether the head of a JSON file shows rows with a prompt and a completion."""
+def _head_of_json(path: str) -> str:
+    """Return the first rows of a local JSON file as text; "" for anything else."""
     if not path.endswith((".json", ".jsonl")) or not os.path.exists(path):
-        return False
+        return ""
     with open(path, encoding="utf-8", errors="replace") as file:
-        head = file.read(1 << 16)
-    return '"prompt"' in head and '"completion"' in head
+        return file.read(1 << 16)
 
 
 def _deepspeed(translation: Translation, values: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from packtool.config.data import ExportConfig
 from packtool.errors import ConfigError, DataError, PacktoolError
 from packtool.rows.forms import to_sample
+from packtool.rows.forms.segments import prompt_format_name
 from packtool.rows.read import scan, scan_sources
 from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
@@ -327,6 +328,30 @@ def test_columns(tmp_path: Path, columns: tuple[str, ...]) -> None:
     sample = to_sample(row, result.source, 0)
     assert [turn.content for turn in sample.turns] == ["s", "q", "a"]
     assert set(json.loads(spec.settings)) == {"columns", "system", "media_root"}
+
+
+@pytest.mark.parametrize("value", ["alpaca:chat", "plain", "Q: {instruction}\nA: "])
+def test_prompt_format(tmp_path: Path, value: str) -> None:
+    """The option applies to all sources, except those whose entry in ``--dataset-info`` has its own format."""
+    (tmp_path / "rows.jsonl").write_text('{"query": "q", "response": "a"}\n')
+    (tmp_path / "dataset_info.json").write_text(
+        '{"own": {"file_name": "rows.jsonl", "prompt_format": "{instruction}!"}, "other": {"file_name": "rows.jsonl"}}'
+    )
+    named = {"dataset_info": str(tmp_path), "prompt_format": value}
+    spec, own, other = (specs_of(name, **named)[0] for name in (tmp_path / "rows.jsonl", "own", "other"))
+    assert prompt_format_name(spec.prompt_format) == value
+    assert other.prompt_format == spec.prompt_format
+    assert own.prompt_format == ("{instruction}!",)
+    result = scan(spec)
+    ((_, row),) = rows_of(result)
+    question, answer = to_sample(row, result.source, 0).turns
+    assert (question.content, answer.content) == (spec.prompt_format[-1].replace("{instruction}", "q"), "a")
+
+
+@pytest.mark.parametrize("value", ["alpaka", "{input}"])
+def test_invalid_prompt_format_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"--prompt-format '.*' must contain {instruction} or be one of alpaca"):
+        specs_of(tmp_path, prompt_format=value)
 
 
 @pytest.mark.parametrize("columns", ["query", "=x", "{'a': 1}", "{query"])

@@ -13,6 +13,8 @@ import pytest
 from packtool.config.data import ExportConfig
 from packtool.config.settings import parse_yaml, resolve
 from packtool.config.train import TrainConfig
+from packtool.rows.forms.segments import PROMPT_FORMATS
+from packtool.translate import axolotl
 from packtool.translate.names import _FIELDS, Translation, _convert, _table, as_text
 from packtool.translate.read import TOOLS, ForeignConfig
 from packtool.translate.tools import translate
@@ -347,6 +349,21 @@ AXOLOTL: dict[str, Any] = {
 CHAT = {"path": "a.jsonl", "type": "chat_template", "field_messages": "conversations"}
 
 
+def test_prompts_of_axolotl_types() -> None:
+    def of_types(*types: str, **keys: Any) -> Translation:
+        entries = [{"path": f"{number}.jsonl", "type": row_type} for number, row_type in enumerate(types)]
+        return translated("axolotl", {"base_model": "m", "datasets": entries, **keys})
+
+    assert of_types("alpaca:chat", "alpaca:chat").values["prompt_format"] == "alpaca:chat"
+    assert "prompt_format" not in of_types("chat_template").values
+    assert "one run has one prompt format" in str(of_types("alpaca", "alpaca:phi").problems)
+    other = [{"path": "v.jsonl", "type": "alpaca:phi"}]
+    assert "one run has one prompt format" in str(of_types("alpaca", test_datasets=other).problems)
+    assert {*axolotl._PROMPT_FORMATS, "plain"} == set(PROMPT_FORMATS)
+    unknown = of_types("alpaca.load_no_prompt")
+    assert "not by axolotl's prompt" in str(unknown.omitted)
+
+
 def test_axolotl() -> None:
     mapping = {"role": "from", "content": "value"}
     datasets = [
@@ -357,6 +374,7 @@ def test_axolotl() -> None:
     assert translation.problems == []
     values = translation.values
     assert values["dataset"] == ["a.jsonl", "u/alpaca::train#first20%"]
+    assert values["prompt_format"] == "alpaca"
     assert (values["train_type"], values["quant_bits"], values["target_modules"]) == ("lora", 4, ["all-linear"])
     assert (values["gradient_accumulation_steps"], values["per_device_train_batch_size"]) == (4, 2)
     assert (values["eval_steps"], values["save_steps"]) == (0.125, 0.5)
@@ -603,6 +621,10 @@ def test_trl(tmp_path: Path) -> None:
     completions = translated("TRL", {**values, "dataset_name": str(file)})
     assert completions.values["loss_scale"] == "default"
     assert completions.values["dataset"] == [str(file)]
+    assert completions.values["prompt_format"] == "plain"
+    file.write_text('{"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant"}]}\n')
+    messages = translated("TRL", {**values, "dataset_name": str(file)})
+    assert "prompt_format" not in messages.values
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ Both become *segments*, texts that are tokenized one by one. Assistant turns are
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,12 @@ PROMPT_FORMATS: Mapping[str, tuple[str, str]] = {
 _NAMES = re.compile(r"\{(instruction|input|system)\}")
 # Whatever may be a control token: texts that are none in the vocabulary stay text.
 _CONTROL = re.compile(r"<[^<>\s]+>|\[/?\w+\]")
+
+
+def prompt_format_name(formats: Sequence[str]) -> str:
+    """Return the value of ``--prompt-format`` for formats of questions with and without an input: a name, or a text."""
+    names = [name for name, known in PROMPT_FORMATS.items() if known == tuple(formats)]
+    return names[0] if names else formats[0]
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from packtool.errors import ConfigError, MismatchError
 from packtool.planning.epoch import EpochPlan
 from packtool.planning.mixture import Mixture, SourceCounts, by_name, counts_of_steps
 from packtool.planning.pack_plan import PackPlan
+from packtool.rows.forms.segments import prompt_format_name
 
 
 def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
@@ -400,6 +401,8 @@ def _reading_words(settings: Mapping[str, Any]) -> list[str]:
     words = []
     if settings.get("columns"):
         words += ["--columns", *(f"{name}={column}" for name, column in settings["columns"])]
+    if settings.get("prompt_format"):
+        words += ["--prompt-format", prompt_format_name(settings["prompt_format"])]
     root = settings.get("media_root")
     if root:
         # A relative path may not exist from here; the user must correct it then.

@@ -123,12 +123,15 @@ def test_the_suggested_command_works_from_any_folder(
 ) -> None:
     (tmp_path / "rows.txt").write_text("a text to learn\n")
     monkeypatch.chdir(tmp_path)
-    config = ExportConfig(model=tiny.model, max_length=64, output_dir="cache", dataset=("rows.txt",))
+    config = ExportConfig(
+        model=tiny.model, max_length=64, output_dir="cache", dataset=("rows.txt",), prompt_format="alpaca:chat"
+    )
     export(config, SilentProgress())
     assert export(config, SilentProgress()).already_finished
     monkeypatch.chdir("/")
     words = shlex.split(export_command(str(tmp_path / "cache"), Manifest.read(str(tmp_path / "cache"))))
     assert words[words.index("--dataset") + 1] == str(tmp_path / "rows.txt")
+    assert words[words.index("--prompt-format") + 1] == "alpaca:chat"
 
 
 def test_other_arguments_of_the_template_are_refused(tiny: TinyWorld, tmp_path: Path) -> None:
