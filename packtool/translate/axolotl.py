@@ -191,8 +191,9 @@ def _axolotl_datasets(translation: Translation, name: str, value: Any) -> None:
 
 def _axolotl_prompt_format(translation: Translation, name: str, entries: Iterable[Mapping[str, Any]]) -> None:
     """Translate types such as ``alpaca`` and ``alpaca:chat``, each a text in which axolotl writes the question."""
-    types = {entry["type"] for entry in entries if entry.get("type") in _PROMPT_FORMATS}
-    formats = sorted(types | {translation.values.get("prompt_format")} - {None})
+    types = {str(entry["type"]) for entry in entries if entry.get("type") in _PROMPT_FORMATS}
+    earlier = translation.values.get("prompt_format")  # of another list of data sets
+    formats = sorted(types | {str(earlier)}) if earlier else sorted(types)
     if types and len(formats) == 1:
         translation.set("prompt_format", formats[0], f"{name}, type")
     elif types:
