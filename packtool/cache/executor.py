@@ -63,11 +63,8 @@ class Executor(WorkerPool[tuple[Task, TaskSettings], TaskResult]):
     ) -> Iterator[TaskResult]:
         """Run tasks and yield their results as they finish, in any order.
 
-        Args:
-            encoder: returns the encoder of this process, for tasks that run here.
-
-        Raises:
-            PacktoolError: if a worker died. An error of a task passes through and stops the other tasks.
+        ``encoder`` returns the encoder of this process, for tasks that run here. PacktoolError if a worker died; an
+        error of a task passes through and stops the other tasks.
         """
         if self.num_proc == 1 or len(tasks) <= 1:
             for task in tasks:

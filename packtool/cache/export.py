@@ -108,7 +108,7 @@ def _scan_with_progress(
         executor.expect(scanned.num_rows)
         num_scanned += 1
         if num_scanned % _PROGRESS_SOURCES == 0:
-            progress.advance(_PROGRESS_SOURCES)
+            progress.advance(_PROGRESS_SOURCES)  # not for each of many thousand files
 
     progress.start("scan files", len(specs))
     sources = scan_sources(specs, seed, advance)
@@ -127,7 +127,7 @@ def _source_info(scanned: ScannedSource) -> SourceInfo:
 
 def _have_responses(tasks: Sequence[Task]) -> bool:
     """Return whether a source of the tasks has a column with several responses to a prompt."""
-    sources = [source for task in tasks for source, _ in task.stretches]
+    sources = [source for task in tasks for source, _ in task.row_blocks]
     return any("responses" in dict(source.columns) for source in sources)
 
 
@@ -147,7 +147,7 @@ class _Export:
         self.encoder = cache(partial(Encoder, config.encode_spec, self.files, self.media))
 
     def run(self, enable_gc: Callable[[], None]) -> ExportSummary:
-        """Run the export unless its cache is finished; ``enable_gc`` enables garbage collection, after the scan."""
+        """Run the export unless its cache is finished; ``enable_gc`` is called after the scan."""
         directory = self.directory
         if directory is None:  # --dry-run
             self._prepare(enable_gc)
@@ -198,7 +198,7 @@ class _Export:
         config = self.config
         scanned_sources = _scan(self.specs, config.seed, self.progress, self.executor)
         self.sources = tuple(_source_info(scanned) for scanned in scanned_sources)
-        for note in (*unread_splits(config), *prepared_notes(scanned_sources, config.TAKES_TOKENS)):
+        for note in (*unread_splits(config), *prepared_notes(scanned_sources, takes_tokens=config.TAKES_TOKENS)):
             self.progress.note(note)
         check_template(config.model, self.files, ((scanned.source, scanned.blocks) for scanned in scanned_sources))
         self.tasks = make_tasks(scanned_sources, config)
@@ -329,8 +329,8 @@ class _Export:
     def _recreate(self, directory: str, lock: DirectoryLock, manifest: Manifest, damaged: Sequence[str]) -> None:
         """Recreate the damaged files of a cache; raise a MismatchError if a recreated file differs from the original.
 
-        Shards are written by the tasks that wrote them before, because the same rows, settings and model give the same
-        bytes. Index and prefixes are then rebuilt from the intact shards. The manifest has the checksums of all files.
+        Tasks with a damaged shard run again: the same rows, settings and model give the same bytes. Index and prefixes
+        are then rebuilt from the shards. ``manifest`` has the checksums of the original files.
 
         Args:
             damaged: paths below the directory, such as ``train/index.arrow``.
@@ -473,8 +473,9 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
 def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, encoder: Encoder) -> None:
     """Write ``prefixes.arrow`` again from the shards of a split; raise a MismatchError if it cannot be the original."""
     path = storage.join(directory, split, PREFIXES_NAME)
-    # The format is unknown, so all are tried until one gives the checksum of the original: older caches hash the
-    # addresses of media instead of their contents, or have fewer fields for each prefix.
+    original_sha256 = manifest.splits[split].prefixes_sha256
+    # Older caches hash the addresses of media instead of their contents, or have fewer fields for each prefix
+    # (``OLD_PREFIX``). All formats are tried until one gives the original file.
     for medium_key in (by_content, by_address):
         batches = []
         for samples in _samples_of_shards(directory, manifest, split):
@@ -483,7 +484,7 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, encoder: E
                 batches.append(prefix_batch(*prefixes))
         for prefix_type in (PREFIX, OLD_PREFIX):
             data = _prefix_file(batches, prefix_type)
-            if hashlib.sha256(data).hexdigest() == manifest.splits[split].prefixes_sha256:
+            if hashlib.sha256(data).hexdigest() == original_sha256:
                 storage.publish(path, data)
                 return
     raise MismatchError(

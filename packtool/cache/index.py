@@ -164,9 +164,8 @@ def read_prefixes(path: str, sha256: str | None, lengths: IntArray, copy: str | 
         split = SplitPrefixes.joined([_prefixes_of_batch(batch) for batch in table.to_batches()])
     problem = _prefixes_problem(split, lengths)
     if problem:
-        raise MismatchError(
-            f"{path} does not belong to the index of this cache: {problem}", "Copy the cache again, or export it again."
-        )
+        message = f"{path} does not belong to the index of this cache: {problem}"
+        raise MismatchError(message, "Copy the cache again, or export it again.")
     return split
 
 

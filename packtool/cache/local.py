@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from io import BufferedReader
-from typing import BinaryIO, TypeVar, cast
+from typing import BinaryIO, NamedTuple, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -78,23 +78,23 @@ def check_file(path: str, sha256: str, records: str, since: float | None = None)
     record_name = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:24] + _SUFFIX
     record_path = os.path.join(records, record_name)
     with suppress(OSError), open(record_path, "rb") as record:
-        block_sums = _recorded_sums(record, path, sha256, since)
+        block_sums = _read_record(record, path, sha256, since)
         if block_sums is not None:
             return block_sums
     try:
         os.makedirs(records, exist_ok=True)
         with locked(record_path) as record:
             # Another process may have written the record while this one waited for the lock.
-            block_sums = _recorded_sums(record, path, sha256, since)
+            block_sums = _read_record(record, path, sha256, since)
             if block_sums is None:
-                block_sums = _record_sums(record, path, sha256)
+                block_sums = _write_record(record, path, sha256)
             return block_sums
     except OSError:  # the record cannot be written
         return _verified_sums(path, sha256)
 
 
-def _record_sums(record: BinaryIO, path: str, sha256: str) -> bytes:
-    """Verify a file and replace the content of its record; return the block checksums."""
+def _write_record(record: BinaryIO, path: str, sha256: str) -> bytes:
+    """Verify a file, and write its new record; return the block checksums."""
     state = _state(path)  # before the file is read, so that a change during the reading is noticed
     block_sums = _verified_sums(path, sha256)
     header = [*state, sha256, zlib.crc32(block_sums), time.time()]
@@ -104,7 +104,7 @@ def _record_sums(record: BinaryIO, path: str, sha256: str) -> bytes:
     return block_sums
 
 
-def _recorded_sums(record: BinaryIO, path: str, sha256: str, since: float | None) -> bytes | None:
+def _read_record(record: BinaryIO, path: str, sha256: str, since: float | None) -> bytes | None:
     """Return the block checksums in a record; None if it is older than ``since`` or the file has changed."""
     record.seek(0)
     try:
@@ -237,6 +237,13 @@ _SPARE_BYTES = 2**30  # left free on the disk, which often holds checkpoints too
 _MAX_ATTEMPTS = 2
 
 
+class _Copy(NamedTuple):
+    path: str
+    fingerprint: str  # of its cache
+    size: int
+    used_at: float  # Unix time in seconds
+
+
 @dataclass(frozen=True)
 class LocalCopies:
     """A directory with local copies of remote caches, and notes about verified files.
@@ -244,14 +251,14 @@ class LocalCopies:
     Args:
         directory: on a local disk, the same for all processes of the machine.
         limit: maximum size in bytes; None for the whole disk.
-        kept: fingerprints of the caches in use, whose copies are not removed.
+        caches_in_use: fingerprints of the caches whose copies are not removed.
         verify: when files are compared with their checksums.
         begun: Unix time in seconds; with ``--verify-cache always``, older notes are not trusted.
     """
 
     directory: str = field(default_factory=default_cache_dir)
     limit: int | None = None
-    kept: frozenset[str] = frozenset()
+    caches_in_use: frozenset[str] = frozenset()
     verify: VerifyCache = "once"
     begun: float = field(default_factory=time.time, compare=False)
 
@@ -285,7 +292,7 @@ class LocalCopies:
                 f"--cache-dir-size {self.limit / 1e6:,.1f} MB is less than the {total / 1e6:,.1f} MB of the remote "
                 f"caches: they do not fit into {self.directory}; raise it, or give a --cache-dir on a larger disk"
             )
-        return replace(self, kept=frozenset(manifest.fingerprint for manifest in manifests))
+        return replace(self, caches_in_use=frozenset(manifest.fingerprint for manifest in manifests))
 
     def shard(self, path: str, fingerprint: str, info: ShardInfo) -> tuple[str, bytes | None]:
         """Return path and block checksums of the verified copy of a shard at URL ``path``; fetch it if missing."""
@@ -325,11 +332,10 @@ class LocalCopies:
             while not _is_there(copy, size):
                 os.makedirs(os.path.dirname(copy), exist_ok=True)
                 with locked(unfinished) as file:
-                    if not _is_at(file, unfinished):
-                        continue  # the process that held the lock before has renamed or removed the locked file
-                    if _is_there(copy, size):  # another process has fetched it: the locked file is a new, empty one
+                    is_current = _is_at(file, unfinished)  # not renamed or removed while this process waited
+                    if is_current and _is_there(copy, size):  # fetched by another process before the file was created
                         os.remove(unfinished)
-                    else:
+                    elif is_current:
                         self._fetch(path, copy, file, size, sha256)
             with suppress(FileNotFoundError):
                 os.utime(copy)  # its time of modification is the time of its last use
@@ -339,17 +345,17 @@ class LocalCopies:
         return copy
 
     def _fetch(self, path: str, copy: str, file: BinaryIO, size: int, sha256: str | None) -> None:
-        """Download a file into its unfinished copy ``file``, whose lock is held, and rename this to ``copy``.
+        """Download a file into ``file``, which is open and locked at the path of the unfinished copy; rename it.
 
-        Raises a StorageError if two downloads differ from ``size`` or ``sha256`` (None: not known).
+        Raises a StorageError if all attempts differ from ``size`` or ``sha256`` (None: not known).
         """
         try:
             self._reserve(file, size)
             for _ in range(_MAX_ATTEMPTS):
-                num_bytes, digest = _download(path, file)
+                num_bytes, digest = _download(path, file)  # replaces the content
                 if num_bytes == size and sha256 in (None, digest):
                     break
-            else:  # no attempt succeeded
+            else:
                 if num_bytes != size:
                     difference = f"{num_bytes} bytes, the manifest says {size}"
                 else:
@@ -365,21 +371,21 @@ class LocalCopies:
             raise
 
     def _reserve(self, file: BinaryIO, size: int) -> None:
-        """Extend the unfinished copy ``file`` to ``size`` bytes, after removing copies of other caches if necessary.
+        """Extend the unfinished copy ``file`` to ``size`` bytes, after removing copies of unused caches if necessary.
 
         The least recently used copies are removed first. Raises a StorageError if the disk is still too full.
         """
         with locked(os.path.join(self.directory, _LOCK_NAME)):
-            copies = sorted(self._copies(), key=lambda copy: copy[2].st_mtime)  # by the time of their last use
+            copies = sorted(self._copies(), key=lambda copy: copy.used_at)
             bytes_to_free = size + _SPARE_BYTES - shutil.disk_usage(self.directory).free
             if self.limit is not None:
-                used_bytes = sum(state.st_size for _, _, state in copies)
+                used_bytes = sum(copy.size for copy in copies)
                 bytes_to_free = max(bytes_to_free, used_bytes + size - self.limit)
-            for path, fingerprint, state in copies:
+            for copy in copies:
                 if bytes_to_free <= 0:
                     break
-                if fingerprint not in self.kept and _remove(path):
-                    bytes_to_free -= state.st_size
+                if copy.fingerprint not in self.caches_in_use and _remove(copy.path):
+                    bytes_to_free -= copy.size
             free = shutil.disk_usage(self.directory).free
             if size + _SPARE_BYTES > free:
                 raise StorageError(
@@ -390,15 +396,16 @@ class LocalCopies:
             # The file now has its final size, which other processes count: the space is reserved.
             file.truncate(size)
 
-    def _copies(self) -> Iterator[tuple[str, str, os.stat_result]]:
-        """Yield path, fingerprint of the cache, and state of all copies, finished and unfinished."""
+    def _copies(self) -> Iterator[_Copy]:
+        """Yield all copies, finished and unfinished."""
         for fingerprint in os.listdir(self.directory):
             folder = os.path.join(self.directory, fingerprint)
             for name in os.listdir(folder) if os.path.isdir(folder) else ():
                 if name.endswith((_SHARD, _INDEX, _UNFINISHED)):
                     path = os.path.join(folder, name)
                     with suppress(FileNotFoundError):
-                        yield path, fingerprint, os.stat(path)
+                        state = os.stat(path)
+                        yield _Copy(path, fingerprint, state.st_size, used_at=state.st_mtime)
 
 
 def _download(path: str, file: BinaryIO) -> tuple[int, str]:

@@ -91,24 +91,26 @@ def _pid_space() -> str:
 
 def _start_ticks(pid: int) -> str | None:
     """Return the start time of a local process in clock ticks; "" if it is unknown, None if the process has ended."""
+    if not os.path.isdir("/proc/self"):
+        return "" if _exists(pid) else None
     try:
         with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()  # after the name of the process, which may hold anything
-        is_ended = fields[0] in "ZX"  # a zombie or dead
-        return None if is_ended else fields[19]  # ``starttime`` of proc(5)
-    except FileNotFoundError:
-        if os.path.isdir("/proc/self"):
-            return None
-    except OSError:
-        return ""
-    # This system has no /proc: signal 0 tests only whether the process exists.
+            text = file.read()
+    except OSError as error:
+        return None if isinstance(error, FileNotFoundError) else ""
+    fields = text.rpartition(")")[2].split()  # after the name of the process, which may hold anything; see proc(5)
+    state, start_ticks = fields[0], fields[19]
+    is_ended = state in "ZX"  # a zombie or dead
+    return None if is_ended else start_ticks
+
+
+def _exists(pid: int) -> bool:
+    """Return whether a process exists, on a system without ``/proc``; true if that is unknown."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except OSError:
-        pass
-    return ""
+        os.kill(pid, 0)  # sends nothing
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
 
 
 def is_lock(name: str) -> bool:
@@ -165,8 +167,7 @@ class DirectoryLock:
     def __init__(self, directory: str, part: str = "", what: str = "export") -> None:
         self._directory = directory
         self._holder = Holder.this_process(part, what)
-        # The name of the lock's file; "" for a lock that excludes others, until it is taken.
-        self._name = f"{_PREFIX}part-{self._holder.run}{_SUFFIX}" if part else ""
+        self._name = ""  # of the lock's file, once it is taken
         self._is_lost = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lock", daemon=True)
@@ -177,28 +178,36 @@ class DirectoryLock:
         return partial(_is_held, self._directory, self._name, self._holder.run)
 
     def __enter__(self) -> Self:
-        """Take the lock and start the thread that renews it; raise a MismatchError if another run holds one."""
+        """Take the lock and start the thread that renews it.
+
+        Raises a MismatchError if another run holds a lock, unless both runs are parts of a job array.
+        """
         is_part = bool(self._holder.part)
         storage.make_directory(self._directory)
         try:
             if is_part:
                 refuse_if_busy(self._directory, is_part=True)
+                self._name = f"{_PREFIX}part-{self._holder.run}{_SUFFIX}"
                 storage.publish(storage.join(self._directory, self._name), self._holder.to_json())
-            # A lock that excludes others takes the next number; if another process takes it first, try the one after.
-            while not self._name:
-                refuse_if_busy(self._directory)
-                numbers = [_number(name) for name in storage.list_names(self._directory) if is_lock(name)]
-                name = f"{_PREFIX}{max(numbers, default=0) + 1:06d}{_SUFFIX}"
-                if storage.publish_new(storage.join(self._directory, name), self._holder.to_json()):
-                    self._name = name
+            else:
+                self._take_next_number()
             remove_stale(self._directory, own=self._name)
-            # Check again: parts and whole exports use different names, so both may have created one at the same moment.
+            # A part and a whole export may have taken locks of different names at the same moment, so check again.
             refuse_if_busy(self._directory, is_part=is_part, own=self._name)
         except BaseException:
             self._release()
             raise
         self._thread.start()
         return self
+
+    def _take_next_number(self) -> None:
+        """Take a lock that excludes all others: its name has a number above those of the existing locks."""
+        while not self._name:  # another process may be faster, and take the same name first
+            refuse_if_busy(self._directory)
+            numbers = [_number(name) for name in storage.list_names(self._directory) if is_lock(name)]
+            name = f"{_PREFIX}{max(numbers, default=0) + 1:06d}{_SUFFIX}"
+            if storage.publish_new(storage.join(self._directory, name), self._holder.to_json()):
+                self._name = name
 
     def __exit__(self, *_: object) -> None:
         self._end.set()

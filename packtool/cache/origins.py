@@ -67,9 +67,8 @@ class Origins:
                 if "turn" in arrays:
                     part = np.stack([arrays[name].astype(np.int32) for name in _PART_FIELDS], 1)
         except (OSError, ValueError, KeyError) as error:
-            raise MismatchError(
-                f"{path} cannot be read: {error}", "Remove it; the next checkpoint writes it again."
-            ) from error
+            message = f"{path} cannot be read: {error}"
+            raise MismatchError(message, "Remove it; the next checkpoint writes it again.") from error
         return cls(tuple(names["files"]), tuple(names["digests"]), file, row, part)
 
 
@@ -82,17 +81,16 @@ def _small(values: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]
 
 def read_origins(reader: CacheReader, cache: int) -> Origins:
     """Return the origins of the samples of cache number ``cache``; reads three columns of all its shards."""
-    shard_of_sample, row_in_shard = reader.locations(cache)
+    shard_of_sample, position_in_shard = reader.locations(cache)
     num_samples = len(shard_of_sample)
     file_numbers: dict[str, int] = {}  # number of each source file by its name in the samples, in order of appearance
     file = np.zeros(num_samples, np.int64)  # number of each sample's source file
-    row = np.zeros(num_samples, np.int64)
-    part = np.zeros((num_samples, len(_PART_FIELDS)), np.int32)
+    row = np.zeros(num_samples, np.int64)  # row of each sample in its source file
+    part = np.zeros((num_samples, len(_PART_FIELDS)), np.int32)  # part of that row; zeros for a whole row
     num_shards = int(shard_of_sample.max(initial=-1)) + 1
     for shard in range(num_shards):
         in_shard = np.flatnonzero(shard_of_sample == shard)  # the samples in this shard
-        shard_rows = pa.array(row_in_shard[in_shard])
-        table = reader.shard_table(cache, shard, ("source", "row", "part")).take(shard_rows)
+        table = reader.shard_table(cache, shard, ("source", "row", "part")).take(pa.array(position_in_shard[in_shard]))
         file[in_shard] = _number_names(table.column("source"), file_numbers)
         row[in_shard] = table.column("row").to_numpy()
         if "part" in table.column_names:

@@ -179,33 +179,33 @@ def export_id(state: bytes) -> str:
 def begin(directory: str, state: bytes, splits: Set[str], *, is_part: bool) -> dict[int, TaskResult]:
     """Create the directories; return the results, by task number, that an interrupted run of this export has left.
 
+    Raises a MismatchError if the directory holds another unfinished export.
+
     Args:
         state: result of ``export_state`` for this export.
         is_part: other parts of a job array may be working on the same export, so nothing is removed.
-
-    Raises:
-        MismatchError: if the directory holds another unfinished export.
     """
     check_is_ours(directory)
     state_path = storage.join(directory, TASKS_DIR, _STATE_NAME)
     old_state = storage.read_bytes(state_path) if storage.exists(state_path) else None
     is_resumed = old_state == state
-    if not is_resumed:
-        # Files of another export may be replaced only if it has finished no task and no other part is at work.
-        num_old = num_finished(directory)
-        if num_old or (is_part and old_state is not None):
-            raise _other_export_error(directory, num_old)
+    is_other_export = old_state is not None and not is_resumed
+    num_old = 0 if is_resumed else num_finished(directory)
+    if num_old or (is_other_export and is_part):  # nothing that is finished is removed, and parts remove nothing
+        raise _other_export_error(directory, num_old)
     if not is_part:
         _clear_unfinished(directory, keep_tasks=is_resumed)
     for name in (TASKS_DIR, *sorted(splits)):
         storage.make_directory(storage.join(directory, name))
-    if not is_resumed and not storage.publish_new(state_path, state):
-        raise _other_export_error(directory, num_finished=0)  # a part of another export has just written its state
+    if not is_resumed:
+        is_published = storage.publish_new(state_path, state)
+        if not is_published:  # a part of another export has just written its state
+            raise _other_export_error(directory, num_finished=0)
     return finished_tasks(directory, export_id(state))
 
 
 def _clear_unfinished(directory: str, *, keep_tasks: bool) -> None:
-    """Remove what another export has left, unless ``keep_tasks`` is set, and discard unfinished uploads."""
+    """Discard unfinished uploads and, unless ``keep_tasks`` is set, remove all files of an earlier export."""
     if not keep_tasks:
         clear(directory)
     with suppress(StorageError):  # unfinished uploads cost money, but do not harm the cache
@@ -223,7 +223,7 @@ def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
     ``export``: result of ``export_id``.
     """
     results = {}
-    states: dict[str, dict[str, storage.FileState | None]] = {}  # of the shards in each split's folder, by file name
+    states: dict[str, dict[str, storage.FileState | None]] = {}  # size and time of each split's files, by name
     for name in storage.list_names(storage.join(directory, TASKS_DIR)):
         if not _is_marker(name):
             continue
@@ -236,7 +236,7 @@ def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
         for split in result.splits:
             if split not in states:
                 states[split] = storage.entries(storage.join(directory, split))
-        # The shards come last, because checking them may read them.
+        # The small files are checked first, because checking a shard may read all of it.
         if _has_intact_files(directory, result) and _has_intact_shards(directory, result, states):
             results[result.number] = result
     return results
@@ -314,8 +314,9 @@ def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results:
     split_names = sorted({name for result in results for name in result.splits})
     channels = dict.fromkeys(name for result in results for name in result.channels)  # in order of appearance
     max_length = int(identity.spec["max_length"])
+    row_counts = InputCounts.total(result.counts for result in results)
     manifest = Manifest(
-        **vars(InputCounts.total(result.counts for result in results)),
+        **vars(row_counts),
         packtool_version=VERSION,
         identity=identity,
         sources=sources,

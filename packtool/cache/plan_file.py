@@ -32,6 +32,7 @@ _SCHEMA = pa.schema([("pack", pa.int64()), ("sample", pa.int64()), ("length", pa
 _LOCATIONS = [pa.field(name, pa.int32()) for name in ("step", "rank", "micro_batch")]
 _SHARED = pa.field("shared", pa.int32())
 _BATCH_ROWS = 1 << 20
+_CREATE_AGAIN = "Create it again with packtool plan --save."
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -111,16 +112,12 @@ def read_plan(path: str) -> SavedPlan:
         file_format = metadata.pop("format", _FORMAT)
         table = reader.read_all()
         columns = {name: table.column(name).to_numpy() for name in table.schema.names}
-        plan = _plan_of_columns(columns, metadata, has_shared=file_format == _SHARED_FORMAT)
+        if file_format not in (_FORMAT, _SHARED_FORMAT):
+            raise MismatchError(f"--plan {path} has format {file_format!r}, not {_FORMAT!r}", _CREATE_AGAIN)
+        return _plan_of_columns(columns, metadata, has_shared=file_format == _SHARED_FORMAT)
     except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
-        raise MismatchError(
-            f"--plan {path} is not a plan file, or is damaged: {error!r}", "Create it again with packtool plan --save."
-        ) from error
-    if file_format not in (_FORMAT, _SHARED_FORMAT):
-        raise MismatchError(
-            f"--plan {path} has format {file_format!r}, not {_FORMAT!r}", "Create it again with packtool plan --save."
-        )
-    return plan
+        message = f"--plan {path} is not a plan file, or is damaged: {error!r}"
+        raise MismatchError(message, _CREATE_AGAIN) from error
 
 
 def _plan_of_columns(

@@ -133,9 +133,8 @@ class CacheReader:
         manifests = [Manifest.read(root) for root in roots]
         for root, manifest in zip(roots, manifests, strict=True):
             if split not in manifest.splits:
-                raise MismatchError(
-                    f"{root} has no {split} split", "packtool export --split-dataset-ratio 0.01 creates one."
-                )
+                message = f"{root} has no {split} split"
+                raise MismatchError(message, "packtool export --split-dataset-ratio 0.01 creates one.")
             check_sizes(root, manifest, split)
             lines = _identity_differences(manifests[0].identity, manifest.identity)
             if lines:
@@ -145,8 +144,9 @@ class CacheReader:
                     "Export one of them again with the settings of the other.",
                 )
         remote = [manifest for root, manifest in zip(roots, manifests, strict=True) if storage.is_remote(root)]
+        copies = copies or LocalCopies()
         if remote:
-            copies = (copies or LocalCopies()).keeping(remote)
+            copies = copies.keeping(remote)
         return cls(roots, manifests, split, copies)
 
     @property
@@ -161,7 +161,7 @@ class CacheReader:
     def sample(self, position: int) -> EncodedSample:
         """Return a sample; its arrays are views of the mapped file and must not be written to.
 
-        A sample with local media files also gets the hashes of its prefixes: a file that changed gives another hash.
+        If it has local media files, it also has the hashes of its prefixes, by which a changed file can be noticed.
 
         Raises:
             MismatchError: if its shard is damaged, naming the shard and the sample's row there.
@@ -378,7 +378,8 @@ class ShardFile:
         batch = self._batches[batch_number]
         i = row - int(self._starts[batch_number])  # the row within the batch
         self._check(batch_number, batch, i, i + 1)
-        part = batch.column("part")[i].as_py() if "part" in batch.schema.names else None
+        part_fields = batch.column("part")[i].as_py() if "part" in batch.schema.names else None
+        is_part = part_fields is not None  # the row became several samples
         return EncodedSample(
             input_ids=_values(batch.column("input_ids"), i),
             labels=_values(batch.column("labels"), i),
@@ -391,16 +392,16 @@ class ShardFile:
             source=batch.column("source")[i].as_py(),
             row=batch.column("row")[i].as_py(),
             num_truncated=batch.column("truncated")[i].as_py(),
-            part=None if part is None else RowPart(**part),
-            borders=None if part is None else _values(batch.column("borders"), i),
+            part=RowPart(**part_fields) if is_part else None,
+            borders=_values(batch.column("borders"), i) if is_part else None,
         )
 
 
 def _memory_ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yield (address, size in bytes) of the memory of elements [start, stop) of an array, nested arrays included.
 
-    Each range is verified by the caller before it asks for the next. So the memory of offsets is yielded before this
-    function reads them.
+    The caller must verify each range before it asks for the next: the memory of offsets is yielded first, and the
+    offsets are read then, to find the values. The array begins at the start of its buffers, and has no booleans.
     """
     if start == stop:
         return
@@ -485,9 +486,8 @@ def check_sizes(root: str, manifest: Manifest, split: str) -> None:
         state = states.get(shard.file)
         if state is None or state.size != shard.bytes:
             problem = "is missing" if state is None else f"has {state.size} bytes, the manifest says {shard.bytes}"
-            raise MismatchError(
-                f"{storage.join(root, split, shard.file)} {problem}", "Copy the cache again, or export it again."
-            )
+            message = f"{storage.join(root, split, shard.file)} {problem}"
+            raise MismatchError(message, "Copy the cache again, or export it again.")
 
 
 class SampleReader(Protocol):

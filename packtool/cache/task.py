@@ -57,14 +57,14 @@ class Task:
 
     Args:
         number: 0-based among all tasks.
-        stretches: source and blocks of rows; several if the sources are small.
+        row_blocks: the blocks with the task's rows, by source; several sources if they are small.
         val_rows: ascending positions of the val split's rows among the task's rows. Without a train shard, all rows
             belong to the val split.
         shards: number and file name of the task's shard, for each split that it writes to.
     """
 
     number: int
-    stretches: tuple[tuple[Source, RowBlocks], ...]
+    row_blocks: tuple[tuple[Source, RowBlocks], ...]
     val_rows: tuple[int, ...]
     shards: Mapping[str, tuple[int, str]]
 
@@ -75,7 +75,7 @@ class Task:
 
     @property
     def num_rows(self) -> int:
-        return sum(blocks.num_rows for _, blocks in self.stretches)
+        return sum(blocks.num_rows for _, blocks in self.row_blocks)
 
 
 @dataclass(frozen=True)
@@ -174,13 +174,15 @@ def run_task(task: Task, encoder: Encoder, settings: TaskSettings, report: Repor
     embeds = encoder.spec.media == "embed"
     outputs = _Outputs(task, settings, encoder.media_tokens, embed=embeds)
     splits = _split_of_each_row(task)
-    # Secrets in URLs of media are harmless only if the media are embedded: the cache then has masked URLs.
-    rows = chain.from_iterable(samples_of(source, blocks, may_hold_secrets=embeds) for source, blocks in task.stretches)
+    # URLs may hold secrets only if media are embedded, because the cache then has masked URLs.
+    samples_by_source = (samples_of(source, blocks, may_hold_secrets=embeds) for source, blocks in task.row_blocks)
+    rows = chain.from_iterable(samples_by_source)
     try:
         while batch := tuple(islice(rows, BATCH_ROWS)):
             num_dropped_before = outputs.num_dropped
             rows_of_split = _encode_batch(batch, splits, encoder, outputs)
-            num_tokens = sum(sample.length for row in chain(*rows_of_split.values()) for sample in row)
+            kept_rows = chain(*rows_of_split.values())
+            num_tokens = sum(sample.length for row in kept_rows for sample in row)
             outputs.count_rows(batch)
             outputs.write(rows_of_split)
             report(len(batch), outputs.num_dropped - num_dropped_before, num_tokens)
@@ -226,7 +228,7 @@ class _Outputs:
         self._embed = embed
         self._drops: list[str] = []
         self._channel_codes: dict[str, int] = {}
-        self._policies = {source.label: source.media_policy for source, _ in task.stretches} if embed else {}
+        self._policies = {source.label: source.media_policy for source, _ in task.row_blocks} if embed else {}
         self._index: dict[str, list[IndexColumns]] = {name: [] for name in task.shards}
         self._prefixes: dict[str, list[pa.RecordBatch]] = {name: [] for name in task.shards}
         self._writers: dict[str, ShardWriter] = {}
@@ -282,9 +284,9 @@ class _Outputs:
         Raises a MismatchError if the directory's lock was lost.
         """
         result = self.result
-        result.channels = list(self._channel_codes)
+        result.channels = list(self._channel_codes)  # in the order of their codes
         directory = self._directory
-        if directory is None:
+        if directory is None:  # a task that only counts
             result.drops = self._drops[:_MAX_KEPT_DROPS]
             return result
         is_locked = self._settings.is_locked
@@ -294,7 +296,7 @@ class _Outputs:
             self._publish_split(directory, split)
         if self._drops:
             result.dropped_sha256 = self._publish(directory, "dropped.jsonl", "".join(self._drops).encode())
-        self._publish(directory, "json", result.to_json())
+        self._publish(directory, "json", result.to_json())  # the marker
         return result
 
     def _publish_split(self, directory: str, split: str) -> None:
@@ -338,8 +340,8 @@ def _count_samples(samples: Sequence[EncodedSample], index: IndexColumns, num_ro
     )
 
 
-Stretches = tuple[tuple[Source, RowBlocks], ...]
-"""Rows of a task: some blocks of one source, or of several small ones."""
+SourceBlocks = tuple[tuple[Source, RowBlocks], ...]
+"""Rows as some blocks of one source, or of several small ones: (source, blocks) for each."""
 
 MIN_SHARD_ROWS = 256
 """Minimum rows of a shard, unless ``--rows-per-shard`` is given or there are fewer."""
@@ -349,7 +351,7 @@ _MAX_SHARD_ROWS, _NUM_SHARDS = 16384, 64  # shards have a 64th of all rows, with
 class _TaskRows(NamedTuple):
     """Rows of a task before its shards have names; fields as in ``Task``. ``splits``: those it has rows of."""
 
-    stretches: Stretches
+    row_blocks: SourceBlocks
     val_rows: tuple[int, ...]
     splits: tuple[str, ...]
 
@@ -378,29 +380,29 @@ def _with_shards(rows_of_tasks: Sequence[_TaskRows]) -> list[Task]:
             shard = next_shard[split]
             shards[split] = shard, f"data-{shard:05d}-of-{num_shards[split]:05d}.arrow"
             next_shard[split] += 1
-        tasks.append(Task(number, rows.stretches, rows.val_rows, shards))
+        tasks.append(Task(number, rows.row_blocks, rows.val_rows, shards))
     return tasks
 
 
 def _rows_of_tasks(
     scanned: Sequence[ScannedSource], shard_rows: int, val_rows: npt.NDArray[np.int64]
 ) -> Iterator[_TaskRows]:
-    """Yield the rows of each task: at least ``shard_rows``, of ``--dataset`` or of ``--val-dataset``.
+    """Yield the rows of each task, at least ``shard_rows``; no task has rows of ``--dataset`` and ``--val-dataset``.
 
     ``val_rows``: those rows of ``--dataset`` that belong to the val split, ascending.
     """
     first_row = 0  # position of the task's first row among the rows of --dataset
     for split, sources in groupby(scanned, key=lambda scanned_source: scanned_source.spec.split):
-        blocks_of_sources = [(scanned_source.source, scanned_source.blocks) for scanned_source in sources]
-        for stretches in _divide(blocks_of_sources, shard_rows):
+        blocks_by_source = [(item.source, item.blocks) for item in sources if len(item.blocks)]
+        for row_blocks in _divide(blocks_by_source, shard_rows):
             if split == VAL_SPLIT:  # rows of --val-dataset
-                yield _TaskRows(stretches, val_rows=(), splits=(VAL_SPLIT,))
+                yield _TaskRows(row_blocks, val_rows=(), splits=(VAL_SPLIT,))
                 continue
-            end_row = first_row + sum(blocks.num_rows for _, blocks in stretches)
+            end_row = first_row + sum(blocks.num_rows for _, blocks in row_blocks)
             low, high = np.searchsorted(val_rows, (first_row, end_row))  # val_rows[low:high] are rows of this task
             positions = tuple((val_rows[low:high] - first_row).tolist())
             splits = (TRAIN_SPLIT, VAL_SPLIT) if positions else (TRAIN_SPLIT,)
-            yield _TaskRows(stretches, positions, splits)
+            yield _TaskRows(row_blocks, positions, splits)
             first_row = end_row
 
 
@@ -410,26 +412,26 @@ def _draw_val_rows(num_rows: int, ratio: float, seed: int) -> npt.NDArray[np.int
     return np.sort(np.random.default_rng(seed).choice(num_rows, num_val, replace=False, shuffle=False))
 
 
-def _divide(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Iterator[Stretches]:
+def _divide(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Iterator[SourceBlocks]:
     """Divide the blocks of all sources, in order, into tasks of at least ``shard_rows`` rows; the last may have fewer.
 
-    A block is never divided. A task continues in the next source if the present one is too small.
+    A block is never divided. A task continues in the next source if one is too small.
     """
-    stretches: list[tuple[Source, RowBlocks]] = []  # of the present task, up to the previous source
-    num_rows = 0  # of the present task
+    row_blocks: list[tuple[Source, RowBlocks]] = []  # of the unfinished task, without the source of this iteration
+    num_rows = 0  # of the unfinished task
     for source, blocks in sources:
-        if len(blocks) and num_rows + blocks.num_rows < shard_rows:  # fast path for thousands of small files
-            stretches.append((source, blocks))
+        if num_rows + blocks.num_rows < shard_rows:  # fast path for thousands of small files
+            row_blocks.append((source, blocks))
             num_rows += blocks.num_rows
             continue
-        first_block = 0  # of this source in the present task
+        first_block = 0  # of this source in the unfinished task
         for i, num_block_rows in enumerate(blocks.rows_of_each.tolist()):
             num_rows += num_block_rows
             if num_rows >= shard_rows:
-                yield (*stretches, (source, blocks[first_block : i + 1]))
-                stretches, num_rows = [], 0
+                yield (*row_blocks, (source, blocks[first_block : i + 1]))
+                row_blocks, num_rows = [], 0
                 first_block = i + 1
         if first_block < len(blocks):
-            stretches.append((source, blocks[first_block:]))
-    if stretches:
-        yield tuple(stretches)
+            row_blocks.append((source, blocks[first_block:]))
+    if row_blocks:
+        yield tuple(row_blocks)

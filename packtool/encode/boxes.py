@@ -78,9 +78,9 @@ class BoxWriter:
                 "pictures",
                 "Leave out --norm-bbox: coordinates are then thousandths of a picture's sides.",
             )
-        # For a model without a notation of boxes, Qwen's tokens are those by which rows with boxes are recognized.
+        # The tokens by which rows with boxes are recognized, also for a model without a notation of boxes.
         self._box_tokens = QWEN_TOKENS if self._box_form is None else self._box_form.tokens
-        self._json_unit = options.bbox_type
+        self._default_json_unit = options.bbox_type
         self._control_tokens = control_tokens
         self._limits = limits
         self._measure = measure
@@ -88,13 +88,13 @@ class BoxWriter:
     def write(self, sample: Sample) -> Sample | Dropped:
         """Write a sample's boxes and names into its texts, or return the reason why the sample is dropped.
 
-        Control tokens of boxes and names that a row's texts already contain keep their meaning if all of them are
-        well-formed and the row has pictures; otherwise they are plain text.
+        The texts' control tokens of boxes and names stay control tokens if together they form complete boxes and names;
+        otherwise they become plain text, as in rows without pictures.
         """
         if sample.objects is None and not self._may_have_boxes(sample):
             return sample
         objects = sample.objects or Objects()
-        objects = replace(objects, unit=objects.unit or self._json_unit)  # the unit of coordinates in JSON
+        objects = replace(objects, unit=objects.unit or self._default_json_unit)  # the unit of coordinates in JSON
         has_json_boxes = objects.unit is not None and any(_KEYS.search(text) for text in _texts(sample))
         try:
             if objects.names or objects.boxes or has_json_boxes:
@@ -103,8 +103,8 @@ class BoxWriter:
                 is_well_formed = self._is_well_formed(sample)
         except (MediaProblem, RowProblem) as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
-        kept_tokens = self._control_tokens.intersection(self._box_tokens.all) if is_well_formed else frozenset[str]()
-        return replace(sample, objects=None, control=kept_tokens)
+        box_tokens = self._control_tokens.intersection(self._box_tokens.all)
+        return replace(sample, objects=None, control=box_tokens if is_well_formed else frozenset())
 
     def _fill(self, sample: Sample, objects: Objects) -> tuple[Sample, bool]:
         """Write boxes and names into a sample's texts; return it, and whether all control tokens are well-formed."""
@@ -128,7 +128,7 @@ class BoxWriter:
             return False
         text = "\n".join([text for turn in sample.turns for text in turn.texts])
         has_tokens = any(token in text for token in self._box_tokens.all)
-        return has_tokens or (self._json_unit is not None and JSON_KEY in text)
+        return has_tokens or (self._default_json_unit is not None and JSON_KEY in text)
 
     def _known_form(self) -> BoxForm:
         """Return the model's notation of boxes; raise RowProblem if it has none, or lacks the tokens for it."""

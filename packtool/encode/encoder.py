@@ -38,14 +38,7 @@ from packtool.encode.media_spans import (
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.prepared import PreparedRows
 from packtool.encode.row_parts import RowSplitter, expansion_of, join_results
-from packtool.encode.targets import (
-    LocatedTurn,
-    TurnChunks,
-    TurnFinder,
-    infer_turn_finder,
-    is_trained,
-    locate_texts,
-)
+from packtool.encode.targets import LocatedTurn, TurnChunks, TurnFinder, infer_turn_finder, is_trained, locate_texts
 from packtool.encode.template import ChatTemplate, TemplateFailure, strings_of
 from packtool.encode.tokenize import Chunk, ChunkTokenizer, ControlEscaper, ControlVocabulary, TextEnds
 from packtool.encode.truncation import Tokenized, drop_too_long, truncate, truncate_all
@@ -77,12 +70,9 @@ class _Rendered(NamedTuple):
 
 
 class Encoder:
-    """Encodes samples for one model with one set of options.
+    """Encodes samples for one model with one set of options; ConfigError if that is not possible.
 
     ``media`` is by default the encoding that the options and the model's files determine.
-
-    Raises:
-        ConfigError: if rows cannot be encoded for the model.
     """
 
     def __init__(self, spec: EncodeSpec, files: ModelFiles, media: MediaEncoding | None = None) -> None:

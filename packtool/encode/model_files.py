@@ -90,7 +90,7 @@ class ModelFiles:
             audio_processor=_processor_settings(directory, "feature_extractor", image_file),
             other_template=other_template,
         )
-        # If the template does not end the last answer, text is added to it that does.
+        # A template that does not end the last answer is extended, so that it writes ``end_mark`` there.
         template, end_mark = ended_template(files.chat_template, files.template_variables, files._stop_tokens)
         kwargs = set_kwargs(chat_template_kwargs)
         return replace(files, chat_template=template, end_mark=end_mark, chat_template_kwargs=kwargs)
@@ -182,8 +182,9 @@ class ModelFiles:
                 "lose thinking becomes several samples"
             )
         elif spec.expand_turns == "auto":
-            keeps = "the chat template keeps the thinking of earlier turns"
-            warnings.append(f"--expand-turns auto changes nothing: {keeps}")
+            warnings.append(
+                "--expand-turns auto changes nothing: the chat template keeps the thinking of earlier turns"
+            )
         return tuple(warnings)
 
     def _unknown_kwargs_warnings(self) -> list[str]:
@@ -323,6 +324,5 @@ def _mistral_template(directory: str) -> str:
 
         return str(convert_tokenizer_to_chat_template(os.path.join(directory, files[0])))
     except Exception as error:  # for an invalid file the library raises a dozen unrelated types
-        raise ConfigError(
-            f"--chat-template {MISTRAL_COMMON}: {files[0]} in {directory} cannot be read: {error}", _FETCH_AGAIN
-        ) from error
+        message = f"--chat-template {MISTRAL_COMMON}: {files[0]} in {directory} cannot be read: {error}"
+        raise ConfigError(message, _FETCH_AGAIN) from error

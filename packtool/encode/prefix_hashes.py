@@ -84,14 +84,15 @@ def prefix_hashes(
         prefixes_of_sample = _prefixes_of(sample, tokens, longer_than, medium_key)
         num_prefixes.append(len(prefixes_of_sample))
         prefixes += prefixes_of_sample
-    lengths, digests, media_tokens, audio_tokens, squares = zip(*prefixes, strict=True) if prefixes else [()] * 5
     counts = np.array(num_prefixes, np.int64)
+    lengths = [prefix.length for prefix in prefixes]
+    digests = b"".join([prefix.digest for prefix in prefixes])
     hashes = PrefixHashes(
         lengths=np.array(lengths, np.int32),
-        hashes=np.frombuffer(b"".join(digests), "<u8").astype(np.uint64),
-        media_tokens=np.array(media_tokens, np.int32),
-        audio_tokens=np.array(audio_tokens, np.int32),
-        patch_squares=np.array(squares, np.int64),
+        hashes=np.frombuffer(digests, "<u8").astype(np.uint64),
+        media_tokens=np.array([prefix.media_tokens for prefix in prefixes], np.int32),
+        audio_tokens=np.array([prefix.audio_tokens for prefix in prefixes], np.int32),
+        patch_squares=np.array([prefix.patch_squares for prefix in prefixes], np.int64),
         target_tokens=_count_targets(samples, counts, np.array(lengths, np.int64)),
     )
     return counts, hashes
@@ -112,23 +113,22 @@ def _prefixes_of(sample: EncodedSample, tokens: MediaTokens, longer_than: int, m
     if sample.length <= longer_than:
         return []
     media = media_spans(sample, tokens)
-    if len(media) != len(sample.media):
+    if len(media) != len(sample.media):  # some cannot be located
         return []
     ends = _prefix_ends(sample, media, _prompt_ends(sample))
     if not ends or ends[-1] <= longer_than:
         return []
     prefixes: list[_Prefix] = []
-    num_media_tokens = num_audio_tokens = num_squares = 0  # of the media in the current prefix
+    num_vision_tokens = num_audio_tokens = squares = 0  # of the media in the current prefix
     for end, new_media, digest in _digests(sample, media, ends, medium_key, _BEGINNING):
         for medium in new_media:
-            num_audio = _num_audio_tokens(medium)
-            num_audio_tokens += num_audio
-            num_media_tokens += num_audio
+            num_audio_tokens += _num_audio_tokens(medium)  # of a sound or a video's sound track
             if not isinstance(medium, EncodedAudio):
-                num_media_tokens += medium.num_tokens
-                num_squares += patch_squares(medium.grid)
+                num_vision_tokens += medium.num_tokens
+                squares += patch_squares(medium.grid)
         if end > longer_than:
-            prefixes.append(_Prefix(end, digest, num_media_tokens, num_audio_tokens, num_squares))
+            num_media_tokens = num_vision_tokens + num_audio_tokens
+            prefixes.append(_Prefix(end, digest, num_media_tokens, num_audio_tokens, squares))
     return prefixes
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.config.data import EncodeSpec
-from packtool.encode.encoded import EncodedSample, IntArray
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
 from packtool.encode.families.record import MediaEncoding, MediaSegment, Medium
 from packtool.encode.loss_scale import Base, Weights, parse_loss_scale
 from packtool.encode.media_spans import MediaTokens, MediumSpan, Span, media_spans
@@ -27,6 +27,7 @@ from packtool.rows.sample import MediaKind, PreparedTokens, Sample
 _TEXT = -1  # stands for any text in a list of ids
 _NO_TURNS = np.zeros(0, np.int32)
 _PREPARED_LIMITS = "give the limits on media that the rows were prepared with"
+_KIND_BY_TYPE: Mapping[type, MediaKind] = {EncodedImage: "image", EncodedVideo: "video", EncodedAudio: "audio"}
 # Sizes of media that rows give, and the fields with which they are compared.
 _SIZE_FIELDS = {name: name for name in ("height", "width", "grid", "indices")} | {"samples": "num_samples"}
 
@@ -57,13 +58,13 @@ class PreparedRows:
         spans = self._locate_media(ids, media)
         borders = [*tokens.starts.tolist(), len(ids)]  # where the row's samples begin and end
         _check_within_borders(spans, borders)
-        row = Tokenized(sample, ids, turns=_NO_TURNS, spans=spans, media=media)
+        row = Tokenized(sample, ids, turns=_NO_TURNS, spans=spans, media=media)  # the turns are those of its samples
         channels = tokens.channels or [sample.channel] * len(tokens.starts)
         samples = []
         for (start, stop), channel in zip(pairwise(borders), channels, strict=True):
             tokenized = replace(row.take(np.arange(start, stop)), sample=replace(sample, channel=channel))
-            turns, weights = _targets(tokens, start, stop, base)
-            # The tokens that ``take`` has removed are those of the row's other samples: none is truncated.
+            turns, weights = _turns_and_weights(tokens, start, stop, base)
+            # ``take`` has counted the tokens of the row's other samples as removed.
             samples.append(replace(tokenized, turns=turns, weights=weights, num_removed=0))
         return samples
 
@@ -88,7 +89,7 @@ class PreparedRows:
     def _locate_media(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[Span]:
         """Locate the media among the tokens, ascending; raise RowProblem if their placeholder tokens do not match."""
         fields: dict[str, Any] = {f"{kind}s": tuple(media[kind]) for kind in MEDIA_KINDS}
-        # ``media_spans`` takes a sample, but uses only its ids and media.
+        # The row as a sample with only ids and media, which is all that is needed to locate them.
         sample = EncodedSample(input_ids=ids, labels=ids, turns=_NO_TURNS, channel=None, source="", row=0, **fields)
         for kind in MEDIA_KINDS:
             self._check_num_pads(sample, kind)
@@ -97,20 +98,19 @@ class PreparedRows:
         if not self._can_distinguish_sounds(sample):
             detail = "the opening tokens do not tell the row's sounds from the sound tracks of its videos"
             raise RowProblem("media_tokens", detail)
-        kind_by_medium = {id(medium): kind for kind in MEDIA_KINDS for medium in media[kind]}
         num_located = dict.fromkeys(MEDIA_KINDS, 0)
         spans = []
-        for span in media_spans(sample, self._tokens):
-            kind = kind_by_medium[id(span.medium)]
-            start, end = self._check_tokens(ids, span, kind, num_located[kind])
+        for pad_span in media_spans(sample, self._tokens):
+            kind = _KIND_BY_TYPE[type(pad_span.medium)]
+            start, end = self._with_delimiters(ids, pad_span, kind, num_located[kind])
             spans.append(Span(kind, num_located[kind], start, end))
             num_located[kind] += 1
         return spans
 
-    def _check_tokens(self, ids: IntArray, span: MediumSpan, kind: MediaKind, number: int) -> tuple[int, int]:
+    def _with_delimiters(self, ids: IntArray, span: MediumSpan, kind: MediaKind, number: int) -> tuple[int, int]:
         """Return [start, end) of a medium with its delimiters; raise RowProblem if its placeholder tokens differ.
 
-        ``number`` is the index of the medium among those of its kind.
+        ``span`` has the placeholder tokens; ``number`` is the index of the medium among those of its kind.
         """
         segments = self._media.segments(span.medium, number)
         expected_ids = self._ids_of(segments)
@@ -215,10 +215,11 @@ def _check_unchanged(tokens: PreparedTokens, media: Mapping[str, Sequence[Medium
                     raise RowProblem("media_changed", f"{detail}: {_PREPARED_LIMITS}")
 
 
-def _targets(tokens: PreparedTokens, start: int, stop: int, base: Base) -> tuple[IntArray, Weights | None]:
+def _turns_and_weights(tokens: PreparedTokens, start: int, stop: int, base: Base) -> tuple[IntArray, Weights | None]:
     """Return the turns and weights of the sample at tokens [start, stop) of a row, as in ``Tokenized``.
 
-    Turns are the runs of targets; ``base`` of the loss scale may train other tokens, by their weights.
+    Turns are the runs of the row's targets. ``base`` of the loss scale decides what is trained: these targets, the last
+    turn only, or all tokens (then the row's weights do not count).
     """
     trained = np.ones(stop - start, bool)
     if tokens.trained is not None:
@@ -228,15 +229,17 @@ def _targets(tokens: PreparedTokens, start: int, stop: int, base: Base) -> tuple
         weights = np.where(trained, tokens.weights[start:stop], np.float32(0))
         if (weights[trained] == 1).all():
             weights = None
-    # The borders of the runs: where ``trained`` changes, with False before the first and after the last token.
-    borders = np.flatnonzero(np.diff(trained, prepend=False, append=False)).astype(np.int32)
+    # Runs begin and end where ``trained`` changes, with False before the first and after the last token.
+    turns = np.flatnonzero(np.diff(trained, prepend=False, append=False)).astype(np.int32)
     if base == "default":
-        return borders, weights
-    base_weights = np.full(stop - start, float(base == "all"), np.float32)
-    if base == "last_round" and len(borders):
-        last_start, last_stop = borders[-2:]
-        base_weights[last_start:last_stop] = 1 if weights is None else weights[last_start:last_stop]
-    return borders, base_weights
+        return turns, weights
+    if base == "all":
+        return turns, np.ones(stop - start, np.float32)
+    last_turn_weights = np.zeros(stop - start, np.float32)
+    if len(turns):
+        last_start, last_stop = turns[-2:]
+        last_turn_weights[last_start:last_stop] = 1 if weights is None else weights[last_start:last_stop]
+    return turns, last_turn_weights
 
 
 def _pads_message(kind: str, num_pads: int, needed: Sequence[int]) -> str:

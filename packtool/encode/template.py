@@ -293,7 +293,7 @@ class ChatTemplate:
         try:
             rendered = self.render(marked_messages, tools)
         except TemplateFailure:
-            return None  # the template depends on the texts, and it rendered the row's own
+            return None  # the template refuses the marks, although it has rendered the row's own texts
         return next((index for index, mark in mark_by_turn.items() if mark not in rendered), None)
 
 

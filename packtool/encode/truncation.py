@@ -62,8 +62,8 @@ class Tokenized:
         """Return the sample with the tokens at ``kept``, int64 (K,), ascending; all tokens of a medium or none."""
         spans, media = self._take_media(kept)
         # ``searchsorted`` returns the new index of a kept token; for a removed one, that of the next kept token.
-        # Nothing predicts the first token, so no turn begins with it; turns without tokens are removed.
-        turns = np.maximum(np.searchsorted(kept, self.turns).astype(np.int32).reshape(-1, 2), 1)
+        turns = np.searchsorted(kept, self.turns).astype(np.int32).reshape(-1, 2)  # (start, end) of each turn
+        turns = np.maximum(turns, 1)  # nothing predicts the first token, so it is no target
         has_tokens = turns[:, 0] < turns[:, 1]
         borders = None
         if self.borders is not None:
@@ -98,11 +98,11 @@ def truncate(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped
     """Truncate a sample to ``spec.max_length`` tokens, and label it.
 
     If the media alone fill ``max_length``, ``spec.media_overflow`` decides: ``drop`` and ``raise`` reject the sample,
-    ``trim`` removes the oldest media. ``spec.truncation_strategy`` decides about everything else. RowError if it is too
-    long and one of the two options is ``raise``. A sample of fewer than ``spec.min_length`` tokens is dropped.
+    ``trim`` removes the oldest media. ``spec.truncation_strategy`` decides about everything else. With ``raise``, each
+    of the two raises a RowError. A sample that had fewer than ``spec.min_length`` tokens is dropped.
     """
     sample = item.sample
-    num_tokens = len(item.ids) + item.num_removed
+    num_tokens = len(item.ids) + item.num_removed  # before tokens were removed
     if num_tokens < spec.min_length:
         return Dropped(sample.source, sample.row, _TOO_SHORT, f"{num_tokens} tokens, minimum {spec.min_length}")
     if spec.truncation_strategy == "split":
@@ -155,13 +155,13 @@ def truncate_all(samples: Sequence[Tokenized], spec: EncodeSpec) -> list[Encoded
     """Truncate and label each of the samples that were packed into one row; raises as ``truncate``.
 
     Samples without a target, or with too few tokens, are left out. If a sample is dropped for another reason, or all
-    samples are left out, the entire row is dropped: every input row is either kept or dropped.
+    samples are left out, the entire row is dropped.
     """
     kept: list[EncodedSample] = []
     for number, tokenized in enumerate(samples, 1):
         result = truncate(tokenized, spec)
         if not isinstance(result, Dropped):
-            kept += result
+            kept += result  # one sample, or several with ``split``
         elif len(samples) == 1:
             return result
         elif result.reason not in (_NO_TARGET, _TOO_SHORT):
@@ -215,10 +215,9 @@ def _make_sample(item: Tokenized) -> EncodedSample | None:
     """Return the sample with its labels, None if no token is a target."""
     sample, ids, weights = item.sample, item.ids, item.weights
     labels = _labels_of_turns(item) if weights is None else np.where(weights > 0, ids, np.int32(IGNORE_INDEX))
-    for span in item.spans:
+    for span in item.spans:  # media are no targets
         labels[span.start : span.end] = IGNORE_INDEX
-    # The loss ignores the label of the first token, which nothing predicts. After truncation it may be inside a turn.
-    if item.num_removed:
+    if item.num_removed:  # then the first token may be inside a turn, but nothing predicts it
         labels[:1] = IGNORE_INDEX
     if not _has_target(item, labels):
         return None
@@ -242,7 +241,7 @@ def _make_sample(item: Tokenized) -> EncodedSample | None:
 
 
 def _labels_of_turns(item: Tokenized) -> IntArray:
-    """Return labels, int32 (L,), in which all tokens of all turns are targets."""
+    """Return new labels, int32 (L,), in which all tokens of all turns are targets."""
     labels = np.empty(len(item.ids), np.int32)
     labels.fill(IGNORE_INDEX)  # faster than ``np.full``
     flat_turns = item.turns.tolist()

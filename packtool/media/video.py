@@ -530,10 +530,8 @@ def count_frames(container: Any, stream: Any) -> int:
     """Count the packets before the last keyframe, and the frames decoded from there on.
 
     Decoding checks the first frames of the file, too. In a truncated file, only frames that can be decoded count.
-    ``container`` is an opened file at its beginning, which cannot be used afterwards.
-
-    Raises:
-        FrameNumbersUnknown: if all frames must be decoded to count them.
+    ``container`` is an opened file at its beginning, which cannot be used afterwards. FrameNumbersUnknown if all frames
+    must be decoded to count them.
     """
     if stream.codec_context.codec.canonical_name not in _COUNTED_CODECS:
         raise FrameNumbersUnknown

@@ -47,15 +47,11 @@ _COLUMN_KEYS = tuple(dict.fromkeys((*NAMES, "prompt", *_PREFERENCE_COLUMNS)))
 
 
 class DatasetInfo:
-    """The ``entries`` of a ``dataset_info.json`` by name, which ``get`` checks.
+    """The ``entries`` of a ``dataset_info.json`` by name, which ``get`` checks; ConfigError if it is no JSON object.
 
     Args:
         path: the file, or its directory; paths in the file are relative to the directory.
         prefers_modelscope: for entries with both, use ``ms_hub_url`` instead of ``hf_hub_url``.
-
-    Raises:
-        ConfigError: the file is not a JSON object.
-        StorageError: the file cannot be read.
     """
 
     def __init__(self, path: str, prefers_modelscope: bool = False) -> None:

@@ -163,7 +163,10 @@ class LocalWriter:
             return state
 
     def commit_new(self) -> bool:
-        """Rename the file to its final path if that does not exist, atomically; return False if it exists."""
+        """Move the file to its final path if that does not exist; return False if it exists.
+
+        This is atomic on file systems with hard links.
+        """
         try:
             with self._discarded_on_failure():
                 self._finish()
@@ -171,9 +174,9 @@ class LocalWriter:
                     os.link(self._temporary, self._path)
                 except FileExistsError:
                     return False
-                except FileNotFoundError:  # a faster process has committed, and removed this temporary file
+                except FileNotFoundError:  # another process has finished, and removed all temporary files
                     return False
-                except OSError:  # the file system does not support links
+                except OSError:  # the file system has no hard links
                     try:
                         with open(self._temporary, "rb") as written, open(self._path, "xb") as file:
                             shutil.copyfileobj(written, file)

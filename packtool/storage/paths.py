@@ -43,15 +43,14 @@ def is_remote(path: str) -> bool:
 def normalize(path: str) -> str:
     """Return the canonical form of a path: ``s3:/bucket/x`` becomes ``s3://bucket/x``, ``file:///x`` becomes ``/x``.
 
-    Raises:
-        StorageError: for a URL of an unknown scheme, or without a bucket or host.
+    StorageError for a URL of an unknown scheme, or without a bucket or host.
     """
     match = _URL.match(path) if ":/" in path else None
     if match is None:
         return path
-    if match[1].lower() == "file":
-        return _path_of_file_url(path, after_slash=path[match.end() :])
     scheme = scheme_of(path)
+    if not scheme:  # file:
+        return _path_of_file_url(path, after_slash=path[match.end() :])
     if scheme not in REMOTE_SCHEMES:
         known = ", ".join(f"{name}://" for name in REMOTE_SCHEMES)
         message = f"{masked(path)}: unknown scheme {match[1]}://; supported are {known} and local paths"

@@ -43,8 +43,8 @@ class S3Writer:
         self._upload: str | None = None
         self._num_begun = 0  # attempts to begin an upload: a lost response leaves an upload whose id is unknown
         self._in_flight: deque[Future[str]] = deque()
-        self._tags: list[str] = []
-        self._tag = ""  # of the whole object
+        self._part_tags: list[str] = []
+        self._object_tag = ""  # of the whole object
         self._num_parts = self._num_bytes = 0
         self._ended = False
 
@@ -68,7 +68,7 @@ class S3Writer:
             raise StorageError(f"{self._path}: committed after its end")
         self._guarded(self._finish)
         self._ended = True
-        return FileState(self._num_bytes, self._tag)
+        return FileState(self._num_bytes, self._object_tag)
 
     def discard(self) -> None:
         """Abort the upload; gives up after 10 seconds, because the network may be down. Never raises."""
@@ -101,7 +101,7 @@ class S3Writer:
         if self._upload is None:
             self._upload = wait(with_retries(self._begin))
         while len(self._in_flight) >= _MAX_PARTS_IN_FLIGHT:
-            self._tags.append(wait(self._in_flight.popleft()))
+            self._part_tags.append(wait(self._in_flight.popleft()))
         data, self._buffer = bytes(self._buffer), bytearray()
         self._num_parts += 1
         self._num_bytes += len(data)
@@ -122,20 +122,20 @@ class S3Writer:
         if self._upload is None:
             data, self._buffer = bytes(self._buffer), bytearray()
             put = self._store.request("put_object", len(data), **self._object, Body=data)
-            self._num_bytes, self._tag = len(data), _tag(result_of(self._path, "writing", put))
+            self._num_bytes, self._object_tag = len(data), _entity_tag(result_of(self._path, "writing", put))
             return
         if self._buffer:
             self._send()
         while self._in_flight:
-            self._tags.append(wait(self._in_flight.popleft()))
+            self._part_tags.append(wait(self._in_flight.popleft()))
         wait(self._complete(self._upload))
         if self._num_begun > 1:
             with suppress(Exception):  # the object is complete even if the clean-up fails
                 wait(asyncio.wait_for(self._abort_others(self._upload), _ABORT_S))
 
     async def _complete(self, upload: str) -> None:
-        """Complete the upload with the id ``upload`` from its parts, and keep the object's entity tag."""
-        parts = [{"PartNumber": i, "ETag": tag} for i, tag in enumerate(self._tags, start=1)]
+        """Complete the upload with the id ``upload`` from its parts, and set ``_object_tag``."""
+        parts = [{"PartNumber": i, "ETag": tag} for i, tag in enumerate(self._part_tags, start=1)]
         num_attempts = 0
 
         async def attempt() -> None:
@@ -145,7 +145,7 @@ class S3Writer:
                 completed = await self._store.request_once(
                     "complete_multipart_upload", **self._object, UploadId=upload, MultipartUpload={"Parts": parts}
                 )
-                self._tag = _tag(completed)
+                self._object_tag = _entity_tag(completed)
             except Exception as error:
                 # An earlier attempt may have succeeded although its response was lost.
                 may_be_complete = code_of(error) == "NoSuchUpload" and num_attempts > 1
@@ -156,10 +156,10 @@ class S3Writer:
         await with_retries(attempt, num_bytes=self._num_bytes // 8)
 
     async def _is_complete(self) -> bool:
-        """Return whether the object is the uploaded one, by its size and by the number of parts in its entity tag."""
+        """Set ``_object_tag``; return whether the object is the uploaded one, by its size and its tag's part count."""
         head = await self._store.request_once("head_object", **self._object)
-        self._tag = _tag(head)
-        return head["ContentLength"] == self._num_bytes and self._tag.endswith(f"-{len(self._tags)}")
+        self._object_tag = _entity_tag(head)
+        return head["ContentLength"] == self._num_bytes and self._object_tag.endswith(f"-{len(self._part_tags)}")
 
     async def _abort(self) -> None:
         """Abort this writer's uploads, after its parts have ended: a part that is being uploaded outlives an abort."""
@@ -201,7 +201,7 @@ def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]
     config: dict[str, Any] = {
         "connect_timeout": min(settings.timeout, 10.0),
         "read_timeout": settings.timeout,
-        "retries": {"total_max_attempts": 1, "mode": "standard"},  # with_retries makes the only retries
+        "retries": {"total_max_attempts": 1, "mode": "standard"},  # none, because ``with_retries`` retries
         "max_pool_connections": _MAX_CONNECTIONS,
     }
     if scheme == "oss":
@@ -292,7 +292,7 @@ class S3Store:
             if is_missing(error):
                 return None
             raise
-        return FileState(head["ContentLength"], _tag(head))
+        return FileState(head["ContentLength"], _entity_tag(head))
 
     def is_directory(self, path: str) -> bool:
         bucket, key = split(path)
@@ -323,7 +323,7 @@ class S3Store:
             data = await body.read()
         content_range = response.get("ContentRange", "")
         check_complete(data, begin, content_range)
-        return Range(data, int(content_range.rpartition("/")[2] or response["ContentLength"]), _tag(response))
+        return Range(data, int(content_range.rpartition("/")[2] or response["ContentLength"]), _entity_tag(response))
 
     def entries(self, path: str) -> dict[str, FileState | None]:
         bucket, key = split(path)
@@ -334,7 +334,7 @@ class S3Store:
                 states[folder["Prefix"][len(prefix) :].rstrip("/")] = None
             for item in page.get("Contents", ()):
                 if item["Key"] != prefix:  # the empty object that web consoles create as a folder
-                    states[item["Key"][len(prefix) :]] = FileState(item["Size"], _tag(item))
+                    states[item["Key"][len(prefix) :]] = FileState(item["Size"], _entity_tag(item))
         return dict(sorted(states.items()))
 
     def list_names(self, path: str) -> list[str]:
@@ -454,7 +454,7 @@ def _prefix(key: str) -> str:
     return f"{key}/" if key else ""
 
 
-def _tag(response: dict[str, Any]) -> str:
+def _entity_tag(response: dict[str, Any]) -> str:
     """Return the entity tag in a response, or else the time of the last change, or else ""."""
     tag = response.get("ETag")
     return str(tag).strip('"') if tag else str(response.get("LastModified", ""))

@@ -105,8 +105,6 @@ class SampleAmounts(NamedTuple):
             audio_tokens=np.array([sample.num_audio_tokens for sample in samples], np.int64),
             patch_squares=np.array([sample.patch_squares for sample in samples], np.int64),
         )
-        if sharing is None:
-            return unshared
         return unshared if sharing is None else unshared._without_shared(sharing)
 
     def _without_shared(self, sharing: PrefixSharing) -> SampleAmounts:
@@ -215,38 +213,36 @@ class PackStream:
         self._specs, self._spec, self._options = specs, spec, options
         self._rank, self._world_size = rank, world_size
         self._sharing, self._log = sharing, log
-        # The rest is the state of the stream, whose fields StreamState describes.
+        # The state of the stream, which ``_state`` returns.
         state = start or StreamState()
         self.counts = state.counts
         self._interval = state.interval
-        self._num_packs_done = state.packs_done
-        self._carried = list(state.carried)
+        self._num_packs_done = state.packs_done  # of this interval, before ``start``
+        self._held_back = list(state.carried)  # samples that are packed again in the next interval
         self._buffer = list(state.shuffled)
         self._random = np.random.default_rng((options.seed, rank, RandomStream.SHUFFLE_BUFFER))
         if state.random is not None:
             self._random.bit_generator.state = state.random
-        self._position = state.position
-        self._num_read = state.num_taken
+        self._position = state.position  # before the block that is being read
+        self._num_read = state.num_taken  # samples of this block
         self._ended = state.ended
 
     def __iter__(self) -> Iterator[StreamedPack]:
         """Yield the packs of one interval after the other; a resumed stream begins after the packs done before."""
-        samples = self._shuffled(self._samples())  # reading from it changes the state of this object
+        samples = self._shuffled(self._samples())  # its iteration updates the state that ``_state`` returns
         num_packs_done = self._num_packs_done
         while True:
             state_before = self._state()
-            new_samples = islice(samples, self._options.packing_interval - len(self._carried))
-            interval = [*self._carried, *new_samples]
+            num_new_samples = self._options.packing_interval - len(self._held_back)
+            interval = [*self._held_back, *islice(samples, num_new_samples)]
             if not interval:
                 return
             plan, amounts = self._pack(interval)
-            is_last_interval = len(interval) < self._options.packing_interval
-            held_back = [] if is_last_interval else _held_back_packs(plan, self._options)
-            self._carried = []
-            for pack_number in held_back:
-                self._carried += [interval[i] for i in plan.pack(pack_number)]
+            samples_have_ended = len(interval) < self._options.packing_interval
+            held_back_packs = [] if samples_have_ended else _held_back_packs(plan, self._options)
+            self._held_back = [interval[i] for number in held_back_packs for i in plan.pack(number)]
             self._interval += 1
-            pack_numbers = [number for number in range(plan.num_packs) if number not in held_back]
+            pack_numbers = [number for number in range(plan.num_packs) if number not in held_back_packs]
             for pack_number in pack_numbers[num_packs_done:]:
                 num_packs_done += 1
                 if num_packs_done < len(pack_numbers):
@@ -256,7 +252,7 @@ class PackStream:
                     state = self._state()  # a stream resumed here begins with the next interval
                 members = plan.pack(pack_number)  # positions in the interval, (samples of the pack,)
                 yield StreamedPack([interval[i] for i in members], state, amounts.select(members))
-            num_packs_done = 0  # in all intervals but the first
+            num_packs_done = 0  # only the first interval of a resumed stream has packs that were done before
 
     def _pack(self, samples: Sequence[EncodedSample]) -> tuple[PackPlan, SampleAmounts]:
         """Pack the samples of an interval; return the packs and the amounts that each sample adds."""
@@ -281,7 +277,7 @@ class PackStream:
             ended=self._ended,
             interval=self._interval,
             random=dict(self._random.bit_generator.state),
-            carried=tuple(self._carried),
+            carried=tuple(self._held_back),
             shuffled=tuple(self._buffer),
             counts=self.counts,
         )
@@ -313,19 +309,19 @@ class PackStream:
         """
         if self._ended:
             return
-        num_skipped = self._num_read  # samples of the first block that were read before the stream was interrupted
+        num_read_before = self._num_read  # samples of the first block that an interrupted stream has read
         for position, samples, dropped in self._encoded_blocks():
-            self._position = position
-            if not num_skipped:  # the drops of a block of which samples were read are counted already
+            self._position, self._num_read = position, num_read_before
+            if not num_read_before:  # else the interrupted stream has counted the block's drops
                 self._drop(dropped)
-            for num_read, sample in enumerate(samples[num_skipped:], start=num_skipped + 1):
-                self._num_read = num_read
+            for sample in samples[num_read_before:]:
+                self._num_read += 1
                 problem = self._exceeded_media_tokens(sample)
                 if problem is None:
                     yield sample
                 else:
                     self._drop([problem])
-            num_skipped = 0
+            num_read_before = 0
         self._ended = True
 
     def _encoded_blocks(self) -> Iterator[EncodedBlock]:
@@ -367,18 +363,18 @@ class PackStream:
 def _held_back_packs(plan: PackPlan, options: StreamOptions) -> list[int]:
     """Return the numbers of the packs to repack with the next interval: up to two that are less than 98 % full.
 
-    Candidates are the two emptiest packs; without shuffling, the last pack. Together they have at most a quarter of the
-    interval's samples.
+    Candidates are the two emptiest packs; without shuffling, the last pack. A candidate is left out if it and the one
+    before it have more than a quarter of the interval's samples.
     """
     tokens = plan.tokens_per_pack()
     keeps_order = options.packing_algorithm == "sequential" or not options.shuffle
     emptiest = np.argsort(tokens, kind="stable")[:_MAX_HELD_BACK_PACKS].tolist()
     max_samples = int(_MAX_HELD_BACK_FRACTION * options.packing_interval)
     candidates = [plan.num_packs - 1] if keeps_order else emptiest
-    num_samples = 0
+    num_candidate_samples = 0
     held_back = []
     for pack_number in candidates:
-        num_samples += len(plan.pack(pack_number))
-        if tokens[pack_number] < _MIN_FILL * plan.capacity and num_samples <= max_samples:
+        num_candidate_samples += len(plan.pack(pack_number))
+        if tokens[pack_number] < _MIN_FILL * plan.capacity and num_candidate_samples <= max_samples:
             held_back.append(pack_number)
     return held_back

@@ -92,16 +92,12 @@ def blocks_of_rank(
     Cost: every rank scans all files for row ends (about 400 MB/s), but reads and parses only its own blocks.
 
     Args:
-        start: position of a block of an earlier run with the same arguments, which is yielded first; None for the
-            beginning.
-
-    Raises:
-        ConfigError, DataError, StorageError: as ``rows.read.follow``.
+        start: position of the block to begin with, from an earlier run with the same arguments; None for the beginning.
     """
     position = start or StreamPosition.before_epoch(0, num_blocks=0)
     for epoch in range(position.epoch, num_epochs):
         random = np.random.default_rng((seed, epoch, RandomStream.FILE_ORDER))
-        num_blocks = position.num_blocks  # of all ranks and epochs
+        num_blocks = position.num_blocks  # so far, of all ranks and epochs
         for stream_block in _blocks_of_epoch(specs, random, position, shuffle=shuffle):
             if num_blocks % world_size == rank:
                 yield stream_block
@@ -112,9 +108,9 @@ def blocks_of_rank(
 def _blocks_of_epoch(
     specs: Sequence[SourceSpec], random: np.random.Generator, start: StreamPosition, *, shuffle: bool
 ) -> Iterator[StreamBlock]:
-    """Yield the blocks of all ranks in the epoch of ``start``, from this position on."""
+    """Yield the blocks of all ranks in the epoch of ``start``, from this position on; ``random`` is the epoch's."""
     order = random.permutation(len(specs)).tolist() if shuffle else list(range(len(specs)))
-    if start.random is not None:  # the state after the permutation and the draws up to the position
+    if start.random is not None:  # the state before the block at ``start`` is drawn
         random.bit_generator.state = start.random
     files = _OpenFiles([specs[number] for number in order], MAX_OPEN_SOURCES if shuffle else 1, start)
     num_blocks = start.num_blocks
@@ -218,6 +214,7 @@ def _make_encode(report: object, spec: EncodeSpec) -> Callable[[StreamBlock], En
     def encode(stream_block: StreamBlock) -> EncodedBlock:
         samples: list[EncodedSample] = []
         dropped: list[Dropped] = []
+        # URLs may not hold secrets, because the state of the stream in checkpoints has the URLs of media.
         rows = list(samples_of(stream_block.source, [stream_block.block], may_hold_secrets=False))
         for result in encode_samples(rows, encoder):  # the samples of a row, or why it was dropped
             if isinstance(result, Dropped):
@@ -258,14 +255,10 @@ class StreamState:
 
 
 def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
-    """Write a rank's state to a directory: samples in memory to an Arrow file, then all other fields as JSON.
-
-    Raises:
-        StorageError: the state cannot be written.
-    """
+    """Write a rank's state to a directory: samples in memory to an Arrow file, then all other fields as JSON."""
     samples_path, json_path = _paths(directory, rank)
     _write_samples(samples_path, [*state.carried, *state.shuffled])  # the JSON has the number of each
-    values = {
+    values = {  # some names differ from those of the fields, so that older checkpoints can be read
         "place": dataclasses.asdict(state.position) if state.position is not None else None,
         "num_taken": state.num_taken,
         "ended": state.ended,
@@ -291,11 +284,7 @@ def _write_samples(path: str, samples: Sequence[EncodedSample]) -> None:
 
 
 def read_stream_state(directory: str, rank: int) -> StreamState:
-    """Read a rank's state from a directory.
-
-    Raises:
-        MismatchError: the directory has no state of this rank, or the state is damaged.
-    """
+    """Read a rank's state from a directory; raise a MismatchError if it is missing or damaged."""
     samples_path, json_path = _paths(directory, rank)
     try:
         with open(json_path, encoding="utf-8") as file:
@@ -307,7 +296,7 @@ def read_stream_state(directory: str, rank: int) -> StreamState:
         position = values.pop("place")
         samples = _read_samples(samples_path, num_samples)
         return StreamState(
-            **values,  # all fields that are not given here
+            **values,  # the fields of the same names
             position=None if position is None else StreamPosition(**position),
             carried=samples[:num_carried],
             shuffled=samples[num_carried:],

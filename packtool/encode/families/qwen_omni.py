@@ -115,12 +115,13 @@ def _audio_limits(files: ModelFiles, options: MediaOptions, is_qwen3: bool) -> A
     hop_length = int(settings.get("hop_length", 160))
     max_seconds = float(settings.get("chunk_length") or 300)
     max_samples = int(settings.get("n_samples") or max_seconds * sampling_rate)
+    default_tokens_per_second = 13 if is_qwen3 else 25  # of transformers' processors
     return AudioLimits(
         sampling_rate=sampling_rate,
         hop_length=hop_length,
-        max_features=None if is_qwen3 else max_samples // hop_length,
+        max_features=None if is_qwen3 else max_samples // hop_length,  # Qwen3's processor removes nothing
         in_video=bool(options.use_audio_in_video),
-        tokens_per_second=float(thinker.get("position_id_per_seconds") or (13 if is_qwen3 else 25)),
+        tokens_per_second=float(thinker.get("position_id_per_seconds") or default_tokens_per_second),
         seconds_per_chunk=float(thinker.get("seconds_per_chunk") or 2),
     )
 

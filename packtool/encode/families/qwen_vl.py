@@ -50,7 +50,7 @@ def smart_resize(
     max_pixels: int,
     *,
     num_frames: int = 1,
-    num_compared: int = 1,
+    num_checked_frames: int = 1,
 ) -> tuple[int, int]:
     """Return height and width as multiples of ``factor`` with min_pixels <= frames * height * width <= max_pixels.
 
@@ -58,8 +58,8 @@ def smart_resize(
 
     Args:
         num_frames: frames whose pixels together must be within the bounds.
-        num_compared: number of frames by which transformers decides whether the bounds are kept: ``num_frames``,
-            rounded to entire temporal patches.
+        num_checked_frames: ``num_frames`` rounded to entire temporal patches. As in transformers, this number decides
+            whether frames are resized to fit the bounds, and ``num_frames`` how much.
 
     Raises:
         ValueError: if one side is more than 200 times the other.
@@ -68,7 +68,7 @@ def smart_resize(
         raise ValueError(f"{width}x{height} pixels: one side is more than {_MAX_ASPECT} times the other")
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
-    num_pixels = num_compared * new_height * new_width
+    num_pixels = num_checked_frames * new_height * new_width
     if num_pixels > max_pixels:
         shrink = math.sqrt(num_frames * height * width / max_pixels)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)
@@ -90,8 +90,10 @@ def resize_together(
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    num_compared = num_bounded_frames(num_taken, limits)
-    return smart_resize(height, width, factor, min_pixels, max_pixels, num_frames=num_taken, num_compared=num_compared)
+    num_checked_frames = num_bounded_frames(num_taken, limits)
+    return smart_resize(
+        height, width, factor, min_pixels, max_pixels, num_frames=num_taken, num_checked_frames=num_checked_frames
+    )
 
 
 def num_bounded_frames(num_taken: int, limits: VideoLimits | ImageLimits) -> int:
@@ -347,7 +349,7 @@ class QwenVL(MediaEncoding):
         size = measure_video(ref)
         try:
             limits = video_limits_of(ref, self._videos)
-            num_frames, indices = _sample(ref, size.num_frames, size.fps, limits)
+            num_frames, indices = _sample_video_or_clip(ref, size.num_frames, size.fps, limits)
             grid = video_grid(size.height, size.width, len(indices), limits)
         except ValueError as error:
             raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
@@ -415,7 +417,9 @@ def video_bounds(height: int, width: int, num_taken: int, grid: Grid, limits: Vi
     return _find_bounds(grid_of, grid, limits.bounds(num_taken), limits.patch_size**2 * num_frames)
 
 
-def _sample(ref: MediaRef, num_frames: int, fps: float, limits: VideoLimits) -> tuple[int, tuple[int, ...]]:
+def _sample_video_or_clip(
+    ref: MediaRef, num_frames: int, fps: float, limits: VideoLimits
+) -> tuple[int, tuple[int, ...]]:
     """Return the number of frames of a video, or of the clip that its row selects, and the indexes to sample."""
     if ref.clip is not None:
         first_frame, num_clip_frames = clip_frames(ref.clip, num_frames, fps)
@@ -428,10 +432,10 @@ def _sample(ref: MediaRef, num_frames: int, fps: float, limits: VideoLimits) -> 
 def _find_bounds(
     grid_of: Callable[[Bounds], Grid], grid: Grid, default_bounds: Bounds, pixels_per_patch: int
 ) -> Bounds:
-    """Find (min, max) pixels with which ``grid_of`` returns ``grid``, by bisection: both sides grow with the bounds.
+    """Find (min, max) pixels with which ``grid_of`` returns ``grid``: the default bounds, no bounds, or others.
 
-    If neither the default bounds nor no bounds give the grid, searches a maximum below the size without bounds, then a
-    minimum above it: rounding may make a side longer when a picture is made smaller.
+    Others are found by bisection, since both sides of the grid grow with the bounds: first a maximum that makes the
+    medium smaller than without bounds, then a minimum that makes it larger.
 
     Args:
         grid_of: returns the grid of a medium at some bounds; raises ValueError if it cannot be resized to them.
@@ -443,16 +447,17 @@ def _find_bounds(
     unbounded_grid = _grid_or_none(grid_of, _UNBOUNDED)
     if unbounded_grid == grid:
         return _UNBOUNDED
-    lowest, highest = _UNBOUNDED
-    highest_max, lowest_min = highest, lowest
-    if unbounded_grid is not None:  # only maxima below the pixels of that grid and minima above them have an effect
-        num_pixels = unbounded_grid[1] * unbounded_grid[2] * pixels_per_patch
-        highest_max, lowest_min = num_pixels - 1, num_pixels + 1
-    max_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (lowest, pixels)), grid, lowest, highest_max)
+    no_min, no_max = _UNBOUNDED
+    largest_max, smallest_min = no_max, no_min
+    if unbounded_grid is not None:
+        _, height, width = unbounded_grid
+        num_pixels = height * width * pixels_per_patch
+        largest_max, smallest_min = num_pixels - 1, num_pixels + 1  # other bounds have no effect
+    max_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (no_min, pixels)), grid, no_min, largest_max)
     if max_pixels is not None:
-        return lowest, max_pixels
-    min_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (pixels, highest)), grid, lowest_min, highest)
-    return default_bounds if min_pixels is None else (min_pixels, highest)
+        return no_min, max_pixels
+    min_pixels = _bisect(lambda pixels: _grid_or_none(grid_of, (pixels, no_max)), grid, smallest_min, no_max)
+    return default_bounds if min_pixels is None else (min_pixels, no_max)
 
 
 def _grid_or_none(grid_of: Callable[[Bounds], Grid], bounds: Bounds) -> Grid | None:
