@@ -378,8 +378,8 @@ class ShardFile:
         batch = self._batches[batch_number]
         i = row - int(self._starts[batch_number])  # the row within the batch
         self._check(batch_number, batch, i, i + 1)
+        # None unless the row became several samples.
         part_fields = batch.column("part")[i].as_py() if "part" in batch.schema.names else None
-        is_part = part_fields is not None  # the row became several samples
         return EncodedSample(
             input_ids=_values(batch.column("input_ids"), i),
             labels=_values(batch.column("labels"), i),
@@ -392,8 +392,8 @@ class ShardFile:
             source=batch.column("source")[i].as_py(),
             row=batch.column("row")[i].as_py(),
             num_truncated=batch.column("truncated")[i].as_py(),
-            part=RowPart(**part_fields) if is_part else None,
-            borders=_values(batch.column("borders"), i) if is_part else None,
+            part=None if part_fields is None else RowPart(**part_fields),
+            borders=None if part_fields is None else _values(batch.column("borders"), i),
         )
 
 
