@@ -155,24 +155,27 @@ class CostModel:
         """
         layers = ModelLayers.of_config(config)
         flops = partial(_part_flops, trainable(layers, learning), learning.lora_rank)
-        # ``has_gradient``: a part reads the output of an earlier part, and must compute the gradient of this output.
+        # Each part reads the output of the one before: it computes the gradient of its input if that one is trained.
         vision = flops(layers.vision, recomputes=recomputes_towers)
-        mergers = [flops(merger, has_gradient=vision.has_gradient) for merger in layers.mergers]
+        mergers = [flops(merger, has_input_gradient=vision.has_output_gradient) for merger in layers.mergers]
         audio = flops(layers.audio, recomputes=recomputes_towers)
-        audio_aligner = flops(layers.audio_aligner, has_gradient=audio.has_gradient)
-        media_has_gradient = any(part.has_gradient for part in (audio, audio_aligner, *mergers))
-        language = flops(layers.language, has_gradient=media_has_gradient, recomputes=recomputes_language)
-        head_module = dataclasses.replace(layers.head, layer=0)  # only modules of a layer are recomputed
-        head = flops([head_module], has_gradient=language.has_gradient, recomputes=recomputes_head)
-        per_vision_unit = vision.per_unit + sum(merger.per_unit for merger in mergers)
-        # The number of tiles is only known by their squares.
-        per_tile_square = per_vision_unit / layers.tile_squares if layers.tile_squares else 0.0
+        audio_aligner = flops(layers.audio_aligner, has_input_gradient=audio.has_output_gradient)
+        media_has_gradient = any(part.has_output_gradient for part in (audio, audio_aligner, *mergers))
+        language = flops(layers.language, has_input_gradient=media_has_gradient, recomputes=recomputes_language)
+        head_module = dataclasses.replace(layers.head, layer=0)  # only layers can be recomputed: the head becomes one
+        head = flops([head_module], has_input_gradient=language.has_output_gradient, recomputes=recomputes_head)
+        per_vision_token = vision.per_unit + sum(merger.per_unit for merger in mergers)
+        per_patch_square = vision.per_square
+        if layers.tile_squares:
+            # The unit is a tile. No count of tiles is stored, so their work is distributed over the squares of patches.
+            per_patch_square += per_vision_token / layers.tile_squares
+            per_vision_token = 0.0
         return cls(
             per_token=language.per_unit,
             per_square=language.per_square,
             per_target_token=head.per_unit,
-            per_vision_token=0.0 if layers.tile_squares else per_vision_unit,
-            per_patch_square=vision.per_square + per_tile_square,
+            per_vision_token=per_vision_token,
+            per_patch_square=per_patch_square,
             per_audio_token=audio.per_unit + audio_aligner.per_unit,
             per_window=language.per_window,
             window=layers.window,
@@ -184,13 +187,13 @@ class CostModel:
 class _PartFlops(NamedTuple):
     """FLOPs of a part of a model: for a unit such as a token, a unit of squared lengths, and one of ``window_squares``.
 
-    ``has_gradient``: gradients flow back to the part's output.
+    ``has_output_gradient``: backward computes the gradient of the part's output.
     """
 
     per_unit: float
     per_square: float
     per_window: float
-    has_gradient: bool
+    has_output_gradient: bool
 
 
 def _part_flops(
@@ -198,42 +201,44 @@ def _part_flops(
     lora_rank: int,
     modules: Sequence[ModuleCost],
     *,
-    has_gradient: bool = False,
+    has_input_gradient: bool = False,
     recomputes: bool | int = False,
 ) -> _PartFlops:
     """Sum the FLOPs of consecutive modules, forward and backward.
 
-    ``training`` is by module name; attention has none. ``has_gradient``: gradients flow back to the part's input.
-    ``recomputes``: backward runs the forward pass of all layers again, or of so many first layers.
+    ``training``, by module name, says which weights are trained; attention has none. ``has_input_gradient``: backward
+    computes the gradient of the part's input. ``recomputes``: backward runs the forward pass again, of all layers or of
+    that number of first layers.
     """
     num_recomputed = math.inf if recomputes is True else recomputes
-    # Gradients flow back to the output of a module, the input of the next, if anything up to it is trained.
-    gradients = [has_gradient]
-    recomputed_layers: set[int] = set()  # those with a gradient of their output
+    # Backward computes the gradient of a module's output, the next one's input, if anything up to it is trained.
+    gradients = [has_input_gradient]
+    recomputed_layers: set[int] = set()
     for module in modules:
-        gradients.append(gradients[-1] or training.get(module.name, Trainable()).any)
-        if module.layer is not None and module.layer < num_recomputed and gradients[-1]:
+        has_output_gradient = gradients[-1] or training.get(module.name, Trainable()).any
+        gradients.append(has_output_gradient)
+        if has_output_gradient and module.layer is not None and module.layer < num_recomputed:
             recomputed_layers.add(module.layer)
     per_unit = per_square = per_window = 0.0
-    has_input_gradient = has_gradient
-    for module, follows_gradient in zip(modules, gradients[:-1], strict=True):
-        # Modules with a shared input, such as Q, K and V, need its gradient only if the first of them does.
+    needs_input_gradient = has_input_gradient
+    for module, is_anything_before_trained in zip(modules, gradients[:-1], strict=True):
+        # Modules that share an input, such as Q, K and V, need its gradient if anything before the first is trained.
         if not module.shares_input:
-            has_input_gradient = follows_gradient
+            needs_input_gradient = is_anything_before_trained
         num_forward = 2.0 if module.layer in recomputed_layers else 1.0
         if module.kind == "attention":
-            passes = num_forward + _ATTENTION_BACKWARD * follows_gradient
-            per_unit += passes * module.flops_per_unit
-            per_square += passes * module.flops_per_square
-            per_window += passes * module.flops_per_window
+            num_passes = num_forward + (_ATTENTION_BACKWARD if is_anything_before_trained else 0.0)
+            per_unit += num_passes * module.flops_per_unit
+            per_square += num_passes * module.flops_per_square
+            per_window += num_passes * module.flops_per_window
             continue
         weights = training[module.name].weights
-        num_passes = num_forward + has_input_gradient
-        has_weight_gradient = weights == "full"
-        per_unit += 2 * module.num_products * (num_passes + has_weight_gradient)
+        num_passes = num_forward + (1.0 if needs_input_gradient else 0.0)
+        num_weight_gradients = 1.0 if weights == "full" else 0.0
+        per_unit += 2 * module.num_products * (num_passes + num_weight_gradients)
         if weights == "lora":
             per_unit += _adapter_flops(module, lora_rank, num_forward, num_passes)
-    return _PartFlops(per_unit, per_square, per_window, has_gradient=gradients[-1])
+    return _PartFlops(per_unit, per_square, per_window, has_output_gradient=gradients[-1])
 
 
 def _adapter_flops(module: ModuleCost, rank: int, num_forward: float, num_passes: float) -> float:
@@ -273,25 +278,23 @@ class ModelSizes:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelSizes:
-        """Compute the sizes of a model's language model from its ``config.json``; errors as of ``CostModel.of_config``.
-
-        For each token, a layer keeps two residuals, the results of two norms and the projected output of attention (5
-        times the model's width); queries before and after RoPE and the result of attention (3 times the width of
-        queries); keys before and after RoPE and values (3 times that of keys); gate, up, the activated gate and the
-        product (4 times the MLP's width, of the token's experts). Flash attention keeps no scores, and no logits are
-        kept.
-        """
-        config = thinker_of(config)
+        """Compute the sizes of a language model from its ``config.json``; a KeyError if it lacks widths."""
+        config = thinker_of(config)  # the text model of an Omni model
         text = text_config_of(config)
         hidden, num_layers = int(text["hidden_size"]), int(text["num_hidden_layers"])
         attention = attention_widths(text)
         mlp = expert_widths(text)
         token_mlp_width = mlp.expert * mlp.experts_per_token + mlp.shared_expert
+        # Numbers that a layer keeps of a token. Flash attention keeps no scores.
+        kept = 5 * hidden  # two residuals, the results of two norms, and the projected output of attention
+        kept += 3 * attention.queries  # queries before and after RoPE, and the output of attention
+        kept += 3 * attention.keys  # keys before and after RoPE, and values
+        kept += 4 * token_mlp_width  # gate, up, the activated gate, and the product
         return cls(
             cost=CostModel.of_config(config),
             num_parameters=_num_parameters(config, text),
             num_layers=num_layers,
-            kept_bytes=_BYTES * (5 * hidden + 3 * attention.queries + 3 * attention.keys + 4 * token_mlp_width),
+            kept_bytes=_BYTES * kept,
             input_bytes=_BYTES * hidden,
             query_bytes=_BYTES * attention.queries,
             kv_bytes=_BYTES * 2 * attention.keys,
@@ -447,23 +450,23 @@ class StepTime:
     def _flops_with_exchanges(self, local: Sequence[Load], sharded_attention: float, sharded_tokens: int) -> float:
         """Return the FLOPs of the busiest rank's local sequences and of the exchanges that no attention hides.
 
-        Times of communication are in FLOPs, too: as many as a device computes in that time. ``sharded_attention`` is
-        the attention of sharded sequences on one rank.
+        A time of communication counts as the FLOPs that the device computes meanwhile. ``local`` are the local
+        sequences of each rank, and ``sharded_attention`` the attention to sharded sequences on every rank.
         """
-        exposed_flops = 0.0  # of exchanges that no attention to local sequences hides
-        hideable = []  # of each other exchange: FLOPs, and the share of that attention that hides it
+        exposed_on_all_ranks = 0.0
+        exposed_exchanges = []  # FLOPs, and the share of a rank's attention to local sequences that hides them
         for exchange in self.exchanges:
             exchange_flops = self.flops_per_second * exchange.seconds(sharded_tokens)
-            flops = exchange_flops - exchange.overlap_sharded * sharded_attention
-            if flops > 0 and exchange.overlap_local:
-                hideable.append((flops, exchange.overlap_local))
-            elif flops > 0:
-                exposed_flops += flops
+            exposed = exchange_flops - exchange.overlap_sharded * sharded_attention
+            if exposed > 0 and exchange.overlap_local:
+                exposed_exchanges.append((exposed, exchange.overlap_local))
+            elif exposed > 0:
+                exposed_on_all_ranks += exposed
         rank_flops = []
         for load in local:
-            waiting_flops = sum([max(0.0, flops - overlap * load.attention) for flops, overlap in hideable])
+            waiting_flops = sum([max(0.0, exposed - share * load.attention) for exposed, share in exposed_exchanges])
             rank_flops.append(load.flops + waiting_flops)
-        return exposed_flops + max(rank_flops)
+        return exposed_on_all_ranks + max(rank_flops)
 
     def exposed_seconds(self, sharded_tokens: Costs, local_attention: Costs, sharded_attention: Costs) -> Costs:
         """Estimate the seconds of exchanges that attention does not hide, (n,), for n ranks at once.
