@@ -123,7 +123,10 @@ class ConfigError(PacktoolError):
 
 
 def raise_together(checks: Iterable[Callable[[], object]]) -> None:
-    """Run all checks, and raise their errors as one: several as a ConfigError, or as an error of their common class."""
+    """Run all checks, and raise their errors as one.
+
+    Several MismatchErrors become a MismatchError, several StorageErrors a StorageError, all others a ConfigError.
+    """
     errors = []
     for check in checks:
         try:
@@ -134,12 +137,10 @@ def raise_together(checks: Iterable[Callable[[], object]]) -> None:
         raise errors[0]
     if errors:
         lines = "\n".join("  - " + str(error).replace("\n", "\n    ") for error in errors)
-        kinds = {type(error) for error in errors}
-        kind = kinds.pop() if len(kinds) == 1 and kinds <= {MismatchError, StorageError} else ConfigError
-        codes = {error.code for error in errors}
-        raise kind(
-            f"{len(errors)} settings are wrong:\n{lines}", code=codes.pop() if len(codes) == 1 else SEVERAL_PROBLEMS
-        )
+        first, kinds, codes = errors[0], {type(error) for error in errors}, {error.code for error in errors}
+        kind = type(first) if kinds in ({MismatchError}, {StorageError}) else ConfigError
+        code = first.code if len(codes) == 1 else SEVERAL_PROBLEMS
+        raise kind(f"{len(errors)} settings are wrong:\n{lines}", code=code)
 
 
 class DataError(PacktoolError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
@@ -22,7 +22,7 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 def choose(
     name: str, device: torch.device, dtype: torch.dtype, *, needs_dropout: bool = False, head_dim: int = 0
 ) -> Kernel:
-    """Return the kernel of this name, or the fastest usable one for ``auto``.
+    """Return the kernel of this name (ConfigError if it is unusable), or the fastest usable one for ``auto``.
 
     ``auto`` takes flash attention 3, then 2, if the package is installed or the hub's kernel has been downloaded, then
     torch's varlen attention on CUDA in 16 bits, and otherwise SDPA for each document.
@@ -31,17 +31,15 @@ def choose(
         device, dtype: those of queries, keys and values.
         needs_dropout: whether attention weights are dropped, which few kernels can do.
         head_dim: size D of the attention heads; 0 if unknown, which no kernel refuses.
-
-    Raises:
-        ConfigError: if the kernel of this name is unusable, with the reason and the remedy.
     """
-    unusable_error = partial(_unusable_error, device, dtype, needs_dropout, head_dim)  # a function of a kernel
     if name == AUTO:
-        return next(kernel for kernel in _fastest_first() if unusable_error(kernel) is None)
-    kernel = KERNELS.get(name)
-    if kernel is None:
+        for kernel in _fastest_first():
+            if _unusable_error(kernel, device, dtype, needs_dropout, head_dim) is None:
+                return kernel
+    if name not in KERNELS:
         raise ConfigError(f"--attn-impl {name}: there is no such attention", f"There are auto, {', '.join(KERNELS)}.")
-    if error := unusable_error(kernel):
+    kernel = KERNELS[name]
+    if error := _unusable_error(kernel, device, dtype, needs_dropout, head_dim):
         best = choose(AUTO, device, dtype, needs_dropout=needs_dropout, head_dim=head_dim)
         raise ConfigError(
             f"--attn-impl {name}: {error.message}",
@@ -64,7 +62,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def _unusable_error(
-    device: torch.device, dtype: torch.dtype, needs_dropout: bool, head_dim: int, kernel: Kernel
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, needs_dropout: bool, head_dim: int
 ) -> ConfigError | None:
     """Return why a kernel cannot compute such an attention call, with a remedy; None if it can."""
     if error := kernel.availability_error(device, dtype):

@@ -77,7 +77,8 @@ class _TowerHooks:
         # Of images and videos: names of the forward's arguments for the patches and for the grids.
         self._visual_names = family.visual_inputs
         self._processor_names = family.processor_inputs
-        # For the text tower: the flat positions of media tokens, and their features for each of its first layers.
+        # From ``_embed`` to ``_add_deepstack``: flat positions of media tokens, and the features that each of the text
+        # tower's first layers adds there.
         self._deepstack: tuple[Tensor, list[Tensor]] | None = None
         module.register_forward_pre_hook(self._embed, with_kwargs=True)
         if self._processor_names:
@@ -91,19 +92,19 @@ class _TowerHooks:
         """Replace the token ids and media of a forward call by embeddings with the media features written in.
 
         This is a forward pre-hook: it returns the arguments that the forward gets instead of ``args`` and ``kwargs``.
-        ``kwargs["towers"]`` has the inputs of the "vision" tower, for images and videos, and of the "sound" tower.
+        ``kwargs["towers"]``, removed here, has the indexes that the "vision" tower (images and videos) and the "sound"
+        tower need beside the media, which are other arguments.
         """
         towers: Mapping[Any, TowerInputs] = kwargs.pop("towers", None) or {}
         self._deepstack = None
         if not towers or not self.is_enabled:
             return args, kwargs
-        if args:  # LLaVA-NeXT passes its token ids by position
-            (kwargs["input_ids"],) = args
-        embeddings = module.get_input_embeddings()(kwargs["input_ids"])  # (B, T, D)
+        input_ids = args[0] if args else kwargs["input_ids"]  # LLaVA-NeXT passes its token ids by position
+        embeddings = module.get_input_embeddings()(input_ids)  # (B, T, D)
         features = self._run_towers(module, towers, kwargs)
         shard: SequenceShard | None = kwargs.get("sequence_shard")
         if shard is not None:
-            # Only after all towers have run: a rank whose images are done early may have the longer sounds.
+            # After all towers: ranks that waited for each other's images would wait again for each other's sounds.
             features = self._exchange(features, shard)
         positions: dict[str, Tensor] = {}  # of each kind's features in the flat embeddings, (N,)
         for inputs in towers.values():
@@ -149,8 +150,9 @@ class _TowerHooks:
         tower = module.visual
         pixels = torch.cat([*patches.values()]).type(tower.dtype)
         output = tower(pixels, grid_thw=torch.cat(grids), return_dict=True, **inputs.arguments)
+        # Of the tower's last layer, then (DeepStack) of some earlier ones: (features of images and videos, D) each.
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-        # Patches are counted on the host: a grid may be on the device.
+        # Computed from the patches, because reading the grids could wait for the device.
         num_features = [len(patches_of_kind) // tower.spatial_merge_size**2 for patches_of_kind in patches.values()]
         features: Features = {kind: [] for kind in patches}
         for level in levels:

@@ -75,7 +75,7 @@ class FlashKernel(Kernel):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float, window: int | None, dropout: float
     ) -> Tensor:
-        keys = varlen.of_keys
+        keys = varlen.key_boundaries
         boundaries = {"cu_seqlens_q": varlen.cu_seqlens, "cu_seqlens_k": keys.cu_seqlens}
         longest = {"max_seqlen_q": varlen.max_seqlen, "max_seqlen_k": keys.max_seqlen}
         # Number of keys before and after a query that it sees; -1 is all of them.
@@ -128,13 +128,13 @@ class TorchVarlenKernel(Kernel):
         varlen_attn = _varlen_module().varlen_attn
         # The parameters depend on the version of torch; missing ones are emulated, except windows.
         parameters = _parameters(varlen_attn)
-        keys = varlen.of_keys
+        keys = varlen.key_boundaries
         value_dim = v.shape[-1]
         q, k, v = pad_heads(q, k, v)
         options = _visibility_options(parameters, varlen, window)
         if "scale" in parameters:
             options["scale"] = scale
-        else:  # the function itself multiplies scores by 1 / sqrt(head size)
+        else:  # the function multiplies scores by 1 / sqrt(D), with the D of the padded heads
             q = q * (scale * math.sqrt(q.shape[-1]))
         if "enable_gqa" in parameters:
             options["enable_gqa"] = q.shape[1] != k.shape[1]
@@ -142,8 +142,8 @@ class TorchVarlenKernel(Kernel):
             num_copies = q.shape[1] // k.shape[1]
             k = k.repeat_interleave(num_copies, dim=1)
             v = v.repeat_interleave(num_copies, dim=1)
-        # torch uses cuDNN only if both cu_seqlens are the same tensor. cuDNN would align causal masks at the beginning
-        # of queries and keys, not at their end, which differs if keys begin before their queries.
+        # If keys begin before their queries, causal masks must be aligned at the end of both, which cuDNN does not do.
+        # torch uses cuDNN only if both cu_seqlens are the same tensor, and then they are not.
         boundaries = varlen.cu_seqlens, keys.cu_seqlens, varlen.max_seqlen, keys.max_seqlen
         out: Tensor = varlen_attn(q, k, v, *boundaries, **options)
         return out[..., :value_dim]
@@ -156,7 +156,7 @@ def _visibility_options(parameters: Collection[str], varlen: Varlen, window: int
         num_before = -1 if window is None else window - 1
         num_after = 0 if varlen.causal else -1
         return {"window_size": (num_before, num_after)}
-    if window is not None and window < varlen.of_keys.max_seqlen:
+    if window is not None and window < varlen.key_boundaries.max_seqlen:
         problem = f"torch {torch.__version__} has varlen attention without sliding windows"
         raise ConfigError(problem, "Install torch 2.11 or newer, or use --attn-impl sdpa.")
     return {"is_causal": varlen.causal}
@@ -192,7 +192,7 @@ class FlexKernel(Kernel):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float, window: int | None, dropout: float
     ) -> Tensor:
-        keys = varlen.of_keys
+        keys = varlen.key_boundaries
         if window is not None and window >= keys.max_seqlen:
             window = None
         heads = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v)]
@@ -219,14 +219,14 @@ def _block_mask(
     """
     document_of_query = _document_of_token(lengths).to(device)
     document_of_key = document_of_query
-    shift = None  # for each query: index of its own token's key minus index of the query; None if always 0
-    if key_lengths != lengths:
+    key_shift_of_query = None
+    if key_lengths != lengths:  # then a token has different indexes among the queries and among the keys
         document_of_key = _document_of_token(key_lengths).to(device)
-        shift = _key_shifts(lengths, key_lengths).to(device)[document_of_query]
+        key_shift_of_query = _key_shifts(lengths, key_lengths).to(device)[document_of_query]
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Return whether the query of one index sees the key of another, a bool tensor, as FlexAttention requires."""
-        own_key = query if shift is None else query + shift[query]
+        own_key = query if key_shift_of_query is None else query + key_shift_of_query[query]
         visible = document_of_query[query] == document_of_key[key]
         if causal:
             visible = visible & (key <= own_key)
@@ -240,7 +240,7 @@ def _block_mask(
 
 
 def _key_shifts(lengths: Sequence[int], key_lengths: Sequence[int]) -> Tensor:
-    """Return, int64 (S,), for each document the index of its last key minus the index of its last query."""
+    """Return, int64 (S,), by how much a token's index among the keys exceeds that among the queries, per document."""
     return torch.tensor(key_lengths).cumsum(0) - torch.tensor(lengths).cumsum(0)
 
 

@@ -105,8 +105,8 @@ class Varlen:
     keys: Varlen | None = None
 
     @property
-    def of_keys(self) -> Varlen:
-        """The documents of keys and values; itself where they are those of the queries."""
+    def key_boundaries(self) -> Varlen:
+        """Boundaries of the documents of keys and values; itself where they are those of the queries."""
         return self if self.keys is None else self.keys
 
     @classmethod
@@ -193,7 +193,7 @@ class Kernel(abc.ABC):
         Args:
             q: (T, Hq, D).
             k, v: (T', Hkv, D); Hq is a multiple of Hkv. T' is T unless ``varlen.keys`` is set.
-            varlen: boundaries of the documents, whose lengths add up to T; the lengths in ``varlen.keys`` to T'.
+            varlen: boundaries of the documents in q, and with ``keys`` of those in k and v.
             scale: factor on the scores, by default 1 / sqrt(D).
             window: a query sees itself and at most ``window - 1`` tokens before it.
             dropout: probability with which an attention weight is zeroed; for kernels with ``has_dropout``.
@@ -268,7 +268,7 @@ class ReferenceKernel(Kernel):
     def scores(q: Tensor, k: Tensor, varlen: Varlen, scale: float, window: int | None = None) -> Tensor:
         """Scores of q (T, Hq, D) and k (T', Hkv, D), float64 (Hq, T, T'); -inf where a query does not see a key."""
         query, query_ends = _positions_from_end(len(q), varlen)
-        key, key_ends = _positions_from_end(len(k), varlen.of_keys)
+        key, key_ends = _positions_from_end(len(k), varlen.key_boundaries)
         visible = query[:, None] == key[None, :]
         # Queries and keys of a document end with the same token, so positions are counted back from it.
         if varlen.causal:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from packtool.attention.kernel import LeakError, Varlen, refuse_leaks, reveal_boundaries
-from packtool.attention.parallel.delta_nets import Recurrence, run_sharded
+from packtool.attention.parallel.delta_nets import RunIsolated, run_sharded
 from packtool.encode.families import FAMILIES
 from packtool.errors import UnsupportedModelError
 
@@ -98,7 +98,7 @@ def _isolated_forward(
     """
     name = type(layer).__name__
     parallel: Any = getattr(layer, _PARALLEL_ATTRIBUTE, None)
-    kwargs = reveal_boundaries(kwargs)
+    kwargs = reveal_boundaries(kwargs)  # which ``hide_boundaries`` hides from torch.compile
     if kwargs.get("key_index") is not None:
         raise UnsupportedModelError(
             f"{name} carries a state along the row, which documents cannot take over from a prefix that they share",
@@ -107,7 +107,8 @@ def _isolated_forward(
     refuse_leaks(layer, hidden_states, attention_mask, kwargs, parallel)
     if cache_params is not None:
         raise LeakError(f"{name} was given a cache, whose state would go from one document into the next")
-    run: Recurrence = _run_packed if keeps_documents_apart(layer, hidden_states) else _run_each_document
+    # In one call for all documents if the layer's own forward respects their boundaries.
+    run: RunIsolated = _run_packed if keeps_documents_apart(layer, hidden_states) else _run_each_document
     shard: SequenceShard | None = kwargs.get("sequence_shard")
     if shard is not None:
         return _run_shard(layer, hidden_states, shard, parallel, run)
@@ -116,7 +117,7 @@ def _isolated_forward(
 
 
 def _run_shard(
-    layer: nn.Module, hidden_states: Tensor, shard: SequenceShard, parallel: SequenceParallel, run: Recurrence
+    layer: nn.Module, hidden_states: Tensor, shard: SequenceShard, parallel: SequenceParallel, run: RunIsolated
 ) -> Tensor:
     """Run a recurrent layer on this rank's part of a sequence that ranks share, (1, T, hidden)."""
     # Documents of this rank alone come first in its sequence, then its tokens of documents that all ranks share.
@@ -149,7 +150,7 @@ def keeps_documents_apart(layer: nn.Module, like: Tensor) -> bool:
 def _respects_boundaries(forward: Callable[..., Tensor], like: Tensor) -> bool:
     """Return whether a layer's forward keeps two random documents apart that are packed into one call.
 
-    Other states of the first document must change the output of the first only, and the output of both must equal that
+    If only the first document's states change, only its output may change. The output of both documents must equal that
     of separate calls, up to rounding. States have the device, type and last dimension of ``like``.
     """
     first_length, _ = _TRIAL_LENGTHS

@@ -86,8 +86,8 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
     """Make a loaded model keep packed samples apart, in place: the one call that packed training needs.
 
     Routes the model's text tower through a kernel, and makes its recurrent layers reset their state at every document.
-    The kernel must be available for the model's device and precision only when the model is called, so the model may
-    still be moved or cast.
+    The kernel is checked against the model's device and precision when the model is called, so the model may still be
+    moved or cast.
 
     Args:
         model: not yet wrapped in adapters.
@@ -99,30 +99,31 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
         UnsupportedModelError: if ranks cannot share sequences of this model.
     """
     register_kernels()
-    name = attention_name(impl)
+    registered_name = attention_name(impl)
     set_feature_ranks(model, parallel)
     set_recurrent_ranks(model, parallel)
     if parallel is not None:
         refuse_unshareable_sequences(model.config.to_dict(), parallel.split.size)
-        name += "_shared"
-        AttentionInterface.register(name, partial(packed_attention, impl=impl, parallel=parallel))
-    set_text_attention(model, name)
+        registered_name += "_shared"
+        AttentionInterface.register(registered_name, partial(packed_attention, impl=impl, parallel=parallel))
+    set_text_attention(model, registered_name)
     isolate_recurrent_layers(model)
 
 
 @contextmanager
 def original_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model compute as transformers alone would, inside the context: SDPA, recurrent layers, towers.
+    """Let the model compute as transformers alone would, with SDPA, inside the context.
 
-    For comparisons; packtool's attention, layers and towers are restored afterwards.
+    For comparisons; packtool's attention, recurrent layers and towers are restored afterwards.
     """
     text_config: Any = model.config.get_text_config()
     previous_name = text_config._attn_implementation
-    # isolate_recurrent_layers sets a forward on each instance, which hides that of its class.
+    # An isolated layer has a forward of its own, which replaces that of its class.
     was_isolated = any("forward" in vars(layer) for layer in recurrent_layers(model))
-    model.set_attn_implementation(text_attention(model.config, "sdpa"))
-    restore_recurrent_layers(model)
     try:
+        # This sets the towers' attention, too, unlike set_text_attention.
+        model.set_attn_implementation(text_attention(model.config, "sdpa"))
+        restore_recurrent_layers(model)
         with original_features(model):
             yield
     finally:
@@ -148,11 +149,12 @@ def packed_attention(
         query: (1, Hq, T, D).
         key, value: (1, Hkv, T, D).
         attention_mask: must be None; ``cu_seq_lens_q`` separates the documents.
-        kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths`` (host integers),
-            ``sliding_window``; ``impl``, a value of ``--attn-impl``, or a ``kernel`` and ``blocks``. If documents share
-            prefixes also ``key_index`` int64 (T',), which for each document lists the tokens of its prefix and its own,
-            with boundaries ``cu_seq_lens_k``, ``max_length_k`` and optionally ``key_lengths``. For a sequence that the
-            ranks of ``parallel`` share, ``sequence_shard`` instead of boundaries.
+        kwargs: the document boundaries ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q`` and optionally
+            ``document_lengths`` (host integers). If documents share prefixes, also ``key_index`` int64 (T',), for each
+            document the tokens of its prefix and its own, with their boundaries ``cu_seq_lens_k``, ``max_length_k`` and
+            optionally ``key_lengths``. If ranks share the sequence, ``sequence_shard`` and ``parallel`` instead.
+            ``impl``, a value of ``--attn-impl``; ``kernel`` or, for a shard, ``blocks`` overrides it.
+            ``sliding_window``, or None.
 
     Returns:
         (1, T, Hq, D) and None for the weights, which are never built.
@@ -161,7 +163,7 @@ def packed_attention(
         UnsupportedModelError: if the layer needs a feature that the kernels would silently leave out.
         LeakError: if the call has no boundaries, or a mask or a cache.
     """
-    kwargs = reveal_boundaries(kwargs)
+    kwargs = reveal_boundaries(kwargs)  # which ``hide_boundaries`` hides from torch.compile
     refuse_leaks(module, query, attention_mask, kwargs, kwargs.get("parallel"))
     if query.shape[2] != key.shape[2]:
         counts = f"{key.shape[2]} keys for {query.shape[2]} queries"
@@ -264,9 +266,6 @@ def tower_attention(
 
     Returns:
         (1, T, H, D) and None for the weights, which are never built.
-
-    Raises:
-        LeakError: if the call has no boundaries, or a mask.
     """
     if attention_mask is not None or kwargs.get("cu_seq_lens_q") is None:
         raise LeakError(f"{type(module).__name__} does not say where the pictures end that it looks at")

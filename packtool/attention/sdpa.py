@@ -30,7 +30,7 @@ class SdpaKernel(Kernel):
         """Implement ``attend``; the result is contiguous."""
         assert len(k) == len(v), "the documents do not add up to the packed sequence"
         outs = []
-        for q_rows, kv_rows in zip(varlen.documents(len(q)), varlen.of_keys.documents(len(k)), strict=True):
+        for q_rows, kv_rows in zip(varlen.documents(len(q)), varlen.key_boundaries.documents(len(k)), strict=True):
             # (1, H, T, D) each.
             query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (q[q_rows], k[kv_rows], v[kv_rows]))
             for queries, keys, mask in _blocks(query.shape[2], key.shape[2], window, q.device):
@@ -47,11 +47,10 @@ def _blocks(
     """Split one document into blocks, each computed in one call: yield its slices of queries and keys, and its mask.
 
     The last query and the last key are the same token. The mask, bool (queries, keys), is True where a query sees a
-    key. It is None for a document in one block without a window, which needs no mask beside a causal one.
+    key, and None for the plain causal attention of a document without a window and a shared prefix, in one block.
 
-    A document longer than its window is split into blocks of ``window`` queries and at most ``2 * window - 1`` keys; a
-    document with a shared prefix into blocks of ``_PREFIX_BLOCK_QUERIES`` queries. A mask is the largest tensor that is
-    built, so with a window memory grows with document length times window, not with the square of the length.
+    Other documents are split, so that memory for masks grows with document length times block size, not with the
+    square of the length.
     """
     if window is not None and num_keys <= window:
         window = None  # every query sees all keys up to its own
@@ -59,11 +58,12 @@ def _blocks(
         yield slice(0, num_queries), slice(0, num_keys), None
         return
     prefix_length = num_keys - num_queries  # tokens that have keys and no queries
-    block_size = window or _PREFIX_BLOCK_QUERIES
+    block_size = _PREFIX_BLOCK_QUERIES if window is None else window
     for start in range(0, num_queries, block_size):
         stop = min(start + block_size, num_queries)
-        first_position, end_position = prefix_length + start, prefix_length + stop  # counted from the prefix's start
-        first_key = 0 if window is None else max(0, first_position - window + 1)
+        # Positions, and indexes of keys, are counted from the start of the prefix.
+        first_position, end_position = prefix_length + start, prefix_length + stop
+        first_key = 0 if window is None else max(0, first_position - window + 1)  # that the first query sees
         query_positions = torch.arange(first_position, end_position, device=device)
         key_positions = torch.arange(first_key, end_position, device=device)
         yield slice(start, stop), slice(first_key, end_position), _mask(query_positions, key_positions, window)

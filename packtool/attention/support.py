@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from packtool.attention.kernel import LeakError, Varlen
 from packtool.attention.recurrent import ISOLATED_MODEL_TYPES, RECURRENT_LAYER, isolate_recurrent_layers
 from packtool.attention.register import packed_attention, text_attention
-from packtool.batch.spec import auto_class, weights_in_one_piece
+from packtool.batch.spec import auto_class, without_zero3
 from packtool.errors import MismatchError, UnsupportedModelError
 
 _TRIAL_NAME = "packtool_trial"
@@ -51,18 +51,14 @@ _PASSED_TRIALS: set[tuple[Any, str]] = set()
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
-    """Raise if ``set_attention`` could not keep packed samples of this model apart.
-
-    Raises:
-        UnsupportedModelError: naming the setting of ``config``, or the call, that rules it out.
-    """
+    """Raise an UnsupportedModelError if ``set_attention`` could not keep packed samples of this model apart."""
     model_class = _class_with_language_head(config)
     text_config = config.get_text_config()
     settings: dict[str, Any] = text_config.to_dict()
     _refuse_layers(config.model_type, text_config.model_type, settings)
-    # Hybrid models lack the attribute because of their recurrent layers; the trial below checks these models.
-    is_hybrid = text_config.model_type in ISOLATED_MODEL_TYPES
-    if not is_hybrid and not getattr(model_class, "_supports_attention_backend", False):
+    # transformers does not set the attribute for models with recurrent layers; those that are isolated get a trial.
+    is_isolated = text_config.model_type in ISOLATED_MODEL_TYPES
+    if not is_isolated and not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModelError(
             f"{model_class.__name__} does not take its attention function from transformers' attention interface, "
             "so packed samples cannot be kept apart",
@@ -125,8 +121,8 @@ def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
         raise UnsupportedModelError(f"{model_class.__name__} cannot be packed: {error}", _REMEDY) from error
     except UnsupportedModelError:  # packed_attention has refused a feature of a layer
         raise
-    except TypeError as error:  # it names the first unexpected argument, and boundaries come first in the call
-        if "cu_seq_lens" not in str(error):
+    except TypeError as error:
+        if "cu_seq_lens" not in str(error):  # it names the first unexpected argument: boundaries come first
             return
         problem = f"{model_class.__name__} cannot be told where packed samples end: {error}"
         raise UnsupportedModelError(problem, _REMEDY) from error
@@ -145,8 +141,8 @@ def _try_two_documents(config: PreTrainedConfig, model_class: Any) -> None:
 def _count_separated_layers(config: PreTrainedConfig, model_class: Any) -> int:
     """Call a model on two documents on the meta device; return the number of layers that keep documents apart.
 
-    These are the calls of ``packed_attention`` and the isolated recurrent layers. Creating the model writes the name
-    of the attention into ``config``.
+    A layer keeps documents apart if it calls ``packed_attention`` or is an isolated recurrent layer. ``config`` is
+    changed: transformers writes the name of the attention into it.
     """
     num_attention_calls = 0
 
@@ -155,11 +151,11 @@ def _count_separated_layers(config: PreTrainedConfig, model_class: Any) -> int:
         num_attention_calls += 1
         return packed_attention(module, *args, **kwargs)
 
-    AttentionInterface.register(_TRIAL_NAME, counted_attention)
+    AttentionInterface.register(_TRIAL_NAME, counted_attention)  # replaces that of an earlier trial
     varlen = Varlen.of_lengths(_TRIAL_LENGTHS)
     boundaries: dict[str, Any] = {"cu_seq_lens_q": varlen.cu_seqlens, "max_length_q": varlen.max_seqlen}
     boundaries |= {"cu_seq_lens_k": varlen.cu_seqlens, "max_length_k": varlen.max_seqlen}
-    with weights_in_one_piece(), torch.device("meta"):
+    with without_zero3(), torch.device("meta"):
         model = model_class._from_config(config, attn_implementation=text_attention(config, _TRIAL_NAME))
     num_recurrent = isolate_recurrent_layers(model)
     input_ids = torch.zeros(1, sum(_TRIAL_LENGTHS), dtype=torch.int64, device="meta")
@@ -169,12 +165,9 @@ def _count_separated_layers(config: PreTrainedConfig, model_class: Any) -> int:
 
 
 def refuse_leaky_inputs(inputs: Mapping[str, Any]) -> None:
-    """Raise on keyword arguments of a forward pass with which packed samples could see each other.
+    """Raise a MismatchError for keyword arguments of a forward pass with which packed samples could see each other.
 
     This is for inputs that were made or changed outside of packtool; those of ``PackedBatch.model_inputs`` pass.
-
-    Raises:
-        MismatchError: listing everything that is wrong.
     """
     problems = []
     if inputs.get("use_cache") is not False:
@@ -183,8 +176,10 @@ def refuse_leaky_inputs(inputs: Mapping[str, Any]) -> None:
         problems.append("past_key_values go from one sample into the next: leave them out")
     if inputs.get("attention_mask") is not None:
         problems.append("an attention_mask, even of ones, hides the samples' boundaries: leave it out")
-    # Positions are compared with the boundaries, so they are only checked if the boundaries are right.
-    problems += _boundary_problems(inputs) or _position_problems(inputs)
+    boundary_problems = _boundary_problems(inputs)
+    problems += boundary_problems
+    if not boundary_problems:  # positions are compared with the boundaries
+        problems += _position_problems(inputs)
     if problems:
         lines = "\n".join(f"  - {problem}" for problem in problems)
         raise MismatchError(f"packed samples could see each other:\n{lines}")
@@ -205,22 +200,22 @@ def _boundary_problems(inputs: Mapping[str, Any]) -> list[str]:
     return problems if inputs.get("key_index") is None else problems + _key_problems(inputs, cu_seqlens)
 
 
-def _key_problems(inputs: Mapping[str, Any], cu_seqlens: Sequence[int]) -> list[str]:
+def _key_problems(inputs: Mapping[str, Any], query_cu_seqlens: Sequence[int]) -> list[str]:
     """Describe what is wrong with the boundaries of keys, for documents that share prefixes.
 
-    ``key_index`` lists the tokens that are keys of the first document, then those of the next: first the tokens of its
-    prefix, then its own, from ``cu_seqlens``. The boundaries between documents in this list are ``cu_seq_lens_k``.
+    ``inputs["key_index"]`` lists for each document the tokens of its prefix, then its own; ``inputs["cu_seq_lens_k"]``
+    has the documents' boundaries in this list, ``query_cu_seqlens`` those of their own tokens in the sequence.
     """
     key_index: list[int] = inputs["key_index"].tolist()
     key_cu_seqlens: list[int] = inputs["cu_seq_lens_k"].tolist()
     first, last = key_cu_seqlens[0], key_cu_seqlens[-1]
-    if len(key_cu_seqlens) != len(cu_seqlens) or first != 0 or last != len(key_index):
+    if len(key_cu_seqlens) != len(query_cu_seqlens) or first != 0 or last != len(key_index):
         extent = f"from {first} to {last} in {len(key_cu_seqlens) - 1} documents"
-        expected = f"the {len(key_index)} tokens of key_index and {len(cu_seqlens) - 1} documents"
+        expected = f"the {len(key_index)} tokens of key_index and {len(query_cu_seqlens) - 1} documents"
         return [f"cu_seq_lens_k runs {extent} for {expected}"]
     key_lengths = [stop - start for start, stop in pairwise(key_cu_seqlens)]
     problems = _length_problems(inputs, key_lengths, "k", "key_lengths")
-    document = _first_without_own_keys(key_index, key_cu_seqlens, cu_seqlens)
+    document = _first_without_own_keys(key_index, key_cu_seqlens, query_cu_seqlens)
     if document is not None:
         problems.append(f"the keys of document {document} do not end with its own tokens")
     return problems
@@ -250,7 +245,7 @@ def _length_problems(inputs: Mapping[str, Any], lengths: Sequence[int], q_or_k: 
 
 
 def _position_problems(inputs: Mapping[str, Any]) -> list[str]:
-    """Describe why ``position_ids`` do not separate samples, whose boundaries are right; an empty list if they do.
+    """Describe why ``position_ids`` do not separate samples; an empty list if they do. Boundaries were checked before.
 
     They are (1, T), or (4, 1, T) for text, time, height and width. Text positions must count from 0 in every sample.
     """
@@ -264,10 +259,10 @@ def _position_problems(inputs: Mapping[str, Any]) -> list[str]:
         ]
     text_positions = positions[0, 0] if positions.ndim == 3 else positions[0]
     key_index = inputs.get("key_index")
-    if key_index is not None:
-        if not _counts_from_zero(text_positions[key_index], inputs["cu_seq_lens_k"].long()):
-            return ["position_ids do not count from 0 through every sample and its prefix"]
-        return []
+    if key_index is not None:  # for each sample the tokens of its prefix, then its own
+        if _counts_from_zero(text_positions[key_index], inputs["cu_seq_lens_k"].long()):
+            return []
+        return ["position_ids do not count from 0 through every sample and its prefix"]
     cu_seqlens = inputs["cu_seq_lens_q"].long()
     starts = cu_seqlens[:-1][cu_seqlens.diff() > 0]  # without empty samples, which have no first token
     if text_positions[starts].any():

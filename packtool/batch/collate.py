@@ -53,15 +53,12 @@ def collate_packs(
     """Lay samples end to end in one sequence.
 
     Args:
-        samples: without any, the micro-batch has only filler documents, with zero loss.
-        towers: that run even if no sample has media for them; by default all of the model's.
+        samples: if empty, the micro-batch has only filler documents, with zero loss.
+        towers: towers that must run, even if no sample has media for them; None for all of the model's.
         pad_to_multiple_of: pads the sequence to a multiple, by a filler document after the others.
-
-    Raises:
-        DataError: naming a row whose media cannot be read, have changed, or do not fit its placeholder tokens.
     """
     check_placeholders(samples, spec)
-    documents, media, num_padding = _load_with_fillers(samples, spec, towers, pad_to_multiple_of)  # samples come first
+    documents, media, num_padding = _load_with_fillers(samples, spec, towers, pad_to_multiple_of)
     input_ids, labels, weights = joined_tokens(documents, spec)
     lengths = tuple(document.length for document in documents)
     return PackedBatch(
@@ -81,11 +78,11 @@ def collate_padded(
     """Put one sample into each row (B, T), padded on the right to the longest sample.
 
     Args:
-        samples: without any, the micro-batch has only filler rows, with zero loss.
-        towers: that run even if no sample has media for them; by default all of the model's.
+        samples: if empty, the micro-batch has only filler rows, with zero loss.
+        towers: towers that must run, even if no sample has media for them; None for all of the model's.
     """
     check_placeholders(samples, spec)
-    documents, media, _ = _load_with_fillers(samples, spec, towers)  # the samples, then fillers: one for each row
+    documents, media, _ = _load_with_fillers(samples, spec, towers)  # each document becomes a row
     input_ids = _padded_rows([document.input_ids for document in documents], PAD_ID, np.int64)
     labels = _padded_rows([shifted_labels(document) for document in documents], IGNORE_INDEX, np.int64)
     mask = _padded_rows([np.ones(document.length) for document in documents], 0, np.int64)
@@ -216,11 +213,12 @@ def _load_with_fillers(
 ) -> tuple[list[EncodedSample], dict[str, Tensor], int]:
     """Load the media of samples, and append filler documents.
 
-    A filler with a blank image or silence is appended for each of ``towers`` (by default all of the model's) that no
-    sample has media for, and one of padding tokens if the total length is no multiple of ``pad_to_multiple_of``.
+    Each of ``towers`` (None: all of the model's) must run. If no sample has media for it, a filler with a blank image
+    or silence is appended. A filler of padding tokens makes the total length a multiple of ``pad_to_multiple_of``.
 
     Returns:
-        the samples and fillers, at least one; inputs of the towers by argument; and the number of padding tokens.
+        the samples, then the fillers, together at least one; inputs of the towers by argument; and the number of
+        padding tokens.
     """
     documents = list(samples)
     media = load_media(samples, spec)
@@ -229,15 +227,16 @@ def _load_with_fillers(
         document, blank_media = _blank_image_document(spec)
         documents.append(document)
         media |= blank_media
-    if "sound" in running_towers and "input_features" not in media:
-        documents.append(filler([spec.pad_ids["audio"]]))
+    has_sounds = "input_features" in media
+    if "sound" in running_towers and not has_sounds:
+        documents.append(filler_document([spec.pad_ids["audio"]]))
         media |= silence(spec)
     if not documents:
-        documents.append(filler([PAD_ID]))
+        documents.append(filler_document([PAD_ID]))
     num_tokens = sum(document.length for document in documents)
     num_padding = -num_tokens % pad_to_multiple_of  # up to the next multiple
     if num_padding:
-        documents.append(filler([PAD_ID] * num_padding))
+        documents.append(filler_document([PAD_ID] * num_padding))
     return documents, media, num_padding
 
 
@@ -253,28 +252,25 @@ def _blank_image_document(spec: InputSpec) -> tuple[EncodedSample, dict[str, Ten
     pad_id = spec.pad_ids["image"]
     if spec.family.processor_inputs:
         num_tokens, media = blank_processed(spec)
-        return filler([pad_id] * num_tokens, (EncodedImage(None, b"", 0, 0, (), num_tokens=num_tokens),)), media
+        image = EncodedImage(None, b"", 0, 0, (), num_tokens=num_tokens)
+        return filler_document([pad_id] * num_tokens, (image,)), media
     media = blank_picture("image", spec)
     _, grid_name = spec.family.visual_inputs["image"]
     grid = tuple(media[grid_name][0].tolist())
     _, height, width = grid
     opening_id, closing_id = (getattr(spec.config, name) for name in spec.family.image_marks)
     image = EncodedImage(None, b"", height, width, grid, num_tokens=1)
-    return filler([opening_id, pad_id, closing_id], (image,)), media
+    return filler_document([opening_id, pad_id, closing_id], (image,)), media
 
 
-def filler(input_ids: list[int], images: tuple[EncodedImage, ...] = ()) -> EncodedSample:
+def filler_document(input_ids: list[int], images: tuple[EncodedImage, ...] = ()) -> EncodedSample:
     """Return a document of these tokens and images without labels, whose loss is therefore zero."""
     ids = np.array(input_ids, np.int32)
     return EncodedSample(ids, np.full_like(ids, IGNORE_INDEX), np.zeros(0, np.int32), images, None, "filler", 0)
 
 
 def check_placeholders(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
-    """Check that each sample has as many placeholder tokens as its media need; transformers checks only batch totals.
-
-    Raises:
-        DataError: naming the row.
-    """
+    """Raise a DataError, naming the row, unless each sample has as many placeholder tokens as its media need."""
     for sample in samples:
         num_needed = _num_tokens_by_kind(sample)
         for kind in num_needed:
@@ -309,9 +305,10 @@ def collate_tree(
     min_shared: int = MIN_SHARED,
     pad_to_multiple_of: int = 1,
 ) -> PackedBatch:
-    """Lay samples end to end in one sequence, with each common prefix once: the documents are nodes of a prefix tree.
+    """Lay samples end to end in one sequence, with each common prefix once.
 
-    The cost: attention gathers keys and values of all complete samples, one layer at a time.
+    The documents of the sequence are the nodes of a prefix tree, then fillers. A node has the tokens that some samples
+    have in common beyond the node that it continues.
 
     Args:
         min_shared: minimum length of a shared prefix in tokens.
@@ -323,16 +320,17 @@ def collate_tree(
     nodes = find_tree(samples, spec, min_shared=min_shared)
     if not any(node.is_shared for node in nodes):
         return collate_packs(samples, spec, towers, pad_to_multiple_of=pad_to_multiple_of)
-    # Any sample of a node has the node's tokens.
-    node_samples = [slice_sample(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
-    documents, media, num_padding = _load_with_fillers(node_samples, spec, towers, pad_to_multiple_of)
+    # All samples of a node have the same tokens there, so they are taken from the first.
+    node_documents = [slice_sample(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
+    documents, media, num_padding = _load_with_fillers(node_documents, spec, towers, pad_to_multiple_of)
     lengths = tuple(document.length for document in documents)
     fillers = documents[len(nodes) :]
     positions = _node_positions(samples, nodes, spec)
     positions += [sample_positions(document, spec) for document in fillers]
+    parents = [node.parent for node in nodes] + [ROOT] * len(fillers)
     return TreeBatch(
         **_tree_token_fields(documents, samples, nodes, spec, media),
-        **_key_fields([node.parent for node in nodes] + [ROOT] * len(fillers), lengths),
+        **_key_fields(parents, lengths),
         position_ids=joined_positions(positions, spec),
         num_samples=len(samples),
         num_padding=num_padding,
@@ -349,9 +347,9 @@ def _tree_token_fields(
     spec: InputSpec,
     media: dict[str, Tensor],
 ) -> dict[str, Any]:
-    """Return a ``TreeBatch``'s fields of tokens, targets, channels and media; ``documents`` are nodes and fillers."""
+    """Return a ``TreeBatch``'s fields of tokens, targets, channels and media; ``documents`` are nodes, then fillers."""
     channels = tuple(dict.fromkeys(sample.channel for sample in samples))
-    labels, weights, (sample_numbers, target_tokens) = _tree_targets(samples, nodes, spec)
+    labels, weights, (sample_numbers, target_tokens) = _tree_targets(samples, nodes, spec)  # of the nodes' tokens
     input_ids = np.concatenate([document.input_ids for document in documents], dtype=np.int64)
     num_filler_tokens = len(input_ids) - len(labels)
     labels = np.append(labels, np.full(num_filler_tokens, IGNORE_INDEX))
@@ -371,11 +369,7 @@ def _tree_token_fields(
 def _key_fields(parents: Sequence[int], lengths: Sequence[int]) -> dict[str, Any]:
     """Return the fields of attention's keys of a ``TreeBatch``; arguments as for ``key_index``."""
     keys, key_lengths = key_index(parents, lengths)
-    return {
-        "key_index": torch.from_numpy(keys),
-        "cu_seqlens_k": _cu_seqlens(key_lengths),
-        "key_lengths": key_lengths,
-    }
+    return {"key_index": torch.from_numpy(keys), "cu_seqlens_k": _cu_seqlens(key_lengths), "key_lengths": key_lengths}
 
 
 def _node_positions(samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec) -> list[npt.NDArray[Any]]:
@@ -402,26 +396,26 @@ def _tree_targets(
     The weight of a token is the sum of its weights in all samples of its node. The columns of the last result are
     pairs: the number of a sample, and the position in the tree of a token that has a label in that sample.
     """
-    sample_labels = [shifted_labels(sample) for sample in samples]
-    sample_weights = shifted_weights(samples, spec)  # None if every label has weight 1
+    labels_of_samples = [shifted_labels(sample) for sample in samples]
+    weights_of_samples = shifted_weights(samples, spec)  # None: every target has weight 1
     labels, weights, sample_labels_at = [], [], []
-    node_start = 0  # position of the node's first token
+    node_start = 0  # position in the tree of the node's first token
     for node in nodes:
-        # One row for each sample of the node, one column for each of its tokens.
-        label_rows = _node_rows(sample_labels, node)
+        label_rows = _rows_of_samples(labels_of_samples, node)  # (samples of the node, its tokens)
         is_target = label_rows != IGNORE_INDEX
         weight_rows = is_target.astype(np.float32)
-        if sample_weights is not None:
-            weight_rows *= _node_rows(sample_weights, node)
+        if weights_of_samples is not None:
+            weight_rows *= _rows_of_samples(weights_of_samples, node)
         rows, columns = np.nonzero(is_target)
-        sample_labels_at.append(np.stack((np.array(node.samples, np.int64)[rows], node_start + columns)))
+        sample_numbers = np.array(node.samples, np.int64)[rows]
+        sample_labels_at.append(np.stack((sample_numbers, node_start + columns)))
         node_start += node.length
-        labels.append(_only_labels(label_rows))
+        labels.append(_common_labels(label_rows))
         weights.append(weight_rows.sum(axis=0, dtype=np.float32))
     return np.concatenate(labels), np.concatenate(weights), np.concatenate(sample_labels_at, axis=1)
 
 
-def _only_labels(label_rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+def _common_labels(label_rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     """Return the label of each token of a node, int64 (n,), from its labels in each sample, (samples, n).
 
     All samples in which a token has a target have the same one. It exceeds IGNORE_INDEX, so it is the maximum.
@@ -432,6 +426,6 @@ def _only_labels(label_rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     return labels.astype(np.int64)
 
 
-def _node_rows(sample_values: Sequence[npt.NDArray[Any]], node: Node) -> npt.NDArray[Any]:
-    """Stack the values of a node's tokens in each of its samples, from values (L,) of all samples."""
-    return np.stack([sample_values[sample][node.start : node.stop] for sample in node.samples])
+def _rows_of_samples(values_of_samples: Sequence[npt.NDArray[Any]], node: Node) -> npt.NDArray[Any]:
+    """Return a row for each sample of a node: its values (node length,) of the node's tokens."""
+    return np.stack([values_of_samples[number][node.start : node.stop] for number in node.samples])

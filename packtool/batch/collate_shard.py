@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,13 +21,7 @@ import torch
 from torch import Tensor
 
 from packtool.batch.batch import ShardedBatch
-from packtool.batch.collate import (
-    batch_fields,
-    check_placeholders,
-    filler,
-    joined_positions,
-    joined_tokens,
-)
+from packtool.batch.collate import batch_fields, check_placeholders, filler_document, joined_positions, joined_tokens
 from packtool.batch.media import blank_picture, blank_processed, load_media, silence
 from packtool.batch.micro_batch import Tower
 from packtool.batch.positions import NUM_POSITION_ROWS, PAD_ID, align_sample, sample_positions
@@ -63,17 +57,18 @@ def collate_shard(
     Args:
         samples: the same on all ranks that share the sequence; without samples, each rank gets a filler document.
         split: ranks that share the sequence, and the rank to collate for.
-        placement: the rank that holds each sample, or ``SHARDED``; by default all are sharded.
-        towers: that run even if no sample has media for them; by default all of the model's.
+        placement: the rank that holds each sample, or ``SHARDED``; None if all are sharded.
+        towers: towers that must run, even if no sample has media for them; None for all of the model's.
         pad_to_multiple_of: pads each rank's part to a multiple, by a filler document of its own.
     """
     check_placeholders(samples, spec)
-    ranks_of_samples = list(placement or [SHARDED] * len(samples))
-    documents, ranks = _with_filler_documents(samples, ranks_of_samples, split)
+    sample_ranks = list(placement or [SHARDED] * len(samples))
+    # The documents of the sequence: samples, then fillers; and the rank that holds each document, or SHARDED.
+    documents, ranks = _with_filler_documents(samples, sample_ranks, split)
     padding_by_rank = _padding_by_rank(documents, ranks, split, pad_to_multiple_of)
-    documents += [filler([PAD_ID] * num_tokens) for num_tokens in padding_by_rank.values()]
-    ranks += padding_by_rank.keys()
-    # ``ranks`` now has the rank of every document, or SHARDED.
+    for rank, num_padding in padding_by_rank.items():
+        documents.append(filler_document([PAD_ID] * num_padding))
+        ranks.append(rank)
     lengths = [document.length for document in documents]
     tokens_by_rank = assign_tokens(lengths, ranks, split)
     index = tokens_by_rank[split.rank]  # positions of this rank's tokens in the sequence
@@ -82,7 +77,7 @@ def collate_shard(
     return ShardedBatch(
         **_token_fields(documents, spec, index, media),
         channels=tuple(document.channel for document in documents),
-        num_samples=len(samples) if split.rank == 0 else 0,  # so that the sum over all ranks is right
+        num_samples=len(samples) if split.rank == 0 else 0,  # each sample is counted by one rank
         num_padding=padding_by_rank.get(split.rank, 0),
         shard=_sequence_shard(lengths, ranks, split, routes),
         index=torch.from_numpy(index),
@@ -133,31 +128,31 @@ def _sequence_shard(
 
 
 def _with_filler_documents(
-    samples: Sequence[EncodedSample], ranks: list[int], split: SequenceSplit
+    samples: Sequence[EncodedSample], sample_ranks: list[int], split: SequenceSplit
 ) -> tuple[list[EncodedSample], list[int]]:
     """Return the samples and filler documents, and the rank of each document, or ``SHARDED``.
 
-    Sharded samples are padded for the split, and a sharded filler makes the sum of their tokens divisible among the
-    ranks. If nothing is sharded, each rank without a local sample gets a filler of one token. ``ranks``: the rank of
-    each sample, or ``SHARDED``.
+    Each sharded sample is padded so that its chunks are equal, and a sharded filler document makes the sum of all
+    sharded documents divisible by the number of ranks. If nothing is sharded, each rank without a sample gets a filler
+    document of one token. ``sample_ranks``: the rank of each sample, or ``SHARDED``.
     """
     documents = list(samples)
-    document_ranks = list(ranks)
+    ranks = list(sample_ranks)
     num_sharded_tokens = 0
-    for number, rank in enumerate(ranks):
+    for number, rank in enumerate(sample_ranks):
         if rank == SHARDED:
             documents[number] = align_sample(samples[number], split.multiple)
             num_sharded_tokens += documents[number].length
     num_filler_tokens = split.num_filler_tokens(num_sharded_tokens)
     if num_filler_tokens:
-        documents.append(filler([PAD_ID] * num_filler_tokens))
-        document_ranks.append(SHARDED)
+        documents.append(filler_document([PAD_ID] * num_filler_tokens))
+        ranks.append(SHARDED)
     if num_sharded_tokens == 0:
         for rank in range(split.size):
-            if rank not in ranks:
-                documents.append(filler([PAD_ID]))
-                document_ranks.append(rank)
-    return documents, document_ranks
+            if rank not in sample_ranks:
+                documents.append(filler_document([PAD_ID]))
+                ranks.append(rank)
+    return documents, ranks
 
 
 def _padding_by_rank(
@@ -184,42 +179,44 @@ def _load_rank_media(
     split: SequenceSplit,
     towers: frozenset[Tower],
 ) -> tuple[dict[str, Tensor], dict[str, FeatureRoute]]:
-    """Load the inputs of this rank's towers; return them with the routes of their features by kind of medium.
+    """Load the inputs of this rank's towers, and plan the exchange of the features that they compute.
 
     A tower that runs without media of this rank gets a blank image or silence, whose features are not sent.
 
     Args:
         ranks: the rank of each document, or ``SHARDED``.
         tokens_by_rank: positions in the sequence of each rank's tokens.
-        towers: that run even if no document has media for them.
+        towers: towers that must run, even if no document has media for them.
+
+    Returns:
+        inputs of the towers by argument, and for each kind of medium the route of its features to their tokens.
     """
     if not spec.has_vision:
         return {}, {}
-    media, encoding_ranks = _assign_media(documents, ranks, spec, split)
-    media_kinds = [spec.family.taken_as(each.kind) for each in media]
-    routed_kinds = _routed_kinds(set(media_kinds), towers)
+    # The encoding rank of each placeholder token, by kind of medium. A model may take videos as images.
+    source_ranks: dict[MediaKind, list[int]] = defaultdict(list)
+    for (_, kind, medium), rank in _assign_media(documents, ranks, spec, split):
+        source_ranks[spec.family.taken_as(kind)] += [rank] * medium.num_tokens
+    routed_kinds = _routed_kinds(source_ranks.keys(), towers)
     inputs = load_media(with_rank_media(documents, ranks, spec, split), spec)
     input_ids = np.concatenate([document.input_ids for document in documents])
     routes: dict[str, FeatureRoute] = {}
     for kind in spec.family.kinds:
         if kind in routed_kinds:
-            positions = np.flatnonzero(input_ids == spec.pad_ids[kind])  # of the kind's placeholder tokens
-            source_ranks: list[int] = []  # the encoding rank of each placeholder token
-            for each, media_kind, rank in zip(media, media_kinds, encoding_ranks.tolist(), strict=True):
-                if media_kind == kind:
-                    source_ranks += [rank] * each.medium.num_tokens
-            routes[kind] = route_features(positions, np.array(source_ranks, np.int64), tokens_by_rank, split.rank)
+            placeholders = np.flatnonzero(input_ids == spec.pad_ids[kind])  # positions in the sequence
+            kind_ranks = np.array(source_ranks[kind], np.int64)
+            routes[kind] = route_features(placeholders, kind_ranks, tokens_by_rank, split.rank)
             inputs = _with_blank_medium(inputs, kind, spec)
     return inputs, routes
 
 
-def _routed_kinds(media_kinds: set[MediaKind], towers: frozenset[Tower]) -> set[MediaKind]:
+def _routed_kinds(media_kinds: Collection[MediaKind], towers: frozenset[Tower]) -> set[MediaKind]:
     """Return the kinds of media whose features ranks exchange: those of the sequence, and those that ``towers`` need.
 
     All ranks must run the same towers, so a kind that any rank encodes is routed on every rank.
     """
     routed_kinds = set(media_kinds)
-    if "vision" in towers and not media_kinds & {"image", "video"}:
+    if "vision" in towers and not routed_kinds & {"image", "video"}:
         routed_kinds.add("image")
     if "sound" in towers:
         routed_kinds.add("audio")
@@ -241,16 +238,14 @@ def with_rank_media(
 ) -> list[EncodedSample]:
     """Return the samples of a sequence with only those media that this rank's towers encode.
 
-    Sound tracks become sounds of their own, because another rank may encode the frames of their videos.
+    A video's sound track becomes a sound of its own, because another rank may encode the video's frames.
     """
-    media, encoding_ranks = _assign_media(samples, placement, spec, split)
     rank_media: dict[tuple[int, MediaKind], list[Any]] = defaultdict(list)  # by number of the sample, and kind
-    for each, rank in zip(media, encoding_ranks, strict=True):
+    for (number, kind, medium), rank in _assign_media(samples, placement, spec, split):
         if rank == split.rank:
-            medium = each.medium
             if isinstance(medium, EncodedVideo):
                 medium = dataclasses.replace(medium, audio=None)
-            rank_media[each.document, each.kind].append(medium)
+            rank_media[number, kind].append(medium)
     results = []
     for number, sample in enumerate(samples):
         images = tuple(rank_media[number, "image"])
@@ -262,8 +257,8 @@ def with_rank_media(
 
 def _assign_media(
     documents: Sequence[EncodedSample], ranks: Sequence[int], spec: InputSpec, split: SequenceSplit
-) -> tuple[list[DocumentMedium], Int64Array]:
-    """Return all media of a sequence, and the rank that encodes each, int64 (media,).
+) -> list[tuple[DocumentMedium, int]]:
+    """Return all media of a sequence, each with the rank that encodes it; a sound track is a medium of its own.
 
     The media of a local document are encoded by its rank. The media of sharded documents are distributed so that all
     ranks have similar costs in the towers. ``ranks``: the rank of each document, or ``SHARDED``.
@@ -276,7 +271,7 @@ def _assign_media(
     is_sharded = encoding_ranks == SHARDED  # whether the medium is in a sharded document
     local_costs = np.bincount(encoding_ranks[~is_sharded], costs[~is_sharded], split.size)  # of each rank
     encoding_ranks[is_sharded] = assign_heaviest_first(costs[is_sharded].tolist(), local_costs.tolist())
-    return media, encoding_ranks
+    return list(zip(media, encoding_ranks.tolist(), strict=True))
 
 
 def _media_of(document: EncodedSample, number: int, spec: InputSpec) -> list[DocumentMedium]:

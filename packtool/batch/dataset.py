@@ -51,10 +51,9 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
     Args:
         read: reads a sample, given an element of ``MicroBatch.samples``.
         packing: False pads one sample per row instead.
-        splits: how sequences are split, and this rank's part, by sequence parallel size; the first is the default of
-            micro-batches. Size 1 needs no entry.
-        required_towers: towers that run in every micro-batch; by default all. Others run if any rank has media for
-            them.
+        splits: by sequence parallel size, how ranks split a sequence, and this rank's number among them. The first size
+            is that of micro-batches that name none. Size 1 needs no entry.
+        required_towers: towers that run in every micro-batch; None for all. Others run if any rank has media for them.
         min_shared: minimum length in tokens of a common prefix that is computed once; None shares no prefixes.
     """
 
@@ -77,8 +76,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         self.splits = dict(splits or {})
         self.pad_to_multiple_of = pad_to_multiple_of
         self.required_towers = spec.towers if required_towers is None else required_towers
-        # The function that collates a micro-batch which no other rank shares.
-        self._collate: Callable[..., Batch]
+        self._collate: Callable[..., Batch]  # for micro-batches of this rank alone
         if min_shared is not None:
             self._collate = partial(collate_tree, min_shared=min_shared, pad_to_multiple_of=pad_to_multiple_of)
         elif packing:
@@ -102,11 +100,12 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
 
         With ``skip_bad_media``, leave out samples whose media cannot be loaded, unless several ranks share them.
         """
-        towers = self.spec.towers
-        if micro_batch.towers is not None:  # None: unknown, so that all towers run
+        towers = self.spec.towers  # all of them run if it is unknown which have media
+        if micro_batch.towers is not None:
             towers &= self.required_towers | micro_batch.towers
-        default_size = next(iter(self.splits), 1)
-        num_ranks = micro_batch.sequence_parallel_size or default_size
+        num_ranks = micro_batch.sequence_parallel_size
+        if num_ranks is None:
+            num_ranks = next(iter(self.splits), 1)  # the first size is the default
         if num_ranks > 1:
             check_unchanged(samples, self.spec)
             split, multiple = self.splits[num_ranks], self.pad_to_multiple_of
@@ -174,11 +173,7 @@ def load_micro_batches(
 
 
 def check_unchanged(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
-    """Compare media in files with the hashes of the export; the cost is four short reads per file.
-
-    Raises:
-        MediaError: if one was replaced.
-    """
+    """Raise a MediaError if a medium's file was replaced since the export; the cost is four short reads per file."""
     for sample in samples:
         files = changed_files(sample, spec.media_tokens, sample.prefix_hashes) if sample.prefix_hashes else []
         if files:

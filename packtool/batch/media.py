@@ -59,12 +59,9 @@ Images = Sequence[tuple[EncodedImage, EncodedSample]]
 
 
 def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """Load the towers' inputs for some samples.
+    """Load the towers' inputs for some samples, as for ``load_pixels`` and ``load_sounds`` or ``load_processed``.
 
-    See ``load_pixels`` and ``load_sounds``, or ``load_processed`` for families with their own processor.
-
-    Raises:
-        MediaError: naming a file that cannot be read or has changed since the export.
+    A MediaError names a file that cannot be read or has changed since the export.
     """
     if spec.family.processor_inputs:
         return load_processed(samples, spec)
@@ -112,19 +109,16 @@ def _patches_of_videos(samples: Sequence[EncodedSample], spec: InputSpec) -> dic
 
     Videos are processed one at a time: a processor would stack videos of one size, and each has its own bounds.
     """
-    inputs_of_videos: list[dict[str, Tensor]] = []
-    frame_grids: list[tuple[int, ...]] = []
-    for sample in samples:
-        for video in sample.videos:
-            inputs_of_videos.append(_video_patches(video, sample, spec))
-            frame_grids += video.frame_grids
+    videos = [(video, sample) for sample in samples for video in sample.videos]
+    inputs_of_videos = [_video_patches(video, sample, spec) for video, sample in videos]
     inputs = {name: torch.cat([each[name] for each in inputs_of_videos]) for name in spec.family.video_inputs}
     if not spec.family.videos_as_pictures:
         return inputs
-    # The model takes each time step of a video as an image.
-    pixels_of_videos, _ = spec.family.video_inputs
-    pixels_name, grids_name = spec.family.image_inputs
-    return {pixels_name: inputs[pixels_of_videos], grids_name: torch.tensor(frame_grids)}
+    # The model takes each time step of a video as an image, under the names of the inputs of images.
+    video_pixels_name, _ = spec.family.video_inputs
+    image_pixels_name, image_grids_name = spec.family.image_inputs
+    step_grids = [grid for video, _ in videos for grid in video.frame_grids]
+    return {image_pixels_name: inputs[video_pixels_name], image_grids_name: torch.tensor(step_grids)}
 
 
 def _image_patches(images: Images, spec: InputSpec) -> dict[str, Tensor]:
@@ -165,9 +159,9 @@ def _within_bounds(
     pixels_name, grids_name = names
     patches: dict[int, Tensor] = {}  # of each image, by its number
     grids: dict[int, Tensor] = {}
-    for pair in dict.fromkeys(bounds):
-        numbers = [number for number, other in enumerate(bounds) if other == pair]
-        size = dict(zip(("shortest_edge", "longest_edge"), pair, strict=True))
+    for min_pixels, max_pixels in dict.fromkeys(bounds):  # each pair of bounds once
+        numbers = [number for number, other in enumerate(bounds) if other == (min_pixels, max_pixels)]
+        size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}  # the processor's names for these bounds
         outputs = process(images=[pictures[number] for number in numbers], size=size)
         if len(numbers) == len(pictures):
             return outputs[pixels_name], outputs[grids_name]
@@ -220,7 +214,7 @@ def _resized(
 
     Args:
         processor: transformers' processor for this kind of media.
-        decode: reads and decodes the medium; returns its patches and grid, made with the settings ``_UNSCALED``.
+        decode: reads and decodes the medium; returns its patches, with pixel values 0 to 255, and grid.
     """
     cache = spec.media_cache
     assert cache is not None, "the caller checked that there is a media cache"
@@ -230,7 +224,8 @@ def _resized(
         return torch.from_numpy(cached_frames)
     is_image = isinstance(medium, EncodedImage)
     pixels_name, _ = spec.family.image_inputs if is_image else spec.family.video_inputs
-    frames = _frames_of_patches(decode()[pixels_name], medium, processor)
+    patches = decode()[pixels_name]
+    frames = _frames_of_patches(patches, medium, processor)
     # If the file changed while it was decoded, its key has changed too, and the frames are not stored.
     if key is not None and key == _cache_key(medium, spec, processor):
         cache.store(key, frames.numpy(), is_read_again=sample.is_read_again)
@@ -277,14 +272,12 @@ def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[st
         the tensors of ``Family.processor_inputs`` by name: ``pixel_values``, whose shape is the family's own ((tiles,
         C, H, W), (pictures, tiles, C, H, W), ...), and others that describe them; empty without images and videos.
     """
-    parts: list[dict[str, Tensor]] = []  # of each video, and of each run of samples with images
+    parts: list[dict[str, Tensor]] = []  # one for each video, and one for all images between two videos
     for run in _runs(samples):
-        if run[0].videos:
-            parts += _processed_videos(run, spec)
-        else:
-            parts.append(_processed_images(run, spec))
+        has_videos = bool(run[0].videos)  # as all samples of the run
+        parts += _processed_videos(run, spec) if has_videos else [_processed_images(run, spec)]
     sizes = {tuple(part["pixel_values"].shape[-2:]) for part in parts if part}  # (H, W)
-    if len(sizes) > 1 and any(sample.videos for sample in samples):
+    if len(sizes) > 1:
         raise ConfigError(
             f"{spec.model}: its processor makes pictures and frames of videos of unlike sizes, {sorted(sizes)}, which "
             "one micro-batch cannot hold",
@@ -454,26 +447,25 @@ def blank_processed(spec: InputSpec) -> tuple[int, dict[str, Tensor]]:
 
 
 def large_processed(spec: InputSpec, num_tokens: int, max_tokens: int) -> tuple[int, dict[str, Tensor]]:
-    """Blank pictures, large ones first, of about ``num_tokens`` tokens: number of their tokens, and their inputs.
+    """Make blank pictures, as large as possible, of about ``num_tokens`` tokens together, and at most ``max_tokens``.
 
-    The inputs are as for ``load_processed``.
-
-    Raises:
-        ValueError: if the smallest picture has more than ``max_tokens``.
+    Return the number of their tokens, and their inputs as for ``load_processed``.
     """
     blanks: list[Image.Image] = []
-    num_wanted = num_left = min(num_tokens, max_tokens)
-    for side in _SIDES:
-        # Of the shape of most photos: processors that remove padding write fewer tokens per tile than for a square.
+    num_wanted = min(num_tokens, max_tokens)
+    num_left = num_wanted
+    for side in _SIDES:  # the largest first
+        # Of the shape of most photos: it has fewer tokens than a square with processors that remove padding.
         blank = blank_image(2 * side // 3, side)
-        (count,), _ = _process([blank], spec)
-        blanks += [blank] * (num_left // count)
-        num_left %= count
-    # A rest of at least half of the smallest picture is rounded up; and there is at least one picture.
-    has_rest = 2 * num_left >= count or not blanks
-    if has_rest and num_wanted - num_left + count <= max_tokens:
+        (blank_tokens,), _ = _process([blank], spec)
+        num_blanks, num_left = divmod(num_left, blank_tokens)
+        blanks += [blank] * num_blanks
+    # ``blank`` is now the smallest picture. One more is closer to the wanted number if at least half of it is left.
+    needs_one_more = 2 * num_left >= blank_tokens or not blanks
+    num_used = num_wanted - num_left
+    if needs_one_more and num_used + blank_tokens <= max_tokens:
         blanks.append(blank)
-    if blanks:
-        counts, made = _process(blanks, spec)
-        return sum(counts), made
-    raise ValueError(f"the smallest picture has more than {max_tokens} tokens")
+    if not blanks:
+        raise ValueError(f"the smallest picture has more than {max_tokens} tokens")
+    counts, inputs = _process(blanks, spec)
+    return sum(counts), inputs

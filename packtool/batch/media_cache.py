@@ -45,7 +45,7 @@ _BLOCK = 4096
 # Left free on the disk, because checkpoints are often on the same disk.
 _SPARE_BYTES = 2**30
 _PAUSE_SECONDS = 60.0
-_MS = 10**6
+_NS_PER_MS = 10**6
 # Fraction of the limit that is removed at once: scanning half a million entries takes a second.
 _EVICTED_SHARE = 1 / 20
 
@@ -184,9 +184,9 @@ class MediaCache:
         self._run_file = open(run_path, "ab")  # noqa: SIM115
         fcntl.flock(self._run_file, fcntl.LOCK_SH)
         if not active_paths or state.used_bytes < 0:  # killed processes may have left entries that are not counted
-            self._scan_entries(state)
+            self._recount_and_evict(state)
         if state.used_bytes > self.limit:
-            self._scan_entries(state, state.used_bytes - self.limit, includes_active=True)
+            self._recount_and_evict(state, state.used_bytes - self.limit, includes_active=True)
 
     def _read_entry(self, key: str, is_read_again: bool) -> Frames | None:
         path = os.path.join(self._entries, key)
@@ -206,7 +206,8 @@ class MediaCache:
 
     def _touch(self, path: str, is_read_again: bool) -> None:
         now = time.time_ns()
-        os.utime(path, ns=(now, now // _MS * _MS + _run_number(self.name) if is_read_again else 0))
+        modified = now // _NS_PER_MS * _NS_PER_MS + _run_number(self.name) if is_read_again else 0
+        os.utime(path, ns=(now, modified))
 
     def _claim(self, key: str, size: int, is_read_again: bool) -> BinaryIO | None:
         """Create the file of an entry and count all its bytes as used; return None if there is no room."""
@@ -240,27 +241,29 @@ class MediaCache:
     def _make_room(self, state: _State, size: int, is_read_again: bool) -> bool:
         """Make room for an entry of ``size`` bytes by evicting others; return False if there is still too little.
 
-        Nothing is evicted for an entry that the next epoch does not read again, nor for a minute after a failure.
+        Evicts nothing for an entry that the next epoch does not read again, nor for a minute after a failure. Changes
+        ``state``.
         """
 
         def missing_bytes() -> int:
-            free_bytes = shutil.disk_usage(self.directory).free
             above_limit = state.used_bytes + _disk_bytes(size) - self.limit
-            return max(above_limit, _disk_bytes(size) + _SPARE_BYTES - free_bytes)
+            missing_on_disk = _disk_bytes(size) + _SPARE_BYTES - shutil.disk_usage(self.directory).free
+            return max(above_limit, missing_on_disk)
 
         if missing_bytes() <= 0:
             return True
         if not is_read_again or time.time() < state.paused_until:
             return False
-        self._scan_entries(state, missing_bytes() + int(self.limit * _EVICTED_SHARE))  # changes the state
+        self._recount_and_evict(state, missing_bytes() + int(self.limit * _EVICTED_SHARE))
         if missing_bytes() <= 0:
             return True
         state.paused_until = time.time() + _PAUSE_SECONDS
-        if state.used_bytes + _disk_bytes(size) <= self.limit:
+        is_within_limit = state.used_bytes + _disk_bytes(size) <= self.limit
+        if is_within_limit:  # so the disk is full
             self._fail(f"{self.directory}: the disk has less than {_SPARE_BYTES / 1e9:.1f} GB left")
         return False
 
-    def _scan_entries(self, state: _State, num_bytes: int = 0, *, includes_active: bool = False) -> None:
+    def _recount_and_evict(self, state: _State, num_bytes: int = 0, *, includes_active: bool = False) -> None:
         """Set ``state.used_bytes`` to the bytes of all entries, after deleting unfinished ones without a writer.
 
         Then evict the oldest entries until ``num_bytes`` are free; with ``includes_active``, also entries that active
@@ -269,14 +272,14 @@ class MediaCache:
         active_runs: set[int] = set()
         if not includes_active:
             active_runs = {_run_number(run.name) for run in os.scandir(self._runs) if not _is_unlocked(run.path)}
-        for _, path, size in self._count_entries(state, active_runs):
+        for _, path, size in self._recount(state, active_runs):
             if num_bytes <= 0:
                 break
             os.remove(path)
             state.used_bytes -= size
             num_bytes -= size
 
-    def _count_entries(self, state: _State, active_runs: set[int]) -> list[tuple[int, str, int]]:
+    def _recount(self, state: _State, active_runs: set[int]) -> list[tuple[int, str, int]]:
         """Set ``state.used_bytes``, and delete unfinished entries without a writer.
 
         Returns the modification time, path and bytes of each entry that may be evicted, the oldest first: finished, and
@@ -286,13 +289,13 @@ class MediaCache:
         state.used_bytes = 0
         for entry in os.scandir(self._entries):
             is_unfinished = entry.name.endswith(_PART)
-            if is_unfinished and _is_unlocked(entry.path):
+            if is_unfinished and _is_unlocked(entry.path):  # its writer, which held the lock, has ended
                 os.remove(entry.path)
                 continue
             modified_ns = entry.stat().st_mtime_ns
             size = _disk_bytes(entry.stat().st_size)
             state.used_bytes += size
-            last_run = modified_ns % _MS  # _touch stores the number of the run in the last digits
+            last_run = modified_ns % _NS_PER_MS  # _touch stores the run's number there
             if not is_unfinished and last_run not in active_runs:
                 evictable.append((modified_ns, entry.path, size))
         return sorted(evictable)
@@ -338,7 +341,7 @@ def _checksum(shape: tuple[int, ...], pixels: Any) -> int:
 
 def _run_number(name: str) -> int:
     """Return the number, 1 to 999,999, that stands for a run's name in the modification times of its entries."""
-    return int(name, 16) % (_MS - 1) + 1
+    return int(name, 16) % (_NS_PER_MS - 1) + 1
 
 
 def _disk_bytes(size: int) -> int:

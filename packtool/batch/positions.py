@@ -39,9 +39,6 @@ def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]
 
     In M-RoPE models, rows 1 to 3 of a sample with images or videos come from the model's ``get_rope_index``. Otherwise
     all rows are 0, 1, 2, ...
-
-    Raises:
-        DataError: for videos with and without a sound track in one sample, which Omni models do not support.
     """
     text_positions = np.arange(sample.length, dtype=np.int64)
     if not spec.has_mrope or (not sample.images and not sample.videos):
@@ -55,8 +52,8 @@ def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]
         arguments["second_per_grid_ts"] = torch.tensor([video.seconds_per_grid for video in sample.videos])
     position_ids, _ = spec.meta_model.get_rope_index(input_ids=input_ids, **arguments)  # (3, 1, L), rows [t, h, w]
     media_positions = position_ids[:, 0].numpy()  # (3, L)
-    are_integers = (media_positions == media_positions.round()).all()
-    dtype = np.dtype(np.int64) if are_integers else media_positions.dtype
+    has_fractions = (media_positions != media_positions.round()).any()  # Omni models return float32 for all samples
+    dtype = media_positions.dtype if has_fractions else np.dtype(np.int64)
     return np.concatenate([text_positions[None], media_positions]).astype(dtype)
 
 
@@ -123,25 +120,25 @@ def restore_padding(
         seqlens: int (B,), tokens of each document, without the pads that align it.
         cu_seqlens: int (B + 1,), starts of the documents in ``values``, pads included.
         seq_len: length L of the restored rows.
-        prompt_length: int (B,) or (B, 1), at least 1. Rows then hold only the values that predict the tokens after the
-            prompt. These are the values of the prompt's last token and of the tokens after it, except the last token.
+        prompt_length: int (B,) or (B, 1), at least 1. A row then has only the values that predict the tokens after its
+            prompt: those from the prompt's last token to the document's last token but one.
         fill: value of the padding.
 
     Returns:
         (B, L, ...) in the precision of ``values``.
 
     Raises:
-        ValueError: if ``values`` has several rows, a row has no such prompt, or is longer than ``seq_len``.
+        ValueError: if ``values`` has several rows, a prompt is empty or longer than its row, or a row is longer than
+            ``seq_len``.
     """
     if values.shape[0] != 1:
         raise ValueError(f"expected the values of one packed sequence, (1, T, ...), not {tuple(values.shape)}")
-    # Each row gets the ``lengths`` values from packed position ``starts`` on; both are (B,).
-    lengths = seqlens.long()
-    starts = cu_seqlens[:-1].long()
+    lengths = seqlens.long()  # (B,), of the rows
+    starts = cu_seqlens[:-1].long()  # (B,), packed position of each row's first value
     if prompt_length is not None:
         prompt_lengths = prompt_length.reshape(-1)
         _check_prompts(prompt_lengths, lengths)
-        lengths = (lengths - prompt_lengths).clamp(min=0)
+        lengths = (lengths - prompt_lengths).clamp(min=0)  # an empty row may have a prompt length of 1
         starts = starts + prompt_lengths - 1
     max_length = int(lengths.max()) if len(lengths) else 0
     if max_length > seq_len:

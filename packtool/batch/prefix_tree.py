@@ -122,75 +122,71 @@ class Node:
 
 
 class _Group(NamedTuple):
-    """Samples whose first ``start`` tokens are equal and already in nodes, of which ``parent`` is the last."""
+    """Numbers of samples whose first ``start`` tokens are equal and already in nodes, of which ``parent`` is the last.
 
-    samples: list[int]
+    If no tokens are in nodes yet, ``start`` is 0 and ``parent`` is ``ROOT``.
+    """
+
+    numbers: list[int]
     start: int
     parent: int
 
 
 def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: int) -> list[Node]:
-    """Build the prefix tree of some samples: nodes that hold each common prefix once.
+    """Build the prefix tree of some samples: nodes that hold each common prefix once, each after its parent.
 
-    The cost: each sample is compared with one other for each prefix that it shares.
-
-    Args:
-        min_shared: minimum length of a shared prefix in tokens, counted from the samples' beginning.
-
-    Returns:
-        nodes, each after the one that it continues. A sample without tokens of its own has no node of its own.
+    ``min_shared``: minimum length of a shared prefix in tokens, counted from the samples' beginning.
     """
-    symbols, can_end = _symbols_of_samples(samples, spec)
+    symbols, may_end = _symbols_of_samples(samples, spec)
     nodes: list[Node] = []
     groups = [_Group(list(range(len(samples))), start=0, parent=ROOT)] if samples else []  # a stack
     while groups:
-        group, start, parent = groups.pop()
-        first = group[0]
-        num_equal = min(_common_prefix_length(symbols[first], symbols[number], start) for number in group)
-        branches = _branches(group, symbols, num_equal)
-        are_equal = not branches
-        if are_equal:
-            stop = num_equal  # nothing continues the samples, so the node may end after any token
+        numbers, start, parent = groups.pop()
+        first = numbers[0]
+        num_equal = min(_common_prefix_length(symbols[first], symbols[number], start) for number in numbers)
+        branches = _branches(numbers, symbols, num_equal)
+        if branches:
+            stop = _prefix_end([samples[number] for number in numbers], may_end[first], start, num_equal)
         else:
-            stop = _prefix_end([samples[number] for number in group], can_end[first], start, num_equal)
-        is_node = len(group) == 1 or stop >= min_shared
-        if is_node and stop > start:
-            nodes.append(Node(tuple(group), start, stop, parent))
+            stop = num_equal  # all samples end here
+        is_long_enough = len(numbers) == 1 or stop >= min_shared
+        if is_long_enough and stop > start:
+            nodes.append(Node(tuple(numbers), start, stop, parent))
             start, parent = stop, len(nodes) - 1  # the branches continue this node
-        if are_equal and not is_node:
-            branches = [[number] for number in group]  # too short to share: each sample gets its own node
-        # Without a node, ``start`` is unchanged, and the branches include the tokens of the short prefix.
-        # The stack returns the branch first that was added last, so they are added in reversed order. Samples without
-        # tokens after ``start`` need no further node.
+        elif not branches and not is_long_enough:
+            branches = [[number] for number in numbers]  # each sample gets a node of its own
+        # Without a new node ``start`` is unchanged, so each branch repeats the tokens of the prefix.
+        # The stack returns the branch that was added last, so they are added in reversed order.
         for branch in reversed(branches):
-            if len(symbols[branch[0]]) > start:
+            has_tokens_left = len(symbols[branch[0]]) > start  # the same for all samples of the branch
+            if has_tokens_left:
                 groups.append(_Group(branch, start, parent))
     return nodes
 
 
-def _branches(group: Sequence[int], symbols: Sequence[Int64Array], num_equal: int) -> list[list[int]]:
+def _branches(numbers: Sequence[int], symbols: Sequence[Int64Array], num_equal: int) -> list[list[int]]:
     """Divide a group of samples by the symbol after their common prefix, which has ``num_equal`` symbols.
 
     Samples that end with the prefix are a branch too. If all of them do, there are no branches.
     """
     branches: dict[int | None, list[int]] = {}  # None if a sample ends with the prefix
-    for number in group:
+    for number in numbers:
         is_at_end = len(symbols[number]) == num_equal
         next_symbol = None if is_at_end else int(symbols[number][num_equal])
         branches.setdefault(next_symbol, []).append(number)
     return [] if branches.keys() == {None} else list(branches.values())
 
 
-def _prefix_end(samples: Sequence[EncodedSample], can_end: npt.NDArray[np.bool_], start: int, num_equal: int) -> int:
-    """Return where a common prefix of ``num_equal`` tokens ends: at or before its last token, not before ``start``.
+def _prefix_end(samples: Sequence[EncodedSample], may_end: npt.NDArray[np.bool_], start: int, num_equal: int) -> int:
+    """Return where a node may end for samples whose first ``num_equal`` tokens are equal: as late as possible.
 
-    ``can_end`` are the lengths at which a prefix of these samples may end, bool (L + 1,).
+    ``start`` is the node's start, and ``may_end``, bool (L + 1,), the lengths at which a prefix may end.
     """
     next_labels = {int(sample.labels[num_equal]) for sample in samples if len(sample.labels) > num_equal}
     # The last token of a prefix predicts the next token of every sample, but can have only one label.
     has_several_labels = len(next_labels - {IGNORE_INDEX}) > 1
     max_length = max(num_equal - 1 if has_several_labels else num_equal, start)
-    return int(np.flatnonzero(can_end[: max_length + 1])[-1])
+    return int(np.flatnonzero(may_end[: max_length + 1])[-1])
 
 
 def _symbols_of_samples(
@@ -199,34 +195,35 @@ def _symbols_of_samples(
     """Return for each sample its symbols (L,), and whether a prefix of each length may end (L + 1,)."""
     numbers = MediaNumbers(spec.media_policy)
     symbols: list[Int64Array] = []
-    can_end: list[npt.NDArray[np.bool_]] = []
+    may_end: list[npt.NDArray[np.bool_]] = []
     for sample in samples:
-        sample_symbols, sample_can_end = _symbols(sample, spec, numbers)
+        sample_symbols, sample_may_end = _symbols(sample, spec, numbers)
         symbols.append(sample_symbols)
-        can_end.append(sample_can_end)
-    return symbols, can_end
+        may_end.append(sample_may_end)
+    return symbols, may_end
 
 
 def _symbols(sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Return symbols of a sample's tokens, which are equal for equal inputs, and the lengths at which a prefix may end.
+    """Return a sample's symbols, and the lengths at which a prefix of it may end.
 
-    Symbols, int64 (L,), are token ids; those of placeholder tokens are negative and have the medium's number from
-    ``numbers``. The other result, bool (L + 1,), is False for lengths at which a prefix would end within a medium.
+    Symbols, int64 (L,), are equal for equal inputs of the model: token ids, or negative numbers that stand for the
+    medium of a placeholder token. The other result, bool (L + 1,), is False for a prefix that would end in a medium.
     """
     ids = sample.input_ids
     tokens = spec.media_tokens
     symbols = ids.astype(np.int64)
-    can_end = np.ones(len(ids) + 1, np.bool_)
+    may_end = np.ones(len(ids) + 1, np.bool_)
     is_placeholder = np.isin(ids, list(tokens.pads.values()))
     for span in media_spans(sample, tokens):
+        medium_symbol = -1 - numbers(span.medium)
         span_symbols = symbols[span.start : span.stop]  # a view
-        span_symbols[is_placeholder[span.start : span.stop]] = -1 - numbers(span.medium)
-        can_end[span.start + 1 : span.stop] = False
-    # An opening token may be followed by a medium of another kind, so a prefix cannot end after it.
+        span_symbols[is_placeholder[span.start : span.stop]] = medium_symbol
+        may_end[span.start + 1 : span.stop] = False
+    # A prefix may not end with a token that opens a medium, as media of different kinds may follow.
     for opening_id in (tokens.opening_vision, tokens.opening_sound):
         if opening_id is not None:
-            can_end[1:] &= ids != opening_id
-    return symbols, can_end
+            may_end[1:] &= ids != opening_id  # the prefix of length i + 1 ends with token i
+    return symbols, may_end
 
 
 def _common_prefix_length(first: Int64Array, second: Int64Array, num_known: int) -> int:

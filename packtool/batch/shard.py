@@ -24,7 +24,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from packtool.planning.pack_plan import invert_order
 from packtool.planning.skrull import SHARDED
 
 Int64Array = npt.NDArray[np.int64]
@@ -164,24 +163,26 @@ def route_features(
     """
     num_ranks = len(tokens_by_rank)
     num_tokens = sum(map(len, tokens_by_rank))
-    rank_of_token = np.empty(num_tokens, np.int64)  # of each token of the complete sequence
+    rank_of_token = np.empty(num_tokens, np.int64)
     for token_rank, tokens in enumerate(tokens_by_rank):
         rank_of_token[tokens] = token_rank
     target_ranks = rank_of_token[positions]  # (n,), the rank that holds each feature's token
     # This rank sends the features that it computes, sorted by target rank.
     send_targets = target_ranks[source_ranks == rank]
-    # It receives m features, sorted by source rank, and those of one source by position in the sequence.
-    is_received = target_ranks == rank
-    receive_sources = source_ranks[is_received]  # (m,), by position in the sequence
-    row_of_feature = invert_order(np.argsort(receive_sources, kind="stable"))  # (m,), among the received ones
+    # It receives m features. They arrive sorted by source rank, and those of one source by position in the sequence.
+    received = np.flatnonzero(target_ranks == rank)  # (m,), numbers of these features, by position in the sequence
+    receive_sources = source_ranks[received]
+    arrived = received[np.argsort(receive_sources, kind="stable")]
+    arrival_row = np.empty(len(positions), np.int64)
+    arrival_row[arrived] = np.arange(len(arrived))
     # The model needs them in the order of the rank's own sequence, which may differ from that of the complete one.
     rank_tokens = tokens_by_rank[rank]
-    local_index = np.empty(num_tokens, np.int64)  # position of a token in the rank's own sequence
-    local_index[rank_tokens] = np.arange(len(rank_tokens))
-    local_order = np.argsort(local_index[positions[is_received]], kind="stable")
+    position_on_rank = np.empty(num_tokens, np.int64)
+    position_on_rank[rank_tokens] = np.arange(len(rank_tokens))
+    needed = received[np.argsort(position_on_rank[positions[received]])]
     return FeatureRoute(
         send_order=torch.from_numpy(np.argsort(send_targets, kind="stable")),
         send_counts=tuple(np.bincount(send_targets, minlength=num_ranks).tolist()),
         receive_counts=tuple(np.bincount(receive_sources, minlength=num_ranks).tolist()),
-        receive_order=torch.from_numpy(row_of_feature[local_order]),
+        receive_order=torch.from_numpy(arrival_row[needed]),
     )

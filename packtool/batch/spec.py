@@ -58,14 +58,10 @@ class InputSpec:
             )
         return cls(model, config, limits, media_policy=policy_for_cache(access or AccessOptions()))
 
-    def keeping_media(self, options: MediaCacheOptions, name: str) -> InputSpec:
+    def with_media_cache(self, options: MediaCacheOptions, name: str) -> InputSpec:
         """Return this specification with the media cache of the options, or itself if they name none.
 
-        Args:
-            name: identifies the token caches whose media are read (``MediaCache``).
-
-        Raises:
-            ConfigError: if ``--media-cache`` is a file, or the model's media cannot be cached.
+        ``name`` identifies the token caches whose media are read (``MediaCache``).
         """
         directory = options.media_cache
         if directory is None:
@@ -129,7 +125,7 @@ class InputSpec:
     def meta_model(self) -> Any:
         """The model without its head, on the meta device, for its methods and sizes; made once per process."""
         auto: Any = AutoModel
-        with weights_in_one_piece(), torch.device("meta"):
+        with without_zero3(), torch.device("meta"):
             return auto.from_config(self.config)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -170,8 +166,8 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 @contextmanager
-def weights_in_one_piece() -> Iterator[None]:
-    """Build models in this process only; under ZeRO-3 transformers would involve all processes."""
+def without_zero3() -> Iterator[None]:
+    """Build models without ZeRO-3 inside the context: in this process only, with complete weights."""
     hook: Any = transformers_deepspeed
     sharded = hook._hf_deepspeed_config_weak_ref
     hook._hf_deepspeed_config_weak_ref = None

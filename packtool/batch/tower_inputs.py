@@ -66,23 +66,19 @@ class TowerInputs(Movable):
 def tower_inputs(
     spec: InputSpec, media: Mapping[str, Tensor], input_ids: Tensor, *, exchanges_features: bool = False
 ) -> dict[Tower, TowerInputs]:
-    """Make the inputs of each tower that has media.
+    """Make the inputs of each tower that has media, by tower.
 
     Args:
         media: inputs of the towers by the names of the model's arguments.
         input_ids: int64 (B, T), of the micro-batch.
         exchanges_features: ranks share the sequence, and send each other the features of its media.
-
-    Returns:
-        inputs by tower. A family whose own processor makes its media has none, because its model writes features to
-        their tokens itself; but with ``exchanges_features`` packtool writes them, and needs the tokens' positions.
     """
-    uses_own_processor = bool(spec.family.processor_inputs)
-    if uses_own_processor and not (exchanges_features and media):
-        return {}
+    if spec.family.processor_inputs:
+        # Such a model computes and writes its features itself, except those that ranks exchange.
+        if not exchanges_features or not media:
+            return {}
+        return {"vision": TowerInputs(arguments={}, positions=_placeholder_positions(spec, input_ids))}
     positions = _placeholder_positions(spec, input_ids)
-    if uses_own_processor:
-        return {"vision": TowerInputs({}, positions)}
     inputs: dict[Tower, TowerInputs] = {}
     grids = [media[grid_name] for _, grid_name in spec.family.visual_inputs.values() if grid_name in media]
     if grids:
@@ -134,8 +130,8 @@ def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]
 def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
     """Return arguments of the audio tower, computed by the helpers of its transformers module.
 
-    The tower computes sounds in chunks of frames. packtool adds an argument ``frames``, int64 (chunks, frames of a
-    chunk): which element of the flattened ``mask`` each frame of a chunk is, or ``mask.numel()`` for padding.
+    The tower computes sounds in chunks of frames. packtool's own argument ``frames``, int64 (chunks, frames per chunk),
+    has the index of each chunk's frames in the flattened ``mask``, and ``mask.numel()`` for padding.
 
     Args:
         mask: int64 (sounds, frames), 1 on mel frames and 0 on padding.
@@ -145,7 +141,8 @@ def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
     lengths = mask.sum(dim=1)  # (sounds,)
     frames, chunk_lengths = _chunk_frames(mask, helpers, tower.n_window)
     arguments: dict[str, Tensor | int] = {"chunk_lengths": chunk_lengths, "feature_lens": lengths, "frames": frames}
-    if hasattr(tower, "n_window_infer"):  # its helpers have other parameters
+    # transformers has two kinds of audio towers, whose helpers take different arguments.
+    if hasattr(tower, "n_window_infer"):
         arguments["valid_indices"] = helpers.get_valid_indices(chunk_lengths, tower.n_window)
         cu_seqlens = helpers.get_audio_cu_seqlens(chunk_lengths, lengths, tower.n_window_infer, tower.n_window)
     else:

@@ -139,17 +139,18 @@ def _write_pages(config: InspectConfig, directory: str, invocation: Invocation) 
     pages = Pages(config, shows_all=False)
     with interruptible_progress() as progress:
         num_missing = write_pages(pages, directory, progress)
-    written = storage.join(directory, INDEX)
+    index_page = storage.join(directory, INDEX)
     num_samples = len(pages.numbers)
-    samples = f"{num_samples:,} of {pages.num_cached:,} samples"
-    if num_samples < pages.num_cached:
-        steps = f", those of the steps that are shown of --plan {config.plan}"
-        samples += " (--max-samples)" if config.plan is None else steps
-    lines = [f"written: {written}, {samples}"]
+    reason = ""  # why not all samples are shown
+    if num_samples < pages.num_cached and config.plan is None:
+        reason = " (--max-samples)"
+    elif num_samples < pages.num_cached:
+        reason = f", those of the steps that are shown of --plan {config.plan}"
+    lines = [f"written: {index_page}, {num_samples:,} of {pages.num_cached:,} samples{reason}"]
     if num_missing:
-        missing = f"{num_missing:,} media files are missing: not readable on this machine, or too large to play"
-        lines.insert(0, missing)
-    figures = {"written": written, "samples": num_samples, "of": pages.num_cached, "media_left_out": num_missing}
+        warning = f"{num_missing:,} media files are missing: not readable on this machine, or too large to play"
+        lines.insert(0, warning)
+    figures = {"written": index_page, "samples": num_samples, "of": pages.num_cached, "media_left_out": num_missing}
     invocation.show(figures, lines)
 
 

@@ -199,9 +199,10 @@ def run(arguments: list[str]) -> int:
     original = tuple(arguments)
     debug = is_debug_requested(original)
     try:
-        if arguments and arguments[0] in _COMMANDS:
+        has_command = bool(arguments) and arguments[0] in _COMMANDS
+        if has_command:
             configure_logging(debug)
-            arguments = _rewrite(arguments)
+            arguments = _with_typer_options(arguments)
         # Typer prints --help and errors of usage itself, and raises SystemExit. Commands get ``obj`` as ``ctx.obj``.
         app(args=arguments, standalone_mode=True, prog_name="packtool", obj=original)
     except SystemExit as end:
@@ -217,7 +218,7 @@ def run(arguments: list[str]) -> int:
     return errors.EXIT_OK
 
 
-def _rewrite(arguments: Sequence[str]) -> list[str]:
+def _with_typer_options(arguments: Sequence[str]) -> list[str]:
     """Return the command line of a command as typer reads it, with positional values and other spellings as options."""
     command, *words = arguments
     positional_option, _ = _POSITIONAL.get(command, (None, None))

@@ -300,7 +300,8 @@ def command_of(cls: type[T], run: Callable[[T, Invocation], None], unknown: Unkn
 
     def command(ctx: typer.Context, **values: Any) -> None:
         """Merge the options, ``values`` by parameter name, with the other sources of settings, and call ``run``."""
-        common_values = {name: values.pop(f"{name}_") for name in _common_options(cls)}  # the rest are fields of cls
+        # Parameters of common options end with an underscore; all others are fields of ``cls``.
+        common_values = {name: values.pop(f"{name}_") for name in _common_options(cls)}
         file_values, problems = _read_config(cls, common_values["config"], common_values.get("from"), unknown)
         config = resolve(
             cls,
@@ -328,10 +329,7 @@ def command_of(cls: type[T], run: Callable[[T, Invocation], None], unknown: Unkn
 
 
 def _parameters(cls: type) -> list[inspect.Parameter]:
-    """Return the parameters of a command: typer's context, the fields of its settings, and the common options.
-
-    Parameters of common options end with an underscore, because settings may have the same names.
-    """
+    """Return the parameters of a command: typer's context, the fields of its settings, and the common options."""
     parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     parameters += [_option(field, cls) for field in _flags(cls)]
     for name, (_, value_class, typer_options) in _common_options(cls).items():

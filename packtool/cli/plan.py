@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def run_plan(config: PlanConfig, invocation: Invocation) -> None:
-    """Print the plan of an epoch and write the requested files; or show a resumed run, a sweep or a fit."""
+    """Print the plan of an epoch and write the requested files; or show a resumed run, a sweep, or fitting settings."""
     if config.resume is not None:
         from packtool.report.plan import resumed_lines
         from packtool.train.prepare.preview import resumed_figures
@@ -58,8 +58,9 @@ def _plan(config: PlanConfig, invocation: Invocation) -> None:
     if config.model is not None:
         memory = _memory(config, plan.preview)
         summary["memory_gib"] = None if isinstance(memory, str) else memory.total
-        if not isinstance(memory, str) and (planned := _recomputation(config, plan.preview)):
-            summary["recomputation"] = [figures for figures, _ in planned]
+        stages = [] if isinstance(memory, str) else _recomputation(config, plan.preview)
+        if stages:
+            summary["recomputation"] = [figures for figures, _line in stages]
     if config.media:
         summary["media"] = _loading_times(config, plan.preview).figures()
     show_json(summary)
@@ -152,9 +153,11 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
     figures = [plan.figures(config.tflops, config.mfu) for plan in previews]
     lines = aligned(sweep_cells(figures), "r")
     for reason in dict.fromkeys(plan.inputs.no_sharing_reason for plan in previews):  # each reason once
-        lines += [] if reason is None else ["", reason]
+        if reason is not None:
+            lines += ["", reason]
     if config.html is not None:
-        title = names_of(config.cached_dataset or (str(config.mix or config.lengths),))
+        sources = config.cached_dataset or (str(config.mix or config.lengths),)
+        title = names_of(sources)
         storage.publish(config.html, sweep_page(figures, title, invocation.command).encode())
         lines.append(f"written: {config.html}")
     invocation.show(figures, lines)

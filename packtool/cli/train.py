@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def repeated_interrupts(progress: Progress) -> Iterator[Progress]:
-    """Yield a wrapper of ``progress`` whose methods raise KeyboardInterrupt again after a Ctrl-C that was swallowed.
+    """Yield a wrapper of ``progress`` whose methods all raise KeyboardInterrupt once there was a Ctrl-C.
 
     Libraries have bare ``except:`` clauses, and Python discards exceptions in callbacks from C and in finalizers. A
     Ctrl-C at that moment would be lost; here the next call of the progress raises it again.
@@ -50,8 +50,8 @@ def repeated_interrupts(progress: Progress) -> Iterator[Progress]:
 
         return call
 
-    methods = ("start", "advance", "line", "note", "finish")
-    wrapped = SimpleNamespace(**{name: repeating(getattr(progress, name)) for name in methods})
+    names = ("start", "advance", "line", "note", "finish")  # all methods of Progress
+    wrapped = SimpleNamespace(**{name: repeating(getattr(progress, name)) for name in names})
     previous_handler = signal.signal(signal.SIGINT, handle_interrupt)
     try:
         yield cast("Progress", wrapped)
@@ -128,8 +128,8 @@ def _train(config: TrainConfig, invocation: Invocation, world: World) -> TrainRe
 
     with terminal_progress(enabled=world.is_first) as progress:
         try:
-            with repeated_interrupts(progress) as repeating:
-                return train(config, repeating, world)
+            with repeated_interrupts(progress) as repeating_progress:
+                return train(config, repeating_progress, world)
         except KeyboardInterrupt:
             advice = "no checkpoint to resume from"
             if (checkpoint := newest_checkpoint(config)) is not None:
@@ -201,8 +201,10 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
 
         axes_of(config, world, ModelFiles.load(config.model), np.zeros(0, np.int64))
 
-    ranks = config.sequence_parallel_ranks
-    world = launch_ranks(invocation.arguments, ranks, prepare, launches_none=ranks == 1, max_wait=config.ddp_timeout)
+    num_ranks = config.sequence_parallel_ranks
+    world = launch_ranks(
+        invocation.arguments, num_ranks, prepare, launches_none=num_ranks == 1, max_wait=config.ddp_timeout
+    )
     from packtool.report.results import verify_figures, verify_lines, write_page
 
     with imported_at_once():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 from packtool.cli.options import Invocation
@@ -25,16 +26,15 @@ def run_translate(config: TranslateConfig, invocation: Invocation) -> None:
     cls = OPTIONS_OF[command]
     if source.tool:
         translation = translate(source, [field.name for field in dataclasses.fields(cls)], command, os.environ)
-    else:
-        translation = Translation(source, dict(source.values), dict.fromkeys(source.values, ""))
+    else:  # packtool's own YAML: its values as they are
+        translation = Translation(source, values=dict(source.values), origins=dict.fromkeys(source.values, ""))
     _check(cls, translation)
     if config.form != "yaml":
         text = as_command(translation, command)
     elif source.tool:
         text = as_yaml(translation, command)
     else:
-        with open(config.file, encoding="utf-8") as file:
-            text = file.read().rstrip("\n")
+        text = Path(config.file).read_text(encoding="utf-8").rstrip("\n")
     figures = {"tool": source.tool or "packtool", "command": command, "options": translation.values}
     figures |= {"environment": translation.environ, "omitted": dict(translation.omitted)}
     invocation.show(figures, [text])

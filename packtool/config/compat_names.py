@@ -90,16 +90,17 @@ def training_argument_problem(name: str) -> str | None:
 def find_compat_name(name: str, command: str) -> CompatName | None:
     """Return the entry of another tool's option or key that packtool does not have; None if there is none.
 
-    ``name`` may have dashes or underscores. If it has several meanings, the entry has the others in ``other_meanings``,
-    in the order of ``_STRENGTH``.
+    If tools explain the name differently, the most helpful entry is returned, and has the others in ``other_meanings``.
+    ``name`` may have dashes or underscores.
     """
-    first_of_tool: dict[str, CompatName] = {}  # each tool's first entry, of this command if it has one
-    for entry in _by_name().get(name.replace("-", "_"), ()):
-        if not entry.is_variable and entry.command in (EVERY_COMMAND, command) and entry.status != "same":
-            first_of_tool.setdefault(entry.tool, entry)
+    entry_of_tool: dict[str, CompatName] = {}
+    for entry in compat_entries(name.replace("-", "_")):  # those of this command come before those of all commands
+        is_option = not entry.is_variable  # not an environment variable
+        if is_option and entry.command in (EVERY_COMMAND, command) and entry.status != "same":
+            entry_of_tool.setdefault(entry.tool, entry)
     # Tools with the same explanation become one entry, which names all of them.
     meanings: dict[tuple[str, str, str], CompatName] = {}
-    for entry in first_of_tool.values():
+    for entry in entry_of_tool.values():
         explanation = (entry.status, entry.options, entry.reason)
         earlier = meanings.get(explanation)
         meanings[explanation] = entry if earlier is None else replace(earlier, tool=f"{earlier.tool}, {entry.tool}")

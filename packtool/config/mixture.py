@@ -216,8 +216,8 @@ class Recipe:
         return self.temperature is not None or any(source.weight is not None for source in self.sources)
 
     @property
-    def end(self) -> str:
-        """The end of a stage as the file gives it, for messages."""
+    def end_text(self) -> str:
+        """The end of a stage as the file gives it, for messages; empty if it gives none."""
         if self.until is not None:
             return f"{self.until:,} steps"
         return "" if self.until_share is None else f"{100 * self.until_share:g}%"
@@ -226,17 +226,18 @@ class Recipe:
 def unify_sources(recipe: Recipe) -> Recipe:
     """Give every stage the sources of all stages in the same order; those it does not train have ``is_taken=False``.
 
-    A path that a stage has twice is two sources. A ConfigError names sources whose settings differ between stages.
+    A ConfigError names sources whose settings differ between stages. A path listed twice in a stage is two sources.
     """
     sources_of_stages = [_sources_by_key(stage) for stage in recipe.stages]
-    untaken: dict[_SourceKey, SourceRecipe] = {}  # every source, for the stages that do not train it
+    untaken_sources: dict[_SourceKey, SourceRecipe] = {}  # all sources, as in a stage that does not train them
     problems = []
     for sources in sources_of_stages:
         for key, source in sources.items():
             settings = {name: getattr(source, name) for name in _RUN_SETTINGS}
-            untaken_source = untaken.setdefault(key, SourceRecipe(path=source.path, is_taken=False, **settings))
+            if key not in untaken_sources:
+                untaken_sources[key] = SourceRecipe(path=source.path, is_taken=False, **settings)
             for name, value in settings.items():
-                first_value = getattr(untaken_source, name)  # that of the first stage with this source
+                first_value = getattr(untaken_sources[key], name)  # in the first stage that has this source
                 if first_value != value:
                     values = f"{first_value} in one stage and {value} in another: give it the same in all"
                     problems.append(f"{recipe.place}, stages: {source.path} has the {name} {values}")
@@ -244,8 +245,9 @@ def unify_sources(recipe: Recipe) -> Recipe:
         raise ConfigError.from_problems(problems)
     stages = []
     for stage, sources in zip(recipe.stages, sources_of_stages, strict=True):
-        stages.append(replace(stage, sources=tuple(sources.get(key, untaken[key]) for key in untaken)))
-    return replace(recipe, sources=tuple(untaken.values()), stages=tuple(stages))
+        all_sources = tuple(sources.get(key, untaken) for key, untaken in untaken_sources.items())
+        stages.append(replace(stage, sources=all_sources))
+    return replace(recipe, sources=tuple(untaken_sources.values()), stages=tuple(stages))
 
 
 _SourceKey = tuple[str, int]
@@ -280,8 +282,8 @@ def parse_recipe(text: str, file: str, options: MixOptions) -> Recipe:
 class _RecipeParser:
     """Parses a recipe file and collects all its problems.
 
-    ``key`` is the position of a value in the file, such as ``stages[1].sources[0]``. Methods that parse a value return
-    None after reporting a problem.
+    ``key`` is the position of a value in the file, such as ``stages[1].sources[0]``, and ``prefix`` that of a mapping
+    with a dot at the end, empty for the file itself. Methods that parse a value return None after reporting a problem.
     """
 
     def __init__(self, file: str, options: MixOptions) -> None:
@@ -303,8 +305,8 @@ class _RecipeParser:
         stages = value["stages"]
         if not isinstance(stages, list) or not stages or not all(isinstance(stage, Mapping) for stage in stages):
             self.report("stages", "give a list of stages, each with sources, until, packing_length, ...")
-            return self.parse_recipe(defaults)
-        if all("sources" in stage for stage in stages):
+            return self.parse_recipe(defaults)  # reports its mistakes, too
+        if all("sources" in stage for stage in stages):  # so no stage uses those beside the stages
             for key in defaults:
                 self.report(str(key), "every stage has its own sources: give it in the stages")
         recipes = [self.parse_stage(stage, defaults, f"stages[{number}]") for number, stage in enumerate(stages)]
@@ -313,8 +315,9 @@ class _RecipeParser:
             self.check_single_stage(stages[0])
             return recipes[0]
         valid = tuple(recipe for recipe in recipes if recipe is not None)
-        # ``unify_sources`` adds the sources.
-        return Recipe(sources=(), stages=valid, place=self.place) if len(valid) == len(stages) else None
+        if len(valid) < len(stages):
+            return None
+        return Recipe(sources=(), stages=valid, place=self.place)  # ``unify_sources`` adds the sources of all stages
 
     def check_single_stage(self, stage: Mapping[str, Any]) -> None:
         """Report keys of the only stage that only stages have, because options do the same for the whole run."""
@@ -327,15 +330,15 @@ class _RecipeParser:
         """Parse one stage; its keys replace those of ``defaults``, the keys of the file that all stages share."""
         self.check_keys(value, (*_RECIPE_KEYS, *_STAGE_KEYS), f"{key}.")
         recipe_keys = {name: item for name, item in value.items() if name in _RECIPE_KEYS}
-        # Mistakes in sources that all stages share are reported without the name of the stage.
-        prefix = f"{key}." if "sources" in value else ""
-        recipe = self.parse_recipe({**defaults, **recipe_keys}, prefix)
+        # Sources that all stages share are not in the stage, but at the top of the file.
+        recipe_prefix = f"{key}." if "sources" in value else ""
+        recipe = self.parse_recipe({**defaults, **recipe_keys}, recipe_prefix)
         until, until_share = self.parse_until(value.get("until"), f"{key}.until")
         num_ranks = value.get("sequence_parallel_size")
         is_number = isinstance(num_ranks, int) and not isinstance(num_ranks, bool)
         if num_ranks is not None and (not is_number or num_ranks < 1):
             self.report(f"{key}.sequence_parallel_size", f"{num_ranks!r} is not a number of ranks")
-        packing_length = self.parse_length(value, "packing_length", key)
+        packing_length = self.parse_length(value, "packing_length", f"{key}.")
         if recipe is None:
             return None
         return replace(
@@ -360,47 +363,47 @@ class _RecipeParser:
         return None, None
 
     def check_ends(self, stages: Sequence[Recipe | None]) -> None:
-        """Report ends of stages that are missing or not increasing, and an end of the last stage."""
+        """Report ends of stages that are missing or not increasing (no stage needs one), and an end of the last."""
         *earlier, last = stages
-        if earlier and last is not None and last.end:
+        if earlier and last is not None and last.end_text:
             self.report(f"stages[{len(earlier)}].until", "the last stage ends with the run: leave it out")
         valid = [stage for stage in earlier if stage is not None]
-        if len(valid) < len(earlier) or all(not stage.end for stage in valid):
-            return  # a stage is invalid, or none has an end: then each stage trains its epochs
+        has_any_end = any(stage.end_text for stage in valid)
+        if len(valid) < len(earlier) or not has_any_end:
+            return
         for number, stage in enumerate(valid):
-            if not stage.end:
+            if not stage.end_text:
                 remedy = "give it to every stage but the last, or to none, which trains the epochs of each"
                 self.report(f"stages[{number}].until", f"it is missing: {remedy}")
         for number, (previous, stage) in enumerate(pairwise(valid), start=1):
             # An end in steps and one in shares of the run cannot be compared before the number of steps is known.
             for end, next_end in ((previous.until, stage.until), (previous.until_share, stage.until_share)):
                 if end is not None and next_end is not None and end >= next_end:
-                    problem = f"{stage.end} is not after the {previous.end} of the previous stage"
+                    problem = f"{stage.end_text} is not after the {previous.end_text} of the previous stage"
                     self.report(f"stages[{number}].until", problem)
 
     def check_keys(self, value: Mapping[Any, Any], known: tuple[str, ...], prefix: str) -> None:
-        """Report unknown keys; ``prefix`` is that of their position, with a dot at the end."""
+        """Report unknown keys of the mapping at ``prefix``."""
         for key in value:
             if key not in known:
                 hint = did_you_mean(str(key), known)
                 self.report(f"{prefix}{key}", f"unknown key{hint}; known are {', '.join(known)}")
 
     def parse_recipe(self, value: Mapping[str, Any], prefix: str = "") -> Recipe | None:
-        """Parse the recipe of a stage or run, whose keys have a ``prefix`` with a dot; None if anything is wrong."""
+        """Parse the recipe of a stage or run; None if anything in the file is wrong so far."""
         raw_sources = value.get("sources")
         if not isinstance(raw_sources, list) or not raw_sources:
             self.report(f"{prefix}sources", "give a list of caches, each with its path")
             return None
-        # (source, unit of its weight) of each; None after a problem, and for a source without a weight
-        parsed = [self.parse_source(raw, f"{prefix}sources[{number}]") for number, raw in enumerate(raw_sources)]
+        sources_and_units = [self.parse_source(raw, f"{prefix}sources[{n}]") for n, raw in enumerate(raw_sources)]
         temperature = self.parse_number(value, "temperature", prefix)
         temperature_unit = value.get("unit", "samples")
         if temperature_unit not in UNITS:
             self.report(f"{prefix}unit", f"{temperature_unit!r} is none of {', '.join(UNITS)}")
         if "unit" in value and temperature is None:
             self.report(f"{prefix}unit", "it applies only to temperature, which is missing: leave it out")
-        sources = tuple(source for source, _ in parsed if source is not None)
-        weight_units: list[Any] = sorted({unit for _, unit in parsed if unit is not None})
+        sources = tuple(source for source, _ in sources_and_units if source is not None)
+        weight_units: list[Any] = sorted({unit for _, unit in sources_and_units if unit is not None})
         self.check_weights(sources, weight_units, temperature, prefix)
         if self.problems:
             return None
@@ -431,27 +434,29 @@ class _RecipeParser:
             self.report(f"{prefix}sources", problem + ", ".join(UNITS))
 
     def parse_source(self, value: Any, key: str) -> tuple[SourceRecipe | None, str | None]:
-        """Parse one source; also return the unit of its weight, None without a weight."""
+        """Parse one source; return it (None after a problem), and the unit of its weight (None without a weight)."""
         if isinstance(value, str):
             value = {"path": value}
         if not isinstance(value, Mapping):
             self.report(key, "a source is a mapping with the key path")
             return None, None
-        self.check_keys(value, (*SOURCE_KEYS, *_MEDIA_OPTIONS), f"{key}.")
+        prefix = f"{key}."
+        self.check_keys(value, (*SOURCE_KEYS, *_MEDIA_OPTIONS), prefix)
         path = value.get("path")
         if not isinstance(path, str) or not path:
             self.report(f"{key}.path", "the directory of a cache is missing")
             return None, None
-        unit = self.parse_weight_unit(value, key)
+        unit = self.parse_weight_unit(value, key)  # also the key that has the weight
+        loss_weight = self.parse_number(value, "loss_weight", prefix)
         source = SourceRecipe(
             path=path,
-            weight=None if unit is None else self.parse_number(value, unit, f"{key}."),
-            loss_weight=self.parse_number(value, "loss_weight", f"{key}.") or 1.0,
-            min_length=self.parse_length(value, "min_length", key),
-            max_length=self.parse_length(value, "max_length", key),
-            media_limits=self.parse_media_limits(value, key),
-            channel=self.parse_text(value, "channel", key, "name"),
-            loss_scale=self.parse_text(value, "loss_scale", key, "loss scale"),
+            weight=None if unit is None else self.parse_number(value, unit, prefix),
+            loss_weight=1.0 if loss_weight is None else loss_weight,
+            min_length=self.parse_length(value, "min_length", prefix),
+            max_length=self.parse_length(value, "max_length", prefix),
+            media_limits=self.parse_media_limits(value, prefix),
+            channel=self.parse_text(value, "channel", prefix, "name"),
+            loss_scale=self.parse_text(value, "loss_scale", prefix, "loss scale"),
         )
         return source, unit
 
@@ -462,20 +467,20 @@ class _RecipeParser:
             self.report(key, f"{' and '.join(units)} are two weights: give one of them")
         return units[0] if units else None
 
-    def parse_media_limits(self, value: Mapping[str, Any], key: str) -> dict[str, Any]:
+    def parse_media_limits(self, value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         limits = {}
         for name in _MEDIA_OPTIONS:
             try:
                 if value.get(name) is not None:
                     limits[name] = getattr(resolve(MediaOptions, {name: value[name]}), name)
             except ConfigError as error:
-                self.report(f"{key}.{name}", error.message.removeprefix(f"{flag(name)}: "))
+                self.report(f"{prefix}{name}", error.message.removeprefix(f"{flag(name)}: "))
         return limits
 
-    def parse_text(self, value: Mapping[str, Any], name: str, key: str, noun: str) -> str | None:
+    def parse_text(self, value: Mapping[str, Any], name: str, prefix: str, noun: str) -> str | None:
         raw = value.get(name)
         if raw is not None and not isinstance(raw, str):
-            self.report(f"{key}.{name}", f"{raw!r} is not a {noun}")
+            self.report(f"{prefix}{name}", f"{raw!r} is not a {noun}")
         return raw if isinstance(raw, str) else None
 
     def parse_number(self, value: Mapping[str, Any], name: str, prefix: str) -> float | None:
@@ -488,10 +493,10 @@ class _RecipeParser:
             return None
         return float(raw)
 
-    def parse_length(self, value: Mapping[str, Any], name: str, key: str) -> int | None:
+    def parse_length(self, value: Mapping[str, Any], name: str, prefix: str) -> int | None:
         """Return a number of tokens, given as 8192 or 8K; None if the key is missing or its value is invalid."""
         try:
             return None if value.get(name) is None else num_tokens(str(value[name]))
         except ValueError as error:
-            self.report(f"{key}.{name}", str(error))
+            self.report(f"{prefix}{name}", str(error))
             return None

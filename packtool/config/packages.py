@@ -24,9 +24,10 @@ class _Need(NamedTuple):
     """A package that an option needs.
 
     Args:
-        modules: of which one suffices.
-        subject: beginning of the message, with its verb.
-        package: to install.
+        option: the option and its value.
+        modules: modules of which one suffices.
+        subject: subject and verb of the message "... not installed".
+        package: package to install.
     """
 
     option: str
@@ -56,26 +57,28 @@ class PackageOptions:
         value_of = vars(self).get  # None for an option that the command does not have
         optim = value_of("optim") or ""
         if value_of("deepspeed") is not None:
-            yield _Need(f"--deepspeed {value_of('deepspeed')}", ("deepspeed",), "DeepSpeed is", "deepspeed")
+            option = f"--deepspeed {value_of('deepspeed')}"
+            yield _Need(option, ("deepspeed",), subject="DeepSpeed is", package="deepspeed")
         if value_of("use_liger_kernel"):
-            yield _Need("--use-liger-kernel true", ("liger_kernel",), "Liger's kernels are", "liger-kernel")
+            option = "--use-liger-kernel true"
+            yield _Need(option, ("liger_kernel",), subject="Liger's kernels are", package="liger-kernel")
         if value_of("quant_bits") is not None:
             yield _Need.of_module(f"--quant-bits {value_of('quant_bits')}", "bitsandbytes")
         if optim.startswith(_BITSANDBYTES_OPTIMIZERS):
             yield _Need.of_module(f"--optim {optim}", "bitsandbytes")
-        for option in ("qat", "fp8"):
-            if value_of(option):
-                yield _Need.of_module(f"--{option} {str(value_of(option)).lower()}", "torchao")
+        for name in ("qat", "fp8"):
+            if value_of(name):
+                yield _Need.of_module(f"--{name} {str(value_of(name)).lower()}", "torchao")
         if optim == "adam_mini":
             yield _Need.of_module("--optim adam_mini", "adam_mini", package="adam-mini")
         if value_of("chat_template") == "mistral-common":
             yield _Need.of_module("--chat-template mistral-common", "mistral_common", package="mistral-common")
         for tracker in value_of("report_to") or ():
             if tracker in TRACKERS:
-                modules, package = TRACKERS[tracker]
-                yield _Need(f"--report-to {tracker}", modules, f"{package} is", package)
+                modules, package = TRACKERS[tracker]  # one of the modules suffices
+                yield _Need(f"--report-to {tracker}", modules, subject=f"{package} is", package=package)
         if value_of("executor") == "ray":
-            yield _Need("--executor ray", ("ray",), "Ray is", '"packtool[ray]"')
+            yield _Need("--executor ray", ("ray",), subject="Ray is", package='"packtool[ray]"')
 
 
 def _is_installed(module: str) -> bool:

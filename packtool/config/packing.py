@@ -147,20 +147,23 @@ class ParallelOptions(Settings):
         return problems
 
     def _exchange_problems(self) -> list[str]:
-        """Return the problem, if any, of the number of ranks, of its division by both sizes, or of the exchange."""
+        """Return a message if Ulysses ranks times ring ranks are not all ranks, or do not match the exchange."""
         num_ranks = self.sequence_parallel_ranks
         exchange = self.sequence_parallel_type
         ulysses, ring = self.ulysses_size, self.ring_size
-        sizes = {"--ulysses-size": ulysses, "--ring-size": ring}
-        sizes_text = " and ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
-        product = (ulysses or 1) * (ring or 1)
-        is_product_fixed = ulysses is not None and ring is not None
-        if num_ranks % product or (is_product_fixed and num_ranks != product):
+        given_sizes = {"--ulysses-size": ulysses, "--ring-size": ring}
+        sizes_text = " and ".join(f"{name} {size}" for name, size in given_sizes.items() if size is not None)
+        if ulysses is not None and ring is not None:
+            is_divisible = num_ranks == ulysses * ring
+        else:
+            is_divisible = num_ranks % (ulysses or ring or 1) == 0
+        if not is_divisible:
             return [f"--sequence-parallel-size {num_ranks} does not match {sizes_text}: leave one of them out"]
-        ulysses_ranks = ulysses or num_ranks // (ring or 1)  # without --ulysses-size, the ranks that the ring leaves
-        if exchange == "ulysses" and num_ranks > ulysses_ranks:
+        has_ring = (ring is not None and ring > 1) or (ulysses is not None and ulysses < num_ranks)
+        if exchange == "ulysses" and has_ring:
             return [f"--sequence-parallel-type ulysses has no ring: leave out {sizes_text}"]
-        if exchange in ("ring", "allgather") and num_ranks > 1 and ulysses == num_ranks:
+        all_ranks_are_ulysses = num_ranks > 1 and ulysses == num_ranks
+        if exchange in ("ring", "allgather") and all_ranks_are_ulysses:
             problem = f"with {sizes_text} there is no ring; leave one of them out"
             return [f"--sequence-parallel-type {exchange}: {problem}"]
         return []

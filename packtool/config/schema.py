@@ -80,7 +80,7 @@ def _value_schema(field: dataclasses.Field[Any], cls: type) -> Schema:
     """Return the schema of the values of an option's declared type; null leaves an option unset."""
     annotations = annotations_of(declared_type(field, cls))
     plain_type = value_type(field, cls)
-    generic = typing.get_origin(plain_type)
+    generic = typing.get_origin(plain_type)  # ``Literal``, ``tuple`` or ``Mapping``; None for ``int``, ``str``, ...
     if generic is Literal:
         return _choices_schema(typing.get_args(plain_type), annotations)
     if generic is tuple:
@@ -90,7 +90,7 @@ def _value_schema(field: dataclasses.Field[Any], cls: type) -> Schema:
         return {"type": ["object", "string", "null"]}  # a string is read as JSON
     if plain_type is str:
         return {"type": ["string", "number", "boolean", "null"]}
-    if recomputed_layers in annotations:
+    if recomputed_layers in annotations:  # true, false, auto, or a number of layers
         return {"type": ["boolean", "integer", "string", "null"], "minimum": 0}
     if plain_type is bool:
         return _words_schema([True, False], [*TRUE_WORDS, *FALSE_WORDS])

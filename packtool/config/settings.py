@@ -208,7 +208,7 @@ def option(
         aliases: other names of the option, such as ``tuner_type`` for ``train_type``.
         minimum, maximum: inclusive bounds of a number, which is at least 1 by default; None for no bound.
         flag: whether it is an option of the command line; if not, only YAML and ``--set`` can set it.
-        needs: (another setting, the values of it, separated by ``|``, with which this setting has an effect).
+        needs: (another setting, those of its values, separated by ``|``, with which this setting has an effect).
     """
     metadata: dict[str, Any] = {"help": help, "panel": panel, "env": env, "aliases": aliases}
     metadata |= {"minimum": minimum, "maximum": maximum, "flag": flag, "needs": needs}
@@ -367,7 +367,8 @@ def _collect_values(
             problems.append(f"--set {item}: {error}")
     for name, value in flags.items():
         if value is not None and value != ():
-            values.append((flag(name) if name in fields else name, name, value))
+            origin = flag(name) if name in fields else name  # unknown options have the name that was given
+            values.append((origin, name, value))
     return values
 
 
@@ -413,23 +414,23 @@ def _convert(raw: Any, declared: Any) -> Any:
     """Convert a YAML value, or a text from the command line or environment, to a declared type; else ValueError."""
     annotations = annotations_of(declared)
     plain_type = declared.__origin__ if annotations else declared
-    generic = typing.get_origin(plain_type)  # ``Literal``, ``tuple`` or ``dict``; None for ``int``, ``str``, ...
-    if generic is Literal or plain_type is str:
-        text = _without_synonyms(_as_text(raw), annotations)
-        return _check_choice(text, typing.get_args(plain_type)) if generic is Literal else text
+    generic = typing.get_origin(plain_type)  # ``Literal``, ``tuple`` or ``Mapping``; None for ``int``, ``str``, ...
+    if generic is Literal:
+        return _check_choice(_without_synonyms(_as_text(raw), annotations), typing.get_args(plain_type))
     if generic is tuple:
         items = raw if isinstance(raw, (list, tuple)) else [raw]
         return tuple(_as_text(item) for item in items)
-    if recomputed_layers in annotations:
-        return recomputed_layers(raw)
+    if generic is not None:  # a mapping
+        return _to_mapping(raw)
+    if plain_type is str:
+        return _without_synonyms(_as_text(raw), annotations)
+    for parse in (recomputed_layers, steps_or_fraction):
+        if parse in annotations:
+            return parse(raw)
     if plain_type is bool:
         return _to_bool(raw)
-    if steps_or_fraction in annotations:
-        return steps_or_fraction(raw)
-    if plain_type in (int, float):
-        parse_suffix = next((annotation for annotation in annotations if annotation in _UNITS), None)
-        return _to_number(raw, plain_type, parse_suffix)
-    return raw if generic is None else _to_mapping(raw)
+    parse_suffix = next((annotation for annotation in annotations if annotation in _UNITS), None)
+    return _to_number(raw, plain_type, parse_suffix)
 
 
 def _without_synonyms(text: str, annotations: Sequence[Any]) -> str:

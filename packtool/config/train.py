@@ -235,9 +235,7 @@ class TrainConfig(
     eaft_top_k: int = training_option(20, "Compute EAFT's entropy from the K most likely tokens.", minimum=2)
     eaft_divisor: float = training_option(3.0, "Divide EAFT's entropy by this; axolotl divides by 1.", minimum=1e-6)
     padding_free: bool | None = packing_option(
-        None,
-        "Accepted only for ms-swift scripts; packing always removes padding.",
-        aliases=("use_remove_padding",),
+        None, "Accepted only for ms-swift scripts; packing always removes padding.", aliases=("use_remove_padding",)
     )
     qat: QatRecipe | None = memory_option(
         None, "Train for quantization: round inputs and weights of linear layers to these formats."

@@ -53,8 +53,7 @@ LONG_SIDES = tuple(range(96, 133, 6))
 SHORT_SIDES = tuple(range(60, 91, 6))
 """Lengths of an image's sides in pixels: 2 to 4 cells of the model's grid of 32 pixels, rarely whole cells."""
 
-HELD_OUT_SHARE = 5
-"""Number of training rows per held-out row."""
+TRAIN_ROWS_PER_HELD_OUT_ROW = 5
 
 SYSTEM_PROMPT = "You look at pictures and answer briefly."
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -172,7 +171,7 @@ def make_rows(directory: str, num_rows: int, seed: int, num_unusable: int = 0) -
     """Write a random dataset: ``train.json``, ``held_out.json``, ``swapped.json``, and their images in ``pictures``.
 
     Args:
-        num_rows: rows of ``train.json``; ``held_out.json`` gets a fifth of that number in addition.
+        num_rows: rows of ``train.json``; ``held_out.json`` has a fifth as many, at least 4.
         seed: the same seed writes the same bytes.
         num_unusable: how many of the training rows export must drop: too long, or with a missing image.
     """
@@ -180,7 +179,7 @@ def make_rows(directory: str, num_rows: int, seed: int, num_unusable: int = 0) -
     rng = random.Random(seed)
     maker = _RowMaker(root, rng)
     train = maker.training_rows(num_rows, num_unusable)
-    num_held_out = max(4, num_rows // HELD_OUT_SHARE)
+    num_held_out = max(4, num_rows // TRAIN_ROWS_PER_HELD_OUT_ROW)
     held_out, questions = zip(*(maker.picture_row() for _ in range(num_held_out)), strict=True)
     return SyntheticDataset(
         train=_write_rows(root / "train.json", train),

@@ -92,7 +92,7 @@ def _train_tokenizer() -> Tokenizer:
 
 
 def _model_config(tokenizer: Tokenizer) -> Qwen3VLConfig:
-    """Return the configuration of a small Qwen3-VL: three text layers, and a vision tower of two."""
+    """Return the configuration of a small Qwen3-VL: three text layers, and a vision tower of two layers."""
     width = 192
     token_id = tokenizer.get_vocab()
     text = {
@@ -166,7 +166,7 @@ def _write_settings(root: Path) -> None:
         settings[file] = {
             f"{kind}_processor_type": class_name,
             "processor_class": "Qwen3VLProcessor",
-            "size": {"shortest_edge": MIN_PIXELS, "longest_edge": max_pixels},
+            "size": {"shortest_edge": MIN_PIXELS, "longest_edge": max_pixels},  # numbers of pixels, despite their names
             "patch_size": 16,
             "temporal_patch_size": 2,
             "merge_size": 2,

@@ -85,7 +85,7 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
     dataset = _make_model_and_rows(folder, seed, progress)
     exported = _export(dataset.train, folder, "cache", progress)
     _export(dataset.held_out, folder, "held-out", progress)
-    _export(dataset.swapped, folder, "swapped", progress)
+    _export(dataset.swapped, folder, "swapped", progress)  # the held-out questions with pictures of other rows
     trained = _train(folder, seed, progress)
     questions = [question for row_questions in dataset.held_out_questions for question in row_questions]
     is_correct = _correct_answers(trained["checkpoint"], folder / "held-out", len(questions), progress)

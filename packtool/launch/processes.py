@@ -85,16 +85,9 @@ def environment_of_one_process() -> dict[str, str]:
 
 
 def launch_command(
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    launches_single: bool = False,
-    max_wait: int | None = None,
+    arguments: Sequence[str], environ: Mapping[str, str], *, launches_single: bool = False, max_wait: int | None = None
 ) -> list[str] | None:
     """Return the torchrun command that runs ``packtool ARGUMENTS`` in all processes of this machine.
-
-    On a single machine, the processes meet at 127.0.0.1, because the machine's own name may not resolve. Unless
-    ``MASTER_PORT`` is set, they use a free port, so that two jobs do not meet by accident.
 
     Args:
         arguments: of packtool, from the subcommand on.
@@ -119,7 +112,11 @@ def launch_command(
 
 
 def _meeting_options(processes: Processes) -> list[str]:
-    """Return torchrun's options for the address at which the processes meet."""
+    """Return torchrun's options for the address at which the processes meet.
+
+    On a single machine, this is 127.0.0.1, because the machine's own name may not resolve. Unless ``MASTER_PORT`` is
+    set, a free port is used, so that two jobs do not meet by accident.
+    """
     is_single_machine = processes.num_nodes == 1
     if is_single_machine and processes.port is None:
         return ["--standalone"]  # torchrun chooses a free port
@@ -140,8 +137,8 @@ def set_passive_omp_wait() -> None:
 def end_with_launcher() -> None:
     """Kill this process when its launcher ends, even if that is killed; does nothing outside torchrun.
 
-    A killed launcher cannot stop its processes, which would occupy the GPUs of the next job. Other signals are
-    forwarded by ``packtool.launch.torchrun``. On Linux the kernel kills the process at once; elsewhere a thread polls.
+    A killed launcher cannot stop its processes, which would occupy the GPUs of the next job. On Linux the kernel kills
+    the process at once; elsewhere a thread polls.
     """
     if not is_launched():
         return
@@ -156,7 +153,7 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=kill_after_parent, daemon=True).start()
-    # The launcher may have ended before this call: then the parent has changed, or no process has the launcher's id.
+    # The launcher may have ended before the kernel or the thread watched it.
     if os.getppid() != parent or _has_launcher_ended():
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -222,14 +219,16 @@ def launch_ranks(
     launches_none: bool = False,
     max_wait: int | None = None,
 ) -> World:
-    """Return the rank of this process; replace it by torchrun if the environment requests several processes.
+    """Return the rank of this process. If the environment requests several, replace it by torchrun and never return.
 
     Args:
-        arguments, launches_single, max_wait: as for ``launch_command``.
+        arguments: of packtool, from the subcommand on.
         sequence_parallel_size: number of processes that share each sequence.
         prepare: called with rank 0 before processes are started, to report problems once.
-        launches_none: start no processes, because the run is only previewed or one process does all the work. Return
+        launches_single: also run a single process under torchrun.
+        launches_none: never start torchrun, because the run is only previewed or one process does all the work. Return
             rank 0 of the number of processes that the environment requests.
+        max_wait: seconds to wait for other machines; None for the default.
     """
     set_passive_omp_wait()
     world = World.from_environment()

@@ -45,7 +45,7 @@ _SAME_KEY_SECONDS = 0.5
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _STUCK_SECONDS = 1.0
 _MAX_SIGNALS = 64  # read at once
-_NODE, _NODES = "packtool/node/", "packtool/nodes"
+_RECORD_KEY, _STATE_KEY = "packtool/node/", "packtool/nodes"
 _BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 5.0
 _STORE_SECONDS = 3.0
@@ -125,7 +125,7 @@ def _signal_ranks(number: int) -> bool:
     return bool(ranks)
 
 
-class Nodes:
+class LauncherGroup:
     """The connection of this machine's launcher to those of the other machines.
 
     Args:
@@ -140,7 +140,8 @@ class Nodes:
         self.limit = limit
         self.address, self.port = address, port
         self.store_address = f"{address}:{port}"
-        # This machine's record. The beat counts the writes, so that others notice when they stop.
+        # This machine's record: "processes" are its NNODES and NPROC_PER_NODE, "beat" counts the writes, so that others
+        # notice when they stop, and "end" will have the exit code.
         self._record: dict[str, Any] = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
         self._record |= {"processes": [num_nodes, per_node], "beat": 0, "end": None}
         self._store: TCPStore | None = None  # None while disconnected
@@ -150,11 +151,11 @@ class Nodes:
         self._state: dict[str, Any] = {"nodes": {}, "met": None}
         # On node 0, by node rank: id and beat of the last record, and the time when they changed.
         self._seen: dict[str, tuple[tuple[str, int], float]] = {}
-        self._has_met = threading.Event()
+        self._have_all_met = threading.Event()
         self._is_leaving = threading.Event()
-        self._failed_since: float | None = None
-        self._has_server = False
-        self._had_ranks = False
+        self._failure_seen_at: float | None = None  # time since which another machine has failed
+        self._serves_store = False
+        self._has_started_ranks = False
         self._begin = time.monotonic()
         self._wait_timer = _WaitTimer(self._begin)
         self._last_status = ""  # the last printed one
@@ -168,7 +169,7 @@ class Nodes:
     def meet(self) -> None:
         """Wait for the launchers of all machines; raise a ConfigError after the limit, or if the port is in use."""
         self._thread.start()
-        while not self._has_met.wait(0.1):
+        while not self._have_all_met.wait(0.1):
             if self._port_error:
                 raise self._port_error
             if time.monotonic() - self._begin > self.limit:
@@ -192,14 +193,15 @@ class Nodes:
         """
         self._is_leaving.set()
         self._thread.join()
-        if not self._has_met.is_set():
+        if not self._have_all_met.is_set():
             return
         self._record["end"] = {"code": code, "reason": reason}
-        is_cause_unknown = code == EXIT_UNEXPECTED and not reason
+        is_cause_unknown = code == EXIT_UNEXPECTED and not reason  # another machine may have failed first
         deadline = time.monotonic() + _LEAVE_SECONDS
         while time.monotonic() < deadline:
             self._exchange()
-            if self._can_leave() and (self._failures() or not is_cause_unknown):
+            waits_for_cause = is_cause_unknown and not self._failures()
+            if self._can_leave() and not waits_for_cause:
                 break
             time.sleep(_BEAT_SECONDS / 2)
         if is_cause_unknown:
@@ -221,7 +223,7 @@ class Nodes:
         while not self._is_leaving.wait(_BEAT_SECONDS):
             self._exchange()
             self._print_status()
-            if self._has_met.is_set():
+            if self._have_all_met.is_set():
                 self._end_stuck_ranks()
 
     def _exchange(self) -> None:
@@ -233,27 +235,27 @@ class Nodes:
         try:
             store = self._store or self._connect()
             self._record["beat"] += 1
-            store.set(f"{_NODE}{self.rank}", json.dumps(self._record))
+            store.set(f"{_RECORD_KEY}{self.rank}", json.dumps(self._record))
             if self.rank == 0:
                 self._read_records(store)  # into ``_state``
-                store.set(_NODES, json.dumps(self._state))
-            elif store.check([_NODES]):
-                self._state = load_json(store.get(_NODES))
+                store.set(_STATE_KEY, json.dumps(self._state))
+            elif store.check([_STATE_KEY]):
+                self._state = load_json(store.get(_STATE_KEY))
             self._store = store
         except (DistError, OSError, RuntimeError) as error:
             self._store = None
             message = getattr(error, "strerror", None) or str(error)
             self._store_error = message.splitlines()[0]
             return
-        self._check_met()
+        self._update_have_all_met()
 
-    def _check_met(self) -> None:
+    def _update_have_all_met(self) -> None:
         """Notice that all launchers have met, or that afterwards another run has taken the address."""
         # Once all have met, the state has the ids of this run's launchers: this one's, unless another run has the port.
         id_by_node = self._state["met"] or {}
         if id_by_node.get(str(self.rank)) == self._record["id"]:
-            self._has_met.set()
-        elif self._has_met.is_set():
+            self._have_all_met.set()
+        elif self._have_all_met.is_set():
             self._store = None
             self._store_error = "another run uses this address now"
 
@@ -263,11 +265,11 @@ class Nodes:
         Before that, try plain sockets: if the port is in use or nobody answers, torch would print a stack trace.
         """
         with contextlib.ExitStack() as sockets:
-            if self.rank == 0 and not self._has_server:
+            if self.rank == 0 and not self._serves_store:
                 sockets.enter_context(self._listen())
             sockets.enter_context(socket.create_connection((self.address, self.port), _STORE_SECONDS))
         is_server = self.rank == 0
-        self._has_server = is_server
+        self._serves_store = is_server
         timeout = timedelta(seconds=_STORE_SECONDS)
         options = {"wait_for_workers": False, "multi_tenant": True}  # torchrun shares this server
         return TCPStore(self.address, self.port, is_master=is_server, timeout=timeout, **options)
@@ -292,8 +294,8 @@ class Nodes:
         """
         nodes = {}
         for rank in map(str, range(self.num_nodes)):
-            if store.check([_NODE + rank]):
-                record = load_json(store.get(_NODE + rank))
+            if store.check([_RECORD_KEY + rank]):
+                record = load_json(store.get(_RECORD_KEY + rank))
                 nodes[rank] = record | {"silent": self._seconds_since_update(rank, record)}
         self._state["nodes"] = nodes
         if self._state["met"] is None and not self._missing_nodes() and not self._unequal_settings():
@@ -347,14 +349,15 @@ class Nodes:
 
     def _status(self) -> str:
         """Describe the event that this launcher waits for, or the failure of other machines; empty for none."""
-        if self._has_met.is_set():
+        if self._have_all_met.is_set():
             return "; ".join(self._failures().values())
         if self._store is None:
             condition = f"node 0 at {self.store_address}"
-            if self.rank == 0:
+            if self.rank == 0:  # which serves the store itself, so the address is that of another machine
                 condition = f"MASTER_ADDR={self.address} to lead to this machine"
             return f"waiting for {condition}: {self._store_error}"
-        if self._state["met"] is not None:  # without this launcher
+        others_have_started = self._state["met"] is not None  # with another launcher instead of this one
+        if others_have_started:
             record = self._state["nodes"][str(self.rank)]
             other_launcher = f"another NODE_RANK={self.rank} ({record['host']})"
             return f"waiting for the next run: the one at {self.store_address} has started with {other_launcher}"
@@ -376,20 +379,21 @@ class Nodes:
             self._last_status = status
 
     def _end_stuck_ranks(self) -> None:
-        """End this machine's ranks some time after another machine has ended, if they do not end themselves.
+        """End this machine's ranks some time after another machine has failed, if they do not end themselves.
 
-        Without ranks, the launcher exits, as its main thread may be waiting inside torch's store.
+        If no ranks were started yet, the launcher exits, because its main thread may be waiting inside torch's store.
         """
         now = time.monotonic()
         has_ranks = any(_ranks())
-        self._had_ranks |= has_ranks
+        self._has_started_ranks |= has_ranks
         if not self._failures():
-            self._failed_since = None
+            self._failure_seen_at = None
             return
-        self._failed_since = self._failed_since or now
-        if self._had_ranks and not has_ranks:
+        if self._failure_seen_at is None:
+            self._failure_seen_at = now
+        if self._has_started_ranks and not has_ranks:
             return  # they have ended, and torchrun is about to return
-        seconds_late = now - self._failed_since - self._seconds_to_wait(has_ranks)
+        seconds_late = now - self._failure_seen_at - self._grace_seconds(has_ranks)
         if seconds_late < 0:
             return
         if has_ranks:
@@ -398,11 +402,9 @@ class Nodes:
             show(f"packtool: error: {self.failure()}", error=True)
             os._exit(ConfigError.exit_code)
 
-    def _seconds_to_wait(self, has_ranks: bool) -> float:
-        """Return the seconds after the failure of another machine in which this one may still continue or end itself.
-
-        A machine that only does not answer may come back within the limit; one with an exit code does not.
-        """
+    def _grace_seconds(self, has_ranks: bool) -> float:
+        """Return the seconds after another machine's failure in which this one may still continue or end itself."""
+        # A machine that only does not answer may come back; one with an exit code does not.
         has_exit_code = any(record["end"] and record["end"]["code"] for _, record in self._other_nodes())
         if has_exit_code or not has_ranks:
             return min(_GRACE_SECONDS, self.limit)
@@ -447,33 +449,33 @@ def run_torchrun(arguments: Sequence[str]) -> int:
     """Run torchrun to its end; on several machines, wait for their launchers before.
 
     Returns:
-        exit code: 0, that of the first process that failed (128 + n for one that was ended by signal n), or 128 + n if
-        this launcher received signal n.
+        0 if all processes succeeded; the exit code of the first process that failed; 128 + n if signal n ended that
+        process, or was received by this launcher.
     """
     # The failed process has printed the problem; torchrun would add a table and a stack trace.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     forwarder = SignalForwarder()
-    nodes = _nodes_of(arguments)
+    group = _launcher_group(arguments)
     try:
-        if nodes is not None:
-            nodes.meet()
+        if group is not None:
+            group.meet()
         code, reason = _run_ranks(arguments, forwarder)
-    except DistError as error:
+    except DistError as error:  # the processes could not connect
         problem = str(error).splitlines()[0]
-        if nodes is not None:
-            raise nodes.failure(problem) from error
+        if group is not None:
+            raise group.failure(problem) from error
         raise ConfigError(
             f"the processes cannot meet: {problem}",
             "Another job may have the port: set MASTER_PORT to a free port, or leave it out.",
         ) from error
     except SignalException as error:
         code, reason = _SIGNAL_BASE + int(error.sigval), signal.Signals(error.sigval).name
-    if nodes is not None:
-        nodes.leave(code, reason)
+    if group is not None:
+        group.leave(code, reason)
     return code
 
 
-def _nodes_of(arguments: Sequence[str]) -> Nodes | None:
+def _launcher_group(arguments: Sequence[str]) -> LauncherGroup | None:
     """Return the connection to the launchers of other machines, from the arguments of torchrun; None on one machine."""
     options = get_args_parser().parse_args(arguments)
     _, num_nodes = parse_min_max_nnodes(options.nnodes)
@@ -481,7 +483,8 @@ def _nodes_of(arguments: Sequence[str]) -> Nodes | None:
         return None
     limit = float(options.rdzv_conf.removeprefix("timeout="))  # as ``launch_command`` writes it
     per_node = int(options.nproc_per_node)
-    return Nodes(num_nodes, options.node_rank, per_node, options.master_addr, options.master_port, limit=limit)
+    address, port = options.master_addr, options.master_port
+    return LauncherGroup(num_nodes, options.node_rank, per_node, address, port, limit=limit)
 
 
 def _run_ranks(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[int, str]:
@@ -490,19 +493,20 @@ def _run_ranks(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[in
         torchrun(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments])
     except ChildFailedError as error:
         rank, failure = _first_failure(error)
-        code = int(failure.exitcode)  # -n for a rank that was ended by signal n
-        forwarded_signal = forwarder.received  # 0 for none
-        if forwarded_signal and code in (-forwarded_signal, _SIGNAL_BASE + forwarded_signal):
+        code = int(failure.exitcode)
+        signal_of_rank = -code if code < 0 else 0  # 0 for none, as in the next line
+        forwarded_signal = forwarder.received
+        if forwarded_signal and forwarded_signal in (signal_of_rank, code - _SIGNAL_BASE):
             return _SIGNAL_BASE + forwarded_signal, signal.Signals(forwarded_signal).name
-        if code >= 0:
-            return code or EXIT_UNEXPECTED, ""
+        if not signal_of_rank:
+            return (code if code > 0 else EXIT_UNEXPECTED), ""
         # The killed rank could not print anything.
-        name = signal.Signals(-code).name
+        name = signal.Signals(signal_of_rank).name
         reason = f"rank {rank} (process {failure.pid}) was ended by {name}"
         reason += " (out of memory?)" if name == "SIGKILL" else ""
         advice = "--resume-from-checkpoint true resumes from the newest checkpoint, if there is one."
         show(f"packtool: {reason}; all others were stopped.\n{advice}", error=True)
-        return _SIGNAL_BASE - code, reason
+        return _SIGNAL_BASE + signal_of_rank, reason
     return 0, ""
 
 

@@ -156,7 +156,7 @@ class WorkerPool(Generic[Job, Result]):
         pending = deque[Future[Result]]()  # in the order of the jobs
         while True:
             for job in islice(remaining_jobs, num_ahead - len(pending)):
-                self.start(len(self._workers) + 1)  # one process more for each job, up to num_proc
+                self.start(len(self._workers) + 1)  # one more, unless all have been started
                 pending.append(self._threads.submit(self._run, job))
             if not pending:
                 return
@@ -227,7 +227,7 @@ def end_with_parent() -> None:
 
 
 def portable(error: Exception) -> Exception:
-    """Return an error that can be sent to another process, with its traceback for ``--debug``."""
+    """Return an error that can be pickled, to be sent to another process, with its traceback for ``--debug``."""
     error.add_note("".join(traceback.format_exception(error)))
     try:
         pickle.loads(pickle.dumps(error))

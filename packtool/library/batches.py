@@ -106,7 +106,7 @@ class Batches(Dataset[dict[str, Any]]):
         self.options = options
         self.rank: int | Literal["all"] = _rank_in_plan(plan, rank)
         self._config = _train_config(plan, model, options)
-        self._prepare(resume_state=None)
+        self._prepare(resume_state=None)  # sets the other attributes
         planned_packs = plan.preview.timeline.first.packs
         if self._timeline.first.packs.fingerprint != planned_packs.fingerprint:
             raise MismatchError(
@@ -118,23 +118,24 @@ class Batches(Dataset[dict[str, Any]]):
         self._resume_state = resume_state
         world = World(size=self.plan.world_size)
         self._run = Run.of(self._config, world, ResumePoint(before=resume_state), self.plan.preview.inputs)
-        self._source = self._run.caches
-        self._timeline = self._source.timeline
+        self._caches = self._run.caches
+        self._timeline = self._caches.timeline
         self._tensors = MicroBatches(
-            self._source.read,
+            self._caches.read,
             input_spec(self._run),
             packing=self._config.removes_padding,
-            min_shared=self._source.min_shared,
+            min_shared=self._caches.min_shared,
             pad_to_multiple_of=self._run.length_multiple,
         )
-        self._planned_epoch = lru_cache(maxsize=2)(self._plan_epoch)
+        self._planned_epoch = lru_cache(maxsize=2)(self._plan_epoch)  # keeps two epochs, for steps around their border
         # Micro-batches are numbered from the step at which packs were last assigned to ranks.
-        assignments = self._run.state.assignments  # (first step, number of ranks, ...) of each time
-        self._first_step = assignments[-1][0] if assignments else 0
+        self._first_step = 0
+        if self._run.state.assignments:
+            self._first_step, *_ = self._run.state.assignments[-1]
         self._first_epoch, _ = self._timeline.locate(self._first_step)
         self._epoch_offsets, self._epoch_starts, self.micro_batches_per_step = self._count_micro_batches()
-        self._begin = 0  # number of the first micro-batch of the next iteration
-        self._next = 0  # number of the micro-batch after the last that was returned
+        self._first_number = 0  # of the next iteration
+        self._num_returned = 0  # number of the micro-batch after the last that an iteration returned
 
     @property
     def num_steps(self) -> int:
@@ -164,8 +165,8 @@ class Batches(Dataset[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the micro-batches from the position of ``load_state_dict`` on, else from the first."""
-        self._next = self._begin
-        numbers = range(self._begin, len(self))
+        self._num_returned = self._first_number
+        numbers = range(self._first_number, len(self))
         batches = load_micro_batches(
             self._tensors,
             map(self._micro_batch, numbers),
@@ -173,12 +174,12 @@ class Batches(Dataset[dict[str, Any]]):
             pin_memory=torch.cuda.is_available(),
         )
         for number, batch in zip(numbers, batches, strict=True):
-            self._next = number + 1
+            self._num_returned = number + 1
             if (problem := batch.media_reads.problem) is not None:
                 warnings.warn(f"media_cache: nothing more is added to the cache: {problem}", stacklevel=2)
             moved = batch if self.device is None else batch.to(self.device, non_blocking=True)
             yield self._model_kwargs(number, moved)
-        self._begin = 0
+        self._first_number = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the last iteration and a description of its plan, in numbers and text.
@@ -186,12 +187,12 @@ class Batches(Dataset[dict[str, Any]]):
         It is the same on all ranks.
         """
         step, ends_step = self._first_step, True
-        if self._next:
-            epoch, epoch_step, _, micro_batch = self._locate(self._next - 1)
+        if self._num_returned:
+            epoch, epoch_step, _, micro_batch = self._locate(self._num_returned - 1)
             ends_step = micro_batch + 1 == self._num_micro_batches(epoch, epoch_step)
             step = self._epoch_starts[epoch - self._first_epoch] + epoch_step + (1 if ends_step else 0)
-        run = asdict(replace(self._run.state, step=step))
-        return {"micro_batch": self._next, "of_all_ranks": self.rank == "all", "ends_step": ends_step, "run": run}
+        position = {"micro_batch": self._num_returned, "of_all_ranks": self.rank == "all", "ends_step": ends_step}
+        return {**position, "run": asdict(replace(self._run.state, step=step))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration start after the last micro-batch that was returned before ``state_dict``.
@@ -207,14 +208,14 @@ class Batches(Dataset[dict[str, Any]]):
             ends_step = bool(state["ends_step"])
         except (KeyError, TypeError, ValueError) as error:
             raise MismatchError(f"this is not a state of packtool.Batches: {error!r}") from error
-        present_run = replace(self._run.state, assignments=())
+        own_run = replace(self._run.state, assignments=())  # as planned, whatever state was loaded before
         # With another number of ranks, the remaining packs are assigned again, which is possible between two steps.
-        is_reassigned = present_run.needs_reassignment(saved_run)
+        is_reassigned = own_run.needs_reassignment(saved_run)
         try:
-            present_run.check_continues("this state", saved_run)
+            own_run.check_continues("this state", saved_run)
         except MismatchError as error:
             raise MismatchError(error.message, "Create plan and batches with the same options as then.") from None
-        if counts_all_ranks != (self.rank == "all") and not is_reassigned:
+        if not is_reassigned and counts_all_ranks != (self.rank == "all"):
             raise MismatchError(
                 'either this state or these batches count those of all ranks (rank="all"), but not both',
                 "Use the same rank= as for the state.",
@@ -222,12 +223,13 @@ class Batches(Dataset[dict[str, Any]]):
         if is_reassigned and not ends_step:
             raise MismatchError(
                 f"this state was taken within step {saved_run.step}, whose remaining packs cannot be assigned to "
-                f"another number of ranks: {saved_run.world_size} then, {present_run.world_size} now",
+                f"another number of ranks: {saved_run.world_size} then, {own_run.world_size} now",
                 'Take states where batch["targets"].ends_step is true.',
             )
         if is_reassigned or saved_run.assignments != self._run.state.assignments:
             self._prepare(saved_run)
-        self._begin = self._next = 0 if is_reassigned else micro_batch
+        self._first_number = 0 if is_reassigned else micro_batch  # reassigned micro-batches have new numbers
+        self._num_returned = self._first_number
 
     def _count_micro_batches(self) -> tuple[npt.NDArray[np.int64], list[int], int]:
         """Count the micro-batches of one rank in the E epochs of the run, from ``_first_step`` on.
@@ -240,9 +242,10 @@ class Batches(Dataset[dict[str, Any]]):
         epoch_starts = [self._first_step]
         max_per_step = 1
         for epoch in count(self._first_epoch):
-            steps = self._steps_of_epoch(epoch)
             first_step = epoch_starts[-1]
-            stop_step = min(self.num_steps, self._timeline.stretch(first_step).stop)
+            end_of_epoch = self._timeline.stretch(first_step).stop
+            stop_step = min(end_of_epoch, self.num_steps)
+            steps = self._steps_of_epoch(epoch)
             # ``step_offsets`` counts the micro-batches of all ranks, and all have equally many.
             step_offsets = steps.step_offsets[: stop_step - first_step + 1] // steps.world_size
             epoch_offsets.append(epoch_offsets[-1] + int(step_offsets[-1]))
@@ -274,7 +277,7 @@ class Batches(Dataset[dict[str, Any]]):
     def _plan_epoch(self, epoch: int) -> tuple[PlannedEpoch, npt.NDArray[np.int64]]:
         """Return the micro-batches of an epoch, and the divisor of the loss in each of its steps, (S,)."""
         plan = self._timeline.plan_of(epoch)
-        return self._source.planned_epoch(plan, epoch), units_per_step(plan, self._source.figures)
+        return self._caches.planned_epoch(plan, epoch), units_per_step(plan, self._caches.figures)
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
         """Return the epoch of a micro-batch, its step in the epoch, its rank, and its index in the rank's step."""
@@ -307,7 +310,7 @@ class Batches(Dataset[dict[str, Any]]):
             weights=batch.loss_weights,
             positions=label_positions(batch),
             num_targets=batch.num_target_tokens,
-            num_items=int(loss_divisors[step_in_epoch]),
+            num_items=int(loss_divisors[step_in_epoch]),  # of the step, not of this micro-batch
             world_size=self.plan.world_size,
             step=self._epoch_starts[epoch - self._first_epoch] + step_in_epoch,
             ends_step=micro_batch + 1 == self._num_micro_batches(epoch, step_in_epoch),
@@ -315,8 +318,8 @@ class Batches(Dataset[dict[str, Any]]):
         return {
             **batch.model_inputs(),
             "logits_to_keep": targets.positions,
-            # ``batch.labels`` are shifted: the label of a token is the next token. ``labels`` are not: rolling moves no
-            # target to the front, because the last label is always -100.
+            # ``batch.labels`` are shifted: the label of a token is the next token. Rolling undoes this; the last label,
+            # which becomes the first, is always -100.
             "labels": batch.labels.roll(1, dims=1),
             "shift_labels": batch.labels,
             "targets": targets,
@@ -352,7 +355,7 @@ def _train_config(plan: Plan, model: str | None, options: Mapping[str, Any]) -> 
             "Pass the same max_steps to packtool.plan.",
         )
     train_fields = {field.name for field in fields(TrainConfig)}
-    plan_options = {}
+    plan_options = {}  # those that were given, as far as ``packtool train`` has them
     for field in fields(config):
         value = getattr(config, field.name)
         if field.name in train_fields and value != field.default:

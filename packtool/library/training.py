@@ -109,9 +109,10 @@ def prepare_model(model: P, *, packing: bool = True, attn_impl: AttnImpl = "auto
     untyped_model = cast(Any, model)
     # Some classes set it to False, and the Trainer would not pass num_items_in_batch.
     untyped_model.accepts_loss_kwargs = True
-    is_prepared = getattr(untyped_model.loss_function, "func", None) is _model_loss  # by an earlier call
+    loss_function = untyped_model.loss_function  # a partial of _model_loss if this function was called before
+    is_prepared = getattr(loss_function, "func", None) is _model_loss
     if not is_prepared:
-        untyped_model.loss_function = partial(_model_loss, untyped_model.loss_function)
+        untyped_model.loss_function = partial(_model_loss, loss_function)
     return model
 
 
@@ -141,7 +142,8 @@ def _contribution(targets: Targets, logits: Tensor, world_size: int) -> Tensor:
         logits: at all positions, (B, T, vocabulary), or only at the P ``targets.positions``, (B, P, vocabulary).
     """
     labels, weights = targets.labels, targets.weights
-    if logits.shape[:2] != labels.shape:
+    has_selected_logits = logits.shape[:2] != labels.shape
+    if has_selected_logits:
         labels = labels[:, targets.positions]
         weights = None if weights is None else weights[:, targets.positions]
     if logits.shape[:2] != labels.shape:

@@ -171,7 +171,7 @@ def _split_into_dashes(points: Sequence[Point], dashes: tuple[int, int]) -> Iter
     part = [points[0]]  # points of the present dash or gap
     for (x, y), (next_x, next_y) in pairwise(points):
         length = math.hypot(next_x - x, next_y - y)
-        distance = 0.0  # from (x, y), up to which this segment is divided
+        distance = 0.0  # from (x, y), of the end of the last dash or gap on this segment
         while length - distance > remaining:
             distance += remaining
             end = (x + (next_x - x) * distance / length, y + (next_y - y) * distance / length)
@@ -304,7 +304,8 @@ def _chart(
     if not finite_curves:
         return None
     x = _step_axis(records)
-    padded_low, padded_high = _padded_range(finite_curves, [end for end in (low, high) if end is not None])
+    fixed_ends = [end for end in (low, high) if end is not None]
+    padded_low, padded_high = _padded_range(finite_curves, fixed_ends)
     if suffix == "%":
         padded_low, padded_high = max(padded_low, 0.0), min(padded_high, 100.0)
     y_start = padded_low if low is None else low
@@ -313,10 +314,10 @@ def _chart(
     shapes = []
     for curve in finite_curves:
         shapes += _curve_paths(curve, x, y)
-    num_not_finite = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
+    num_not_finite = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)  # of any curve, drawn or not
     notes = []
     if num_not_finite:
-        notes.append(Note(AXIS_LENGTH, [("", f"{plural(num_not_finite, 'value')} not finite")]))
+        notes.append(Note.plain(AXIS_LENGTH, f"{plural(num_not_finite, 'value')} not finite"))
     return Chart(x, y, shapes, notes)
 
 
@@ -402,10 +403,10 @@ def _curves(
     smooth: bool = False,
     is_marked: bool = False,
 ) -> list[Curve]:
-    """Return a curve for each figure of the log that is a key of ``end_texts``; the values are texts at curves' ends.
+    """Return a curve for each logged figure in ``end_texts``, which has the text at the end of its curve.
 
-    Figures that no record has as a number are left out. ``scale`` is a factor of the values. If ``style`` is "", each
-    curve has its own style. ``is_marked``: draw a square at each point.
+    ``scale`` is a factor of the values. If ``style`` is "", each curve has its own style. ``is_marked``: draw a square
+    at each point.
     """
     curves = []
     for number, (figure, end_text) in enumerate(end_texts.items()):

@@ -106,7 +106,7 @@ class Axis:
             first_multiple = math.ceil(low / step - 1e-9)
             last_multiple = math.floor(high / step + 1e-9)
             values = [i * step for i in range(first_multiple, last_multiple + 1)]
-        spacing = values[1] - values[0] if len(values) > 1 else 1.0
+        spacing = values[1] - values[0] if len(values) > 1 else 1.0  # a single tick has no spacing
         num_decimals = _num_decimals(spacing)
         ticks = [(value, _label(value, spacing, num_decimals) + suffix) for value in values]
         return cls(name, low, values[-1] if extend else high, ticks)
@@ -253,6 +253,11 @@ class Note:
 
     x: float
     texts: Sequence[tuple[str, str]]
+
+    @classmethod
+    def plain(cls, x: float, text: str) -> Note:
+        """Make a note of one text without a dot."""
+        return cls(x, [("", text)])
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,7 @@ Medium = EncodedImage | EncodedVideo | EncodedAudio
 
 
 def cache_figures(directory: str) -> dict[str, Any]:
-    """Return the output of ``packtool inspect --json``: figures of a cache's manifest, and examples of dropped rows.
-
-    Raises:
-        MismatchError: if the export of the cache is not finished.
-    """
+    """Return the output of ``packtool inspect --json``: figures of a cache's manifest, and examples of dropped rows."""
     directory = storage.normalize(directory)
     has_tasks = bool(storage.list_names(storage.join(directory, TASKS_DIR)))  # files of an unfinished export
     if has_tasks and not storage.exists(storage.join(directory, MANIFEST_NAME)):
@@ -258,7 +254,7 @@ class Decoder:
         start = 0  # the first token that was not yielded yet
         while start < sample.length:
             kind = _kind_of_medium(kinds, start, pending_media["video"])
-            if kind is not None and pending_media[kind]:
+            if kind is not None and pending_media[kind]:  # placeholder tokens without a medium are shown as text
                 medium = pending_media[kind].pop(0)
                 yield Part("media", medium_text(medium), medium=medium)
                 start = _end_of_medium(kinds, start, medium)
@@ -385,15 +381,15 @@ def damage_lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def pack_figures(directory: str, plan: str, pack: int, model: str | None = None) -> dict[str, Any]:
-    """Describe a pack of a saved plan: its shared prefixes, the tokens that each sample adds, and trained tokens.
+    """Describe a pack of a saved plan as a tree of shared prefixes and samples.
 
     ``plan`` is the path of the plan. ``model`` is the directory of the model, by default the one that the cache was
     exported with; it is read only to locate media in shared prefixes.
 
     Returns:
-        ``prefixes`` and ``samples``, each with its tokens in the pack (from ``start`` to before ``end``), the first and
-        last of its ``positions`` in the samples, the number of the ``prefix`` that it continues, and the ``trained``
-        ranges of tokens in the pack.
+        figures of the pack. ``prefixes`` and ``samples`` list its shared prefixes and the tokens that each sample adds.
+        Each entry has its tokens in the pack (``start`` to ``end`` - 1), the first and last position of these tokens in
+        their samples, the number of the ``prefix`` that it continues, and the ``trained`` ranges of tokens in the pack.
     """
     reader = CacheReader.open([directory])
     saved_plan = read_plan_of(reader, plan)
@@ -434,12 +430,13 @@ def _branch_figures(
 
     Args:
         branches: the branches of the pack, parents first: shared prefixes, and the tokens that a single sample adds.
-        media_tokens: locates media in samples; None if every sample of a branch has all of its media in that branch.
+        media_tokens: locates media in samples; None if nothing is shared, so that each sample is a single branch.
     """
     prefixes: list[dict[str, Any]] = []
     sample_figures: list[dict[str, Any]] = []
-    prefix_numbers: dict[int, int | None] = {NOTHING: None}  # number of a prefix by the index of its branch
-    pack_start = 0  # start of the branch in the pack; ``branch.start`` is its start in each of its samples
+    # Number of the prefix by the index of its branch; NOTHING is the parent of branches that continue no prefix.
+    prefix_numbers: dict[int, int | None] = {NOTHING: None}
+    pack_start = 0  # position of the branch in the pack; ``branch.start`` is that in each of its samples
     for index, branch in enumerate(branches):
         branch_samples = samples[branch.first_sample : branch.stop_sample]
         figures = {
@@ -498,17 +495,20 @@ def _tree_lines(nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     A node's parent is the prefix with the number ``node["prefix"]``, or None.
     """
     last_child = {node["prefix"]: node for node in nodes}  # by the number of the parent
-    # Characters that draw the tree in front of a node's line, by the number of its parent.
-    indents: dict[int | None, str] = {None: ""}
+    # Characters that draw the tree in front of the lines of a prefix's children, by the number of the prefix.
+    child_indents: dict[int | None, str] = {None: ""}
+    num_prefixes = 0  # prefixes are numbered in the order of the nodes
     for node in nodes:
-        is_prefix = "samples" in node
-        indent = indent_below = indents[node["prefix"]]
-        if node["prefix"] is not None:
-            is_last_child = last_child[node["prefix"]] is node
+        parent = node["prefix"]
+        indent = indent_below = child_indents[parent]
+        if parent is not None:
+            is_last_child = last_child[parent] is node
             indent += "└─ " if is_last_child else "├─ "
             indent_below += "   " if is_last_child else "│  "
+        is_prefix = "samples" in node  # a sample has the key "sample"
         if is_prefix:
-            indents[len(indents) - 1] = indent_below  # prefixes are numbered in the order of the nodes, from 0
+            child_indents[num_prefixes] = indent_below
+            num_prefixes += 1
         first, last = node["positions"]
         yield f"  {indent}[{node['start']:>6}, {node['end']:>6})  positions {first}-{last}  {_node_name(node)}"
         details = _node_details(node)

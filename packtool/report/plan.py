@@ -216,11 +216,12 @@ def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
     rows: list[tuple[str, ...]] = [("", *setting_names, "GiB per rank", "tokens/step", "s/step", "tokens/s", "hours")]
     for number, proposal in enumerate(figures["proposals"], start=1):
         rows.append((f"{number}", *_proposal_cells(proposal)))
+    memory_bytes = figures["fit"]  # of a GPU
     lines = [
         f"{figures['num_settings']:,} settings for {figures['hardware']}; the {figures['num_tried']:,} with the "
         "highest throughput were tried.",
         f"{figures['num_too_large']:,} of them do not fit into {figures['budget_gib']:.1f} of "
-        f"{figures['fit'] / 2**30:.1f} GiB (the rest is for libraries and the allocator).",
+        f"{memory_bytes / 2**30:.1f} GiB (the rest is for libraries and the allocator).",
         *aligned(rows, "r"),
         "",
         "Command of the first row:",
@@ -229,7 +230,7 @@ def fit_lines(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
         "Options given with --fit (--packing-length, --gradient-checkpointing, --fsdp, ...) are not changed.",
     ]
     if (planned := figures["recomputation"]) is not None:
-        layers, memory = planned["recomputing_layers"], format_bytes(figures["fit"])
+        layers, memory = planned["recomputing_layers"], format_bytes(memory_bytes)
         line = f"The first row with --gradient-checkpointing auto --memory-budget {memory}: {layers['min']} to "
         line += f"{layers['max']} of {planned['layers']} layers recompute (median {layers['median']:g}), at most "
         lines.append(f"{line}{planned['recomputed_flops']:.1%} more FLOPs than without; {planned['peak_gib']:.1f} GiB.")
@@ -264,7 +265,7 @@ def resumed_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         for source in figures["sources"]:
             counts = [f"{source[name]:,}" for name in ("samples", "trained", "left", "new", "gone")]
             rows.append((source["directory"], source["fate"], *counts))
-        yield from aligned(rows, "llr")
+        yield from aligned(rows, "llr")  # all columns of numbers to the right
     else:
         yield "the data are the same as at the checkpoint"
     yield from aligned(_remaining_lines(figures), "ll")

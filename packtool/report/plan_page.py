@@ -43,7 +43,7 @@ Block = tuple[int, str | None]
 
 
 def page_content(preview: Preview, figures: Mapping[str, Any], command: str, title: str) -> dict[str, Any]:
-    """Collect the content of the page for ``page``; ``figures`` is the output of ``packtool plan --json``."""
+    """Collect what ``page`` shows about a plan; ``figures`` is the output of ``packtool plan --json``."""
     packs = preview.plan.full_packs
     balance = preview.plan.summary.balance
     assert balance is not None, "previews are planned with costs"
@@ -106,8 +106,8 @@ def _fingerprints(figures: Mapping[str, Any]) -> list[Line]:
 
 def _mixture_content(preview: Preview) -> dict[str, Any] | None:
     """Return the counts of each source in the epoch (with stages, in the run), and its share along the steps."""
-    sources = preview.source_figures
-    mixture = preview.first_inputs.mixture
+    sources = preview.source_figures  # figures of the epoch by name of the source
+    mixture = preview.first_inputs.mixture  # of the first stage, whose sources are those of all stages
     counts = preview.counts_of_steps  # (steps, sources, units), for each unit of ``MixUnit``
     if sources is None or counts is None or mixture is None:
         return None
@@ -115,11 +115,12 @@ def _mixture_content(preview: Preview) -> dict[str, Any] | None:
     if stages:
         timeline = preview.timeline
         counts = timeline.counts_of_steps()
-        sources = share_figures(added([by_name(stage.counts(), stage.mixture) for stage in timeline.stages]))
+        stage_counts = [by_name(stage.counts(), stage.mixture) for stage in timeline.stages]
+        sources = share_figures(added(stage_counts))
     # An interval of the chart has 100 steps, fewer in a short run, more in a very long one.
     num_steps = len(counts)
     steps_per_interval = max(min(100, math.ceil(num_steps / 4)), math.ceil(num_steps / _MAX_INTERVALS))
-    unit_counts = counts[:, :, UNITS.index(mixture.unit)]
+    unit_counts = counts[:, :, UNITS.index(mixture.unit)]  # (steps, sources)
     heading, *rows = source_rows(sources)
     return {
         "heading": heading,
@@ -207,7 +208,7 @@ def _shared_content(packs: PackPlan, figures: Mapping[str, Any]) -> dict[str, An
 
 
 def _example_trees(packs: PackPlan, shared: npt.NDArray[np.integer[Any]]) -> list[tuple[str, str, list[Branch]]]:
-    """Return (name, note, branches) of the tree that saves most tokens and of the median one.
+    """Return (name, note, branches) of the tree that saves most tokens and of the median one of those that save any.
 
     ``shared``: tokens that each sample shares with the sample before it, (N,).
     """
@@ -216,11 +217,11 @@ def _example_trees(packs: PackPlan, shared: npt.NDArray[np.integer[Any]]) -> lis
     stops = np.append(starts[1:], packs.num_samples)
     tokens_saved = np.add.reduceat(shared, starts, dtype=np.int64)
     by_savings = np.argsort(-tokens_saved, kind="stable")
-    num_trees = int(np.count_nonzero(tokens_saved))  # trees of a single sample save nothing
-    examples = [("The tree that saves most", 0), ("The median tree", num_trees // 2)]
+    num_saving = int(np.count_nonzero(tokens_saved))  # trees of a single sample save nothing
+    examples = [("The tree that saves most", 0), ("The median tree", num_saving // 2)]  # numbers in ``by_savings``
     trees = []
-    for name, rank in examples[:num_trees]:
-        tree = by_savings[rank]
+    for name, number in examples[:num_saving]:
+        tree = by_savings[number]
         start, stop = int(starts[tree]), int(stops[tree])
         drawn_stop = min(stop, start + _MAX_TREE_SAMPLES)
         trees.append((name, _tree_note(packs, start, stop), _branches(packs, start, drawn_stop)))
@@ -254,16 +255,16 @@ def _maxima(values: npt.NDArray[np.float64]) -> list[float]:
 def page(content: Mapping[str, Any]) -> str:
     """Return the page as HTML; ``content`` is the result of ``page_content``.
 
-    ``sample_counts`` and ``dropped`` are (name, count); ``packs`` has the branches of some packs; ``balance`` has the
-    slowest rank's FLOPs ÷ mean of each step, (round-robin, as planned); ``figures`` are (name, value), where long
-    hexadecimal values are fingerprints.
+    ``sample_counts`` and ``dropped`` are (name, count), and ``packs`` are the branches of some packs. ``balance`` are
+    two lists of each step's FLOPs of the slowest rank ÷ mean: with round-robin assignment, and as planned. ``figures``
+    are (name, value), where long hexadecimal values are fingerprints.
     """
     mixture = content["mixture"]
     balance = content["balance"]
     sample_counts = content["sample_counts"]
-    num_cached = sum(count for _, count in sample_counts) or 1  # at least 1, to divide by it
+    num_cached = sum(count for _, count in sample_counts) or 1  # all samples of the caches; at least 1, to divide by it
     figures = []
-    commands = list(content["commands"])  # fingerprints are listed below the commands
+    commands = list(content["commands"])  # the page shows fingerprints in the same list, because they are as long
     for name, value in content["figures"]:
         if _FINGERPRINT.fullmatch(value):
             commands.append((f"Fingerprint of the {name}", value))
@@ -279,7 +280,7 @@ def page(content: Mapping[str, Any]) -> str:
         source_styles=[_colour(i) for i in range(len(mixture["rows"]))] if mixture else [],
         shares=shares_chart(mixture) if mixture else None,
         balance=balance_chart(*balance) if balance else None,
-        is_round_robin=balance is None or list(balance[0]) == list(balance[1]),
+        is_round_robin=balance is None or list(balance[0]) == list(balance[1]),  # balancing has changed nothing
         figures=figures,
         commands=commands,
         **_pack_drawings(content),
@@ -312,10 +313,10 @@ def _pack_drawings(content: Mapping[str, Any]) -> dict[str, Any]:
         "fills": histogram(content["fills"], "packs", "fill of a pack", suffix="%"),
         "packed": packs_drawing(packs, capacity),
         "padded": blocks_drawing(padded_blocks, capacity),
-        "num_samples": sum(branch.num_samples == 1 for pack in packs for branch in pack),
+        "num_samples": sum(branch.num_samples == 1 for pack in packs for branch in pack),  # each has one such branch
         "trees": [(name, note, tree_drawing(branches)) for name, note, branches in trees],
-        "num_lines": math.ceil(num_padded_tokens / capacity),
-        "max_lines": _MAX_LINES,
+        "num_lines": math.ceil(num_padded_tokens / capacity),  # of the padded samples
+        "max_lines": _MAX_LINES,  # that are drawn
     }
 
 
@@ -340,7 +341,7 @@ def histogram(
     notes = []
     for value, name in drawn_lines:
         shapes.append(_vertical_line(x, value))
-        notes.append(Note(x.position(value), [("", name)]))
+        notes.append(Note.plain(x.position(value), name))
     return Chart(x, y, shapes, notes)
 
 
@@ -369,7 +370,7 @@ def balance_chart(before: Sequence[float], after: Sequence[float]) -> Chart:
     num_steps = len(after)
     peaks = [max(pair) for pair in zip(before, after, strict=True)]  # the larger value of each step
     top, outlier = _top_and_outlier(peaks)
-    x = Axis("optimizer steps of the epoch, in order", 0, 1, _EPOCH_TICKS)
+    x = Axis("optimizer steps of the epoch, in order", low=0, high=1, ticks=_EPOCH_TICKS)
     y = Axis.linear("FLOPs of the slowest rank ÷ mean rank", 1, max(top, 1.02), num_ticks=4, extend=True)
     step_positions = [x.position((step + 0.5) / num_steps) for step in range(num_steps)]
     shapes = []
@@ -418,7 +419,8 @@ def shares_chart(mixture: Mapping[str, Any]) -> Chart:
             ``rows`` begin with the source's name, ``stages`` with the start of the stage as a fraction of the run.
     """
     steps_per_interval = mixture["steps_per_interval"]
-    x = Axis(f"optimizer steps of the {mixture['of']}, {steps_per_interval:,} at a time", 0, 1, _EPOCH_TICKS)
+    x_name = f"optimizer steps of the {mixture['of']}, {steps_per_interval:,} at a time"
+    x = Axis(x_name, low=0, high=1, ticks=_EPOCH_TICKS)
     y = Axis.linear(f"share of the {mixture['unit']}", 0, 100, num_ticks=4, extend=True, suffix="%")
     shapes: list[Box | Path] = []
     for interval in range(len(mixture["shares"])):
@@ -427,7 +429,7 @@ def shares_chart(mixture: Mapping[str, Any]) -> Chart:
     # Lines mark where the second and later stages start.
     for number, (relative_start, _, _) in enumerate(mixture["stages"][1:], start=2):
         shapes.append(_vertical_line(x, relative_start))
-        notes.append(Note(x.position(relative_start), [("", f"stage {number}")]))
+        notes.append(Note.plain(x.position(relative_start), f"stage {number}"))
     return Chart(x, y, shapes, notes)
 
 
@@ -517,7 +519,7 @@ def blocks_drawing(
 def _shapes_of_pieces(
     pieces: Iterable[tuple[int, str | None, int]], capacity: int, *, padded: bool
 ) -> list[Box | Boxes]:
-    """Return a box for each wide piece, and the narrow ones together by style; pieces as those of ``_pieces``."""
+    """Return a box for each wide piece (tokens, style, position in tokens), and the narrow ones together by style."""
     shapes: list[Box | Boxes] = []
     narrow: dict[str, list[Rectangle]] = {}  # narrow pieces by style
     for num_tokens, block_style, position in pieces:
@@ -527,7 +529,7 @@ def _shapes_of_pieces(
         if width >= _MIN_WIDTH:
             style, hint = _style_and_hint(block_style, padded=padded)
             shapes.append(Box(x, y, width, _LINE_HEIGHT, style, f"{num_tokens:,} tokens {hint}"))
-        elif block_style is not None:
+        elif block_style is not None:  # narrow padding and free space are left to the background
             # A tenth of the width is left free in place of a border.
             narrow.setdefault(block_style, []).append((x, y, width * 0.9, _LINE_HEIGHT))
     shapes += [Boxes(rectangles, style) for style, rectangles in narrow.items()]
@@ -566,20 +568,19 @@ def _gaps(num_tokens: int, num_lines: int, capacity: int) -> Boxes:
 def plain_batches(packs: Sequence[Sequence[Branch]], batch_size: int) -> list[Block]:
     """Return the samples of packs as trained without packing: shuffled, in batches padded to their longest sample.
 
-    Each sample is a block with all its shared prefixes, followed by its padding, in the styles of ``packs_drawing``.
+    A sample becomes up to three blocks: its shared prefixes, the tokens that it adds to them, and its padding.
     """
-    # The branch of a single sample begins after its shared prefixes and ends with the sample.
-    samples = [branch for pack in packs for branch in pack if branch.num_samples == 1]
-    random.Random(0).shuffle(samples)  # samples of a pack may have similar lengths, unlike those of a random batch
+    # The last branch of each sample, which no other sample has: it ends with the sample.
+    last_branches = [branch for pack in packs for branch in pack if branch.num_samples == 1]
+    random.Random(0).shuffle(last_branches)  # samples of a pack may have similar lengths, unlike those of a batch
     blocks: list[Block] = []
-    for start in range(0, len(samples), batch_size):
-        batch = samples[start : start + batch_size]
-        longest = max(sample.stop for sample in batch)
-        for sample in batch:
-            prefix = (sample.start, _PREFIX_STYLE)
-            own_tokens = (sample.num_tokens, _branch_style(sample))
-            padding = (longest - sample.stop, None)
-            blocks += [block for block in (prefix, own_tokens, padding) if block[0]]
+    for start in range(0, len(last_branches), batch_size):
+        batch = last_branches[start : start + batch_size]
+        longest = max(branch.stop for branch in batch)
+        for branch in batch:
+            prefixes, own_tokens = (branch.start, _PREFIX_STYLE), (branch.num_tokens, _branch_style(branch))
+            padding = (longest - branch.stop, None)
+            blocks += [(num, style) for num, style in (prefixes, own_tokens, padding) if num]
     return blocks
 
 

@@ -78,8 +78,8 @@ def regions_of(
 ) -> list[ShownRegion]:
     """Return the points, boxes and polygons that a sample's text describes, with the image of each.
 
-    A region may refer to any image before it in the text, or to any image at all if none is before it. It is returned
-    once for each of these images.
+    The text does not say which image a region belongs to, so it is returned for each image before it in the text, or
+    for all images if none is before it.
 
     Args:
         text: text of the sample, with ``PICTURE`` in place of each image.
@@ -92,13 +92,15 @@ def regions_of(
     regions: list[ShownRegion] = []
     is_only_image = is_complete and len(images) == 1
     for written in _read_regions(text):
-        num_candidates = text.count(PICTURE, 0, written.start) or len(images)
-        for number, image in enumerate(images[:num_candidates]):
-            width, height = written_size(form, image, limits)
+        num_images_before = text.count(PICTURE, 0, written.start)
+        candidates = images[:num_images_before] if num_images_before else images
+        for number, image in enumerate(candidates):
+            width, height = written_size(form, image, limits)  # that coordinates refer to
             corners = tuple((x / width, y / height) for x, y in written.corners)
             region = ShownRegion(written.name, corners, image=number, is_certain=is_only_image)
-            # A list of numbers without special tokens or JSON around it may be no region: it must fit this image.
-            if written.is_marked or (region.is_inside and written.is_ordered):
+            # A list of numbers without special tokens or JSON around it may be something else.
+            fits_image = region.is_inside and written.is_ordered
+            if written.is_marked or fits_image:
                 regions.append(region)
     return regions
 

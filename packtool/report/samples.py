@@ -72,7 +72,7 @@ class ShownPacks:
 
     def __init__(self, plan: SavedPlan, max_samples: int) -> None:
         self._plan = plan
-        self._placement = _pack_placement(plan)
+        self._placement = _pack_placement(plan)  # of each pack; ``plan.locations`` are those of each sample
         self._by_sample = np.argsort(plan.samples, kind="stable")
         self.numbers = self._choose_packs(max_samples)
 
@@ -123,8 +123,9 @@ class ShownPacks:
         }
 
     def _steps(self) -> dict[str, Int64Array]:
-        """Return figures of the S steps shown, arrays of shape (S,), over all packs of these steps."""
-        if self._plan.locations is None or self._placement is None or not len(self.numbers):
+        """Return figures of the S steps shown, (S,) each; they count all packs of these steps, also those not shown."""
+        no_packs_shown = not len(self.numbers)
+        if self._plan.locations is None or self._placement is None or no_packs_shown:
             return {}
         step, rank, micro_batch = self._plan.locations.T.astype(np.int64)  # each (N,), for every sample of the plan
         num_steps = int(step.max()) + 1
@@ -303,11 +304,11 @@ class Pages:
         }
 
     def _parts(self, number: int, sample: EncodedSample) -> list[dict[str, Any]]:
-        """Return the parts of a sample: text in one style, or a medium with its files and regions."""
+        """Return the parts of sample ``number``: text in one style, or a medium with its files and regions."""
         # By object identity, because equal media may occur several times.
         media_figures: dict[int, dict[str, Any]] = {}
         for i, medium in enumerate(sample.media):
-            media_figures[id(medium)] = {**_media_files(number, i, medium)}
+            media_figures[id(medium)] = dict(_media_files(number, i, medium))
         parts = self._decoder.parts(sample)
         for region in self._decoder.regions(sample, parts):
             image = sample.images[region.image]

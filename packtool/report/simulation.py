@@ -114,7 +114,7 @@ def _machine_lines(machine: Machine) -> list[Line]:
     """Return the lines on throughput of the GPUs and of the links between them."""
     hardware = machine.hardware
     constants = machine.constants
-    # Numbers of tokens (queries) per GPU at which matrix products (attention) reach half of their maximal throughput.
+    # Matrix products reach half of their maximal throughput with this many tokens per GPU, attention with queries.
     matmul, attention = constants.matmul_half_tokens, constants.attention_half_tokens
     launches = f"{constants.kernels_per_layer} kernels per layer of {constants.launch_us:g} us"
     node = f"{hardware.intra_node_gb_per_s:g} GB/s among {hardware.gpus_per_node} GPUs"
@@ -206,7 +206,7 @@ def _headline(simulation: Simulation) -> list[tuple[str, str, str]]:
 
 
 def _bars(simulation: Simulation) -> list[Any]:
-    """Return bars of the time for the same tokens, one for each strategy.
+    """Return a bar for each strategy, as long as its time for the same number of tokens.
 
     A bar is its name, segments (style, percent of the full width, hint), remark, text at its end (here the speed-up),
     and whether it is drawn pale.
@@ -228,23 +228,26 @@ def _bars(simulation: Simulation) -> list[Any]:
 
 
 def _step_content(simulation: Simulation, outcome: Outcome) -> dict[str, Any]:
-    """Return the timeline of a strategy for the baseline's step of median time, which has the same sequences."""
+    """Return the timeline of a strategy for the step that takes the baseline its median time.
+
+    All strategies have the same sequences in this step, except ``sorted``, whose own step of median time is shown.
+    """
     timing = outcome.timing
-    # The strategy ``sorted`` puts other sequences into each step, so its own step of median time is shown.
     reference = outcome if outcome.name == "sorted" else simulation.baseline
     steps_by_time = reference.timing.step_seconds.argsort(kind="stable")
     step = int(steps_by_time[len(steps_by_time) // 2])
     step_seconds = float(timing.step_seconds[step])
-    gpu_names = _drawn_gpus(timing, step)
+    gpu_names = _drawn_gpus(timing, step)  # by number of the GPU
     rectangles = _activity_rectangles(timing, step, gpu_names)
-    shapes = [Boxes(boxes, _ACTIVITIES[activity][0]) for activity, boxes in rectangles.items()]
+    styles = {activity: style for activity, (style, _) in _ACTIVITIES.items()}
+    shapes = [Boxes(boxes, styles[activity]) for activity, boxes in rectangles.items()]
     height = len(gpu_names) * (_LINE_HEIGHT + _LINE_GAP) - _LINE_GAP
     return {
         "title": outcome.title,
         "note": _step_note(outcome, step, num_drawn=len(gpu_names)),
         "gpus": list(gpu_names.values()),
         "drawing": Drawing("step", "activities of each GPU during the step", shapes, height, in_pixels=True),
-        "times": [duration(step_seconds * quarter / 4) for quarter in range(5)],
+        "times": [duration(step_seconds * fraction) for fraction in (0, 0.25, 0.5, 0.75, 1)],  # below the drawing
         "legend": _legend(rectangles),
     }
 
@@ -301,7 +304,7 @@ def _activities(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, floa
     schedule = timing.schedule
     step_end = float(timing.device_seconds[step].max())  # when the last GPU finishes, before synchronization
     now = 0.0
-    # A row of the schedule is one GPU's part of a micro-batch. Its key numbers the pairs of step and GPU.
+    # A row of the schedule is one GPU's part of a micro-batch; ``row_keys`` are its step * num_devices + GPU.
     rows = np.flatnonzero(schedule.row_keys == step * schedule.num_devices + gpu)
     for row in rows.tolist():
         # A micro-batch starts when all GPUs that compute it are ready.
@@ -309,7 +312,7 @@ def _activities(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, floa
         durations = (
             ("waiting", start - now),
             ("local", timing.local[row]),
-            ("communication", timing.exposed[row]),
+            ("communication", timing.exposed[row]),  # as far as no computation hides it
             ("sharded", timing.sharded[row]),
             ("launching", timing.launching[row]),
         )

@@ -82,7 +82,7 @@ def length_histogram(lengths: npt.NDArray[np.integer[Any]]) -> Histogram:
     if is_log:
         # Ratios of neighboring edges are equal, but edges are integers: short lengths have fewer bins than requested.
         upper_edges = np.minimum(np.ceil(np.geomspace(shortest, longest, _NUM_BINS + 1)[1:]), longest)
-        edges = np.concatenate(([shortest - 0.5], np.unique(upper_edges)))
+        edges = np.concatenate(([shortest - 0.5], np.unique(upper_edges)))  # the first bin includes the shortest sample
     else:
         # Integer widths: if bins differed by one token, some lengths would look rare.
         width = math.ceil(longest / _NUM_BINS)
@@ -107,13 +107,13 @@ def histogram_lines(
     """
     bins_per_bar = math.ceil(len(counts) / max_bars)
     bar_counts = np.add.reduceat(counts, np.arange(0, len(counts), bins_per_bar))  # sums over groups of bins
-    num_bars = int(np.flatnonzero(bar_counts).max(initial=0)) + 1  # up to the last bar that is not empty
+    last_bar = int(np.flatnonzero(bar_counts).max(initial=0))  # the last one that is not empty, or the first
     max_count = int(bar_counts.max())
     # Four columns are for the spaces between edge, bar and count.
     longest_numbers = f"{upper_edges[-1]:,.0f}{max_count:,}"
     max_width = max(terminal_width - len(longest_numbers) - 4, 10)
     lines = []
-    for i, count in enumerate(bar_counts[:num_bars].tolist()):
+    for i, count in enumerate(bar_counts[: last_bar + 1].tolist()):
         last_bin = min((i + 1) * bins_per_bar, len(upper_edges)) - 1
         bar = _bar(max_width * count / max_count) if count else ""
         lines.append((f"{upper_edges[last_bin]:,.0f}", f"{bar}{count:,}"))

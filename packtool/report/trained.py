@@ -71,13 +71,13 @@ def _newest_checkpoint(directory: str) -> str:
 
 
 def _starts_before(output_dir: str, step: int) -> list[dict[str, Any]]:
-    """Return figures of the start of a run, and of every resume before a step: each begins a segment."""
+    """Return figures of the start of a run, and of every resume before a step."""
     starts: list[dict[str, Any]] = []
-    segments = segments_of(output_dir) if has_history(output_dir) else []
-    for segment, _ in segments:
+    segments = segments_of(output_dir) if has_history(output_dir) else []  # from each start or resume to the next
+    for segment, _stop in segments:
         if segment.first >= step:
             continue
-        _, world_size, *_ = segment.assignments[-1]  # (first step, world size, ...)
+        _first_step, world_size, *_ = segment.assignments[-1]
         figures = {
             "after_step": segment.first,
             "began": _time(segment.began),
@@ -148,16 +148,19 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
     model, None if it has not moved since the run.
     """
     output_dir = run_directory(output_dir)
-    segments = segments_of(output_dir)  # (segment, first step after it); steps are 0-based
-    _, num_trained_steps = segments[-1]
-    # A step belongs to the last segment that begins before it.
-    segment, stop = [pair for pair in segments if pair[0].first < step or pair is segments[0]][-1]
-    if step > segment.num_steps:
+    index = step - 1  # 0-based, as all numbers of steps below
+    segments = segments_of(output_dir)  # (steps between two starts or resumes, step after the last of them)
+    segment, stop = segments[0]
+    for later_segment, later_stop in segments[1:]:
+        if later_segment.first <= index:
+            segment, stop = later_segment, later_stop
+    if index >= segment.num_steps:
         raise ConfigError(f"--step {step}: the run has steps 1 to {segment.num_steps}")
     replay = replay_segment(output_dir, segment, stop, model)
-    stretch = replay.timeline.stretch(step - 1)  # the part of the step's epoch that has the same plan
+    stretch = replay.timeline.stretch(index)  # the part of the step's epoch that has the same plan
     plan = stretch.plan
-    plan_step = step - 1 - stretch.first
+    plan_step = index - stretch.first
+    _, num_trained_steps = segments[-1]
     samples = plan.samples_of(plan_step, plan_step + 1)
     return {
         "step": step,
@@ -228,31 +231,33 @@ def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
 def row_figures(output_dir: str, cache: str | None, row: int, model: str | None = None) -> dict[str, Any]:
     """Find the steps of a run that trained a sample, number ``row`` of the train split, by planning them again.
 
-    ``output_dir`` may be a checkpoint. ``cache`` may be None if the run has only one. ``model`` is the present
-    directory of the model, None if it has not moved since the run.
+    ``output_dir`` may be a checkpoint. ``cache`` is the directory of the sample's cache, None if the run has only one.
+    ``model`` is the present directory of the model, None if it has not moved since the run.
     """
     output_dir = run_directory(output_dir)
-    segments = segments_of(output_dir)  # (segment, first step after it); steps are 0-based
+    segments = segments_of(output_dir)  # (steps between two starts or resumes, step after the last of them)
     fingerprint, directory = _cache_of_row(output_dir, cache, row, [segment for segment, _ in segments])
     sample: dict[str, Any] = {"cache": directory, "sample": row}
     times: list[dict[str, Any]] = []
     for segment, stop in segments:
-        # A run may list the same cache more than once; the sample then has several positions among all samples.
-        cache_numbers = [number for number, cache_info in enumerate(segment.caches) if cache_info[1] == fingerprint]
-        if not cache_numbers or stop <= segment.first:  # the segment has no samples of the cache, or no steps
+        fingerprints = [cache_fingerprint for _, cache_fingerprint, _ in segment.caches]
+        has_steps = segment.first < stop
+        if fingerprint not in fingerprints or not has_steps:
             continue
         replay = replay_segment(output_dir, segment, stop, model)
-        positions = [row + int(replay.reader.offsets[number]) for number in cache_numbers]
+        # Samples are numbered across all caches of the run, which may have the same cache several times.
+        first_positions = zip(replay.reader.offsets.tolist(), fingerprints, strict=False)
+        positions = [first + row for first, of_cache in first_positions if of_cache == fingerprint]
         if "tokens" not in sample:  # figures of the sample come from the first segment that has it
             sample = _sample_figures(replay, positions[:1])[0]
         times += _times_trained(replay, positions)
     _, num_trained_steps = segments[-1]
-    num_skipped = _num_times_skipped(output_dir, fingerprint, row)
+    num_skipped = _count_skips(output_dir, fingerprint, row)
     return {**sample, "run": output_dir, "times": times, "num_skipped": num_skipped, "until_step": num_trained_steps}
 
 
 def _cache_of_row(output_dir: str, cache: str | None, row: int, segments: Sequence[Segment]) -> tuple[str, str]:
-    """Return fingerprint and directory of a cache, None for the only one; ConfigError unless the run has its row."""
+    """Return fingerprint and directory of a cache of a run (None: its only one); ConfigError unless it has the row."""
     trained_caches = {}  # (directory, number of samples) by fingerprint
     for segment in segments:
         for directory, fingerprint, num_samples in segment.caches:
@@ -282,7 +287,7 @@ def _times_trained(replay: Replay, positions: Sequence[int]) -> list[dict[str, A
     return sorted(times, key=lambda time_trained: int(time_trained["step"]))
 
 
-def _num_times_skipped(output_dir: str, fingerprint: str, row: int) -> int:
+def _count_skips(output_dir: str, fingerprint: str, row: int) -> int:
     """Count how often the run skipped a sample of a cache, up to its newest checkpoint."""
     checkpoints = finished_checkpoints(output_dir)
     ledger = read_ledger(checkpoints[-1]) if checkpoints else None
@@ -293,12 +298,17 @@ def _num_times_skipped(output_dir: str, fingerprint: str, row: int) -> int:
 def _time_trained(
     replay: Replay, position: int, step: int, epoch: int, rank: int, micro_batch: int, pack: int
 ) -> dict[str, Any]:
-    """Return figures of a 0-based step in which a sample was trained, with the samples that shared its pack."""
-    stretch = replay.timeline.stretch(step)  # the steps around it that have the same plan
+    """Return figures of a 0-based step in which a sample was trained, with the samples that shared its pack.
+
+    Without packing, and with Skrull, which divides packs, these are the samples that shared its micro-batch.
+    """
+    stretch = replay.timeline.stretch(step)  # the part of the step's epoch that has the same plan
     plan, plan_step = stretch.plan, step - stretch.first
-    # Without packing, and with Skrull (a plan with placement), these are all samples of the micro-batch instead.
-    has_packs = plan.placement is None and plan.summary.options.packing
-    packs = [plan.packs.pack(pack)] if has_packs else list(plan.samples(plan_step, rank, micro_batch))
+    divides_packs = plan.placement is not None
+    if plan.summary.options.packing and not divides_packs:
+        packs = [plan.packs.pack(pack)]
+    else:
+        packs = list(plan.samples(plan_step, rank, micro_batch))
     companions = [sample for samples in packs for sample in samples.tolist() if sample != position]
     return {
         "step": step + 1,

@@ -22,12 +22,12 @@ def translate_axolotl(translation: Translation, values: dict[str, Any], environ:
     _axolotl_targets(translation, values)
     _axolotl_methods(translation, values)
     if values.get("warmup_steps") is None and values.get("warmup_ratio") is None:
-        translation.default("max_warmup_steps", 100, "3 % of the steps, at most 100")
+        translation.default("max_warmup_steps", 100, origin="3 % of the steps, at most 100")
     min_lr_ratio = values.pop("cosine_min_lr_ratio", None)
     if min_lr_ratio is not None:
         values.pop("lr_scheduler", None)
-        translation.set("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler and cosine_min_lr_ratio")
-        translation.set("lr_scheduler_kwargs", {"min_lr_rate": min_lr_ratio}, "cosine_min_lr_ratio")
+        translation.set("lr_scheduler_type", "cosine_with_min_lr", origin="lr_scheduler and cosine_min_lr_ratio")
+        translation.set("lr_scheduler_kwargs", {"min_lr_rate": min_lr_ratio}, origin="cosine_min_lr_ratio")
     _axolotl_batch_size(translation, values)
     _axolotl_unfrozen_parameters(translation, values)
     _axolotl_fsdp(translation, values)
@@ -86,9 +86,10 @@ def _axolotl_intervals(translation: Translation, values: dict[str, Any]) -> None
 def _axolotl_fsdp(translation: Translation, values: dict[str, Any]) -> None:
     """Translate ``fsdp_config`` into the options of ``--fsdp``, and omit keys that packtool does not need."""
     config = values.pop("fsdp_config", None) or {}
+    num_expert_ranks = translation.number("expert_parallel_size", values.get("expert_parallel_size"), 1)
     if not isinstance(config, dict):
         translation.refuse("fsdp_config", "expected an object of names and values")
-    elif config and int(translation.number("expert_parallel_size", values.get("expert_parallel_size"), 1) or 1) > 1:
+    elif config and num_expert_ranks >= 2:
         translation.omit("fsdp_config", "expert_parallel_size shards the other weights over all processes, too")
     elif config:
         shard = "full_shard" if is_true(config.get("reshard_after_forward", True)) else "shard_grad_op"
@@ -96,18 +97,19 @@ def _axolotl_fsdp(translation: Translation, values: dict[str, Any]) -> None:
         if is_true(config.get("offload_params")) or is_true(config.get("fsdp_offload_params")):
             options.append("offload")
         values["fsdp"] = options
-    unneeded = ["fsdp_version", "fsdp_final_state_dict_type", "special_tokens"]
-    if isinstance(values.get("tokens"), dict):
-        unneeded.append("tokens")
-    for name in unneeded:
+    unneeded_names = ["fsdp_version", "fsdp_final_state_dict_type", "special_tokens"]
+    if isinstance(values.get("tokens"), dict):  # by role, like special_tokens; a list would add tokens
+        unneeded_names.append("tokens")
+    for name in unneeded_names:
         if values.pop(name, None):
             translation.omit(name, "packtool uses FSDP2 with full checkpoints, and the tokenizer's own tokens")
 
 
 def _axolotl_order(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate the buffer of streamed rows, and ``curriculum_sampling``, which trains rows in their order.
+    """Translate the buffer of streamed rows, and ``curriculum_sampling``, which trains rows in the datasets' order.
 
-    However, axolotl shuffles rows while it merges datasets, unless ``shuffle_merged_datasets`` is false.
+    ``curriculum_sampling`` has no effect if axolotl merges several datasets, because merging shuffles their rows unless
+    ``shuffle_merged_datasets`` is false.
     """
     shuffles_merged_rows = as_text(values.get("shuffle_merged_datasets")) != "false"
     is_packed = is_true(values.get("sample_packing"))
@@ -120,7 +122,7 @@ def _axolotl_order(translation: Translation, values: dict[str, Any]) -> None:
     if isinstance(datasets, list) and len(datasets) > 1 and shuffles_merged_rows:
         translation.omit(name, "axolotl shuffles merged datasets once; packtool shuffles them in every epoch")
         return
-    values.pop("shuffle_merged_datasets", None)
+    values.pop("shuffle_merged_datasets", None)  # --shuffle says it, too
     translation.set("shuffle", False, name)
     if is_packed:
         translation.set("packing_algorithm", "sequential", name)
@@ -146,8 +148,8 @@ def _axolotl_targets(translation: Translation, values: dict[str, Any]) -> None:
         translation.set("target_modules", [], "lora_target_parameters")
 
 
-# Keys of an axolotl data set that packtool needs not, or finds out itself; and columns of the two formats.
-_DETECTED = {
+# Keys of an axolotl data set that need no option, and its keys for columns, with packtool's names of the columns.
+_UNNEEDED = {
     *("roles_to_train", "message_property_mappings", "train_on_eos", "ds_type", "field_thinking", "type", "name"),
     *("template_thinking_key", "chat_template", "chat_template_jinja", "data_files", "path", "split"),
     "trust_remote_code",
@@ -174,19 +176,20 @@ def _axolotl_datasets(translation: Translation, name: str, value: Any) -> None:
         return
     paths: list[str] = []
     for entry in entries:
-        _axolotl_rows(translation, name, entry)
+        _check_row_format(translation, name, entry)
         for key, item in entry.items():
+            is_known = key in _COLUMNS or key in _UNNEEDED or key.startswith("message_field_")
             if key == "train_on_eos" and item not in (None, "turn", "all"):
                 translation.refuse(f"{name}, {key}: {item}", "the end of each trained turn is trained; remove it")
-            elif item and key not in _COLUMNS and key not in _DETECTED and not key.startswith("message_field_"):
+            elif item and not is_known:
                 translation.refuse(f"{name}, {key}", "not supported; change the rows before training")
-        paths += _axolotl_paths(translation, name, entry)
+        paths += _dataset_arguments(translation, name, entry)
     if paths:
         translation.set("val_dataset" if name == "test_datasets" else "dataset", paths, name)
     _axolotl_prompt_format(translation, name, entries)
-    pairs = _axolotl_columns(entries)
-    if pairs:
-        translation.set("columns", pairs, f"{name}, field_*")
+    renamed_columns = _renamed_columns(entries)
+    if renamed_columns:
+        translation.set("columns", renamed_columns, f"{name}, field_*")
 
 
 def _axolotl_prompt_format(translation: Translation, name: str, entries: Iterable[Mapping[str, Any]]) -> None:
@@ -208,7 +211,7 @@ def _are_dataset_entries(value: Any) -> bool:
     return all(isinstance(entry.get(_MAPPINGS) or {}, dict) for entry in value)
 
 
-def _axolotl_columns(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+def _renamed_columns(entries: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return values of ``--columns``, such as ``text=body``, for the columns of data sets that are renamed.
 
     A column is listed if any data set has an unusual name for it, and then with all of its names.
@@ -226,7 +229,7 @@ def _axolotl_columns(entries: Iterable[Mapping[str, Any]]) -> list[str]:
     return pairs
 
 
-def _axolotl_rows(translation: Translation, name: str, entry: Mapping[str, Any]) -> None:
+def _check_row_format(translation: Translation, name: str, entry: Mapping[str, Any]) -> None:
     """Check the form of the rows of an entry in list ``name``, and translate the roles that are trained."""
     row_type = entry.get("type") or "chat_template"
     first_word = re.split("[:.]", row_type)[0] if isinstance(row_type, str) else ""
@@ -261,7 +264,7 @@ _TYPES = ("chat_template", "sharegpt", "alpaca", "completion", "pretrain", "inpu
 _SLICE = re.compile(r"(\w*)(?:\[:(\d+%?)\])?")
 
 
-def _axolotl_paths(translation: Translation, name: str, entry: Mapping[str, Any]) -> list[str]:
+def _dataset_arguments(translation: Translation, name: str, entry: Mapping[str, Any]) -> list[str]:
     """Return the values of ``--dataset`` for an entry: files, or a hub id with subset, split and number of rows."""
     path, split = str(entry.get("path", "")), str(entry.get("split") or "")
     match = _SLICE.fullmatch(split)
@@ -313,7 +316,7 @@ def _axolotl_tensor_parallel(translation: Translation, values: dict[str, Any]) -
 
 
 _QAT_FORMATS = {"float8": "fp8", "float8_e4m3fn": "fp8"}
-_QAT_RECIPES = {  # by the formats of inputs and weights
+_QAT_RECIPES = {  # by the formats of activations and weights
     ("int8", "int4"): "int8-int4",
     ("None", "int4"): "int4",
     ("fp8", "int4"): "fp8-int4",
@@ -330,15 +333,15 @@ def _axolotl_qat(translation: Translation, settings: Any) -> None:
         return
     activation_dtype = str(settings.get("activation_dtype"))
     weight_dtype = str(settings.get("weight_dtype"))
-    inputs = _QAT_FORMATS.get(activation_dtype, activation_dtype)
-    weights = _QAT_FORMATS.get(weight_dtype, weight_dtype)
-    recipe = _QAT_RECIPES.get((inputs, weights))
+    activation_format = _QAT_FORMATS.get(activation_dtype, activation_dtype)
+    weight_format = _QAT_FORMATS.get(weight_dtype, weight_dtype)
+    recipe = _QAT_RECIPES.get((activation_format, weight_format))
     if recipe is None or is_true(settings.get("quantize_embedding")):
         known = ", ".join(_QAT_RECIPES.values())
         translation.refuse(f"qat: {as_text(settings)}", f"--qat rounds linear layers, to {known}")
         return
     translation.set("qat", recipe, "qat: activation_dtype and weight_dtype")
-    if weights == "int4":
+    if weight_format == "int4":
         translation.set("qat_group_size", settings.get("group_size") or 32, "qat: group_size")
     if start := settings.get("fake_quant_after_n_steps"):
         translation.set("qat_start_step", start, "qat: fake_quant_after_n_steps")

@@ -112,7 +112,7 @@ class Translation:
     def translate_key(self, name: str, value: Any) -> None:
         """Translate one key by the tables; null means that the key is absent.
 
-        A rule of ``values.tsv`` for this value takes precedence over the key's entry in ``compat_names.tsv``.
+        A rule for this value (``values.tsv``) takes precedence over the entry for the key (``compat_names.tsv``).
         """
         if value is None:
             return
@@ -122,7 +122,7 @@ class Translation:
             self._apply_rule(rule, name, value)
         elif entry is not None:
             self._apply_entry(entry, name, value)
-        elif self.source.is_record:
+        elif self.source.is_record:  # which also has values that ms-swift computes
             self.omit(name, "a derived value")
         else:
             known_names = [each.name for each in compat_names() if each.tool in (self.tool, TRANSFORMERS)]
@@ -158,27 +158,31 @@ class Translation:
             self._set_entry_options(entry, name, value, is_off)
 
     def _set_entry_options(self, entry: CompatName, name: str, value: Any, is_off: bool) -> None:
-        """Set the options of an entry such as ``--max-length``, ``--report-to wandb`` or ``--shuffle {not}``.
+        """Set packtool's options for a key with this value, as the text ``entry.options`` says.
 
-        An option without a word after it takes ``value``; ``is_off`` means that the value disables the feature.
+        Each option in the text may be followed by a word, which tells how its value follows from the key's value::
+
+            --max-length            the key's value
+            --shuffle {not}         the opposite of the key's value
+            --max-pixels {area}     the pixels of an image with the sides in the key's value
+            --columns text=NAME     the word, with the key's value instead of NAME
+            --report-to wandb       the word, unless the key's value disables the feature (``is_off``)
         """
-        # (option, the word after it or ""), for all options in the text; "and" connects two options.
-        options = re.findall(r"--([a-z0-9-]+)(?: (?!and\b)(\S+))?", entry.options)
-        if not options:
+        options_with_words = re.findall(r"--([a-z0-9-]+)(?: (?!and\b)(\S+))?", entry.options)  # "and" connects options
+        if not options_with_words:
             self.refuse(name, f"use {entry.options} instead; {entry.reason}")
-        for dashed_option, word in options:
+        for dashed_option, word in options_with_words:
             option = dashed_option.replace("-", "_")
-            if word == "{not}":  # the opposite of the value
+            if not word:
+                self.set(option, _convert(option, value), name)
+            elif word == "{not}":
                 self.set(option, is_off, name)
             elif word == "{area}":
                 self.set(option, _area(as_text(value)), name)
-            elif word.endswith("=NAME"):  # such as text=NAME, where the value replaces NAME
+            elif word.endswith("=NAME"):
                 self.set(option, [f"{word.removesuffix('NAME')}{value}"], name)
-            elif word and "{" not in word and "=" not in word:  # a fixed value, set if the feature is on
-                if not is_off:
-                    self.set(option, _convert(option, word), name)
-            else:
-                self.set(option, _convert(option, value), name)
+            elif not is_off:
+                self.set(option, _convert(option, word), name)
 
     def add_defaults(self) -> None:
         """Add the tool's defaults from ``defaults.tsv`` whose condition holds, in the order of the table."""

@@ -119,10 +119,7 @@ def _child_nodes(node: Any) -> list[Any]:
 
 
 def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None = None) -> str | None:
-    """Return the tool to whose configurations only these keys belong; None for packtool's own configurations.
-
-    A ConfigError names the keys if several tools are possible, or if ``from_option`` (of ``--from``) is unknown.
-    """
+    """Return the tool whose configuration has these keys; None for packtool's own; ConfigError if it is not clear."""
     if from_option is not None:
         if from_option.lower() not in TOOLS:
             raise ConfigError(f"--from {from_option}: known are {', '.join(TOOLS)}")
@@ -141,7 +138,8 @@ def detect_tool(values: Mapping[str, Any], label: str, from_option: str | None =
             )
         return None
     (tool,) = keys_by_tool
-    return None if any(_is_own_key(key, tool) for key in values) else tool
+    is_own_config = any(_is_own_key(key, tool) for key in values)
+    return None if is_own_config else tool
 
 
 def _tools_of_key(key: str) -> set[str]:
@@ -210,14 +208,14 @@ def read_command(words: Sequence[str]) -> ForeignConfig:
     label = shlex.join(rest)
     start = _CommandStart(rest)
     while start.rest and start.tool is None:
-        _read_word(start)
+        _read_word(start)  # removes the words that it reads from ``start.rest``
     if start.tool is None:
         raise ConfigError(f"{label or 'the command line'}: no command of {', '.join(TOOLS.values())}", _EXAMPLE)
     return ForeignConfig(
         start.tool,
         _read_options(start.rest, start.tool),
         start.command,
-        is_pretraining=start.verb == "pt",
+        is_pretraining=start.verb == "pt",  # swift pt
         environ=environ,
         num_processes=start.num_processes,
         label=label,
@@ -259,29 +257,30 @@ def _read_launcher_option(start: _CommandStart, word: str) -> None:
 
 
 def _read_options(words: Sequence[str], tool: str) -> dict[str, Any]:
-    """Return the values of ``--name value``, of ``name=value``, and of the files among the words or after ``--config``.
+    """Return the values that options and configuration files on a command line give.
 
-    Options take precedence over files, and later files over earlier ones. A value is a text, a list of texts if several
-    words follow a name, and True if none follows.
+    ``FILE`` and ``NAME=VALUE`` come before the first option; then all words up to the next option are values of an
+    option. A value is a text, a list of texts if several words follow a name, and True if none follows. Options take
+    precedence over files, and later files over earlier ones.
     """
     values: dict[str, Any] = {}
     words_by_name: dict[str, list[Any]] = {}
-    name = None  # of the option before the word
+    last_option = None
     for word in words:
         if word.startswith("--"):
-            name, equals, value = word.removeprefix("--").partition("=")
-            name = name.replace("-", "_")
-            words_by_name[name] = [value] if equals else []
-        elif name is not None:
-            words_by_name[name].append(word)
+            dashed_name, equals, value = word.removeprefix("--").partition("=")
+            last_option = dashed_name.replace("-", "_")
+            words_by_name[last_option] = [value] if equals else []
+        elif last_option is not None:
+            words_by_name[last_option].append(word)
         elif word.endswith((".yaml", ".yml", ".json")):
             values |= load_config_file(word)
         elif "=" in word:
-            key, _, text = word.partition("=")
-            words_by_name[key.lstrip("+")] = [parse_yaml(text)]
+            name, _, text = word.partition("=")
+            words_by_name[name.lstrip("+")] = [parse_yaml(text)]  # +NAME=VALUE is the same
         else:
             raise ConfigError(f"unexpected word {word!r} in the command line of {tool}")
-    for path in words_by_name.pop("config", []):
+    for path in words_by_name.pop("config", []):  # of --config
         values |= load_config_file(path)
     for option, items in words_by_name.items():
         values[option] = _option_value(items)

@@ -36,18 +36,19 @@ def translate(source: ForeignConfig, options: Iterable[str], command: str, envir
         translation.set("warmup_ratio", warmup, "warmup_steps")
         del values["warmup_steps"]
     _deepspeed(translation, values)
-    _projected_optimizer(translation, values)
+    _galore_and_apollo(translation, values)
     translate_keys_of_tool = _BY_TOOL[source.tool]
-    translate_keys_of_tool(translation, values, {**environ, **translation.environ})
+    variables = {**environ, **translation.environ}  # those in front of the command take precedence
+    translate_keys_of_tool(translation, values, variables)
     for name, value in values.items():
         translation.translate_key(name, value)
     translation.add_defaults()
-    _adjust_combinations(translation)
+    _resolve_conflicts(translation)
     translation.restrict(options, command)
     return translation
 
 
-def _adjust_combinations(translation: Translation) -> None:
+def _resolve_conflicts(translation: Translation) -> None:
     """Change or remove options that depend on the final values of other options."""
     _default_newline_targets(translation)
     num_ranks = translation.number("sequence_parallel_size", translation.get("sequence_parallel_size"), 1)
@@ -98,7 +99,7 @@ def _translate_variables(translation: Translation) -> None:
 
 def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
     """Translate ms-swift's keys in ``values`` whose meaning depends on other keys, and remove them."""
-    if translation.source.is_record:
+    if translation.source.is_record:  # ms-swift's args.json, which also has arguments without a value
         for name in [name for name, value in values.items() if value in (None, [], {}, "")]:
             del values[name]
     if translation.source.command == "export" and not is_true(values.get("to_cached_dataset")):
@@ -113,7 +114,8 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
     if as_text(values.get("loss_type", "")) == "loss_scale":
         translation.omit("loss_type", "--loss-scale weights the loss")
         del values["loss_type"]
-    if "samples_per_step" not in translation.values and values.get("gradient_accumulation_steps") is None:
+    sets_step_size = "samples_per_step" in translation.values or values.get("gradient_accumulation_steps") is not None
+    if not sets_step_size:
         _, num_processes, accumulation_steps = _batch(translation, values, environ)
         origin = f"16 samples or packs per step, over {num_processes} processes"
         translation.default("gradient_accumulation_steps", accumulation_steps, origin)
@@ -122,17 +124,19 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
 def _ms_swift_datasets(translation: Translation, values: dict[str, Any]) -> None:
     """Translate ms-swift's keys of datasets and the seed of their order, and remove them."""
     datasets = split_list(values.get("dataset") or [])
-    if "self-cognition" not in as_text(values.get("dataset", "")):
+    if not any("self-cognition" in dataset for dataset in datasets):
         for name in {"model_name", "model_author"} & set(values):
             translation.omit(name, "only the rows of swift/self-cognition contain these names")
             del values[name]
     if translation.source.is_pretraining:
-        translation.set("loss_scale", values.pop("loss_scale", "all"), "swift pt")
-        if not is_true(values.pop("use_chat_template", False)):
-            translation.omit("swift pt", "rows with a text column use no template")
-    # With streaming, ms-swift's #1000 takes the first rows; without, it draws rows.
-    if is_true(values.get("streaming")) and any(re.search(r"#\d+$", name) for name in datasets):
-        values["dataset"] = [re.sub(r"#(?=\d+$)", "#first", name) for name in datasets]
+        command = "swift pt"  # which the report names instead of a key
+        translation.set("loss_scale", values.pop("loss_scale", "all"), command)
+        uses_chat_template = is_true(values.pop("use_chat_template", False))
+        if not uses_chat_template:
+            translation.omit(command, "rows with a text column use no template")
+    # DATASET#1000 are the first 1000 rows with streaming (DATASET#first1000 in packtool), and drawn rows without.
+    if is_true(values.get("streaming")) and any(re.search(r"#\d+$", dataset) for dataset in datasets):
+        values["dataset"] = [re.sub(r"#(\d+)$", r"#first\1", dataset) for dataset in datasets]
         translation.omit("streaming", "it only reads the first rows (#); they are tokenized before training")
         del values["streaming"]
     if "data_seed" in values and "seed" in values:
@@ -196,8 +200,8 @@ _PROJECTIONS = {
 }
 
 
-def _projected_optimizer(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate GaLore and APOLLO into transformers' optimizers of these names, and remove their keys."""
+def _galore_and_apollo(translation: Translation, values: dict[str, Any]) -> None:
+    """Translate these optimizers into transformers' optimizers of the same names, and remove their keys."""
     for (tool, method), defaults in _PROJECTIONS.items():
         if tool != translation.tool or not is_true(values.get(f"use_{method}")):
             continue
@@ -238,7 +242,7 @@ def _split_sequences(translation: Translation, values: dict[str, Any], environ: 
 
 
 def _llama_factory(translation: Translation, values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Translate LLaMA-Factory's keys in ``values`` whose meaning depends on other keys, and remove them."""
+    """Translate LLaMA-Factory's keys whose meaning depends on other keys; remove them, or leave them to the tables."""
     if "do_train" in values and not is_true(values["do_train"]) and translation.source.command == "train":
         translation.refuse("do_train", "this configuration does not train; packtool eval evaluates a model")
     _llama_factory_packing(translation, values)
@@ -253,7 +257,7 @@ def _llama_factory(translation: Translation, values: dict[str, Any], environ: Ma
     if targets is not None:
         names = split_list(targets)
         translation.set("target_modules", ["all-linear"] if names == ["all"] else names, "lora_target")
-    if values.get("tokenized_path") and values.get("dataset", translation.values.get("dataset")):
+    if values.get("tokenized_path") and translation.values.get("dataset"):
         translation.omit("tokenized_path", "packtool caches tokens itself; packtool import reads LLaMA-Factory's")
         del values["tokenized_path"]
     if values.get("adapter_name_or_path"):
@@ -309,33 +313,37 @@ def _llama_factory_datasets(translation: Translation, values: dict[str, Any]) ->
 
 _QWEN_MODELS = re.compile(r"qwen(2|2_5|3)_(vl|omni)|qwen3_[56]")
 _MEDIA_DEFAULTS = {"image": (32 * 32, 768 * 768), "video": (16 * 16, 256 * 256)}
-"""Minimum and maximum pixels of a picture, and of a frame."""
+"""LLaMA-Factory's minimum and maximum pixels of a picture, and of a frame."""
 _LEAST_MIN_PIXELS = 56 * 56  # the lowest minimum of Qwen's processors, for models that are not local
+_OMNI_MIN_FRAME_TOKENS = 128
 
 
 def _llama_factory_media(translation: Translation, values: dict[str, Any]) -> None:
-    """Translate the limits in ``values`` and their defaults for Qwen's models, and remove them.
+    """Translate LLaMA-Factory's limits of pixels, given or default, for Qwen's models, and remove their keys.
 
-    Other models are resized by their own processors. A picture that LLaMA-Factory has resized is resized again to the
-    limits of the processor, so these are kept where they are narrower.
+    LLaMA-Factory resizes a picture to its limits, then the model's processor resizes the result to its own limits.
+    packtool resizes once, so LLaMA-Factory's limits are moved into the range of the processor's.
     """
     template = str(values.get("template") or local_model_config(values, "model_name_or_path").get("model_type"))
     if not _QWEN_MODELS.match(template) or not translation.get("dataset"):
         return
     for kind, prefix in (("image", ""), ("video", "video_")):
-        low, high = _processor_bounds(values, kind)
-        if kind == "video" and "omni" in template:  # at least 128 tokens per frame
-            low = 128 * (32 if template.startswith("qwen3") else 28) ** 2
+        processor_min, processor_max = _processor_bounds(values, kind)
+        if kind == "video" and "omni" in template:
+            token_side = 32 if template.startswith("qwen3") else 28  # of a token's square of pixels
+            processor_min = _OMNI_MIN_FRAME_TOKENS * token_side**2
         for bound, default in zip(("min", "max"), _MEDIA_DEFAULTS[kind], strict=True):
-            name = f"{kind}_{bound}_pixels"
+            name, option = f"{kind}_{bound}_pixels", f"{prefix}{bound}_pixels"
             value = values.pop(name, None)
-            pixels = min(max(int(translation.number(name, value, default)), low), high)
-            is_minimum_of_processor = bound == "min" and pixels <= low
-            if not is_minimum_of_processor:
-                set_limit = translation.default if value is None else translation.set
-                set_limit(f"{prefix}{bound}_pixels", pixels, name)
-            elif value is not None:
-                translation.omit(name, "the model's processor enlarges to its own minimum, which is larger")
+            requested_pixels = int(translation.number(name, value, default))
+            pixels = min(max(requested_pixels, processor_min), processor_max)
+            if bound == "min" and pixels <= processor_min:  # the processor's own minimum needs no option
+                if value is not None:
+                    translation.omit(name, "the model's processor enlarges to its own minimum, which is larger")
+            elif value is None:
+                translation.default(option, pixels, name)
+            else:
+                translation.set(option, pixels, name)
     translation.default("fps_min_frames", 2, "an even number of frames")
     if values.get("video_maxlen") is None:
         translation.default("fps_max_frames", 128, "video_maxlen")

@@ -238,7 +238,9 @@ def test_videos_as_images_give_the_logits_of_videos(world_of: Callable[[str], Wo
 
 def test_resized_frames_are_cached(world_of: Callable[[str], World], tmp_path: Path) -> None:
     world = world_of("glm4v")
-    cached_spec = world.spec.keeping_media(MediaCacheOptions(media_cache=str(tmp_path), media_cache_size=10**8), "rows")
+    cached_spec = world.spec.with_media_cache(
+        MediaCacheOptions(media_cache=str(tmp_path), media_cache_size=10**8), "rows"
+    )
     expected = load_media(world.samples, world.spec)
     for hits in (3, 8):  # some of the eight are the same
         pixels = load_media(world.samples, cached_spec)

@@ -47,7 +47,7 @@ def write_processor(directory: Path, name: str) -> str:
 
 def kept_in(directory: Path, spec: InputSpec) -> InputSpec:
     options = MediaCacheOptions(media_cache=str(directory / "kept"), media_cache_size=10**8)
-    return spec.keeping_media(options, "rows")
+    return spec.with_media_cache(options, "rows")
 
 
 def take_reads(spec: InputSpec) -> MediaReads:
@@ -210,6 +210,6 @@ def test_file_as_cache_folder_is_refused(world: tuple[InputSpec, InputSpec], tmp
     spec, _ = world
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
-        spec.keeping_media(MediaCacheOptions(media_cache=str(tmp_path / "file"), media_cache_size=1), "rows")
-    assert spec.keeping_media(MediaCacheOptions(), "rows") is spec
+        spec.with_media_cache(MediaCacheOptions(media_cache=str(tmp_path / "file"), media_cache_size=1), "rows")
+    assert spec.with_media_cache(MediaCacheOptions(), "rows") is spec
     assert isinstance(kept_in(tmp_path, spec).media_cache, MediaCache)

@@ -112,7 +112,8 @@ def test_stages_inherit_common_keys_and_a_single_stage_is_the_run() -> None:
     recipe = parse_recipe(f"{{{common}, stages: [{{until: 4}}, {{sources: [c], temperature: 1}}]}}", "m", MixOptions())
     first_stage, second_stage = recipe.stages
     assert [source.path for source in first_stage.sources] == ["a", "b#9"]
-    assert (first_stage.until, first_stage.temperature, second_stage.end, second_stage.temperature) == (4, 2.0, "", 1.0)
+    assert (first_stage.until, first_stage.temperature) == (4, 2.0)
+    assert (second_stage.end_text, second_stage.temperature) == ("", 1.0)
     assert not first_stage.stages
     single_stage = parse_recipe(f"{{stages: [{{{common}}}]}}", "m", MixOptions())
     assert replace(single_stage, place="--mix m") == parse_recipe(f"{{{common}}}", "m", MixOptions())

@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from packtool.demo.dataset import BACKDROP_COLOURS, HELD_OUT_SHARE, SHAPE_COLOURS, SyntheticDataset, make_rows
+from packtool.demo.dataset import (
+    BACKDROP_COLOURS,
+    SHAPE_COLOURS,
+    TRAIN_ROWS_PER_HELD_OUT_ROW,
+    SyntheticDataset,
+    make_rows,
+)
 
 NUM_ROWS = 1500
 NUM_UNUSABLE = 6
@@ -104,7 +110,7 @@ def test_images_show_the_answers(folder: Path, world: SyntheticDataset) -> None:
 
 def test_evaluated_questions_are_those_of_the_rows(world: SyntheticDataset) -> None:
     rows = rows_of(world.held_out)
-    assert len(rows) == len(world.held_out_questions) == NUM_ROWS // HELD_OUT_SHARE
+    assert len(rows) == len(world.held_out_questions) == NUM_ROWS // TRAIN_ROWS_PER_HELD_OUT_ROW
     for row, questions in zip(rows, world.held_out_questions, strict=True):
         assert row["images"]
         assert [(one.text, one.answer) for one in questions_in(row)] == [(q.text, q.answer) for q in questions]

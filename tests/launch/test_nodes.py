@@ -144,14 +144,14 @@ def test_peer_killed_between_meeting_and_torchruns_rendezvous(
     node: Node, output_of: ReadOutput, signum: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The main thread of the other one is inside torch's store, where Python handles no signal."""
-    meet = torchrun.Nodes.meet
+    meet = torchrun.LauncherGroup.meet
 
-    def meet_and_die(self: torchrun.Nodes) -> None:
+    def meet_and_die(self: torchrun.LauncherGroup) -> None:
         meet(self)
         if self.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(torchrun.Nodes, "meet", meet_and_die)
+    monkeypatch.setattr(torchrun.LauncherGroup, "meet", meet_and_die)
     if signum:
         monkeypatch.setattr(torchrun, "_GRACE_SECONDS", PLENTY_S)
     with node(0) as master, node(1) as peer:

@@ -153,4 +153,4 @@ def test_file_as_cache_folder_and_processor_families_are_refused(tiny: TinyWorld
         train(tiny.config(tmp_path / "run", dry_run=True, **cache_options(tmp_path)), SilentProgress())
     config = tiny.config(tmp_path, **cache_options(tmp_path / "other"))
     with pytest.raises(ConfigError, match=r"LLaVA 1.5, Pixtral\) are made by their own processor"):
-        dataclasses.replace(InputSpec("", LlavaConfig(), MediaLimits())).keeping_media(config, "rows")
+        dataclasses.replace(InputSpec("", LlavaConfig(), MediaLimits())).with_media_cache(config, "rows")

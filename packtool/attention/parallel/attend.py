@@ -15,16 +15,17 @@ exchanged (Skrull, arXiv 2505.19609, section 3.1). Only inside one autograd func
 - *allgather* (as Llama 3): K and V of all ranks at once, about 2 R T rows more for one layer at a time, and in backward
   twice as many in float32 for their gradients. One exchange instead of R - 1, and fewer, larger blocks.
 
-The generator functions yield once, after starting their first exchange, and return their result when resumed.
+Functions with a parameter ``overlap`` are collective over the ranks that share the sequence. They call ``overlap``
+once, after starting their first exchange, to compute something that does not need the exchanged tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,11 +46,19 @@ from packtool.attention.parallel.mesh import (
 from packtool.batch.shard import SequenceShard
 from packtool.errors import UnsupportedModelError
 
-T = TypeVar("T")
+Rows = Tensor | slice
+"""Rows of a tensor: their int64 indexes, or a slice for all of them."""
+_ALL_ROWS = slice(None)
 
 
 class AttentionTensors(NamedTuple):
-    """Inputs and results of an attention call: q, out (T, Hq, D), k, v (T, Hkv, D) and lse float32 (Hq, T)."""
+    """Inputs and results of an attention call, for its backward pass.
+
+    Args:
+        q, out: (T, Hq, D).
+        k, v: (T, Hkv, D).
+        lse: float32 (Hq, T), the log-sum-exp of each query's scores.
+    """
 
     q: Tensor
     k: Tensor
@@ -58,24 +67,19 @@ class AttentionTensors(NamedTuple):
     lse: Tensor
 
 
-Forward = Generator[None, None, tuple[Tensor, Tensor]]
-"""Returns the output and its lse."""
-Backward = Generator[None, None, Gradients]
-ShardedForward = Generator[None, None, tuple[Tensor, AttentionTensors]]
-
-
-class GatheredKeys(NamedTuple):
-    """Keys of the other ring ranks that one chunk per document of this rank sees, for the all-gather.
+class VisibleKeys(NamedTuple):
+    """Some of this rank's queries, and the received keys that all of these queries see, document by document.
 
     Args:
-        queries: int64, rows of the chunks' tokens in this rank's sharded tokens.
-        documents: the keys of each document.
-        rows: int64, the keys' rows in the tokens gathered from all ranks.
+        queries: rows of the queries in this rank's sharded tokens.
+        keys: rows of the keys in the received tokens.
+        query_documents, key_documents: how many of the queries and of the keys belong to each document.
     """
 
-    queries: Tensor
-    documents: Varlen
-    rows: Tensor
+    queries: Rows
+    keys: Rows
+    query_documents: Varlen
+    key_documents: Varlen
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,41 +91,44 @@ class ShardLayout:
     Args:
         local: documents that are this rank's alone.
         sharded: this rank's tokens of each sharded document: two chunks, or the complete document without a ring.
-        chunk: one chunk of each sharded document; a document's two chunks have the same length.
-        first_chunks, second_chunks: int64, rows of the first or second chunks in this rank's sharded tokens.
-        gathered: for the all-gather, by first and second chunks; without chunks that see no other rank's keys.
+        of_lower_rank, of_higher_rank: visible keys of one ring rank, whose number is lower or higher than this rank's.
+        of_all_ranks: visible keys in the tokens gathered from all ring ranks, for the queries of each chunk that sees
+            keys of other ranks.
     """
 
     local: Varlen
     sharded: Varlen
-    chunk: Varlen
-    first_chunks: Tensor
-    second_chunks: Tensor
-    gathered: tuple[GatheredKeys, ...]
+    of_lower_rank: VisibleKeys
+    of_higher_rank: VisibleKeys
+    of_all_ranks: tuple[VisibleKeys, ...]
 
 
 @lru_cache(maxsize=4)
 def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
     """Return the layout of a rank's shard; cached, because every layer needs it."""
     ring_size, rank = shard.split.ring_size, shard.split.ring_rank
-    first_chunk, second_chunk = rank, 2 * ring_size - 1 - rank  # numbers of this rank's chunks of each document
     lengths = _rank_lengths(shard)
+    sharded = Varlen.of_lengths(lengths, device)
+    one_chunk = Varlen.of_lengths([length // 2 for length in lengths], device)
+    first_chunk, second_chunk = rank, 2 * ring_size - 1 - rank  # numbers of this rank's chunks of each document
     first_rows = _own_rows(shard, first_chunk, device)
     second_rows = _own_rows(shard, second_chunk, device)
-    # For the all-gather: queries see the keys of all chunks before their own. Those on this rank are not gathered.
-    seen_by_first = range(first_chunk)
-    seen_by_second = [chunk for chunk in range(second_chunk) if chunk != first_chunk]
-    gathered = []
-    for queries, chunks in ((first_rows, seen_by_first), (second_rows, seen_by_second)):
+    # A query sees the keys of the chunks before its own. Those on this rank are not received.
+    chunks_seen_by_first = range(first_chunk)
+    chunks_seen_by_second = [chunk for chunk in range(second_chunk) if chunk != first_chunk]
+    of_all_ranks = []
+    for queries, chunks in ((first_rows, chunks_seen_by_first), (second_rows, chunks_seen_by_second)):
         if ring_size > 1 and lengths and chunks:
-            gathered.append(_gathered_keys(shard, queries, chunks))
+            keys, key_documents = _gathered_keys(shard, chunks, device)
+            of_all_ranks.append(VisibleKeys(queries, keys, one_chunk, key_documents))
     return ShardLayout(
         local=Varlen.of_lengths(shard.local_lengths, device),
-        sharded=Varlen.of_lengths(lengths, device),
-        chunk=Varlen.of_lengths([length // 2 for length in lengths], device),
-        first_chunks=first_rows,
-        second_chunks=second_rows,
-        gathered=tuple(gathered),
+        sharded=sharded,
+        # All queries come after the first chunks of a lower rank, and before its second chunks.
+        of_lower_rank=VisibleKeys(_ALL_ROWS, first_rows, query_documents=sharded, key_documents=one_chunk),
+        # Both chunks of a higher rank lie between this rank's first and second chunks.
+        of_higher_rank=VisibleKeys(second_rows, _ALL_ROWS, query_documents=one_chunk, key_documents=sharded),
+        of_all_ranks=tuple(of_all_ranks),
     )
 
 
@@ -152,12 +159,11 @@ def _own_rows(shard: SequenceShard, chunk: int, device: torch.device) -> Tensor:
     return _join_rows(_chunk_rows(shard, chunk), device) - rank_start
 
 
-def _gathered_keys(shard: SequenceShard, queries: Tensor, chunks: Sequence[int]) -> GatheredKeys:
-    """Return the keys in ``chunks`` of the other ranks, which the ``queries`` of one chunk per document see."""
+def _gathered_keys(shard: SequenceShard, chunks: Sequence[int], device: torch.device) -> tuple[Tensor, Varlen]:
+    """Return the rows of these chunks of every document in the tokens of all ranks, and the tokens per document."""
     rows_by_chunk = [_chunk_rows(shard, chunk) for chunk in chunks]
     rows_by_document = [np.concatenate(rows) for rows in zip(*rows_by_chunk, strict=True)]
-    documents = Varlen.of_lengths([len(rows) for rows in rows_by_document], queries.device)
-    return GatheredKeys(queries, documents, rows=_join_rows(rows_by_document, queries.device))
+    return _join_rows(rows_by_document, device), Varlen.of_lengths([len(rows) for rows in rows_by_document], device)
 
 
 def _join_rows(rows: Sequence[npt.NDArray[np.int64]], device: torch.device) -> Tensor:
@@ -187,16 +193,17 @@ class Call:
 
     def causal_block(self, documents: Varlen) -> AttentionBlock:
         """Each query sees itself and the tokens before it."""
-        return AttentionBlock(documents, documents, True, self.scale, self.window)
+        return AttentionBlock(documents, documents, causal=True, scale=self.scale, window=self.window)
 
-    def full_block(self, queries: Varlen, keys: Varlen) -> AttentionBlock:
+    def full_block(self, visible: VisibleKeys) -> AttentionBlock:
         """Each query sees all keys of its document."""
-        return AttentionBlock(queries, keys, False, self.scale)
+        return AttentionBlock(visible.query_documents, visible.key_documents, causal=False, scale=self.scale)
 
-    def keys_come_from_lower_rank(self, hops: int) -> bool:
-        """Check that the keys received after ``hops`` transfers around the ring belong to a rank below this one."""
+    def keys_after(self, num_hops: int) -> VisibleKeys:
+        """Return the visible keys among those that this rank has after ``num_hops`` transfers around the ring."""
         rank = self.parallel.split.ring_rank
-        return (rank - hops) % self.parallel.split.ring_size < rank
+        owner = (rank - num_hops) % self.parallel.split.ring_size
+        return self.layout.of_lower_rank if owner < rank else self.layout.of_higher_rank
 
     def num_copies(self, num_key_heads: int) -> int:
         """Copies of each head of K and V, so that the Ulysses ranks can share them evenly."""
@@ -214,24 +221,19 @@ def attend_shard(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute causal attention within each document of a sequence that several ranks share; all of them call this.
+    """Return causal attention, (T, Hq, D), within each document of a sequence that several ranks share; all call this.
 
     Args:
         q: (T, Hq, D) of this rank's tokens: first its local documents, then its tokens of the sharded documents.
         k, v: (T, Hkv, D).
         scale: factor on the scores, by default 1 / sqrt(D).
-        window: a query sees itself and at most ``window - 1`` tokens before it.
-
-    Returns:
-        (T, Hq, D), differentiable.
-
-    Raises:
-        UnsupportedModelError: for a window if a ring divides the tokens.
+        window: a query sees itself and at most ``window - 1`` tokens before it; None if a ring divides the tokens.
     """
     if window is not None and parallel.split.ring_size > 1:
         problem = "a layer has a sliding window, which chunks on a ring would cut"
         raise UnsupportedModelError(problem, "Use --sequence-parallel-type ulysses.")
-    assert len(q) == shard.num_local + sum(shard.sharded_lengths) // parallel.split.size, "a part of another sequence"
+    num_sharded = sum(shard.sharded_lengths) // parallel.split.size  # this rank's tokens of the sharded documents
+    assert len(q) == shard.num_local + num_sharded, "the tokens are not those of this shard"
     layout = shard_layout(shard, q.device)
     call = Call(parallel, shard, kernel, scale=default_scale(q, scale), window=window, layout=layout)
     return _Attend.apply(q, k, v, call)
@@ -245,26 +247,25 @@ class _Attend(torch.autograd.Function):
         """Return the output (T, Hq, D): first of the local documents, then of the sharded ones, as in q, k and v."""
         num_local = call.shard.num_local
         local_inputs = _local_inputs(call, q, k, v)
-        sharded_forward = None
+        local_out, local_lse = None, None
+
+        def attend_locally() -> None:
+            nonlocal local_out, local_lse
+            if num_local:
+                local_out, local_lse = call.kernel.fwd(*local_inputs, call.causal_block(call.layout.local))
+
+        sharded_out = None
+        saved_sharded: Sequence[Tensor | None] = [None] * len(AttentionTensors._fields)
         if call.shard.sharded_lengths:
-            sharded_forward = _sharded_forward(call, q[num_local:], k[num_local:], v[num_local:])
-            next(sharded_forward)  # start the exchange
-        outs: list[Tensor] = []
-        saved_local: list[Tensor | None] = [None] * _NUM_SAVED_LOCAL
-        saved_sharded: list[Tensor | None] = [None] * len(AttentionTensors._fields)
-        if num_local:
-            out, lse = call.kernel.fwd(*local_inputs, call.causal_block(call.layout.local))
-            outs.append(out)
-            saved_local = [*local_inputs, lse]
-        if sharded_forward is not None:
-            out, tensors = _resume_for_result(sharded_forward)
-            outs.append(out)
-            # Without Ulysses, the output is a part of ``result``; with it, it has other heads and tokens.
+            inputs = q[num_local:], k[num_local:], v[num_local:]
+            sharded_out, tensors = _sharded_forward(call, *inputs, overlap=attend_locally)
+            # Without Ulysses, ``tensors.out`` is saved as a part of the result. With it, it has other tokens and heads.
             saved_sharded = [tensors.q, tensors.k, tensors.v, tensors.out if call.has_ulysses else None, tensors.lse]
-        result = _concatenate(outs)
+        else:
+            attend_locally()
+        result = _concatenate(local_out, sharded_out)
         ctx.call = call
-        ctx.num_key_heads = k.shape[1]
-        ctx.save_for_backward(result, *saved_local, *saved_sharded)
+        ctx.save_for_backward(result, *local_inputs, local_lse, *saved_sharded)
         return result
 
     @staticmethod
@@ -272,28 +273,29 @@ class _Attend(torch.autograd.Function):
         """Return the gradients of q, k and v, and None for the call."""
         call: Call = ctx.call
         num_local = call.shard.num_local
-        result, *saved = ctx.saved_tensors
-        sharded_backward = None
+        result, local_q, local_k, local_v, local_lse, *saved_sharded = ctx.saved_tensors
+        local_gradients: Gradients | tuple[None, None, None] = (None, None, None)
+
+        def differentiate_locally() -> None:
+            nonlocal local_gradients
+            if num_local:
+                local = AttentionTensors(local_q, local_k, local_v, result[:num_local], local_lse)
+                local_grad = grad[:num_local].contiguous()
+                local_gradients = call.kernel.bwd(local_grad, *local, call.causal_block(call.layout.local))
+
+        sharded_gradients: Gradients | tuple[None, None, None] = (None, None, None)
         if call.shard.sharded_lengths:
-            tensors = AttentionTensors(*saved[_NUM_SAVED_LOCAL:])
+            tensors = AttentionTensors(*saved_sharded)
             if not call.has_ulysses:
                 tensors = tensors._replace(out=result[num_local:])
-            sharded_backward = _sharded_backward(call, grad[num_local:], tensors, ctx.num_key_heads)
-            next(sharded_backward)  # start the exchange
-        gradients: list[Gradients] = []
-        if num_local:
-            q, k, v, lse = saved[:_NUM_SAVED_LOCAL]
-            local_grad = grad[:num_local].contiguous()
-            block = call.causal_block(call.layout.local)
-            gradients.append(call.kernel.bwd(local_grad, q, k, v, result[:num_local], lse, block))
-        if sharded_backward is not None:
-            gradients.append(_resume_for_result(sharded_backward))
-        dq, dk, dv = map(_concatenate, zip(*gradients, strict=True))  # of local documents, then of sharded ones
+            num_key_heads = local_k.shape[1]
+            sharded_gradients = _sharded_backward(
+                call, grad[num_local:], tensors, num_key_heads, overlap=differentiate_locally
+            )
+        else:
+            differentiate_locally()
+        dq, dk, dv = map(_concatenate, local_gradients, sharded_gradients)
         return dq, dk, dv, None
-
-
-_NUM_SAVED_LOCAL = 4
-"""Tensors of the local documents that are saved for the backward pass: q, k, v and lse."""
 
 
 def _local_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
@@ -306,31 +308,36 @@ def _local_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     return local_q, local_k, local_v
 
 
-def _concatenate(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+def _concatenate(local: Tensor | None, sharded: Tensor | None) -> Tensor:
+    """Join rows of local and of sharded tokens; None for tokens that this rank does not have."""
+    if local is None or sharded is None:
+        (rows,) = [tensor for tensor in (local, sharded) if tensor is not None]
+        return rows
+    return torch.cat([local, sharded])
 
 
-def _sharded_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> ShardedForward:
+def _sharded_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, overlap: Callable[[], None]
+) -> tuple[Tensor, AttentionTensors]:
     """Return the output of this rank's sharded tokens, and the tensors for the backward pass.
 
     With Ulysses, the tensors for the backward pass have all tokens of the U ranks, and this rank's share of the heads.
-    A generator: it yields once, after starting its first exchange, and returns when it is resumed.
     """
     if not call.has_ulysses:
-        out, lse = yield from _ring_forward(call, q, k, v)
+        out, lse = _ring_forward(call, q, k, v, overlap)
         return out, AttentionTensors(q, k, v, out, lse)
     num_ranks = call.parallel.split.ulysses_size
-    num_copies = call.num_copies(k.shape[1])
+    num_copies = call.num_copies(k.shape[1])  # of each head of K and V, if there are fewer heads than ranks
     k = k.repeat_interleave(num_copies, dim=1)
     v = v.repeat_interleave(num_copies, dim=1)
     heads_per_rank = [tensor.shape[1] // num_ranks for tensor in (q, k, v)]
     head_dims = [tensor.shape[-1] for tensor in (q, k, v)]
     wait_for_heads = scatter_heads(_heads_by_rank(q, k, v, num_ranks), call.parallel.ulysses)
-    yield
+    overlap()
     q, k, v = _split_heads(wait_for_heads(), heads_per_rank, head_dims)
-    # Free the exchanged tensor, of which q, k and v are copies: attention needs the memory.
+    # This function holds the received tensor. Its memory is needed, and q, k and v are copies of its parts.
     del wait_for_heads
-    out, lse = _run_without_overlap(_ring_forward(call, q, k, v))
+    out, lse = _ring_forward(call, q, k, v, overlap=lambda: None)
     return gather_heads(out, call.parallel.ulysses), AttentionTensors(q, k, v, out, lse)
 
 
@@ -351,17 +358,18 @@ def _split_heads(joined: Tensor, num_heads: list[int], head_dims: list[int]) -> 
     return q, k, v
 
 
-def _sharded_backward(call: Call, grad: Tensor, saved: AttentionTensors, num_key_heads: int) -> Backward:
+def _sharded_backward(
+    call: Call, grad: Tensor, saved: AttentionTensors, num_key_heads: int, overlap: Callable[[], None]
+) -> Gradients:
     """Return the gradients of q, k and v of this rank's sharded tokens, from the gradient of their output (T, Hq, D).
 
     ``num_key_heads``: heads of k and v before they were repeated for Ulysses.
-    A generator: it yields once, after starting its first exchange, and returns when it is resumed.
     """
     if not call.has_ulysses:
-        return (yield from _ring_backward(call, grad.contiguous(), saved))
+        return _ring_backward(call, grad.contiguous(), saved, overlap)
     wait_for_heads = scatter_heads(grad, call.parallel.ulysses)
-    yield
-    gradients = _run_without_overlap(_ring_backward(call, wait_for_heads(), saved))
+    overlap()
+    gradients = _ring_backward(call, wait_for_heads(), saved, overlap=lambda: None)
     dq, dk, dv = _gather_gradients(call, gradients)
     num_copies = call.num_copies(num_key_heads)
     if num_copies > 1:
@@ -387,174 +395,144 @@ def _pad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
     return F.pad(tensor, (0, head_dim - tensor.shape[-1])) if tensor.shape[-1] < head_dim else tensor
 
 
-def _resume_for_result(generator: Generator[None, None, T]) -> T:
-    """Return the value of a generator that has yielded."""
-    try:
-        next(generator)
-    except StopIteration as stop:
-        return stop.value
-    raise AssertionError("it yields once")
-
-
-def _run_without_overlap(generator: Generator[None, None, T]) -> T:
-    """Return the value of a generator that was not started."""
-    next(generator)
-    return _resume_for_result(generator)
-
-
-def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
-    """Attend to the keys of all ring ranks, which pass K and V around; return out (T, Hq, D) and lse (Hq, T).
-
-    A generator: it yields once, after starting its first exchange, and returns when it is resumed.
-    """
-    if call.gathers_keys:
-        return (yield from _gather_forward(call, q, k, v))
-    ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
-    key_dim = k.shape[-1]
-    kv = torch.cat([k, v], dim=-1)
-    wait_for_kv = start_ring_transfer(kv, ring) if ring_size > 1 else None
-    yield
-    own_out, lse = call.kernel.fwd(q, k, v, call.causal_block(call.layout.sharded))
-    if wait_for_kv is None:
-        return own_out, lse
-    out = own_out.to(lse.dtype)
-    for hops in range(1, ring_size):
-        kv = wait_for_kv()
-        if hops + 1 < ring_size:
-            wait_for_kv = start_ring_transfer(kv, ring)
-        k, v = kv[..., :key_dim], kv[..., key_dim:]
-        out, lse = _merge_received_keys(call, hops, q, k, v, (out, lse))
-    return out.to(own_out.dtype), lse
-
-
-def _merge_received_keys(
-    call: Call, hops: int, q: Tensor, k: Tensor, v: Tensor, result: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Attend to K and V that were received after ``hops`` transfers, and merge into ``result``, the out and lse."""
-    layout = call.layout
-    if call.keys_come_from_lower_rank(hops):
-        # All queries see the keys in first chunks, and none sees those in second chunks.
-        rows = layout.first_chunks
-        block = call.full_block(layout.sharded, layout.chunk)
-        return merge_outputs(*result, *call.kernel.fwd(q, k[rows], v[rows], block))
-    # Queries in second chunks see all of these keys, and queries in first chunks see none.
-    rows = layout.second_chunks
-    block = call.full_block(layout.chunk, layout.sharded)
-    return _merge_into_rows(*result, rows, call.kernel.fwd(q[rows], k, v, block))
-
-
-def _merge_into_rows(
-    out: Tensor, lse: Tensor, queries: Tensor, block_result: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Merge the output and lse of a block, whose queries are the tokens ``queries``, into those of all tokens."""
-    merged, merged_lse = merge_outputs(out[queries], lse[:, queries], *block_result)
-    return out.index_copy(0, queries, merged), lse.index_copy(1, queries, merged_lse)
-
-
-def _ring_backward(call: Call, grad: Tensor, saved: AttentionTensors) -> Backward:
-    """Return the gradients of q, k and v of this rank's tokens, from their final out and lse.
-
-    K and V pass around the ring again. Their gradients follow one hop behind and return to the owner at the end.
-    A generator: it yields once, after starting its first exchange, and returns when it is resumed.
-    """
-    if call.gathers_keys:
-        return (yield from _gather_backward(call, grad, saved))
-    ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
-    kv = torch.cat([saved.k, saved.v], dim=-1)
-    wait_for_kv = start_ring_transfer(kv, ring) if ring_size > 1 else None
-    yield
-    own_gradients = call.kernel.bwd(grad, *saved, call.causal_block(call.layout.sharded))
-    if wait_for_kv is None:
-        return own_gradients
-    own_dq, *own_dkv = own_gradients
-    dq = own_dq.to(saved.lse.dtype)
-    dkv = torch.cat(own_dkv, dim=-1).to(saved.lse.dtype)
-    for hops in range(1, ring_size):
-        kv = wait_for_kv()
-        # The gradients of these keys so far arrive while this rank computes its own part of them.
-        wait_for_dkv = start_ring_transfer(dkv, ring)
-        if hops + 1 < ring_size:
-            wait_for_kv = start_ring_transfer(kv, ring)
-        query_rows, key_rows, (block_dq, *block_dkv) = _received_gradients(call, hops, grad, saved, kv)
-        dq = _add_to_rows(dq, query_rows, block_dq)
-        dkv = _add_to_rows(wait_for_dkv(), key_rows, torch.cat(block_dkv, dim=-1))
-    dkv = start_ring_transfer(dkv, ring)()  # home to the rank of the keys
-    dk, dv = _split_kv(dkv, saved.k.shape[-1])
-    return dq.to(saved.q.dtype), dk.to(saved.q.dtype), dv.to(saved.q.dtype)
-
-
 def _split_kv(kv: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
     """Return K and V, or their gradients, (T, H, D) each, which are exchanged side by side."""
     return kv[..., :key_dim], kv[..., key_dim:]
 
 
-def _received_gradients(
-    call: Call, hops: int, grad: Tensor, saved: AttentionTensors, kv: Tensor
-) -> tuple[Tensor | None, Tensor | None, Gradients]:
-    """Return the gradients of this rank's queries, and of K and V that were received after ``hops`` transfers.
+def _ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, overlap: Callable[[], None]) -> tuple[Tensor, Tensor]:
+    """Return out (T, Hq, D) and lse (Hq, T) of this rank's queries, over the keys of all ring ranks.
 
-    They come after the rows of the queries and of the keys that have gradients; None means all rows. Which queries see
-    which keys: as in ``_merge_received_keys``.
+    K and V of every rank travel around the ring, from each rank to the next; each rank attends to what it receives.
     """
-    layout = call.layout
-    q, _, _, out, lse = saved
-    k, v = _split_kv(kv, saved.k.shape[-1])
-    if call.keys_come_from_lower_rank(hops):
-        rows = layout.first_chunks
-        block = call.full_block(layout.sharded, layout.chunk)
-        return None, rows, call.kernel.bwd(grad, q, k[rows], v[rows], out, lse, block)
-    rows = layout.second_chunks
-    block = call.full_block(layout.chunk, layout.sharded)
-    return rows, None, call.kernel.bwd(grad[rows], q[rows], k, v, out[rows], lse[:, rows], block)
-
-
-def _add_to_rows(total: Tensor, rows: Tensor | None, part: Tensor) -> Tensor:
-    """Add ``part`` to these rows of a sum, or to all with None; the sum's memory may be reused."""
-    if rows is None:
-        return total.add_(part)
-    return total.index_add(0, rows, part.to(total.dtype))
-
-
-def _gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Forward:
-    """``_ring_forward`` with K and V of all ring ranks gathered at once."""
-    key_dim = k.shape[-1]
-    wait_for_kv = start_all_gather(torch.cat([k, v], dim=-1), call.parallel.ring)
-    yield
-    own_out, lse = call.kernel.fwd(q, k, v, call.causal_block(call.layout.sharded))
+    if call.gathers_keys:
+        return _gather_forward(call, q, k, v, overlap)
+    ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
+    own_block = call.causal_block(call.layout.sharded)
+    if ring_size == 1:
+        overlap()
+        return call.kernel.fwd(q, k, v, own_block)
+    wait_for_kv = start_ring_transfer(torch.cat([k, v], dim=-1), ring)
+    overlap()
+    own_out, lse = call.kernel.fwd(q, k, v, own_block)
     out = own_out.to(lse.dtype)
-    gathered_kv = wait_for_kv()
-    for queries, documents, rows in call.layout.gathered:
-        kv = gathered_kv[rows]
-        block = call.full_block(call.layout.chunk, documents)
-        block_result = call.kernel.fwd(q[queries], kv[..., :key_dim], kv[..., key_dim:], block)
-        out, lse = _merge_into_rows(out, lse, queries, block_result)
+    for num_hops in range(1, ring_size):
+        kv = wait_for_kv()
+        if num_hops + 1 < ring_size:  # pass K and V on while this rank attends to them
+            wait_for_kv = start_ring_transfer(kv, ring)
+        out, lse = _merge_keys(call, call.keys_after(num_hops), q, kv, (out, lse))
     return out.to(own_out.dtype), lse
 
 
-def _gather_backward(call: Call, grad: Tensor, saved: AttentionTensors) -> Backward:
-    """``_ring_backward`` with K and V of all ring ranks gathered at once."""
+def _merge_keys(
+    call: Call, visible: VisibleKeys, q: Tensor, kv: Tensor, result: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the output and lse of this rank's queries, merged from ``result`` and their attention to received keys.
+
+    Args:
+        kv: (received tokens, Hkv, D of k and v side by side).
+        result: out (T, Hq, D) and lse (Hq, T) over other keys; out in the precision of lse.
+    """
+    out, lse = result
+    queries = visible.queries
+    k, v = _split_kv(kv, key_dim=q.shape[-1])
+    block_result = call.kernel.fwd(q[queries], k[visible.keys], v[visible.keys], call.full_block(visible))
+    merged, merged_lse = merge_outputs(out[queries], lse[:, queries], *block_result)
+    if isinstance(queries, slice):  # all queries
+        return merged, merged_lse
+    return out.index_copy(0, queries, merged), lse.index_copy(1, queries, merged_lse)
+
+
+def _ring_backward(call: Call, grad: Tensor, saved: AttentionTensors, overlap: Callable[[], None]) -> Gradients:
+    """Return the gradients of q, k and v of this rank's tokens, from the gradient of their output (T, Hq, D).
+
+    K and V travel around the ring again. Behind them travel the sums of their gradients: each rank adds its part, and
+    the last transfer takes the sums to the rank of the keys.
+    """
+    if call.gathers_keys:
+        return _gather_backward(call, grad, saved, overlap)
+    ring, ring_size = call.parallel.ring, call.parallel.split.ring_size
+    own_block = call.causal_block(call.layout.sharded)
+    if ring_size == 1:
+        overlap()
+        return call.kernel.bwd(grad, *saved, own_block)
+    wait_for_kv = start_ring_transfer(torch.cat([saved.k, saved.v], dim=-1), ring)
+    overlap()
+    own_dq, own_dk, own_dv = call.kernel.bwd(grad, *saved, own_block)
+    sum_dtype = saved.lse.dtype  # float32 for inputs of 16 bits
+    dq = own_dq.to(sum_dtype)
+    dkv = torch.cat([own_dk, own_dv], dim=-1).to(sum_dtype)
+    for num_hops in range(1, ring_size):
+        kv = wait_for_kv()
+        # The sums of the ranks before this one, for the keys in ``kv``, arrive while this rank computes its part.
+        wait_for_dkv = start_ring_transfer(dkv, ring)
+        if num_hops + 1 < ring_size:
+            wait_for_kv = start_ring_transfer(kv, ring)
+        visible = call.keys_after(num_hops)
+        block_dq, block_dkv = _block_gradients(call, visible, grad, saved, kv)
+        _add_to_rows(dq, visible.queries, block_dq)
+        dkv = wait_for_dkv()
+        _add_to_rows(dkv, visible.keys, block_dkv)
+    wait_for_own_dkv = start_ring_transfer(dkv, ring)
+    dk, dv = _split_kv(wait_for_own_dkv(), saved.k.shape[-1])
+    dtype = saved.q.dtype
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def _block_gradients(
+    call: Call, visible: VisibleKeys, grad: Tensor, saved: AttentionTensors, kv: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients that the attention of some queries to received keys contributes.
+
+    Args:
+        grad: gradient of the output of all of this rank's queries.
+        kv: (received tokens, Hkv, D of k and v side by side).
+
+    Returns:
+        dq of the queries in ``visible``; dk and dv, side by side as in ``kv``, of the keys in ``visible``.
+    """
+    queries = visible.queries
+    k, v = _split_kv(kv, saved.k.shape[-1])
+    inputs = saved.q[queries], k[visible.keys], v[visible.keys]
+    final_out, final_lse = saved.out[queries], saved.lse[:, queries]
+    dq, dk, dv = call.kernel.bwd(grad[queries], *inputs, final_out, final_lse, call.full_block(visible))
+    return dq, torch.cat([dk, dv], dim=-1)
+
+
+def _add_to_rows(total: Tensor, rows: Rows, part: Tensor) -> None:
+    """Add ``part`` to some rows of ``total``, in place."""
+    if isinstance(rows, slice):
+        total[rows].add_(part)
+    else:
+        total.index_add_(0, rows, part.to(total.dtype))
+
+
+def _gather_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, overlap: Callable[[], None]) -> tuple[Tensor, Tensor]:
+    """Do the same as ``_ring_forward``, but gather K and V of all ring ranks at once."""
+    wait_for_kv = start_all_gather(torch.cat([k, v], dim=-1), call.parallel.ring)
+    overlap()
+    own_out, lse = call.kernel.fwd(q, k, v, call.causal_block(call.layout.sharded))
+    out = own_out.to(lse.dtype)
+    gathered_kv = wait_for_kv()
+    for visible in call.layout.of_all_ranks:
+        out, lse = _merge_keys(call, visible, q, gathered_kv, (out, lse))
+    return out.to(own_out.dtype), lse
+
+
+def _gather_backward(call: Call, grad: Tensor, saved: AttentionTensors, overlap: Callable[[], None]) -> Gradients:
+    """Do the same as ``_ring_backward``, but gather K and V of all ring ranks at once."""
     # Gathered again, not saved: sequence parallelism is to avoid keeping K and V of all ranks and all layers.
     wait_for_kv = start_all_gather(torch.cat([saved.k, saved.v], dim=-1), call.parallel.ring)
-    yield
+    overlap()
     own_dq, own_dk, own_dv = call.kernel.bwd(grad, *saved, call.causal_block(call.layout.sharded))
-    dq, gathered_dkv = _gathered_gradients(call, grad, saved, wait_for_kv(), own_dq)
-    dk, dv = _split_kv(reduce_scatter_rows(gathered_dkv, call.parallel.ring), saved.k.shape[-1])
-    dtype = saved.q.dtype
-    return dq.to(dtype), (own_dk + dk).to(dtype), (own_dv + dv).to(dtype)
-
-
-def _gathered_gradients(
-    call: Call, grad: Tensor, saved: AttentionTensors, gathered_kv: Tensor, own_dq: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return ``own_dq`` plus the queries' gradients from the gathered keys, and the gradients of gathered K and V."""
+    gathered_kv = wait_for_kv()
     sum_dtype = saved.lse.dtype
     dq = own_dq.to(sum_dtype)
     gathered_dkv = torch.zeros_like(gathered_kv, dtype=sum_dtype)
-    for queries, documents, rows in call.layout.gathered:
-        k, v = _split_kv(gathered_kv[rows], saved.k.shape[-1])
-        seen = AttentionTensors(saved.q[queries], k, v, saved.out[queries], saved.lse[:, queries])
-        block = call.full_block(call.layout.chunk, documents)
-        block_dq, *block_dkv = call.kernel.bwd(grad[queries], *seen, block)
-        dq = _add_to_rows(dq, queries, block_dq)
-        gathered_dkv.index_add_(0, rows, torch.cat(block_dkv, dim=-1).to(sum_dtype))
-    return dq, gathered_dkv
+    for visible in call.layout.of_all_ranks:
+        block_dq, block_dkv = _block_gradients(call, visible, grad, saved, gathered_kv)
+        _add_to_rows(dq, visible.queries, block_dq)
+        _add_to_rows(gathered_dkv, visible.keys, block_dkv)
+    dk, dv = _split_kv(reduce_scatter_rows(gathered_dkv, call.parallel.ring), saved.k.shape[-1])
+    dtype = saved.q.dtype
+    return dq.to(dtype), (own_dk + dk).to(dtype), (own_dv + dv).to(dtype)

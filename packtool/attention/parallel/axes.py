@@ -150,9 +150,6 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
     Args:
         typical_length: mean length of the samples, weighted by their tokens.
         ranks_per_node: processes of one machine.
-
-    Raises:
-        ConfigError: if the ranks cannot share the heads evenly, or sliding windows do not allow a ring.
     """
     num_ranks = options.sequence_parallel_ranks
     if num_ranks == 1:
@@ -167,7 +164,8 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
         axes, reason = _cheapest(candidates, heads, typical_length, ranks_per_node)
     else:
         axes, reason = candidates[0], "as asked"
-    if options.sequence_parallel_type in ("auto", "ulysses") and axes.ring_size > 1:
+    exchange_is_chosen = options.sequence_parallel_type in ("auto", "ulysses")  # the other types name the exchange
+    if exchange_is_chosen and axes.ring_size > 1:
         verdict = "long enough" if axes.kv_exchange == "ring" else "too short"
         chunk_tokens = _chunk_tokens(axes, typical_length)
         reason += f"; chunks of about {chunk_tokens:,} tokens are {verdict} to hide the next one's way"

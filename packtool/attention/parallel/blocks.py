@@ -247,20 +247,21 @@ def merge_outputs(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor
 
     Args:
         out, block_out: (T, Hq, D), ``out`` in float32 or float64.
-        lse, block_lse: (Hq, T), in the precision of ``out``; -inf for a query that sees no key of the block.
+        lse, block_lse: (Hq, T), log-sum-exp of the scores in the precision of ``out``; -inf for a query that sees no
+            key of the block.
 
     Returns:
         out and lse over the keys of both blocks; 0 and -inf for a query that sees no key of either.
     """
     merged_lse = torch.logaddexp(lse, block_lse)
 
-    def weight_of(lse: Tensor) -> Tensor:
-        """Return a block's share of the merged output, (T, Hq, 1)."""
-        # Without keys the weight is exp(-inf) = 0. The difference could be -inf minus -inf, which is NaN.
-        weight = torch.where(torch.isneginf(lse), lse, lse - merged_lse).exp()
-        return weight.transpose(0, 1).unsqueeze(-1)
+    def weight_of_part(part_lse: Tensor) -> Tensor:
+        """Return the weight of one block in the merged output, (T, Hq, 1): exp(part_lse - merged_lse)."""
+        # Without keys the difference could be -inf minus -inf, which is NaN; -inf makes the weight 0.
+        log_weight = torch.where(torch.isneginf(part_lse), part_lse, part_lse - merged_lse)
+        return log_weight.exp().transpose(0, 1).unsqueeze(-1)
 
-    return out * weight_of(lse) + block_out * weight_of(block_lse), merged_lse
+    return out * weight_of_part(lse) + block_out * weight_of_part(block_lse), merged_lse
 
 
 def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_dims: tuple[int, int]) -> BlockKernel:
@@ -269,9 +270,6 @@ def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_d
     Args:
         impl: value of ``--attn-impl``.
         head_dims: head size D of q and k, and that of v.
-
-    Raises:
-        ConfigError: if ``impl`` cannot compute blocks, or is unusable on this device or in this precision.
     """
     if impl not in SEQUENCE_PARALLEL_KERNELS:
         raise ConfigError(
@@ -281,11 +279,12 @@ def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_d
         )
     if impl == "varlen" and (error := needs_fast_gpu("torch's varlen", device, dtype)):
         raise ConfigError(f"--attn-impl varlen: {error.message}", error.remedy)
-    is_fast_gpu = needs_fast_gpu("flash", device, dtype) is None
-    if impl in ("auto", "varlen") and is_fast_gpu and max(head_dims) <= _MAX_CUDA_FLASH_HEAD_DIM:
+    has_cuda_flash = needs_fast_gpu("flash", device, dtype) is None and max(head_dims) <= _MAX_CUDA_FLASH_HEAD_DIM
+    if impl in ("auto", "varlen") and has_cuda_flash:
         return CudaFlashBlockKernel()
-    has_cpu_flash = device.type == "cpu" and hasattr(torch.ops.aten, _CPU_FLASH)
-    if impl != "reference" and has_cpu_flash and head_dims[0] == head_dims[1]:
+    query_dim, value_dim = head_dims
+    has_cpu_flash = device.type == "cpu" and hasattr(torch.ops.aten, _CPU_FLASH) and query_dim == value_dim
+    if impl != "reference" and has_cpu_flash:
         return CpuFlashBlockKernel()
     return MathBlockKernel()
 

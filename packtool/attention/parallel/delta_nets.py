@@ -31,48 +31,47 @@ from packtool.attention.parallel.mesh import SequenceParallel, gather_heads, sca
 from packtool.batch.shard import SequenceShard, assign_tokens
 from packtool.planning.skrull import SHARDED
 
-Recurrence = Callable[[Callable[..., Tensor], Tensor, Varlen], Tensor]
-"""Runs a layer's forward on (1, T, C) so that documents are kept apart."""
+RunIsolated = Callable[[Callable[..., Tensor], Tensor, Varlen], Tensor]
+"""Calls a layer's forward (the first argument) on packed documents (1, T, C) so that none affects another."""
 
 _SCATTER, _GATHER = False, True  # directions of _ExchangeHeads
 
 
 def run_sharded(
-    layer: nn.Module, hidden_states: Tensor, shard: SequenceShard, parallel: SequenceParallel, run: Recurrence
+    layer: nn.Module, hidden_states: Tensor, shard: SequenceShard, parallel: SequenceParallel, run: RunIsolated
 ) -> Tensor:
     """Run a gated delta net on this rank's tokens of the sharded documents; all ranks that share them call this.
 
     Args:
         layer: the complete layer, with its weights.
         hidden_states: (1, T / P, hidden).
-        run: runs a forward on (1, T, C) so that documents are kept apart.
+        run: calls a forward so that no document affects another.
 
     Returns:
         (1, T / P, hidden).
     """
     net: Any = layer
-    q, k, v, z, b, a = _projected(net, hidden_states)  # z gates the output, b and a the recurrence
-    rank_channels = _channels_by_rank(net, (q, k, v, b, a), parallel.split.size)
+    q, k, v, gate, b, a = _projected(net, hidden_states)
     # Exchange all heads of this rank's tokens, (T / P, P, C), for this rank's heads of all tokens, (T, 1, C).
-    received: Tensor = _ExchangeHeads.apply(rank_channels, parallel.group, _SCATTER)
-    # The forward of the layer's class, with a stand-in for the layer that has only this rank's heads.
-    forward = partial(type(layer).forward, _RankHeads(net, parallel.split.size, parallel.split.rank))
-    states = _run_in_order(forward, received, shard, run)
-    # Exchange back, for all heads of this rank's tokens.
-    out: Tensor = _ExchangeHeads.apply(states, parallel.group, _GATHER)
-    gated = net.norm(out.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim))
+    inputs_by_rank = _channels_by_rank(net, (q, k, v, b, a), parallel.split.size)
+    inputs: Tensor = _ExchangeHeads.apply(inputs_by_rank, parallel.group, _SCATTER)
+    # In the forward of the layer's class, ``self`` is a stand-in for the layer that has only this rank's heads.
+    layer_of_rank = _RankHeads(net, parallel.split.size, parallel.split.rank)
+    outputs = _run_in_document_order(partial(type(layer).forward, layer_of_rank), inputs, shard, run)
+    # Exchange this rank's heads of all tokens back for all heads of this rank's tokens.
+    out: Tensor = _ExchangeHeads.apply(outputs, parallel.group, _GATHER)
+    gated = net.norm(out.reshape(-1, net.head_v_dim), gate.reshape(-1, net.head_v_dim))
     return net.out_proj(gated.reshape(*hidden_states.shape[:2], -1))
 
 
-def _run_in_order(forward: Callable[..., Tensor], received: Tensor, shard: SequenceShard, run: Recurrence) -> Tensor:
-    """Run a forward on the tokens of all ranks, (T, 1, C), which are received rank by rank; return them like that.
-
-    Convolution and recurrence need the tokens in the order of the documents.
-    """
-    row_of_token, token_of_row = _token_order(shard, received.device)
-    documents = Varlen.of_lengths(shard.sharded_lengths, received.device)
-    states = run(forward, received[row_of_token].transpose(0, 1), documents)
-    return states[0, token_of_row].unsqueeze(1)
+def _run_in_document_order(
+    forward: Callable[..., Tensor], inputs: Tensor, shard: SequenceShard, run: RunIsolated
+) -> Tensor:
+    """Run a forward on all ranks' tokens, (T, 1, C) rank by rank; return its output, (T, 1, C'), in the same order."""
+    row_of_token, token_of_row = _token_order(shard, inputs.device)
+    documents = Varlen.of_lengths(shard.sharded_lengths, inputs.device)
+    outputs = run(forward, inputs[row_of_token].transpose(0, 1), documents)
+    return outputs[0, token_of_row].unsqueeze(1)
 
 
 def _channels_by_rank(net: Any, projections: Sequence[Tensor], num_ranks: int) -> Tensor:
@@ -98,7 +97,10 @@ def _token_order(shard: SequenceShard, device: torch.device) -> tuple[Tensor, Te
 
 
 def _projected(net: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    """Project this rank's tokens to q, k (T, Hk, Dk), v, the gate z (T, Hv, Dv), b and a (T, Hv)."""
+    """Project this rank's tokens to q, k (T, Hk, Dk), v, the output's gate (T, Hv, Dv), b and a (T, Hv).
+
+    The recurrence reads b and a: how much it writes into its state, and how fast the state decays.
+    """
     if hasattr(net, "in_proj_qkvz"):
         qkvz, ba = net.in_proj_qkvz(hidden_states), net.in_proj_ba(hidden_states)
         return tuple(tensor[0] for tensor in net.fix_query_key_value_ordering(qkvz, ba))

@@ -98,7 +98,7 @@ def _load_and_evaluate(prepared: PreparedEvaluation, progress: Progress) -> tupl
     config, reader = prepared.config, prepared.reader
     on_gpu = torch.cuda.is_available()
     spec = InputSpec.load(prepared.trained.base, reader.manifests[0].identity.media_limits, config)
-    spec = spec.keeping_media(config, reader.fingerprint)
+    spec = spec.with_media_cache(config, reader.fingerprint)
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     packing = can_be_packed(spec.config)
     if packing:

@@ -36,7 +36,7 @@ from packtool.attention.features import install_tower_hooks
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import route_towers, set_attention
 from packtool.attention.support import refuse_unsupported
-from packtool.batch.spec import InputSpec, auto_class, weights_in_one_piece
+from packtool.batch.spec import InputSpec, auto_class, without_zero3
 from packtool.config.commands import EvalConfig, VerifyConfig
 from packtool.config.model import QuantizationOptions
 from packtool.config.train import TrainConfig
@@ -223,7 +223,7 @@ def route_attention(
 @quiet_transformers()
 def model_without_weights(config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
     """Return the model made trainable, on the meta device: this takes about a second, and no memory."""
-    with weights_in_one_piece(), torch.device("meta"):
+    with without_zero3(), torch.device("meta"):
         model = auto_class(model_config).from_config(model_config, dtype=loaded_dtype(dtype, model_config, config))
         return make_trainable(model, config)
 
@@ -231,7 +231,7 @@ def model_without_weights(config: TrainConfig, model_config: PreTrainedConfig, d
 def input_spec(run: Run) -> InputSpec:
     """Return the model's properties that collation needs."""
     spec = InputSpec.load(run.source.files.directory, run.source.media_limits, run.config)
-    spec = spec.keeping_media(run.config, run.state.cache)
+    spec = spec.with_media_cache(run.config, run.state.cache)
     return dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
 
 

@@ -485,11 +485,11 @@ def _stage_problems(recipe: Recipe, inputs: Inputs) -> list[str]:
         if number + 1 == len(recipe.stages):  # the last stage ends with the run
             if previous_end >= max_steps:
                 problems.append(f"{key}: the run ends after step {max_steps:,} (--max-steps), before this stage begins")
-        elif not stage.end:
+        elif not stage.end_text:
             problems.append(f"{key}.until is missing: with --max-steps, every stage but the last needs its end")
         elif end <= previous_end:
             problems.append(
-                f"{key}.until: {stage.end} is step {end:,}, not after step {previous_end:,}, where the "
+                f"{key}.until: {stage.end_text} is step {end:,}, not after step {previous_end:,}, where the "
                 "previous stage ends"
             )
         previous_end = end
