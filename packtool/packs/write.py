@@ -287,7 +287,7 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     Mismatches of caches, plan and options are reported before anything is written.
     """
     reader = CacheReader.open(config.cached_dataset, config.split, copies=LocalCopies.of(config))
-    _load_spec(config, reader.manifests[0])  # raises if the model cannot be read
+    _load_spec(config, reader.manifests[0])  # the spec is not used here, but an error is raised before packing
     packing = _pack_samples(config, reader)
     samples = packing.samples
     if config.format == "megatron":
@@ -315,7 +315,7 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
         filtered=packing.num_filtered,
         tokens=int(reader.index.length[samples].sum()),
         target_tokens=int(reader.index.target_tokens[samples].sum()),
-        packing_length=packing.max_tokens,
+        packing_length=packing.packing_length,
         num_files=len(files),
     )
     storage.publish(storage.join(directory, PACKS_MANIFEST_NAME), _manifest(config, reader, summary, files))
@@ -379,7 +379,7 @@ class _Packing(NamedTuple):
 
     samples: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
-    max_tokens: int
+    packing_length: int
     num_filtered: int
 
 
@@ -397,7 +397,7 @@ def _pack_samples(config: PackConfig, reader: CacheReader) -> _Packing:
     capacity = config.packing_length or max_length
     plan = pack(lengths[kept], capacity, config, seed=config.seed, media_tokens=reader.index.media_tokens[kept])
     samples = kept[plan.samples]  # the plan numbers only the kept samples
-    return _Packing(samples, plan.offsets, max_tokens=capacity, num_filtered=len(lengths) - len(kept))
+    return _Packing(samples, plan.offsets, packing_length=capacity, num_filtered=len(lengths) - len(kept))
 
 
 def _read_packing(path: str, reader: CacheReader) -> _Packing:
@@ -407,7 +407,7 @@ def _read_packing(path: str, reader: CacheReader) -> _Packing:
         problem = f"--plan {path} has shared prefixes, which packs in files cannot have"
         raise ConfigError(problem, _SHARED_REMEDY)
     num_filtered = len(reader) - len(np.unique(saved.samples))
-    return _Packing(saved.samples, saved.offsets, max_tokens=saved.capacity, num_filtered=num_filtered)
+    return _Packing(saved.samples, saved.offsets, packing_length=saved.capacity, num_filtered=num_filtered)
 
 
 def _load_spec(config: PackConfig, manifest: Manifest) -> InputSpec:
@@ -443,14 +443,14 @@ def _write_file(job: _FileJob) -> dict[str, Any]:
     reader = CacheReader.open(config.cached_dataset, config.split, copies=LocalCopies.of(config))
     spec = _load_spec(config, reader.manifests[0])
     path = storage.join(config.output_dir, job.name)
-    file = AtomicFile(path)  # appears under its path on commit
+    file = AtomicFile(path)  # appears under its path on commit, or is discarded
     sink = HashingSink(file)
     packs = _read_packs(job, reader, spec)
     try:
         if config.format in ("webdataset", "energon"):
             index = _write_tar(sink, packs)
             if config.format == "energon":
-                storage.publish(f"{path}.idx", index)
+                storage.publish(f"{path}.idx", index)  # before the tar file, which is never without it
         elif config.format == "megatron":
             _write_table(sink, packs, _MEGATRON_SCHEMA, _megatron_row, group_size=_MEGATRON_GROUP_SIZE)
         else:

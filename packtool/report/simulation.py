@@ -85,7 +85,7 @@ def _warnings(simulation: Simulation) -> list[str]:
         warnings.append("*: times ignore that some steps run out of memory; column 'out of memory' counts these steps.")
     if num_left_out := simulation.num_left_out:
         counts = f"{num_left_out:,} of {num_left_out + simulation.num_sequences:,} sequences"
-        limit = f"{simulation.options.longest:,} tokens or --max-length"
+        limit = f"{simulation.options.longest_trainable:,} tokens or --max-length"
         warnings.append(f"{counts} were left out: they are longer than {limit}.")
     num_dominated, size = simulation.num_dominated_steps, simulation.options.sequence_parallel_size
     larger_size = 2 * size
@@ -259,7 +259,7 @@ def _drawn_gpus(timing: Timing, step: int) -> dict[int, str]:
         return {gpu: f"GPU {gpu}" for gpu in range(num_gpus)}
     names = {gpu: f"GPU {gpu}" for gpu in range(_NUM_FIRST_GPUS)}
     # GPUs by finish time; if these are equal, by computing time (the last key of lexsort has precedence).
-    gpus_by_time = np.lexsort((timing.busy[step], timing.device_seconds[step]))
+    gpus_by_time = np.lexsort((timing.busy_seconds[step], timing.device_seconds[step]))
     slowest, fastest = int(gpus_by_time[-1]), int(gpus_by_time[0])
     names[slowest] = f"GPU {slowest:,}, slowest"
     names[fastest] = f"GPU {fastest:,}, fastest"

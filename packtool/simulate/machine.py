@@ -36,7 +36,7 @@ from packtool.simulate.hardware import Hardware
 
 Seconds = npt.NDArray[np.float64]
 
-_GATHERED = 4
+_GATHERED_COPIES = 4
 """Memory of all-gather for each token of the group in a layer, in units of ``kv_bytes``: K and V, a copy of the visible
 ones, and gradients of 32 bits. The other ways need less, and are charged as much."""
 
@@ -77,7 +77,7 @@ class SimulatedSchedule:
         placement: int64 (K,), the rank of its micro-batch that each sequence is local to, or ``SHARDED``.
         micro_batch_of: int64 (K,), the micro-batch of each sequence, ascending.
         micro_batch_steps: int64 (C,), step of each micro-batch, ascending.
-        micro_batch_num_ranks: int64 (C,), devices that share each micro-batch, N.
+        micro_batch_num_devices: int64 (C,), devices that share each micro-batch, N.
         micro_batch_first_device: int64 (C,), the first of these; the others follow it.
     """
 
@@ -88,7 +88,7 @@ class SimulatedSchedule:
     placement: Int64Array
     micro_batch_of: Int64Array
     micro_batch_steps: Int64Array
-    micro_batch_num_ranks: Int64Array
+    micro_batch_num_devices: Int64Array
     micro_batch_first_device: Int64Array
 
     @property
@@ -98,12 +98,12 @@ class SimulatedSchedule:
     @cached_property
     def row_starts(self) -> Int64Array:
         """int64 (C,): the first row of each micro-batch."""
-        return np.cumsum(self.micro_batch_num_ranks) - self.micro_batch_num_ranks
+        return np.cumsum(self.micro_batch_num_devices) - self.micro_batch_num_devices
 
     @cached_property
     def row_micro_batches(self) -> Int64Array:
         """int64 (R,): the micro-batch of each row."""
-        return np.repeat(np.arange(self.num_micro_batches), self.micro_batch_num_ranks)
+        return np.repeat(np.arange(self.num_micro_batches), self.micro_batch_num_devices)
 
     @cached_property
     def row_keys(self) -> Int64Array:
@@ -114,9 +114,9 @@ class SimulatedSchedule:
         return self.micro_batch_steps[batches] * self.num_devices + devices
 
     @cached_property
-    def row_num_ranks(self) -> Seconds:
+    def row_num_devices(self) -> Seconds:
         """float64 (R,): devices that share the micro-batch of each row."""
-        return self.micro_batch_num_ranks[self.row_micro_batches].astype(np.float64)
+        return self.micro_batch_num_devices[self.row_micro_batches].astype(np.float64)
 
     def sum_local(self, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """Sum values (K,) of the sequences local to each row's device; (R,)."""
@@ -133,7 +133,7 @@ class SimulatedSchedule:
 
     def sum_by_row(self, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """Sum values (K,) of the local sequences and of the device's equal share of the sharded ones; (R,)."""
-        return self.sum_local(values) + self.sum_sharded(values) / self.row_num_ranks
+        return self.sum_local(values) + self.sum_sharded(values) / self.row_num_devices
 
     @cached_property
     def rounds(self) -> Int64Array:
@@ -152,7 +152,7 @@ class Timing:
     Args:
         local, sharded: (R,), seconds of the sequences local to each rank, and of the shards.
         exposed: (R,), seconds of exchanges that no attention hides.
-        ranks: (R,), seconds until each rank is done.
+        row_seconds: (R,), seconds until each rank is done.
         memory, tokens: (R,), bytes and tokens on each rank.
         synchronisation: seconds of gradients and weights, once a step.
         is_lock_step: each device begins its next micro-batch together with all others.
@@ -162,7 +162,7 @@ class Timing:
     local: Seconds
     sharded: Seconds
     exposed: Seconds
-    ranks: Seconds
+    row_seconds: Seconds
     memory: npt.NDArray[np.float64]
     tokens: npt.NDArray[np.float64]
     synchronisation: float
@@ -171,7 +171,7 @@ class Timing:
     @cached_property
     def launching(self) -> Seconds:
         """(R,): idle seconds because kernels are not launched or weights not gathered."""
-        return np.maximum(self.ranks - self.local - self.sharded - self.exposed, 0.0)
+        return np.maximum(self.row_seconds - self.local - self.sharded - self.exposed, 0.0)
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -193,14 +193,14 @@ class Timing:
         return _sums(plan.row_keys, per_row, plan.num_steps * plan.num_devices).reshape(plan.num_steps, -1)
 
     @cached_property
-    def busy(self) -> Seconds:
+    def busy_seconds(self) -> Seconds:
         """(S, W): seconds that each device computes."""
         return self.sums(self.local + self.sharded)
 
     @cached_property
     def micro_batch_seconds(self) -> Seconds:
         """(C,): until the last rank of each micro-batch is done."""
-        return np.maximum.reduceat(self.ranks, self.schedule.row_starts)
+        return np.maximum.reduceat(self.row_seconds, self.schedule.row_starts)
 
     @cached_property
     def micro_batch_starts(self) -> Seconds:
@@ -236,7 +236,9 @@ class Timing:
         """(S,): seconds of exposed exchanges on the ranks that the slowest device waits for."""
         plan = self.schedule
         # The last row of each micro-batch in this order is that of its slowest rank.
-        slowest = np.lexsort((self.ranks, plan.row_micro_batches))[plan.row_starts + plan.micro_batch_num_ranks - 1]
+        slowest = np.lexsort((self.row_seconds, plan.row_micro_batches))[
+            plan.row_starts + plan.micro_batch_num_devices - 1
+        ]
         exposed = self.sums(self.exposed[slowest][plan.row_micro_batches])
         last = self.device_seconds.argmax(axis=1)
         return np.asarray(exposed[np.arange(plan.num_steps), last] + self.synchronisation)
@@ -263,36 +265,39 @@ class Machine:
     zero_stage: int = 2
 
     def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
-        """Compute times and memory of each of the R rows of a schedule, a device's part of a micro-batch.
+        """Compute times and memory by the formulas above, for each of R rows: one device's part of a micro-batch.
 
-        ``targets``, (K,), are the labels of each sequence. The formulas are in the module's docstring.
+        ``targets``, (K,), are the labels of each sequence.
         """
-        num_ranks = schedule.row_num_ranks
-        row_tokens = schedule.sum_by_row(schedule.tokens)
+        tokens, devices_of_row = schedule.tokens, schedule.row_num_devices
+        devices_of_sequence = schedule.micro_batch_num_devices[schedule.micro_batch_of]
+        # Of each sequence, (K,):
+        local_attention_seconds = self.attention_seconds(tokens, 1)
+        sharded_attention_seconds = self.attention_seconds(tokens, devices_of_sequence)
+        window_seconds = self._window_seconds(tokens)
+
+        # Of each row, (R,):
+        row_tokens = schedule.sum_by_row(tokens)
         row_targets = schedule.sum_by_row(targets)
         linear = self.linear_seconds(row_tokens, row_targets)
         linear_per_token = np.divide(linear, row_tokens, out=np.zeros_like(row_tokens), where=row_tokens > 0)
-
-        local_tokens = schedule.sum_local(schedule.tokens)
-        local_attention = schedule.sum_local(self.attention_seconds(schedule.tokens, 1))
-        window_seconds = self._window_seconds(schedule.tokens)
-        local = linear_per_token * local_tokens + local_attention + schedule.sum_local(window_seconds)
-
-        sharded_tokens = schedule.sum_sharded(schedule.tokens)  # of all ranks of the micro-batch together
-        ranks_of_sequence = schedule.micro_batch_num_ranks[schedule.micro_batch_of]
-        sharded_attention = schedule.sum_sharded(self.attention_seconds(schedule.tokens, ranks_of_sequence))
-        sharded_linear = linear_per_token * sharded_tokens / num_ranks
-        sharded = sharded_linear + sharded_attention + schedule.sum_sharded(window_seconds) / num_ranks
-
+        local_attention = schedule.sum_local(local_attention_seconds)
+        local_linear = linear_per_token * schedule.sum_local(tokens)
+        local = local_linear + local_attention + schedule.sum_local(window_seconds)
+        sharded_tokens = schedule.sum_sharded(tokens)  # of all devices of the micro-batch together
+        sharded_attention = schedule.sum_sharded(sharded_attention_seconds)
+        sharded_linear = linear_per_token * sharded_tokens / devices_of_row
+        sharded = sharded_linear + sharded_attention + schedule.sum_sharded(window_seconds) / devices_of_row
         exposed = self._exposed_seconds(schedule, sharded_tokens, local_attention, sharded_attention)
-        min_seconds = max(self.launch_seconds, self.gather_seconds)
-        gathered_bytes = np.where(num_ranks > 1, sharded_tokens * self.sizes.kv_bytes * _GATHERED, 0.0)
+        # The CPU launches kernels, and ZeRO-3 gathers weights, while a device computes.
+        seconds = np.maximum(local + sharded + exposed, max(self.launch_seconds, self.gather_seconds))
+        gathered_bytes = np.where(devices_of_row > 1, sharded_tokens * self.sizes.kv_bytes * _GATHERED_COPIES, 0.0)
         return Timing(
             schedule=schedule,
             local=local,
             sharded=sharded,
             exposed=exposed,
-            ranks=np.where(row_tokens > 0, np.maximum(local + sharded + exposed, min_seconds), 0.0),
+            row_seconds=np.where(row_tokens > 0, seconds, 0.0),
             memory=self.state_bytes + row_tokens * self.sizes.token_bytes(recompute=self.recompute) + gathered_bytes,
             tokens=row_tokens,
             synchronisation=self.synchronisation_seconds,
@@ -314,8 +319,8 @@ class Machine:
     ) -> Seconds:
         """Compute the seconds (R,) of exchanges that attention does not hide; each argument is of rows, (R,)."""
         exposed = np.zeros(len(sharded_tokens))
-        for size in np.unique(schedule.micro_batch_num_ranks).tolist():
-            rows = schedule.row_num_ranks == size
+        for size in np.unique(schedule.micro_batch_num_devices).tolist():
+            rows = schedule.row_num_devices == size
             exposed[rows] = self.step_time(size).exposed_seconds(
                 sharded_tokens[rows], local_attention[rows], sharded_attention[rows]
             )
@@ -393,7 +398,7 @@ class Machine:
     def largest_bucket(self, sequence_parallel_size: int) -> int:
         """Compute the tokens that fit on a device besides gathered keys and values, in full thousands if any."""
         free = self.usable_bytes - self.state_bytes
-        gathered = self.sizes.kv_bytes * _GATHERED * sequence_parallel_size if sequence_parallel_size > 1 else 0
+        gathered = self.sizes.kv_bytes * _GATHERED_COPIES * sequence_parallel_size if sequence_parallel_size > 1 else 0
         tokens = int(free // (self.sizes.token_bytes(recompute=self.recompute) + gathered))
         return tokens // 1000 * 1000 if tokens >= 1000 else tokens
 

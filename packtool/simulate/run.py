@@ -142,8 +142,9 @@ class Outcome:
         """Return all figures by their names in JSON; times in seconds, memory in GB of 10^9 bytes."""
         timing, machine = self.timing, self.options.machine
         step_seconds = timing.step_seconds
-        balance = imbalance(timing.busy)  # of each step
-        micro_batches = timing.sums(np.ones(len(timing.ranks)))  # of each device in each step
+        balance = imbalance(timing.busy_seconds)  # of each step
+        num_micro_batches = timing.sums(np.ones(len(timing.row_seconds)))  # (steps, devices)
+        tokens_per_second = 1 / self.seconds_per_token
         num_padded_tokens = int(timing.schedule.tokens.sum())
         peak_flops = float(step_seconds.sum()) * machine.world_size * machine.hardware.peak
         return {
@@ -154,7 +155,7 @@ class Outcome:
             "tokens_per_step": self.num_tokens / self.num_steps,
             "step_seconds": float(step_seconds.mean()),
             "slowest_step_seconds": float(step_seconds.max()),
-            "tokens_per_second_per_device": 1 / self.seconds_per_token / machine.world_size,
+            "tokens_per_second_per_device": tokens_per_second / machine.world_size,
             "speedup": self.speedup_over(baseline),
             "mfu": float(self.flops_of_sequences.sum()) / peak_flops,
             "balance": float(balance.mean()),
@@ -163,9 +164,9 @@ class Outcome:
             "shares": timing.shares,
             "local_share": self.local_share,
             "padding_share": 1 - self.num_tokens / num_padded_tokens,
-            "micro_batches": float(micro_batches.max(axis=1).mean()),
+            "micro_batches": float(num_micro_batches.max(axis=1).mean()),
             "peak_memory_gb": float(timing.memory.max()) / 1e9,
-            "most_tokens_on_a_device": int(np.ceil(timing.tokens.max())),
+            "most_tokens_on_a_device": int(np.ceil(timing.tokens.max())),  # shares may be fractions
             "out_of_memory_steps": int(self.out_of_memory.sum()),
         }
 
@@ -178,11 +179,11 @@ def arrange(lengths: IntArray, options: SimulateOptions, targets: IntArray | Non
     if len(lengths) and int(lengths.min()) < 1:
         raise DataError(f"{int(np.count_nonzero(lengths < 1)):,} samples have no tokens.", "Remove them.")
     order = seeded_order(len(lengths), seed=options.seed, epoch=0, stream=RandomStream.SIMULATED_ORDER)
-    kept = order[lengths[order] <= options.longest]
+    kept = order[lengths[order] <= options.longest_trainable]
     if not len(kept):
         raise DataError(
-            f"No sample is left to simulate: of {len(lengths):,}, none has at most {options.longest:,} tokens, which "
-            f"{options.sequence_parallel_size} x {options.bucket_size:,} can hold.",
+            f"No sample is left to simulate: of {len(lengths):,}, none has at most {options.longest_trainable:,} tokens, "
+            f"which {options.sequence_parallel_size} x {options.bucket_size:,} can hold.",
             "Raise --bucket-size or --sequence-parallel-size.",
         )
     targets = lengths if targets is None else targets
@@ -220,7 +221,8 @@ class Simulation:
     """Outcomes, in the requested order, and their context.
 
     Args:
-        source, name: of the lengths, and the same without the folders of caches and files.
+        source: paths of the caches, or of the file of lengths, or the distribution that they are drawn from.
+        name: ``source`` without folders.
         num_sequences: available to plan from.
         num_left_out: longer than any strategy could train, or than ``--max-length``.
         seconds: of planning and timing.
@@ -286,7 +288,7 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     model, sizes = _model_of(config.model, reader)
     _check_heads(config, sizes)
     hardware = read_hardware(config.hardware)
-    # ``part_of`` copies the other fields from the config, here and in ``_options``.
+    # Here and in ``_options``, ``part_of`` copies the fields that are not given from the config.
     machine = part_of(Machine, config, sizes=sizes, hardware=hardware, recompute=config.gradient_checkpointing)
     options = _options(config, machine, model)
     lengths, targets, source = _lengths_and_targets(config, options, reader)
@@ -294,12 +296,16 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     is_allowed = lengths <= (config.max_length or np.inf)
     sequences = arrange(lengths[is_allowed], options, targets[is_allowed])
     outcomes = _simulate_with_progress(sequences, config.strategies, options, progress)
-    paths = config.cached_dataset or ((config.lengths,) if config.lengths is not None else ())
+    name = source
+    if config.cached_dataset:
+        name = names_of(config.cached_dataset)
+    elif config.lengths is not None:
+        name = names_of([config.lengths])
     return Simulation(
         outcomes=outcomes,
         options=options,
         source=source,
-        name=names_of(paths) if paths else source,
+        name=name,
         num_sequences=len(sequences),
         num_left_out=len(lengths) - len(sequences),
         model=model,
@@ -348,16 +354,16 @@ def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOp
 def _lengths_and_targets(
     config: SimulateConfig, options: SimulateOptions, reader: CacheReader | None
 ) -> tuple[IntArray, IntArray, str]:
-    """Return the tokens of each sample, its tokens with a label (all without a cache), and the source's name."""
+    """Return the tokens of each sample, those with a label, and ``Simulation.source``."""
     if reader is not None:
         return reader.index.length, reader.index.target_tokens, " ".join(config.cached_dataset)
     if config.lengths is not None:
         lengths = read_lengths(config.lengths)
         return lengths, lengths, config.lengths
     assert config.distribution is not None, "checked with the settings"
-    # Draw enough lengths to fill all steps with those that fit; typical lengths (even quantiles) give their share.
+    # Draw enough lengths to fill all steps with those that fit, and a few more; quantiles tell the share that fits.
     typical = quantiles(config.distribution, (np.arange(_NUM_TYPICAL) + 0.5) / _NUM_TYPICAL)
-    max_length = min(options.longest, config.max_length or options.longest)
+    max_length = min(options.longest_trainable, config.max_length or options.longest_trainable)
     num_fitting = int(np.count_nonzero(typical <= max_length))
     if not num_fitting:
         raise DataError(f"No sample drawn from {config.distribution} fits.", "Raise --bucket-size or --max-length.")

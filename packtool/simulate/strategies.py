@@ -27,7 +27,7 @@ from packtool.planning.steps import assign_to_lightest, divide_evenly
 from packtool.simulate.machine import Machine, SimulatedSchedule, exchange_type_of
 
 _TIME_LIMITS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, np.inf)
-"""Times for one sequence that are tried, in units of the least time of a step."""
+"""Time limits for one sequence that are tried, as multiples of the mean seconds of a device."""
 
 
 class PlacedBatch(NamedTuple):
@@ -55,31 +55,24 @@ def place_in_groups(
                            [40 by two][18][21]
                            [ 9 ][ 11 ]
 
-    A group has 2^level devices, and its first device is a multiple of that. Larger groups come first and contain the
-    smaller ones, so that devices begin each sequence together. A sequence gets the smallest group that holds it (or the
-    largest group) and finishes it within a time limit. Yields the placement for each of several limits. Cost: O(n W)
-    for each.
+    (numbers are tokens). A group of level l has 2^l devices. Larger groups come first and contain the smaller ones, so
+    that devices begin each sequence together. A sequence gets the smallest group that holds it and finishes it within a
+    time limit, or else the largest or fastest one. Yields the placements for several limits.
 
     ``lengths`` and ``targets``, (n,), are tokens and those with a label; a device holds ``bucket_size`` tokens.
     """
-    sizes = _group_sizes(machine.world_size)
-    # Tokens, and seconds alone on a group, by size of the group; both (levels, n).
+    sizes = _group_sizes(machine.world_size)  # by level
+    # Of each sequence alone on a group of each level, (levels, n):
     tokens = np.stack([_aligned(lengths.astype(np.int64), alignment_of(size)) for size in sizes])
-    seconds = np.stack(
-        [
-            _seconds_in_group(level_tokens, targets, size, machine)
-            for level_tokens, size in zip(tokens, sizes, strict=True)
-        ]
-    )
-    smallest_fitting = _first_true(tokens <= bucket_size * np.array(sizes)[:, None], default=len(sizes) - 1)
-    # Mean seconds of a device if no sequence is shared.
-    mean_device_seconds = seconds[0].sum() / machine.world_size
+    seconds = np.stack([_seconds_in_group(tokens[level], targets, size, machine) for level, size in enumerate(sizes)])
+    group_buckets = bucket_size * np.array(sizes)
+    min_fitting_level = _first_true(tokens <= group_buckets[:, None], default=len(sizes) - 1)
+    unshared_device_seconds = seconds[0].sum() / machine.world_size  # mean, if no sequence is shared
     previous_levels = None
-    for limit in _TIME_LIMITS:
-        is_quick = seconds <= limit * mean_device_seconds
-        # Sequences that no group finishes in time get the group on which they are fastest.
-        smallest_quick = _first_true(is_quick, default=seconds.argmin(axis=0))
-        levels = np.maximum(smallest_fitting, smallest_quick)
+    for multiple in _TIME_LIMITS:
+        is_quick = seconds <= multiple * unshared_device_seconds
+        min_quick_level = _first_true(is_quick, default=seconds.argmin(axis=0))
+        levels = np.maximum(min_fitting_level, min_quick_level)
         if previous_levels is None or (levels != previous_levels).any():
             yield _place_on_levels(levels, seconds, tokens, sizes, bucket_size, machine.world_size)
         previous_levels = levels
@@ -130,7 +123,7 @@ def _place_on_levels(
         at_level = np.flatnonzero(levels == level)
         slowest_first = at_level[np.argsort(-seconds[level, at_level], kind="stable")]
         for sample in slowest_first.tolist():
-            # All devices of a group have equal work so far, so its first device stands for all.
+            # Larger groups contain all of a smaller one, whose devices have equal work so far: that of the first.
             group = int(device_seconds[::size].argmin())
             samples_of_group[group].append(sample)
             device_seconds[group * size : (group + 1) * size] += seconds[level, sample]
@@ -214,7 +207,7 @@ class SimulateOptions(StrategyOptions):
         return SkrullOptions(bucket_size=bucket_size, sequence_parallel_size=size, alignment=alignment, times=times)
 
     @property
-    def longest(self) -> int:
+    def longest_trainable(self) -> int:
         """Tokens of the longest sequence that any strategy could train."""
         return self.skrull.max_length
 
@@ -233,7 +226,7 @@ def alignment_of(num_ranks: int) -> int:
 
 
 def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    """Schedule ``sequences`` by a strategy; their order is random, and none is longer than ``options.longest``.
+    """Schedule ``sequences`` by a strategy; they are in random order, none above ``options.longest_trainable`` tokens.
 
     The schedule has at most ``options.num_steps`` steps: the first full ones, or one partial step if none is full.
     """
@@ -258,7 +251,7 @@ def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions)
 
 def _sorted_order(sequences: Sequences, options: SimulateOptions) -> Int64Array:
     """Return the order of the sequences, (N,), in which each step has sequences of similar lengths."""
-    rows = pack_singletons(sequences.lengths, options.longest, seed=options.seed, shuffle=False)
+    rows = pack_singletons(sequences.lengths, options.longest_trainable, seed=options.seed, shuffle=False)
     return group_by_length(rows, options.sequences_per_step).samples
 
 
@@ -289,23 +282,24 @@ def _equal_tokens(sequences: Sequences, options: SimulateOptions, num_groups: in
 def _equal_work(sequences: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
     """Yield packs of a step's sequences of about equal work, attention included; each group gets equally many packs.
 
-    As in WLB-LLM (Wang et al. 2025, arXiv 2503.17924), without its queue for outliers, which changes steps.
+    As in WLB-LLM (Wang et al. 2025, arXiv 2503.17924), but no sequence moves to a later step.
     """
-    size = options.machine.world_size // num_groups  # devices of a group
-    capacity = options.packing_length * size
-    times, cost = options.machine.step_time(size), options.machine.sizes.cost
-    tokens = _aligned(sequences.lengths.astype(np.int64), alignment_of(size))
+    group_size = options.machine.world_size // num_groups
+    capacity = options.packing_length * group_size
+    cost = options.machine.sizes.cost
+    tokens = _aligned(sequences.lengths.astype(np.int64), alignment_of(group_size))
     flops = cost(tokens, cost.attention(tokens), sequences.targets)
-    work = [load.flops for load in times.loads(tokens, flops, size)]
-    sizes = np.minimum(tokens, capacity).tolist()  # a longer sequence gets a pack of its own
+    work, _ = options.machine.step_time(group_size).work(tokens, flops, group_size)
+    capped_tokens = np.minimum(tokens, capacity).tolist()  # a longer sequence gets a pack of its own
     # The fewest packs per group in which all sequences fit.
     packs: list[list[int]] | None = None
-    packs_per_group = math.ceil(sum(sizes) / (capacity * num_groups))
+    packs_per_group = math.ceil(sum(capped_tokens) / (capacity * num_groups))
     while packs is None:
-        packs = divide_evenly(sizes, work, packs_per_group * num_groups, capacity)
+        packs = divide_evenly(capped_tokens, work.tolist(), packs_per_group * num_groups, capacity)
         packs_per_group += 1
     for number, pack in enumerate(packs):
-        yield PlacedBatch(number % num_groups * size, size, np.array(sorted(pack), np.int64))
+        group = number % num_groups
+        yield PlacedBatch(group * group_size, group_size, np.array(sorted(pack), np.int64))
 
 
 def _skrull(sequences: Sequences, options: SimulateOptions, num_groups: int) -> Iterator[PlacedBatch]:
@@ -346,7 +340,7 @@ def schedule_of(
         first_sequences = np.cumsum(num_sequences) - num_sequences
         longest = np.maximum.reduceat(tokens, first_sequences)  # of each micro-batch
         tokens = longest[micro_batch_of]
-    # A shared sequence is padded to two equal chunks for each device, see ``alignment_of``.
+    # A sharded sequence is padded to two equal chunks for each device.
     sharded_tokens = _aligned(tokens, alignment=2 * num_devices[micro_batch_of])
     return SimulatedSchedule(
         num_devices=options.machine.world_size,
@@ -356,7 +350,7 @@ def schedule_of(
         placement=placement,
         micro_batch_of=micro_batch_of,
         micro_batch_steps=steps,
-        micro_batch_num_ranks=num_devices,
+        micro_batch_num_devices=num_devices,
         micro_batch_first_device=np.array([batch.first_device for batch in nonempty], dtype=np.int64),
     )
 

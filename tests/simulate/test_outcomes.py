@@ -93,8 +93,8 @@ def test_one_sharded_sequence() -> None:
     for share in (1 / 3.5, 2.5 / 3.5):
         exposed += max(24 * link.collective_seconds(num_bytes, 8) - share * attention / 8, 0)
     assert timing.exposed == pytest.approx(np.full(8, exposed))
-    assert timing.ranks == pytest.approx(np.full(8, flops / (989e12 * 0.8) + attention + exposed))
-    assert timing.step_seconds[0] == pytest.approx(timing.ranks[0] + timing.synchronisation)
+    assert timing.row_seconds == pytest.approx(np.full(8, flops / (989e12 * 0.8) + attention + exposed))
+    assert timing.step_seconds[0] == pytest.approx(timing.row_seconds[0] + timing.synchronisation)
     assert timing.waited_seconds[0] == pytest.approx(exposed + timing.synchronisation)
 
 
@@ -169,15 +169,15 @@ def test_every_strategy_trains_each_sequence_once(name: StrategyName, data: str)
     assert sorted(result.samples.tolist()) == list(range(3 * 256))
     assert (result.tokens >= sequences.lengths[result.samples]).all()
     assert (np.diff(result.micro_batch_of) >= 0).all()
-    assert result.micro_batch_of.max() < result.num_micro_batches == len(result.micro_batch_num_ranks)
+    assert result.micro_batch_of.max() < result.num_micro_batches == len(result.micro_batch_num_devices)
     assert np.bincount(result.micro_batch_steps[result.micro_batch_of]).tolist() == [256, 256, 256]
     if name != "sorted":
         # The order of the optimizer's steps is nobody's to change.
         assert (result.samples // 256 == result.micro_batch_steps[result.micro_batch_of]).all()
     # Local sequences lie on a rank of their micro-batch, and this on devices that there are.
-    ranks = result.micro_batch_num_ranks[result.micro_batch_of]
+    ranks = result.micro_batch_num_devices[result.micro_batch_of]
     assert ((result.placement >= SHARDED) & (result.placement < ranks)).all()
-    assert (result.micro_batch_first_device + result.micro_batch_num_ranks <= result.num_devices).all()
+    assert (result.micro_batch_first_device + result.micro_batch_num_devices <= result.num_devices).all()
 
 
 @settings(max_examples=40)
@@ -211,9 +211,9 @@ def test_no_strategy_beats_perfect_balance_or_loses_work(
     hardware = cluster.hardware
     ideal = cluster.sizes.cost(plan.tokens, 0 * plan.tokens, sequences.targets[plan.samples]) / hardware.matmul_share
     ideal = (ideal + cluster.sizes.cost.per_square * plan.tokens.astype(float) ** 2 / hardware.attention_share).sum()
-    assert timing.busy.sum() >= ideal / hardware.peak * (1 - 1e-9)
-    assert (timing.step_seconds >= timing.busy.mean(axis=1) + timing.synchronisation - 1e-12).all()
-    assert (timing.device_seconds >= timing.busy - 1e-12).all()
+    assert timing.busy_seconds.sum() >= ideal / hardware.peak * (1 - 1e-9)
+    assert (timing.step_seconds >= timing.busy_seconds.mean(axis=1) + timing.synchronisation - 1e-12).all()
+    assert (timing.device_seconds >= timing.busy_seconds - 1e-12).all()
     shares = timing.shares
     assert sum(shares.values()) == pytest.approx(1)
     assert min(shares.values()) >= 0
@@ -274,7 +274,7 @@ def test_sharded_weights_save_memory_and_run_in_lock_step() -> None:
     assert sharded.largest_bucket(8) >= full_weights.largest_bucket(8)
     assert sharded.synchronisation_seconds == full_weights.synchronisation_seconds / 2
     two, six = outcomes(options(full_weights))["skrull"].timing, outcomes(options(sharded))["skrull"].timing
-    assert (six.ranks >= sharded.gather_seconds).all()
+    assert (six.row_seconds >= sharded.gather_seconds).all()
     assert (six.device_seconds >= two.device_seconds - 1e-12).all()
     # A round begins on all devices at once.
     plan = six.schedule
@@ -287,7 +287,7 @@ def test_sharded_weights_save_memory_and_run_in_lock_step() -> None:
 def test_twice_the_peak_is_half_the_computing() -> None:
     slow, fast = (outcomes(options(machine(peak_tflops=peak))) for peak in (500, 1000))
     for name in ("padded", "packed", "context-parallel"):
-        assert slow[name].timing.busy == pytest.approx(2 * fast[name].timing.busy)
+        assert slow[name].timing.busy_seconds == pytest.approx(2 * fast[name].timing.busy_seconds)
 
 
 def test_links_without_limits_cost_nothing() -> None:
@@ -345,7 +345,7 @@ def test_groups_of_one_gpu_share_nothing() -> None:
     chosen_options = options(sequence_parallel_size=1, sequences_per_rank=8)
     for result in simulate(sequences_for(chosen_options), STRATEGIES, chosen_options):
         if result.name != "dynamic-cp":
-            assert (result.timing.schedule.micro_batch_num_ranks == 1).all()
+            assert (result.timing.schedule.micro_batch_num_devices == 1).all()
             assert result.timing.exposed.sum() == 0
         assert result.title == TITLES[result.name]
 
