@@ -182,8 +182,8 @@ def arrange(lengths: IntArray, options: SimulateOptions, targets: IntArray | Non
     kept = order[lengths[order] <= options.longest_trainable]
     if not len(kept):
         raise DataError(
-            f"No sample is left to simulate: of {len(lengths):,}, none has at most {options.longest_trainable:,} tokens, "
-            f"which {options.sequence_parallel_size} x {options.bucket_size:,} can hold.",
+            f"No sample is left to simulate: of {len(lengths):,}, none has at most {options.longest_trainable:,} "
+            f"tokens, which {options.sequence_parallel_size} x {options.bucket_size:,} can hold.",
             "Raise --bucket-size or --sequence-parallel-size.",
         )
     targets = lengths if targets is None else targets
