@@ -60,9 +60,9 @@ def pack(
     lengths = check_lengths(lengths, capacity)
     # None if no pack can exceed the limit, so that packing need not look at media.
     media_tokens = check_media_tokens(media_tokens, lengths, options.max_media_tokens_per_pack, capacity)
-    if options.packing_algorithm == "binpacking":
-        return _pack_in_batches(lengths, capacity, options, seed, epoch)
     job = _Job(lengths, media_tokens, capacity, options, seed, epoch)
+    if options.packing_algorithm == "binpacking":
+        return _pack_in_batches(job)
     if options.packing_window is None or len(lengths) <= options.packing_window:
         return _pack_job(job)
     return _pack_windows(job, options.packing_window)
@@ -105,7 +105,7 @@ def pack_singletons(lengths: Lengths, capacity: int, *, seed: int, epoch: int = 
 
 
 class _Job(NamedTuple):
-    """Samples to pack by themselves; processes compute jobs of windows."""
+    """Samples to pack by themselves: all, or those of one of several parts, which processes pack."""
 
     lengths: Int32Array
     media_tokens: Int32Array | None
@@ -134,25 +134,29 @@ def _pack_job(job: _Job) -> PackPlan:
 
 
 def _pack_windows(job: _Job, window_size: int) -> PackPlan:
-    options, num = job.options, len(job.lengths)
-    keeps_order = options.packing_algorithm == "sequential"
+    num = len(job.lengths)
+    keeps_order = job.options.packing_algorithm == "sequential"
     if keeps_order:
-        windows = [np.arange(num)[start : start + window_size] for start in range(0, num, window_size)]
+        windows = np.split(np.arange(num), range(window_size, num, window_size))
     else:
         windows = draw_windows(num, window_size, seed=job.seed)
-    jobs = [_window_job(job, samples, number) for number, samples in enumerate(windows)]
-    num_proc = options.packing_num_proc if num >= _MIN_SAMPLES_FOR_PROCESSES else 1
-    plans = map_on_processes(_pack_job, jobs, num_proc)
-    order = np.concatenate([samples[plan.samples] for samples, plan in zip(windows, plans, strict=True)])
+    plan = _pack_separately(job, windows, _pack_job, _MIN_SAMPLES_FOR_PROCESSES)
+    return plan if keeps_order else _order_packs(plan, job)
+
+
+def _pack_separately(
+    job: _Job, parts: list[Int64Array], pack_part: Callable[[_Job], PackPlan], min_samples_for_processes: int
+) -> PackPlan:
+    """Pack each part of a job's samples, int64 (n,), by itself; return the packs of all parts, one after the other."""
+    jobs = []
+    for number, samples in enumerate(parts):
+        media_tokens = None if job.media_tokens is None else job.media_tokens[samples]
+        jobs.append(job._replace(lengths=job.lengths[samples], media_tokens=media_tokens, stream=of_window(number)))
+    num_proc = job.options.packing_num_proc if len(job.lengths) >= min_samples_for_processes else 1
+    plans = map_on_processes(pack_part, jobs, num_proc)
+    order = np.concatenate([samples[plan.samples] for samples, plan in zip(parts, plans, strict=True)])
     pack_sizes = np.concatenate([np.diff(plan.offsets) for plan in plans])
-    plan = build_plan(order, pack_sizes, job.lengths, job.capacity)
-    return plan if keeps_order else _order_packs(plan, options, job.seed, job.epoch)
-
-
-def _window_job(job: _Job, samples: Int64Array, number: int) -> _Job:
-    """Return the job of packing only the samples of the window with this number."""
-    media_tokens = None if job.media_tokens is None else job.media_tokens[samples]
-    return job._replace(lengths=job.lengths[samples], media_tokens=media_tokens, stream=of_window(number))
+    return build_plan(order, pack_sizes, job.lengths, job.capacity)
 
 
 def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
@@ -165,82 +169,64 @@ def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
     return [np.sort(part) for part in np.array_split(order, -(-num // window))]
 
 
-def _pack_in_batches(lengths: Int32Array, capacity: int, options: PackOptions, seed: int, epoch: int) -> PackPlan:
+def _pack_in_batches(job: _Job) -> PackPlan:
     """Pack batches of samples with ``binpacking.to_constant_volume``.
 
     The last pack of a batch, if not full, is packed again with the next batch of the same chain. A chain has
     ``BATCHES_PER_CHAIN`` batches, with any number of processes, so this number does not change the packs.
     """
-    num_samples = len(lengths)
+    num_samples, options = len(job.lengths), job.options
     order = np.arange(num_samples, dtype=np.int64)
     if options.shuffle:
         # The order is the same in all epochs, so that all have equally many packs.
-        order = seeded_order(num_samples, seed=seed, epoch=0, stream=RandomStream.BATCHES)
-    packed, pack_sizes = _pack_chains(order, lengths, capacity, options)
-    assert len(packed) == num_samples == pack_sizes.sum(), "binpacking neither loses samples nor makes empty packs"
-    plan = build_plan(packed, pack_sizes, lengths, capacity)
+        order = seeded_order(num_samples, seed=job.seed, epoch=0, stream=RandomStream.BATCHES)
+    chain_size = options.packing_batch_size * BATCHES_PER_CHAIN
+    chains = np.split(order, range(chain_size, num_samples, chain_size))
+    plan = _pack_separately(job, chains, _pack_chain, _MIN_SAMPLES_FOR_CHAIN_PROCESSES)
+    assert plan.num_samples == num_samples, "binpacking loses no samples"
     if options.shuffle:
         # Shuffle samples of equal length, so that every epoch has other packs.
         positions_longest_first = np.argsort(-plan.lengths, kind="stable")
-        stream = RandomStream.WITHIN_LENGTH_OF_BATCHES
-        samples_longest_first = seeded_order(num_samples, seed=seed, epoch=epoch, stream=stream, descending_by=lengths)
-        plan.samples[positions_longest_first] = samples_longest_first
-    return _order_packs(plan, options, seed, epoch)
+        plan.samples[positions_longest_first] = seeded_order(
+            num_samples,
+            seed=job.seed,
+            epoch=job.epoch,
+            stream=RandomStream.WITHIN_LENGTH_OF_BATCHES,
+            descending_by=job.lengths,
+        )
+    return _order_packs(plan, job)
 
 
-def _pack_chains(
-    order: Int64Array, lengths: Int32Array, capacity: int, options: PackOptions
-) -> tuple[Int64Array, Int64Array]:
-    """Pack samples (N,) in chains of batches, in this order; return samples in pack order, and the sizes of packs."""
-    chain_size = options.packing_batch_size * BATCHES_PER_CHAIN
-    chains = []
-    for start in range(0, len(order), chain_size):
-        samples = order[start : start + chain_size]
-        chains.append(_Chain(samples, lengths[samples], capacity, options.packing_batch_size))
-    num_proc = options.packing_num_proc if len(order) >= _MIN_SAMPLES_FOR_CHAIN_PROCESSES else 1
-    packed, pack_sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]  # there may be no chain
-    for chain_samples, chain_sizes in map_on_processes(_pack_chain, chains, num_proc):
-        packed.append(chain_samples)
-        pack_sizes.append(chain_sizes)
-    return np.concatenate(packed), np.concatenate(pack_sizes)
-
-
-class _Chain(NamedTuple):
-    """Samples, (n,), with their lengths, (n,), that are packed in consecutive batches."""
-
-    samples: Int64Array
-    lengths: Int32Array
-    capacity: int
-    batch_size: int
-
-
-def _pack_chain(chain: _Chain) -> tuple[Int64Array, Int64Array]:
-    """Pack the batches of a chain; return samples in pack order, (n,), and the number of samples in each pack, (K,)."""
+def _pack_chain(job: _Job) -> PackPlan:
+    """Pack samples in batches of their order, and the last pack of each batch, if not full, with the next batch."""
     # Slow to import, and rarely needed.
     from binpacking.to_constant_volume import to_constant_volume
 
-    items = list(zip(chain.samples.tolist(), chain.lengths.tolist(), strict=True))
+    batch_size = job.options.packing_batch_size
+    items = list(enumerate(job.lengths.tolist()))  # samples with their lengths
     packed: list[int] = []
     pack_sizes: list[int] = []
-    carried: list[tuple[int, int]] = []  # samples of the pack that is packed again, with their lengths
-    for start in range(0, len(items), chain.batch_size):
-        stop = start + chain.batch_size
-        packs = to_constant_volume([*carried, *items[start:stop]], chain.capacity, weight_pos=1)
+    carried: list[tuple[int, int]] = []  # items of the pack that is packed again
+    for start in range(0, len(items), batch_size):
+        stop = start + batch_size
+        packs = to_constant_volume([*carried, *items[start:stop]], job.capacity, weight_pos=1)
         carried = []
         is_last_batch = stop >= len(items)
         last_pack_tokens = sum(length for _, length in packs[-1])
-        if not is_last_batch and last_pack_tokens < chain.capacity:
+        if not is_last_batch and last_pack_tokens < job.capacity:
             carried = packs.pop()
         for pack_items in packs:
             packed += [sample for sample, _ in pack_items]
             pack_sizes.append(len(pack_items))
-    return np.array(packed, dtype=np.int64), np.array(pack_sizes, dtype=np.int64)
+    return build_plan(np.array(packed, np.int64), np.array(pack_sizes, np.int64), job.lengths, job.capacity)
 
 
-def _order_packs(plan: PackPlan, options: PackOptions, seed: int, epoch: int) -> PackPlan:
-    if not options.shuffle:
+def _order_packs(plan: PackPlan, job: _Job) -> PackPlan:
+    """Shuffle packs, or sort them by their first sample if the order is kept."""
+    if not job.options.shuffle:
         return sort_by_sample(plan)
-    return select_packs(plan, seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=RandomStream.PACK_ORDER))
+    order = seeded_order(plan.num_packs, seed=job.seed, epoch=job.epoch, stream=RandomStream.PACK_ORDER)
+    return select_packs(plan, order)
 
 
 def map_on_processes(

@@ -191,11 +191,6 @@ class _DepthFirst:
         by_tree = np.argsort(np.repeat(first_samples, tree_sizes), kind="stable")
         return cls(samples[by_tree], shared_tokens[by_tree], shared_prefixes[by_tree])
 
-    def tree(self, start: int, stop: int) -> _DepthFirst:
-        """Return a view of the tree at these positions: changes of the view change these samples."""
-        tree = slice(start, stop)
-        return _DepthFirst(self.samples[tree], self.shared_tokens[tree], self.shared_prefixes[tree])
-
     def reorder(self, positions: Int64Array) -> None:
         """Move all samples in place; ``positions``, (N,), are their old positions in the new order."""
         for values in (self.samples, self.shared_tokens, self.shared_prefixes):
@@ -377,8 +372,10 @@ def _pack_wide_trees(walk: _DepthFirst, lengths: IntArray, capacity: int) -> Non
     """
     tree_offsets = np.append(np.flatnonzero(walk.shared_tokens == 0), len(walk.samples))
     for index in np.flatnonzero(np.diff(tree_offsets) >= MIN_BRANCHES).tolist():
-        tree = walk.tree(*tree_offsets[index : index + 2].tolist())
-        _pack_wide_tree(tree, lengths[tree.samples], capacity)
+        tree = slice(tree_offsets[index], tree_offsets[index + 1])
+        # Views: changes of the tree change ``walk``.
+        view = _DepthFirst(walk.samples[tree], walk.shared_tokens[tree], walk.shared_prefixes[tree])
+        _pack_wide_tree(view, lengths[view.samples], capacity)
 
 
 def _pack_wide_tree(tree: _DepthFirst, lengths: IntArray, capacity: int) -> None:

@@ -176,7 +176,7 @@ class _Step:
         if batches is None:
             return None
         for sequence in reversed(long):
-            emptiest = max(batches, key=_PartialPlacement.total_free)
+            emptiest = max(batches, key=lambda batch: sum(batch.free))
             emptiest.shard(sequence)
         if not all(batch.fits() for batch in batches):
             return None
@@ -280,9 +280,6 @@ class _PartialPlacement:
         self.local: list[list[int]] = [[] for _ in range(step.group_size)]  # each rank's sequences, longest last
         self.placement: dict[int, int] = {}  # rank of each sequence, or ``SHARDED``
         self.sharded, self.sharded_tokens = NO_LOAD, 0
-
-    def total_free(self) -> int:
-        return sum(self.free)
 
     def fits(self) -> bool:
         return min(self.free) >= 0

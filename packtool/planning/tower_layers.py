@@ -319,22 +319,19 @@ def audio_modules(audio: Mapping[str, Any]) -> Iterator[ModuleCost]:
     channels = int(audio.get("downsample_hidden_size") or 0)
     is_qwen3 = channels > 0
     # In Qwen2.5-Omni, four frames make two positions of the tower, which are averaged to one token.
-    frames_per_token = 4.0
-    positions_per_token = 1.0 if is_qwen3 else 2.0
-    module = partial(
-        new_module, "model.audio_tower.", part="vision tower", uses_per_unit=positions_per_token, has_bias=True
-    )
+    num_frames, num_positions = 4.0, 1.0 if is_qwen3 else 2.0
+    module = partial(new_module, "model.audio_tower.", part="vision tower", uses_per_unit=num_positions, has_bias=True)
     if is_qwen3:
         yield from _qwen3_convolutions(module, mel_bins, channels, hidden)
         chunk_frames = 2 * n_window
         window_frames = int(audio.get("n_window_infer") or 4 * chunk_frames)
         positions_per_window = window_frames // chunk_frames * _QWEN3_CHUNK_WIDTHS[-1]
     else:
-        yield module("conv1", 3 * mel_bins, hidden, uses_per_unit=frames_per_token, kind="convolution")
+        yield module("conv1", 3 * mel_bins, hidden, uses_per_unit=num_frames, kind="convolution")
         yield module("conv2", 3 * hidden, hidden, kind="convolution")
         positions_per_window = n_window
     mlp_width = int(audio.get("encoder_ffn_dim") or 4 * hidden)
-    attention_flops = positions_per_token * 4 * hidden * positions_per_window
+    attention_flops = num_positions * 4 * hidden * positions_per_window
     for layer in range(depth):
         yield from _audio_layer(partial(module, layer=layer), f"layers.{layer}", hidden, mlp_width, attention_flops)
     yield module("ln_post", 1, hidden, kind="no_matmul")

@@ -215,18 +215,13 @@ class MediaShares:
 
     @classmethod
     def of_plan(
-        cls,
-        media: Media,
-        work: Costs,
-        packs: PackPlan,
-        steps: StepPlan,
-        sequence_parallel_size: int,
-        placement: Int64Array | None,
+        cls, media: Media, work: Costs, packs: PackPlan, steps: StepPlan, num_ranks: int, placement: Int64Array | None
     ) -> MediaShares:
         """Assign media by their work, (n,): most work first, each to the rank with the least in its micro-batch.
 
-        Media of a sample that is local to a rank belong to this rank. ``steps`` assigns ``packs``; ``placement``, in
-        the order of ``steps.order``, is the rank that a sample is local to, or ``SHARDED``; None if all are sharded.
+        Media of a sample that is local to a rank belong to this rank. ``steps`` assigns ``packs`` to micro-batches,
+        which ``num_ranks`` share; ``placement``, in the order of ``steps.order``, is the rank that a sample is local
+        to, or ``SHARDED``; None if all are sharded.
         """
         # By sample number: the position in ``steps.order`` of the sample's pack; -1 without a pack.
         num_samples = int(max(packs.samples.max(initial=-1), media.samples.max(initial=-1))) + 1
@@ -238,7 +233,7 @@ class MediaShares:
         if placement is None:
             placement = np.full(len(steps.order), SHARDED, np.int64)
         micro_batch_of = steps.micro_batch_of[positions]
-        shape = steps.num_micro_batches_of_all_ranks, sequence_parallel_size
+        shape = steps.num_micro_batches_of_all_ranks, num_ranks
         owners = _assign_media(work[selected], micro_batch_of, placement[positions], shape)
         return cls(media, selected, micro_batch_of, owners, shape)
 
