@@ -50,6 +50,15 @@ def trained_text(sample: EncodedSample) -> str:
     return text.replace("Ġ", " ").replace("Ċ", "\n")
 
 
+def test_rules_apply_to_an_answer_that_has_control_tokens_and_no_end(small_model: Any) -> None:
+    calls = "{% for call in message.tool_calls or [] %}<|call|>{{ call.name }}{% endfor %}"
+    end = "{% if not message.tool_calls %}<|im_end|>\n{% endif %}"
+    template = CHATML.replace("<|im_end|>\n", calls + end)
+    model = small_model(template, ["<|im_start|>", "<|im_end|>", "<|call|>"])
+    turns = (Turn("user", "a?"), Turn("assistant", "one", {"tool_calls": [{"name": "f"}]}))
+    assert trained_text(encoded(model, *turns, scale="ignore_empty_think")) == "one#f"
+
+
 CHAT = (Turn("user", "a?"), Turn("assistant", "one"), Turn("user", "b?"), Turn("assistant", "two"))
 
 
