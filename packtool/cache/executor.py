@@ -88,7 +88,7 @@ def _worker_died_error(num_done: str) -> PacktoolError:
     )
 
 
-class _ReportSometimes:
+class _ThrottledReport:
     """Adds up the counts of calls and reports the sums at most four times a second.
 
     Args:
@@ -123,9 +123,9 @@ def _make_run_task(report: Report, spec: EncodeSpec) -> Callable[[tuple[Task, Ta
 
     def run(job: tuple[Task, TaskSettings]) -> TaskResult:
         task, settings = job
-        report_sometimes = _ReportSometimes(report)
-        result = run_task(task, encoder, settings, report_sometimes)
-        report_sometimes.report_now()
+        throttled_report = _ThrottledReport(report)
+        result = run_task(task, encoder, settings, throttled_report)
+        throttled_report.report_now()
         return result
 
     return run

@@ -345,7 +345,7 @@ class LocalCopies:
         return copy
 
     def _fetch(self, path: str, copy: str, file: BinaryIO, size: int, sha256: str | None) -> None:
-        """Download a file into ``file``, which is open and locked at the path of the unfinished copy; rename it.
+        """Download a file into ``file``, the unfinished copy, open and locked; then rename that to ``copy``.
 
         Raises a StorageError if all attempts differ from ``size`` or ``sha256`` (None: not known).
         """

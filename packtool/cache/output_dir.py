@@ -299,7 +299,7 @@ def delayed_gc() -> Iterator[Callable[[], None]]:
     try:
         yield enable
     finally:
-        gc.unfreeze()
+        gc.unfreeze()  # has no effect unless ``enable`` was called
         gc.enable()
 
 

@@ -161,7 +161,7 @@ class CacheReader:
     def sample(self, position: int) -> EncodedSample:
         """Return a sample; its arrays are views of the mapped file and must not be written to.
 
-        If it has local media files, it also has the hashes of its prefixes, by which a changed file can be noticed.
+        A sample with local media files also has the hashes of its prefixes, by which a changed file can be noticed.
 
         Raises:
             MismatchError: if its shard is damaged, naming the shard and the sample's row there.

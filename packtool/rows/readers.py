@@ -129,11 +129,11 @@ class TableReader:
 
     def read(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Yield rows [start, stop) as record batches; raise DataError if the file has become shorter."""
-        group_start, batches_of_group = self._batches_from(start)
+        group_start, batches_from_group = self._batches_from(start)
         has_read_past = start < self._batch_start
         has_read_group = group_start < self._batch_stop
         if self._batch is None or has_read_past or not has_read_group:  # else continue from the last batch
-            self._batches_after, self._batch = batches_of_group, None
+            self._batches_after, self._batch = batches_from_group, None
             self._batch_start = self._batch_stop = group_start
         while start < stop:
             if self._batch is None or start >= self._batch_stop:  # rows before ``start`` are skipped batch by batch

@@ -75,7 +75,7 @@ def _line_ends(chunk: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _chunks_of_lines(path: str, file: HashedFile, max_bytes: int) -> Iterator[LinesOrSize]:
-    """Yield the file as chunks of whole lines, about ``CHUNK_BYTES`` each; of a line above ``max_bytes`` the size."""
+    """Yield chunks of whole lines, about ``CHUNK_BYTES`` each; for a line above ``max_bytes``, only its size."""
     check_encoding(path, file.peek(CHUNK_BYTES))
     while chunk := file.read(CHUNK_BYTES):
         if chunk.endswith(b"\n"):
@@ -437,7 +437,7 @@ class _JsonText:
                 return
             ends_with_text = end == len(self._text)  # then the element may be a number that continues
             if not ends_with_text or not self._read(num_bytes):
-                self._position = end
+                self._position = min(end, len(self._text))  # ``_read`` drops the text before the element
                 return
 
     def _skip_unparsed(self, row: int) -> None:

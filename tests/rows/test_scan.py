@@ -90,7 +90,7 @@ def test_jsonl_files_named_json_are_read(tmp_path: Path) -> None:
     [
         ('[{"a": 1}, {"a": }]', "row 1"),
         ('[{"a": 1} {"a": 2}]', "row 1"),
-        ('[{"a": 1}, {"a": 2}', "ends inside"),
+        ('[{"a": 1}, {"a": 2}', "near byte 19: the file ends inside"),
         ("", "one array"),
         ('"text"', "one array"),
     ],

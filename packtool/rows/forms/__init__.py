@@ -202,7 +202,7 @@ def _is_single_answer(turns: Sequence[Turn]) -> bool:
 def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
     """Raise DataError, with the option to pass, if a file seems to have its media in a column with an unknown name.
 
-    Then none of its first rows can be used, and the rows that lack media all seem to have them in the same column.
+    That is so if none of its first rows can be used, and all rows that lack media seem to have them in one column.
     """
     lone_marks: list[LoneMark] = []
     for number, row in enumerate(rows):
