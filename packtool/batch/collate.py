@@ -349,20 +349,21 @@ def _tree_token_fields(
 ) -> dict[str, Any]:
     """Return a ``TreeBatch``'s fields of tokens, targets, channels and media; ``documents`` are nodes, then fillers."""
     channels = tuple(dict.fromkeys(sample.channel for sample in samples))
-    labels, weights, (sample_numbers, target_tokens) = _tree_targets(samples, nodes, spec)  # of the nodes' tokens
+    labels, weights, label_samples, label_positions = _tree_targets(samples, nodes, spec)
     input_ids = np.concatenate([document.input_ids for document in documents], dtype=np.int64)
     num_filler_tokens = len(input_ids) - len(labels)
     labels = np.append(labels, np.full(num_filler_tokens, IGNORE_INDEX))
     weights = np.append(weights, np.zeros(num_filler_tokens, np.float32))
     fields = batch_fields(input_ids, labels, weights, media, spec)
-    targets = np.searchsorted(fields["target_positions"].numpy(), target_tokens)
+    target_positions = fields["target_positions"].numpy()  # of the tokens with a label, ascending
+    targets = np.searchsorted(target_positions, label_positions)  # number of each label's token among these
     channel_of_sample = np.array([channels.index(sample.channel) for sample in samples])
-    target_counts = np.zeros((len(channels), len(fields["target_positions"])), np.int64)
-    np.add.at(target_counts, (channel_of_sample[sample_numbers], targets), 1)
+    target_counts = np.zeros((len(channels), len(target_positions)), np.int64)
+    np.add.at(target_counts, (channel_of_sample[label_samples], targets), 1)
     return fields | {
         "channels": channels,
         "target_counts": torch.from_numpy(target_counts),
-        "sample_targets": torch.from_numpy(np.stack((sample_numbers, targets))),
+        "sample_targets": torch.from_numpy(np.stack((label_samples, targets))),
     }
 
 
@@ -390,15 +391,15 @@ def _last_nodes(nodes: Sequence[Node], num_samples: int) -> tuple[int, ...]:
 
 def _tree_targets(
     samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Return labels (T,) and loss weights (T,) of a prefix tree's tokens, and the samples' M labels (2, M).
+) -> tuple[npt.NDArray[Any], ...]:
+    """Return labels (T,) and loss weights (T,) of a prefix tree's tokens, and two arrays on the samples' M labels.
 
-    The weight of a token is the sum of its weights in all samples of its node. The columns of the last result are
-    pairs: the number of a sample, and the position in the tree of a token that has a label in that sample.
+    The weight of a token is the sum of its weights in all samples of its node. The arrays, int64 (M,), give for each
+    label in a sample the number of the sample, and the position in the tree of the token that has it.
     """
     labels_of_samples = [shifted_labels(sample) for sample in samples]
     weights_of_samples = shifted_weights(samples, spec)  # None: every target has weight 1
-    labels, weights, sample_labels_at = [], [], []
+    labels, weights, label_samples, label_positions = [], [], [], []
     node_start = 0  # position in the tree of the node's first token
     for node in nodes:
         label_rows = _rows_of_samples(labels_of_samples, node)  # (samples of the node, its tokens)
@@ -407,12 +408,12 @@ def _tree_targets(
         if weights_of_samples is not None:
             weight_rows *= _rows_of_samples(weights_of_samples, node)
         rows, columns = np.nonzero(is_target)
-        sample_numbers = np.array(node.samples, np.int64)[rows]
-        sample_labels_at.append(np.stack((sample_numbers, node_start + columns)))
+        label_samples.append(np.array(node.samples, np.int64)[rows])
+        label_positions.append(node_start + columns)
         node_start += node.length
         labels.append(_common_labels(label_rows))
         weights.append(weight_rows.sum(axis=0, dtype=np.float32))
-    return np.concatenate(labels), np.concatenate(weights), np.concatenate(sample_labels_at, axis=1)
+    return tuple(map(np.concatenate, (labels, weights, label_samples, label_positions)))
 
 
 def _common_labels(label_rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

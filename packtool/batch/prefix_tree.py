@@ -154,7 +154,7 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, min_shared: 
             nodes.append(Node(tuple(numbers), start, stop, parent))
             start, parent = stop, len(nodes) - 1  # the branches continue this node
         elif not branches and not is_long_enough:
-            branches = [[number] for number in numbers]  # each sample gets a node of its own
+            branches = [[number] for number in numbers]  # equal, but too short to share
         # Without a new node ``start`` is unchanged, so each branch repeats the tokens of the prefix.
         # The stack returns the branch that was added last, so they are added in reversed order.
         for branch in reversed(branches):

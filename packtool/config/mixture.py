@@ -363,14 +363,14 @@ class _RecipeParser:
         return None, None
 
     def check_ends(self, stages: Sequence[Recipe | None]) -> None:
-        """Report ends of stages that are missing or not increasing (no stage needs one), and an end of the last."""
+        """Report ends of stages that are missing or not increasing, and an end of the last stage."""
         *earlier, last = stages
         if earlier and last is not None and last.end_text:
             self.report(f"stages[{len(earlier)}].until", "the last stage ends with the run: leave it out")
         valid = [stage for stage in earlier if stage is not None]
         has_any_end = any(stage.end_text for stage in valid)
         if len(valid) < len(earlier) or not has_any_end:
-            return
+            return  # a stage is invalid, or every stage trains its own number of epochs
         for number, stage in enumerate(valid):
             if not stage.end_text:
                 remedy = "give it to every stage but the last, or to none, which trains the epochs of each"

@@ -154,10 +154,10 @@ class ParallelOptions(Settings):
         given_sizes = {"--ulysses-size": ulysses, "--ring-size": ring}
         sizes_text = " and ".join(f"{name} {size}" for name, size in given_sizes.items() if size is not None)
         if ulysses is not None and ring is not None:
-            is_divisible = num_ranks == ulysses * ring
+            sizes_match = num_ranks == ulysses * ring
         else:
-            is_divisible = num_ranks % (ulysses or ring or 1) == 0
-        if not is_divisible:
+            sizes_match = num_ranks % (ulysses or ring or 1) == 0
+        if not sizes_match:
             return [f"--sequence-parallel-size {num_ranks} does not match {sizes_text}: leave one of them out"]
         has_ring = (ring is not None and ring > 1) or (ulysses is not None and ulysses < num_ranks)
         if exchange == "ulysses" and has_ring:

@@ -219,7 +219,7 @@ def launch_ranks(
     launches_none: bool = False,
     max_wait: int | None = None,
 ) -> World:
-    """Return the rank of this process. If the environment requests several, replace it by torchrun and never return.
+    """Return the rank of this process; if the environment requests several processes, become torchrun instead.
 
     Args:
         arguments: of packtool, from the subcommand on.

@@ -496,6 +496,7 @@ def _run_ranks(arguments: Sequence[str], forwarder: SignalForwarder) -> tuple[in
         code = int(failure.exitcode)
         signal_of_rank = -code if code < 0 else 0  # 0 for none, as in the next line
         forwarded_signal = forwarder.received
+        # It has ended a rank, or the rank has exited with 128 + its number.
         if forwarded_signal and forwarded_signal in (signal_of_rank, code - _SIGNAL_BASE):
             return _SIGNAL_BASE + forwarded_signal, signal.Signals(forwarded_signal).name
         if not signal_of_rank:

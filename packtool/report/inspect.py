@@ -430,7 +430,7 @@ def _branch_figures(
 
     Args:
         branches: the branches of the pack, parents first: shared prefixes, and the tokens that a single sample adds.
-        media_tokens: locates media in samples; None if nothing is shared, so that each sample is a single branch.
+        media_tokens: locates media in samples; None if no sample is divided into branches, or none has media.
     """
     prefixes: list[dict[str, Any]] = []
     sample_figures: list[dict[str, Any]] = []

@@ -115,7 +115,7 @@ def _ms_swift(translation: Translation, values: dict[str, Any], environ: Mapping
         translation.omit("loss_type", "--loss-scale weights the loss")
         del values["loss_type"]
     sets_step_size = "samples_per_step" in translation.values or values.get("gradient_accumulation_steps") is not None
-    if not sets_step_size:
+    if not sets_step_size:  # ms-swift's default
         _, num_processes, accumulation_steps = _batch(translation, values, environ)
         origin = f"16 samples or packs per step, over {num_processes} processes"
         translation.default("gradient_accumulation_steps", accumulation_steps, origin)
