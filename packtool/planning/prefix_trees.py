@@ -147,7 +147,7 @@ def plan_trees(
     assert len(lengths) == prefixes.num_samples
     forest = _Forest.from_prefixes(prefixes, min_shared)
     fits = lengths <= (capacity if max_length is None else max_length)
-    walk = _DepthFirst.of(forest, np.flatnonzero(fits))
+    walk = _DepthFirstWalk.of(forest, np.flatnonzero(fits))
     if max_media_tokens is None and max_samples is None:
         _pack_wide_trees(walk, lengths, capacity)
     samples = walk.samples
@@ -156,14 +156,15 @@ def plan_trees(
         sample_media, prefix_media = media_tokens
         shared_media = np.append(prefix_media, 0)[walk.shared_prefixes]  # ``NOTHING``, -1, selects the appended 0
         limits.append(_Limit(sample_media[samples], shared_media, max_media_tokens))
-    group_starts = _split_trees(walk.shared_tokens, limits, max_samples or max(len(samples), 1))
-    walk.set_shared(group_starts, 0, NOTHING)
+    max_samples = len(samples) if max_samples is None else max_samples
+    group_starts = _split_trees(walk.shared_tokens, limits, max_samples)
+    walk.set_shared(group_starts, 0, NOTHING)  # a group shares nothing with the one before
     offsets = np.append(group_starts, len(samples))
     return PrefixTrees(samples, offsets, walk.shared_tokens, walk.shared_prefixes, forest.roots()[samples])
 
 
 @dataclass(frozen=True, eq=False)
-class _DepthFirst:
+class _DepthFirstWalk:
     """N samples, tree after tree, each in depth-first order, with the prefix that each shares with the one before it.
 
     Args:
@@ -177,18 +178,21 @@ class _DepthFirst:
     shared_prefixes: Int64Array
 
     @classmethod
-    def of(cls, forest: _Forest, samples: Int64Array) -> _DepthFirst:
-        """Sort samples, (N,), which ascend: trees by their lowest sample, and samples at the same node by number."""
+    def of(cls, forest: _Forest, samples: Int64Array) -> _DepthFirstWalk:
+        """Sort samples, (N,), which ascend: trees by their lowest sample, and samples at the same node by number.
+
+        A node of the ``forest`` is a prefix of several samples; the last node of a sample is its longest such prefix.
+        """
         samples = samples[np.argsort(forest.preorder()[forest.last_nodes[samples]], kind="stable")]
         nodes = forest.last_nodes[samples]
+        # Neighbours share the deepest node above both; ``NOTHING``, -1, selects the last element: 0 tokens.
         common_nodes = np.full(len(samples), NOTHING, np.int64)
         common_nodes[1:] = forest.common_ancestors(nodes[:-1], nodes[1:])
-        # A sample without a common node begins a tree: ``NOTHING``, -1, selects the last element, 0 tokens.
         shared_tokens, shared_prefixes = forest.tokens[common_nodes], forest.prefixes[common_nodes]
         tree_starts = np.flatnonzero(shared_tokens == 0)
         tree_sizes = np.diff(np.append(tree_starts, len(samples)))
-        first_samples = np.minimum.reduceat(samples, tree_starts)
-        by_tree = np.argsort(np.repeat(first_samples, tree_sizes), kind="stable")
+        lowest_samples = np.minimum.reduceat(samples, tree_starts)  # of each tree
+        by_tree = np.argsort(np.repeat(lowest_samples, tree_sizes), kind="stable")
         return cls(samples[by_tree], shared_tokens[by_tree], shared_prefixes[by_tree])
 
     def reorder(self, positions: Int64Array) -> None:
@@ -229,13 +233,13 @@ class _Forest:
 
     @classmethod
     def from_prefixes(cls, prefixes: Prefixes, min_shared: int) -> _Forest:
-        """Make one node of all prefixes with the same hash, if they have more than ``min_shared`` tokens."""
+        """Make a node of every hash that several prefixes of more than ``min_shared`` tokens have."""
         repeated = _repeated_prefixes(prefixes, min_shared)  # indices of prefixes, (X,), sample after sample
         _, first, node_of = np.unique(prefixes.hashes[repeated], return_index=True, return_inverse=True)
         # Number the nodes in the order in which ``repeated`` lists them first, so parents come before their children.
         by_first = np.argsort(first)
-        first = first[by_first]  # (H,), index of each node in ``repeated``
-        node_of = invert_order(by_first)[node_of]  # (X,), node of each prefix in ``repeated``
+        first = first[by_first]  # of each node, (H,): where it is first in ``repeated``
+        node_of = invert_order(by_first)[node_of]  # of each prefix in ``repeated``, (X,)
         # A sample lists its prefixes from short to long: the parent of a node is the one before it in the sample.
         samples = prefixes.owners()[repeated]
         parent_of = np.append(NOTHING, node_of)[:-1]
@@ -360,7 +364,7 @@ MIN_BRANCHES = 64
 """Branches of a tree from which they are packed by best fit."""
 
 
-def _pack_wide_trees(walk: _DepthFirst, lengths: IntArray, capacity: int) -> None:
+def _pack_wide_trees(walk: _DepthFirstWalk, lengths: IntArray, capacity: int) -> None:
     """Distribute the branches of wide trees over packs, each with the trunk, by best-fit decreasing; in place.
 
     The trunk is the prefix that all samples of a tree share; a branch is consecutive samples that share more than that.
@@ -374,16 +378,17 @@ def _pack_wide_trees(walk: _DepthFirst, lengths: IntArray, capacity: int) -> Non
     for index in np.flatnonzero(np.diff(tree_offsets) >= MIN_BRANCHES).tolist():
         tree = slice(tree_offsets[index], tree_offsets[index + 1])
         # Views: changes of the tree change ``walk``.
-        view = _DepthFirst(walk.samples[tree], walk.shared_tokens[tree], walk.shared_prefixes[tree])
+        view = _DepthFirstWalk(walk.samples[tree], walk.shared_tokens[tree], walk.shared_prefixes[tree])
         _pack_wide_tree(view, lengths[view.samples], capacity)
 
 
-def _pack_wide_tree(tree: _DepthFirst, lengths: IntArray, capacity: int) -> None:
+def _pack_wide_tree(tree: _DepthFirstWalk, lengths: IntArray, capacity: int) -> None:
     """Distribute the branches of one tree over packs, in place; no change if it fits into one, or has few branches.
 
-    ``lengths``, (n,), are of the samples of the tree, which are two or more.
+    All samples of the tree share the trunk; a branch is consecutive samples that share more than the trunk. Each pack
+    computes the trunk once. ``lengths``, (n,), are of the samples in the order of the tree; there are two or more.
     """
-    # All samples share the trunk, and the first sample of a branch shares no more than that.
+    # The first sample of a branch shares only the trunk with the sample before it.
     fork = 1 + int(tree.shared_tokens[1:].argmin())
     trunk_tokens, trunk_prefix = int(tree.shared_tokens[fork]), int(tree.shared_prefixes[fork])
     branch_starts = np.flatnonzero(tree.shared_tokens <= trunk_tokens)
@@ -395,7 +400,7 @@ def _pack_wide_tree(tree: _DepthFirst, lengths: IntArray, capacity: int) -> None
     branch_order, pack_starts = packs
     positions, branch_offsets = gather_groups(np.append(branch_starts, len(lengths)), branch_order)
     tree.reorder(positions)
-    # A branch shares the trunk with the branch before it in its pack.
+    # Branches share the trunk with the branch before them, and begin a pack without.
     new_branch_starts = branch_offsets[:-1]
     tree.set_shared(new_branch_starts, trunk_tokens, trunk_prefix)
     tree.set_shared(new_branch_starts[pack_starts], 0, NOTHING)
@@ -425,7 +430,7 @@ def select_samples(trees: PrefixTrees, is_selected: npt.NDArray[np.bool_]) -> Pr
     starts = np.append(0, positions[:-1] + 1)
     sources = np.minimum.reduceat(keys[: positions[-1] + 1], starts) % len(is_selected)
     offsets = np.unique(np.searchsorted(positions, trees.offsets))
-    walk = _DepthFirst(trees.samples[positions], trees.shared_tokens[sources], trees.shared_prefixes[sources])
+    walk = _DepthFirstWalk(trees.samples[positions], trees.shared_tokens[sources], trees.shared_prefixes[sources])
     walk.set_shared(offsets[:-1], 0, NOTHING)
     tree_ids = trees.tree_ids[positions]
     return PrefixTrees(walk.samples, offsets, walk.shared_tokens, walk.shared_prefixes, tree_ids, trees.part_placement)
@@ -459,15 +464,17 @@ class Branch:
 def find_branches(new_tokens: IntArray, shared: IntArray | None = None) -> list[Branch]:
     """List the branches of one pack, each after its parent, in the order of their tokens in the pack.
 
-    ``new_tokens``, (S,), are what each sample adds to the pack, 1 or more. ``shared``, (S,), is the prefix that it
-    shares with the sample before it, shorter than either sample; None if nothing is shared.
+    A branch is tokens that occur once in the pack: of a prefix of several samples, or of one sample.
+
+    ``new_tokens``, (S,), are what each sample adds to the pack, 1 or more. ``shared``, (S,), are the tokens of the
+    prefix that it shares with the sample before it, which is shorter than either; None if nothing is shared.
     """
     shared_tokens = [0] * len(new_tokens) if shared is None else shared.tolist()
     shared_tokens.append(0)  # nothing is shared beyond the end of the pack
     branches: list[Branch] = []
     path: list[int] = []  # indices of the branches that make up the current sample, from its beginning
     for sample, num_new in enumerate(new_tokens.tolist()):
-        # Leave the branches that end behind the prefix shared with the sample before.
+        # Of the path to the sample before, this sample has only the branches within the shared prefix.
         while path and branches[path[-1]].stop > shared_tokens[sample]:
             path.pop()
         stop_samples = _stop_samples(sample, shared_tokens[sample] + num_new, shared_tokens)
@@ -480,10 +487,11 @@ def find_branches(new_tokens: IntArray, shared: IntArray | None = None) -> list[
 
 
 def _stop_samples(sample: int, length: int, shared_tokens: list[int]) -> dict[int, int]:
-    """Find the prefixes of a sample that the sample before it does not have, the whole sample among them.
+    """Find where the branches of a sample end that the sample before it does not have.
 
-    Returns by length of the prefix, the longest first, the first following sample that does not share it.
-    ``shared_tokens`` is what each sample of the pack shares with the one before it, with a 0 at the end.
+    Returns, for the position after the last token of each branch, the first following sample without this branch; the
+    longest comes first, which is the full sample. ``shared_tokens`` is what each sample of the pack shares with the one
+    before it, with a 0 at the end.
     """
     stop_samples: dict[int, int] = {}
     prefix_length = length

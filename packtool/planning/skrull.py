@@ -48,10 +48,10 @@ class PlacedMicroBatch(NamedTuple):
 
 
 def assign_skrull(packs: PackPlan, flops: Costs, options: PlanOptions) -> StepAssignment:
-    """Assign single samples, not packs; a step trains the samples of ``options.packs_per_step`` packs.
+    """Assign single samples, not packs, to steps, ranks and micro-batches; ``packs`` only tell the samples of a step.
 
-    The ranks of a step have equally many micro-batches: empty ones are added at the end of each rank. ``flops``, (S,),
-    are of the samples in the order of ``packs.samples``. Cost: about 10 us a sample.
+    Samples are local to one of the devices that share a micro-batch, or sharded. The ranks of a step have equally many
+    micro-batches: empty ones are added at the end of each rank. ``flops``, (S,), are by ``packs.samples``.
     """
     assert options.skrull is not None
     options.skrull.check(packs.lengths)
@@ -122,22 +122,25 @@ class _Step:
     times: StepTime
 
     def schedule_rank(self, sequences: list[int]) -> list[PlacedMicroBatch]:
-        """Divide a data-parallel rank's sequences into micro-batches: the fastest division, most work first."""
+        """Divide a data-parallel rank's sequences into micro-batches, and place each sequence, in the fastest way.
+
+        Returns the micro-batch with the most work first.
+        """
         if not sequences:
             return []
         ascending = sorted(sequences, key=lambda i: (self.sizes[i], i))
         fewest = self._fewest_micro_batches(ascending, self._place)
         assert fewest is not None, "each sequence fits alone"
-        candidates = [fewest]
+        candidates = [fewest]  # divisions, of which the fastest is taken
         if self.group_size > 1:
             all_sharded = self._fewest_micro_batches(ascending, self._shard_all)
             if all_sharded:
                 candidates.append(all_sharded)
-            # To make all short sequences local may take more micro-batches, up to twice as many.
+            # With all short sequences local; this may take more micro-batches, up to twice as many are tried.
             for num_batches in range(len(fewest), 2 * len(fewest) + 1):
-                short_are_local = self._divide_with_short_local(ascending, num_batches)
-                if short_are_local:
-                    candidates.append(short_are_local)
+                short_local = self._divide_with_short_local(ascending, num_batches)
+                if short_local:
+                    candidates.append(short_local)
                     break
         fastest = min(candidates, key=lambda batches: sum(batch.seconds for batch in batches))
         return sorted(fastest, key=self._local_work, reverse=True)
@@ -222,7 +225,7 @@ class _Step:
         """
         longest_first = ascending[::-1]
         best = None
-        free_units = self.capacity  # of each rank
+        free_units = self.capacity  # of each rank, in N-ths of a token for N ranks
         sharded, sharded_tokens = NO_LOAD, 0
         local = Load.sum(self.local_loads[i] for i in longest_first)  # of all ranks
         for num_sharded in range(len(longest_first) + 1):
@@ -291,7 +294,8 @@ class _PartialPlacement:
         """Place a sequence that is no shorter than those placed before; return False if it fits nowhere.
 
         It becomes local to the rank with the least work, else to the rank with the most space, else sharded. While it
-        fits nowhere, the longest local sequence of the fullest rank is sharded, and all is tried again.
+        fits nowhere, the longest local sequence of the fullest rank is sharded, and all is tried again. A unit is an
+        N-th of a token for N ranks, so that the parts of a sharded sequence are integers.
         """
         units_if_local = self.step.sizes[sequence] * self.step.group_size
         units_if_sharded = self.step.padded_sizes[sequence]  # on every rank

@@ -28,7 +28,9 @@ def planned_trees(tails: list[list[int]], capacity: int, **options: int) -> tupl
 def test_packs_match_the_diagram(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_trees, "MIN_BRANCHES", 2)
     lengths, capacity = np.array([5, 4, 2, 3, 1, 3]) + 2, 8
-    walk = prefix_trees._DepthFirst(np.arange(6), np.array([0, 2, 2, 2, 2, 2], np.int32), np.array([-1, 7, 7, 7, 7, 7]))
+    walk = prefix_trees._DepthFirstWalk(
+        np.arange(6), np.array([0, 2, 2, 2, 2, 2], np.int32), np.array([-1, 7, 7, 7, 7, 7])
+    )
     prefix_trees._pack_wide_trees(walk, lengths, capacity)
     assert walk.samples.tolist() == [0, 4, 1, 2, 3, 5]
     assert walk.shared_tokens.tolist() == [0, 2, 0, 2, 0, 2]
