@@ -87,9 +87,8 @@ def pack_trees(
     group_media = None if media_tokens is None else trees.sums_per_group(media_tokens[trees.samples])
     group_tokens = trees.sums_per_group(trees.new_tokens(lengths))
     packs_of_groups = pack(group_tokens, capacity, options, seed=seed, epoch=epoch, media_tokens=group_media)
-    if trees.part_placement == "apart":
-        first_of_groups = trees.offsets[:-1]
-        tree_of_group = trees.tree_ids[first_of_groups]
+    if trees.part_placement == "apart":  # no two groups of a tree in one pack
+        tree_of_group = trees.tree_ids[trees.offsets[:-1]]  # that of the first sample of the group
         max_media = options.max_media_tokens_per_pack
         packs_of_groups = separate_groups(packs_of_groups, tree_of_group, group_media, max_media)
     return trees.expand(packs_of_groups, lengths)
@@ -360,7 +359,7 @@ class _Queue:
         return sample
 
     def best(self, free: int, free_media: int) -> int:
-        """Find the index in ``_waiting`` of the sample that best fills free tokens and media tokens; -1 if none fits.
+        """Find the index in ``_waiting``, by ascending length, of the sample that fills a pack best; -1 if none fits.
 
         The longest sample that fits is compared with pairs: each of the longest samples that fit, with the longest
         second sample that then still fits. Of a pair, the result is the longer sample.

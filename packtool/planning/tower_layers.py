@@ -65,7 +65,7 @@ class _VisionNames(NamedTuple):
 
 
 def vision_modules(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
-    """Yield the modules of the vision tower with their work for the unit of ``vision_patches``."""
+    """Yield the modules of the vision tower, with their work for one output token, or one tile of a picture."""
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     hidden = _tower_width(vision)
     if not hidden:
@@ -82,7 +82,7 @@ def vision_modules(config: Mapping[str, Any]) -> Iterator[ModuleCost]:
     merge_layer = _early_merge_layer(config)
     for layer in range(_depth(vision)):
         is_merged = merge_layer is not None and layer > merge_layer
-        share = 1 / 4 if is_merged else 1.0  # of the positions that reach this layer
+        share = 1 / 4 if is_merged else 1.0  # of the positions: merging joins 2 x 2
         block = partial(module, layer=layer, uses_per_unit=num_positions * share)
         # Scores and sums of values are 2 FLOPs each, for every pair of positions and every channel.
         if layer in patches.full_layers:
