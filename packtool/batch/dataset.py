@@ -31,8 +31,7 @@ RESUME = "--resume-from-checkpoint true goes on from the newest checkpoint, if t
 def explain_dead_workers(remedy: str = RESUME) -> Iterator[None]:
     """Turn torch's error about a dead data worker, which can be raised anywhere inside, into a PacktoolError.
 
-    Args:
-        remedy: what the user can do, other than loading without workers.
+    ``remedy``: advice to the user, besides loading without workers.
     """
     try:
         yield

@@ -54,11 +54,7 @@ Frames = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class MediaReads:
-    """Hits and misses of a media cache.
-
-    Args:
-        problem: reason why media could not be stored although there was room.
-    """
+    """Hits and misses of a media cache; ``problem``: reason why media could not be stored although there was room."""
 
     hits: int = 0
     misses: int = 0

@@ -52,7 +52,7 @@ def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]
         arguments["second_per_grid_ts"] = torch.tensor([video.seconds_per_grid for video in sample.videos])
     position_ids, _ = spec.meta_model.get_rope_index(input_ids=input_ids, **arguments)  # (3, 1, L), rows [t, h, w]
     media_positions = position_ids[:, 0].numpy()  # (3, L)
-    has_fractions = (media_positions != media_positions.round()).any()  # Omni models return float32 for all samples
+    has_fractions = (media_positions != media_positions.round()).any()  # an Omni model returns float32 for all samples
     dtype = media_positions.dtype if has_fractions else np.dtype(np.int64)
     return np.concatenate([text_positions[None], media_positions]).astype(dtype)
 

@@ -24,7 +24,6 @@ class _Need(NamedTuple):
     """A package that an option needs.
 
     Args:
-        option: the option and its value.
         modules: modules of which one suffices.
         subject: subject and verb of the message "... not installed".
         package: package to install.
