@@ -53,9 +53,19 @@ def write_evaluation(path: str, columns: Mapping[str, Any], info: Mapping[str, A
         columns: values of each column by name, all of one length; NaN becomes null.
         info: metadata, which are converted with ``plain_json``.
     """
+    _write_table(path, _SCHEMA.with_metadata({_KEY: json.dumps(plain_json(info)).encode()}), columns)
+
+
+def write_losses(path: str, columns: Mapping[str, Any]) -> None:
+    """Write losses of samples during training: ``cache``, columns of an evaluation, and ``loss_1`` of epoch 1, ..."""
+    losses = [pa.field(name, pa.float32()) for name in columns if name.startswith("loss_")]
+    fields = [pa.field("cache", pa.string()), *(field for field in _SCHEMA if field.name in columns), *losses]
+    _write_table(path, pa.schema(fields), columns)
+
+
+def _write_table(path: str, schema: pa.Schema, columns: Mapping[str, Any]) -> None:
     # from_pandas takes nan for null.
-    arrays = [pa.array(columns[field.name], field.type, from_pandas=True) for field in _SCHEMA]
-    schema = _SCHEMA.with_metadata({_KEY: json.dumps(plain_json(info)).encode()})
+    arrays = [pa.array(columns[field.name], field.type, from_pandas=True) for field in schema]
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_arrays(arrays, schema=schema), sink)
     storage.publish(path, sink.getvalue())

@@ -33,8 +33,8 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
 
     if is_run(config.directory):
         _inspect_run(config, invocation)
-    elif config.trained or config.step is not None:
-        name = "--trained" if config.trained else f"--step {config.step}"
+    elif config.trained or config.step is not None or config.shows_losses:
+        name = "--trained" if config.trained else "--losses" if config.shows_losses else f"--step {config.step}"
         problem = f"{name}: {config.directory} is not the --output-dir of a run"
         raise ConfigError(problem, f"packtool inspect OUTPUT_DIR {name}")
     elif config.verify:
@@ -66,7 +66,7 @@ def _verify_files(directory: str, invocation: Invocation) -> None:
 
 
 def _serve_pages(config: InspectConfig, invocation: Invocation) -> None:
-    """Serve pages of all samples of a cache until Ctrl-C."""
+    """Serve pages of all samples of a cache, or of the caches of a run with their losses, until Ctrl-C."""
     from packtool.report.samples import Pages, serving
 
     pages = Pages(config, shows_all=True)
@@ -83,7 +83,9 @@ def _inspect_run(config: InspectConfig, invocation: Invocation) -> None:
         raise ConfigError(f"--run requires a cache, but {config.directory} is a run", "Leave --run out.")
     if config.split != TRAIN_SPLIT:
         raise ConfigError(f"--split {config.split}: a run trains the {TRAIN_SPLIT} split", "Leave --split out.")
-    if config.trained:
+    if config.shows_losses:
+        _inspect_losses(config, invocation)
+    elif config.trained:
         figures = trained.trained_figures(config.directory)
         invocation.show(figures, trained.trained_lines(figures))
     elif config.step is not None:
@@ -93,8 +95,25 @@ def _inspect_run(config: InspectConfig, invocation: Invocation) -> None:
         figures = trained.row_figures(config.directory, cache=None, row=config.row, model=config.model)
         invocation.show(figures, trained.row_lines(figures))
     else:
-        advice = "Use --trained to show what it has trained, --step N for a step, or --row N for a sample."
+        advice = "Use --trained to show what it has trained, --step N for a step, --row N for a sample, or --losses."
         raise ConfigError(f"{config.directory} is the --output-dir of a run, not a cache", advice)
+
+
+def _inspect_losses(config: InspectConfig, invocation: Invocation) -> None:
+    """Print samples of a run with unusual losses, or write or serve pages of them; export all losses if requested."""
+    from packtool.cache.evaluation_file import write_losses
+    from packtool.report.losses import RunLosses, losses_lines
+
+    losses = RunLosses(config.directory)
+    if config.export_losses is not None:
+        write_losses(config.export_losses, losses.columns)
+    if config.html is not None:
+        _write_pages(config, config.html, invocation)
+    elif config.serve:
+        _serve_pages(config, invocation)
+    else:
+        figures = losses.figures()
+        invocation.show(figures, losses_lines(figures))
 
 
 def _inspect_sample(config: InspectConfig, row: int, invocation: Invocation) -> None:

@@ -33,6 +33,8 @@ class InspectConfig(AccessOptions):
     row: int | None = option(None, "Show sample N of the split; with --run, also when it was trained.", minimum=0)
     run: str | None = option(None, "Show when this run (its --output-dir) trained --row.")
     trained: bool = option(False, "Show how often a run trained the samples of each cache.")
+    losses: bool = option(False, "Show samples of a run with unusual losses; --html and --serve show their media.")
+    export_losses: str | None = option(None, "Write the losses of all samples of a run to this Parquet file.")
     step: int | None = option(None, "Show the samples of step N of a run, rank by rank.", minimum=1)
     split: str = option(TRAIN_SPLIT, "Show this split, train or val.")
     model: str | None = option(None, "Use the tokenizer in this model directory; default is the export's model.")
@@ -44,9 +46,15 @@ class InspectConfig(AccessOptions):
     port: int = option(0, "Serve on this port; 0 selects a free one.", minimum=0, maximum=65_535)
     verify: bool = option(False, "Check all files and list damaged ones with the command that repairs them.")
 
+    @property
+    def shows_losses(self) -> bool:
+        return self.losses or self.export_losses is not None
+
     def value_problems(self) -> list[str]:
         shown = ("row", "trained", "step", "pack", "html", "serve", "verify")
         names = [flag(name) for name in shown if getattr(self, name) != getattr(type(self), name)]
+        if self.shows_losses and names not in (["--html"], ["--serve"]):
+            names.append("--losses")
         return [f"{' and '.join(names)} show different things: give one of them"] if len(names) > 1 else []
 
 

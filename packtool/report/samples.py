@@ -43,6 +43,7 @@ from packtool.planning.prefix_trees import find_branches
 from packtool.progress import Progress
 from packtool.report.drawing import render
 from packtool.report.inspect import Decoder, Medium, dropped_rows, model_of_cache
+from packtool.report.losses import GROUPS, RunLosses
 from packtool.rows.media_policy import MediaPolicy, policy_for_cache
 from packtool.rows.sample import MediaRef
 from packtool.terminal import escape_text
@@ -186,11 +187,11 @@ def _tokens_of_ranks(step: Int64Array, rank: Int64Array, lengths: npt.NDArray[np
 
 
 class Pages:
-    """The pages of one split of a cache.
+    """The pages of one split of a cache, or of the caches of a run with their losses.
 
     Args:
         shows_all: show all samples; otherwise about ``config.max_samples``, evenly spaced in the split, or the samples
-            of evenly spaced packs of the plan.
+            of evenly spaced packs of the plan, or those with unusual losses.
 
     Attributes:
         numbers: positions in the split of the samples shown, int64 (N,).
@@ -198,7 +199,8 @@ class Pages:
 
     def __init__(self, config: InspectConfig, shows_all: bool) -> None:
         self._config = config
-        self._reader = CacheReader.open([config.directory], config.split)
+        self._losses = RunLosses(config.directory) if config.shows_losses else None
+        self._reader = self._losses.reader if self._losses else CacheReader.open([config.directory], config.split)
         manifest = self._reader.manifests[0]
         self._decoder = Decoder(model_of_cache(self._reader, config.model), manifest.identity)
         self._policy = policy_for_cache(config)
@@ -208,6 +210,9 @@ class Pages:
         if config.plan is not None:
             self._packs = ShownPacks(read_plan_of(self._reader, config.plan), max_samples)
             self.numbers = self.numbers if shows_all else self._packs.samples
+        elif self._losses is not None and not shows_all:
+            num_each = max(max_samples // len(GROUPS), 1)
+            self.numbers = np.unique(np.concatenate([each[:num_each] for each in self._losses.groups.values()]))
         rows = dropped_rows(storage.join(self._reader.directories[0], DROPPED_NAME))
         columns = ("source", "row", "reason", "detail")
         self._dropped = [{name: row[name] for name in columns} for row in itertools.islice(rows, _MAX_DROPPED)]
@@ -285,6 +290,17 @@ class Pages:
             "inABlock": _BLOCK_SIZE,
             "dropped": dict(self._reader.manifests[0].dropped),
             "packs": None if self._packs is None else self._packs.overview(),
+            "losses": None if self._losses is None else self._loss_figures(self._losses),
+        }
+
+    def _loss_figures(self, losses: RunLosses) -> dict[str, Any]:
+        """Return losses of the samples shown, in thousandths and -1 for none, and bits of their groups; as base64."""
+        thousandths = [np.nan_to_num(values[self.numbers] * 1000, nan=-1).round() for values in losses.losses.values()]
+        bits = [np.isin(self.numbers, group) << bit for bit, group in enumerate(losses.groups.values())]
+        return {
+            "epochs": [*map(_base64, thousandths)],
+            "groups": _base64(np.bitwise_or.reduce(bits)),
+            "titles": list(GROUPS.values()),
         }
 
     def _sample(self, number: int) -> dict[str, Any]:

@@ -52,7 +52,9 @@ const packtool = (() => {
       field("Media", choice("media", [["", "any"], [1, "images"], [2, "videos"], [4, "audio"], [0, "none"]])),
       field("Minimum tokens", make("input", { name: "least", type: "number", min: 0 })),
       field("Maximum tokens", make("input", { name: "most", type: "number", min: 0 })),
-      field("Order", choice("order", [["", "as in the cache"], ["down", "longest first"], ["up", "shortest first"]])),
+      ...(cache.losses ? [field("Loss", choice("loss", [["", "any"],
+        ...cache.losses.titles.map((title, i) => [1 << i, title])]))] : []),
+      field("Order", choice("order", [...(cache.losses ? [["loss", "highest loss first"]] : []), ["", "as in the cache"], ["down", "longest first"], ["up", "shortest first"]])),
     ],
     dropped: () => [
       field("Text", make("input", { name: "text", type: "search" })),
@@ -67,14 +69,16 @@ const packtool = (() => {
 
   // Which samples pass the filters that need no text; places in `cache.numbers`.
   function passing() {
-    const channel = value("channel"), media = value("media");
+    const channel = value("channel"), media = value("media"), loss = Number(value("loss"));
     const least = Number(value("least")), most = Number(value("most")) || Infinity;
     const found = [];
     for (let i = 0; i < cache.numbers.length; i++) {
+      if (loss && !(cache.losses.groups[i] & loss)) continue;
       if (channel !== "" && cache.channel[i] !== Number(channel)) continue;
       if (media !== "" && (media === "0" ? cache.kinds[i] !== 0 : !(cache.kinds[i] & Number(media)))) continue;
       if (cache.lengths[i] >= least && cache.lengths[i] <= most) found.push(i);
     }
+    if (value("order") === "loss") return found.sort((a, b) => lastLoss(b) - lastLoss(a) || a - b);
     const sign = { up: 1, down: -1 }[value("order")];
     return sign ? found.sort((a, b) => sign * (cache.lengths[a] - cache.lengths[b]) || a - b) : found;
   }
@@ -151,6 +155,12 @@ const packtool = (() => {
     return `step ${step.toLocaleString("en")}, rank ${rank.toLocaleString("en")}, ${of}`;
   }
 
+  const lastLoss = (place) => cache.losses.epochs.reduce((last, losses) => losses[place] < 0 ? last : losses[place], -1);
+
+  // The losses of a sample in each epoch, in nats per token.
+  const lossesOf = (place) =>
+    cache.losses.epochs.map((losses) => losses[place] < 0 ? "–" : (losses[place] / 1000).toFixed(3)).join(" → ");
+
   const SHOWN = {
     async samples(place) {
       const sample = await inBlock("samples", place);
@@ -159,7 +169,7 @@ const packtool = (() => {
         make("span", { className: "thumb" }, ...thumbnail(sample)),
         make("b", { textContent: `sample ${sample.number.toLocaleString("en")}` }),
         make("span", { className: "said", textContent: saidBy(sample).replace(/<\|[^|>]*\|>/g, " ").slice(0, 300) }),
-        make("span", { textContent: count(sample.tokens, "token") }));
+        make("span", { textContent: count(sample.tokens, "token") + (cache.losses ? `, loss ${lossesOf(place)}` : "") }));
       entry.dataset.place = place;
       return entry;
     },
@@ -306,6 +316,7 @@ const packtool = (() => {
       facts.push(["in the plan", !sample.place ? "not in the plan: too long, or not drawn" :
         `${at.length ? `${trainedAt(...at)}, ` : ""}pack ${pack.toLocaleString("en")}`]);
     }
+    if (cache.losses) facts.push(["loss in each epoch", lossesOf(place)]);
     if (sample.truncated) facts.push(["truncated", count(sample.truncated, "token")]);
     const text = make("div", { id: "text" });
     for (const part of sample.parts) {
@@ -341,6 +352,10 @@ const packtool = (() => {
     cache = await load("cache");
     detail = find("detail");
     for (const name of ["numbers", "lengths", "channel", "kinds"]) cache[name] = numbers(cache[name]);
+    if (cache.losses) {
+      cache.losses.groups = numbers(cache.losses.groups);
+      cache.losses.epochs = cache.losses.epochs.map(numbers);
+    }
     if (cache.packs) {
       cache.packs.places = cache.packs.places.map(numbers);
       for (const name of Object.keys(cache.packs.steps)) cache.packs.steps[name] = numbers(cache.packs.steps[name]);

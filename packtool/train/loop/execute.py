@@ -407,7 +407,7 @@ class RunCallback(TrainerCallback):
             return
         gathered = self.trainer.sample_losses.gather(self.run.world.size)
         if self.run.world.is_first:
-            self._record.losses.add(self.watch.skipped_steps, *gathered)
+            self._record.losses.add(gathered, self.watch.skipped_steps)
 
     def _gather_new_skipped(self) -> list[tuple[int, int]]:
         """Gather step and number of each sample that any rank skipped since the last checkpoint; all ranks call this.

@@ -224,11 +224,8 @@ class SampleLosses:
     def add(self, step: int, planned_samples: Sequence[int], losses: TargetLosses, batch: Batch) -> None:
         """Add a micro-batch of a step, without waiting for the device.
 
-        Losses are without weights. A target in a shared prefix counts for each sample in which it has a label. Of
-        sequences that several ranks share, each rank adds its own targets.
-
-        Args:
-            planned_samples: positions in the caches, in the order of the batch, including skipped samples.
+        A target in a shared prefix counts for each sample in which it has a label. Of sequences that several ranks
+        share, each rank adds its own targets. ``planned_samples``, positions in the caches, include skipped ones.
         """
         skipped = {sample.sample for sample in batch.skipped}
         samples = [sample for sample in planned_samples if sample not in skipped]
@@ -244,11 +241,7 @@ class SampleLosses:
         self._steps += [step] * len(samples)
 
     def gather(self, num_processes: int) -> list[npt.NDArray[Any]]:
-        """Return the sums of all ranks since the last call, and forget them; all ranks call this.
-
-        Returns:
-            steps, samples, sums of losses, and targets, (M,) each. A step may have several elements of a sample.
-        """
+        """Return steps, samples, sums of losses, and targets, (M,) each, since the last call; all ranks call this."""
         sums = torch.cat(self._sums or [torch.zeros(2, 0)], dim=1)
         columns = np.array(self._steps, np.int64), np.array(self._samples, np.int64), *sums.cpu().numpy()
         self._steps, self._samples, self._sums = [], [], []

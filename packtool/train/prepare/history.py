@@ -292,14 +292,15 @@ class RunRecord:
     Args:
         ledger: of all samples trained before this start; the attribute includes steps up to the last checkpoint.
         checkpoint: that the run resumes from, if any.
-        losses: of samples; written with each checkpoint.
+
+    Attributes:
+        losses: of samples, after ``begin``; written with each checkpoint.
     """
 
-    def __init__(
-        self, ledger: Ledger, timeline: Timeline, segment: Segment, checkpoint: str | None, losses: LossRecord
-    ) -> None:
-        self.ledger, self._checkpoint, self.losses = ledger, checkpoint, losses
+    def __init__(self, ledger: Ledger, timeline: Timeline, segment: Segment, checkpoint: str | None) -> None:
+        self.ledger, self._checkpoint = ledger, checkpoint
         self._timeline, self._segment = timeline, segment
+        self.losses: LossRecord
 
     def begin(self, output_dir: str) -> None:
         """Write the history before the first step; a resumed run replaces segments that it trains again."""
@@ -312,6 +313,7 @@ class RunRecord:
         if self.ledger.change is not None:
             write_ledger(folder, self.ledger, ledger_name(self.ledger.change.step))
         discard_later_losses(folder, None if self._checkpoint is None else read_ledger(self._checkpoint))
+        self.losses = LossRecord(folder, self._timeline)
 
     def _copy_earlier_segments(self, output_dir: str) -> list[Segment]:
         """Return the segments before this one, and copy their history if it is that of another output directory."""

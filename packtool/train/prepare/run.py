@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +33,10 @@ from packtool.train.prepare.history import RunRecord, Segment, recorded_options
 from packtool.train.prepare.inputs import Inputs
 from packtool.train.prepare.lock_file import check_locked
 from packtool.train.prepare.opening import open_to_train
-from packtool.train.prepare.output_dir import HISTORY, ResumePoint, with_resumed_version
+from packtool.train.prepare.output_dir import ResumePoint, with_resumed_version
 from packtool.train.prepare.parallelism import axes_of, with_shares
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.resume import SourceChange, resume
-from packtool.train.prepare.sample_losses import LossRecord
 from packtool.train.prepare.streamed import NumberExchange, StreamedSource, StreamedSteps, open_stream
 from packtool.train.prepare.timeline import OpenTimeline, Timeline
 
@@ -218,9 +216,7 @@ class Run:
             plan=state.plan,
             steps=state.steps,
         )
-        timeline = self.caches.timeline
-        losses = LossRecord(os.path.join(self.config.output_dir, HISTORY), timeline)
-        return RunRecord(self.ledger, timeline, segment, self.resume_point.checkpoint, losses)
+        return RunRecord(self.ledger, self.caches.timeline, segment, self.resume_point.checkpoint)
 
 
 def _axes_by_size(inputs: Inputs, timeline: Timeline, world: World) -> dict[int, Axes]:

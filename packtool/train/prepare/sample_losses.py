@@ -13,6 +13,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,11 @@ def discard_later_losses(history: str, ledger: Ledger | None) -> None:
             os.remove(path)
         elif epoch == ledger.epoch:
             losses = _read(path)
-            is_trained: dict[str, Any] = {}  # a run may list a cache several times
-            for source in (*ledger.sources, *ledger.retired):
-                is_trained[source.fingerprint] = is_trained.get(source.fingerprint, False) | (source.epoch.counts() > 0)
+            counts: dict[str, npt.NDArray[Any]] = dict.fromkeys(losses, np.zeros(1))
+            for source in (*ledger.sources, *ledger.retired):  # several of them may be the same cache
+                counts[source.fingerprint] = counts.get(source.fingerprint, 0) + source.epoch.counts()
             for fingerprint, values in losses.items():
-                values[~is_trained.get(fingerprint, np.zeros(len(values), np.bool_))] = np.nan
+                losses[fingerprint] = np.where(counts[fingerprint] > 0, values, np.nan).astype(_DTYPE)
             _write(path, losses)
 
 
@@ -54,20 +55,12 @@ class LossRecord:
 
     def __init__(self, history: str, timeline: Timeline) -> None:
         self._history, self._timeline = history, timeline
-        reader = timeline.inputs.for_training.reader
-        self._fingerprints = [manifest.fingerprint for manifest in reader.manifests]
-        self._offsets = reader.offsets
+        self._reader = timeline.inputs.for_training.reader
         self._epochs: dict[int, CacheLosses] = {}  # changed since they were last written
 
-    def add(
-        self,
-        skipped_steps: Sequence[int],
-        steps: npt.NDArray[np.int64],
-        samples: npt.NDArray[np.int64],
-        sums: npt.NDArray[np.float32],
-        num_targets: npt.NDArray[np.float32],
-    ) -> None:
-        """Add sums that ``SampleLosses.gather`` returned, (M,) each, but for steps that changed no weight."""
+    def add(self, gathered: Sequence[npt.NDArray[Any]], skipped_steps: Sequence[int]) -> None:
+        """Add the four (M,) of ``SampleLosses.gather``, without steps that changed no weight; a sample may repeat."""
+        steps, samples, sums, num_targets = gathered
         order = np.argsort(steps, kind="stable")
         for in_step in np.split(order, np.flatnonzero(np.diff(steps[order])) + 1):
             if not len(in_step) or steps[in_step[0]] in skipped_steps:
@@ -75,23 +68,18 @@ class LossRecord:
             trained, index = np.unique(samples[in_step], return_inverse=True)
             with np.errstate(invalid="ignore", over="ignore"):
                 means = np.bincount(index, sums[in_step]) / np.bincount(index, num_targets[in_step])
-                self._set(int(steps[in_step[0]]), trained, means.astype(_DTYPE))
-
-    def _set(self, step: int, samples: npt.NDArray[np.int64], means: npt.NDArray[Any]) -> None:
-        """Set the losses of samples, ascending positions in the caches, that a step has trained."""
-        losses = self._losses(self._timeline.stretch(step).epoch)
-        bounds = np.searchsorted(samples, self._offsets).tolist()
-        for cache, fingerprint in enumerate(self._fingerprints):
-            of_cache = slice(bounds[cache], bounds[cache + 1])
-            losses[fingerprint][samples[of_cache] - self._offsets[cache]] = means[of_cache]
+                losses = self._losses(self._timeline.stretch(int(steps[in_step[0]])).epoch)
+                for cache, (start, stop) in zip(self._reader.manifests, pairwise(self._reader.offsets), strict=True):
+                    is_in_cache = (trained >= start) & (trained < stop)
+                    losses[cache.fingerprint][trained[is_in_cache] - start] = means[is_in_cache]
 
     def _losses(self, epoch: int) -> CacheLosses:
         """Return the losses of an epoch, to be changed: those of its file, and NaN for caches without any."""
         if epoch not in self._epochs:
             path = _path(self._history, epoch)
             losses = _read(path) if os.path.exists(path) else {}
-            for fingerprint, num_samples in zip(self._fingerprints, np.diff(self._offsets).tolist(), strict=True):
-                losses.setdefault(fingerprint, np.full(num_samples, np.nan, _DTYPE))
+            for cache, num_samples in zip(self._reader.manifests, np.diff(self._reader.offsets), strict=True):
+                losses.setdefault(cache.fingerprint, np.full(num_samples, np.nan, _DTYPE))
             self._epochs[epoch] = losses
         return self._epochs[epoch]
 

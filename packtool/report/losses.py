@@ -1,0 +1,154 @@
+"""Output of ``packtool inspect --losses``: samples of a run whose losses are unusual.
+
+A sample's first and last loss are those of the first and last epoch that trained it. Groups of samples:
+
+    highest         the 5 % with the highest last loss: wrong labels, another language, truncated answers
+    not_improved    the last loss is not below the first one; only samples that were trained in several epochs
+    near_zero       the first loss is below 0.1 nats per token: memorized before, duplicates, or trivial
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.cache.evaluation_file import plain_json
+from packtool.cache.origins import read_origins
+from packtool.cache.reader import CacheReader
+from packtool.errors import MismatchError
+from packtool.planning.pack_plan import Int64Array
+from packtool.report.drawing import plural
+from packtool.report.tables import aligned
+from packtool.rows.sample import RowPart
+from packtool.terminal import escape_line
+from packtool.train.prepare.checkpoint import run_directory
+from packtool.train.prepare.history import read_history
+from packtool.train.prepare.output_dir import HISTORY
+from packtool.train.prepare.sample_losses import losses_by_epoch
+
+GROUPS = {"highest": "highest loss", "not_improved": "did not improve", "near_zero": "near zero from the start"}
+"""Titles of the groups, by their names in JSON."""
+_SHARE_OF_HIGHEST, _NEAR_ZERO, _MAX_LISTED = 0.05, 0.1, 20
+
+
+class RunLosses:
+    """Losses of the N samples in the caches of a run; ``directory`` is its output directory or a checkpoint.
+
+    Attributes:
+        reader: of the caches.
+        losses: by 1-based epoch, (N,) each; NaN for samples that the epoch did not train.
+        first, last: of each sample, (N,); NaN for samples that were never trained.
+        groups: positions of the samples of each group, the most unusual first.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.run = run_directory(directory)
+        directories = dict.fromkeys(cache for cache, _, _ in read_history(self.run)[-1].caches)
+        self.reader = CacheReader.open([*directories])
+        untrained = [np.full(num_samples, np.nan) for num_samples in np.diff(self.reader.offsets)]
+        fingerprints = [manifest.fingerprint for manifest in self.reader.manifests]
+        self.losses: dict[int, npt.NDArray[np.float32]] = {}
+        for epoch, by_cache in losses_by_epoch(os.path.join(self.run, HISTORY)).items():
+            columns = [by_cache.get(name, none) for name, none in zip(fingerprints, untrained, strict=True)]
+            self.losses[epoch + 1] = np.concatenate(columns).astype(np.float32)
+        self.first = self.last = np.concatenate(untrained).astype(np.float32)
+        for losses in self.losses.values():
+            self.first = np.where(np.isnan(self.first), losses, self.first)
+            self.last = np.where(np.isnan(losses), self.last, losses)
+        if np.isnan(self.last).all():
+            raise MismatchError(
+                f"{self.run} has no losses of the samples in {', '.join(directories)}",
+                "They are written with the first checkpoint, without --no-sample-losses, for unchanged caches.",
+            )
+        self.groups = dict(zip(GROUPS, self._groups(), strict=True))
+
+    def _groups(self) -> Iterator[Int64Array]:
+        """Yield the positions of the samples of each group, in the order of ``GROUPS``."""
+        yield _descending(self.last)[: max(round(_SHARE_OF_HIGHEST * np.isfinite(self.last).sum()), 1)]
+        num_epochs = np.sum([np.isfinite(losses) for losses in self.losses.values()], axis=0)
+        rise = self.last - self.first
+        yield _descending(np.where((num_epochs > 1) & (rise >= 0), rise, np.nan))
+        yield _descending(np.where(self.first < _NEAR_ZERO, -self.first, np.nan))
+
+    @cached_property
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns of ``--export-losses``, by name: lists of N values."""
+        index = self.reader.index
+        columns: dict[str, list[Any]] = {name: [] for name in ("cache", "sample", "source", "row", "part")}
+        for cache, directory in enumerate(self.reader.directories):
+            origins = read_origins(self.reader, cache)
+            num_samples = len(origins.row)
+            parts = np.zeros((num_samples, 4), np.int32) if origins.part is None else origins.part
+            columns["cache"] += [directory] * num_samples
+            columns["sample"] += range(num_samples)
+            columns["source"] += [origins.files[number] for number in origins.file]
+            columns["row"] += origins.row.tolist()
+            columns["part"] += [vars(RowPart(*part)) if any(part) else None for part in parts.tolist()]
+        columns["channel"] = [index.channels[number] if number >= 0 else None for number in index.channel]
+        columns |= {"tokens": index.length.tolist(), "target_tokens": index.target_tokens.tolist()}
+        return columns | {f"loss_{epoch}": losses.tolist() for epoch, losses in self.losses.items()}
+
+    def figures(self) -> dict[str, Any]:
+        """Return the output of ``packtool inspect --losses --json``; NaN is null."""
+        max_lengths = [1 << (length - 1).bit_length() for length in self.columns["tokens"]]
+        by_kind = {"by_source": self._counts(self.columns["source"]), "by_length": self._counts(max_lengths)}
+        groups = {}
+        for name, positions in self.groups.items():
+            listed = positions[:_MAX_LISTED].tolist()
+            samples = [{column: values[position] for column, values in self.columns.items()} for position in listed]
+            groups[name] = {"num_samples": len(positions), "samples": samples}
+        return dict(plain_json({"run": self.run, "epochs": [*self.losses], **by_kind, "groups": groups}))
+
+    def _counts(self, kinds: Sequence[str] | Sequence[int]) -> list[dict[str, Any]]:
+        """Return mean losses, and numbers of samples in each group, for each of the ``kinds`` (N,) of samples."""
+        names, kind_of_sample = np.unique(np.array(kinds, object), return_inverse=True)
+        count = partial(np.bincount, minlength=len(names))
+        columns: dict[str, npt.NDArray[Any]] = {"num_samples": count(kind_of_sample[np.isfinite(self.last)])}
+        for epoch, losses in self.losses.items():
+            trained = np.isfinite(losses)
+            with np.errstate(invalid="ignore"):
+                columns[f"loss_{epoch}"] = count(kind_of_sample[trained], losses[trained]) / count(
+                    kind_of_sample[trained]
+                )
+        columns |= {group: count(kind_of_sample[positions]) for group, positions in self.groups.items()}
+        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        return [{"name": name, **dict(zip(columns, row, strict=True))} for name, row in zip(names, rows, strict=True)]
+
+
+def _descending(values: npt.NDArray[np.float32]) -> Int64Array:
+    """Return the positions of values, the largest first, without NaN."""
+    return np.argsort(-values, kind="stable")[: int((~np.isnan(values)).sum())]
+
+
+def losses_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the output of ``packtool inspect --losses`` for a result of ``RunLosses.figures``."""
+    losses = [f"loss_{epoch}" for epoch in figures["epochs"]]
+    for name, title in {"by_source": "source", "by_length": "up to tokens"}.items():
+        rows = [(title, "samples", *(name.replace("loss_", "epoch ") for name in losses), *GROUPS.values())]
+        for kind in figures[name]:
+            counts = [f"{kind[group]:,}" for group in GROUPS]
+            means = [_number(kind[column]) for column in losses]
+            rows.append((str(kind["name"]), f"{kind['num_samples']:,}", *means, *counts))
+        yield from [*aligned(rows), ""]
+    for name, title in GROUPS.items():
+        group = figures["groups"][name]
+        shown = f", the first {_MAX_LISTED}" if group["num_samples"] > _MAX_LISTED else ""
+        yield f"{title}: {plural(group['num_samples'], 'sample')}{shown}"
+        yield from [*aligned([_sample_row(sample, losses) for sample in group["samples"]], "lrl"), ""]
+    yield f"pages with their media: packtool inspect {escape_line(figures['run'])} --losses --html DIR"
+
+
+def _sample_row(sample: Mapping[str, Any], losses: Sequence[str]) -> tuple[str, ...]:
+    """Return the table row of a sample; ``losses`` are the names of its losses, one for each epoch."""
+    part = f", {RowPart(**sample['part'])}" if sample["part"] else ""
+    origin = f"{sample['cache']} --row {sample['sample']}", f"row {sample['row']} of {sample['source']}{part}"
+    return " → ".join(_number(sample[name]) for name in losses), f"{sample['tokens']:,} tokens", *origin
+
+
+def _number(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.3f}"

@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Measure how well the losses of samples show wrong answers, and what keeping them costs.
+
+    python scripts/bench_sample_losses.py [--rows 2400] [--rounds 3] [--realdata DIR] [--real-rows 2000]
+
+The answers of 2 % of the rows are swapped with those of other rows. Two epochs are trained, and the script prints the
+share of these rows among the 5 % of samples with the highest loss in each epoch: for the demo's rows with the demo's
+model, and with ``--realdata`` for real rows with a small random model (see ``_reduced_model.py``).
+
+The cost is the time of the steps with and without ``--sample-losses``, in runs that alternate over several rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
+
+from packtool.cache.export import export
+from packtool.cache.origins import read_origins
+from packtool.cache.reader import CacheReader
+from packtool.config.data import ExportConfig
+from packtool.config.train import TrainConfig
+from packtool.demo.dataset import make_rows
+from packtool.demo.model import make_model
+from packtool.progress import SilentProgress
+from packtool.train.prepare.sample_losses import losses_by_epoch
+from packtool.train.run import train
+from scripts._reduced_model import reduce_model
+
+SWAPPED, HIGHEST = 0.02, 0.05  # shares of the samples
+REAL_ROWS = "text_gpteacher_toolformer.jsonl"
+MAX_LENGTH = {"demo": 256, "real": 512}
+OPTIONS: dict[str, Any] = {"train_type": "full", "freeze_vit": False, "freeze_aligner": False, "weight_decay": 0.0}
+OPTIONS |= {"learning_rate": 1e-3, "verify_packing": False, "logging_steps": 20, "num_train_epochs": 2.0}
+
+Row = dict[str, Any]
+
+
+def swap_answers(rows: list[Row]) -> set[int]:
+    """Swap the first answers of pairs of rows, where they differ; return the numbers of these rows."""
+    numbers = list(range(len(rows)))
+    random.Random(0).shuffle(numbers)
+    swapped: set[int] = set()
+    while len(swapped) < SWAPPED * len(rows):
+        pair = numbers.pop(), numbers.pop()
+        first, second = (next(turn for turn in rows[row]["messages"] if turn["role"] == "assistant") for row in pair)
+        if first["content"] != second["content"]:
+            first["content"], second["content"] = second["content"], first["content"]
+            swapped |= set(pair)
+    return swapped
+
+
+def make_demo(work: Path, num_rows: int) -> tuple[Path, list[Row]]:
+    """Make the demo's model, and rows with pictures."""
+    make_model(str(work / "model"), 0)
+    dataset = make_rows(str(work / "data"), num_rows, 0)
+    return work / "data", json.loads(dataset.train.read_text())
+
+
+def make_real(work: Path, realdata: Path, num_rows: int) -> tuple[Path, list[Row]]:
+    """Make a small random model with a part of a real tokenizer, and draw real rows."""
+    reduce_model(realdata / "tokenizers" / "qwen3-vl", work / "model")
+    rows = [json.loads(line) for line in (realdata / REAL_ROWS).read_text().splitlines()]
+    random.Random(0).shuffle(rows)
+    (work / "data").mkdir()
+    return work / "data", rows[:num_rows]
+
+
+def train_swapped(name: str, work: Path, folder: Path, rows: list[Row]) -> None:
+    """Swap answers, train two epochs, and print how many of the swapped rows have a high loss."""
+    swapped = swap_answers(rows)
+    (folder / "swapped-answers.json").write_text(json.dumps(rows))
+    source = str(folder / "swapped-answers.json")
+    limits = {"max_length": MAX_LENGTH[name], "dataset_num_proc": 2}
+    export(
+        ExportConfig(model=str(work / "model"), dataset=(source,), output_dir=str(work / "cache"), **limits),
+        SilentProgress(),
+    )
+    result = train(config_of(name, work, work / "output"), SilentProgress())
+    reader = CacheReader.open([str(work / "cache")])
+    is_swapped = np.isin(read_origins(reader, 0).row, sorted(swapped))
+    print(
+        f"{name}: {len(reader):,} samples, {is_swapped.sum()} with a swapped answer, {result.steps:,} steps, ", end=""
+    )
+    print(f"{result.seconds:.0f} s, loss {result.first_loss:.2f} to {result.last_loss:.2f}")
+    for epoch, losses_of_caches in losses_by_epoch(str(work / "output" / "history")).items():
+        (losses,) = losses_of_caches.values()
+        highest = np.argsort(-losses.astype(np.float32), kind="stable")[: round(HIGHEST * len(losses))]
+        num_found = int(is_swapped[highest].sum())
+        medians = f"{np.median(losses[is_swapped]):.2f} against {np.median(losses[~is_swapped]):.2f}"
+        share = num_found / is_swapped.sum()
+        print(f"  epoch {epoch + 1}: {share:.0%} of them among the {HIGHEST:.0%} highest; median loss {medians}")
+
+
+def config_of(name: str, work: Path, output_dir: Path, **options: Any) -> TrainConfig:
+    """Return the settings of a run on a cache of ``train_swapped``."""
+    length = {"packing_length": MAX_LENGTH[name]}
+    paths = {"model": str(work / "model"), "cached_dataset": (str(work / "cache"),), "output_dir": str(output_dir)}
+    return TrainConfig(**OPTIONS | paths | length | options)
+
+
+def measure_cost(work: Path, num_rounds: int) -> None:
+    """Print the time of a run that keeps losses relative to one that does not."""
+    ratios = []
+    for number in range(num_rounds):
+        seconds = {}
+        for keeps in (True, False) if number % 2 else (False, True):
+            options = {"num_train_epochs": 0.5, "sample_losses": keeps, "save_strategy": "no"}
+            output_dir = work / f"cost-{number}-{keeps}"
+            seconds[keeps] = train(config_of("demo", work, output_dir, **options), SilentProgress()).seconds
+        ratios.append(seconds[True] / seconds[False])
+    rounds = ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
+    print(f"time with --sample-losses / without: {statistics.median(ratios):.3f} (rounds: {rounds})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=2400, help="demo rows; 0 for none")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the measurement of the cost; 0 for none")
+    parser.add_argument("--realdata", type=Path, help=f"folder with {REAL_ROWS} and tokenizers/qwen3-vl")
+    parser.add_argument("--real-rows", type=int, default=2000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.realdata is not None:
+            work = Path(folder) / "real"
+            work.mkdir()
+            train_swapped("real", work, *make_real(work, options.realdata, options.real_rows))
+        if options.rows:
+            work = Path(folder) / "demo"
+            work.mkdir()
+            train_swapped("demo", work, *make_demo(work, options.rows))
+            if options.rounds:
+                measure_cost(work, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
