@@ -132,7 +132,10 @@ def _have_responses(tasks: Sequence[Task]) -> bool:
 
 
 class _Export:
-    """An export: scans the sources, runs the tasks and publishes the cache."""
+    """An export: scans the sources, runs the tasks and publishes the cache.
+
+    For users, tasks are shards: each task writes one shard of each of its splits.
+    """
 
     def __init__(self, config: ExportConfig, progress: Progress, executor: Executor, drops: list[str] | None) -> None:
         self.config, self.progress, self.executor, self.drops = config, progress, executor, drops
@@ -248,13 +251,14 @@ class _Export:
         state = output_dir.export_state(self.identity, self.sources)
         splits = {split for task in self.tasks for split in task.shards}
         reused = output_dir.begin(directory, state, splits, is_part=is_part)  # results of an interrupted run, by task
-        settings = self._task_settings(directory, output_dir.export_id(state), lock)
+        export_id = output_dir.export_id(state)
+        settings = self._task_settings(directory, export_id, lock)
         results = self._run_tasks(self.tasks, reused, settings, lock.check_last_renewal)
         if is_part:  # add the results that other parts of the job array have written
-            results = output_dir.finished_tasks(directory, settings.export)
+            results = output_dir.finished_tasks(directory, export_id)
         missing = [task.number for task in self.tasks if task.number not in results]
         if missing:
-            return self._unfinished_summary(directory, results, missing)
+            return self._unfinished_summary(directory, results, reused, missing)
         ordered = [results[task.number] for task in self.tasks]
         manifest = output_dir.build_manifest(self.identity, self.sources, ordered)
         output_dir.refuse_empty(manifest, ordered, directory)
@@ -271,34 +275,34 @@ class _Export:
                 raise
 
     def _unfinished_summary(
-        self, directory: str, results: Mapping[int, TaskResult], missing: Sequence[int]
+        self,
+        directory: str,
+        results: Mapping[int, TaskResult],
+        reused: Mapping[int, TaskResult],
+        missing: Sequence[int],
     ) -> ExportSummary:
-        """Return the summary of a run that left tasks without a result; ``missing``: their numbers."""
+        """Return the summary of a run that left tasks without a result; DataError if ``--finalize`` misses parts.
+
+        ``results`` are those of all parts by task number, ``reused`` those from before this run; ``missing`` are the
+        numbers of the tasks without a result.
+        """
         if self.config.is_part:
             manifest = output_dir.read_published(directory, self.identity, self.sources)
             if manifest is not None:  # no result is left, because another part has finished the cache
                 return _summary_of_finished(directory, manifest)
-        return self._partial_summary(results, missing)
-
-    def _partial_summary(self, results: Mapping[int, TaskResult], missing: Sequence[int]) -> ExportSummary:
-        """Return the summary of one part of a job array, or raise a DataError if ``--finalize`` misses other parts.
-
-        ``results`` are those of all parts by task number, ``missing`` the numbers of unfinished tasks.
-        """
         if self.config.finalize:
             raise self._missing_shards_error(missing)
         own_results = [result for number, result in results.items() if self._is_own_task(number)]
-        row_counts = InputCounts.total(result.counts for result in own_results)
         sample_counts = SampleCounts.total(split.counts for result in own_results for split in result.splits.values())
         return ExportSummary.of(
-            row_counts,
+            InputCounts.total(result.counts for result in own_results),
             sample_counts,
             num_samples_by_split={},
             length=output_dir.percentiles(output_dir.length_counts(own_results)),
             seconds=time.perf_counter() - self.started,
             output_dir=self.config.output_dir,
             num_missing_shards=len(missing),
-            rows_made=row_counts.rows,
+            rows_made=sum(result.counts.rows for result in own_results if result.number not in reused),
         )
 
     def _missing_shards_error(self, missing: Sequence[int]) -> DataError:

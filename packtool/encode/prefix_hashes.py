@@ -240,13 +240,13 @@ def _digests(
     ids = np.ascontiguousarray(sample.input_ids, "<i4")
     for end in ends:
         new_media = []
-        while remaining and remaining[0].stop <= end:
+        while remaining and remaining[0].stop <= end:  # media that end within this prefix
             span = remaining.popleft()
             state.update(_identity(span, medium_key))
             new_media.append(span.medium)
         state.update(ids[start:end].data)
         start = end
-        yield _PrefixDigest(end, new_media, state.digest())
+        yield _PrefixDigest(length=end, new_media=new_media, digest=state.digest())
 
 
 def _num_audio_tokens(medium: Medium) -> int:

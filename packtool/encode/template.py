@@ -220,7 +220,7 @@ class ChatTemplate:
         None leaves both undefined. TemplateFailure if the template refuses the conversation, or exceeds the bounds on
         time and memory.
         """
-        self._environment.rounds_left = _MAX_ROUNDS  # the environment counts the rounds of loops down
+        self._environment.rounds_left = _MAX_ROUNDS  # of loops; the environment counts them down
         switches = {} if thinks is None else dict.fromkeys(_THINKING_SWITCHES, thinks)
         arguments = {**self._variables, **switches, "documents": None, "add_generation_prompt": add_generation_prompt}
         arguments["tools"] = list(tools) if tools else None

@@ -105,8 +105,8 @@ def scan_sources(
 ) -> list[ScannedSource]:
     """Scan files of rows, call ``report`` with each source, and then draw the requested samples by ``seed``.
 
-    DataError if a file is missing or damaged, or its format or the form of its rows is unknown. An invalid line of a
-    .jsonl file is not an error; only that row is dropped later.
+    DataError if a file is missing or damaged, or if its format or its columns are unknown. An invalid line of a .jsonl
+    file is not an error; only that row is dropped later.
     """
     scanned: list[ScannedSource] = []
     for spec in specs:

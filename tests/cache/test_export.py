@@ -552,6 +552,7 @@ def test_parts_of_a_job_array_make_the_same_cache(run_export: Export, tmp_path: 
         first_summary.num_rows,
         first_summary.num_missing_shards,
     )
+    assert (first_summary.rows_made, again_summary.rows_made) == (first_summary.num_rows, 0)
     assert run_export(task_index=2, num_tasks=3).num_missing_shards == 3
     last = run_export(task_index=1, num_tasks=3)
     assert last.num_missing_shards == 0

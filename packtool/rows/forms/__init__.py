@@ -166,7 +166,8 @@ def _sample_of_turns(
 ) -> Sample:
     """Return a conversation or a text with its media; ``common``: fields of ``Sample`` that all forms have.
 
-    ``is_text``: without a chat template, as for pretraining texts and segments.
+    ``is_text``: without a chat template, as for pretraining texts and segments. Marks are placeholders of media in the
+    texts; missing ones are added, and one without a medium is noted.
     """
     source = inline.source
     responses: tuple[Response, ...] = ()

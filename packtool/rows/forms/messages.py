@@ -73,7 +73,7 @@ def content_of(label: str, value: Any, inline: InlineMedia, is_tool: bool = Fals
     if isinstance(value, str):
         return Content(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):  # some columns have both texts and numbers
-        if isinstance(value, float) and finite(value) is None:
+        if isinstance(value, float) and finite(value) is None:  # NaN or infinity
             raise RowProblem("invalid_content", f"{label} has the number {value} as content, which is not text")
         return Content(str(value))
     if _is_parts(value, is_tool=is_tool):
