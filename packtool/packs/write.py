@@ -228,18 +228,6 @@ def _files_of_pack(pack: Pack) -> dict[str, bytes]:
     return {"json": json.dumps(document, default=np.ndarray.tolist).encode(), **media_files}
 
 
-def _energon_files(num_packs: dict[str, int], split: str) -> dict[str, bytes]:
-    """Return the metadata files of a crude dataset of Megatron Energon, by name; ``num_packs`` is by tar file."""
-    split_files: dict[str, list[str]] = {"train": [], "val": [], "test": []}
-    split_files[split if split in split_files else "train"] = list(num_packs)
-    kind = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset", "subflavors": {"packtool": "packs"}}
-    return {
-        ".nv-meta/.info.json": _json({"shard_counts": num_packs}),
-        ".nv-meta/split.yaml": _json({"exclude": [], "split_parts": split_files}),  # JSON is YAML
-        ".nv-meta/dataset.yaml": _json(kind),
-    }
-
-
 def _json(value: object) -> bytes:
     return json.dumps(value, indent=1).encode()
 
@@ -344,11 +332,19 @@ def _divide_into_files(packing: _Packing, config: PackConfig) -> list[_FileJob]:
 
 
 def _write_energon_files(directory: str, split: str, files: list[dict[str, Any]]) -> None:
-    """Write the metadata of Megatron Energon; ``files`` are the manifest's entries of the tar files."""
+    """Write the metadata of a crude dataset of Megatron Energon; ``files`` are the manifest's entries of tar files."""
+    num_packs = {file["file"]: file["packs"] for file in files}
+    split_files: dict[str, list[str]] = {"train": [], "val": [], "test": []}
+    split_files[split if split in split_files else "train"] = list(num_packs)
+    kind = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset", "subflavors": {"packtool": "packs"}}
+    metadata: dict[str, object] = {
+        ".info.json": {"shard_counts": num_packs},
+        "split.yaml": {"exclude": [], "split_parts": split_files},  # JSON is YAML
+        "dataset.yaml": kind,
+    }
     storage.make_directory(storage.join(directory, ".nv-meta"))
-    num_packs_by_file = {file["file"]: file["packs"] for file in files}
-    for name, content in _energon_files(num_packs_by_file, split).items():
-        storage.publish(storage.join(directory, name), content)
+    for name, content in metadata.items():
+        storage.publish(storage.join(directory, ".nv-meta", name), _json(content))
 
 
 def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, files: list[dict[str, Any]]) -> bytes:

@@ -133,8 +133,7 @@ def plan_trees(
     """Build prefix trees, and split those that do not fit into a pack: a pure function, the same on every machine.
 
     Each group of a split tree computes its prefix again. Trees are split in depth-first order. If tokens are the only
-    limit, wide trees are split where their branches fit best. Cost: O(M log M) for M prefixes, times the depth of the
-    deepest tree.
+    limit, wide trees are split where their branches fit best.
 
     Args:
         lengths: (N,), tokens of each sample.

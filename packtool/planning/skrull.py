@@ -10,8 +10,6 @@ one of them or *sharded* over all. A rank holds at most C tokens at a time (the 
 Assignment is deterministic; ties go to the earlier sequence and the lower rank. ``docs/how-it-works.md`` explains the
 steps and the differences from the paper. Placements are compared by estimated time (``cost.StepTime``), so no
 data-parallel rank is slower than with all its sequences sharded.
-
-Cost: O(n log n) for n sequences of a step, and O(n (n + N)) at worst, mostly O(n N), for each number of micro-batches.
 """
 
 from __future__ import annotations

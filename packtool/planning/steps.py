@@ -210,8 +210,7 @@ def assign_balanced(
     A step takes the next ``options.packs_per_step`` packs, in the packer's random order. Without balancing, the packs
     of a step are assigned to the ranks in turn; ``within-step`` gives the ranks equal work; ``window`` also exchanges
     packs between steps near each other. The last step takes the remaining packs: it has as few micro-batches as its
-    ranks need, and the packs of a rank are spread evenly over them. A rank without packs has empty micro-batches. Cost:
-    O(K), and O(K log K) with balancing.
+    ranks need, and the packs of a rank are spread evenly over them.
 
     ``costs``, (K,), is the work of each of the K packs, needed for balancing. ``tree_parts``: prefix trees in several
     packs, and whether these packs must come into one step, or into different steps.
@@ -310,10 +309,8 @@ _PACKS_AT_ONCE = 1 << 20  # bounds the temporaries of the swaps
 def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
     """Assign each step's packs to ranks, equally many to each, by their costs, (steps, packs of a step).
 
-    Ties go to the lower rank and the earlier pack, so the result is the same on every machine. Cost: O(K log K) for K
-    packs, and at most 16 swaps a step of O(n^2) for the n packs of a rank.
-
     Returns int64 (steps, ranks, packs of a rank): the columns of ``costs`` of each step and rank, the heaviest first.
+    Ties go to the lower rank and the earlier pack, so the result is the same on every machine.
     """
     num_steps, num_packs = costs.shape
     assert num_packs % num_ranks == 0, "every rank of a step has equally many packs"

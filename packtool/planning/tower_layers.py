@@ -166,11 +166,10 @@ def merger_modules(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[M
 
 def _projector_modules(module: Any, projector: Sequence[str], widths: Mapping[str, int]) -> tuple[ModuleCost, ...]:
     """Return the modules of a projector, each given by the names of its input and output width."""
-    modules = []
-    for number, pair in enumerate(projector):
-        inputs, outputs = pair.split()
-        modules.append(module(f"merger.{number}", widths[inputs], widths[outputs]))
-    return tuple(modules)
+    pairs = map(str.split, projector)
+    return tuple(
+        module(f"merger.{number}", widths[inputs], widths[outputs]) for number, (inputs, outputs) in enumerate(pairs)
+    )
 
 
 def _merger_names(config: Mapping[str, Any]) -> list[str]:

@@ -66,9 +66,7 @@ class TreeParts:
     def reorder(self, order: Int64Array, packs_per_step: int) -> Int64Array:
         """Reorder all packs, int64 (K,), so that the parts of a tree are in one step, or apart; a pure function.
 
-        ``order`` is that in which steps would take them. Trees that need more packs than a step has keep their order,
-        and so do those that no step has space for, for all steps are full. Cost: seconds for a million samples in split
-        trees.
+        ``order`` is that in which steps would take them. Trees that no step has space for keep their order.
         """
         if packs_per_step >= len(order):
             return order
