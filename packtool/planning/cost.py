@@ -284,7 +284,7 @@ class ModelSizes:
         hidden, num_layers = int(text["hidden_size"]), int(text["num_hidden_layers"])
         attention = attention_widths(text)
         mlp = expert_widths(text)
-        token_mlp_width = mlp.expert * mlp.experts_per_token + mlp.shared_expert
+        token_mlp_width = mlp.expert_width * mlp.experts_per_token + mlp.shared_width
         # Numbers that a layer keeps of a token. Flash attention keeps no scores.
         kept = 5 * hidden  # two residuals, the results of two norms, and the projected output of attention
         kept += 3 * attention.queries  # queries before and after RoPE, and the output of attention
@@ -331,7 +331,7 @@ def _num_parameters(config: Mapping[str, Any], text: Mapping[str, Any]) -> int:
     """Count the weights of a language model, from the model's config and that of its text part."""
     hidden = int(text["hidden_size"])
     mlp = expert_widths(text)
-    mlp_weights = 3 * hidden * (mlp.expert * max(mlp.num_experts, 1) + mlp.shared_expert)
+    mlp_weights = 3 * hidden * (mlp.expert_width * max(mlp.num_experts, 1) + mlp.shared_width)
     has_tied_embeddings = bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings"))
     num_embeddings = 1 if has_tied_embeddings else 2
     embedding_weights = num_embeddings * hidden * int(text.get("vocab_size") or 0)

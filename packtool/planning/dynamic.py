@@ -23,7 +23,7 @@ import numpy.typing as npt
 from packtool.errors import ConfigError
 from packtool.planning.budgets import check_media_tokens
 from packtool.planning.options import PlanOptions
-from packtool.planning.pack_plan import Costs, Int64Array, IntArray, PackPlan, to_offsets
+from packtool.planning.pack_plan import Costs, Int64Array, IntArray, PackPlan, invert_order, to_offsets
 from packtool.planning.prefix_trees import PrefixTrees
 from packtool.planning.steps import StepAssignment
 
@@ -33,10 +33,14 @@ _MAX_LARGE_SAMPLES = 8
 
 
 class Limit(NamedTuple):
-    """Sizes of the samples, (K,) or (S, n), and their maximum sum in a micro-batch."""
+    """Sizes of samples, such as tokens, (K,) or (S, n), and the maximum of their sum in a micro-batch."""
 
     sizes: IntArray
     maximum: int
+
+    def select(self, index: Int64Array) -> Limit:
+        """Return the limit of some samples, or of the samples of some steps."""
+        return Limit(self.sizes[index], self.maximum)
 
 
 def assign_by_tokens(
@@ -61,7 +65,7 @@ def assign_by_tokens(
 def assign_samples(
     samples: PackPlan, costs: Costs | None, options: PlanOptions, media_tokens: IntArray | None = None
 ) -> StepAssignment:
-    """Divide the samples of each step of unpacked training into packs of equal work, few for each rank.
+    """Pack the samples of each step so that all ranks have equally many packs, few and of about equal work.
 
         order of the epoch   3 7 2 1 | 4 4 3 3 | 5 2       lengths; 4 samples a step, packs of 8, two ranks
         step 0               rank 0 [7]    rank 1 [3 2 1]
@@ -78,9 +82,9 @@ def assign_samples(
     limits = _limits(samples.lengths, samples.capacity, options.max_samples_per_pack)
     max_media = options.max_media_tokens_per_pack
     sample_media = None if media_tokens is None else media_tokens[samples.samples]
-    limiting_media = check_media_tokens(sample_media, samples.lengths, max_media, samples.capacity)
-    if limiting_media is not None and max_media is not None:
-        limits.append(Limit(limiting_media, max_media))
+    checked_media = check_media_tokens(sample_media, samples.lengths, max_media, samples.capacity)
+    if checked_media is not None and max_media is not None:
+        limits.append(Limit(checked_media, max_media))
     work = samples.lengths.astype(np.float64) if costs is None else costs
     return _divide_steps(work, limits, options.samples_per_step, options.world_size, ranks_first=True)
 
@@ -113,83 +117,73 @@ def _divide_steps(
 def _bins_of_steps(
     work: npt.NDArray[Any], limits: Sequence[Limit], samples_per_step: int, num_ranks: int, num_groups: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Return the bin of each sample, numbered over all steps, (K,), and the number of bins of each step, (S,)."""
-    num_samples = len(work)
-    num_full_steps = num_samples // samples_per_step
-    num_in_full_steps = num_full_steps * samples_per_step
-    positions = np.arange(num_samples)
-    full_steps = positions[:num_in_full_steps].reshape(num_full_steps, samples_per_step)
-    last_step = positions[None, num_in_full_steps:]
-    bin_of_sample = np.zeros(num_samples, np.int64)  # within its step at first
+    """Return the bin of each sample, numbered over all S steps, (K,), and the number of bins of each step, (S,)."""
+    samples = np.arange(len(work))
+    num_in_full_steps = len(work) // samples_per_step * samples_per_step
+    full_steps = samples[:num_in_full_steps].reshape(-1, samples_per_step)
+    last_step = samples[num_in_full_steps:].reshape(1, -1)
+    bin_in_step = np.zeros(len(work), np.int64)
     num_bins: list[Int64Array] = [np.zeros(0, np.int64)]
-    for samples in (full_steps, last_step):  # (steps, samples of a step)
-        if samples.size:
-            step_limits = [Limit(limit.sizes[samples], limit.maximum) for limit in limits]
-            bin_of_sample[samples], num_bins_of_steps = _find_bins(work[samples], step_limits, num_ranks, num_groups)
+    for steps in (full_steps, last_step):  # samples of each step
+        if steps.size:
+            step_limits = [limit.select(steps) for limit in limits]
+            bin_in_step[steps], num_bins_of_steps = _find_bins(work[steps], step_limits, num_ranks, num_groups)
             num_bins.append(num_bins_of_steps)
     num_bins_per_step = np.concatenate(num_bins)
-    first_bins = to_offsets(num_bins_per_step)
-    bin_of_sample += first_bins[positions // samples_per_step]
-    return bin_of_sample, num_bins_per_step
+    first_bins = to_offsets(num_bins_per_step)[:-1]
+    return first_bins[samples // samples_per_step] + bin_in_step, num_bins_per_step
 
 
 def _number_by_rank(
     bin_work: npt.NDArray[Any], num_bins: Int64Array, num_ranks: int, *, ranks_first: bool
 ) -> Int64Array:
-    """Number the bins of each step rank by rank, those of a rank by their work; return each bin's new number, (bins,).
+    """Number the bins of each step rank by rank, and those of a rank from most to least work.
 
-    With ``ranks_first``, consecutive bins of a step already belong to one rank. ``num_bins``, (S,), are of each step.
+    Returns the new number of each bin, (bins,); a step keeps its range of numbers. ``num_bins``, (S,), are of each
+    step. With ``ranks_first``, consecutive bins of a step already belong to one rank.
     """
-    first_bins = to_offsets(num_bins)[:-1]
-    new_numbers = np.empty(len(bin_work), np.int64)
-    # All steps with equally many bins at once.
-    for num in np.unique(num_bins).tolist():
-        bins = first_bins[num_bins == num, None] + np.arange(num)  # (steps, bins)
-        if ranks_first:
-            rank_bins = bins.reshape(-1, num_ranks, num // num_ranks)
-        else:
-            rounds = _heaviest_first(bins, bin_work).reshape(-1, num // num_ranks, num_ranks)
-            rank_bins = rounds.transpose(0, 2, 1)  # a rank has one bin of each round
-        by_rank = _heaviest_first(rank_bins, bin_work)  # (steps, ranks, bins of a rank)
-        new_numbers[by_rank.reshape(-1, num)] = bins  # a step keeps its numbers, in another order
-    return new_numbers
-
-
-def _heaviest_first(bins: Int64Array, bin_work: npt.NDArray[Any]) -> Int64Array:
-    """Sort numbers of bins along the last axis by their work, the most work first."""
-    order = np.argsort(-bin_work[bins], axis=-1, kind="stable")
-    return np.take_along_axis(bins, order, axis=-1)
+    step_of_bin = np.repeat(np.arange(len(num_bins)), num_bins)
+    index_in_step = np.arange(len(bin_work)) - to_offsets(num_bins)[step_of_bin]
+    if ranks_first:
+        bins_per_rank = num_bins // num_ranks
+        rank_of_bin = index_in_step // bins_per_rank[step_of_bin]
+    else:
+        # In each round, every rank gets one of the heaviest bins that are left.
+        heaviest_first = np.lexsort((-bin_work, step_of_bin))
+        rank_of_bin = np.empty(len(bin_work), np.int64)
+        rank_of_bin[heaviest_first] = index_in_step % num_ranks
+    return invert_order(np.lexsort((-bin_work, step_of_bin * num_ranks + rank_of_bin)))
 
 
 def _find_bins(
     work: npt.NDArray[Any], limits: Sequence[Limit], num_ranks: int, num_groups: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Return the bin of each sample within its step, (S, n), and the number of bins of each step, (S,).
+    """Place the samples of S steps, n in each, in bins.
 
-    A step gets the fewest bins, a multiple of ``num_ranks``, with which all its samples fit. The bins are divided
-    equally among ``num_groups``. ``work`` and the sizes of ``limits`` are (S, n).
+    Returns the bin of each sample within its step, (S, n), and the number of bins of each step, (S,): the fewest,
+    among multiples of ``num_ranks``, with which all its samples fit. The bins are divided equally among ``num_groups``.
+    ``work`` and the sizes of ``limits`` are (S, n).
     """
     heaviest_first = np.argsort(-work, axis=1, kind="stable")
-    min_bins = np.max([_min_bins(*limit) for limit in limits], axis=0)
+    min_bins = np.max([_min_bins(limit) for limit in limits], axis=0)
     num_bins = -(-min_bins // num_ranks) * num_ranks  # rounded up
-    bin_of = np.zeros(work.shape, np.int64)
+    bin_of_sample = np.zeros(work.shape, np.int64)
     open_steps = np.arange(len(work))  # steps whose samples did not fit yet
     while len(open_steps):
         fits = np.zeros(len(work), np.bool_)
-        for steps in _chunks_of_equal_bins(open_steps, num_bins):
-            step_limits = [Limit(limit.sizes[steps], limit.maximum) for limit in limits]
-            num = int(num_bins[steps[0]])
-            bins, fits_step = _place_in_bins(work[steps], heaviest_first[steps], step_limits, num_groups, num)
-            bin_of[steps] = bins
-            fits[steps] = fits_step
+        for equal_num_bins, steps in _chunks_of_equal_bins(open_steps, num_bins):
+            step_limits = [limit.select(steps) for limit in limits]
+            bin_of_sample[steps], fits[steps] = _place_in_bins(
+                work[steps], heaviest_first[steps], step_limits, num_groups, equal_num_bins
+            )
         # Steps with a sample that did not fit get one more bin for every rank.
         open_steps = open_steps[~fits[open_steps]]
         num_bins[open_steps] += num_ranks
-    return bin_of, num_bins
+    return bin_of_sample, num_bins
 
 
-def _chunks_of_equal_bins(steps: Int64Array, num_bins: Int64Array) -> Iterator[Int64Array]:
-    """Yield the steps with equally many bins together, (k,), in chunks that bound the memory of placing them at once.
+def _chunks_of_equal_bins(steps: Int64Array, num_bins: Int64Array) -> Iterator[tuple[int, Int64Array]]:
+    """Yield numbers of bins, and the steps with this number, (k,), in chunks that bound the memory of placing them.
 
     ``num_bins``, (S,), are of all steps.
     """
@@ -197,25 +191,27 @@ def _chunks_of_equal_bins(steps: Int64Array, num_bins: Int64Array) -> Iterator[I
         same_steps = steps[num_bins[steps] == num]
         chunk_size = max(1, _BINS_AT_ONCE // num)
         for start in range(0, len(same_steps), chunk_size):
-            yield same_steps[start : start + chunk_size]
+            yield num, same_steps[start : start + chunk_size]
 
 
-def _min_bins(sizes: IntArray, limit: int) -> Int64Array:
-    """Compute a lower bound of the bins of each step, (S,), for one of the sizes of its samples, (S, n)."""
-    min_bins: Int64Array = -(-sizes.sum(axis=1, dtype=np.int64) // limit)
-    for num in range(1, _MAX_LARGE_SAMPLES + 1):
-        # At most ``num`` samples of more than 1 / (num + 1) of a bin fit into one.
-        num_large = np.count_nonzero(sizes * (num + 1) > limit, axis=1)
-        min_bins = np.maximum(min_bins, -(-num_large // num))
+def _min_bins(limit: Limit) -> Int64Array:
+    """Compute a lower bound of the bins of each step, (S,), from the sizes of its samples, (S, n)."""
+    min_bins: Int64Array = -(-limit.sizes.sum(axis=1, dtype=np.int64) // limit.maximum)
+    for num_per_bin in range(1, _MAX_LARGE_SAMPLES + 1):
+        # At most ``num_per_bin`` samples of more than 1 / (num_per_bin + 1) of a bin fit into one.
+        num_large = np.count_nonzero(limit.sizes * (num_per_bin + 1) > limit.maximum, axis=1)
+        min_bins = np.maximum(min_bins, -(-num_large // num_per_bin))
     return min_bins
 
 
 def _place_in_bins(
     work: npt.NDArray[Any], order: Int64Array, limits: Sequence[Limit], num_groups: int, num_bins: int
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Place the samples of S steps in bins, in all steps at once: the lightest bin with space of the lightest group.
+    """Place the samples of S steps, n in each, in the bins of each step, which ``num_groups`` share equally.
 
-    ``work``, (S, n), is that of each sample, and ``order``, (S, n), lists the samples of each step as they are placed.
+    A sample goes to the lightest group that has a bin with space, and there to the lightest such bin. ``work``, (S, n),
+    is that of each sample, and ``order``, (S, n), lists the samples of each step as they are placed.
+
     Returns the bin of each sample, (S, n), and whether all samples of a step fit, (S,): a sample that does not fit
     overflows a bin.
     """
@@ -228,18 +224,18 @@ def _place_in_bins(
     bin_of_sample = np.empty(work.shape, np.int64)
     fits = np.ones(num_steps, np.bool_)
     steps = np.arange(num_steps)
-    for sample in order.T:  # the next sample of each step, (S,), and so are all choices below
+    for sample in order.T:  # one sample of each step, (S,), so that all steps make their choice at once
         has_space = np.ones(shape, np.bool_)
         for limit, used in zip(limits, used_of_limits, strict=True):
             max_used = limit.maximum - limit.sizes[steps, sample]
             has_space &= used <= max_used[:, None, None]
         group, bin_in_group = _choose_bins(has_space, group_work, bin_work)
-        chosen = steps, group, bin_in_group
-        fits &= has_space[chosen]
+        chosen_bin = steps, group, bin_in_group
+        fits &= has_space[chosen_bin]
         for limit, used in zip(limits, used_of_limits, strict=True):
-            used[chosen] += limit.sizes[steps, sample]
+            used[chosen_bin] += limit.sizes[steps, sample]
         sample_work = work[steps, sample]
-        bin_work[chosen] += sample_work
+        bin_work[chosen_bin] += sample_work
         group_work[steps, group] += sample_work
         bin_of_sample[steps, sample] = group * bins_per_group + bin_in_group
     return bin_of_sample, fits

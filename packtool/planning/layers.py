@@ -61,9 +61,13 @@ class ModelLayers:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelLayers:
-        """Read the widths of a model, of an Omni model those of its thinker; a KeyError if one is missing."""
+        """List the modules of a model, of an Omni model those of its thinker, which alone is trained.
+
+        A KeyError if the config lacks a width, or the number of layers, of the language model.
+        """
         config, text = thinker_of(config), text_config_of(config)
-        hidden, vocabulary = int(text["hidden_size"]), int(text.get("vocab_size") or 0)
+        hidden = int(text["hidden_size"])
+        vocabulary = int(text.get("vocab_size") or 0)
         has_media = bool(config.get("vision_config") or config.get("audio_config"))
         audio = tuple(audio_modules(config.get("audio_config") or {}))
         patches = vision_patches(config)
@@ -208,9 +212,9 @@ class ExpertWidths(NamedTuple):
     """Experts of a layer, 0 if it is dense, the width of one, those of a token, and the shared expert's width."""
 
     num_experts: int
-    expert: int
+    expert_width: int
     experts_per_token: int
-    shared_expert: int
+    shared_width: int
 
 
 def expert_widths(text: Mapping[str, Any]) -> ExpertWidths:
@@ -284,21 +288,21 @@ def _query_modules(text: Mapping[str, Any], widths: AttentionWidths) -> Iterator
 
 def _gated_delta_modules(text: Mapping[str, Any]) -> Iterator[ModuleSettings]:
     """Yield the modules of a gated delta layer (linear attention with a state), computed in chunks of positions."""
-    num_heads, num_key_heads = int(text["linear_num_value_heads"]), int(text["linear_num_key_heads"])
-    value_size, key_size = int(text["linear_value_head_dim"]), int(text["linear_key_head_dim"])
-    value_width = num_heads * value_size
+    num_key_heads, key_size = int(text["linear_num_key_heads"]), int(text["linear_key_head_dim"])
+    num_value_heads, value_size = int(text["linear_num_value_heads"]), int(text["linear_value_head_dim"])
+    value_width = num_value_heads * value_size
     qkv_width = 2 * num_key_heads * key_size + value_width
-    # z gates the output; b and a are the update strength and the decay of each head's state.
+    # z gates the output; b and a are the update strength and the decay of each value head's state.
     if family_of(text).has_joint_inputs:
-        projections = {"in_proj_qkvz": qkv_width + value_width, "in_proj_ba": 2 * num_heads}
+        output_widths = {"in_proj_qkvz": qkv_width + value_width, "in_proj_ba": 2 * num_value_heads}
     else:
-        projections = {"in_proj_qkv": qkv_width, "in_proj_z": value_width}
-        projections |= {"in_proj_b": num_heads, "in_proj_a": num_heads}
-    for index, (name, width) in enumerate(projections.items()):
+        output_widths = {"in_proj_qkv": qkv_width, "in_proj_z": value_width}
+        output_widths |= {"in_proj_b": num_value_heads, "in_proj_a": num_value_heads}
+    for index, (name, width) in enumerate(output_widths.items()):
         yield f"linear_attn.{name}", {"outputs": width, "shares_input": index > 0}
     kernel_size = int(text.get("linear_conv_kernel_dim") or 4)
     yield "linear_attn.conv1d", {"kind": "convolution", "inputs": kernel_size, "outputs": qkv_width}
-    flops = num_heads * _delta_rule_flops(key_size, value_size)
+    flops = num_value_heads * _delta_rule_flops(key_size, value_size)  # of the states, without any weights
     yield "linear_attn", {"kind": "attention", "outputs": 0, "flops_per_unit": flops}
     yield "linear_attn.norm", {"kind": "no_matmul", "inputs": 1, "outputs": value_size}
     yield "linear_attn.out_proj", {"inputs": value_width}
@@ -317,9 +321,9 @@ def _delta_rule_flops(key_size: int, value_size: int) -> float:
 
 
 def _mlp_modules(text: Mapping[str, Any], layer: int) -> Iterator[ModuleSettings]:
-    """Yield the modules of a dense SwiGLU, or of the router, the experts of a token and the shared expert."""
-    num_experts, expert_width, experts_per_token, shared_width = expert_widths(text)
-    if not num_experts or _is_dense(text, layer):
+    """Yield the modules of a dense layer's MLP, gated or not, or the router, experts and shared expert of a layer."""
+    mlp = expert_widths(text)
+    if not mlp.num_experts or _is_dense(text, layer):
         width = first_setting(text, "intermediate_size", "ffn_dim") or 4 * int(text["hidden_size"])
         if text.get("model_type") in _UNGATED_MLPS:
             yield "mlp.up_proj", {"outputs": width}
@@ -327,15 +331,15 @@ def _mlp_modules(text: Mapping[str, Any], layer: int) -> Iterator[ModuleSettings
         else:
             yield from _swiglu("mlp", width)
         return
-    experts = {"kind": "tensor", "uses_per_unit": experts_per_token, "num_experts": num_experts}
-    # Router (``gate``), shared expert and experts have the same input.
-    yield "mlp.gate", {"kind": "tensor", "outputs": num_experts}
-    yield "mlp.experts.gate_up_proj", experts | {"outputs": 2 * expert_width, "shares_input": True}
-    if shared_width:
+    experts = {"kind": "tensor", "uses_per_unit": mlp.experts_per_token, "num_experts": mlp.num_experts}
+    # Router (``gate``), experts and shared expert read the same input, so their first modules follow one another.
+    yield "mlp.gate", {"kind": "tensor", "outputs": mlp.num_experts}
+    yield "mlp.experts.gate_up_proj", experts | {"outputs": 2 * mlp.expert_width, "shares_input": True}
+    if mlp.shared_width:
         if text.get("shared_expert_intermediate_size"):
             yield "mlp.shared_expert_gate", {"outputs": 1, "shares_input": True}
-        yield from _swiglu("mlp.shared_expert", shared_width, shares_input=True)
-    yield "mlp.experts.down_proj", experts | {"inputs": expert_width}
+        yield from _swiglu("mlp.shared_expert", mlp.shared_width, shares_input=True)
+    yield "mlp.experts.down_proj", experts | {"inputs": mlp.expert_width}
 
 
 def _is_dense(text: Mapping[str, Any], layer: int) -> bool:

@@ -190,7 +190,7 @@ class Ledger:
         skipped_rows = np.sort(np.asarray(skipped, np.int64))
         planned_rows = np.sort(plan.samples_of(steps.start, steps.stop))
         trained_rows = remove_rows(planned_rows, skipped_rows)
-        # Positions count through all caches, of which each is a source.
+        # Rows are numbered through all sources.
         offsets = np.cumsum([0, *(source.num for source in self.sources)]).tolist()
         sources = []
         for source, start, end in zip(self.sources, offsets[:-1], offsets[1:], strict=True):

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,14 @@ class Slots:
     lengths: Int32Array
     media_tokens: Int32Array
     sources: Int32Array
+
+
+class _Selection(NamedTuple):
+    """Samples of a source: ``fixed`` are in every epoch, and may repeat; ``num_drawn`` are drawn from the ``pool``."""
+
+    fixed: Int64Array
+    pool: Int64Array
+    num_drawn: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,10 +129,10 @@ class Mixture:
         return self._draw(epoch)[self._interleaved]
 
     def epoch_counts(self, epoch: int, trained: Int64Array) -> Int64Array:
-        """Return how often an epoch trains each sample, (N,), if a part of it was trained before the data changed.
+        """Return how often an epoch trains each sample, (N,), if its beginning was trained before the data changed.
 
-        ``trained``, (N,), counts the samples trained in that part. For each trained sample that is not drawn now, a
-        drawn sample of the same source is left out; samples of all lengths are left out evenly.
+        ``trained``, (N,), counts the samples of that beginning. They may be others than this mixture draws: for each
+        such sample, one that it draws from the same source is left out, so that the epoch does not grow.
         """
         counts = np.bincount(self.draw(epoch), minlength=len(trained))
         remaining = np.maximum(counts - trained, 0)
@@ -133,12 +141,12 @@ class Mixture:
             if num_trained == 0:
                 continue
             num_to_train = max(self.counts[source] - num_trained, 0)
-            num_excess = int(remaining[start:stop].sum()) - num_to_train
-            # Only samples that are not in every epoch, and remain to be trained, may be left out.
-            fixed, _, _ = self._selections[source]
-            drawn = self._draw_source(source, epoch)[len(fixed) :]
-            candidates = drawn[remaining[drawn] > 0]
-            counts[self._select_of_all_lengths(candidates, num_excess)] -= 1
+            num_to_leave_out = int(remaining[start:stop].sum()) - num_to_train
+            # Samples that every epoch has stay. Those drawn from the pool are distinct.
+            num_fixed = len(self._selections[source].fixed)
+            drawn = self._draw_source(source, epoch)[num_fixed:]
+            untrained = drawn[remaining[drawn] > 0]
+            counts[self._select_of_all_lengths(untrained, num_to_leave_out)] -= 1
         return counts
 
     def _select_of_all_lengths(self, samples: Int64Array, num: int) -> Int64Array:
@@ -153,7 +161,7 @@ class Mixture:
         """(M,): order of slots, given source after source, that interleaves the sources evenly."""
         first_epoch, offsets, times = self._draw(0), to_offsets(np.array(self.counts)), np.empty(self.num_drawn)
         for source, (start, stop) in enumerate(pairwise(offsets.tolist())):
-            num_fixed = len(self._selections[source][0])
+            num_fixed = len(self._selections[source].fixed)
             drawn = num_fixed + np.argsort(first_epoch[start + num_fixed : stop], kind="stable")
             order = np.concatenate((np.arange(num_fixed), drawn))
             times[start + order] = (np.arange(len(order)) + 0.5) / max(len(order), 1)
@@ -197,8 +205,8 @@ class Mixture:
         return np.concatenate((lengths, slot_lengths)), np.concatenate((media, slot_media))
 
     @cached_property
-    def _selections(self) -> tuple[tuple[Int64Array, Int64Array, int], ...]:
-        """Samples that every epoch has (they may repeat), a pool, and the number drawn from it, of each source."""
+    def _selections(self) -> tuple[_Selection, ...]:
+        """Samples of each source that every epoch has, or that are drawn."""
         selections = []
         for pool, count in zip(self.candidates, self.counts, strict=True):
             copies, num_drawn = divmod(count, max(len(pool), 1))
@@ -211,7 +219,7 @@ class Mixture:
                 level = int(np.searchsorted(ends, num_drawn, side="right"))
                 fixed = np.concatenate((fixed, pool[trained < levels[level]]))
                 pool, num_drawn = pool[trained == levels[level]], num_drawn - int(ends[level] - sizes[level])
-            selections.append((fixed, pool, num_drawn))
+            selections.append(_Selection(fixed, pool, num_drawn))
         return tuple(selections)
 
     def _by_length(self, samples: Int64Array) -> Int64Array:
@@ -234,19 +242,20 @@ def make_mixture(
     max_length: int,
     seed: int,
 ) -> Mixture:
-    """Apply a recipe to caches, leaving out samples longer than ``max_length``; a source left empty is a DataError.
+    """Apply a recipe to S caches, its sources, leaving out samples longer than ``max_length``.
 
-    ``offsets``, int64 (S + 1,), are the first samples of the caches, and N; each cache is a source. The other arrays,
-    (N,), are of all samples.
+    The samples of source s are those from ``offsets[s]`` to ``offsets[s + 1] - 1``. The other arrays, (N,), are of the
+    samples of all caches. A source left without samples is a DataError.
     """
     candidates = _candidates(recipe, offsets, lengths, max_length)
     num_filtered = 0
     for source, samples, size in zip(recipe.sources, candidates, np.diff(offsets).tolist(), strict=True):
         if source.is_taken:
             num_filtered += size - len(samples)
-    amounts = {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]
-    counts = _count_draws(recipe, candidates, amounts)
-    check_drawn(sum(counts), sum(map(len, candidates)), recipe.place or "an epoch")
+    sample_sizes = {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]
+    counts = _count_draws(recipe, candidates, sample_sizes)
+    num_candidates = sum(len(samples) for samples in candidates)
+    check_drawn(sum(counts), num_candidates, recipe.place or "an epoch")
     loss_scales = tuple(source.loss_scale for source in recipe.sources)
     return Mixture(
         names=_names(recipe.sources),
@@ -294,26 +303,26 @@ def _allowed_samples(source: SourceRecipe, lengths: IntArray, max_length: int, p
     return allowed
 
 
-def _count_draws(recipe: Recipe, candidates: list[Int64Array], amounts: IntArray | None) -> tuple[int, ...]:
-    """Compute the number of samples that an epoch draws of each source.
+def _count_draws(recipe: Recipe, candidates: list[Int64Array], sample_sizes: IntArray | None) -> tuple[int, ...]:
+    """Compute the number of samples that an epoch draws from each source: what the recipe asks for, by default all.
 
-    ``candidates`` are the samples of each source that can be drawn, and ``amounts``, (N,), those of all samples in the
-    recipe's unit; None counts samples.
+    ``candidates`` are the samples of each source that can be drawn. ``sample_sizes``, (N,), are those of all samples
+    in the recipe's unit; None where the unit is samples.
     """
     num_candidates = [len(samples) for samples in candidates]
     if not recipe.has_weights:
-        counts_by_amount = []
+        counts = []
         for source, num in zip(recipe.sources, num_candidates, strict=True):
-            counts_by_amount.append(num if source.amount is None else source.amount.of(num))
-        return tuple(counts_by_amount)
-    if amounts is None:
-        sizes = np.array(num_candidates, float)
+            counts.append(num if source.amount is None else source.amount.of(num))
+        return tuple(counts)
+    if sample_sizes is None:
+        source_sizes = np.array(num_candidates, float)
     else:
-        sizes = np.array([int(amounts[samples].sum(dtype=np.int64)) for samples in candidates], float)
-    _check_sizes(recipe, sizes)
-    counts = np.rint(np.minimum(_times_drawn(recipe, sizes) * num_candidates, MAX_AMOUNT))
-    min_counts = np.minimum(num_candidates, 1)  # at least one sample of each source that is not empty
-    return tuple(np.maximum(counts, min_counts).astype(np.int64).tolist())
+        source_sizes = np.array([int(sample_sizes[samples].sum(dtype=np.int64)) for samples in candidates], float)
+    _check_sizes(recipe, source_sizes)
+    num_drawn = np.rint(np.minimum(_times_drawn(recipe, source_sizes) * num_candidates, MAX_AMOUNT))
+    min_drawn = np.minimum(num_candidates, 1)  # at least one sample of each source that is not empty
+    return tuple(np.maximum(num_drawn, min_drawn).astype(np.int64).tolist())
 
 
 def _times_drawn(recipe: Recipe, sizes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
