@@ -333,15 +333,12 @@ def place_exact_fit(
     return Placements.from_rows(placements, ranges)
 
 
-def slots_are_scarce(
-    free_tokens: int, free_slots: int, num_unplaced: int, unplaced_tokens: int, scarcity_factor: float
-) -> bool:
+def slots_are_scarce(free_tokens: int, free_slots: int, num_unplaced: int, unplaced_tokens: int, factor: float) -> bool:
     """Return whether a pack has so few free slots, under its limit of samples, that short samples would waste them.
 
-    They are scarce if the free tokens per free slot, times ``scarcity_factor``, are at least the mean length of the
-    unplaced samples.
+    They are scarce if the free tokens per free slot, times ``factor``, are at least the unplaced samples' mean length.
     """
-    return free_slots > 1 and free_tokens * scarcity_factor * num_unplaced >= unplaced_tokens * free_slots
+    return free_slots > 1 and free_tokens * factor * num_unplaced >= unplaced_tokens * free_slots
 
 
 def _take_pack(
@@ -435,13 +432,12 @@ class _UnplacedSamples(LengthSet):
         """
         if not self._has_bits or total > 2 * self._longest:
             return None
-        # Bit x of the shifted mirror is set if samples of total - x tokens are left.
+        # Bit x is set if samples of x tokens are left and, by the shifted mirror, samples of total - x tokens.
         pair_bits = self._bits & (self._mirrored_bits >> (2 * self._longest - total))
-        half = (total + 1) // 2
-        min_offset = int(total * _MAX_PAIR_OFFSET * noise)
+        half = (total + 1) // 2  # rounded up: the least length of the longer one
         if 2 * half == total and self.counts.get(half) == 1:
             pair_bits ^= 1 << half  # two equal lengths need two samples
-        for min_longer in (half + min_offset, half):
+        for min_longer in (half + int(total * _MAX_PAIR_OFFSET * noise), half):
             longer_bits = pair_bits >> min_longer
             if longer_bits:
                 longer = min_longer + _lowest_bit(longer_bits)
@@ -521,7 +517,7 @@ def min_packs(distinct: Int64Array, counts: Int64Array, capacity: int, max_sampl
     num_long = int(counts[is_long].sum())
     gaps = capacity - distinct[is_long]  # free tokens beside a sample of each long length, ascending
     gap_tokens = to_offsets(gaps * counts[is_long])  # of all packs with the shortest i gaps
-    # One bound for each other length as the minimum, (k,): of tokens to place, and those that gaps can take.
+    # For each other length as the minimum, (k,): tokens of such samples, and of the gaps that are long enough for them.
     min_length = distinct[~is_long]
     tokens = np.cumsum(min_length * counts[~is_long])
     usable_tokens = gap_tokens[-1] - gap_tokens[np.searchsorted(gaps, min_length)]
@@ -549,7 +545,8 @@ def _place_in_fewest_packs(
     fewest = best_fit
     best_factor = None  # the scarcity factor of exact fit, if that needs fewer packs than best fit
     if best_fit.total_packs > enough_packs and (max_samples or lengths[0] <= MAX_BITS_FOR_PAIRS):
-        for factor in _SCARCITY_FACTORS if max_samples else (0.0,):
+        factors = _SCARCITY_FACTORS if max_samples else (0.0,)  # without a limit of samples, no slots are scarce
+        for factor in factors:
             exact = exact_fit(scarcity_factor=factor)
             if exact.total_packs < fewest.total_packs:
                 fewest, best_factor = exact, factor
@@ -568,17 +565,12 @@ def _place_in_fewest_packs(
 
 
 def _vary_best_fit(
-    best_fit: Placements,
-    distinct: Int64Array,
-    counts: Int64Array,
-    capacity: int,
-    max_samples: int | None,
-    noise: Costs,
+    best_fit: Placements, distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None, noise: Costs
 ) -> Placements:
-    """Place by best fit with the most noise that needs no more packs than ``best_fit``, which has no noise.
+    """Place by best fit with the most noise that needs as many packs as ``best_fit``, which has no noise.
 
-    Noise makes the order of the lengths less strict. On 3,000 lognormal lengths, the strict order repeats 69 % of its
-    packs in the next epoch, with noise 7 %.
+    ``noise``, (D,), makes the order of the D lengths less strict. On 3,000 lognormal lengths, the strict order repeats
+    69 % of its packs in the next epoch, with noise 7 %.
     """
     # The more samples a length has, the less noise is needed, and the more packs it costs.
     rarity = len(counts) / int(counts.sum())

@@ -103,22 +103,22 @@ def pack_within_budgets(
         return sort_by_sample(place_within_budgets(lengths, media_tokens, limits, order, noise=None))
 
     @cache
-    def attempt(attempt_epoch: int, noise_stream: int) -> PackPlan:
-        order = seeded_order(len(lengths), seed=seed, epoch=attempt_epoch, stream=stream + RandomStream.BUDGET_ORDER)
-        noise = seeded_uniform(len(lengths), seed=seed, epoch=attempt_epoch, stream=stream + noise_stream)
+    def pack_epoch(number: int, noise_stream: int) -> PackPlan:
+        order = seeded_order(len(lengths), seed=seed, epoch=number, stream=stream + RandomStream.BUDGET_ORDER)
+        noise = seeded_uniform(len(lengths), seed=seed, epoch=number, stream=stream + noise_stream)
         return place_within_budgets(lengths, media_tokens, limits, order, noise)
 
     key = digest_arrays(hashlib.sha256(f"{limits} {seed} {stream}".encode()), lengths, media_tokens)
     if key not in _num_packs_of_first_epoch:
-        _num_packs_of_first_epoch[key] = attempt(0, _NOISE_STREAMS[0]).num_packs
+        _num_packs_of_first_epoch[key] = pack_epoch(0, _NOISE_STREAMS[0]).num_packs
     num_first_packs = _num_packs_of_first_epoch[key]
     num_packs = min(num_first_packs + _SLACK_PACKS + int(num_first_packs * _SLACK), len(lengths))
     for noise_stream in _NOISE_STREAMS:
-        plan = attempt(epoch, noise_stream)
+        plan = pack_epoch(epoch, noise_stream)
         if plan.num_packs <= num_packs:
             break
-    else:
-        plan = attempt(0, _NOISE_STREAMS[0])
+    else:  # the packing of epoch 0 has few enough
+        plan = pack_epoch(0, _NOISE_STREAMS[0])
     order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
     return split_to_count(select_packs(plan, order), num_packs)
 
@@ -278,12 +278,10 @@ class _Packer:
         The first choice is a sample that leaves ``min_gap`` to ``max_gap`` tokens free, the second the longest that
         fits. Where slots are scarce, the choice is the sample nearest to the mean space of a slot.
         """
-        has_scarce_slots = slots_are_scarce(
-            free_tokens, free_slots, self._num_left, self._tokens_left, self._scarcity_factor
-        )
+        is_scarce = slots_are_scarce(free_tokens, free_slots, self._num_left, self._tokens_left, self._scarcity_factor)
         # The densest class whose samples could fill all free tokens within the free media tokens; -1 if there is none.
         filling_class = bisect_right(self._max_density, free_media / free_tokens) - 1
-        if not has_scarce_slots:
+        if not is_scarce:
             filling_group = self._filling_group(filling_class, free_tokens - max_gap, free_tokens - min_gap)
             if filling_group is not None:
                 return filling_group
@@ -300,7 +298,7 @@ class _Packer:
             if length < 0:
                 self._min_length[density_class] = max_length + 1
                 continue
-            if has_scarce_slots:
+            if is_scarce:
                 length = lengths.nearest(free_tokens // free_slots, max_length=length)
             return self._group_by_length[density_class][length]
         return None

@@ -243,15 +243,9 @@ def assign_packs(
         fill = packs.num_tokens / max(skrull.num_tokens, 1)
     else:
         fill = _fill_of(trained_packs, steps, options)
-    summary = summarize(
-        trained_packs if placement is None else packs,  # Skrull's trained packs are single samples
-        steps,
-        options,
-        num_cached=len(target_tokens),
-        fill=fill,
-        balance=balance,
-        skrull=skrull,
-    )
+    counted = trained_packs if placement is None else packs  # Skrull's trained packs are single samples
+    num_cached = len(target_tokens)
+    summary = summarize(counted, steps, options, num_cached=num_cached, fill=fill, balance=balance, skrull=skrull)
     return EpochPlan(trained_packs, steps, summary, lasting=units if has_fixed_samples else packs, placement=placement)
 
 

@@ -61,10 +61,7 @@ class ModelLayers:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelLayers:
-        """List the modules of a model, of an Omni model those of its thinker, which alone is trained.
-
-        A KeyError if the config lacks a width, or the number of layers, of the language model.
-        """
+        """List the modules of a model, or of an Omni model's thinker; a KeyError if the language model lacks widths."""
         config, text = thinker_of(config), text_config_of(config)
         hidden = int(text["hidden_size"])
         vocabulary = int(text.get("vocab_size") or 0)
