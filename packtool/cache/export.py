@@ -210,7 +210,8 @@ class _Export:
         self._warn_of_first_row_error(scanned_sources)
         close_readers()  # of this process; each worker opens its own
         # Rows become several samples if their turns are expanded, or if they have several responses.
-        self.has_parts = "expand_turns" in self.identity.spec or _have_responses(self.tasks)
+        expands_turns = "expand_turns" in self.identity.spec  # which does not record the value false
+        self.has_parts = expands_turns or _have_responses(self.tasks)
 
     def _warn_of_first_row_error(self, scanned_sources: Sequence[ScannedSource]) -> None:
         """Warn early, and only once, about rows that name media which they may not access."""

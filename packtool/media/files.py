@@ -56,7 +56,7 @@ def open_medium(
                 file.seek(0)
                 yield file
             except RemoteError:
-                raise
+                raise  # recorded by ``_remote_problem``
             except Exception:
                 _record_success(ref)  # the error is the file's; its store works
                 raise

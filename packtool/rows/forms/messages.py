@@ -213,6 +213,7 @@ _PAIR_KEYS = (
     ("assistant", ("assistant", "gpt", "bot", "output", "response", "answer")),
 )
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_ANSWER_KEYS = ("tool_calls", *_REASONING_KEYS)  # a message with one of these needs no text
 # Keys of a message that are passed to chat templates; others are ignored.
 _MESSAGE_KEYS = (*_REASONING_KEYS, "name", "tool_call_id")
 
@@ -341,14 +342,14 @@ def _turns_of_message(
     calls = _tool_calls(label, message)
     if calls:
         extra["tool_calls"] = calls
-    if value is None and any(key in extra for key in ("tool_calls", *_REASONING_KEYS)):
-        value = ""  # a message with tool calls or reasoning needs no content
+    if value is None and any(key in extra for key in _ANSWER_KEYS):
+        value = ""
     content = content_of(f"{label} ({role})", value, inline, is_tool=role == "tool")
     if content.tool_calls:
         extra["tool_calls"] = [*calls, *content.tool_calls]
     if content.reasoning:
         extra.setdefault("reasoning_content", content.reasoning)
-    has_answer = content.text or any(key in extra for key in ("tool_calls", *_REASONING_KEYS))
+    has_answer = content.text or any(key in extra for key in _ANSWER_KEYS)
     if content.results and not has_answer:
         return content.results
     loss, loss_scale = _loss(label, message)

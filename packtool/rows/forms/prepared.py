@@ -151,7 +151,7 @@ def _position_restarts(fields: Fields, kept_indices: _Ints, length: int) -> _Int
         detail = f"'position_ids' is {shown(value)}, not one number for each of {length:,} tokens, or 3 or 4 such lists"
         raise RowProblem("invalid_tokens", detail)
     axes = axes[:, kept_indices]
-    if len(axes) == 3:  # t, h, w
+    if len(axes) == 3:  # t, h, w: only the first token of a sample is 0 on all of them
         is_restart = (axes == 0).all(0)
     else:
         text_positions = axes[0]
